@@ -1,0 +1,1 @@
+"""Kernel versions, by language, layer and design; `registry` finds them."""

@@ -1,0 +1,146 @@
+"""Finds designs and versions by walking the packages; there is no list to keep.
+
+Walking looks at files and folders only, so listing imports no kernel language. A version lives at
+`<language>/<layer>/<design>/<design>[_vN]/<design>[_vN].py`; the module is imported when its plan is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.plan import KernelPlan
+
+# Public name -> (package folder, what must be importable, how to get it)
+LANGUAGES: dict[str, tuple[str, str, str]] = {
+    "torch": ("torch", "torch", "pip install torch"),
+    "triton": ("triton", "triton", "pip install 'triton>=3.6'"),
+    "cutile-dsl": ("cutile", "cuda.tile", "pip install cuda-tile==1.7.0 nvidia-cuda-tileiras==13.4.92"),
+    "cute-dsl": ("cute_python", "cutlass", "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'"),
+}
+
+
+@dataclass(frozen=True, order=True)
+class KernelId:
+    """Names one version: language, layer, design, and a version number (0 is the base)."""
+
+    language: str
+    layer: str
+    design: str
+    version: int = 0
+
+    @property
+    def module_name(self) -> str:
+        """`flash_mla` for the base version, `flash_mla_v2` for version 2."""
+        return self.design if self.version == 0 else f"{self.design}_v{self.version}"
+
+    @property
+    def module(self) -> str:
+        folder = LANGUAGES[self.language][0]
+        return f"mla_var3.kernel.{folder}.{self.layer}.{self.design}.{self.module_name}.{self.module_name}"
+
+    @property
+    def path(self) -> Path:
+        """The version's source file."""
+        return Path(__file__).parent.joinpath(*self.module.split(".")[2:]).with_suffix(".py")
+
+    @property
+    def label(self) -> str:
+        """`cute-dsl/flash_mla` or `cute-dsl/flash_mla_v2`: how users name a version."""
+        return f"{self.language}/{self.module_name}"
+
+    def to_record(self) -> dict[str, Any]:
+        return {"language": self.language, "layer": self.layer, "design": self.design, "version": self.version}
+
+    @classmethod
+    def parse(cls, text: str) -> KernelId:
+        """The version that `language/design[_vN]` names; a `UserError` names the nearest when there is none."""
+        found = {k.label: k for k in all_kernels()}
+        if text not in found:
+            raise UserError(f"no kernel {text!r}: {nearest(text, found)}.")
+        return found[text]
+
+
+@cache
+def all_kernels() -> tuple[KernelId, ...]:
+    """Every version in the packages, sorted."""
+    root = Path(__file__).parent
+    found = []
+    for language, (folder, _, _) in LANGUAGES.items():
+        for path in sorted((root / folder).glob("*/*/*/*.py")):
+            layer, design, name = path.parts[-4], path.parts[-3], path.parts[-2]
+            match = re.fullmatch(re.escape(design) + r"(?:_v(\d+))?", name)
+            if layer != "lib" and match and path.stem == name:
+                found.append(KernelId(language, layer, design, int(match[1] or 0)))
+    return tuple(sorted(found))
+
+
+def find(design: str, version: int | None = None, language: str | None = None) -> list[KernelId]:
+    """Versions of a design, of one version or language if given; a `UserError` names the nearest valid choice."""
+    kernels = all_kernels()
+    if language is not None and language not in LANGUAGES:
+        raise UserError(f"language {language!r} is unknown: {nearest(language, LANGUAGES)}.")
+    if design not in {k.design for k in kernels}:
+        raise UserError(f"design {design!r} is unknown: {nearest(design, {k.design for k in kernels})}.")
+    some = [k for k in kernels if k.design == design and language in (None, k.language)]
+    if not some:
+        have = ", ".join(sorted({k.language for k in kernels if k.design == design}))
+        raise UserError(f"design {design!r} has no {language} version; it is written in: {have}.")
+    if version is None:
+        return some
+    exact = [k for k in some if k.version == version]
+    if not exact:
+        have = ", ".join(str(k.version) for k in some)
+        raise UserError(f"design {design!r} has no version {version}; valid: {have}.")
+    return exact
+
+
+def missing(language: str) -> str | None:
+    """Why a language cannot be used here and how to get it, in one sentence; None when it can."""
+    _, package, how = LANGUAGES[language]
+    try:
+        found = util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else f"{language} needs the package {package}, which is not installed: {how}."
+
+
+def get_plan(kernel: KernelId) -> type[KernelPlan]:
+    """The plan class of a version. Raises `UserError` when its language is not installed."""
+    reason = missing(kernel.language)
+    if reason:
+        raise UserError(reason)
+    from mla_var3.runtime.plan import KernelPlan
+
+    module = import_module(kernel.module)
+    plans = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, KernelPlan) and value.__module__ == module.__name__
+    ]
+    if len(plans) != 1:
+        raise UserError(f"{kernel.path.name} must define exactly one KernelPlan subclass; it defines {len(plans)}.")
+    return plans[0]
+
+
+def source_files(kernel: KernelId) -> list[Path]:
+    """The version's own files and its language's lib: what a record's source hash covers."""
+    lib = Path(__file__).parent / LANGUAGES[kernel.language][0] / "lib"
+    return sorted([*kernel.path.parent.glob("*.py"), *lib.rglob("*.py")])
+
+
+def source_hash(kernel: KernelId) -> str:
+    """SHA-256 (16 hex digits) over names and contents of `source_files`."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for path in source_files(kernel):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,202 @@
+"""Autotuning: measure every feasible tiling, record those that fail, keep the result on disk.
+
+Results live as one JSON file a key under `cache_dir` (default: `$XDG_CACHE_HOME/mla_var3/tuning`). The key covers
+the problem class, the sizes b and t, the device, the kernel's source and the versions of what generates its code; a
+change in any of them tunes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import Infeasible, UserError
+from mla_var3.runtime.types import Tiling
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.base import BaseKernel
+
+CODE_PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "cuda-tile", "nvidia-cuda-tileiras")
+
+Measure = Callable[["BaseKernel"], float]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One tiling tried. status: measured, infeasible, failed or not reached (the budget ended). time_us: median."""
+
+    tiling: dict[str, Any]
+    status: str
+    reason: str = ""
+    time_us: float | None = None
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """best: the fastest tiling. trials: every one, in the order tried. from_cache: nothing was measured this time."""
+
+    best: Any
+    trials: list[Trial] = field(default_factory=list)
+    from_cache: bool = False
+
+    @property
+    def best_us(self) -> float:
+        return min(t.time_us for t in self.trials if t.time_us is not None)
+
+
+def default_cache_dir() -> Path:
+    """Where tuning results are kept unless a caller says otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla_var3" / "tuning"
+
+
+def package_versions(names: tuple[str, ...] = CODE_PACKAGES) -> dict[str, str]:
+    """Installed versions of the packages that generate code; absent ones are left out."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def tuning_key(kernel: BaseKernel) -> str:
+    """Name of the cache entry: readable front, then a hash over everything the result depends on."""
+    plan = kernel.plan
+    problem = plan.problem.to_record() if plan is not None else {}
+    device = plan.device.key if plan is not None and plan.device is not None else "unknown"
+    parts = {
+        "name": kernel.name,
+        "plan": type(plan).__module__ if plan is not None else "",
+        "problem": problem,
+        "device": device,
+        "source": _source_of(kernel),
+        "packages": package_versions(),
+        "configs": [_record(c) for c in kernel.configs()],
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:20]
+    return f"{kernel.name}-{device}-{digest}"
+
+
+def _source_of(kernel: BaseKernel) -> str:
+    """Hash of the version's files and its language's lib; of the function's own file when there is no plan."""
+    if kernel.plan is not None:
+        from mla_var3.kernel import registry
+
+        module = type(kernel.plan).__module__
+        for known in registry.all_kernels():
+            if known.module == module:
+                return registry.source_hash(known)
+    owner = kernel.plan if kernel.plan is not None else kernel
+    file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+
+
+def _record(tiling: Any) -> Any:
+    return tiling.to_record() if isinstance(tiling, Tiling) else tiling
+
+
+def measure_us(kernel: BaseKernel) -> float:
+    """Median time of a call in microseconds: the kernel's own way if it has one, else replays of a CUDA graph."""
+    own = getattr(kernel, "measure_us", None)
+    if own is not None:
+        return float(own())
+    from triton.testing import do_bench_cudagraph
+
+    kernel()  # compile and load outside the capture
+    return float(do_bench_cudagraph(kernel.launch, rep=20, return_mode="median")) * 1e3
+
+
+def autotune(
+    kernel: BaseKernel,
+    *,
+    budget_s: float = 60.0,
+    cache_dir: Path | None = None,
+    measure: Measure | None = None,
+    progress: bool = True,
+) -> TuneResult:
+    """Times `kernel` in every feasible tiling of its plan and returns the fastest.
+
+    budget_s: no new tiling is begun after this many seconds (one that runs is finished). measure: kernel -> median
+    microseconds. progress: a line per trial on stderr. Raises `UserError` when no tiling could be measured, with the
+    reason of the first failure.
+    """
+    path = (cache_dir or default_cache_dir()) / f"{tuning_key(kernel)}.json"
+    cached = _load(path, kernel)
+    if cached is not None:
+        return cached
+    configs = kernel.configs()
+    start = time.monotonic()
+    trials: list[Trial] = []
+    for i, tiling in enumerate(configs):
+        late = time.monotonic() - start > budget_s
+        reason = f"the budget of {budget_s:g} s ended before it"
+        trial = Trial(_record(tiling), "not reached", reason) if late else _try(kernel, tiling, measure or measure_us)
+        trials.append(trial)
+        if progress:
+            shown = f"{trial.time_us:.1f} us" if trial.time_us is not None else f"{trial.status}: {trial.reason}"
+            print(f"tuning {kernel.name} {i + 1}/{len(configs)}: {tiling} -> {shown}", file=sys.stderr, flush=True)
+    timed = [(t.time_us, i) for i, t in enumerate(trials) if t.time_us is not None]
+    if not timed:
+        first = next((t.reason for t in trials if t.reason), "it has no tilings")
+        raise UserError(f"no tiling of {kernel.name} could be measured; the first reason: {first}")
+    result = TuneResult(configs[min(timed)[1]], trials)
+    if not any(t.status == "not reached" for t in trials):  # a result cut short is not worth keeping
+        _store(path, result)
+    return result
+
+
+def _try(kernel: BaseKernel, tiling: Any, measure: Measure) -> Trial:
+    record = _record(tiling)
+    plan = kernel.plan
+    if isinstance(tiling, Tiling) and plan is not None:
+        verdict = tiling.validate(plan.problem, plan.device)
+        if not verdict:
+            return Trial(record, "infeasible", verdict.reason)
+    try:
+        with _quiet_gpu():
+            time_us = measure(kernel.retile(tiling))
+    except Infeasible as error:
+        return Trial(record, "infeasible", str(error))
+    except Exception as error:  # any failure of a candidate is that candidate's result
+        return Trial(record, "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    if not math.isfinite(time_us) or time_us <= 0:
+        return Trial(record, "failed", f"measured {time_us} us")
+    return Trial(record, "measured", "", time_us)
+
+
+@contextlib.contextmanager
+def _quiet_gpu() -> Iterator[None]:
+    """Surfaces an asynchronous failure inside the candidate that caused it, not in the next one."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _load(path: Path, kernel: BaseKernel) -> TuneResult | None:
+    try:
+        data = json.loads(path.read_text())
+        trials = [Trial(**t) for t in data["trials"]]
+        best = next(c for c in kernel.configs() if _record(c) == data["best"])
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+    return TuneResult(best, trials, from_cache=True)
+
+
+def _store(path: Path, result: TuneResult) -> None:
+    """Writes beside and renames, so that two processes tuning the same kernel never leave a torn file."""
+    text = json.dumps({"best": _record(result.best), "trials": [asdict(t) for t in result.trials]}, default=str)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

@@ -1,0 +1,104 @@
+"""`BaseKernel`: what kernels of every language have in common."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mla_var3.errors import UserError
+from mla_var3.runtime.types import CompiledKernel, Tiling
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.runtime.plan import KernelPlan
+
+FlopsBytes = Callable[[Any], tuple[int, int]]
+
+
+class BaseKernel(ABC):
+    """A named runnable with its tensors and tiling.
+
+    plan: the `KernelPlan` this kernel came from; `bind` and `retile` go through it. Without one, subclasses that can
+    be relaunched with another tiling (`launch_fn(tiling)`) still tune, and only binding is refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        input_tensors: Sequence[Any] = (),
+        output_tensors: Sequence[Any] = (),
+        workspace_tensors: Sequence[Any] = (),
+        tiling: Any = None,
+        autotune_configs: Sequence[Any] = (),
+        algorithmic_flops_bytes_fn: FlopsBytes | None = None,
+        plan: KernelPlan | None = None,
+    ) -> None:
+        self.name = name
+        self.input_tensors = tuple(input_tensors)
+        self.output_tensors = tuple(output_tensors)
+        self.workspace_tensors = tuple(workspace_tensors)
+        self.tiling = tiling
+        self.autotune_configs = list(autotune_configs)
+        self.algorithmic_flops_bytes_fn = algorithmic_flops_bytes_fn
+        self.plan = plan
+
+    # ------------------------------------------------------------ calling
+    @abstractmethod
+    def launch(self) -> None:
+        """Launches on the current stream: no allocation, no waiting."""
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Launches and returns the output tensors (which the device may still be writing)."""
+        if not self.output_tensors:
+            raise UserError(f"{self.name} was planned without tensors: it compiles, but cannot be called; use plan().")
+        self.launch()
+        return self.output_tensors
+
+    def bind(self, *inputs: Any) -> BaseKernel:
+        """A kernel on other tensors of the same problem class, without planning or compiling again."""
+        if self.plan is None:
+            raise UserError(f"{self.name} has no plan to bind through; make it with KernelPlan.plan().")
+        return self.plan.rebind(*inputs).plan(*inputs)
+
+    def retile(self, tiling: Any) -> BaseKernel:
+        """The same work with other knobs."""
+        if self.plan is not None:
+            plan = self.plan.with_tiling(tiling)
+            return plan.plan(*self.input_tensors) if self.input_tensors else plan.plan_empty()
+        other: Self = copy.copy(self)
+        other.tiling = tiling
+        return other
+
+    # ------------------------------------------------------------ knowing
+    def flops_bytes(self) -> tuple[int, int]:
+        """(FLOPs, minimal bytes) of one call; (0, 0) when nobody said."""
+        if self.algorithmic_flops_bytes_fn is not None:
+            return self.algorithmic_flops_bytes_fn(self.tiling)
+        if self.plan is not None:
+            return self.plan.algorithmic_flops_bytes(self.tiling)
+        return (0, 0)
+
+    @abstractmethod
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
+        """Compiles for `device` with no GPU; artefacts named in `keep` (ptx, cubin, sass, …) stay in `out_dir`."""
+
+    def configs(self) -> list[Any]:
+        """The tilings the tuner tries, the current one first."""
+        configs = self.autotune_configs or (self.plan.autotune_configs() if self.plan is not None else [])
+        return [self.tiling, *[c for c in configs if c != self.tiling]]
+
+    def autotune(self, **options: Any) -> Tiling:
+        """Measures every feasible tiling and adopts the fastest; see `mla_var3.runtime.autotune.autotune`."""
+        from mla_var3.runtime.autotune import autotune
+
+        result = autotune(self, **options)
+        self.adopt(self.retile(result.best))
+        return result.best
+
+    def adopt(self, other: BaseKernel) -> None:
+        """Becomes `other`, which computes the same with another tiling; outputs may be other tensors."""
+        self.__dict__.update(other.__dict__)

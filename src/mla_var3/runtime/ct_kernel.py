@@ -1,0 +1,107 @@
+"""`CtKernel`: a cuTile kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.runtime.base import BaseKernel, FlopsBytes
+from mla_var3.runtime.types import CompiledKernel
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.runtime.plan import KernelPlan
+
+_CONSTANTS = {"ConstInt": int, "ConstBool": bool, "ConstFloat": float}
+
+
+def __getattr__(name: str) -> Any:
+    """ConstInt, ConstBool, ConstFloat: cuTile's annotations for constants embedded in the code."""
+    if name in _CONSTANTS:
+        import cuda.tile as ct
+
+        return ct.Constant[_CONSTANTS[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class CtKernel(BaseKernel):
+    """Launches a `@ct.kernel` function over `grid_fn(tiling)` blocks with `args_fn(tiling)`.
+
+    hints_fn(tiling): num_worker_warps, num_ctas, occupancy, opt_level as a dictionary. signature_fn(tiling): the
+    `KernelSignature` to compile for when there are no tensors.
+    """
+
+    def __init__(
+        self,
+        kernel_fn: Any,
+        grid_fn: Callable[[Any], tuple[int, ...]],
+        args_fn: Callable[[Any], tuple[Any, ...]],
+        input_tensors: Sequence[Any],
+        output_tensors: Sequence[Any],
+        tiling: Any,
+        autotune_configs: Sequence[Any] = (),
+        algorithmic_flops_bytes_fn: FlopsBytes | None = None,
+        *,
+        hints_fn: Callable[[Any], dict[str, Any]] | None = None,
+        signature_fn: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+        workspace_tensors: Sequence[Any] = (),
+        plan: KernelPlan | None = None,
+    ) -> None:
+        super().__init__(
+            name or kernel_fn.__name__,
+            input_tensors=input_tensors,
+            output_tensors=output_tensors,
+            workspace_tensors=workspace_tensors,
+            tiling=tiling,
+            autotune_configs=autotune_configs,
+            algorithmic_flops_bytes_fn=algorithmic_flops_bytes_fn,
+            plan=plan,
+        )
+        self.kernel_fn = kernel_fn
+        self.grid_fn = grid_fn
+        self.args_fn = args_fn
+        self.hints_fn = hints_fn
+        self.signature_fn = signature_fn
+        self._ready: tuple[Any, ...] | None = None
+
+    def hinted(self) -> Any:
+        """The kernel function with this tiling's hints."""
+        return self.kernel_fn.replace_hints(**self.hints_fn(self.tiling)) if self.hints_fn else self.kernel_fn
+
+    def launch(self) -> None:
+        import cuda.tile as ct
+        import torch
+
+        if self._ready is None or self._ready[0] != self.tiling:
+            # A hinted copy has a compile cache of its own: make it once per tiling, or every call would compile.
+            cache = self.plan.compiled if self.plan is not None else {}
+            kernel = cache.setdefault((self.name, "hinted", self.tiling), self.hinted())
+            self._ready = (self.tiling, kernel, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
+        _, kernel, grid, args = self._ready
+        ct.launch(torch.cuda.current_stream(), grid, kernel, args)
+
+    def measure_us(self) -> float:
+        """Mean time of a call as cuTile's own search measures it, in microseconds."""
+        import cuda.tile as ct
+        import torch
+
+        result = ct.tune.exhaustive_search(
+            [self.tiling],
+            torch.cuda.current_stream(),
+            self.grid_fn,
+            lambda tiling: self.hinted(),
+            lambda tiling: tuple(self.args_fn(tiling)),
+            quiet=True,
+        )
+        return float(result.best.mean_us)
+
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
+        from mla_var3.toolchain.cutile import compile_cutile
+
+        if self.signature_fn is None:
+            raise UserError(f"{self.name} has no signature_fn: give CtKernel one that describes its arguments.")
+        signature = self.signature_fn(self.tiling)
+        return compile_cutile(self.hinted(), signature, device=device, out_dir=out_dir, keep=keep)

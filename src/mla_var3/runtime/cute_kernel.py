@@ -1,0 +1,61 @@
+"""`CuteKernel`: a CuTe DSL kernel, host function and device function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.runtime.base import BaseKernel, FlopsBytes
+from mla_var3.runtime.types import CompiledKernel
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.runtime.plan import KernelPlan
+
+
+class CuteKernel(BaseKernel):
+    """Wraps CuTe's two levels: a `@cute.jit` host function that launches, and a `@cute.kernel` device function.
+
+    kernel_fn: the device function (it names the kernel). launch_fn(tiling): launches on the current stream; it holds
+    the tensors and the compiled host function. compile_fn(tiling, device, out_dir=None, keep=()): compiles from fake
+    tensors, with no GPU, and returns a `CompiledKernel`.
+    """
+
+    def __init__(
+        self,
+        kernel_fn: Any,
+        launch_fn: Callable[[Any], None],
+        input_tensors: Sequence[Any],
+        output_tensors: Sequence[Any],
+        tiling: Any,
+        autotune_configs: Sequence[Any] = (),
+        algorithmic_flops_bytes_fn: FlopsBytes | None = None,
+        compile_fn: Callable[..., CompiledKernel] | None = None,
+        *,
+        name: str | None = None,
+        workspace_tensors: Sequence[Any] = (),
+        plan: KernelPlan | None = None,
+    ) -> None:
+        super().__init__(
+            name or kernel_fn.__name__,
+            input_tensors=input_tensors,
+            output_tensors=output_tensors,
+            workspace_tensors=workspace_tensors,
+            tiling=tiling,
+            autotune_configs=autotune_configs,
+            algorithmic_flops_bytes_fn=algorithmic_flops_bytes_fn,
+            plan=plan,
+        )
+        self.kernel_fn = kernel_fn
+        self.launch_fn = launch_fn
+        self.compile_fn = compile_fn
+
+    def launch(self) -> None:
+        self.launch_fn(self.tiling)
+
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
+        if self.compile_fn is None:
+            raise UserError(f"{self.name} has no compile_fn: give CuteKernel one that compiles from fake tensors.")
+        return self.compile_fn(self.tiling, device, out_dir=out_dir, keep=keep)

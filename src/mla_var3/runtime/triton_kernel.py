@@ -1,0 +1,90 @@
+"""`TritonKernel`: a Triton kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.runtime.base import BaseKernel, FlopsBytes
+from mla_var3.runtime.types import CompiledKernel
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.runtime.plan import KernelPlan
+
+
+class TritonKernel(BaseKernel):
+    """Launches a `@triton.jit` function over `grid_fn(tiling)` programs.
+
+    args_fn(tiling): positional arguments. meta_fn(tiling): constexpr arguments by name. options_fn(tiling): num_warps
+    and num_stages. signature_fn(tiling): argument name -> Triton type of the non-constexpr arguments ("*bf16", "i32",
+    "fp32"), for compiling without tensors. In a process started with TRITON_INTERPRET=1 calls run on CPU tensors.
+    """
+
+    def __init__(
+        self,
+        kernel_fn: Any,
+        grid_fn: Callable[[Any], tuple[int, ...]],
+        args_fn: Callable[[Any], tuple[Any, ...]],
+        input_tensors: Sequence[Any],
+        output_tensors: Sequence[Any],
+        tiling: Any,
+        autotune_configs: Sequence[Any] = (),
+        algorithmic_flops_bytes_fn: FlopsBytes | None = None,
+        *,
+        meta_fn: Callable[[Any], Mapping[str, Any]] | None = None,
+        options_fn: Callable[[Any], Mapping[str, int]] | None = None,
+        signature_fn: Callable[[Any], Mapping[str, str]] | None = None,
+        name: str | None = None,
+        workspace_tensors: Sequence[Any] = (),
+        plan: KernelPlan | None = None,
+    ) -> None:
+        super().__init__(
+            name or kernel_fn.__name__,
+            input_tensors=input_tensors,
+            output_tensors=output_tensors,
+            workspace_tensors=workspace_tensors,
+            tiling=tiling,
+            autotune_configs=autotune_configs,
+            algorithmic_flops_bytes_fn=algorithmic_flops_bytes_fn,
+            plan=plan,
+        )
+        self.kernel_fn = kernel_fn
+        self.grid_fn = grid_fn
+        self.args_fn = args_fn
+        self.meta_fn = meta_fn
+        self.options_fn = options_fn
+        self.signature_fn = signature_fn
+        self._ready: tuple[Any, ...] | None = None
+
+    def _meta(self) -> dict[str, Any]:
+        return dict(self.meta_fn(self.tiling)) if self.meta_fn else {}
+
+    def _options(self) -> dict[str, int]:
+        return dict(self.options_fn(self.tiling)) if self.options_fn else {}
+
+    def launch(self) -> None:
+        if self._ready is None or self._ready[0] != self.tiling:
+            keywords = {**self._meta(), **self._options()}
+            self._ready = (self.tiling, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)), keywords)
+        _, grid, args, keywords = self._ready
+        self.kernel_fn[grid](*args, **keywords)
+
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
+        from mla_var3.toolchain.triton_ import compile_triton
+
+        if self.signature_fn is None:
+            raise UserError(f"{self.name} has no signature_fn: give TritonKernel one that types its arguments.")
+        options = self._options()
+        return compile_triton(
+            self.kernel_fn,
+            dict(self.signature_fn(self.tiling)),
+            self._meta(),
+            device=device,
+            num_warps=options.get("num_warps", 4),
+            num_stages=options.get("num_stages", 2),
+            out_dir=out_dir,
+            keep=keep,
+        )

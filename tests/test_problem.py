@@ -1,0 +1,167 @@
+"""MlaProblem: construction, lengths, and costs checked against counts made another way."""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_var3.errors import UserError
+from mla_var3.problem import GEOMETRIES, MlaProblem
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"b": 0}, "problem.b"),
+        ({"s": -1}, "problem.s"),
+        ({"t": 1.5}, "problem.t"),
+        ({"h": 6, "h_kv": 4}, "problem.h"),
+        ({"dtype": "bf61"}, "bf16"),
+        ({"n": 10, "t": 5}, "problem.n"),
+        ({"page": 0}, "problem.page"),
+        ({"causal": "yes"}, "problem.causal"),
+        ({"lengths": "raged"}, "ragged"),
+        ({"lengths": {"seed": 1}}, "problem.lengths"),
+        ({"b": 3, "lengths": [1, 2]}, "problem.lengths"),
+        ({"b": 2, "lengths": [1, -2]}, "problem.lengths"),
+    ],
+)
+def test_bad_field_is_named(fields: dict, named: str) -> None:
+    with pytest.raises(UserError, match=named.replace(".", r"\.")):
+        MlaProblem(**fields)
+
+
+def test_lengths_as_t() -> None:
+    pd = MlaProblem(t=[3, 70, 0], s=2)
+    assert (pd.b, pd.t, pd.seq_lens, pd.max_pages) == (3, 70, (3, 70, 0), 2)
+
+
+@pytest.mark.parametrize("name", ["ragged", "normal", "edges"])
+def test_named_lengths_repeat_and_survive_a_record(name: str) -> None:
+    pd = MlaProblem(b=9, s=2, t=1000, lengths={"name": name, "seed": 5})
+    again = MlaProblem.from_record(pd.to_record())
+    assert again == pd and again.seq_lens == pd.seq_lens
+    assert len(set(pd.seq_lens)) > 3
+    assert max(pd.seq_lens) <= (2000 if name == "normal" else 1000)
+
+
+def test_edges_hold_the_page_boundaries() -> None:
+    assert MlaProblem(b=7, t=200, lengths="edges").seq_lens == (0, 1, 63, 64, 65, 199, 200)
+
+
+def test_unknown_record_field_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="causal"):
+        MlaProblem.from_record({"causl": True})
+
+
+def test_class_ignores_b_t_and_lengths() -> None:
+    a, b = MlaProblem(b=1, t=64), MlaProblem(t=[5, 9])
+    assert a.problem_class() == b.problem_class() and a.problem_class().key() == b.problem_class().key()
+    assert a.problem_class() != MlaProblem(causal=True).problem_class()
+
+
+def test_named_geometries() -> None:
+    assert {g: MlaProblem.of(g).h for g in GEOMETRIES} == {"deepseek-v3": 128, "deepseek-v2-lite": 16, "kimi-k2": 64}
+    assert MlaProblem.of("kimi-k2", h=8).h == 8
+    with pytest.raises(UserError, match="kimi-k2"):
+        MlaProblem.of("kimi-k3")
+
+
+def test_public_figures_of_a_cell() -> None:
+    """FLOPs = 2·b·s·h·t·1088, bytes = b·t·1152 + b·s·h·2176: the usual way to count dense MLA decode in bf16."""
+    cost = MlaProblem(b=128, s=2, h=16, t=4096).cost()
+    assert cost.flops == 2 * 128 * 2 * 16 * 4096 * 1088
+    assert cost.bytes == 128 * 4096 * 1152 + 128 * 2 * 16 * 2176
+
+
+SMALL = [
+    MlaProblem(b=2, s=3, t=17, h=4, h_kv=2, k=32, p=8, d=16, causal=True, dtype="fp32"),
+    MlaProblem(t=[0, 5, 40], s=2, h=4, k=32, p=8, d=16, causal=True, dtype="fp32"),
+    MlaProblem(t=[1, 33], s=1, h=3, k=16, p=8, d=8, dtype="fp32"),
+]
+
+
+@pytest.mark.parametrize("pd", SMALL, ids=lambda p: p.label)
+def test_pairs_equal_a_counted_mask(pd: MlaProblem) -> None:
+    pairs = sum(
+        1
+        for length in pd.seq_lens
+        for i in range(pd.s)
+        for j in range(length)
+        if not pd.causal or j <= length - pd.s + i
+    )
+    assert pd.cost("absorbed").pairs == pd.cost("decompressed").pairs == pairs
+
+
+@pytest.mark.parametrize("pd", [p.replace(causal=False) for p in SMALL], ids=lambda p: p.label)
+def test_flops_equal_torchs_counter(pd: MlaProblem) -> None:
+    """Without a mask every product is done, so torch's own counter sees what `cost` derives."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def attend(width_qk: int, width_v: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            for length in pd.seq_lens:
+                if length:
+                    scores = torch.ones(pd.h, pd.s, width_qk) @ torch.ones(pd.h, width_qk, length)
+                    scores @ torch.ones(pd.h, length, width_v)
+        return counter.get_total_flops()
+
+    assert pd.cost("absorbed").flops == attend(pd.k + pd.p, pd.k)
+    assert pd.cost("decompressed").flops == attend(pd.d + pd.p, pd.d)
+
+
+@pytest.mark.parametrize("pd", SMALL, ids=lambda p: p.label)
+def test_bytes_equal_tensors(pd: MlaProblem) -> None:
+    """Bytes are the sizes of the tensors a kernel cannot avoid touching, added up from torch tensors."""
+    import torch
+
+    dtype = pd.torch_dtype
+    tokens = sum(pd.seq_lens)
+
+    def size(*shape: int) -> int:
+        return torch.empty(shape, dtype=dtype, device="meta").nbytes
+
+    rows = (pd.b, pd.s, pd.h)
+    assert pd.cost("absorbed").bytes == (
+        size(tokens, pd.h_kv, pd.k + pd.p) + size(*rows, pd.k + pd.p) + size(*rows, pd.k)
+    )
+    assert pd.cost("decompressed").bytes == (
+        size(tokens, pd.h, pd.d + pd.p) + size(tokens, pd.h, pd.d) + size(*rows, pd.d + pd.p) + size(*rows, pd.d)
+    )
+
+
+@pytest.mark.parametrize("pd", SMALL[:2], ids=lambda p: p.label)
+def test_mixed_meets_both_ends_and_counts_pairs_in_between(pd: MlaProblem) -> None:
+    assert pd.replace(n=0).cost("mixed") == pd.cost("absorbed")
+    assert pd.replace(n=pd.t).cost("mixed") == pd.cost("decompressed")
+    n = 4
+    cost = pd.replace(n=n).cost("mixed")
+    flops = 0
+    for length in pd.seq_lens:
+        for i in range(pd.s):
+            for j in range(length):
+                if not pd.causal or j <= length - pd.s + i:
+                    latent = j < length - n
+                    flops += 2 * pd.h * ((2 * pd.k + pd.p) if latent else (2 * pd.d + pd.p))
+    assert cost.flops == flops
+    new = sum(min(n, x) for x in pd.seq_lens)
+    old = sum(pd.seq_lens) - new
+    columns = old * pd.h_kv * (pd.k + pd.p) + new * pd.h * (2 * pd.d + pd.p)
+    columns += pd.b * pd.s * pd.h * (2 * pd.k + 2 * pd.d + pd.p)
+    assert cost.bytes == 4 * columns
+
+
+def test_unknown_formulation() -> None:
+    with pytest.raises(UserError, match="absorbed"):
+        MlaProblem().cost("absorbd")
+
+
+def test_projection_cost_counts_four_products() -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    pd = MlaProblem(b=2, s=3, t=8, h=4, k=32, p=8, d=16)
+    with FlopCounterMode(display=False) as counter:
+        torch.ones(pd.h, pd.b * pd.s, pd.d) @ torch.ones(pd.h, pd.d, pd.k)
+        torch.ones(pd.h, pd.b * pd.s, pd.k) @ torch.ones(pd.h, pd.k, pd.d)
+    assert pd.projection_cost().flops == counter.get_total_flops()

@@ -54,7 +54,7 @@ class ConcurrentKernels(BaseKernel):
     def validate(self, device: Device | None = None) -> Verdict:
         """True when the stages may run at once: no tensor that one writes is touched by another, and `joint` agrees."""
         for i, writer in enumerate(self.stages):
-            written = {_storage(t) for t in (*writer.output_tensors, *writer.workspace_tensors)}
+            written = {_storage(t) for t in (*writer.output_tensors, *writer.workspace_tensors) if _has_elements(t)}
             for j, other in enumerate(self.stages):
                 if i == j:
                     continue
@@ -87,6 +87,11 @@ class ConcurrentKernels(BaseKernel):
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
         compiled = [s.compile(None if out_dir is None else out_dir / s.name, device, keep) for s in self.stages]
         return CompiledKernel.of_stages(self.name, device.arch, compiled)
+
+
+def _has_elements(tensor: Any) -> bool:
+    numel = getattr(tensor, "numel", None)
+    return numel is None or numel() > 0
 
 
 def _storage(tensor: Any) -> Any:

@@ -26,6 +26,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _name_of(kernel_fn: Any) -> str:
+    from mla_var3.toolchain.cutile import kernel_name  # a @ct.kernel object hides the function's name
+
+    return kernel_name(kernel_fn)
+
+
 class CtKernel(BaseKernel):
     """Launches a `@ct.kernel` function over `grid_fn(tiling)` blocks with `args_fn(tiling)`.
 
@@ -51,7 +57,7 @@ class CtKernel(BaseKernel):
         plan: KernelPlan | None = None,
     ) -> None:
         super().__init__(
-            name or kernel_fn.__name__,
+            name or getattr(kernel_fn, "__name__", None) or _name_of(kernel_fn),
             input_tensors=input_tensors,
             output_tensors=output_tensors,
             workspace_tensors=workspace_tensors,

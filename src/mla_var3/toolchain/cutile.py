@@ -1,0 +1,63 @@
+"""cuTile: compiling a kernel for a signature, with no GPU."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.runtime.types import CompiledKernel
+from mla_var3.toolchain import artefacts, resources, sass
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+
+
+def compile_cutile(
+    kernel: Any,
+    signature: Any,
+    *,
+    device: Device,
+    out_dir: Path | None = None,
+    keep: Sequence[str] = (),
+    name: str | None = None,
+) -> CompiledKernel:
+    """Compiles a `@ct.kernel` function for `device`.
+
+    signature: a `cuda.tile.compilation.KernelSignature`, built by hand (`from_kernel_args` needs a driver); hints are
+    those of `kernel` (`kernel.replace_hints(...)`). out_dir, keep: see `artefacts.wanted`; kinds cubin, sass, tileir
+    (bytecode). cuTile makes no PTX. A tile that misses HGMMA is no error to the compiler: it is in `warnings`.
+    """
+    from cuda.tile.compilation import export_kernel
+
+    name = name or kernel_name(kernel)
+    kinds = artefacts.wanted(out_dir, keep)
+    gpu_code = device.arch.removesuffix("a")
+    start = time.perf_counter()
+    cubin = io.BytesIO()
+    try:
+        export_kernel(kernel, [signature], cubin, gpu_code=gpu_code, output_format="cubin")
+    except FileNotFoundError as missing:
+        raise UserError(
+            f"cuTile's compiler is missing ({missing}): pip install nvidia-cuda-tileiras==13.4.92 "
+            "nvidia-cuda-nvcc==13.4.92 nvidia-nvvm==13.4.92."
+        ) from missing
+    bytecode = None
+    if "tileir" in kinds:
+        tileir = io.BytesIO()
+        export_kernel(kernel, [signature], tileir, gpu_code=gpu_code, output_format="tileir_bytecode")
+        bytecode = tileir.getvalue()
+    text = sass.disassemble(cubin.getvalue())
+    (taken,) = resources.read(cubin.getvalue(), device, sass=text).values()
+    kept = artefacts.save(name, out_dir, kinds, {"cubin": cubin.getvalue(), "sass": text, "tileir": bytecode})
+    warnings = tuple(resources.problems(taken, device))
+    return CompiledKernel(name, device.arch, taken, kept, (), warnings, time.perf_counter() - start)
+
+
+def kernel_name(kernel: Any) -> str:
+    """The name of a `@ct.kernel` function, which is an object without `__name__`."""
+    function = getattr(kernel, "_pyfunc", kernel)
+    return str(getattr(function, "__name__", "kernel"))

@@ -1,0 +1,106 @@
+"""What a compiled kernel takes of an SM, and which limits or fast paths it misses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_var3.runtime.types import Resources
+from mla_var3.toolchain import sass as sass_
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+
+# Architecture -> (the tensor-core instructions worth having there, their name in sentences)
+_FAST_MMA: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "sm_90a": (("HGMMA", "QGMMA", "IGMMA"), "warpgroup (HGMMA)"),
+    "sm_100a": (("UTCMMA",), "tcgen05 (UTCMMA)"),
+    "sm_103a": (("UTCMMA",), "tcgen05 (UTCMMA)"),
+}
+_WARP_MMA = ("HMMA", "QMMA", "IMMA", "OMMA")
+_BULK_LOADS = ("UTMALDG", "UBLKCP")
+
+
+def read(
+    cubin: bytes | Path,
+    device: Device,
+    *,
+    sass: str | None = None,
+    smem_dynamic: int | Mapping[str, int] = 0,
+    remarks: str = "",
+) -> dict[str, Resources]:
+    """The resources of every kernel in a cubin, by mangled name, in the cubin's order.
+
+    sass: `sass.disassemble(cubin)`, if it is at hand. smem_dynamic: bytes at launch, for all kernels or by name.
+    remarks: output of `ptxas -v`; its spill bytes are taken instead of those read off the code. ctas_per_sm is for
+    `device`, 0 when a CTA does not fit on an SM.
+    """
+    code = sass_.functions(sass_.disassemble(cubin) if sass is None else sass)
+    said = parse_ptxas(remarks)
+    found: dict[str, Resources] = {}
+    for name, used in sass_.usage(cubin).items():
+        text = code.get(name, "")
+        dynamic = smem_dynamic.get(name, 0) if isinstance(smem_dynamic, Mapping) else smem_dynamic
+        found[name] = Resources(
+            registers=used.registers,
+            smem_static=used.smem_static,
+            smem_dynamic=dynamic,
+            spill_bytes=said.get(name, sass_.spill_bytes(text)),
+            stack_bytes=used.stack_bytes,
+            threads=used.threads,
+            ctas_per_sm=device.ctas_per_sm(used.registers, used.smem_static + dynamic, used.threads),
+            instructions=sass_.count_instructions(text),
+        )
+    return found
+
+
+def parse_ptxas(text: str) -> dict[str, int]:
+    """Spill stores plus spill loads in bytes, by kernel, from what `ptxas -v` printed."""
+    pattern = r"Function properties for (\S+)\s+ptxas[ .]+\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
+    return {match[1]: int(match[2]) + int(match[3]) for match in re.finditer(pattern, text)}
+
+
+def problems(resources: Resources, device: Device) -> list[str]:
+    """Limits of the device that the kernel breaks and fast paths it misses: one sentence each, worst first."""
+    r, found = resources, []
+    if r.smem > device.smem_per_block:
+        found.append(
+            f"shared memory of {r.smem:,} bytes is over the {device.smem_per_block:,} that a block of {device.key} "
+            "may have: the launch will fail"
+        )
+    if r.threads > device.max_threads_per_block:
+        found.append(f"{r.threads} threads are over the {device.max_threads_per_block} that a block may have")
+    elif r.threads and r.registers > device.max_registers(r.threads):
+        found.append(
+            f"{r.registers} registers for each of {r.threads} threads are over the {device.max_registers(r.threads)} "
+            f"that {device.key} has for them: the launch will fail"
+        )
+    count = r.instructions
+    if r.spill_bytes:
+        found.append(
+            f"spills registers: {r.spill_bytes:,} bytes of local-memory stores and loads "
+            f"({count.get('STL', 0)} STL, {count.get('LDL', 0)} LDL)"
+        )
+    elif r.stack_bytes:
+        found.append(f"uses {r.stack_bytes:,} bytes of stack a thread without spilling: a call or a run-time index")
+    found += _slow_paths(count, device)
+    return found
+
+
+def _slow_paths(count: Mapping[str, int], device: Device) -> list[str]:
+    if device.arch not in _FAST_MMA:
+        return []
+    fast_names, fast = _FAST_MMA[device.arch]
+    quick = sum(count.get(name, 0) for name in fast_names)
+    slow = {name: count[name] for name in _WARP_MMA if count.get(name)}
+    found = []
+    if slow:
+        which = ", ".join(f"{n} {name}" for name, n in slow.items())
+        extent = f"beside {quick} {fast}" if quick else f"and no {fast}"
+        found.append(f"falls off the tensor-core path of {device.arch}: {which} {extent}; check the tile's shape")
+    if (quick or slow) and not any(count.get(name) for name in _BULK_LOADS):
+        loads = f"{count.get('LDGSTS', 0)} LDGSTS, {count.get('LDG', 0)} LDG"
+        found.append(f"loads its operands without TMA ({loads})")
+    return found

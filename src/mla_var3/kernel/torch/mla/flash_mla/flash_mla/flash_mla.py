@@ -1,0 +1,74 @@
+"""flash_mla v0 in torch: the oracle as a kernel version.
+
+    for each request:  gather its pages → logits = scale · q Kᵀ (float64) → softmax → P V → round once
+
+Absorbed MLA decode written for being right, on any device and in any dtype. It is the yardstick of the other languages
+and the version to read first; it reads the lengths on the host and cannot be captured in a graph. Nothing to tune.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_var3.device import Requirement
+from mla_var3.runtime import KernelPlan, Tiling, TorchKernel, Verdict
+from mla_var3.runtime.oracle import mla_decode_reference
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+
+def _takes(problem: MlaProblem) -> Verdict:
+    if problem.n:
+        return Verdict.no(f"flash_mla reads latent tokens only; the problem has n = {problem.n} decompressed ones")
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class FlashMlaTiling(Tiling):
+    """No knobs."""
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        return Verdict.yes()
+
+
+class FlashMlaPlan(KernelPlan):
+    """Plan of the oracle: inputs (q, kv_cache, page_table, seq_lens), outputs (out, lse)."""
+
+    tiling_type = FlashMlaTiling
+    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"), problem=_takes)
+    graph_capturable = False
+
+    def default_tiling(self) -> FlashMlaTiling:
+        return FlashMlaTiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [FlashMlaTiling()]
+
+    def flash_mla(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (b, s, h, k) and lse (b, h, s), unrounded."""
+        pd = self.problem
+        return mla_decode_reference(q, kv_cache, page_table, seq_lens, k=pd.k, scale=pd.scale, causal=pd.causal)
+
+    def plan(self, *inputs: torch.Tensor) -> TorchKernel:
+        q = inputs[0]
+        b, s, h, _ = q.shape
+        out = q.new_empty((b, s, h, self.problem.k))
+        lse = q.new_empty((b, h, s), dtype=torch.float32)
+        return TorchKernel(
+            self.flash_mla,
+            name="flash_mla",
+            input_tensors=inputs,
+            output_tensors=(out, lse),
+            tiling=self.tiling,
+            plan=self,
+        )
+
+    def plan_empty(self) -> TorchKernel:
+        return TorchKernel(self.flash_mla, name="flash_mla", tiling=self.tiling, plan=self)

@@ -1,0 +1,45 @@
+"""What all tests share: GPU tests are skipped, with the reason, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+
+def _why_no_gpu() -> str | None:
+    """None when torch can use a GPU. torch is imported only where a driver seems to be present: it takes seconds."""
+    if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+        return "no NVIDIA driver here (nvidia-smi is missing)"
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU"
+    return None
+
+
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if marked else None
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout that is tested."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _plain_output() -> Iterable[None]:
+    """Messages are compared as text: no colours, and a width that does not depend on the terminal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_COLOR", "1")
+        patch.setenv("COLUMNS", "200")
+        yield

@@ -1,0 +1,45 @@
+"""The oracle as a kernel version: it passes its own check, binds, and is found by the registry."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.kernel.registry import KernelId, get_plan  # noqa: E402
+from mla_var3.problem import MlaProblem  # noqa: E402
+from mla_var3.runtime.checking import check  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def plan_cls():
+    return get_plan(KernelId.parse("torch/flash_mla"))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        MlaProblem(b=2, t=200, h=4),
+        MlaProblem(b=2, s=2, t=200, h=4, h_kv=2, k=128, page=16, causal=True, dtype="fp16"),
+        MlaProblem(b=2, t=200, h=4, k=128, page=None),
+    ],
+    ids=["plain", "groups", "contiguous"],
+)
+def test_it_passes_the_check(plan_cls, problem):
+    report = check(plan_cls, problem, device="cpu", quick=True)
+    assert report.ok, report.reason
+
+
+def test_it_says_what_it_cannot_do(plan_cls):
+    problem = MlaProblem(t=64, h=2, n=4)
+    assert "n = 4" in plan_cls(problem).supported().reason
+    kernel = plan_cls(MlaProblem(t=64, h=2)).plan_empty()
+    with pytest.raises(UserError, match="plan"):
+        kernel()
+
+
+@pytest.mark.gpu
+def test_it_runs_on_a_gpu(plan_cls):
+    report = check(plan_cls, MlaProblem(b=4, t=1000, h=16), quick=True)
+    assert report.ok, report.reason

@@ -1,0 +1,467 @@
+"""The check must let an honest bf16 kernel through and stop every mistake that kernels make."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.problem import MlaProblem  # noqa: E402
+from mla_var3.runtime.checking import CASES, FLASHMLA, NORMAL, QUICK, check, compare  # noqa: E402
+from mla_var3.runtime.inputs import GARBAGE_PAGE, make_inputs, same_class  # noqa: E402
+from mla_var3.runtime.oracle import mla_decode_reference  # noqa: E402
+
+BLOCK = 64
+
+
+class Honest:
+    """What a GPU kernel does: blocks of keys, P rounded to the inputs' dtype, float32 sums, splits, then a combine.
+
+    Mutants override one step each.
+    """
+
+    splits = 3
+    deterministic = True
+
+    def __init__(self, problem, tiling=None, device=None):
+        self.problem = problem
+
+    # ---- steps that mutants override
+    def limit(self, length, i):
+        """How many keys query token i of this request sees."""
+        return length - self.problem.s + i + 1 if self.problem.causal else length
+
+    def tokens(self, length):
+        return length
+
+    def scale(self):
+        return self.problem.scale
+
+    def ranges(self, length):
+        """Key blocks of each split."""
+        blocks = -(-length // BLOCK)
+        per = max(1, -(-blocks // self.splits))
+        return [range(x, min(x + per, blocks)) for x in range(0, blocks, per)]
+
+    def pages(self, table, i, length):
+        return table[i, : -(-length // self.problem.page_size)].long()
+
+    def masked(self, logits, mask):
+        return logits.masked_fill(mask, float("-inf"))
+
+    def keys(self, cache, table, i, length):
+        ids = self.pages(table, i, length)
+        return cache[ids].flatten(0, 1)[: self.tokens(length)].float()
+
+    def store(self, out, lse, values, e):
+        out.copy_(values.to(out.dtype))
+        lse.copy_(e)
+
+    def accumulate(self, acc):
+        return acc
+
+    # ---- the kernel
+    def plan(self, *inputs):
+        q = inputs[0]
+        b, s, h, _ = q.shape
+        out = torch.empty(b, s, h, self.problem.k, dtype=q.dtype)
+        lse = torch.empty(b, h, s, dtype=torch.float32)
+
+        class Kernel:
+            name, tiling, input_tensors, output_tensors, workspace_tensors = "fake", None, inputs, (out, lse), ()
+
+            def __call__(kernel):
+                self.run(*inputs, out, lse)
+                return kernel.output_tensors
+
+            def bind(kernel, *other):
+                pd = same_class(self.problem, [int(x) for x in other[3]])
+                return type(self)(pd).plan(*other)
+
+        return Kernel()
+
+    def run(self, q, cache, table, lens, out, lse):
+        pd = self.problem
+        group = pd.h // pd.h_kv
+        for i, length in enumerate(lens.tolist()):
+            values = torch.zeros(pd.s, pd.h, pd.k)
+            e = torch.full((pd.h, pd.s), math.inf)
+            if length:
+                keys = self.keys(cache, table, i, length)
+                for g in range(pd.h_kv):
+                    heads = slice(g * group, (g + 1) * group)
+                    rows = q[i, :, heads].reshape(pd.s * group, -1).float()
+                    o, x = self.attend(rows, keys[:, g], length, group)
+                    values[:, heads], e[heads] = o.view(pd.s, group, -1), x.view(pd.s, group).t()
+            self.store(out[i], lse[i], values, e)
+
+    def attend(self, rows, keys, length, group):
+        pd = self.problem
+        visible = torch.tensor([self.limit(length, r // group) for r in range(len(rows))]).unsqueeze(1)
+        parts = []
+        for blocks in self.ranges(len(keys)):
+            m = torch.full((len(rows), 1), float("-inf"))
+            total, acc = torch.zeros(len(rows), 1), torch.zeros(len(rows), pd.k)
+            for block in blocks:
+                kv = keys[block * BLOCK : (block + 1) * BLOCK]
+                position = torch.arange(block * BLOCK, block * BLOCK + len(kv))
+                logits = self.masked(rows @ kv.t() * self.scale(), position >= visible)
+                new = torch.maximum(m, logits.amax(1, keepdim=True))
+                base = new.masked_fill(new == float("-inf"), 0.0)
+                p = (logits - base).exp()
+                shrink = (m - base).exp()
+                total = total * shrink + p.sum(1, keepdim=True)
+                acc = self.accumulate(acc * shrink + p.to(pd.torch_dtype).float() @ kv[:, : pd.k])
+                m = new
+            parts.append((acc, m, total))
+        top = torch.stack([m for _, m, _ in parts]).amax(0)
+        base = top.masked_fill(top == float("-inf"), 0.0)
+        total = sum((m - base).exp() * x for _, m, x in parts)
+        acc = sum((m - base).exp() * x for x, m, _ in parts)
+        empty = total == 0
+        lse = (base + total.log()).masked_fill(empty, math.inf)
+        return acc / total.masked_fill(empty, 1.0), lse
+
+
+class DroppedFirstToken(Honest):
+    def masked(self, logits, mask):
+        mask = mask.clone()
+        if mask.shape[1] == BLOCK:
+            mask[:, 0] = True
+        return super().masked(logits, mask)
+
+
+class DroppedLastToken(Honest):
+    def limit(self, length, i):
+        return super().limit(length, i) - 1 if length > 1 else 1
+
+
+class ExtraToken(Honest):
+    """Reads one slot past the end, where it lies on the last page."""
+
+    def tokens(self, length):
+        return length + 1
+
+    def limit(self, length, i):
+        return super().limit(length, i) + 1
+
+
+class ExtraZeroToken(Honest):
+    """The slot past the end is filled with zeros, and attended."""
+
+    def keys(self, cache, table, i, length):
+        keys = super().keys(cache, table, i, length)
+        return torch.cat([keys, torch.zeros_like(keys[:1])])
+
+    def limit(self, length, i):
+        return super().limit(length, i) + 1
+
+
+class ZeroMask(Honest):
+    """Masked logits become 0."""
+
+    def keys(self, cache, table, i, length):
+        keys = super().keys(cache, table, i, length)
+        return torch.cat([keys, torch.zeros(-len(keys) % BLOCK, *keys.shape[1:])])
+
+    def masked(self, logits, mask):
+        return logits.masked_fill(mask, 0.0)
+
+
+class NanPadding(Honest):
+    """Padding is masked in the logits only: 0 · NaN reaches the output."""
+
+    def tokens(self, length):
+        return -(-length // BLOCK) * BLOCK
+
+
+class WrongScale(Honest):
+    def scale(self):
+        return (self.problem.k + self.problem.p) ** -0.5
+
+
+class CausalOffByOne(Honest):
+    def limit(self, length, i):
+        return min(length, super().limit(length, i) + 1)
+
+
+class CausalTopLeft(Honest):
+    def limit(self, length, i):
+        return min(length, i + 1)
+
+
+class NotCausal(Honest):
+    def limit(self, length, i):
+        return length
+
+
+class MissedSplit(Honest):
+    def ranges(self, length):
+        ranges = super().ranges(length)
+        return ranges[:-1] if len(ranges) > 2 else ranges
+
+
+class DoubledBlock(Honest):
+    def ranges(self, length):
+        ranges = super().ranges(length)
+        return [range(ranges[0].start, ranges[0].stop), *[range(r.start - 1, r.stop) for r in ranges[1:]]]
+
+
+class SwappedPages(Honest):
+    def pages(self, table, i, length):
+        ids = super().pages(table, i, length).clone()
+        if len(ids) > 1:
+            ids[-1], ids[-2] = ids[-2].item(), ids[-1].item()
+        return ids
+
+
+class NeighboursPage(Honest):
+    """The last page is taken from the request before."""
+
+    def pages(self, table, i, length):
+        ids = super().pages(table, i, length).clone()
+        other = int(table[i - 1, len(ids) - 1])
+        if i and other != GARBAGE_PAGE:
+            ids[-1] = other
+        return ids
+
+
+class UnwrittenRow(Honest):
+    def store(self, out, lse, values, e):
+        out[:, :-1].copy_(values[:, :-1].to(out.dtype))
+        lse.copy_(e)
+
+
+class UnwrittenEmpty(Honest):
+    def store(self, out, lse, values, e):
+        if bool(torch.isfinite(e).any()):
+            super().store(out, lse, values, e)
+
+
+class MinusInfinity(Honest):
+    def store(self, out, lse, values, e):
+        super().store(out, lse, values, torch.where(e == math.inf, -e, e))
+
+
+class RoundedLse(Honest):
+    def store(self, out, lse, values, e):
+        super().store(out, lse, values, e.bfloat16().float())
+
+
+class Log2Lse(Honest):
+    def store(self, out, lse, values, e):
+        super().store(out, lse, values, e / math.log(2))
+
+
+class TruncatedOut(Honest):
+    """Rounds toward zero, twice the error of rounding to nearest."""
+
+    def store(self, out, lse, values, e):
+        bits = values.contiguous().view(torch.int32) & -65536
+        super().store(out, lse, bits.view(torch.float32), e)
+
+
+class RoundedSums(Honest):
+    """Keeps the running sum of p·v in bf16 between blocks."""
+
+    splits = 1
+
+    def accumulate(self, acc):
+        return acc.bfloat16().float()
+
+
+class WrongHead(Honest):
+    """Heads of a group in the wrong order."""
+
+    def store(self, out, lse, values, e):
+        super().store(out, lse, values.flip(1), e)
+
+
+class StaleLengths(Honest):
+    """Remembers the lengths it was planned for."""
+
+    def run(self, q, cache, table, lens, out, lse):
+        planned = torch.tensor(self.problem.seq_lens)
+        width = (table != GARBAGE_PAGE).sum(1) * self.problem.page_size
+        super().run(q, cache, table, torch.minimum(planned, width), out, lse)
+
+
+class WritesInputs(Honest):
+    def run(self, q, cache, table, lens, out, lse):
+        super().run(q, cache, table, lens, out, lse)
+        q[0, 0, 0, 0] += 1
+
+
+class Fickle(Honest):
+    """Other bits at the second call."""
+
+    calls = 0
+
+    def run(self, q, cache, table, lens, out, lse):
+        super().run(q, cache, table, lens, out, lse)
+        Fickle.calls += 1
+        lse.mul_(1 + 2e-7 * (Fickle.calls % 2))
+
+
+PLAIN = MlaProblem(b=2, s=1, t=300, h=8)
+CAUSAL = MlaProblem(b=2, s=3, t=300, h=8, causal=True)
+GROUPS = MlaProblem(b=2, s=2, t=300, h=6, h_kv=2, causal=True, page=16)
+HONEST = {
+    "plain": PLAIN,
+    "causal": CAUSAL,
+    "groups": GROUPS,
+    "fp16": PLAIN.replace(dtype="fp16"),
+    "not-paged": PLAIN.replace(page=None),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_kernel_passes_every_case(name):
+    report = check(Honest, HONEST[name], device="cpu")
+    assert report.ok, report.reason
+    assert [c.name for c in report.cases] == [x for x in CASES if x != "far_pages"]
+    assert report.error["out"] < 5e-3 and report.error["lse"] < 1e-3
+    assert report.seeds and not report.reason
+
+
+def test_honest_rows_of_every_length_keep_a_margin():
+    """Few keys are the hardest for the worst row: P's rounding errors cannot average out."""
+    lengths = [1, 2, 3, 4, 5, 6, 8, 11, 16, 27, 50, 64, 65, 130, 1000]
+    problem = MlaProblem(h=64, t=lengths)
+    for dist, bounds in (("flashmla", FLASHMLA), ("normal", NORMAL)):
+        inputs = make_inputs(problem, seed=3, dist=dist)
+        kernel = Honest(problem).plan(*inputs)
+        report = compare(*kernel(), *mla_decode_reference(*inputs, k=512, scale=problem.scale, causal=False), bounds)
+        assert report.ok, report.reason
+        assert report.row_cos < 0.85 * bounds.row_cos and report.cos < 0.7 * bounds.out_cos
+
+
+MUTANTS = {
+    DroppedFirstToken: PLAIN, DroppedLastToken: PLAIN, ExtraToken: PLAIN, ExtraZeroToken: PLAIN, ZeroMask: PLAIN,
+    NanPadding: PLAIN, WrongScale: PLAIN, CausalOffByOne: CAUSAL, CausalTopLeft: CAUSAL, NotCausal: CAUSAL,
+    MissedSplit: PLAIN, DoubledBlock: PLAIN, SwappedPages: PLAIN, NeighboursPage: PLAIN, UnwrittenRow: PLAIN,
+    UnwrittenEmpty: PLAIN, MinusInfinity: PLAIN, RoundedLse: PLAIN, Log2Lse: PLAIN, RoundedSums: PLAIN,
+    TruncatedOut: PLAIN, WrongHead: PLAIN, StaleLengths: PLAIN, WritesInputs: PLAIN, Fickle: PLAIN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
+def test_a_mutant_fails_the_quick_check(mutant):
+    report = check(mutant, MUTANTS[mutant], device="cpu", quick=True, seeds=[11])
+    assert not report.ok
+    assert report.reason and "seed" in report.reason
+
+
+@pytest.mark.parametrize(
+    ("mutant", "problem", "case"),
+    [
+        (DroppedLastToken, PLAIN, "last"),
+        (DroppedFirstToken, PLAIN, "first"),
+        (ExtraToken, PLAIN, "just_masked"),
+        (ExtraZeroToken, PLAIN, "below_zero"),
+        (CausalOffByOne, CAUSAL, "just_masked"),
+        (SwappedPages, PLAIN, "page_boundary"),
+        (StaleLengths, PLAIN, "in_place"),
+    ],
+)
+def test_the_dominant_cases_catch_what_they_are_for(mutant, problem, case):
+    assert check(mutant, problem, device="cpu", cases=["own"]).ok or mutant is not StaleLengths
+    report = check(mutant, problem, device="cpu", cases=[case])
+    assert [c.name for c in report.cases] == [case]
+    assert not report.ok
+    if case not in ("in_place",):
+        assert report.error["out"] > 0.1  # of order one: no bound could be wide enough to hide it
+
+
+def test_a_kernel_that_says_it_is_not_deterministic_may_differ():
+    class Admitted(Fickle):
+        deterministic = False
+
+    assert check(Admitted, PLAIN, device="cpu", quick=True).ok
+
+
+def test_quick_is_a_subset_and_names_are_checked():
+    report = check(Honest, PLAIN, device="cpu", quick=True, seeds=[1, 2])
+    assert [c.name for c in report.cases] == [*QUICK, *QUICK]
+    assert report.seeds == (1, 2)
+    assert report.to_record()["cases"][0]["seed"] == 1
+    with pytest.raises(UserError, match="just_masked"):
+        check(Honest, PLAIN, device="cpu", cases=["just_mask"])
+
+
+def test_an_exception_names_its_case():
+    class Broken(Honest):
+        def run(self, *args):
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        check(Broken, PLAIN, device="cpu", quick=True, seeds=[5])
+    assert "'own'" in caught.value.__notes__[0]
+
+
+def test_a_plan_instance_brings_its_problem():
+    plan = Honest(PLAIN)
+    plan.tiling, plan.device = None, None
+    assert check(plan, device="cpu", cases=["edges"]).ok
+    with pytest.raises(UserError, match="problem"):
+        check(Honest, device="cpu")
+
+
+# ---------------------------------------------------------------- compare
+@pytest.fixture
+def result():
+    gen = torch.Generator().manual_seed(0)
+    ref = torch.randn(2, 1, 4, 512, generator=gen, dtype=torch.float64) / 10
+    lse = torch.full((2, 4, 1), 8.0, dtype=torch.float64)
+    return SimpleNamespace(out=ref.bfloat16(), lse=lse.float(), ref=ref, ref_lse=lse)
+
+
+def test_compare_accepts_rounding_and_reports_it(result):
+    report = compare(result.out, result.lse, result.ref, result.ref_lse)
+    assert report and report.reason == ""
+    assert 1e-3 < report.out < 2.5e-3 and report.lse == 0.0
+    assert set(report.to_record()) == {"out", "lse"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_compare_refuses_what_is_not_finite(result, value):
+    out = result.out.clone()
+    out[1, 0, 2, 7] = value
+    report = compare(out, result.lse, result.ref, result.ref_lse)
+    assert not report and "(1, 0, 2, 7)" in report.reason
+    lse = result.lse.clone()
+    lse[1, 3, 0] = value
+    report = compare(result.out, lse, result.ref, result.ref_lse)
+    assert not report and "(1, 3, 0)" in report.reason
+
+
+def test_compare_sees_one_wrong_element_and_one_wrong_row(result):
+    out = result.out.clone()
+    out[0, 0, 3, 511] += 0.01
+    report = compare(out, result.lse, result.ref, result.ref_lse)
+    assert not report and "(0, 0, 3, 511)" in report.reason
+    out = result.out.clone()
+    out[1, 0, 0] = (result.ref[1, 0, 0] * 1.006).bfloat16()  # each element within its bound, the row not
+    report = compare(out, result.lse, result.ref, result.ref_lse)
+    assert not report and "(1, 0, 0)" in report.reason and "cosine" in report.reason
+
+
+def test_compare_wants_empty_rows_exactly_zero(result):
+    result.ref[0, 0, 0] = 0
+    result.ref_lse[0, 0, 0] = math.inf
+    assert not compare(result.out, result.lse, result.ref, result.ref_lse)
+    result.lse[0, 0, 0] = math.inf
+    assert not compare(result.out, result.lse, result.ref, result.ref_lse)
+    result.out[0, 0, 0] = 0
+    assert compare(result.out, result.lse, result.ref, result.ref_lse)
+    result.out[0, 0, 0, 3] = 1e-7
+    assert not compare(result.out, result.lse, result.ref, result.ref_lse)
+
+
+def test_compare_wants_shapes_and_dtypes(result):
+    assert "shape" in compare(result.out[:1], result.lse, result.ref, result.ref_lse).reason
+    assert "float32" in compare(result.out, result.lse.double(), result.ref, result.ref_lse).reason

@@ -1,0 +1,210 @@
+"""The oracle agrees with a loop over tokens, and with the decompressed form; inputs are what they say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.problem import MlaProblem  # noqa: E402
+from mla_var3.runtime import oracle  # noqa: E402
+from mla_var3.runtime.inputs import (  # noqa: E402
+    DISTRIBUTIONS,
+    DOMINANT,
+    GARBAGE_PAGE,
+    make_input_sets,
+    make_inputs,
+    rotation_count,
+    same_class,
+)
+
+SMALL = MlaProblem(s=3, h=4, h_kv=2, k=32, p=16, d=8, page=8, causal=True, t=[0, 1, 2, 7, 8, 9, 21])
+
+
+def run(problem, inputs, **options):
+    options = {"k": problem.k, "scale": problem.scale, "causal": problem.causal, **options}
+    return oracle.mla_decode_reference(*inputs, **options)
+
+
+def by_hand(problem, inputs):
+    """One query row and one key at a time, in Python floats."""
+    q, cache, table, lens = inputs
+    group = problem.h // problem.h_kv
+    out = torch.zeros(problem.b, problem.s, problem.h, problem.k, dtype=torch.float64)
+    lse = torch.full((problem.b, problem.h, problem.s), math.inf, dtype=torch.float64)
+    for i, length in enumerate(lens.tolist()):
+        for token in range(problem.s):
+            for head in range(problem.h):
+                seen = length - problem.s + token + 1 if problem.causal else length
+                if seen <= 0:
+                    continue
+                keys = [
+                    cache[table[i, t // problem.page_size], t % problem.page_size, head // group] for t in range(seen)
+                ]
+                logits = [
+                    problem.scale * math.fsum((q[i, token, head].double() * key.double()).tolist()) for key in keys
+                ]
+                e = math.log(math.fsum(math.exp(x) for x in logits))
+                lse[i, head, token] = e
+                for x, key in zip(logits, keys, strict=True):
+                    out[i, token, head] += math.exp(x - e) * key[: problem.k].double()
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dist", DISTRIBUTIONS)
+def test_the_oracle_is_a_loop_over_tokens(dist, causal):
+    problem = SMALL.replace(causal=causal)
+    inputs = make_inputs(problem, seed=1, dist=dist)
+    for mine, expected in zip(run(problem, inputs), by_hand(problem, inputs), strict=True):
+        assert mine.dtype == torch.float64
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_without_keys_are_zero_and_plus_infinity():
+    out, lse = run(SMALL, make_inputs(SMALL))
+    assert torch.equal(out[0], torch.zeros_like(out[0])) and bool((lse[0] == math.inf).all())
+    assert torch.equal(out[1, :2], torch.zeros_like(out[1, :2]))  # length 1, s = 3: only the last token sees the key
+    assert bool((lse[1, :, :2] == math.inf).all()) and bool(torch.isfinite(lse[1, :, 2]).all())
+    assert bool(torch.isfinite(out).all())
+
+
+def test_float32_agrees_and_is_chosen_for_large_problems(monkeypatch):
+    inputs = make_inputs(SMALL, seed=2, dist="normal")
+    exact = run(SMALL, inputs)
+    monkeypatch.setitem(oracle.FLOAT64_FLOPS, "cpu", 0)
+    monkeypatch.setattr(oracle, "_BLOCK_ELEMENTS", 32)  # rows in many blocks
+    for mine, expected in zip(run(SMALL, inputs), exact, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-6)
+    for mine, expected in zip(run(SMALL, inputs, compute_dtype=torch.float64), exact, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_page_outside_the_cache_is_refused():
+    q, cache, table, lens = make_inputs(SMALL)
+    lens = lens.clone()
+    lens[1] = 17  # its second page is garbage
+    with pytest.raises(UserError, match="page"):
+        run(SMALL, (q, cache, table, lens))
+    lens[1] = 1000
+    with pytest.raises(UserError, match="page table"):
+        run(SMALL, (q, cache, table, lens))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_absorbed_equals_decompressed(causal):
+    problem = MlaProblem(s=2, h=3, k=32, p=8, d=16, page=4, causal=causal, t=[5, 11, 1, 0])
+    _, cache, table, lens = make_inputs(problem, seed=3, dist="normal")
+    gen = torch.Generator().manual_seed(4)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=gen)
+
+    q_nope, q_rope = draw(problem.b, 2, 3, 16), draw(problem.b, 2, 3, 8)
+    w_uk, w_uv = draw(3, 16, 32) / 6, draw(3, 16, 32) / 6
+    options = {"scale": problem.scale, "causal": causal}
+    q = oracle.absorb_query(q_nope, q_rope, w_uk)
+    latent, lse = oracle.mla_decode_reference(q, cache, table, lens, k=32, **options)
+    out = torch.einsum("bshk,hdk->bshd", latent, w_uv)
+    expected = oracle.mla_decompressed_reference(q_nope, q_rope, cache, table, lens, w_uk, w_uv, **options)
+    torch.testing.assert_close(out, expected[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-10, atol=1e-10)
+
+
+# ---------------------------------------------------------------- inputs
+def test_inputs_have_the_stated_shapes_and_values():
+    problem = MlaProblem(s=2, h=16, t=[300, 0, 64, 65], dtype="fp16")
+    q, cache, table, lens = make_inputs(problem, seed=5)
+    assert q.shape == (4, 2, 16, 576) and cache.shape == (4 * 5, 64, 1, 576) and table.shape == (4, 5)
+    assert q.dtype == cache.dtype == torch.float16 and table.dtype == lens.dtype == torch.int32
+    assert lens.tolist() == [300, 0, 64, 65] and q.is_contiguous() and cache.is_contiguous()
+    assert float(q.abs().max()) <= 1 and abs(float(q.float().std()) - 0.1) < 0.002
+    normal = make_inputs(problem, seed=5, dist="normal")[0]
+    assert abs(float(normal.float().std()) - 1) < 0.02
+
+
+def test_poison_covers_exactly_what_is_not_a_token():
+    problem = MlaProblem(h=2, t=[300, 0, 64, 65, 1])
+    _, cache, table, lens = make_inputs(problem, seed=5, spare_pages=3)
+    used = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    ids = []
+    for i, length in enumerate(lens.tolist()):
+        count = -(-length // 64)
+        assert bool((table[i, count:] == GARBAGE_PAGE).all())
+        ids += table[i, :count].tolist()
+        for t in range(length):
+            used[table[i, t // 64], t % 64] = True
+    assert len(set(ids)) == len(ids) and ids != sorted(ids)
+    assert torch.equal(torch.isnan(cache).all(-1).all(-1), ~used)
+    assert torch.equal(torch.isnan(cache).any(-1).any(-1), ~used)
+    _, cache, table, _ = make_inputs(problem, seed=5, poison=False)
+    assert bool(torch.isfinite(cache).all()) and int(table.max()) < len(cache)
+
+
+def test_a_contiguous_cache_has_its_pages_in_order():
+    problem = MlaProblem(h=2, page=None, t=[100, 30])
+    _, cache, table, _ = make_inputs(problem)
+    assert cache.shape[1] == 64 and table.tolist() == [[0, 1], [2, GARBAGE_PAGE]]
+
+
+def test_seeds_repeat_and_differ():
+    problem = MlaProblem(h=2, t=[100, 30])
+    sets = make_input_sets(problem, count=3, seed=7)
+    again = make_inputs(problem, seed=8)
+    for a, b in zip(sets[1], again, strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    assert not torch.equal(sets[0][0], sets[1][0]) and len({id(x[0]) for x in sets}) == 3
+
+
+@pytest.mark.parametrize("dist", ["first", "last", "page_boundary"])
+def test_dominant_tokens_take_almost_all(dist):
+    problem = MlaProblem(h=4, t=[1000, 65, 64, 3, 1])
+    q, cache, table, lens = make_inputs(problem, dist=dist)
+    edge = {1000: (447, 448), 65: (63, 64), 64: (63,), 3: (2,), 1: (0,)}
+    out, _ = run(problem, (q, cache, table, lens))
+    for i, length in enumerate(lens.tolist()):
+        chosen = {"first": (0,), "last": (length - 1,), "page_boundary": edge[length]}[dist]
+        tokens = oracle.gather_tokens(cache, table[i], length)[:, 0]
+        expected = tokens[list(chosen), :512].double().mean(0)
+        assert float((out[i, 0] - expected).norm(dim=-1).max() / expected.norm()) < 0.12
+
+
+def test_just_masked_tokens_would_dominate():
+    problem = MlaProblem(h=4, s=3, causal=True, t=[1000, 65, 130, 3, 2])
+    q, cache, table, lens = make_inputs(problem, dist="just_masked")
+    honest = run(problem, (q, cache, table, lens))[0]
+    for changed in (
+        run(problem, (q, cache, table, lens + 1))[0],
+        run(problem, (q, cache, table, lens), causal=False)[0],
+    ):
+        change = (changed - honest).norm(dim=-1) / changed.norm(dim=-1)
+        assert float(change.min(dim=2).values.max(dim=1).values.min()) > 0.5  # in some token of every request
+
+
+def test_below_zero_logits_lose_against_a_zero():
+    problem = MlaProblem(h=4, t=[1000, 1])
+    _, lse = run(problem, make_inputs(problem, dist="below_zero"))
+    assert float(lse.max()) < -6
+
+
+def test_dominant_inputs_work_without_rope_columns():
+    problem = MlaProblem(h=2, k=32, p=0, d=16, t=[40], page=8)
+    for dist in DOMINANT:
+        assert bool(torch.isfinite(run(problem, make_inputs(problem, dist=dist))[0]).all())
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="flashmla"):
+        make_inputs(SMALL, dist="flashmIa")
+    with pytest.raises(UserError, match="n = 4"):
+        make_inputs(MlaProblem(t=64, n=4))
+
+
+def test_rotation_counts():
+    small, large = MlaProblem(b=1, t=64), MlaProblem(b=128, t=4096)
+    assert rotation_count(small, 50 << 20) == 16 and rotation_count(large, 50 << 20) == 2
+    assert same_class(large, [3, 4]).problem_class() == large.problem_class()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
 
 _CONSTANTS = {"ConstInt": int, "ConstBool": bool, "ConstFloat": float}
+_HINTED: dict[Any, Any] = {}  # (kernel function, hints) -> hinted copy
 
 
 def __getattr__(name: str) -> Any:
@@ -74,18 +75,25 @@ class CtKernel(BaseKernel):
         self._ready: tuple[Any, ...] | None = None
 
     def hinted(self) -> Any:
-        """The kernel function with this tiling's hints."""
-        return self.kernel_fn.replace_hints(**self.hints_fn(self.tiling)) if self.hints_fn else self.kernel_fn
+        """The kernel function with this tiling's hints; one copy for equal hints, kept for the process's life.
+
+        A hinted copy owns its compiled code: a second one would compile again, and dropping one unloads code that a
+        captured CUDA graph may still launch.
+        """
+        hints = self.hints_fn(self.tiling) if self.hints_fn else {}
+        if not hints:
+            return self.kernel_fn
+        key = (self.kernel_fn, tuple(sorted(hints.items())))
+        if key not in _HINTED:
+            _HINTED[key] = self.kernel_fn.replace_hints(**hints)
+        return _HINTED[key]
 
     def launch(self) -> None:
         import cuda.tile as ct
         import torch
 
         if self._ready is None or self._ready[0] != self.tiling:
-            # A hinted copy has a compile cache of its own: make it once per tiling, or every call would compile.
-            cache = self.plan.compiled if self.plan is not None else {}
-            kernel = cache.setdefault((self.name, "hinted", self.tiling), self.hinted())
-            self._ready = (self.tiling, kernel, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
+            self._ready = (self.tiling, self.hinted(), self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
         _, kernel, grid, args = self._ready
         ct.launch(torch.cuda.current_stream(), grid, kernel, args)
 

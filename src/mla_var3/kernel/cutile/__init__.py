@@ -1,0 +1,1 @@
+"""Kernels written in cuTile, NVIDIA's tile language for Python."""

@@ -1,0 +1,1 @@
+"""Building blocks that cuTile kernel versions share."""

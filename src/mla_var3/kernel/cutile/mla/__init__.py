@@ -1,0 +1,1 @@
+"""cuTile kernels of the MLA layer."""

@@ -1,0 +1,1 @@
+"""Absorbed MLA in cuTile: attention in latent space, K and V are one tensor."""

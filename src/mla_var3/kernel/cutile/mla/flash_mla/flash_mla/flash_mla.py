@@ -1,0 +1,438 @@
+"""Absorbed MLA decode in cuTile: paged, ragged, causal, split-KV with a combine kernel.
+
+One block takes a tile of query rows of one request and one latent cache, and a range of the request's tokens. Each tile
+of tokens is loaded once and serves as K (latent and rope columns) and as V (latent columns):
+
+    page id ──► TMA: K tile, in 512 / tile_k column chunks ──► S = Q·Kᵀ ──► online softmax ──► O += P·K (latent)
+
+    heads on M:  S  (tile_m, tile_n)  O  (tile_m, 512)    64 rows; two warpgroups share S and O by columns
+    swapped:     Sᵀ (tile_n, tile_m)  Oᵀ (512, tile_m)    16 rows: no padding up to 64, which costs work and power
+
+Rows are packed as (query tokens, heads of the group): tile_m = TS · TG with TG the group's size rounded up to a power
+of two, at most tile_m. What overhangs is zero-filled on load and clipped on store.
+
+Tokens that every row of the tile sees go through a loop without masks. The others (the last tile, and with a causal
+mask the last s tokens) go through a second loop that masks scores before the softmax, and reads its tile with rows past
+the end replaced by zeros, because 0 · NaN would reach O. Page ids are read only for tiles that exist.
+
+The column chunks decide the pipeline: as one tile of 512 columns K has a single buffer and loads wait for the last
+product (450 us at b128 h128 t4096), as four of 128 it has two (306 us). Asking through `latency=` changes nothing.
+
+Architecture: Hopper (sm_90a), through HGMMA, TMA and cuTile's own warp specialisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import cuda.tile as ct
+
+from mla_var3.device import Device, Requirement
+from mla_var3.errors import UserError
+from mla_var3.kernel.cutile.lib.combine import combine_kernel
+from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
+from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.problem import MlaProblem
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+
+LATENT = 512
+ROPE = 64
+WIDTH = LATENT + ROPE
+LN2 = 0.6931471805599453
+LOG2E = 1.4426950408889634
+
+#: Running maximum before any key: finite, so that "maximum minus maximum" is never infinity minus infinity.
+FLOOR = -1.0e30
+
+#: Of the shared memory of a block: barriers, row statistics, descriptors.
+SMEM_MISC = 2048
+
+MAX_SPLITS = 128
+
+
+@dataclass(frozen=True)
+class FlashMlaTiling(Tiling):
+    """Knobs of the kernel.
+
+    swapped: tokens on the M side of the tensor cores and query rows on N; otherwise rows on M. tile_m: query rows of a
+    block, 64, or 16 when swapped. tile_n: tokens of a tile, a page or a divisor of one. tile_k: latent columns of a
+    chunk; chunks are separate tiles to cuTile, which decides from their size how many are in flight. num_splits: parts
+    that a request's tokens are split into; 0 chooses from the sizes when the kernel is bound.
+    """
+
+    swapped: bool = False
+    tile_m: int = 64
+    tile_n: int = 64
+    tile_k: int = 128
+    num_splits: int = 0
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        page, side = pd.page_size, "swapped" if self.swapped else "with heads on M"
+        if self.tile_n > page or page % self.tile_n:
+            return Verdict.no(f"tile_n = {self.tile_n} does not divide a page of {page} tokens: a tile is in one page.")
+        # Swapped with 32 or 64 rows, what cuTile 1.7.0 with tileiras 13.4.92 makes is wrong where the last tile is
+        # part filled and there is no causal mask; with 8 rows it spills 10 KB.
+        if self.tile_m != (16 if self.swapped else 64):
+            return Verdict.no(f"tile_m = {self.tile_m}: {side} it is {16 if self.swapped else 64}.")
+        tokens = (64,) if self.swapped else (16, 32, 64)
+        if self.tile_n not in tokens:
+            return Verdict.no(f"tile_n = {self.tile_n}: {side} it is one of {tokens}.")
+        if self.tile_k not in (64, 128, 256, 512):
+            return Verdict.no(f"tile_k = {self.tile_k} is not one of 64, 128, 256, 512.")
+        if not 0 <= self.num_splits <= MAX_SPLITS:
+            return Verdict.no(f"num_splits = {self.num_splits} is outside 0..{MAX_SPLITS}.")
+        smem = 2 * WIDTH * (self.tile_m + self.tile_n) + 2 * self.tile_m * self.tile_n + SMEM_MISC
+        if device is not None and smem > device.smem_per_block:
+            return Verdict.no(f"Q, one tile of tokens and P take {smem} bytes; a block has {device.smem_per_block}.")
+        return Verdict.yes()
+
+
+def load_tail(KV, row, head_kv, valid, HKV, TN, TK, SWAPPED):
+    """The token tile at `row` (in tiles) without TMA, its rows from `valid` on zero: (latent chunks, rope).
+
+    A TMA load would do the same from a shorter array, but its descriptor then depends on the length and is built by
+    every block; and selecting after a load takes the tile through registers, which spills or costs the second buffer.
+    """
+    CHUNKS = 512 // TK
+    if SWAPPED:
+        # As a gather (below) the loop is unrolled five times, with a wait for every HGMMA.
+        zero = ct.PaddingMode.ZERO
+        kv = ct.Array.from_foreign(KV.foreign_pointer, (row * TN + valid, HKV, 576), (HKV * 576, 576, 1))
+        ks = tuple(
+            ct.reshape(ct.load(kv, (row, head_kv, c), (TN, 1, TK), padding_mode=zero, allow_tma=False), (TN, TK))
+            for c in ct.static_iter(range(CHUNKS))
+        )
+        k_rope = ct.reshape(ct.load(kv, (row, head_kv, 8), (TN, 1, 64), padding_mode=zero, allow_tma=False), (TN, 64))
+    else:
+        # cp.async with zero-fill, straight into the buffers of the first loop.
+        memory = KV.get_raw_memory()
+        token = ct.arange(TN, dtype=ct.int32)
+        here = (token < valid)[:, None]
+        at = ct.astype((row * TN + token) * HKV + head_kv, ct.int64)[:, None] * 576
+        ks = tuple(
+            memory.load_offset(
+                at + (c * TK + ct.arange(TK, dtype=ct.int32))[None, :],
+                mask=ct.broadcast_to(here, (TN, TK)),
+                padding_value=0,
+            )
+            for c in ct.static_iter(range(CHUNKS))
+        )
+        k_rope = memory.load_offset(
+            at + (512 + ct.arange(64, dtype=ct.int32))[None, :], mask=ct.broadcast_to(here, (TN, 64)), padding_value=0
+        )
+    return ks, k_rope
+
+
+def attend(qs, q_rope, ks, k_rope, m, l, accs, scale, mask, CHUNKS, SWAPPED, MASKED):
+    """One tile of tokens: the new running maximum (base 2, scaled), denominator and unnormalised output chunks."""
+    if SWAPPED:
+        s = ct.mma(k_rope, ct.transpose(q_rope), ct.zeros((k_rope.shape[0], q_rope.shape[0]), dtype=ct.float32))
+        for c in ct.static_iter(range(CHUNKS)):
+            s = ct.mma(ks[c], ct.transpose(qs[c]), s)
+        axis = 0
+    else:
+        s = ct.mma(q_rope, ct.transpose(k_rope), ct.zeros((q_rope.shape[0], k_rope.shape[0]), dtype=ct.float32))
+        for c in ct.static_iter(range(CHUNKS)):
+            s = ct.mma(qs[c], ct.transpose(ks[c]), s)
+        axis = 1
+    if MASKED:
+        s = ct.where(mask, s, float("-inf"))
+    m_new = ct.maximum(m, ct.max(s, axis, keepdims=True) * scale)
+    p = ct.exp2(s * scale - m_new)
+    keep = ct.exp2(m - m_new)
+    l = l * keep + ct.sum(p, axis, keepdims=True)
+    p16 = ct.astype(p, k_rope.dtype)
+    if SWAPPED:
+        accs = tuple(ct.mma(ct.transpose(ks[c]), p16, accs[c] * keep) for c in ct.static_iter(range(CHUNKS)))
+    else:
+        accs = tuple(ct.mma(p16, ks[c], accs[c] * keep) for c in ct.static_iter(range(CHUNKS)))
+    return m_new, l, accs
+
+
+# The hint belongs to the function, not to a plan's copy of it: plans share the compiled code, and it lives as long as
+# the process, as CUDA graphs need. With 4 worker warps O (64, 512) does not fit (760 spills), and swapped is slower.
+@ct.kernel(num_worker_warps=8)
+def flash_mla(
+    Q,  # handle of (b, S, HKV · G, 576), global
+    KV,  # handle of (num_pages, PAGE, HKV, 576), global; same dtype
+    PAGE_TABLE,  # handle of (b, max_pages) int32, global
+    SEQ_LENS,  # handle of (b,) int32, global
+    OUT,  # handle of (b, S, HKV · G, 512), or with SPLIT of (b, splits, S, HKV · G, 512) float32
+    LSE,  # handle of (b, HKV · G, S) float32, or with SPLIT of (b, splits, S, HKV · G)
+    scale: float,  # softmax scale · log2(e)
+    b: int,
+    max_pages: int,
+    num_pages: int,
+    splits: int,
+    S: ConstInt,
+    HKV: ConstInt,
+    G: ConstInt,
+    PAGE: ConstInt,
+    CAUSAL: ConstBool,
+    TS: ConstInt,
+    TG: ConstInt,
+    TN: ConstInt,
+    TK: ConstInt,
+    SWAPPED: ConstBool,
+    SPLIT: ConstBool,
+):
+    """Grid (row tiles · HKV, splits, b): blocks that share tokens are neighbours, so L2 serves all but the first."""
+    TM = TS * TG
+    CHUNKS = 512 // TK
+    H = HKV * G
+    g_tiles = (G + TG - 1) // TG
+    x = ct.bid(0)
+    split = ct.bid(1)
+    req = ct.bid(2)
+    g_tile = x % g_tiles
+    head_kv = x // g_tiles % HKV
+    s_tile = x // g_tiles // HKV
+
+    q = ct.Array.from_foreign(Q.foreign_pointer, (b, S, HKV, G, 576), (S * H * 576, H * 576, G * 576, 576, 1))
+    kv = ct.Array.from_foreign(KV.foreign_pointer, (num_pages * PAGE, HKV, 576), (HKV * 576, 576, 1))
+    pages = PAGE_TABLE.get_raw_memory()
+    length = SEQ_LENS.get_raw_memory().load_offset(req)
+
+    zero = ct.PaddingMode.ZERO
+    qs = tuple(
+        ct.reshape(ct.load(q, (req, s_tile, head_kv, g_tile, c), (1, TS, 1, TG, TK), padding_mode=zero), (TM, TK))
+        for c in ct.static_iter(range(CHUNKS))
+    )
+    q_rope = ct.reshape(ct.load(q, (req, s_tile, head_kv, g_tile, 8), (1, TS, 1, TG, 64), padding_mode=zero), (TM, 64))
+
+    tiles = (length + TN - 1) // TN
+    per_split = (tiles + splits - 1) // splits
+    first = split * per_split
+    last = min(first + per_split, tiles)
+    if CAUSAL:
+        unmasked = max(length - (S - 1), 0) // TN
+    else:
+        unmasked = length // TN
+    last_unmasked = min(last, unmasked)
+
+    if SWAPPED:
+        m = ct.full((1, TM), FLOOR, dtype=ct.float32)
+        l = ct.zeros((1, TM), dtype=ct.float32)
+        accs = tuple(ct.zeros((TK, TM), dtype=ct.float32) for c in ct.static_iter(range(CHUNKS)))
+    else:
+        m = ct.full((TM, 1), FLOOR, dtype=ct.float32)
+        l = ct.zeros((TM, 1), dtype=ct.float32)
+        accs = tuple(ct.zeros((TM, TK), dtype=ct.float32) for c in ct.static_iter(range(CHUNKS)))
+
+    PER_PAGE = PAGE // TN
+    table = req * max_pages
+    for t in range(first, last_unmasked):
+        row = pages.load_offset(table + t // PER_PAGE) * PER_PAGE + t % PER_PAGE
+        ks = tuple(
+            ct.reshape(ct.load(kv, (row, head_kv, c), (TN, 1, TK)), (TN, TK)) for c in ct.static_iter(range(CHUNKS))
+        )
+        k_rope = ct.reshape(ct.load(kv, (row, head_kv, 8), (TN, 1, 64)), (TN, 64))
+        m, l, accs = attend(qs, q_rope, ks, k_rope, m, l, accs, scale, None, CHUNKS, SWAPPED, False)
+
+    if CAUSAL:
+        limit = length - (S - 1) + s_tile * TS + ct.arange(TM, dtype=ct.int32) // TG
+    else:
+        limit = ct.full((TM,), length, dtype=ct.int32)
+    for t in range(max(first, unmasked), last):
+        row = pages.load_offset(table + t // PER_PAGE) * PER_PAGE + t % PER_PAGE
+        ks, k_rope = load_tail(KV, row, head_kv, min(length - t * TN, TN), HKV, TN, TK, SWAPPED)
+        token = t * TN + ct.arange(TN, dtype=ct.int32)
+        if SWAPPED:
+            mask = token[:, None] < limit[None, :]
+        else:
+            mask = limit[:, None] > token[None, :]
+        m, l, accs = attend(qs, q_rope, ks, k_rope, m, l, accs, scale, mask, CHUNKS, SWAPPED, True)
+
+    empty = l == 0.0
+    safe = ct.where(empty, 1.0, l)
+    factor = 1.0 / safe
+    slot = req * splits + split
+    out = ct.Array.from_foreign(
+        OUT.foreign_pointer, (b * splits, S, HKV, G, 512), (S * H * 512, H * 512, G * 512, 512, 1)
+    )
+    for c in ct.static_iter(range(CHUNKS)):
+        o = accs[c] * factor
+        if SWAPPED:
+            o = ct.transpose(o)
+        ct.store(out, (slot, s_tile, head_kv, g_tile, c), ct.reshape(ct.astype(o, OUT.dtype), (1, TS, 1, TG, TK)))
+    if SPLIT:
+        lse_array = ct.Array.from_foreign(LSE.foreign_pointer, (b * splits, S, HKV, G), (S * H, H, G, 1))
+        nothing = float("-inf")
+    else:
+        lse_array = ct.Array.from_foreign(LSE.foreign_pointer, (b, S, HKV, G), (S * H, 1, G * S, S))
+        nothing = float("inf")
+    lse = ct.where(empty, nothing, (m + ct.log2(safe)) * LN2)
+    ct.store(lse_array, (slot, s_tile, head_kv, g_tile), ct.reshape(lse, (1, TS, 1, TG)))
+
+
+def _accepts(pd: MlaProblem) -> Verdict:
+    if (pd.k, pd.p) != (LATENT, ROPE):
+        return Verdict.no(f"written for latent 512 and rope 64; the problem has k = {pd.k}, p = {pd.p}.")
+    if pd.n:
+        return Verdict.no(f"attends to latent tokens only; the problem keeps n = {pd.n} decompressed ones.")
+    page = pd.page_size
+    if page & (page - 1) or page < 16:
+        return Verdict.no(f"pages of {page} tokens: cuTile tiles are powers of two, use pages of 16, 32, 64, …")
+    if pd.b * pd.s * pd.h * LATENT >= 2**31:
+        return Verdict.no(
+            f"b · s · h = {pd.b * pd.s * pd.h} query rows: output offsets are 32 bits, use under 4194304."
+        )
+    return Verdict.yes()
+
+
+def ceil_pow2(x: int) -> int:
+    """The smallest power of two that is at least x (x >= 1)."""
+    return 1 << (x - 1).bit_length()
+
+
+def choose_splits(blocks: int, tiles: int, sms: int) -> int:
+    """How many parts to split each request's tokens into.
+
+    blocks: of the unsplit grid. tiles: of tokens in the longest request. Minimises the time of a simple model, in units
+    of one tile of tokens (2.4 us): the SMs work in waves; a block costs its tiles and 3 more for its start and end;
+    combining costs 2 and another one for every 32 splits.
+    """
+
+    def cost(splits: int) -> float:
+        waves = -(-blocks * splits // sms)
+        return waves * (-(-tiles // splits) + 3) + (2 + splits / 32 if splits > 1 else 0)
+
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)
+
+
+class FlashMlaPlan(KernelPlan):
+    """Absorbed MLA decode in cuTile, base version."""
+
+    tiling_type = FlashMlaTiling
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=_accepts)
+    deterministic = True
+
+    def default_tiling(self) -> FlashMlaTiling:
+        pd = self.problem
+        # Swapped wins up to 16 rows (155 against 166 us at b128 t4096) and loses at 32 (two row tiles, each its own
+        # reads from L2); under 64-token pages its M side would fall short of a warpgroup.
+        if ceil_pow2(pd.s) * ceil_pow2(pd.group) <= 16 and pd.page_size >= 64:
+            return FlashMlaTiling(True, 16)
+        # Smaller tiles of tokens want wider chunks: with narrow ones every HGMMA gets a wait of its own, or it spills.
+        tile_n = min(64, pd.page_size)
+        return FlashMlaTiling(tile_n=tile_n, tile_k={16: 256, 32: 512}.get(tile_n, 128))
+
+    def autotune_configs(self) -> list[Tiling]:
+        pd, base = self.problem, self.default_tiling()
+        others = [
+            FlashMlaTiling(True, 16),
+            FlashMlaTiling(True, 16, tile_k=64),
+            FlashMlaTiling(),
+            FlashMlaTiling(tile_k=64),
+        ]
+        chosen = self.with_tiling(base).num_splits(pd.b, pd.max_pages)
+        splits = [
+            replace(base, num_splits=n) for n in (1, chosen // 2, chosen * 2) if 1 <= n <= MAX_SPLITS and n != chosen
+        ]
+        return list(dict.fromkeys(t for t in (base, *others, *splits) if t.validate(pd, self.device)))
+
+    # ------------------------------------------------------------ sizes
+    def row_shape(self) -> tuple[int, int]:
+        """(query tokens, heads of the group) of a tile of rows."""
+        tg = min(self.tiling.tile_m, ceil_pow2(self.problem.group))
+        return self.tiling.tile_m // tg, tg
+
+    def row_tiles(self) -> int:
+        """Tiles of query rows of one request, over all latent caches."""
+        ts, tg = self.row_shape()
+        pd = self.problem
+        return -(-pd.s // ts) * -(-pd.group // tg) * pd.h_kv
+
+    def num_splits(self, b: int, max_pages: int) -> int:
+        """Splits of the bound kernel: the tiling's, or the model's for these sizes; lengths are not looked at."""
+        tiles = max_pages * self.problem.page_size // self.tiling.tile_n
+        if self.tiling.num_splits:
+            return min(self.tiling.num_splits, max(tiles, 1))
+        device = self.device or Device.detect()
+        return choose_splits(b * self.row_tiles(), tiles, device.num_sms if device is not None else 132)
+
+    # ------------------------------------------------------------ kernels
+    def _constants(self, split: bool) -> list[Any]:
+        pd, ti = self.problem, self.tiling
+        ts, tg = self.row_shape()
+        return [pd.s, pd.h_kv, pd.group, pd.page_size, pd.causal, ts, tg, ti.tile_n, ti.tile_k, ti.swapped, split]
+
+    def _main(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], splits: int) -> CtKernel:
+        pd = self.problem
+        split = splits > 1
+        out_dtype = ct.float32 if split else ct_dtype(pd.dtype)
+
+        def grid(_: Any) -> tuple[int, ...]:
+            return (self.row_tiles(), splits, inputs[0].shape[0])
+
+        def args(_: Any) -> tuple[Any, ...]:
+            names = ("q", "kv_cache", "page_table", "seq_lens", "out", "lse")
+            handles = [handle(t, n) for t, n in zip((*inputs, *outputs), names, strict=True)]
+            b, max_pages, num_pages = inputs[0].shape[0], inputs[2].shape[1], inputs[1].shape[0]
+            return (*handles, pd.scale * LOG2E, b, max_pages, num_pages, splits, *self._constants(split))
+
+        def describe(_: Any) -> Any:
+            io = ct_dtype(pd.dtype)
+            handles = [io, io, ct.int32, ct.int32, out_dtype, ct.float32]
+            return signature(handles, [ct.float32, *[ct.int32] * 4], self._constants(split))
+
+        return CtKernel(
+            flash_mla,
+            grid,
+            args,
+            inputs,
+            outputs,
+            self.tiling,
+            signature_fn=describe,
+            name="flash_mla",
+            plan=self,
+        )
+
+    def plan(self, *inputs: Any) -> CtKernel | KernelPipeline:
+        import torch
+
+        self.require()
+        q, _, page_table, seq_lens = inputs
+        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
+            if tensor.dtype != torch.int32:
+                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
+        pd = self.problem
+        b = q.shape[0]
+        splits = self.num_splits(b, page_table.shape[1])
+        out = torch.empty((b, pd.s, pd.h, LATENT), dtype=q.dtype, device=q.device)
+        lse = torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=q.device)
+        if splits == 1:
+            return self._main(inputs, (out, lse), 1)
+        o_part = torch.empty((b, splits, pd.s, pd.h, LATENT), dtype=torch.float32, device=q.device)
+        lse_part = torch.empty((b, splits, pd.s, pd.h), dtype=torch.float32, device=q.device)
+        main = self._main(inputs, (o_part, lse_part), splits)
+        joined = self._combine(o_part, lse_part, out, lse)
+        return KernelPipeline(
+            [main, joined],
+            name="flash_mla",
+            tiling=self.tiling,
+            workspace_tensors=[o_part, lse_part],
+            plan=self,
+        )
+
+    def plan_empty(self) -> CtKernel | KernelPipeline:
+        self.require()
+        pd = self.problem
+        splits = self.num_splits(pd.b, pd.max_pages)
+        main = self._main((), (), splits)
+        if splits == 1:
+            return main
+        return KernelPipeline(
+            [main, self._combine(None, None, None, None)], name="flash_mla", tiling=self.tiling, plan=self
+        )
+
+    def _combine(self, o_part: Any, lse_part: Any, out: Any, lse: Any) -> CtKernel:
+        pd = self.problem
+        return combine_kernel(
+            o_part, lse_part, out, lse, s=pd.s, h=pd.h, width=LATENT, dtype=pd.dtype, tiling=self.tiling, plan=self
+        )

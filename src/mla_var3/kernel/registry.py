@@ -24,6 +24,8 @@ LANGUAGES: dict[str, tuple[str, str, str]] = {
     "triton": ("triton", "triton", "pip install 'triton>=3.6'"),
     "cutile-dsl": ("cutile", "cuda.tile", "pip install cuda-tile==1.7.0 nvidia-cuda-tileiras==13.4.92"),
     "cute-dsl": ("cute_python", "cutlass", "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'"),
+    # Other people's libraries. Each is optional and found by itself: `missing(kernel)` says which one is not here.
+    "peer": ("peer", "torch", "pip install torch"),
 }
 
 
@@ -102,8 +104,19 @@ def find(design: str, version: int | None = None, language: str | None = None) -
     return exact
 
 
-def missing(language: str) -> str | None:
-    """Why a language cannot be used here and how to get it, in one sentence; None when it can."""
+def missing(what: str | KernelId) -> str | None:
+    """Why a language, or one version, cannot be used here and how to get it, in one sentence; None when it can.
+
+    A language is asked for what all its versions need; a peer's version also for the library that it wraps.
+    """
+    if isinstance(what, KernelId):
+        reason = missing(what.language)
+        if reason is None and what.language == "peer":
+            from mla_var3.kernel.peer.lib.find import absent
+
+            reason = absent(what.design)
+        return reason
+    language = what
     _, package, how = LANGUAGES[language]
     try:
         found = util.find_spec(package) is not None

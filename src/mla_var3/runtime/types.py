@@ -109,7 +109,8 @@ class CompiledKernel:
         """A pipeline's: the resources of its largest stage (by instruction count), all instructions and warnings."""
         main = max(stages, key=lambda c: sum(c.resources.instructions.values()))
         warnings = tuple(w for c in stages for w in c.warnings)
-        return cls(name, arch, main.resources, dict(main.artefacts), tuple(stages), warnings, sum(c.seconds for c in stages))
+        seconds = sum(c.seconds for c in stages)
+        return cls(name, arch, main.resources, dict(main.artefacts), tuple(stages), warnings, seconds)
 
 
 @runtime_checkable

@@ -1,0 +1,1 @@
+"""The bench room: calibration, timing, the worker that measures cells, and records."""

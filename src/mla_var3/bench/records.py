@@ -1,0 +1,355 @@
+"""Records: one measured (or compiled, or refused) point each, as JSON lines that survive a kill and a full disk.
+
+The field names of `Record` are fixed; tools rely on them. A file is append-only: `RecordStore.append` writes one line
+and waits until it is on the disk, so whatever was finished before a crash is there after it. A line that was torn by
+a kill stays in the file; the next append starts on a fresh line, and `load` reports the torn one and skips it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mla_var3.errors import UserError
+from mla_var3.problem import MlaProblem
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Status = Literal["passed", "incorrect", "infeasible", "skipped", "failed", "compiled"]
+
+#: What `record_key` may say in place of a tiling.
+DEFAULT, TUNED = "default", "tuned"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", ser_json_inf_nan="strings")
+
+
+class KernelRef(_Part):
+    """Which version; version 0 is the base."""
+
+    language: str
+    layer: str
+    design: str
+    version: int = 0
+
+    @property
+    def label(self) -> str:
+        """`language/design` or `language/design_vN`."""
+        return f"{self.language}/{self.design}" + (f"_v{self.version}" if self.version else "")
+
+
+class Stats(_Part):
+    """Microseconds of one call: median, 10th and 90th percentile over n samples."""
+
+    median: float = Field(gt=0)
+    p10: float = Field(gt=0)
+    p90: float = Field(gt=0)
+    n: int = Field(ge=1)
+
+
+class Times(_Part):
+    """Device time of a call on a cool chip, and at the chip's power limit."""
+
+    burst: Stats | None = None
+    sustained: Stats | None = None
+
+
+class StateLimits(_Part):
+    """matmul_tflops: cuBLAS bf16 8192^3, read_gbps: a kernel that only reads, limit_us: the larger of the two times."""
+
+    matmul_tflops: float
+    read_gbps: float
+    limit_us: float
+
+
+class RunLimits(_Part):
+    """Measured in the same run as the times; bound: which of the two sets limit_us ("compute" or "memory")."""
+
+    burst: StateLimits | None = None
+    sustained: StateLimits | None = None
+    bound: Literal["compute", "memory"] | None = None
+
+
+class Error(_Part):
+    """out: relative Frobenius error. lse: largest absolute error."""
+
+    out: float
+    lse: float
+
+
+class Source(_Part):
+    """commit: of the repository, or null. dirty: tracked files differed from it. hash: version's files and its lib."""
+
+    commit: str | None = None
+    hash: str
+    dirty: bool | None = None
+
+
+class Record(_Part):
+    """One point. Beside the fixed names there are, where they apply:
+
+    key: what `resume` compares (`record_key`). requested: "default", "tuned", or the tiling fields that were asked for.
+    mode: how far it was meant to go: time, check or compile. flops, bytes: of one call, algorithmic.
+    plan_us: host and device time of binding to other tensors (planning and metadata, no compiling).
+    cross_check_us: `triton.testing.do_bench_cudagraph` on the same rotating input sets, last of all,
+    after an idle gap: neither quite burst nor sustained.
+    overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
+    seconds: of each phase. warnings: what the compiler said. tuning: {from_cache, tried}. Unknown names are kept.
+    """
+
+    id: str
+    at: str
+    experiment: str
+    status: Status
+    reason: str = ""
+    kernel: KernelRef
+    problem: dict[str, Any]
+    tiling: dict[str, Any] | None = None
+    device: str
+    time_us: Times | None = None
+    host_us: float | None = None
+    limits: RunLimits | None = None
+    error: Error | None = None
+    resources: dict[str, Any] | None = None
+    method: str | None = None
+    environment: dict[str, Any] = Field(default_factory=dict)
+    source: Source
+    key: str | None = None
+    requested: str | dict[str, Any] | None = None
+    mode: str | None = None
+    flops: int | None = None
+    bytes: int | None = None
+    plan_us: float | None = None
+    cross_check_us: float | None = None
+    overlap_us: float | None = None
+    seconds: dict[str, float] | None = None
+    warnings: list[str] | None = None
+    tuning: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Record:
+        if self.time_us is not None and self.status != "passed":
+            raise ValueError(f"a record that is {self.status} cannot have a time")
+        if self.host_us is not None and self.time_us is None:
+            raise ValueError("host_us stands beside time_us only")
+        if self.status == "passed" and self.error is None:
+            raise ValueError("a passed record needs the error that its check found")
+        if self.status not in ("passed", "compiled") and not self.reason:
+            raise ValueError(f"a record that is {self.status} needs a reason")
+        missing = _PROBLEM_FIELDS - self.problem.keys()
+        if missing:
+            raise ValueError(f"problem lacks {', '.join(sorted(missing))}")
+        return self
+
+    @property
+    def problem_label(self) -> str:
+        return MlaProblem.from_record(self.problem).label
+
+    def to_json(self) -> str:
+        """One line, without the optional fields that are not set."""
+        return self.model_dump_json(exclude_unset=True)
+
+
+_PROBLEM_FIELDS = frozenset(("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype", "page", "lengths"))
+
+
+def new_id() -> str:
+    """A fresh record id, 12 hex digits."""
+    return uuid.uuid4().hex[:12]
+
+
+def now() -> str:
+    """The current UTC time as ISO 8601 with seconds."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def record_key(
+    kernel: Mapping[str, Any],
+    problem: Mapping[str, Any],
+    tiling: str | Mapping[str, Any],
+    device: str,
+    source_hash: str,
+    mode: str = "time",
+) -> str:
+    """Names a point before it is measured: the same point, asked for again, has the same key.
+
+    kernel, problem: their record forms. tiling: "default", "tuned" or the fields asked for. device: a key, or "cpu".
+    source_hash: of the version's files, so an edited kernel is a new point. mode: time, check or compile.
+    """
+    knobs = tiling if isinstance(tiling, str) else dict(tiling)
+    parts = [dict(kernel), dict(problem), knobs, device, source_hash, mode]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def finished_keys(records: Iterable[Record], *, retry: Iterable[str] = ("failed",)) -> set[str]:
+    """Keys of the points that need no second run; those whose status is in `retry` do."""
+    again = set(retry)
+    return {r.key for r in records if r.key is not None and r.status not in again}
+
+
+# ---------------------------------------------------------------- writing
+class RecordStore:
+    """Appends records to one file. Several processes may append to the same file."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.count = 0
+
+    def append(self, record: Record) -> None:
+        """Writes one line and waits until it is on the disk.
+
+        Raises `UserError` when the file cannot be written, a full disk among the causes; what was there stays whole.
+        """
+        line = record.to_json().encode() + b"\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not self.path.exists()
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                with contextlib.suppress(OSError):  # a file system without locks still appends
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+                _append(fd, line)
+            finally:
+                os.close(fd)
+            if is_new:
+                _sync_folder(self.path.parent)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cause = "the disk is full" if full else error.strerror or str(error)
+            raise UserError(
+                f"cannot append a record to {self.path}: {cause}; the {self.count} records written before it are kept. "
+                "Make room or give another results_dir, and run again with resume=true."
+            ) from error
+        self.count += 1
+
+
+def _append(fd: int, line: bytes) -> None:
+    """Appends whole or not at all, on a line of its own."""
+    size = os.fstat(fd).st_size
+    torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+    data = b"\n" + line if torn else line
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, size)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+# ---------------------------------------------------------------- reading
+@dataclass
+class LoadResult:
+    """records: in file order. problems: one sentence for each line that was skipped, beginning with file:line."""
+
+    records: list[Record] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def load(paths: Path | str | Iterable[Path | str]) -> LoadResult:
+    """Reads record files; a folder stands for every .jsonl file in it, at any depth.
+
+    A line that is no record is reported as `file:line: why` and skipped. A path that does not exist is a `UserError`.
+    """
+    result = LoadResult()
+    for path in _files([paths] if isinstance(paths, Path | str) else paths):
+        _load_file(path, result)
+    return result
+
+
+def _files(paths: Iterable[Path | str]) -> list[Path]:
+    found: list[Path] = []
+    for item in paths:
+        path = Path(item)
+        if path.is_dir():
+            found += sorted(path.rglob("*.jsonl"))
+        elif path.exists():
+            found.append(path)
+        else:
+            raise UserError(f"there are no records at {path}: give a .jsonl file or a folder of them.")
+    return list(dict.fromkeys(found))
+
+
+def _load_file(path: Path, result: LoadResult) -> None:
+    data = path.read_bytes()
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            result.records.append(Record.model_validate_json(line))
+        except ValidationError as error:
+            torn = number == len(lines) and not data.endswith(b"\n")
+            why = "the line is torn: its writer was stopped before the end" if torn else _why(error)
+            result.problems.append(f"{path}:{number}: {why}; skipped.")
+
+
+def _why(error: ValidationError) -> str:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return "not JSON, or torn by a stopped writer"
+    where = ".".join(str(part) for part in first["loc"])
+    return f"not a record: {where + ': ' if where else ''}{first['msg']}"
+
+
+def to_frame(records: Iterable[Record]) -> pd.DataFrame:
+    """A table with one row a record and flat columns: nested names joined by `_` (`time_us_burst_median`,
+    `kernel_language`, `problem_b`). Lists become JSON text. Derived columns: `label`, `problem_label`, and for each
+    state `ratio_<state>` (time over limit), `tflops_<state>` and `gbps_<state>`.
+    """
+    import pandas as pd
+
+    return pd.DataFrame([_row(record) for record in records])
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row: dict[str, Any] = {"label": record.kernel.label, "problem_label": record.problem_label}
+    data = record.model_dump()
+    # A tiling has other fields in every version: one column that can be compared, and one for each field.
+    row["tiling"] = json.dumps(record.tiling, sort_keys=True) if record.tiling is not None else None
+    if isinstance(data["requested"], dict):
+        data["requested"] = json.dumps(data["requested"], sort_keys=True)
+    if isinstance(data["problem"]["lengths"], dict):
+        data["problem"]["lengths"] = json.dumps(data["problem"]["lengths"], sort_keys=True)
+    row.update(_flat("", data))
+    for state in ("burst", "sustained"):
+        stats = getattr(record.time_us, state, None) if record.time_us else None
+        limit = getattr(record.limits, state, None) if record.limits else None
+        row[f"ratio_{state}"] = stats.median / limit.limit_us if stats and limit and limit.limit_us else None
+        row[f"tflops_{state}"] = record.flops / stats.median / 1e6 if stats and record.flops is not None else None
+        row[f"gbps_{state}"] = record.bytes / stats.median / 1e3 if stats and record.bytes is not None else None
+    return row
+
+
+def _flat(prefix: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            flat.update(_flat(f"{prefix}{name}_", item))
+        else:
+            flat[prefix + name] = json.dumps(item) if isinstance(item, list | tuple) else item
+    return flat

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.types import CompiledKernel, Tiling
@@ -69,7 +69,7 @@ class BaseKernel(ABC):
         if self.plan is not None:
             plan = self.plan.with_tiling(tiling)
             return plan.plan(*self.input_tensors) if self.input_tensors else plan.plan_empty()
-        other: Self = copy.copy(self)
+        other = copy.copy(self)
         other.tiling = tiling
         return other
 

@@ -1,0 +1,117 @@
+"""`mla-var3 devlog new | check | cite | table`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mla_var3.errors import UserError, nearest
+
+VERBS = ("new", "check", "cite", "table")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; 0 when it went well, 1 when `check` found something. Raises `UserError` for a mistake in what was
+    asked for."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-") and words[0] not in VERBS:
+        raise UserError(f"devlog has no verb {words[0]!r}: {nearest(words[0], VERBS)}.")
+    arguments = _parser().parse_args(words)
+    from mla_var3.devlog.check import find_root
+
+    root = find_root(arguments.root)
+    return int(arguments.run(arguments, root))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mla-var3 devlog", description="One entry a version, checked against records."
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    new = verbs.add_parser("new", help="start the entry of a version from its records")
+    new.add_argument("kernel", help="language/design[_vN], as `mla-var3 list` shows it")
+    new.add_argument("--records", nargs="+", default=[], metavar="FILE|ID", help="default: the newest of each cell")
+    new.add_argument("--force", action="store_true", help="start again where an entry exists")
+    new.set_defaults(run=_new)
+    check = verbs.add_parser("check", help="compare entries, README.md and docs/ with the records they cite")
+    check.add_argument("paths", nargs="*", type=Path, metavar="FILE", help="these alone; default: all of them")
+    check.set_defaults(run=_check)
+    cite = verbs.add_parser("cite", help="print every figure of a record, ready to be pasted with its citation")
+    cite.add_argument("ids", nargs="+", metavar="ID", help="one record, or two to compare the first with the second")
+    cite.set_defaults(run=_cite)
+    table = verbs.add_parser("table", help="print a Markdown comparison of timed records, each row with its citation")
+    table.add_argument("files", nargs="*", type=Path, metavar="FILE", help="record files or folders; default: results/")
+    table.set_defaults(run=_table)
+    for verb in (new, check, cite, table):
+        verb.add_argument("--root", type=Path, help="folder with devlogs/ and results/; default: found from here")
+    return parser
+
+
+def _new(arguments: argparse.Namespace, root: Path) -> int:
+    from mla_var3.devlog.new import new
+    from mla_var3.kernel.registry import KernelId
+
+    path = new(KernelId.parse(arguments.kernel), root, arguments.records, force=arguments.force)
+    print(f"{path}: fill what is marked TODO, then run: mla-var3 devlog check")
+    return 0
+
+
+def _check(arguments: argparse.Namespace, root: Path) -> int:
+    from mla_var3.devlog.check import check
+
+    failures, notes = check(root, arguments.paths)
+    for line in notes:
+        print(f"note: {line}")
+    for line in failures:
+        print(line)
+    if failures:
+        print(f"devlog check: {len(failures)} to mend", file=sys.stderr)
+        return 1
+    print("devlog check: nothing to mend")
+    return 0
+
+
+def _cite(arguments: argparse.Namespace, root: Path) -> int:
+    from mla_var3.devlog import values
+    from mla_var3.devlog.check import load_records
+    from mla_var3.devlog.citations import find_record
+
+    if len(arguments.ids) > 2:
+        raise UserError("cite takes one record, or two to compare.")
+    records, _ = load_records(root)
+    try:
+        found = [find_record(records, name) for name in arguments.ids]
+    except values.Unknown as error:
+        raise UserError(f"{error}.") from error
+    other = found[1] if len(found) == 2 else None
+    name = found[0]["id"] + (f" vs {other['id']}" if other else "")
+    expressions = values.names(two=other is not None)
+    if other is None:
+        expressions += [f"resources.{key}" for key in found[0]["resources"] or {}] + ["error.out", "error.lse"]
+    for expression in expressions:
+        try:
+            value = values.evaluate(expression, found[0], other)
+        except values.Unknown:
+            continue
+        unit = values.BASE_UNIT.get(value.dimension, "")
+        if expression.partition(".")[2].startswith("of_"):
+            unit = "%"
+        space = "" if unit in ("", "x") else " "
+        print(f"{values.write(value, unit)}{space}{unit} [r:{name} {expression}]")
+    return 0
+
+
+def _table(arguments: argparse.Namespace, root: Path) -> int:
+    from mla_var3.bench.records import load
+    from mla_var3.devlog.tables import comparison
+
+    loaded = load(arguments.files or [root / "results"])
+    for problem in loaded.problems:
+        print(problem, file=sys.stderr)
+    text = comparison(record.model_dump() for record in loaded.records)
+    if not text:
+        raise UserError("no record there has a time: give others, or measure with mla-var3 sweep on a GPU machine.")
+    print(text)
+    return 0

@@ -1,0 +1,134 @@
+"""Markdown tables of records whose every row ends in the citation that `devlog check` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mla_var3.devlog import values
+from mla_var3.devlog.values import Record, Unknown
+from mla_var3.problem import MlaProblem
+
+#: (header, unit, expression, significant digits): one column each.
+Column = tuple[str, str, str, int]
+
+TIMES: tuple[Column, ...] = (
+    ("burst (us)", "us", "burst", 4),
+    ("sustained (us)", "us", "sustained", 4),
+    ("burst (TFLOP/s)", "TFLOP/s", "burst.tflops", 4),
+    ("burst (GB/s)", "GB/s", "burst.gbps", 4),
+    ("burst, of limit (%)", "%", "burst.of_limit", 3),
+    ("sustained, of limit (%)", "%", "sustained.of_limit", 3),
+)
+RESOURCES: tuple[Column, ...] = (
+    ("registers", "registers", "resources.registers", 4),
+    ("shared memory (bytes)", "bytes", "resources.smem", 4),
+    ("spills (bytes)", "bytes", "resources.spill_bytes", 4),
+    ("CTAs per SM", "", "resources.ctas_per_sm", 4),
+)
+SPEEDUPS: tuple[Column, ...] = (
+    ("speedup burst (x)", "x", "burst.speedup", 3),
+    ("speedup sustained (x)", "x", "sustained.speedup", 3),
+)
+
+
+def problem_label(record: Record) -> str:
+    """`b128_s1_h128_t4096`."""
+    return MlaProblem.from_record(record["problem"]).label
+
+
+def label(record: Record) -> str:
+    """`cute-dsl/flash_mla_v1`."""
+    of = record["kernel"]
+    return f"{of['language']}/{of['design']}" + (f"_v{of['version']}" if of["version"] else "")
+
+
+def cell(record: Record) -> tuple[str, str]:
+    """What two records share whose times compare: device and problem."""
+    return str(record["device"]), json.dumps(record["problem"], sort_keys=True)
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The last record of each version, cell and way of tuning, timed or compiled; in the order of their dates."""
+    last: dict[Any, Record] = {}
+    for record in sorted(records, key=lambda r: str(r["at"])):
+        ran = record["status"] in ("passed", "incorrect")
+        key = (label(record), cell(record), str(record.get("requested") or "default"))
+        last.pop((key, ran), None)
+        last[key, ran] = record
+    timed = {key for key, ran in last if ran}
+    # A compile-only record beside a measured one of the same cell says nothing more.
+    return [record for (key, ran), record in last.items() if ran or key not in timed]
+
+
+def of_records(records: Sequence[Record], columns: Sequence[Column], *, distinct: bool = False) -> str:
+    """One row a record: device, cell, and the columns; what no record has is left out. "" when nothing is left.
+
+    distinct: only the first of the records of a device that agree in every column.
+    """
+    if distinct:
+        first = {(r["device"], *(_text(r, None, column) for column in columns)): r for r in reversed(records)}
+        records = list(reversed(first.values()))
+    return _table(records, columns, ("device", "cell"), lambda r: (str(r["device"]), problem_label(r)))
+
+
+def comparison(records: Iterable[Record]) -> str:
+    """The newest timed record of each version in each cell, fastest first; the cell is named once."""
+    timed = [record for record in newest(records) if record["time_us"]]
+    order = list(dict.fromkeys(cell(r) for r in timed))
+    timed.sort(key=lambda r: (order.index(cell(r)), _fastest(r)))
+    seen: set[Any] = set()
+
+    def first(record: Record) -> tuple[str, str]:
+        shown = "" if cell(record) in seen else problem_label(record)
+        seen.add(cell(record))
+        tuned = " (tuned)" if record.get("requested") == "tuned" else ""
+        return shown, label(record) + tuned
+
+    return _table(timed, TIMES, ("cell", "kernel"), first)
+
+
+def of_pairs(pairs: Sequence[tuple[Record, Record]]) -> str:
+    """One row for each (record, the record it is compared with): how many times faster the first is."""
+    rows = []
+    for record, before in pairs:
+        cells = [_text(record, before, column) for column in SPEEDUPS]
+        shown = [column[2] for column, text in zip(SPEEDUPS, cells, strict=True) if text]
+        cite = f"[r:{record['id']} vs {before['id']} {' '.join(shown)}]"
+        rows.append([str(record["device"]), problem_label(record), *(text or "-" for text in cells), cite])
+    return _grid(["device", "cell", *(column[0] for column in SPEEDUPS), "records"], rows)
+
+
+def _fastest(record: Record) -> float:
+    times = record["time_us"]
+    return next((float(times[s]["median"]) for s in values.STATES if times.get(s)), float("inf"))
+
+
+def _table(
+    records: Sequence[Record],
+    columns: Sequence[Column],
+    names: Sequence[str],
+    first: Callable[[Record], Sequence[str]],
+) -> str:
+    filled = [[_text(record, None, column) for column in columns] for record in records]
+    used = [i for i in range(len(columns)) if any(cells[i] for cells in filled)]
+    rows = []
+    for record, cells in zip(records, filled, strict=True):
+        expressions = [columns[i][2] for i in used if cells[i]]
+        if expressions:
+            cite = f"[r:{record['id']} {' '.join(expressions)}]"
+            rows.append([*first(record), *(cells[i] or "-" for i in used), cite])
+    return _grid([*names, *(columns[i][0] for i in used), "record"], rows) if rows else ""
+
+
+def _text(record: Record, other: Record | None, column: Column) -> str:
+    _, unit, expression, digits = column
+    try:
+        return values.write(values.evaluate(expression, record, other), unit, digits)
+    except Unknown:
+        return ""
+
+
+def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))

@@ -115,8 +115,9 @@ def _dynamic_smem(ir: str) -> tuple[dict[str, int], set[str]]:
         if not slots:
             continue
         constants = dict(re.findall(r"(%\w+) = llvm\.mlir\.constant\((-?\d+) : i64\)", body))
-        launched = [match[1].removeprefix("kernels_") for match in _LAUNCHED.finditer(body)]
-        launched = [symbol for symbol in launched if symbol.startswith("kernel_")]
+        # A kernel's handle is the global `kernels_<symbol>`; a prefix set on the kernel renames the symbol.
+        addressed = [match[1] for match in _LAUNCHED.finditer(body)]
+        launched = [symbol.removeprefix("kernels_") for symbol in addressed if symbol.startswith("kernels_")]
         for value, symbol in zip(slots, launched, strict=False):
             if value in constants:
                 dynamic[symbol] = max(dynamic.get(symbol, 0), int(constants[value]))

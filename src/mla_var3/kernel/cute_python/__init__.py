@@ -1,0 +1,1 @@
+"""Versions written in CuTe DSL."""

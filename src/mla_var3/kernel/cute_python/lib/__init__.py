@@ -1,0 +1,1 @@
+"""Building blocks that CuTe DSL versions share."""

@@ -1,0 +1,65 @@
+"""Host side of CuTe versions: fake tensors to compile from, and compiled functions that a plan keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.types import CompiledKernel
+
+_ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+def element_type(dtype: str) -> type:
+    """CuTe's type for a problem's dtype."""
+    return _ELEMENTS[dtype]
+
+
+def symbols(count: int) -> tuple[Any, ...]:
+    """Sizes that are given at the call; a symbol used twice is one size."""
+    return tuple(cute.sym_int32() for _ in range(count))
+
+
+def fake(kind: type, *sizes: Any, align: int = 16) -> Any:
+    """A contiguous tensor without memory: last size fastest, base address aligned to `align` bytes."""
+    return make_fake_compact_tensor(kind, sizes, stride_order=tuple(reversed(range(len(sizes)))), assumed_align=align)
+
+
+def target(plan: KernelPlan) -> Device:
+    """The device to compile for: the plan's, or the one that is here."""
+    device = plan.device or Device.detect()
+    if device is None:
+        raise UserError("there is no GPU here to compile for: give the plan a device, such as Device.get('h200').")
+    return device
+
+
+def compiler(host_fn: Any, arguments_fn: Callable[[], Sequence[Any]], name: str) -> Callable[..., CompiledKernel]:
+    """`compile_fn` of a `CuteKernel`: compiles `host_fn` for a device from fake arguments (the stream is added)."""
+
+    def compile_fn(_: Any, device: Device, out_dir: Path | None = None, keep: Sequence[str] = ()) -> CompiledKernel:
+        from mla_var3.toolchain.cute import compile_cute, fake_stream
+
+        arguments = (*arguments_fn(), fake_stream())
+        return compile_cute(host_fn, arguments, device=device, out_dir=out_dir, keep=keep, name=name)
+
+    return compile_fn
+
+
+def function(plan: KernelPlan, name: str, compile_fn: Callable[..., CompiledKernel]) -> Any:
+    """The callable of `compile_fn`, compiled once for a problem class and architecture and kept by the plan."""
+    device = target(plan)
+    key = (name, plan.problem.problem_class(), device.arch)
+    if key not in plan.compiled:
+        plan.compiled[key] = compile_fn(plan.tiling, device).handle
+    return plan.compiled[key]

@@ -1,0 +1,1 @@
+"""The absorbed form: attention in latent space."""

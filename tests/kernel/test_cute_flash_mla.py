@@ -1,0 +1,67 @@
+"""cute-dsl/flash_mla without a GPU: what it compiles to, what it refuses, and how it splits."""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_var3.device import Device
+from mla_var3.errors import Unsupported
+from mla_var3.problem import MlaProblem
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+from mla_var3.kernel.cute_python.lib.latent import Shape
+from mla_var3.kernel.cute_python.lib.splits import choose_splits
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling, shared_bytes
+
+H200 = Device.get("h200")
+
+
+def test_compiles_without_spills_on_the_fast_path() -> None:
+    plan = FlashMlaPlan(MlaProblem(h=16, t=512), FlashMlaTiling(num_splits=2), H200)
+    main, combine = plan.plan_empty().compile(None, H200).stages
+    assert (main.resources.registers, main.resources.spill_bytes, main.resources.stack_bytes) == (168, 0, 0)
+    assert main.resources.threads == 384
+    # 2 x (2 x 36) for the scores, prologue and loop; 2 x 2 x 8 for the values, loop and last pair
+    assert main.resources.instructions["HGMMA"] == 176
+    assert main.resources.instructions["UTMALDG"] == 18
+    assert "cutlass" not in main.name
+    assert combine.resources.spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"k": 500}, "k = 500"),
+        ({"p": 32}, "p = 32"),
+        ({"page": 48}, "48"),
+        ({"n": 64}, "n = 64"),
+        ({"dtype": "fp32"}, "fp32"),
+    ],
+)
+def test_refuses_with_a_reason(fields: dict[str, object], word: str) -> None:
+    with pytest.raises(Unsupported, match=word):
+        FlashMlaPlan(MlaProblem(**fields), None, H200).require()
+
+
+def test_tiling_says_why_not() -> None:
+    assert "128" in FlashMlaTiling(tile_n=128).validate(MlaProblem(), H200).reason
+    assert "num_splits" in FlashMlaTiling(num_splits=-1).validate(MlaProblem(), H200).reason
+    smaller = Device.get("a100") if any(d.key == "a100" for d in Device.all()) else None
+    if smaller is not None:
+        assert "shared memory" in FlashMlaTiling().validate(MlaProblem(), smaller).reason
+
+
+def test_every_panel_is_freed_by_exactly_one_consumer() -> None:
+    for k in (128, 256, 384, 512):
+        shape = Shape(128, 1, 1, k, 64, 64, False)
+        for stage in (0, 1):
+            assert sorted([*shape.part(stage, 0), *shape.part(stage, 1)]) == list(range(shape.panels))
+            assert shape.rope in shape.part(stage, 1 - stage)
+        assert shared_bytes(shape, 2) <= H200.smem_per_block
+
+
+def test_splits_fill_the_chip_only_when_it_is_not_full() -> None:
+    assert choose_splits(256, 32, 128 * 128, 512, 132) == 1
+    assert choose_splits(2, 512, 128, 512, 132) == 64
+    assert choose_splits(1, 1, 16, 512, 132) == 1

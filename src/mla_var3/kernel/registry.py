@@ -122,6 +122,10 @@ def missing(what: str | KernelId) -> str | None:
         found = util.find_spec(package) is not None
     except ModuleNotFoundError:
         found = False
+    if not found:
+        from mla_var3.toolchain import aot
+
+        found = aot.usable(language)  # an open bundle needs no compiler
     return None if found else f"{language} needs the package {package}, which is not installed: {how}."
 
 
@@ -131,8 +135,9 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
     if reason:
         raise UserError(reason)
     from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.toolchain.without_compiler import import_version
 
-    module = import_module(kernel.module)
+    module = import_version(kernel.module) if kernel.language == "cute-dsl" else import_module(kernel.module)
     plans = [
         value
         for value in vars(module).values()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from mla_var3.errors import Infeasible, UserError, nearest
 
@@ -43,6 +43,8 @@ class Verdict:
 @dataclass(frozen=True)
 class Tiling(ABC):
     """The knobs of one kernel version. Subclasses are frozen dataclasses of plain values."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:

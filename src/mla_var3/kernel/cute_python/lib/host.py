@@ -58,8 +58,6 @@ def compiler(host_fn: Any, arguments_fn: Callable[[], Sequence[Any]], name: str)
 
 def function(plan: KernelPlan, name: str, compile_fn: Callable[..., CompiledKernel]) -> Any:
     """The callable of `compile_fn`, compiled once for a problem class and architecture and kept by the plan."""
-    device = target(plan)
-    key = (name, plan.problem.problem_class(), device.arch)
-    if key not in plan.compiled:
-        plan.compiled[key] = compile_fn(plan.tiling, device).handle
-    return plan.compiled[key]
+    from mla_var3.toolchain.aot import compiled_host
+
+    return compiled_host(plan, name, compile_fn, device=target(plan)).handle

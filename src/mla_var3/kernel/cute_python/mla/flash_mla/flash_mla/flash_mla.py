@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -445,6 +445,8 @@ def _takes(pd: MlaProblem) -> Verdict:
 @dataclass(frozen=True)
 class FlashMlaTiling(Tiling):
     """The tile sizes are what registers and shared memory force; the number of splits is free (0: from a model)."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
 
     tile_m: int = TILE_M
     tile_n: int = TILE_N

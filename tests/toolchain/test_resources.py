@@ -80,11 +80,22 @@ def test_a_good_kernel_has_no_problems() -> None:
         (replace(FINE, instructions={"HMMA": 9, "HGMMA": 4, "UTMALDG": 1}), H200, "9 HMMA beside 4 warpgroup (HGMMA)"),
         (replace(FINE, instructions={"HMMA": 9, "UTMALDG": 1}), B200, "9 HMMA and no tcgen05 (UTCMMA)"),
         (replace(FINE, instructions={"HGMMA": 9, "LDGSTS": 7}), H200, "without TMA (7 LDGSTS, 0 LDG)"),
+        (
+            replace(FINE, instructions={"HGMMA": 160, "WARPGROUP": 320, "UTMALDG": 1}),
+            H200,
+            "serialises its tensor-core products: 320 WARPGROUP instructions for 160 warpgroup (HGMMA)",
+        ),
     ],
 )
 def test_each_problem_is_one_sentence_with_its_numbers(taken: Resources, device: Device, words: str) -> None:
     (said,) = resources.problems(taken, device)
     assert words in said
+
+
+@pytest.mark.parametrize(("products", "syncs"), [(104, 41), (208, 90), (176, 55), (8, 4), (1, 3), (2, 3)])
+def test_products_that_overlap_are_not_called_serialised(products: int, syncs: int) -> None:
+    count = {"HGMMA": products, "WARPGROUP": syncs, "UTMALDG": 1}
+    assert resources.problems(replace(FINE, instructions=count), H200) == []
 
 
 def test_warp_level_products_are_native_on_consumer_blackwell() -> None:

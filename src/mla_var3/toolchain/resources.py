@@ -21,6 +21,10 @@ _FAST_MMA: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 _WARP_MMA = ("HMMA", "QMMA", "IMMA", "OMMA")
 _BULK_LOADS = ("UTMALDG", "UBLKCP")
+# ptxas serialises warpgroup products by giving each its own WARPGROUP.ARRIVE and WARPGROUP.DEPBAR: exactly 2 for one.
+# Kernels that overlap them have 0.1 to 0.5. Under a few products, one product a batch is all that there is to wait for.
+_SERIAL_SYNCS = 1.9
+_SERIAL_MIN = 4
 
 
 def read(
@@ -100,6 +104,12 @@ def _slow_paths(count: Mapping[str, int], device: Device) -> list[str]:
         which = ", ".join(f"{n} {name}" for name, n in slow.items())
         extent = f"beside {quick} {fast}" if quick else f"and no {fast}"
         found.append(f"falls off the tensor-core path of {device.arch}: {which} {extent}; check the tile's shape")
+    syncs = count.get("WARPGROUP", 0)
+    if quick >= _SERIAL_MIN and syncs >= _SERIAL_SYNCS * quick:
+        found.append(
+            f"serialises its tensor-core products: {syncs} WARPGROUP instructions for {quick} {fast}, a wait for each; "
+            "look at accumulators that are touched between products, and at the tile's shape"
+        )
     if (quick or slow) and not any(count.get(name) for name in _BULK_LOADS):
         loads = f"{count.get('LDGSTS', 0)} LDGSTS, {count.get('LDG', 0)} LDG"
         found.append(f"loads its operands without TMA ({loads})")

@@ -30,7 +30,7 @@ import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
-from mla_var3.kernel.cutile.lib.combine import combine_kernel
+from mla_var3.kernel.cutile.lib.combine import combine_kernel, warm_up
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
 from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 
@@ -162,8 +162,10 @@ def flash_mla(
     KV,  # handle of (num_pages, PAGE, HKV, 576), global; same dtype
     PAGE_TABLE,  # handle of (b, max_pages) int32, global
     SEQ_LENS,  # handle of (b,) int32, global
-    OUT,  # handle of (b, S, HKV · G, 512), or with SPLIT of (b, splits, S, HKV · G, 512) float32
-    LSE,  # handle of (b, HKV · G, S) float32, or with SPLIT of (b, splits, S, HKV · G)
+    OUT,  # handle of (b, S, HKV · G, 512), global; written when splits == 1
+    LSE,  # handle of (b, HKV · G, S) float32, global; likewise
+    O_PART,  # handle of (b, splits, S, HKV · G, 512) float32, global; written when splits > 1, else anything
+    LSE_PART,  # handle of (b, splits, S, HKV · G) float32, global; likewise
     scale: float,  # softmax scale · log2(e)
     b: int,
     max_pages: int,
@@ -179,7 +181,6 @@ def flash_mla(
     TN: ConstInt,
     TK: ConstInt,
     SWAPPED: ConstBool,
-    SPLIT: ConstBool,
 ):
     """Grid (row tiles · HKV, splits, b): blocks that share tokens are neighbours, so L2 serves all but the first."""
     TM = TS * TG
@@ -251,23 +252,35 @@ def flash_mla(
     empty = l == 0.0
     safe = ct.where(empty, 1.0, l)
     factor = 1.0 / safe
+    lse = ct.reshape((m + ct.log2(safe)) * LN2, (1, TS, 1, TG))
+    none = ct.reshape(empty, (1, TS, 1, TG))
     slot = req * splits + split
-    out = ct.Array.from_foreign(
-        OUT.foreign_pointer, (b * splits, S, HKV, G, 512), (S * H * 512, H * 512, G * 512, 512, 1)
-    )
+    o_strides = (S * H * 512, H * 512, G * 512, 512, 1)
+    out = ct.Array.from_foreign(OUT.foreign_pointer, (b, S, HKV, G, 512), o_strides)
+    parts = ct.Array.from_foreign(O_PART.foreign_pointer, (b * splits, S, HKV, G, 512), o_strides)
+    # A run-time branch, so that one compilation serves any number of splits; it costs swapped tilings 1 to 4 %. It is
+    # taken again for every piece of 128 columns: with more stores in a branch, or with both stores and no branch,
+    # cuTile gives up warp specialisation. Swapped needs 64: of wider pieces, some make every HGMMA wait for the last.
+    PIECE = min(TK, 64 if SWAPPED else 128)
     for c in ct.static_iter(range(CHUNKS)):
         o = accs[c] * factor
-        if SWAPPED:
-            o = ct.transpose(o)
-        ct.store(out, (slot, s_tile, head_kv, g_tile, c), ct.reshape(ct.astype(o, OUT.dtype), (1, TS, 1, TG, TK)))
-    if SPLIT:
-        lse_array = ct.Array.from_foreign(LSE.foreign_pointer, (b * splits, S, HKV, G), (S * H, H, G, 1))
-        nothing = float("-inf")
+        for i in ct.static_iter(range(TK // PIECE)):
+            if SWAPPED:
+                piece = ct.transpose(ct.extract(o, (i, 0), (PIECE, TM)))
+            else:
+                piece = ct.extract(o, (0, i), (TM, PIECE))
+            piece = ct.reshape(piece, (1, TS, 1, TG, PIECE))
+            column = c * (TK // PIECE) + i
+            if splits == 1:
+                ct.store(out, (req, s_tile, head_kv, g_tile, column), ct.astype(piece, OUT.dtype))
+            else:
+                ct.store(parts, (slot, s_tile, head_kv, g_tile, column), piece)
+    if splits == 1:
+        lses = ct.Array.from_foreign(LSE.foreign_pointer, (b, S, HKV, G), (S * H, 1, G * S, S))
+        ct.store(lses, (req, s_tile, head_kv, g_tile), ct.where(none, float("inf"), lse))
     else:
-        lse_array = ct.Array.from_foreign(LSE.foreign_pointer, (b, S, HKV, G), (S * H, 1, G * S, S))
-        nothing = float("inf")
-    lse = ct.where(empty, nothing, (m + ct.log2(safe)) * LN2)
-    ct.store(lse_array, (slot, s_tile, head_kv, g_tile), ct.reshape(lse, (1, TS, 1, TG)))
+        lses = ct.Array.from_foreign(LSE_PART.foreign_pointer, (b * splits, S, HKV, G), (S * H, H, G, 1))
+        ct.store(lses, (slot, s_tile, head_kv, g_tile), ct.where(none, float("-inf"), lse))
 
 
 def _accepts(pd: MlaProblem) -> Verdict:
@@ -357,36 +370,35 @@ class FlashMlaPlan(KernelPlan):
         return choose_splits(b * self.row_tiles(), tiles, device.num_sms if device is not None else 132)
 
     # ------------------------------------------------------------ kernels
-    def _constants(self, split: bool) -> list[Any]:
+    def _constants(self) -> list[Any]:
         pd, ti = self.problem, self.tiling
         ts, tg = self.row_shape()
-        return [pd.s, pd.h_kv, pd.group, pd.page_size, pd.causal, ts, tg, ti.tile_n, ti.tile_k, ti.swapped, split]
+        return [pd.s, pd.h_kv, pd.group, pd.page_size, pd.causal, ts, tg, ti.tile_n, ti.tile_k, ti.swapped]
 
-    def _main(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], splits: int) -> CtKernel:
+    def _main(self, inputs: tuple[Any, ...], whole: tuple[Any, ...], parts: tuple[Any, ...], splits: int) -> CtKernel:
+        """The attention kernel: writes `whole` (out, lse) when splits is 1, else `parts` (o_part, lse_part)."""
         pd = self.problem
-        split = splits > 1
-        out_dtype = ct.float32 if split else ct_dtype(pd.dtype)
 
         def grid(_: Any) -> tuple[int, ...]:
             return (self.row_tiles(), splits, inputs[0].shape[0])
 
         def args(_: Any) -> tuple[Any, ...]:
-            names = ("q", "kv_cache", "page_table", "seq_lens", "out", "lse")
-            handles = [handle(t, n) for t, n in zip((*inputs, *outputs), names, strict=True)]
+            names = ("q", "kv_cache", "page_table", "seq_lens", "out", "lse", "o_part", "lse_part")
+            handles = [handle(t, n) for t, n in zip((*inputs, *whole, *parts), names, strict=True)]
             b, max_pages, num_pages = inputs[0].shape[0], inputs[2].shape[1], inputs[1].shape[0]
-            return (*handles, pd.scale * LOG2E, b, max_pages, num_pages, splits, *self._constants(split))
+            return (*handles, pd.scale * LOG2E, b, max_pages, num_pages, splits, *self._constants())
 
         def describe(_: Any) -> Any:
             io = ct_dtype(pd.dtype)
-            handles = [io, io, ct.int32, ct.int32, out_dtype, ct.float32]
-            return signature(handles, [ct.float32, *[ct.int32] * 4], self._constants(split))
+            handles = [io, io, ct.int32, ct.int32, io, ct.float32, ct.float32, ct.float32]
+            return signature(handles, [ct.float32, *[ct.int32] * 4], self._constants())
 
         return CtKernel(
             flash_mla,
             grid,
             args,
             inputs,
-            outputs,
+            whole if splits == 1 else parts,
             self.tiling,
             signature_fn=describe,
             name="flash_mla",
@@ -407,10 +419,12 @@ class FlashMlaPlan(KernelPlan):
         out = torch.empty((b, pd.s, pd.h, LATENT), dtype=q.dtype, device=q.device)
         lse = torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=q.device)
         if splits == 1:
-            return self._main(inputs, (out, lse), 1)
+            self._warm_combine(q)
+            unused = torch.empty((2, 4), dtype=torch.float32, device=q.device)
+            return self._main(inputs, (out, lse), tuple(unused), 1)
         o_part = torch.empty((b, splits, pd.s, pd.h, LATENT), dtype=torch.float32, device=q.device)
         lse_part = torch.empty((b, splits, pd.s, pd.h), dtype=torch.float32, device=q.device)
-        main = self._main(inputs, (o_part, lse_part), splits)
+        main = self._main(inputs, (out, lse), (o_part, lse_part), splits)
         joined = self._combine(o_part, lse_part, out, lse)
         return KernelPipeline(
             [main, joined],
@@ -424,12 +438,20 @@ class FlashMlaPlan(KernelPlan):
         self.require()
         pd = self.problem
         splits = self.num_splits(pd.b, pd.max_pages)
-        main = self._main((), (), splits)
+        main = self._main((), (), (), splits)
         if splits == 1:
             return main
         return KernelPipeline(
             [main, self._combine(None, None, None, None)], name="flash_mla", tiling=self.tiling, plan=self
         )
+
+    def _warm_combine(self, q: Any) -> None:
+        """Compiles the combine kernel for a later bind that splits; the attention kernel is the same for both."""
+        pd = self.problem
+        key = ("combine", pd.s, pd.h, pd.dtype, q.device)
+        if self.tiling.num_splits != 1 and q.is_cuda and key not in self.compiled:
+            warm_up(q, s=pd.s, h=pd.h, width=LATENT, dtype=pd.dtype)
+            self.compiled[key] = True
 
     def _combine(self, o_part: Any, lse_part: Any, out: Any, lse: Any) -> CtKernel:
         pd = self.problem

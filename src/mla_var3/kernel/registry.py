@@ -99,7 +99,7 @@ def find(design: str, version: int | None = None, language: str | None = None) -
         return some
     exact = [k for k in some if k.version == version]
     if not exact:
-        have = ", ".join(str(k.version) for k in some)
+        have = ", ".join(str(v) for v in sorted({k.version for k in some}))
         raise UserError(f"design {design!r} has no version {version}; valid: {have}.")
     return exact
 

@@ -108,8 +108,16 @@ class CompiledKernel:
 
     @classmethod
     def of_stages(cls, name: str, arch: str, stages: Sequence[CompiledKernel]) -> CompiledKernel:
-        """A pipeline's: the resources of its largest stage (by instruction count), all instructions and warnings."""
-        main = max(stages, key=lambda c: sum(c.resources.instructions.values()))
+        """A pipeline's: the resources of its main stage, and all warnings.
+
+        The main stage is the one with the most tensor-core instructions; of stages without any, the largest.
+        """
+
+        def weight(stage: CompiledKernel) -> tuple[int, int]:
+            counts = stage.resources.instructions
+            return counts.get("HGMMA", 0) + counts.get("UTCMMA", 0) + counts.get("HMMA", 0), sum(counts.values())
+
+        main = max(stages, key=weight)
         warnings = tuple(w for c in stages for w in c.warnings)
         seconds = sum(c.seconds for c in stages)
         return cls(name, arch, main.resources, dict(main.artefacts), tuple(stages), warnings, seconds)

@@ -1,0 +1,42 @@
+"""Where configs and shipped records lie: in the repository when installed from it, else inside the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def repo_root() -> Path | None:
+    """The repository this package is run from, or None when it was installed from a wheel."""
+    root = _PACKAGE.parents[1]
+    return root if (root / "conf" / "sweep.yaml").is_file() and _PACKAGE.parent.name == "src" else None
+
+
+def conf_dir() -> Path:
+    """The folder of `sweep.yaml` and its groups."""
+    root = repo_root()
+    return _PACKAGE / "data" / "conf" if root is None else root / "conf"
+
+
+def user_conf_dir() -> Path | None:
+    """`conf/` in the current folder, when there is one and it is not the shipped one: its files add to the groups."""
+    here = Path.cwd() / "conf"
+    return here if here.is_dir() and here.resolve() != conf_dir().resolve() else None
+
+
+def conf_dirs() -> list[Path]:
+    """Every folder that configs are searched in, the shipped one first."""
+    user = user_conf_dir()
+    return [conf_dir(), *([user] if user is not None else [])]
+
+
+def shipped_results_dir() -> Path:
+    """The records that the project ships, one folder a device."""
+    root = repo_root()
+    return _PACKAGE / "data" / "results" if root is None else root / "results"
+
+
+def options(group: str) -> list[str]:
+    """Names of the yaml files of a config group, sorted."""
+    return sorted({path.stem for folder in conf_dirs() for path in (folder / group).glob("*.yaml")})

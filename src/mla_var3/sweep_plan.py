@@ -1,0 +1,260 @@
+"""From a configuration to points: which kernel, on which problem, for which device, and whether it can run at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.device import Device
+from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
+from mla_var3.kernel import registry
+from mla_var3.kernel.registry import KernelId
+from mla_var3.problem import MlaProblem
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.types import Tiling
+    from mla_var3.sweep_config import SweepConfig
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kernel on one problem. status is "" when it can run, else infeasible, skipped or failed, with the reason.
+
+    asked: tiling fields that the user set on this kernel. tiling: what comes out of them and the defaults.
+    """
+
+    problem: MlaProblem
+    kernel: KernelId
+    device: Device
+    asked: dict[str, Any] = field(default_factory=dict, hash=False)
+    tiling: Tiling | None = None
+    status: str = ""
+    reason: str = ""
+
+    @property
+    def runnable(self) -> bool:
+        return not self.status
+
+    @property
+    def requested(self) -> str | dict[str, Any]:
+        """What the record says was asked for: the fields, or "default"."""
+        return dict(self.asked) if self.asked else "default"
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel.label} {self.problem.label}"
+
+
+# ---------------------------------------------------------------- cells
+def expand_cells(config: SweepConfig) -> list[MlaProblem]:
+    """The experiment's problems, in order, each once: its cells, then its grid, under the model and `problem.*`."""
+    experiment = config.experiment
+    cells: list[Mapping[str, Any]] = []
+    for index, cell in enumerate(experiment.cells):
+        if not isinstance(cell, Mapping):
+            raise UserError(
+                f"experiment.cells[{index}] = {cell!r} is not a mapping: write {{b: 1, s: 1, h: 128, t: 4096}}."
+            )
+        cells.append(cell)
+    if experiment.grid:
+        for name, values in experiment.grid.items():
+            if not isinstance(values, list | tuple) or not values:
+                raise UserError(
+                    f"experiment.grid.{name} = {values!r} is not a list of values: write {name}: [{values}]."
+                )
+        names = list(experiment.grid)
+        cells += [dict(zip(names, values, strict=True)) for values in itertools.product(*experiment.grid.values())]
+    if not cells:
+        raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
+    model = {name: value for name, value in vars(config.model).items() if name != "name"}
+    changes = {name: value for name, value in vars(config.problem).items() if value is not None}
+    problems = [_problem({**model, **cell, **changes}) for cell in cells]
+    return list(dict.fromkeys(problems))
+
+
+def _problem(fields: dict[str, Any]) -> MlaProblem:
+    if fields.get("page") in ("contiguous", "none", 0):
+        fields["page"] = None
+    return MlaProblem.from_record(fields)
+
+
+# ---------------------------------------------------------------- kernels
+def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[KernelId]:
+    """Versions that a pattern names. A pattern that names none is a `UserError` with the nearest."""
+    kernels = registry.all_kernels()
+    if not kernels:
+        raise UserError("this installation has no kernel versions: reinstall mla-var3.")
+    chosen: list[KernelId] = []
+    for pattern in patterns:
+        some = [k for k in kernels if _matches(k, pattern)]
+        if not some:
+            choices = {k.label for k in kernels} | {k.module_name for k in kernels}
+            raise UserError(f"no kernel matches {pattern!r}: {nearest(pattern, choices)}.")
+        chosen += [k for k in some if k not in chosen]
+    left = [k for k in chosen if not any(_matches(k, pattern) for pattern in exclude)]
+    if not left:
+        raise UserError("kernels.exclude leaves no kernel: shorten it.")
+    return sorted(left)
+
+
+def _matches(kernel: KernelId, pattern: str) -> bool:
+    name = kernel.label if "/" in pattern else kernel.module_name
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+# ---------------------------------------------------------------- devices
+@dataclass(frozen=True)
+class Target:
+    """What is compiled for, and whether it is also the GPU that is here. note: a sentence for the user, or ""."""
+
+    device: Device
+    present: bool
+    note: str = ""
+
+
+def find_target(config: SweepConfig, detected: Device | None) -> Target:
+    """The device that a configuration means. Naming a device that is not here compiles for it and measures nothing."""
+    wanted = config.device.target
+    if wanted == "auto":
+        if detected is not None:
+            return Target(detected, True)
+        fallback = Device.get(config.device.fallback)
+        return Target(fallback, False, f"No GPU here: compiling for {fallback.name}, measuring nothing.")
+    device = Device.get(wanted)
+    if detected is not None and detected.key == device.key:
+        return Target(detected, True)
+    here = f"this machine has {detected.name}" if detected is not None else "no GPU here"
+    return Target(device, False, f"{device.name} was asked for and {here}: compiling for it, measuring nothing.")
+
+
+def claimed_devices(kernel: KernelId) -> list[Device]:
+    """One device for every architecture that a version claims; () for a language that is not installed."""
+    try:
+        requires = registry.get_plan(kernel).requires
+    except Exception:
+        return []
+    by_arch: dict[str, Device] = {}
+    for device in sorted(Device.all(), key=lambda d: d.key != "h200"):
+        if requires.archs and device.can_run(requires):
+            by_arch.setdefault(device.arch, device)
+    return [by_arch[arch] for arch in sorted(by_arch, key=lambda a: by_arch[a].sm_version)]
+
+
+# ---------------------------------------------------------------- points
+def expand(
+    config: SweepConfig,
+    target: Target,
+    cells: Iterable[MlaProblem] | None = None,
+    kernels: Sequence[KernelId] | None = None,
+    *,
+    tuned: bool = False,
+) -> list[Point]:
+    """Every cell with every kernel, each judged without launching anything; tuned: default tilings are not judged."""
+    if kernels is None:
+        kernels = select_kernels(config.kernels.patterns, config.kernels.exclude)
+    _check_knobs(kernels, config.tiling)
+    points = []
+    for problem in expand_cells(config) if cells is None else cells:
+        for kernel in kernels:
+            claimed = config.experiment.targets == "claimed"
+            devices = (claimed_devices(kernel) or [target.device]) if claimed else [target.device]
+            points += [prepare(problem, kernel, device, config.tiling, tuned=tuned) for device in devices]
+    return newest(points) if config.kernels.newest else points
+
+
+def newest(points: Sequence[Point]) -> list[Point]:
+    """Of each cell, device, language and design the newest version that takes the problem, else the newest of all."""
+    best: dict[Any, Point] = {}
+    for point in points:
+        k = point.kernel
+        key = (point.problem, point.device.key, k.language, k.layer, k.design)
+        rank = (point.status not in ("skipped", "infeasible"), k.version)
+        known = best.get(key)
+        if known is None or rank > (known.status not in ("skipped", "infeasible"), known.kernel.version):
+            best[key] = point
+    return list(best.values())
+
+
+def prepare(
+    problem: MlaProblem,
+    kernel: KernelId,
+    device: Device,
+    asked: Mapping[str, Any] | None = None,
+    *,
+    tuned: bool = False,
+) -> Point:
+    """One point, with its verdict: language, import, requirements, tiling."""
+    own: dict[str, Any] = {}
+    tiling: Tiling | None = None
+
+    def refused(status: str, reason: str) -> Point:
+        return Point(problem, kernel, device, own, tiling, status, reason)
+
+    missing = registry.missing(kernel)
+    if missing:
+        return refused("skipped", missing)
+    try:
+        plan_type = registry.get_plan(kernel)
+    except UserError as error:
+        return refused("failed", str(error))
+    except Exception as error:
+        return refused("failed", _cannot("imported", kernel, error))
+    own = own_knobs(plan_type, asked)
+    try:
+        device.can_run(plan_type.requires, problem).require(Unsupported)
+        tiling = knobs(plan_type(problem, None, device).tiling, own)
+        if not tuned:
+            tiling.validate(problem, device).require(Infeasible)
+        return Point(problem, kernel, device, own, tiling)
+    except Unsupported as error:
+        return refused("skipped", str(error))
+    except UserError as error:
+        return refused("infeasible", str(error))
+    except Exception as error:
+        return refused("failed", _cannot("planned", kernel, error))
+
+
+def own_knobs(plan_type: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of the fields that were asked for which this version's tiling has."""
+    names = {f.name for f in dataclasses.fields(plan_type.tiling_type)}
+    return {name: value for name, value in (asked or {}).items() if name in names}
+
+
+def _cannot(done: str, kernel: KernelId, error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{kernel.path.name} could not be {done}: {type(error).__name__}: {lines[0]}"
+
+
+def knobs(tiling: Tiling, asked: Mapping[str, Any]) -> Tiling:
+    """`tiling` with other values; a value of another type than the field's is a `UserError`."""
+    values = {}
+    for name, value in asked.items():
+        current = getattr(tiling, name)
+        if isinstance(current, bool) != isinstance(value, bool) or (
+            isinstance(current, int | float | str) and not isinstance(value, type(current))
+        ):
+            if isinstance(current, float) and isinstance(value, int):
+                value = float(value)
+            else:
+                raise UserError(f"tiling.{name} = {value!r} is not of the type of its default {current!r}.")
+        values[name] = value
+    return dataclasses.replace(tiling, **values)
+
+
+def _check_knobs(kernels: Sequence[KernelId], asked: Mapping[str, Any]) -> None:
+    """A knob that no chosen kernel has is a typing error."""
+    if not asked:
+        return
+    known: set[str] = set()
+    for kernel in kernels:
+        try:
+            known |= {f.name for f in dataclasses.fields(registry.get_plan(kernel).tiling_type)}
+        except Exception:
+            continue
+    for name in asked:
+        if name not in known and known:
+            raise UserError(f"no chosen kernel has a knob tiling.{name}: {nearest(name, known)}.")

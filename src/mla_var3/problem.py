@@ -144,7 +144,7 @@ class MlaProblem:
                 if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in value):
                     raise UserError("problem.lengths holds something that is not a whole number of at least 0.")
                 if len(value) != self.b:
-                    raise UserError(f"problem.lengths has {len(value)} entries for b = {self.b} requests: give one each.")
+                    raise UserError(f"problem.lengths has {len(value)} entries for b = {self.b}: give one a request.")
                 object.__setattr__(self, "t", max(value, default=0))
         elif value != "uniform":
             raise UserError(f"problem.lengths = {value!r} is neither a name, a mapping with name and seed, nor a list.")

@@ -103,20 +103,9 @@ def run_and_store(job: StoredJob) -> list[Record]:
     except Exception as error:
         outcome = {"status": "failed", "reason": f"compiling failed: {one_line(error)}"}
     else:
-        outcome = {"status": "compiled", "reason": "", "resources": resources_record(compiled)}
+        outcome = {"status": "compiled", "reason": "", "resources": compiled.to_record()}
         outcome |= {"warnings": list(compiled.warnings), "seconds": {"compile": round(compiled.seconds, 3)}}
     return _store(job, outcome)
-
-
-def resources_record(compiled: Any) -> dict[str, Any]:
-    """The record form of a compiled kernel's resources; a pipeline's stages stand beside its largest one."""
-    data: dict[str, Any] = compiled.resources.to_record()
-    if compiled.stages:
-        data["stages"] = [
-            {"name": stage.name, **stage.resources.to_record(), "warnings": list(stage.warnings)}
-            for stage in compiled.stages
-        ]
-    return data
 
 
 def one_line(error: BaseException) -> str:

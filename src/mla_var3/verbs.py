@@ -201,7 +201,7 @@ def _calibrate(device: Device, preset: str) -> int:
 def compile(args: argparse.Namespace) -> int:
     """Resources of kernels for a device; 1 when one does not compile."""
     from mla_var3.report import tables
-    from mla_var3.sweep_compile import NOT_COMPILED, resources_record
+    from mla_var3.sweep_compile import NOT_COMPILED
     from mla_var3.toolchain.artefacts import KINDS
     from mla_var3.toolchain.pool import CompileJob, compile_many
 
@@ -242,7 +242,7 @@ def compile(args: argparse.Namespace) -> int:
             f"{r.job.language}/{r.job.design}" + (f"_v{r.job.version}" if r.job.version else ""),
             problem.label,
             device.key,
-            resources_record(r.compiled),
+            r.compiled.to_record(),
             r.compiled.seconds,
             list(r.compiled.warnings),
         )

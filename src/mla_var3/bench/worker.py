@@ -321,7 +321,7 @@ class Worker:
                 # A compiler that is missing on this machine does not make the kernel wrong.
                 self.info(contender, warnings=[f"not compiled for its resources: {error}"])
                 return
-            found = {"resources": compiled.resources.to_record(), "warnings": list(compiled.warnings)}
+            found = {"resources": compiled.to_record(), "warnings": list(compiled.warnings)}
             self._resources[key] = found
         self.info(contender, **found)
         smem, room = found["resources"]["smem"], self.device.smem_per_block

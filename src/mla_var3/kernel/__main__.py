@@ -142,7 +142,6 @@ def _ready(kernel: KernelId, device: Device | None) -> bool:
 
 def _compile_only(plan: Any, kernel: KernelId) -> int:
     from mla_var3.report import tables
-    from mla_var3.sweep_compile import resources_record
 
     out: Path | None = None
     compiled = plan.plan_empty().compile(out, plan.device)
@@ -150,7 +149,7 @@ def _compile_only(plan: Any, kernel: KernelId) -> int:
         kernel.label,
         plan.problem.label,
         plan.device.key,
-        resources_record(compiled),
+        compiled.to_record(),
         compiled.seconds,
         list(compiled.warnings),
     )

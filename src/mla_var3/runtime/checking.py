@@ -289,13 +289,19 @@ def check(
     A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name added.
     """
     plan_cls, problem, tiling, hardware = _resolve(plan, problem, tiling, device, hardware)
+    own = getattr(plan_cls, "check", None)
+    if own is not None:  # another kind of problem, with cases of its own (mla_var3.runtime.prefill)
+        report: CheckReport = own(problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
+        return report
     wanted = tuple(cases) if cases is not None else QUICK if quick else tuple(CASES)
     for name in wanted:
         if name not in CASES:
             raise UserError(f"check case {name!r} is unknown: {nearest(name, CASES)}.")
     on_gpu = str(device).startswith("cuda")
-    if cases is None and not on_gpu:
-        wanted = tuple(x for x in wanted if x != "far_pages")
+    if cases is None:
+        # What a wrapped library's interface rules out; its class says why.
+        left_out = (*getattr(plan_cls, "leaves_out", ()), *(() if on_gpu else ("far_pages",)))
+        wanted = tuple(x for x in wanted if x not in left_out)
     if seeds is None:
         seeds = (random.SystemRandom().randrange(1 << 30),)
     results: list[CaseResult] = []
@@ -363,6 +369,12 @@ class _Session:
     seed: int
     deterministic: bool = True
 
+    def inputs(self, problem: MlaProblem, seed: int, dist: str = "flashmla") -> tuple[torch.Tensor, ...]:
+        """Inputs as the plan's class wants them: a wrapped library may not bear every poison."""
+        from mla_var3.runtime.inputs import make_inputs
+
+        return make_inputs(problem, self.device, seed=seed, dist=dist, **getattr(self.plan_cls, "input_options", {}))
+
     def bound(self, case: _Case, inputs: Sequence[torch.Tensor]) -> Kernel:
         """The kernel of a case: planned when it asks for that or there is none yet, else bound to the first one."""
         self.deterministic = bool(getattr(self.plan_cls, "deterministic", True))
@@ -379,22 +391,20 @@ class _Session:
 
 
 def _plain(session: _Session, case: _Case) -> ErrorReport:
-    from mla_var3.runtime.inputs import make_inputs
-
-    inputs = make_inputs(case.problem, session.device, seed=session.seed, dist=case.dist)
+    inputs = session.inputs(case.problem, session.seed, case.dist)
     return _judge(session, case, session.bound(case, inputs), inputs)
 
 
 def _in_place(session: _Session, case: _Case) -> ErrorReport:
     """Binds to one input set, runs, then writes another one into the same tensors and runs the same kernel again."""
-    from mla_var3.runtime.inputs import make_inputs, same_class
+    from mla_var3.runtime.inputs import same_class
 
     first = case.problem.seq_lens
-    inputs = make_inputs(case.problem, session.device, seed=session.seed, dist=case.dist)
+    inputs = session.inputs(case.problem, session.seed, case.dist)
     kernel = session.bound(case, inputs)
     kernel()
     changed = same_class(case.problem, [*first[1:], first[0]])
-    for old, new in zip(inputs, make_inputs(changed, session.device, seed=session.seed + 1), strict=True):
+    for old, new in zip(inputs, session.inputs(changed, session.seed + 1), strict=True):
         old.copy_(new)
     return _judge(session, case, kernel, inputs)
 
@@ -403,9 +413,9 @@ def _far_pages(session: _Session, case: _Case) -> ErrorReport | None:
     """The same pages at the end of a cache of more than 2^31 elements; None where memory is short."""
     import torch
 
-    from mla_var3.runtime.inputs import GARBAGE_PAGE, make_inputs
+    from mla_var3.runtime.inputs import GARBAGE_PAGE
 
-    q, cache, table, lens = make_inputs(case.problem, session.device, seed=session.seed, dist=case.dist)
+    q, cache, table, lens = session.inputs(case.problem, session.seed, case.dist)
     before = 2**31 // cache[0].numel() + 1
     if q.is_cuda and torch.cuda.mem_get_info(q.device)[0] < 1.5 * (before + len(cache)) * cache[0].nbytes:
         return None

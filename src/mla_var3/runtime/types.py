@@ -106,6 +106,15 @@ class CompiledKernel:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "handle": None}
 
+    def to_record(self) -> dict[str, Any]:
+        """What a record holds as `resources`: the main stage's, and, of several, every stage's beside it."""
+        data = self.resources.to_record()
+        if self.stages:
+            data["stages"] = [
+                {"name": s.name, **s.resources.to_record(), "warnings": list(s.warnings)} for s in self.stages
+            ]
+        return data
+
     @classmethod
     def of_stages(cls, name: str, arch: str, stages: Sequence[CompiledKernel]) -> CompiledKernel:
         """A pipeline's: the resources of its main stage, and all warnings.

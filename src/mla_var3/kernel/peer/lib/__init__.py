@@ -1,0 +1,1 @@
+"""What the wrappers of other people's libraries share."""

@@ -1,0 +1,213 @@
+"""Finds other people's libraries without importing them, and says how to get the one that is missing.
+
+A library is looked for in two places, in this order:
+
+1. the folder that `scripts/fetch_peers.py` makes, as the package `mla_var3_peers` on Python's path (its `activate` file
+   puts it there). It holds shared objects out of wheels, objects built from sources, and `manifest.json`, which says
+   what each file is and where it came from. Fetching is deliberate, so it wins over what happens to be installed;
+2. the installed packages.
+
+`find_spec` of a top-level name does not import it, so looking costs a few file system calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from mla_var3.errors import Unsupported
+
+FETCHED = "mla_var3_peers"
+FETCH = "scripts/fetch_peers.py"
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library that is here.
+
+    kind: which way of calling it applies (each wrapper documents its own). path: the shared object, or the package's
+    folder. version and origin: for records ("0.25.1", "vllm wheel, fetched").
+    """
+
+    peer: str
+    kind: str
+    path: Path
+    version: str
+    origin: str
+
+    def to_record(self) -> dict[str, str]:
+        return {"peer": self.peer, "kind": self.kind, "version": self.version, "origin": self.origin}
+
+
+def fetched_dirs() -> list[Path]:
+    """The fetched folders on Python's path, nearest first."""
+    spec = util.find_spec(FETCHED)
+    return [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
+
+
+def package_dirs(name: str) -> list[Path]:
+    """Folders of an installed top-level package (or namespace package), which is not imported."""
+    try:
+        spec = util.find_spec(name)
+    except (ImportError, ValueError):
+        return []
+    return [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
+
+
+def version_of(distribution: str) -> str:
+    """Version of an installed distribution; "unknown" when it has no metadata."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _manifest(folder: Path) -> Mapping[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data.get("files", {}) if isinstance(data, dict) else {}
+
+
+def _fetched(peer: str, kind: str, relative: str) -> Library | None:
+    for folder in fetched_dirs():
+        path = folder / relative
+        if path.is_file():
+            entry = _manifest(folder).get(relative, {})
+            return Library(peer, kind, path, str(entry.get("version", "unknown")), str(entry.get("origin", "fetched")))
+    return None
+
+
+def _installed(peer: str, kind: str, package: str, relative: str, distribution: str) -> Library | None:
+    for folder in package_dirs(package):
+        path = folder / relative
+        if path.exists():
+            version = version_of(distribution)
+            return Library(peer, kind, path, version, f"{distribution} {version}, installed")
+    return None
+
+
+# ---------------------------------------------------------------- the peers
+def _flash_mla_lib() -> Library | None:
+    return _installed("flash_mla_lib", "package", "flash_mla", "flash_mla_interface.py", "flash_mla")
+
+
+def _flash_mla_vllm() -> Library | None:
+    name = "_flashmla_C.abi3.so"
+    return _fetched("flash_mla_vllm", "extension", f"vllm/{name}") or _installed(
+        "flash_mla_vllm", "extension", "vllm", name, "vllm"
+    )
+
+
+def _fa3_qv() -> Library | None:
+    name = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
+    return _fetched("fa3_qv", "extension", f"vllm/{name}") or _installed("fa3_qv", "extension", "vllm", name, "vllm")
+
+
+def _flashinfer(backend: str) -> Callable[[], Library | None]:
+    peer = f"flashinfer_{backend}"
+
+    def look() -> Library | None:
+        return _fetched(peer, "module", f"flashinfer/batch_mla_{backend}.so") or _installed(
+            peer, "package", "flashinfer", "mla", "flashinfer-python"
+        ) or _installed(peer, "package", "flashinfer", "mla.py", "flashinfer-python")  # fmt: skip
+
+    return look
+
+
+def _fa4() -> Library | None:
+    if not package_dirs("quack"):
+        return None
+    return _installed("fa4", "package", "flash_attn", "cute/interface.py", "flash-attn-4")
+
+
+def _cudnn_sdpa() -> Library | None:
+    # torch's CUDA builds depend on cuDNN, and a CPU build has no folder of CUDA libraries beside it.
+    for folder in package_dirs("torch"):
+        if (folder / "lib" / "libtorch_cuda.so").is_file():
+            version = version_of("torch")
+            return Library("cudnn_sdpa", "torch", folder, version, f"torch {version} and its cuDNN")
+    return None
+
+
+def _tilelang_mla() -> Library | None:
+    if not package_dirs("tilelang"):
+        return None
+    example = _fetched("tilelang_mla", "example", "tilelang/example_mla_decode_paged.py")
+    if example is not None:
+        return Library(
+            example.peer, example.kind, example.path, version_of("tilelang"), f"TileLang's example, {example.origin}"
+        )
+    for folder in package_dirs("tilelang"):
+        path = folder.parent / "examples" / "deepseek_mla" / "example_mla_decode_paged.py"
+        if path.is_file():
+            return Library("tilelang_mla", "example", path, version_of("tilelang"), "tilelang, a checkout")
+    return None
+
+
+_LOOK: dict[str, Callable[[], Library | None]] = {
+    "flash_mla_lib": _flash_mla_lib,
+    "flash_mla_vllm": _flash_mla_vllm,
+    "fa3_qv": _fa3_qv,
+    "flashinfer_fa3": _flashinfer("fa3"),
+    "flashinfer_fa2": _flashinfer("fa2"),
+    "fa4": _fa4,
+    "cudnn_sdpa": _cudnn_sdpa,
+    "tilelang_mla": _tilelang_mla,
+}
+
+# What is missing, and how to get it: the two halves of the sentence.
+_HOW: dict[str, tuple[str, str]] = {
+    "flash_mla_lib": (
+        "FlashMLA",
+        "install flash_mla from its repository",
+    ),
+    "flash_mla_vllm": (
+        "the FlashMLA extension of a vllm wheel (vllm/_flashmla_C.abi3.so)",
+        f"run {FETCH} flash_mla_vllm, or pip install vllm",
+    ),
+    "fa3_qv": (
+        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
+        f"run {FETCH} fa3_qv, or pip install vllm",
+    ),
+    "flashinfer_fa3": ("FlashInfer", f"pip install flashinfer-python, or run {FETCH} flashinfer_fa3"),
+    "flashinfer_fa2": ("FlashInfer", f"pip install flashinfer-python, or run {FETCH} flashinfer_fa2"),
+    "fa4": (
+        "FlashAttention-4 and quack",
+        f"pip install --pre 'flash-attn-4[cu13]', or run {FETCH} fa4",
+    ),
+    "cudnn_sdpa": ("a torch with CUDA and cuDNN", "install torch's CUDA build"),
+    "tilelang_mla": (
+        "tilelang and its example examples/deepseek_mla/example_mla_decode_paged.py",
+        f"pip install tilelang, and run {FETCH} tilelang_mla --tilelang-example FILE",
+    ),
+}
+
+PEERS: tuple[str, ...] = tuple(_LOOK)
+
+
+def find(peer: str) -> Library | None:
+    """The library behind a peer, or None where it is not here. Looks again at every call: nothing is cached."""
+    return _LOOK[peer]()
+
+
+def absent(peer: str) -> str | None:
+    """Why a peer cannot be used here and how to get it, in one sentence; None when it is here."""
+    if peer not in _LOOK or find(peer) is not None:
+        return None
+    what, how = _HOW[peer]
+    return f"peer/{peer} needs {what}, which is not here: {how}."
+
+
+def require(peer: str) -> Library:
+    """The library behind a peer; raises `Unsupported` with the sentence of `absent`."""
+    library = find(peer)
+    if library is None:
+        raise Unsupported(absent(peer) or f"peer/{peer} is not here.")
+    return library

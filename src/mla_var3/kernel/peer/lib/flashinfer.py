@@ -1,0 +1,169 @@
+"""FlashInfer's `BatchMLAPagedAttentionWrapper` (backends fa2 and fa3): what its two peers share.
+
+    plan():  lengths and page ids go to the host, the library balances the splits there and copies its schedule back
+    call:    one persistent kernel (attention, then the merge of the splits)
+
+Two ways to call it (`Library.kind`):
+
+    module   an object that scripts/fetch_peers.py builds from the sources inside FlashInfer's wheel: the functions that
+             the wrapper itself calls, through TVM-FFI, for bfloat16 and int32. Needs no package and no compiler.
+    package  the installed `flashinfer`, which compiles the same sources when they are first used (it needs nvcc).
+
+Rows without keys and padding are handled: keys past the end are filled with zeros, not read.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from mla_var3.errors import Unsupported, UserError
+from mla_var3.kernel.peer.lib import find
+from mla_var3.kernel.peer.lib.find import Library
+from mla_var3.kernel.peer.lib.kernel import (
+    LATENT,
+    ROPE,
+    Attached,
+    PeerDecodePlan,
+    natural_lse,
+    page_indices,
+)
+
+_FLOAT_BYTES = 128 << 20  # what FlashInfer's documentation asks for
+_INT_BYTES = 8 << 20
+_CAUSAL = 1  # MaskMode of the library: 0 none, 1 causal
+
+
+class FlashInferPlan(PeerDecodePlan):
+    """Base of the two backends; subclasses set `peer`, `requires` and `backend`."""
+
+    backend = ""
+
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        import torch
+
+        q, kv_cache, page_table, seq_lens = inputs
+        b, s, h, _ = q.shape
+        offsets, pages, lens = page_indices(page_table, seq_lens, kv_cache.shape[1])
+        starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32)
+        flat, cache = q.view(b * s, h, LATENT + ROPE), kv_cache[:, :, 0]
+        parts = (flat[..., :LATENT], flat[..., LATENT:], cache[..., :LATENT], cache[..., LATENT:])
+        out = q.new_empty((b * s, h, LATENT))
+        lse = torch.empty((b * s, h), dtype=torch.float32, device=q.device)
+        index = (starts, offsets, pages.to(q.device), lens)
+        attach = self._module if library.kind == "module" else self._package
+        call, keep = attach(library, index, parts, out, lse)
+
+        def read() -> tuple[Any, ...]:
+            natural = natural_lse(lse, base2=True)
+            return out.view(b, s, h, LATENT), natural.view(b, s, h).transpose(1, 2).contiguous()
+
+        return Attached(call, read, keep=keep)
+
+    def _shared(self, name: str, make: Callable[[], Any]) -> Any:
+        """A buffer for all kernels bound through a plan: they are planned, and run, one after the other."""
+        key = ("flashinfer", name)
+        if key not in self.compiled:
+            self.compiled[key] = make()
+        return self.compiled[key]
+
+    def _workspace(self, like: Any) -> Any:
+        import torch
+
+        return self._shared(
+            f"partial results {like.device}",
+            lambda: torch.empty(_FLOAT_BYTES, dtype=torch.uint8, device=like.device),
+        )
+
+    def _module(self, library: Library, index: Any, parts: Any, out: Any, lse: Any) -> tuple[Any, tuple[Any, ...]]:
+        import torch
+
+        if out.dtype != torch.bfloat16:
+            raise Unsupported(
+                f"peer/{self.peer} was built for bf16; install flashinfer-python for {self.problem.dtype}."
+            )
+        module = _load_module(str(library.path))
+        starts, offsets, pages, lens = index
+        pd, device = self.problem, out.device
+        floats = self._workspace(out)
+        ints = torch.empty(_INT_BYTES, dtype=torch.uint8, device=device)
+        pinned = device.type == "cuda"
+        staged = self._shared("schedule", lambda: torch.empty(_INT_BYTES, dtype=torch.uint8, pin_memory=pinned))
+        heads = out.shape[1]
+        info, used = module.plan(floats, ints, staged, starts, offsets, lens, heads, LATENT, pd.causal)
+        ints[: int(used)].copy_(staged[: int(used)])
+        arguments = (
+            floats,
+            ints,
+            info,
+            *parts,
+            pages,
+            out,
+            lse,
+            _CAUSAL if pd.causal else 0,
+            heads,
+            pd.page_size,
+            pd.scale,
+            False,
+            1.0,
+            1.0,
+            None,
+        )
+        run = module.run
+
+        def call() -> None:
+            run(*arguments)
+
+        return call, (module, arguments)
+
+    def _package(self, library: Library, index: Any, parts: Any, out: Any, lse: Any) -> tuple[Any, tuple[Any, ...]]:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        starts, offsets, pages, lens = index
+        pd = self.problem
+        q_nope, q_pe, ckv, kpe = parts
+        with warnings.catch_warnings():
+            # The newer releases deprecate this form of the arguments; it is the one that all releases have.
+            warnings.simplefilter("ignore")
+            wrapper = BatchMLAPagedAttentionWrapper(self._workspace(out), backend=self.backend)
+            wrapper.plan(
+                qo_indptr=starts.to(out.device),
+                kv_indptr=offsets.to(out.device),
+                kv_indices=pages,
+                kv_len_arr=lens.to(out.device),
+                num_heads=out.shape[1],
+                head_dim_ckv=LATENT,
+                head_dim_kpe=ROPE,
+                page_size=pd.page_size,
+                causal=pd.causal,
+                sm_scale=pd.scale,
+                q_data_type=out.dtype,
+                kv_data_type=out.dtype,
+            )
+
+        def call() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                wrapper.run(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, out=out, lse=lse, return_lse=True)
+
+        return call, (wrapper, index)
+
+
+def _load_module(path: str) -> Any:
+    return _tvm_ffi().load_module(path)
+
+
+def _tvm_ffi() -> Any:
+    """TVM-FFI: the installed one, else the one that was fetched beside the object."""
+    if not find.package_dirs("tvm_ffi"):
+        beside = (folder.parents[1] / "fallback" for folder in find.fetched_dirs())
+        sys.path.extend(str(folder) for folder in beside if (folder / "tvm_ffi").is_dir())
+    try:
+        return import_module("tvm_ffi")
+    except ImportError as error:
+        raise UserError(
+            f"FlashInfer's object is loaded by TVM-FFI, which does not work here ({error}): pip install apache-tvm-ffi."
+        ) from error

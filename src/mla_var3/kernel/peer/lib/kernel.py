@@ -1,0 +1,223 @@
+"""A peer's call as a kernel, and the plans of peers that decode.
+
+Two things differ from a kernel of our own, and each is declared on the plan's class:
+
+allocates       the library makes its outputs or workspaces inside the call, from torch's caching allocator (a graph's
+                private pool under capture). Our own kernels never do.
+plans_lengths   the schedule of the split depends on the lengths, and is made in `plan()` (or `bind`), as the library
+                wants it; lengths that change on the device under a bound kernel need a new one. The oracle's case
+                "in_place" is therefore left out (`leaves_out`).
+
+What a library returns may have another form: log-sum-exps to base 2, -inf for a row without keys, heads and tokens in
+another order. A call does no more than the library's own work; `output_tensors` brings the results into the house's
+form when somebody reads them, so that the conversion is never part of a measured time.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mla_var3.errors import UserError
+from mla_var3.kernel.peer.lib import find
+from mla_var3.kernel.peer.lib.find import Library
+from mla_var3.runtime.base import BaseKernel
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+#: Latent and rope columns that the peers of the absorbed form are compiled for.
+LATENT, ROPE = 512, 64
+LN2 = 0.6931471805599453
+
+
+@dataclass(frozen=True)
+class NoKnobs(Tiling):
+    """The library chooses."""
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        return Verdict.yes()
+
+
+class Outputs(Sequence[Any]):
+    """(out, lse) in the house's form, converted when read: iterate or index it."""
+
+    def __init__(self, read: Callable[[], tuple[Any, ...]]) -> None:
+        self._read = read
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+
+@dataclass
+class Attached:
+    """A library's call on given tensors.
+
+    call: launches on torch's current stream. read: (out (b, s, h, columns), lse (b, h, s)) of the last call.
+    workspaces: tensors that only the call uses. keep: what must stay alive beside them.
+    """
+
+    call: Callable[[], None]
+    read: Callable[[], tuple[Any, ...]]
+    workspaces: tuple[Any, ...] = ()
+    keep: tuple[Any, ...] = ()
+
+
+class PeerKernel(BaseKernel):
+    """A library's call, bound to tensors. `library` says which build is behind it."""
+
+    def __init__(self, name: str, attached: Attached | None, library: Library | None = None, **options: Any) -> None:
+        self.attached = attached
+        self.library = library
+        self._outputs: Sequence[Any] = ()
+        super().__init__(name, **options)
+        if attached is not None:
+            self._outputs = Outputs(attached.read)
+            self.workspace_tensors = attached.workspaces
+
+    @property
+    def output_tensors(self) -> Any:
+        """(out, lse), converted at each reading; empty without tensors."""
+        return self._outputs
+
+    @output_tensors.setter
+    def output_tensors(self, value: Any) -> None:
+        self._outputs = value
+
+    def launch(self) -> None:
+        assert self.attached is not None
+        self.attached.call()
+
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
+        raise UserError(f"{self.name} is a library's binary: there is nothing of it to compile here.")
+
+
+class PeerMixin:
+    """What the plans of all peers have: the name of the library, how it is attached, and no knobs."""
+
+    peer: ClassVar[str]
+    allocates: ClassVar[bool] = False
+    plans_lengths: ClassVar[bool] = True
+    #: Cases of the oracle that the interface rules out, and options of its inputs that the library needs.
+    leaves_out: ClassVar[tuple[str, ...]] = ("in_place",)
+    input_options: ClassVar[dict[str, Any]] = {}
+
+    def default_tiling(self) -> NoKnobs:
+        return NoKnobs()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [NoKnobs()]
+
+    @abstractmethod
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        """Plans the library's schedule for these tensors and returns its call."""
+
+    def plan(self, *inputs: Any) -> PeerKernel:
+        """Raises `Unsupported` where the library is absent."""
+        library = find.require(self.peer)
+        attached = self.attach(library, *inputs)
+        return PeerKernel(self.peer, attached, library, input_tensors=inputs, tiling=NoKnobs(), plan=self)
+
+    def plan_empty(self) -> PeerKernel:
+        return PeerKernel(self.peer, None, find.find(self.peer), tiling=NoKnobs(), plan=self)
+
+
+class PeerDecodePlan(PeerMixin, KernelPlan):
+    """A peer of the absorbed form: inputs (q, kv_cache, page_table, seq_lens), outputs (out, lse)."""
+
+    tiling_type = NoKnobs
+    formulation = "absorbed"
+
+
+def takes_decode(peer: str, *, page: int | None = None) -> Callable[[MlaProblem], Verdict]:
+    """A predicate: the problem is one that the peer computes, and the library is here. page: the only page size."""
+
+    def verdict(problem: MlaProblem) -> Verdict:
+        if (problem.k, problem.p) != (LATENT, ROPE):
+            return Verdict.no(
+                f"peer/{peer} has {LATENT} + {ROPE} columns a token; the problem has {problem.k} + {problem.p}"
+            )
+        if problem.h_kv != 1:
+            return Verdict.no(f"peer/{peer} takes one latent cache; the problem has h_kv = {problem.h_kv}")
+        if problem.n:
+            return Verdict.no(
+                f"peer/{peer} reads latent tokens only; the problem has n = {problem.n} decompressed ones"
+            )
+        if page is not None and problem.page_size != page:
+            return Verdict.no(f"peer/{peer} takes pages of {page} tokens; the problem has {problem.page_size}")
+        reason = find.absent(peer)
+        return Verdict.yes() if reason is None else Verdict.no(reason)
+
+    return verdict
+
+
+# ---------------------------------------------------------------- tensors and extensions
+def natural_lse(lse: Any, *, base2: bool = False) -> Any:
+    """A float32 log-sum-exp with base e, and +inf for a row without keys (libraries write -inf)."""
+    if base2:
+        lse = lse * LN2
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def page_indices(page_table: Any, seq_lens: Any, page: int) -> tuple[Any, Any, Any]:
+    """Compressed-row form of a page table, on the CPU: offsets (b + 1), page ids (all pages in use), lengths (b).
+
+    All int32. Entries past a request's last page, which may be garbage, are left out. Waits for the device.
+    """
+    import torch
+
+    table, lens = page_table.cpu(), seq_lens.cpu()
+    counts = (lens + page - 1) // page
+    used = torch.arange(table.shape[1]) < counts.unsqueeze(1)
+    offsets = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    offsets[1:] = counts.cumsum(0)
+    return offsets, table[used].contiguous(), lens
+
+
+def load_extension(library: Library, namespace: str) -> Any:
+    """`torch.ops.<namespace>` of a shared object that registers its functions with torch; nothing else is imported."""
+    import torch
+
+    try:
+        torch.ops.load_library(str(library.path))
+    except OSError as error:
+        raise UserError(
+            f"{library.path} does not load into torch {torch.__version__}: {error}; "
+            "it must be the build for this release of torch and CUDA."
+        ) from error
+    return getattr(torch.ops, namespace)
+
+
+def named_arguments(op: Any, values: dict[str, Any]) -> list[Any]:
+    """The positional arguments of a registered function, by the names of its schema.
+
+    Arguments that are not given take their default, or None where they are optional. Releases add, remove and reorder
+    arguments; a name that the schema lacks, or a needed one that is not given, is a `UserError`, not a wrong call.
+    """
+    import torch
+
+    rest, arguments = dict(values), []
+    for argument in op._schema.arguments:
+        if argument.name in rest:
+            arguments.append(rest.pop(argument.name))
+        elif argument.has_default_value():
+            arguments.append(argument.default_value)
+        elif isinstance(argument.type, torch.OptionalType):
+            arguments.append(None)
+        else:
+            raise UserError(f"{op} of this release wants {argument.name!r}, which this wrapper does not know.")
+    if rest:
+        raise UserError(f"{op} of this release has no {', '.join(rest)}: the wrapper is for another release.")
+    return arguments

@@ -1,0 +1,314 @@
+"""The path of a call: schedules made in plan(), arguments in the library's order, results in the house's form.
+
+The libraries are imitated: functions registered with torch under the extensions' names and schemas, computed by the
+oracle on the CPU and returned as the real ones return them (-inf for a row without keys, base 2, heads first).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.kernel.peer.lib import flashinfer, kernel
+from mla_var3.problem import MlaProblem
+from mla_var3.runtime.checking import check
+from mla_var3.runtime.inputs import make_inputs
+from mla_var3.runtime.oracle import mla_decode_reference
+
+CASES_HERE = ("own", "edges", "planned")
+PROBLEM = MlaProblem(b=3, s=2, t=150, h=4, causal=True, dtype="fp16")
+
+FA3_FWD = """fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out,
+    Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k,
+    int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k,
+    Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale,
+    Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap,
+    bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin,
+    Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"""
+FA3_PLAN = """get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads,
+    int num_heads_k, int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q,
+    Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size,
+    int max_seqlen_k_new, bool is_causal, int window_size_left, int window_size_right, bool has_softcap,
+    int num_splits, bool? pack_gqa, int sm_margin) -> Tensor"""
+FLASH_MLA = """dense_decode_fwd(Tensor _0, Tensor _1, int _2, Tensor _3, Tensor _4, float _5, bool _6, Tensor? _7,
+    Tensor? _8, Tensor? _9) -> (Tensor, Tensor, Tensor?, Tensor?)"""
+_KEPT: list[Any] = []
+
+
+def _attend(q: Any, cache: Any, table: Any, lens: Any, scale: float, causal: bool) -> tuple[Any, Any]:
+    out, lse = mla_decode_reference(q, cache, table, lens, k=512, scale=scale, causal=causal)
+    lse = lse.float()
+    return out.to(q.dtype), lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+@pytest.fixture(scope="module")
+def extensions() -> dict[str, list[Any]]:
+    """Imitations of the two extensions, registered once; what they were called with."""
+    calls: dict[str, list[Any]] = {"fa3_plan": [], "fa3": [], "flash_mla": []}
+    fa3 = torch.library.Library("_vllm_fa3_C", "DEF")
+    fa3.define(FA3_FWD)
+    fa3.define(FA3_PLAN)
+
+    def plan(*arguments: Any) -> Any:
+        calls["fa3_plan"].append(arguments)
+        return torch.full((5,), 77, dtype=torch.int32)
+
+    def forward(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
+        q_v, out, starts, lens, longest_q, table = rest[2], rest[3], rest[4], rest[8], rest[9], rest[11]
+        scale, causal, metadata = rest[20], rest[21], rest[26]
+        calls["fa3"].append(rest)
+        assert metadata is not None and bool((metadata == 77).all()), "the schedule of plan() comes back"
+        assert starts.tolist() == list(range(0, q.shape[0] + 1, longest_q))
+        b = len(lens)
+        rows = torch.cat([q_v, q], -1).view(b, longest_q, q.shape[1], 576)
+        o, lse = _attend(rows, torch.cat([v, k], -1), table, lens, scale, causal)
+        out.copy_(o.view(out.shape))
+        return [out, lse.transpose(0, 1).reshape(q.shape[1], -1).contiguous(), out.new_empty(0), out.new_empty(0)]
+
+    fa3.impl("fwd", forward, "CPU")
+    fa3.impl("get_scheduler_metadata", plan, "CPU")
+    mla = torch.library.Library("_flashmla_C", "DEF")
+    mla.define(FLASH_MLA)
+
+    def decode(
+        q: Any,
+        cache: Any,
+        dv: int,
+        lens: Any,
+        table: Any,
+        scale: float,
+        causal: bool,
+        schedule: Any,
+        splits: Any,
+        extra: Any,
+    ) -> tuple[Any, ...]:
+        assert extra is None
+        calls["flash_mla"].append((schedule, splits))
+        if schedule is None:
+            schedule, splits = torch.ones(4, 8, dtype=torch.int32), torch.ones(len(lens) + 1, dtype=torch.int32)
+        return (*_attend(q, cache, table, lens, scale, causal), schedule.clone(), splits.clone())
+
+    mla.impl("dense_decode_fwd", decode, "CPU")
+    _KEPT.extend((fa3, mla))
+    return calls
+
+
+def _plan_type(name: str) -> Any:
+    return registry.get_plan(registry.KernelId("peer", "mla", name))
+
+
+def _passes_the_check(name: str, problem: MlaProblem = PROBLEM) -> None:
+    report = check(_plan_type(name), problem, device="cpu", cases=CASES_HERE, seeds=[3])
+    assert report.ok, report.reason
+
+
+def test_fa3_qv(extensions: Any, fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    _passes_the_check("fa3_qv")
+    inputs = make_inputs(PROBLEM, "cpu", poison=False)
+    planned = len(extensions["fa3_plan"])
+    bound = _plan_type("fa3_qv")(PROBLEM).plan(*inputs)
+    assert len(extensions["fa3_plan"]) == planned + 1
+    b, longest_q, longest_k, heads, heads_k, headdim, headdim_v = extensions["fa3_plan"][-1][:7]
+    assert (b, longest_q, heads, heads_k, headdim, headdim_v) == (3, 2, 4, 1, 64, 512)
+    assert longest_k == inputs[2].shape[1] * 64
+    for _ in range(3):
+        bound()
+    assert len(extensions["fa3_plan"]) == planned + 1, "calls plan nothing"
+
+
+def test_flash_mla_of_the_wheel(extensions: Any, fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched("vllm/_flashmla_C.abi3.so")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    _passes_the_check("flash_mla_vllm")
+    extensions["flash_mla"].clear()
+    bound = _plan_type("flash_mla_vllm")(PROBLEM).plan(*make_inputs(PROBLEM, "cpu"))
+    assert [schedule is None for schedule, _ in extensions["flash_mla"]] == [True]
+    bound()
+    bound()
+    assert [schedule is None for schedule, _ in extensions["flash_mla"]] == [True, False, False]
+
+
+@pytest.mark.parametrize("new_interface", [True, False])
+def test_flash_mla_installed(new_interface: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both interfaces: the older makes the schedule when asked, the newer one in the first call."""
+    fake = types.ModuleType("flash_mla")
+    made: list[str] = []
+
+    def metadata(lens: Any, rows: int, heads: int) -> tuple[Any, Any]:
+        made.append("new" if new_interface else f"{rows} {heads}")
+        return (types.SimpleNamespace(ready=False), None) if new_interface else (torch.ones(1), torch.ones(1))
+
+    def decode(
+        q: Any,
+        cache: Any,
+        table: Any,
+        lens: Any,
+        dv: int,
+        schedule: Any,
+        splits: Any,
+        *,
+        softmax_scale: float,
+        causal: bool,
+    ) -> tuple[Any, Any]:
+        assert (splits is None) == new_interface
+        return _attend(q, cache, table, lens, softmax_scale, causal)
+
+    fake.get_mla_metadata = metadata  # type: ignore[attr-defined]
+    fake.flash_mla_with_kvcache = decode  # type: ignore[attr-defined]
+    (tmp_path / "flash_mla").mkdir()
+    (tmp_path / "flash_mla" / "flash_mla_interface.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert registry.missing(registry.KernelId("peer", "mla", "flash_mla_lib")) is None
+    monkeypatch.setitem(sys.modules, "flash_mla", fake)
+    monkeypatch.setattr(
+        "mla_var3.kernel.peer.lib.find.package_dirs", lambda name: [tmp_path / name] if name == "flash_mla" else []
+    )
+    _passes_the_check("flash_mla_lib")
+    assert made
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
+@pytest.mark.parametrize("kind", ["module", "package"])
+def test_flashinfer(
+    backend: str, kind: str, fetched: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: dict[str, Any] = {}
+
+    def run(parts: Sequence[Any], pages: Any, out: Any, lse: Any, scale: float, causal: bool) -> None:
+        """Requests from the compressed rows, in float64, with the log-sum-exp to base 2."""
+        starts, offsets, lens = state["index"]
+        cache = torch.cat([parts[2], parts[3]], -1).unsqueeze(2)
+        q = torch.cat([parts[0], parts[1]], -1)
+        for i, length in enumerate(lens.tolist()):
+            rows = slice(int(starts[i]), int(starts[i + 1]))
+            own = pages[int(offsets[i]) : int(offsets[i + 1])]
+            assert len(own) == -(-length // cache.shape[1])
+            table = own.unsqueeze(0) if len(own) else torch.zeros((1, 1), dtype=torch.int32)
+            o, e = _attend(q[rows].unsqueeze(0), cache, table, torch.tensor([length]), scale, causal)
+            out[rows] = o[0]
+            lse[rows] = e[0].t() / kernel.LN2
+
+    class Module:
+        def plan(self, floats: Any, ints: Any, staged: Any, starts: Any, offsets: Any, lens: Any, *rest: Any) -> Any:
+            heads, columns = rest[:2]
+            assert columns == 512 and ints.shape == staged.shape
+            state.update(index=(starts, offsets, lens), heads=heads)
+            staged[:16] = 9
+            return [1, 2], 16
+
+        def run(self, floats: Any, ints: Any, info: Any, *rest: Any) -> None:
+            parts, (pages, out, lse, mask, heads, _, scale, base_e) = rest[:4], rest[4:12]
+            assert info == [1, 2] and bool((ints[:16] == 9).all()) and heads == state["heads"] and base_e is False
+            run(parts, pages, out, lse, scale, bool(mask))
+
+    class Wrapper:
+        def __init__(self, floats: Any, backend: str) -> None:
+            assert floats.dtype == torch.uint8
+            state["backend"] = backend
+
+        def plan(self, **given: Any) -> None:
+            assert given["head_dim_ckv"] == 512 and given["head_dim_kpe"] == 64
+            state.update(index=(given["qo_indptr"], given["kv_indptr"], given["kv_len_arr"]), given=given)
+            self.given = given
+
+        def run(
+            self, *, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, out: Any, lse: Any, return_lse: bool
+        ) -> None:
+            g = self.given
+            parts = (q_nope, q_pe, ckv_cache, kpe_cache)
+            run(parts, g["kv_indices"], out, lse, g["sm_scale"], g["causal"])
+
+    problem = PROBLEM.replace(dtype="bf16")
+    if kind == "module":
+        fetched(f"flashinfer/batch_mla_{backend}.so")
+        monkeypatch.setattr(flashinfer, "_load_module", lambda path: Module())
+        _passes_the_check(f"flashinfer_{backend}", problem)
+        with pytest.raises(UserError, match="built for bf16"):
+            _plan_type(f"flashinfer_{backend}")(PROBLEM).plan(*make_inputs(PROBLEM, "cpu"))
+        return
+    (tmp_path / "flashinfer" / "mla").mkdir(parents=True)
+    monkeypatch.setattr(
+        "mla_var3.kernel.peer.lib.find.package_dirs", lambda name: [tmp_path / name] if name == "flashinfer" else []
+    )
+    fake = types.ModuleType("flashinfer.mla")
+    fake.BatchMLAPagedAttentionWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", fake)
+    _passes_the_check(f"flashinfer_{backend}", problem)
+    assert state["backend"] == backend
+
+
+def test_page_indices_leave_out_garbage() -> None:
+    garbage = 2147480000
+    table = torch.tensor([[3, 1, garbage], [garbage] * 3, [5, 0, 2]], dtype=torch.int32)
+    offsets, pages, lens = kernel.page_indices(table, torch.tensor([65, 0, 192], dtype=torch.int32), 64)
+    assert offsets.tolist() == [0, 2, 2, 5] and pages.tolist() == [3, 1, 5, 0, 2] and lens.tolist() == [65, 0, 192]
+    assert offsets.dtype == pages.dtype == lens.dtype == torch.int32
+
+
+def test_natural_lse() -> None:
+    given = torch.tensor([float("-inf"), 2.0])
+    assert kernel.natural_lse(given).tolist() == [float("inf"), 2.0]
+    assert kernel.natural_lse(given, base2=True)[1].item() == pytest.approx(2.0 * 0.693147180)
+
+
+def test_a_schema_of_another_release_is_named_not_called() -> None:
+    argument = types.SimpleNamespace
+    optional, plain = torch.OptionalType(torch.TensorType.get()), torch.IntType.get()
+
+    class Op:
+        _schema = argument(
+            arguments=[
+                argument(name="q", type=plain, has_default_value=lambda: False, default_value=None),
+                argument(name="extra", type=optional, has_default_value=lambda: False, default_value=None),
+                argument(name="n", type=plain, has_default_value=lambda: True, default_value=4),
+            ]
+        )
+
+        def __str__(self) -> str:
+            return "lib.fwd"
+
+    assert kernel.named_arguments(Op(), {"q": 1}) == [1, None, 4]
+    with pytest.raises(UserError, match=r"wants 'q'"):
+        kernel.named_arguments(Op(), {})
+    with pytest.raises(UserError, match=r"has no gone"):
+        kernel.named_arguments(Op(), {"q": 1, "gone": 2})
+
+
+def test_a_library_that_does_not_load_is_one_sentence(fetched: Callable[..., Path]) -> None:
+    fetched("vllm/_flashmla_C.abi3.so", text="no object at all")
+    with pytest.raises(UserError, match=r"does not load into torch .* must be the build"):
+        _plan_type("flash_mla_vllm")(PROBLEM).plan(*make_inputs(PROBLEM, "cpu"))
+
+
+def test_results_are_converted_when_read_and_not_in_the_call() -> None:
+    reads: list[int] = []
+
+    def read() -> tuple[Any, Any]:
+        reads.append(1)
+        return torch.zeros(1, 1, 1, 512), torch.zeros(1, 1, 1)
+
+    bound = kernel.PeerKernel("x", kernel.Attached(lambda: None, read), input_tensors=(torch.zeros(1),))
+    result = bound()
+    assert not reads and len(result) == 2 and bool(bound.output_tensors)
+    _, lse = result
+    assert reads == [1] and lse.shape == (1, 1, 1)
+    with pytest.raises(UserError, match="planned without tensors"):
+        kernel.PeerKernel("x", None)()
+
+
+def test_an_empty_plan_says_that_there_is_nothing_to_compile() -> None:
+    from mla_var3.device import Device
+
+    with pytest.raises(UserError, match="library's binary"):
+        _plan_type("fa4")(MlaProblem(b=1, s=64, t=64)).plan_empty().compile(None, Device.get("h200"))

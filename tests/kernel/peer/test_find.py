@@ -1,0 +1,131 @@
+"""Peers that are absent say so and how to get them; peers that are here are found without importing them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mla_var3.device import Device
+from mla_var3.errors import Unsupported
+from mla_var3.kernel import registry
+from mla_var3.kernel.peer.lib import find
+from mla_var3.problem import MlaProblem
+
+PEERS = [k for k in registry.all_kernels() if k.language == "peer"]
+PREFILL = ("fa4", "cudnn_sdpa")
+
+
+def _problem(name: str) -> MlaProblem:
+    if name in PREFILL:
+        return MlaProblem(b=2, s=128, t=128, causal=True)
+    return MlaProblem(b=2, t=256, dtype="fp16" if name == "tilelang_mla" else "bf16")
+
+
+@pytest.fixture
+def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "fetched_dirs", list)
+    monkeypatch.setattr(find, "package_dirs", lambda name: [])
+
+
+def test_registry_and_finder_name_the_same_peers() -> None:
+    assert {k.design for k in PEERS} == set(find.PEERS)
+    assert all(k.layer == "mla" and k.version == 0 for k in PEERS)
+
+
+@pytest.mark.parametrize("kernel", PEERS, ids=lambda k: k.design)
+def test_an_absent_peer_gives_its_reason_and_a_way_to_get_it(kernel: registry.KernelId, nothing_here: None) -> None:
+    reason = registry.missing(kernel)
+    assert reason is not None
+    assert kernel.label in reason and "which is not here" in reason
+    assert re.search(r"pip install|fetch_peers|install", reason.split(":", 1)[1])
+    assert reason.count(".") >= 1 and reason.endswith(".") and "\n" not in reason
+    # A sweep skips it with the same sentence, on a device that could run it.
+    plan_type = registry.get_plan(kernel)
+    verdict = Device.get("h200").can_run(plan_type.requires, _problem(kernel.design))
+    assert not verdict and verdict.reason == reason
+    with pytest.raises(Unsupported, match="which is not here"):
+        plan_type(_problem(kernel.design)).plan()
+
+
+def test_the_language_itself_is_not_missing() -> None:
+    assert registry.missing("peer") is None
+    assert registry.missing(registry.KernelId("torch", "mla", "flash_mla")) is None
+
+
+@pytest.mark.parametrize("kernel", PEERS, ids=lambda k: k.design)
+def test_each_peer_declares_what_it_does(kernel: registry.KernelId) -> None:
+    plan_type = registry.get_plan(kernel)
+    assert plan_type.peer == kernel.design  # type: ignore[attr-defined]
+    assert isinstance(plan_type.allocates, bool)  # type: ignore[attr-defined]
+    assert plan_type.formulation == ("decompressed" if kernel.design in PREFILL else "absorbed")
+    for name in plan_type.leaves_out:  # type: ignore[attr-defined]
+        from mla_var3.runtime.checking import CASES
+
+        assert name in CASES
+
+
+def test_a_fetched_file_is_found_with_its_provenance(fetched: Callable[..., Path]) -> None:
+    path = fetched("vllm/_flashmla_C.abi3.so", version="0.25.1", origin="a wheel")
+    library = find.find("flash_mla_vllm")
+    assert library is not None
+    assert (library.path, library.version, library.origin) == (path, "0.25.1", "a wheel")
+    assert library.to_record() == {
+        "peer": "flash_mla_vllm",
+        "kind": "extension",
+        "version": "0.25.1",
+        "origin": "a wheel",
+    }
+    assert find.find("fa3_qv") is None, "another file of the same wheel is another peer"
+
+
+def test_an_installed_package_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "flash_mla"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "flash_mla_interface.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library = find.find("flash_mla_lib")
+    assert library is not None and library.kind == "package"
+
+
+@pytest.mark.parametrize(
+    ("problem", "word"),
+    [
+        ({"k": 256}, "columns"),
+        ({"h": 4, "h_kv": 2}, "h_kv = 2"),
+        ({"n": 8}, "n = 8"),
+        ({"page": 16}, "pages of 64"),
+        ({"dtype": "fp32"}, "fp32"),
+    ],
+)
+def test_a_problem_that_a_library_does_not_compute_is_refused(
+    problem: dict[str, object], word: str, fetched: Callable[..., Path]
+) -> None:
+    fetched("vllm/_flashmla_C.abi3.so")
+    plan_type = registry.get_plan(registry.KernelId("peer", "mla", "flash_mla_vllm"))
+    assert plan_type.requires.accepts(MlaProblem(b=2, t=256))
+    verdict = plan_type.requires.accepts(MlaProblem(b=2, t=256, **problem))  # type: ignore[arg-type]
+    assert not verdict and word in verdict.reason
+
+
+def test_decode_is_refused_by_peers_that_prefill() -> None:
+    plan_type = registry.get_plan(registry.KernelId("peer", "mla", "cudnn_sdpa"))
+    verdict = plan_type.requires.accepts(MlaProblem(b=2, t=256))
+    assert not verdict and "s = 1, t = 256" in verdict.reason
+
+
+def test_finding_loads_nothing_heavy(repo_root: Path) -> None:
+    code = (
+        "import sys\nfrom mla_var3.kernel import registry\n"
+        "[registry.missing(k) for k in registry.all_kernels()]\n"
+        "print([m for m in ('torch', 'triton', 'cutlass', 'vllm', 'flashinfer', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=repo_root / "src", text=True, capture_output=True, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -1,0 +1,228 @@
+"""scripts/fetch_peers.py without an index: the lock, the hashes, what is kept, what is left out, the pack."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mla_var3.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def script(repo_root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fetch_peers", repo_root / "scripts" / "fetch_peers.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fetch_peers"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def world(script: ModuleType, tmp_path: Path) -> Any:
+    """A lock and a cache with small wheels of the right names."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    members = {
+        "vllm": {
+            "vllm/_flashmla_C.abi3.so": b"one",
+            "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": b"two",
+            "vllm/a.py": b"",
+        },
+        "flash-attn-4": {"flash_attn/cute/interface.py": b"x = 1\n"},
+        "quack-kernels": {"quack/__init__.py": b""},
+        "einops": {"einops/__init__.py": b""},
+        "flashinfer-python": {"flashinfer/data/csrc/batch_mla_config.jinja": b"{{ dtype_q }}"},
+        "apache-tvm-ffi": {"tvm_ffi/__init__.py": b"here = 1\n", "tvm_ffi/include/a.h": b""},
+    }
+    wheels = {}
+    for name, files in members.items():
+        path = cache / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for member, content in files.items():
+                archive.writestr(member, content)
+        wheels[name] = {
+            "version": "1.0",
+            "filename": path.name,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+    lock = tmp_path / "lock.json"
+    lock.write_text(json.dumps({"cuda": "cu13", "versions": {}, "targets": {"py3.12-cu13": wheels}}))
+    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None)
+
+    def fetcher(**changes: Any) -> Any:
+        given = {"python": "3.12", "cuda": "cu13", "options": options, **changes}
+        return script.Fetcher(tmp_path / "peers", cache, given["python"], given["cuda"], lock, given["options"])
+
+    return SimpleNamespace(fetcher=fetcher, cache=cache, lock=lock, folder=tmp_path / "peers", tmp=tmp_path)
+
+
+def test_the_lock_pins_every_wheel_by_hash(script: ModuleType) -> None:
+    data = json.loads(script.LOCK.read_text())
+    wheels = script.read_lock(script.LOCK, "3.12", "cu13")
+    assert set(wheels) == set(data["versions"])
+    for target in data["targets"].values():
+        for name, entry in target.items():
+            assert entry["version"] == data["versions"][name]
+            assert len(entry["sha256"]) == 64 and int(entry["sha256"], 16)
+            assert entry["version"] in entry["filename"] and entry["filename"].endswith(".whl")
+    for source in script.SOURCES.values():
+        assert set(source.wheels) <= set(wheels)
+
+
+def test_peers_of_the_script_and_of_the_package_agree(script: ModuleType) -> None:
+    from mla_var3.kernel.peer.lib import find
+
+    assert set(script.SOURCES) == set(find.PEERS)
+
+
+def test_another_python_or_cuda_is_named(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["fa4", "--cuda", "cu11"]) == 2
+    assert "no files for py3.12-cu11: did you mean 'py3.12-cu13'" in capsys.readouterr().err
+    assert script.main(["fa9"]) == 2
+    assert "did you mean 'fa4'" in capsys.readouterr().err
+
+
+def test_only_the_objects_are_kept_and_found(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3.kernel.peer.lib import find
+
+    assert world.fetcher().fetch(["flash_mla_vllm", "fa3_qv"], strict=True) == {"flash_mla_vllm": "", "fa3_qv": ""}
+    package = world.folder / "site" / "mla_var3_peers"
+    kept = sorted(str(x.relative_to(package)) for x in package.rglob("*") if x.is_file())
+    assert kept == ["manifest.json", "vllm/_flashmla_C.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"]
+    entry = json.loads((package / "manifest.json").read_text())["files"]["vllm/_flashmla_C.abi3.so"]
+    assert entry == {
+        "version": "1.0",
+        "origin": "vllm-1.0-py3-none-any.whl",
+        "sha256": hashlib.sha256(b"one").hexdigest(),
+    }
+    monkeypatch.syspath_prepend(str(world.folder / "site"))
+    library = find.find("fa3_qv")
+    assert library is not None and library.version == "1.0" and library.path.read_bytes() == b"two"
+
+
+def test_activate_puts_the_site_on_the_path(world: Any) -> None:
+    world.fetcher().fetch(["fa4"], strict=True)
+    command = f". {world.folder}/activate && echo $PYTHONPATH"
+    done = subprocess.run(
+        ["bash", "-c", command], text=True, capture_output=True, check=True, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert done.stdout.strip() == str(world.folder / "site")
+    assert (world.folder / "site" / "flash_attn" / "cute" / "interface.py").is_file()
+
+
+def test_the_loader_is_a_fallback(script: ModuleType, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's object brings TVM-FFI, which is used where none is installed."""
+    options = SimpleNamespace(nvcc="true", tilelang_example=None)
+    monkeypatch.setattr(script.Fetcher, "_build", lambda *args, **kwargs: None)
+    world.fetcher(options=options).fetch(["flashinfer_fa3"], strict=True)
+    assert not (world.folder / "fallback/tvm_ffi/include").exists(), "headers stay behind"
+
+    from mla_var3.kernel.peer.lib import find, flashinfer
+
+    monkeypatch.setattr(sys, "path", [*sys.path, str(world.folder / "site")])
+    monkeypatch.setattr(find, "package_dirs", lambda name: [])
+    monkeypatch.delitem(sys.modules, "tvm_ffi", raising=False)
+    monkeypatch.setattr(flashinfer, "import_module", lambda name: list(sys.path))
+    assert flashinfer._tvm_ffi()[-1] == str(world.folder / "fallback")
+    monkeypatch.setattr(find, "package_dirs", lambda name: [world.tmp])
+    monkeypatch.setattr(sys, "path", sys.path[:-1])
+    assert str(world.folder / "fallback") not in flashinfer._tvm_ffi()
+
+
+def test_a_second_fetch_keeps_what_the_first_one_got(world: Any) -> None:
+    world.fetcher().fetch(["flash_mla_vllm"], strict=True)
+    world.fetcher().fetch(["fa3_qv"], strict=True)
+    files = json.loads((world.folder / "site/mla_var3_peers/manifest.json").read_text())["files"]
+    assert len(files) == 2
+
+
+def test_a_wheel_of_another_hash_is_refused_before_it_is_unpacked(world: Any) -> None:
+    wheel = world.cache / "vllm-1.0-py3-none-any.whl"
+    wheel.write_bytes(wheel.read_bytes() + b" ")
+    with pytest.raises(UserError, match=r"has SHA-256 .*, the lock says .*: delete it"):
+        world.fetcher().fetch(["fa3_qv"], strict=True)
+    assert not (world.folder / "site/mla_var3_peers/vllm").exists()
+
+
+def test_a_wheel_without_the_file_is_another_release(world: Any) -> None:
+    wheel = world.cache / "vllm-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/other.so", b"")
+    data = json.loads(world.lock.read_text())
+    data["targets"]["py3.12-cu13"]["vllm"]["sha256"] = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    world.lock.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="the lock names another release"):
+        world.fetcher().fetch(["fa3_qv"], strict=True)
+
+
+def test_downloading_asks_pip_for_the_hash(script: ModuleType, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = world.cache / "einops-1.0-py3-none-any.whl"
+    content = wheel.read_bytes()
+    wheel.unlink()
+    asked: list[str] = []
+
+    def pip(*arguments: str) -> str:
+        asked.extend(arguments)
+        asked.append(Path(arguments[-1]).read_text())
+        wheel.write_bytes(content)
+        return ""
+
+    monkeypatch.setattr(script, "_pip", pip)
+    assert world.fetcher().wheel("einops") == wheel
+    assert "--require-hashes" in asked and "--no-deps" in asked
+    assert asked[-1] == f"einops==1.0 --hash=sha256:{hashlib.sha256(content).hexdigest()}\n"
+
+
+def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, world: Any) -> None:
+    result = world.fetcher().fetch(list(script.SOURCES), strict=False)
+    assert [peer for peer, reason in result.items() if not reason] == [
+        "flash_mla_vllm",
+        "fa3_qv",
+        "fa4",
+        "flash_mla_lib",
+        "cudnn_sdpa",
+    ]
+    assert "no-such-nvcc" in result["flashinfer_fa3"]
+    assert "--tilelang-example" in result["tilelang_mla"]
+    with pytest.raises(UserError, match="--tilelang-example"):
+        world.fetcher().fetch(["tilelang_mla"], strict=True)
+
+
+def test_the_pack_unpacks_to_the_same_files(script: ModuleType, world: Any) -> None:
+    world.fetcher().fetch(["flash_mla_vllm", "fa4"], strict=True)
+    target = world.tmp / "deep" / "peers.tar.xz"
+    size = script.pack(world.folder, target)
+    assert size == target.stat().st_size
+    with tarfile.open(target) as archive:
+        archive.extractall(world.tmp / "there", filter="data")
+    for path in world.folder.rglob("*"):
+        if path.is_file():
+            assert (world.tmp / "there" / path.relative_to(world.folder)).read_bytes() == path.read_bytes()
+
+
+def test_fresh_never_empties_a_folder_of_something_else(
+    script: ModuleType, world: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = world.tmp / "mine"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    arguments = ["cudnn_sdpa", "--fresh", "--dir", str(other), "--lock", str(world.lock), "--cache", str(world.cache)]
+    assert script.main(arguments) == 2
+    assert "not emptied" in capsys.readouterr().err and (other / "thesis.txt").exists()
+
+
+def test_help_says_how_to_use_it_on_the_other_machine(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    assert "activate" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def test_a_record_of_a_gpu_is_whole(device: Device) -> None:
     assert record.device == device.key and record.environment["gpu"]
     assert record.time_us is not None and record.limits is not None
     burst, hot = record.time_us.burst, record.time_us.sustained
-    assert burst is not None and hot is not None and hot.n >= 10
+    assert burst is not None and hot is not None and hot.n >= 5
     assert burst.p10 <= burst.median <= burst.p90
     assert record.environment["clocks"]["burst"]["sm_mhz"] > 0
     assert record.host_us and record.plan_us

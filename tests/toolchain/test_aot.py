@@ -391,10 +391,13 @@ def test_a_version_is_imported_without_the_compiler(tmp_path: Path) -> None:
                 raise SystemExit("accepted")
         try:
             plan.plan_empty().compile(None, plan.device)
-        except ModuleNotFoundError as error:
+        except UserError as error:
             print(error)
+        else:
+            raise SystemExit("compiled")
         """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "launch_scale cannot be compiled here" in done.stdout
+    assert "is not compiled: the CuTe compiler is not installed and no bundle is open" in done.stdout
     assert "cutlass.cute.nvgpu.warpgroup.Field.ACCUMULATE was used in planning" in done.stdout

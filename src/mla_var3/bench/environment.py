@@ -28,6 +28,7 @@ _QUERY = {
 def describe(gpu: bool = False) -> dict[str, Any]:
     """Python, platform and packages; with `gpu`, also the current GPU's name, driver, power limit and CUDA version."""
     from mla_var3.runtime.autotune import CODE_PACKAGES, package_versions
+    from mla_var3.toolchain import aot
 
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -36,6 +37,10 @@ def describe(gpu: bool = False) -> dict[str, Any]:
         "gpu": None,
         "driver": None,
     }
+    # Kernels out of a bundle were compiled elsewhere, with packages that this machine need not have.
+    bundled = {k: v for folder in aot.bundle_dirs() for e in aot.entries_of(folder) for k, v in e["toolchain"].items()}
+    if bundled:
+        found["bundle_packages"] = bundled
     if gpu:
         import torch
 

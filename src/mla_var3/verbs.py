@@ -216,13 +216,19 @@ def compile(args: argparse.Namespace) -> int:
 
         problems = [problem] if args.experiment is None else experiment_cells(args.experiment)
         return bundle_main(args, _usable(args.kernels), problems, device, asked)
-    jobs = []
+    jobs, refused = [], []
     for kernel in _usable(args.kernels):
         if kernel.language in NOT_COMPILED:
             why = "it is made of torch operations" if kernel.language == "torch" else "it comes compiled"
             print(f"{kernel.label}: not compiled: {why}", file=sys.stderr)
             continue
-        tiling = tiling_of(registry.get_plan(kernel), problem, device, asked) if asked else None
+        plan = registry.get_plan(kernel)
+        tiling = tiling_of(plan, problem, device, asked) if asked else None
+        try:
+            plan(problem, tiling, device).require()
+        except UserError as error:
+            refused.append(f"{kernel.label} on {problem.label}: {error}")
+            continue
         out = Path(args.out) / device.key / kernel.language / kernel.module_name / problem.label if keep else None
         jobs.append(
             CompileJob(
@@ -235,7 +241,9 @@ def compile(args: argparse.Namespace) -> int:
             )
         )
     if not jobs:
-        raise UserError("nothing to compile: name a kernel in Triton, cuTile or CuTe DSL.")
+        raise UserError("; ".join(refused) or "nothing to compile: name a kernel in Triton, cuTile or CuTe DSL.")
+    for reason in refused:
+        print(reason, file=sys.stderr)
     results = compile_many(jobs, workers=args.jobs or None)
     rows = [
         tables.Compiled(
@@ -258,7 +266,7 @@ def compile(args: argparse.Namespace) -> int:
         for compiled in (result.compiled, *result.compiled.stages):
             for kind, path in compiled.artefacts.items():
                 print(f"{kind:8}{path}")
-    return 0 if all(r.ok for r in results) else 1
+    return 0 if all(r.ok for r in results) and not refused else 1
 
 
 def experiment_cells(name: str) -> list[MlaProblem]:

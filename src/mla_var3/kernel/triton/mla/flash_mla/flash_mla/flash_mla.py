@@ -221,9 +221,13 @@ class FlashMlaPlan(KernelPlan):
     requires = Requirement(archs=("sm_80+",), dtypes=("bf16", "fp16"), problem=_takes)
 
     def default_tiling(self) -> FlashMlaTiling:
-        if self.problem.rows > 16:
-            return FlashMlaTiling(tile_m=64 if self.problem.rows > 32 else 32, tile_n=64)
-        return FlashMlaTiling(tile_m=16, tile_n=64, num_warps=4)
+        rows = self.problem.rows
+        choices = [FlashMlaTiling(tile_m=16, tile_n=64, num_warps=4)]
+        if rows > 16:
+            choices = [FlashMlaTiling(tile_m=64 if rows > 32 else 32, tile_n=64)]
+        # Consumer GPUs have 99 KiB of shared memory a block: smaller tiles there.
+        choices += [FlashMlaTiling(tile_m=32, tile_n=16), FlashMlaTiling(tile_m=16, tile_n=16, num_warps=4)]
+        return next((c for c in choices if c.validate(self.problem, self.device)), choices[0])
 
     def autotune_configs(self) -> list[Tiling]:
         rows = self.problem.rows

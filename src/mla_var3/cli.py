@@ -24,6 +24,7 @@ VERBS = {
     "bench": "time kernels on one problem, or --calibrate to measure the limits of this GPU",
     "compile": "registers, shared memory, spills and instructions for a device, without a GPU",
     "compare": "tables from record files",
+    "profile": "why is a kernel as fast as it is? roofline, counters, source lines, time axis",
     "sweep": "run an experiment: experiment in, records and tables out",
     "clone": "copy a version under the next version number, ready to be changed",
     "devlog": "start, check and cite entries of the development log",
@@ -53,6 +54,7 @@ keys:
   problem.b=64             set a field in every cell: b s t h h_kv k p d n causal page dtype lengths
   tiling.num_splits=4      set a knob in every kernel that has it
   bench.burst_rounds=9     a field of BenchSettings; bench.tune=true tries a version's tilings first
+  profile.launches=3       a field of the chosen profile; each passed point is profiled after all were timed
   resume=true              skip points whose records exist already
   results_dir=results      measured records: <results_dir>/<device>/<date>-<experiment>.jsonl
   compile_dir=out/results  the same for compiled points and CPU runs
@@ -267,6 +269,16 @@ def _compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resources", action="store_true", help="also what the kernels take of the device")
 
 
+def _profile(parser: argparse.ArgumentParser) -> None:
+    from mla_var3.profiling import verb
+
+    _kernels(parser, "+")
+    add_problem(parser)
+    add_tiling(parser)
+    verb.add_arguments(parser)
+    parser.epilog = verb.EPILOG
+
+
 def _clone(parser: argparse.ArgumentParser) -> None:
     from mla_var3 import clone
 
@@ -280,6 +292,7 @@ _ARGUMENTS = {
     "bench": _bench,
     "compile": _compile,
     "compare": _compare,
+    "profile": _profile,
     "clone": _clone,
 }
 
@@ -389,7 +402,7 @@ def _groups_text() -> str:
     from mla_var3.device import Device
 
     lines = []
-    for group in ("experiment", "kernels", "model", "device", "bench"):
+    for group in ("experiment", "kernels", "model", "device", "bench", "profile"):
         names = paths.options(group)
         if group == "device":
             names += [d.key for d in Device.all()]

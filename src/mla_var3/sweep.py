@@ -22,6 +22,7 @@ from mla_var3 import paths, sweep_config
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
+from mla_var3.profiling import DISABLED
 from mla_var3.sweep_plan import Point, Target, expand, expand_cells, find_target, own_knobs, select_kernels
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class Sweep:
         if self.tune and config.tiling:
             raise UserError("tiling.* sets a knob and bench.tune=true searches for it: give one of them.")
         self.measures = self.target.present and config.experiment.mode == "measure"
+        if config.profile.mode != DISABLED:
+            self._can_profile()
         self.environment: dict[str, Any] = environment.describe()
         self.commit, self.dirty = environment.git_state()
         if self.settings.commit is not None:
@@ -126,7 +129,7 @@ class Sweep:
 
     def form(self, point: Point, mode: str) -> dict[str, Any]:
         """A record of the point without its outcome."""
-        cost = point.problem.cost()
+        cost = point.problem.cost(formulation_of(point.kernel))
         return {
             "experiment": self.config.experiment.name,
             "kernel": point.kernel.to_record(),
@@ -194,7 +197,23 @@ class Sweep:
             close = getattr(stream, "close", None)
             if close is not None:
                 close()
+        if self.config.profile.mode != DISABLED:
+            from mla_var3.profiling.points import profile_points
+
+            profile_points(journal.made, self.config.profile, say)
         self.report(points, "time", measured=True)
+
+    def _can_profile(self) -> None:
+        """Refuses a profile that cannot be made, before anything is measured."""
+        from mla_var3.profiling.run import available
+
+        mode = self.config.profile.mode
+        if not self.measures:
+            raise UserError(
+                f"profile={mode} follows a measurement, and this sweep only compiles for {self.target.device.name}: "
+                "leave it out, or use `mla-var3 profile KERNEL`, whose mode annotation works without a GPU."
+            )
+        available(mode, self.target.device)
 
     def compile(self) -> None:
         """Compiles for the target, checks small problems on the CPU, and shows what was recorded there."""
@@ -301,7 +320,8 @@ class Sweep:
             tables.show(tables.resources(records, device, f"Compiled for {name}"))
         if not measured and device is not None:
             print()
-            tables.show(tables.roofline(self.cells, device))
+            kinds = {formulation_of(point.kernel) for point in points}
+            tables.show(tables.roofline(self.cells, device, kinds.pop() if len(kinds) == 1 else "absorbed"))
         if not measured and self.config.experiment.mode == "measure" and self.config.experiment.cpu:
             checks = self.on_cpu()
             if checks:
@@ -350,6 +370,14 @@ class Sweep:
         # Compiled records are written by worker processes, and count from the file.
         files = [journal.path for journal in self.journals.values() if journal.path.exists()]
         return f"finished points are in {', '.join(map(str, files))}" if files else "no point was finished"
+
+
+def formulation_of(kernel: KernelId) -> str:
+    """How a version computes attention; absorbed where its language is not installed here."""
+    try:
+        return registry.get_plan(kernel).formulation
+    except UserError:
+        return "absorbed"
 
 
 def _family(kernel: KernelId) -> tuple[str, str, str]:

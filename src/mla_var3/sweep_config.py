@@ -16,8 +16,10 @@ from typing import Any
 
 from mla_var3 import paths
 from mla_var3.errors import UserError, nearest
+from mla_var3.profiling import DISABLED
+from mla_var3.profiling import MODES as PROFILES
 
-GROUPS = ("experiment", "model", "kernels", "device", "bench")
+GROUPS = ("experiment", "model", "kernels", "device", "bench", "profile")
 MODES = ("measure", "compile")
 TARGETS = ("device", "claimed")
 
@@ -97,6 +99,22 @@ class ProblemConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """What happens to points that passed, once all of them are timed: one profile each, in a process of its own.
+
+    mode: disabled, or a mode of `mla-var3 profile`. baseline: a version to compare with; null is the version before (in
+    mode annotation), none is nothing. launches, kernel_name, out, timeout_s: as of `mla-var3 profile`.
+    """
+
+    mode: str = "disabled"
+    baseline: str | None = None
+    launches: int = 1
+    kernel_name: str | None = None
+    out: str = "out/profiles"
+    timeout_s: float = 300.0
+
+
+@dataclass
 class SweepConfig:
     """Everything a sweep is told; `conf/sweep.yaml` has a comment for each key.
 
@@ -108,6 +126,7 @@ class SweepConfig:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     bench: dict[str, Any] = field(default_factory=dict)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     problem: ProblemConfig = field(default_factory=ProblemConfig)
     tiling: dict[str, Any] = field(default_factory=dict)
     resume: bool = False
@@ -147,6 +166,7 @@ def typed(cfg: Any) -> SweepConfig:
     for key, value, choices in (
         ("experiment.mode", config.experiment.mode, MODES),
         ("experiment.targets", config.experiment.targets, TARGETS),
+        ("profile.mode", config.profile.mode, (DISABLED, *PROFILES)),
     ):
         if value not in choices:
             raise UserError(f"{key} = {value!r} is unknown: {nearest(value, choices)}.")

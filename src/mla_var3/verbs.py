@@ -1,4 +1,4 @@
-"""The verbs `check`, `bench`, `compile` and `compare`; `mla_var3.cli` parses their arguments."""
+"""The verbs `check`, `bench`, `compile`, `compare` and `profile`; `mla_var3.cli` parses their arguments."""
 
 from __future__ import annotations
 
@@ -322,6 +322,14 @@ def compare(args: argparse.Namespace) -> int:
         if args.kernels and len(args.kernels) == 2 and set(args.kernels) <= set(labels):
             tables.show(tables.versus(mine, *args.kernels)[0])
     return 0
+
+
+# ---------------------------------------------------------------- profile
+def profile(args: argparse.Namespace) -> int:
+    """See `mla_var3.profiling.verb`."""
+    from mla_var3.profiling.verb import profile as run
+
+    return run(args)
 
 
 def _device(key: str) -> Device | None:

@@ -1,7 +1,8 @@
-"""`python -m mla_var3.kernel <design> [<version>]`: plans one version, runs it once, and checks or times it.
+"""`python -m mla_var3.kernel <design> [<version>]`: plans one version, runs it once, and checks or profiles it.
 
 python -m mla_var3.kernel flash_mla --lang triton --b 2 --t 300 --check
 python -m mla_var3.kernel flash_mla v1 --lang cute-dsl --b 128 --prof_type event
+python -m mla_var3.kernel flash_mla v1 --lang cute-dsl --b 128 --prof_type annotation --baseline cute-dsl/flash_mla
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3 import cli
 from mla_var3.errors import EXIT_USER_ERROR, UserError
+from mla_var3.profiling import DISABLED, MODES, verb
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId
+    from mla_var3.problem import MlaProblem
 
 PROG = "python -m mla_var3.kernel"
 
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
         prog=PROG,
-        description="Plan one kernel version, run it once, and check or time it.",
+        description="Plan one kernel version, run it once, and check or profile it.",
         epilog=(__doc__ or "").partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -52,9 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_tiling(parser)
     parser.add_argument("--check", action="store_true", help="run it through the cases of the checker")
     parser.add_argument(
-        "--prof_type", "--prof-type", default="disabled", choices=["disabled", "event"],
-        help="event: time the call with CUDA events",
+        "--prof_type", "--prof-type", default=DISABLED, choices=[DISABLED, *MODES],
+        help="how to profile the call; annotation is the first pass (mla-var3 profile --help describes each)",
     )  # fmt: skip
+    verb.add_common(parser.add_argument_group("profile"))
     return parser
 
 
@@ -64,12 +68,17 @@ def run(args: argparse.Namespace) -> int:
     from mla_var3.verbs import problem_of, tiling_fields, tiling_of
 
     device = Device.detect()
-    if device is None and args.prof_type != "disabled":
+    profiles = args.prof_type != DISABLED
+    if device is None and profiles and args.prof_type != "annotation":
         raise UserError(
-            f"--prof_type {args.prof_type} needs a GPU and there is none here: leave it out, or use --check."
+            f"--prof_type {args.prof_type} needs a GPU and there is none here: leave it out, use --check, or use "
+            "--prof_type annotation, which says what compiling and counting can."
         )
-    problem = problem_of(args, **({"b": 2, "t": 300} if device is None else {}))
+    problem = problem_of(args, **({"b": 2, "t": 300} if device is None and not profiles else {}))
     kernel_id = choose(args.design, args.version, args.lang, device)
+    if device is None and profiles:
+        _profile(args, kernel_id, problem, device)
+        return 0
     runs = _ready(kernel_id, device)
     plan_type = get_plan(kernel_id)
     tiling = tiling_of(plan_type, problem, device, tiling_fields(args.tiling))
@@ -86,16 +95,29 @@ def run(args: argparse.Namespace) -> int:
     out, _ = kernel()
     mean, dtype = float(out.abs().float().mean()), str(out.dtype).removeprefix("torch.")
     print(f"  ran: out {tuple(out.shape)} {dtype}, mean |out| {mean:.4g}")
-    if args.prof_type == "event":
-        _events(kernel, cost)
     if args.check:
         from mla_var3.runtime.checking import check
         from mla_var3.verbs import print_check
 
         report = check(plan_type, problem, tiling, where, hardware=device)
         print_check(kernel_id, problem, report)
-        return 0 if report.ok else 1
+        if not report.ok:
+            return 1
+    if profiles:
+        del kernel, out, _  # the profiled process needs the room
+        _profile(args, kernel_id, problem, device)
     return 0
+
+
+def _profile(args: argparse.Namespace, kernel: KernelId, problem: MlaProblem, device: Device | None) -> None:
+    from mla_var3.profiling.request import Request, baseline_of
+    from mla_var3.verbs import tiling_fields
+
+    request = Request(
+        kernel, problem, args.prof_type, tiling_fields(args.tiling), baseline_of(kernel, args.baseline, args.prof_type),
+        launches=args.launches, kernel_name=args.kernel_name, out=args.out, timeout_s=args.timeout,
+    )  # fmt: skip
+    verb.show(request, device)
 
 
 def choose(design: str, version: str | None, language: str | None, device: Device | None) -> KernelId:
@@ -155,28 +177,6 @@ def _compile_only(plan: Any, kernel: KernelId) -> int:
     )
     tables.show(tables.resources([row], plan.device, f"Compiled for {plan.device.name}"))
     return 0
-
-
-def _events(kernel: Any, cost: Any) -> None:
-    """Median of single calls between two CUDA events: a quick figure, warm L2, launches included.
-
-    `mla-var3 bench` is the one to quote: cold L2, CUDA graphs, two states of the chip, beside the limits.
-    """
-    import torch
-
-    for _ in range(5):
-        kernel()
-    times = []
-    for _ in range(30):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        kernel()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    us = sorted(times)[len(times) // 2]
-    rates = f"{cost.flops / us / 1e6:,.0f} TFLOP/s, {cost.bytes / us / 1e6:,.2f} TB/s"
-    print(f"  event: {us:,.1f} us, {rates} (warm L2, not for quoting)")
 
 
 if __name__ == "__main__":

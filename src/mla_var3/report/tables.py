@@ -319,7 +319,7 @@ def _compiled(record: Record) -> Compiled | None:
 
 
 # ---------------------------------------------------------------- limits
-def roofline(problems: Sequence[MlaProblem], device: Device) -> Table:
+def roofline(problems: Sequence[MlaProblem], device: Device, formulation: str = "absorbed") -> Table:
     """The least time of each cell on a device: measured ceilings where there are any, and marked so."""
     table = _table(
         f"Roofline on {device.name}: no kernel can be faster",
@@ -329,8 +329,8 @@ def roofline(problems: Sequence[MlaProblem], device: Device) -> Table:
     )
     sources: dict[str, None] = {}
     for problem in problems:
-        cost = problem.cost()
-        bounds = {state: bound_us(problem, device, state) for state in STATES}
+        cost = problem.cost(formulation)
+        bounds = {state: bound_us(problem, device, state, formulation) for state in STATES}
         texts = [plain(bound[0]) if bound else "-" for bound in bounds.values()]
         kind = bounds["burst"][1] if bounds["burst"] else "-"
         for state, bound in bounds.items():
@@ -343,9 +343,11 @@ def roofline(problems: Sequence[MlaProblem], device: Device) -> Table:
     return table
 
 
-def bound_us(problem: MlaProblem, device: Device, state: str) -> tuple[float, str, str] | None:
+def bound_us(
+    problem: MlaProblem, device: Device, state: str, formulation: str = "absorbed"
+) -> tuple[float, str, str] | None:
     """(microseconds, "compute" or "memory", where the ceilings are from) of a problem, None where a peak is unknown."""
-    cost = problem.cost()
+    cost = problem.cost(formulation)
     matmul, read = device.ceiling("matmul_tflops", state), device.ceiling("read_gbps", state)
     tflops = (
         matmul.value if matmul is not None and problem.dtype in ("bf16", "fp16") else device.tflops.get(problem.dtype)

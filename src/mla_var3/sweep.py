@@ -320,8 +320,7 @@ class Sweep:
             tables.show(tables.resources(records, device, f"Compiled for {name}"))
         if not measured and device is not None:
             print()
-            kinds = {formulation_of(point.kernel) for point in points}
-            tables.show(tables.roofline(self.cells, device, kinds.pop() if len(kinds) == 1 else "absorbed"))
+            tables.show(tables.roofline(self.cells, device, self.config.experiment.formulation))
         if not measured and self.config.experiment.mode == "measure" and self.config.experiment.cpu:
             checks = self.on_cpu()
             if checks:

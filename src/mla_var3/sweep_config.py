@@ -34,7 +34,8 @@ class ExperimentConfig:
 
     mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`,
     or for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU.
-    recorded: without a GPU, show the records that the project ships beside what was compiled.
+    recorded: without a GPU, show the records that the project ships beside what was compiled. formulation: of the
+    roofline (absorbed, decompressed or mixed).
     """
 
     name: str = "unnamed"
@@ -45,6 +46,7 @@ class ExperimentConfig:
     grid: dict[str, Any] = field(default_factory=dict)
     cpu: bool = True
     recorded: bool = True
+    formulation: str = "absorbed"
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Version 2: swapped operands for few query rows."""

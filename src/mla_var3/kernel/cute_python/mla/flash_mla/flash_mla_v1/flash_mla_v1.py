@@ -1,0 +1,580 @@
+r"""Absorbed MLA decode for Hopper (sm_90a): attention in latent space, K and V are one tile loaded once.
+
+    out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
+
+One block computes 64 query rows (tokens x heads of one latent cache) against a range of 64-token tiles ("blocks" of
+the cache), two at a time. Three warpgroups: a producer with one warp for each of the four parts of the two stages, and
+two consumers that each own half of the 64 x 512 fp32 output in registers (L: columns 0..255, R: 256..511). The even
+consumer makes the scores of even tiles, the odd one of odd tiles; each multiplies both tiles' probabilities with its
+half of V, so while one is in its softmax the other keeps the tensor cores busy:
+
+    even  softmax 0 | O_L += P0·V0_L | rescale, P0 -> smem | O_L += P1·V1_L | S0' = Q·K0'ᵀ
+                  \ max 0            / max 1         \ P0   / P1
+    odd     S1 = Q·K1ᵀ | max, rescale | O_R += P0·V0_R and exp 1 | O_R += P1·V1_R | S1' = Q·K1'ᵀ
+
+    freed     0L after P0·V0_L      0R after P0·V0_R      1R after P1·V1_R      1L after P1·V1_L
+
+The running maximum is lazy: it only follows when a tile exceeds it by 2^8, so the output, and the P that the odd
+consumer reads, are hardly ever rescaled. The query is on its way before the length of the request is known, and
+`combine_groups` starts while this kernel ends.
+
+The own P goes to the MMA from registers; the other's P through shared memory, in the rope panel of its own stage,
+which nobody needs once the scores are made. The idea of two half outputs and a shared running maximum is FlashMLA's
+("seesaw"); the producer warps for each part and P in the rope panel are not.
+
+Shared memory: Q 72 KiB, two stages of 72 KiB. Split-KV: grid (row tiles x h_kv, splits, b); with more than one split,
+fp32 partials and `combine_groups`. All addresses and counts come from `seq_lens` on the device.
+
+Against flash_mla: the lazy maximum, the early query, and the combine with its programmatic launch. Tried on an H200,
+and slower: each P relative to its own tile's maximum with the consumers half a period apart (also with the cache
+multicast to both row tiles of a request), and Q·Kᵀ with the query from registers, where two 16-register buffers do not
+cover the loads' latency.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.errors import UserError
+from mla_var3.kernel.cute_python.lib import combine, combine_groups, host, output, paged, query, softmax, wgmma
+from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
+from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape, work_range
+from mla_var3.kernel.cute_python.lib.lazy import lazy_max, publish, scale_if_changed
+from mla_var3.kernel.cute_python.lib.splits import MAX_SPLITS, choose_splits
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+STAGES = 2
+THREADS = 3 * WARPGROUP
+CONSUMERS = 2 * WARPGROUP
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 of 65536
+EVEN, ODD = 0, 1
+
+# Named barriers (0 is the block's own).
+MAX0_READY, MAX1_READY, P0_READY, P1_READY, CONSUMERS_JOIN, EVEN_JOIN, ODD_JOIN = range(1, 8)
+
+
+def shared_storage(shape: Shape, dtype: type) -> type:
+    """The block's shared memory."""
+
+    def array(kind: type, size: int) -> Any:
+        return cute.struct.MemRange[kind, size]
+
+    fields = {
+        "full": array(Int64, STAGES * shape.panels),  # panel loaded
+        "empty": array(Int64, 2 * STAGES),  # part no longer read
+        "max0": array(Float32, TILE_M),  # running maximum after the even tile
+        "max1": array(Float32, TILE_M),  # and after the odd tile
+        "sums0": array(Float32, TILE_M),  # row sums of the even consumer
+        "sums1": array(Float32, TILE_M),  # and of the odd one
+        "query": cute.struct.Align[array(dtype, TILE_M * (shape.k + shape.p)), 1024],
+        "stages": cute.struct.Align[array(dtype, STAGES * shape.stage_elements), 1024],
+    }
+    # Not a class statement: postponed annotations are strings, and the struct wants types.
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def shared_bytes(shape: Shape, element_bytes: int) -> int:
+    """Bytes that `shared_storage` takes: mbarriers, maxima and sums in the first 2 KiB, then three 64-row tiles."""
+    return 2048 + 3 * shape.stage_elements * element_bytes
+
+
+class Consumer:
+    """What a consumer warpgroup works with: descriptors, registers, barriers. Python holds it; nothing is copied."""
+
+    def __init__(
+        self, me, shape, dtype, thread, q_tile, kv_base, full, empty, max0, max1, scale_log2, seq_len, first_row
+    ) -> None:
+        self.me, self.shape, self.dtype, self.thread = me, shape, dtype, thread
+        self.kv_base, self.full, self.empty, self.max0, self.max1 = kv_base, full, empty, max0, max1
+        self.scale_log2, self.seq_len = scale_log2, seq_len
+
+        self.mma_s = wgmma.make_mma(dtype, TILE_N)
+        self.mma_rs = wgmma.make_mma(dtype, shape.half, a_in_registers=True, b_major=OperandMajorMode.MN)
+        self.mma_ss = wgmma.make_mma(dtype, shape.half, b_major=OperandMajorMode.MN)
+        tile = wgmma.k_major_layout(dtype, (TILE_N, shape.k + shape.p))
+        values = wgmma.mn_major_layout(dtype, (shape.half, TILE_N))
+        square = wgmma.k_major_layout(dtype, (TILE_M, TILE_N))
+        staging = wgmma.k_major_layout(dtype, (TILE_M, shape.half))
+        scores, ours = self.mma_s.get_slice(thread), self.mma_ss.get_slice(thread)
+        half, panel = me * shape.half * TILE_N, shape.rope * paged.BOX * TILE_N
+
+        def stage(i: int) -> int:
+            return i * shape.stage_elements
+
+        self.frag_q = self.mma_s.make_fragment_A(scores.partition_A(q_tile))
+        own = wgmma.smem_view(kv_base, stage(me), tile)
+        self.frag_k = self.mma_s.make_fragment_B(scores.partition_B(own))
+        self.frag_v = [
+            self.mma_ss.make_fragment_B(ours.partition_B(wgmma.smem_view(kv_base, stage(i) + half, values)))
+            for i in (EVEN, ODD)
+        ]
+        theirs = wgmma.smem_view(kv_base, stage(1 - me) + panel, square)
+        self.frag_p = self.mma_ss.make_fragment_A(ours.partition_A(theirs))
+        self.p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), self.mma_s).get_slice(thread)
+        self.p_target = self.p_copy.partition_D(wgmma.smem_view(kv_base, stage(me) + panel, square))
+        self.staging = wgmma.smem_view(kv_base, half, staging)
+
+        self.acc_s = cute.make_rmem_tensor(self.mma_s.partition_shape_C((TILE_M, TILE_N)), Float32)
+        self.acc_o = cute.make_rmem_tensor(self.mma_ss.partition_shape_C((TILE_M, shape.half)), Float32)
+        self.m = cute.make_rmem_tensor(2, Float32)  # running maximum of the rows, times scale_log2
+        self.total = cute.make_rmem_tensor(2, Float32)  # this thread's part of the sum of the own P
+        self.limits = cute.make_rmem_tensor(2, Int32)  # keys that each row may see
+        for r in range(2):
+            limit = seq_len
+            if shape.causal:
+                limit = seq_len - shape.s + 1 + (first_row + wgmma.acc_row(thread, r)) // shape.group
+            self.limits[r] = limit
+
+
+# ------------------------------------------------------------------------------------------------ device: consumers
+@cute.jit
+def make_scores(w: cutlass.Constexpr, parity: Int32, drain: cutlass.Constexpr):
+    """S = Q·Kᵀ of the consumer's own tile, in the order in which the parts are refilled; waits for S. With `drain`
+    one older group is in flight (the product with the other stage's V): its part is released as soon as it ends."""
+    own, other = w.me, 1 - w.me
+    first = w.shape.part(own, own)
+    panels = (*first, *w.shape.part(own, other))
+    for i in cutlass.range_constexpr(len(panels)):
+        cute.arch.mbarrier_wait(w.full + (own * w.shape.panels + panels[i]), parity)
+        blocks = wgmma.k_blocks(panels[i : i + 1])
+        wgmma.gemm_issue(w.mma_s, w.acc_s, w.frag_q, w.frag_k, blocks, zero_init=i == 0)
+        if cutlass.const_expr(drain and i == len(first) - 1):
+            warpgroup.wait_group(len(first))
+            release(w.empty + (2 * other + own))
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def hide_past_end(w: cutlass.Constexpr, stage: cutlass.Constexpr, first_token: Int32):
+    """Zeroes this consumer's half of V in the rows of a stage that lie past the end of the request."""
+    columns = w.shape.right if w.me else w.shape.left
+    paged.zero_rows(w.kv_base + stage * w.shape.stage_elements, w.seq_len - first_token, w.thread, columns)
+    cute.arch.fence_view_async_shared()
+    named_sync(EVEN_JOIN + w.me, WARPGROUP)
+
+
+@cute.jit
+def rescale_p(acc_s: cute.Tensor, factor: cute.Tensor, p: cute.Tensor):
+    """P once more, times `factor`. Waits for the product that reads the registers of the first P: the compiler may
+    have given both the same ones, and it does not know when an MMA in flight is done with its operands."""
+    warpgroup.wait_group(0)
+    wgmma.scale_rows(acc_s, factor)
+    p.store(acc_s.load().to(p.element_type))
+
+
+@cute.jit
+def write_p(w: cutlass.Constexpr, p_frag: cute.Tensor):
+    """This consumer's P into the rope panel of its own stage, visible to MMAs after the next barrier."""
+    cute.copy(w.p_copy, w.p_copy.retile(p_frag), w.p_target)
+    cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def even_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.Constexpr, more: cutlass.Constexpr):
+    """The even consumer's part of a pair of tiles; S of the even tile is in acc_s. `more`: makes the next pair's S."""
+    if cutlass.const_expr(masked):
+        softmax.mask_columns(w.acc_s, w.thread, pair * (2 * TILE_N), w.limits)
+    m0 = cute.make_rmem_tensor(2, Float32)
+    factor = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        m0[r] = lazy_max(w.m[r], softmax.row_max(w.acc_s, r) * w.scale_log2)
+        factor[r] = softmax.exp2(w.m[r] - m0[r])
+        publish(w.max0, w.thread, r, m0[r])
+    named_arrive(MAX0_READY, CONSUMERS)
+    for r in cutlass.range_constexpr(2):
+        w.total[r] = w.total[r] * factor[r] + softmax.row_exp2(w.acc_s, r, w.scale_log2, m0[r])
+    p0 = wgmma.to_dtype(w.acc_s, w.dtype)
+    scale_if_changed(w.acc_o, factor)
+    if cutlass.const_expr(masked):
+        hide_past_end(w, EVEN, pair * (2 * TILE_N))
+    wgmma.gemm_issue(w.mma_rs, w.acc_o, wgmma.as_a_operand(p0), w.frag_v[EVEN], range(4))
+
+    named_sync(MAX1_READY, CONSUMERS)
+    for r in cutlass.range_constexpr(2):
+        m1 = w.max1[wgmma.acc_row(w.thread, r)]
+        factor[r] = softmax.exp2(m0[r] - m1)
+        w.m[r] = m1
+        w.total[r] = w.total[r] * factor[r]
+    # The other consumer wants P relative to the maximum of both tiles: the same P unless that maximum rose by much.
+    shared_p = cute.make_rmem_tensor_like(p0)
+    shared_p.store(p0.load())
+    if cute.arch.vote_any_sync(factor[0] != 1.0 or factor[1] != 1.0):
+        rescale_p(w.acc_s, factor, shared_p)
+    write_p(w, shared_p)
+    named_arrive(P0_READY, CONSUMERS)
+
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(more):
+        release(w.empty + (2 * EVEN + EVEN))
+    scale_if_changed(w.acc_o, factor)
+    if cutlass.const_expr(masked):
+        hide_past_end(w, ODD, pair * (2 * TILE_N) + TILE_N)
+    named_sync(P1_READY, CONSUMERS)
+    wgmma.gemm_issue(w.mma_ss, w.acc_o, w.frag_p, w.frag_v[ODD], range(4))
+    if cutlass.const_expr(more):
+        make_scores(w, parity ^ 1, drain=True)
+    else:
+        warpgroup.wait_group(0)
+
+
+@cute.jit
+def odd_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.Constexpr, more: cutlass.Constexpr):
+    """The odd consumer's part of a pair of tiles; S of the odd tile is in acc_s. `more`: makes the next pair's S."""
+    if cutlass.const_expr(masked):
+        softmax.mask_columns(w.acc_s, w.thread, pair * (2 * TILE_N) + TILE_N, w.limits)
+    best = cute.make_rmem_tensor(2, Float32)
+    factor = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        best[r] = softmax.row_max(w.acc_s, r) * w.scale_log2
+    named_sync(MAX0_READY, CONSUMERS)
+    for r in cutlass.range_constexpr(2):
+        m1 = lazy_max(w.max0[wgmma.acc_row(w.thread, r)], best[r])
+        factor[r] = softmax.exp2(w.m[r] - m1)
+        w.m[r] = m1
+        publish(w.max1, w.thread, r, m1)
+    named_arrive(MAX1_READY, CONSUMERS)
+    # The even tile first: its P comes while this consumer would compute exponentials, and its part of the stage is the
+    # one that is needed again soonest. Against the other order, one run on a hot H200: 1 to 4 % less time on nine of
+    # eleven shapes, within 1 % on the two with one short request.
+    scale_if_changed(w.acc_o, factor)
+    if cutlass.const_expr(masked):
+        hide_past_end(w, EVEN, pair * (2 * TILE_N))
+    named_sync(P0_READY, CONSUMERS)
+    wgmma.gemm_issue(w.mma_ss, w.acc_o, w.frag_p, w.frag_v[EVEN], range(4))
+    for r in cutlass.range_constexpr(2):
+        w.total[r] = w.total[r] * factor[r] + softmax.row_exp2(w.acc_s, r, w.scale_log2, w.m[r])
+    p1 = wgmma.to_dtype(w.acc_s, w.dtype)
+    write_p(w, p1)
+    named_arrive(P1_READY, CONSUMERS)
+    if cutlass.const_expr(masked):
+        hide_past_end(w, ODD, pair * (2 * TILE_N) + TILE_N)
+    wgmma.gemm_issue(w.mma_rs, w.acc_o, wgmma.as_a_operand(p1), w.frag_v[ODD], range(4))
+    if cutlass.const_expr(more):
+        warpgroup.wait_group(1)
+        release(w.empty + (2 * EVEN + ODD))
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(more):
+        release(w.empty + (2 * ODD + ODD))
+        make_scores(w, parity ^ 1, drain=False)
+
+
+@cute.jit
+def consume(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: Int32, least: Int32):
+    """All pairs of a block. Pairs before `plain` need no mask; the last one always takes the masking path."""
+    w.acc_o.fill(0.0)
+    w.m.fill(softmax.NO_KEY)
+    w.total.fill(0.0)
+    make_scores(w, Int32(0), drain=False)
+    plain = end - 1
+    if cutlass.const_expr(w.shape.causal):
+        plain = cutlass.max(cutlass.min(least // (2 * TILE_N), end - 1), first)
+    for pair in cutlass.range(first, plain, unroll=1):
+        step(w, pair, (pair - first) & 1, masked=False, more=True)
+    if cutlass.const_expr(w.shape.causal):
+        for pair in cutlass.range(plain, end - 1, unroll=1):
+            step(w, pair, (pair - first) & 1, masked=True, more=True)
+    step(w, end - 1, (end - 1 - first) & 1, masked=True, more=False)
+
+
+@cute.jit
+def finish(
+    w: cutlass.Constexpr,
+    out: cute.Tensor,  # (b, s, h, k), global memory
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory
+    partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory
+    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, global memory
+    sums: tuple[cute.Tensor, cute.Tensor],  # (64,) fp32 each, shared memory: the consumers' row sums
+    batch: Int32,
+    kv_head: Int32,
+    row_tile: Int32,
+    split: Int32,
+    num_splits: Int32,
+):
+    """Joins the two row sums and writes this consumer's half of the output."""
+    shape = w.shape
+    lane_row = wgmma.acc_row(w.thread, 0)
+    for r in cutlass.range_constexpr(2):
+        w.total[r] = softmax.quad_sum(w.total[r])
+        publish(sums[w.me], w.thread, r, w.total[r])
+    # Past this barrier nobody reads the stages any more, so the output may be staged in them.
+    named_sync(CONSUMERS_JOIN, CONSUMERS)
+    inverse = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        w.total[r] = w.total[r] + sums[1 - w.me][lane_row + 8 * r]
+        inverse[r] = 1.0 / w.total[r] if w.total[r] > 0.0 else Float32(0.0)
+    wgmma.scale_rows(w.acc_o, inverse)
+
+    first_row = row_tile * TILE_M
+    if num_splits == 1:
+        output.store_output(
+            w.acc_o, w.mma_ss, w.staging, out, w.me * shape.half, batch, kv_head, first_row, shape.rows, shape.group,
+            w.thread, EVEN_JOIN + w.me,
+        )  # fmt: skip
+    for r in cutlass.range_constexpr(2):
+        row = first_row + lane_row + 8 * r
+        if row < shape.rows:
+            lse_log2 = w.m[r] + cute.math.log2(w.total[r], fastmath=True)
+            output.store_row_results(
+                wgmma.as_rows(w.acc_o)[r, None], w.me * shape.half, w.total[r], lse_log2, lse, partial_out, partial_lse,
+                batch, kv_head, row, split, num_splits, shape.group, w.thread,
+            )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernel
+@cute.kernel
+def flash_mla_v1(
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous
+    partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory, contiguous; unused with one split
+    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, log2 domain, global memory; unused with one split
+    scale_log2: Float32,
+    num_splits: Int32,
+    shape: cutlass.Constexpr,
+):
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    block, split, batch = cute.arch.block_idx()
+    row_tile = block % shape.row_tiles
+    kv_head = block // shape.row_tiles
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
+    storage = SmemAllocator().allocate(shared_storage(shape, dtype))
+    q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+    kv_base = storage.stages.data_ptr()
+    full = storage.full.data_ptr()
+    empty = storage.empty.data_ptr()
+    if warp == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(STAGES * shape.panels):
+                cute.arch.mbarrier_init(full + i, 1)
+            for i in cutlass.range_constexpr(2 * STAGES):
+                cute.arch.mbarrier_init(empty + i, WARPGROUP // 32)
+        cpasync.prefetch_descriptor(tma)
+    # On its way before anything is known of the request.
+    first_row = row_tile * TILE_M
+    if warp < CONSUMERS // 32:
+        query.issue_query_rows(
+            q, q_tile, batch, kv_head, first_row, shape.rows, shape.group, thread, CONSUMERS
+        )  # fmt: skip
+    seq_len = seq_lens[batch]
+    first, end, num_tiles, least = work_range(seq_len, row_tile, split, num_splits, shape)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+    if warp >= CONSUMERS // 32:
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        boxes, panels = paged.partition_boxes(tma, cache[None, None, kv_head, None], kv_base, shape, STAGES)
+        pages = page_table[batch, None]
+        for part in cutlass.range_constexpr(2 * STAGES):
+            if warp == CONSUMERS // 32 + part:
+                columns = shape.part(part // 2, part % 2)
+                paged.produce(
+                    tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
+                    shape.page, part // 2, columns,
+                )  # fmt: skip
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        if first < end:
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            named_sync(CONSUMERS_JOIN, CONSUMERS)
+            one_a_row = cute.make_layout(TILE_M)
+            max0, max1 = storage.max0.get_tensor(one_a_row), storage.max1.get_tensor(one_a_row)
+            common = (q_tile, kv_base, full, empty, max0, max1, scale_log2, seq_len, first_row)
+            sums = (storage.sums0.get_tensor(one_a_row), storage.sums1.get_tensor(one_a_row))
+            if warp < WARPGROUP // 32:
+                w = Consumer(EVEN, shape, dtype, thread, *common)
+                consume(w, even_step, first, end, least)
+                cute.arch.griddepcontrol_launch_dependents()  # `combine_groups` may start
+                finish(w, out, lse, partial_out, partial_lse, sums, batch, kv_head, row_tile, split, num_splits)
+            else:
+                w = Consumer(ODD, shape, dtype, thread - WARPGROUP, *common)
+                consume(w, odd_step, first, end, least)
+                cute.arch.griddepcontrol_launch_dependents()  # `combine_groups` may start
+                finish(w, out, lse, partial_out, partial_lse, sums, batch, kv_head, row_tile, split, num_splits)
+        else:
+            output.store_empty(
+                out, lse, partial_lse, batch, kv_head, first_row, shape.rows, shape.group,
+                split, num_splits, thread,
+            )  # fmt: skip
+
+
+flash_mla_v1.set_name_prefix("flash_mla_v1", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_flash_mla_v1(
+    q: cute.Tensor,
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    partial_out: cute.Tensor,
+    partial_lse: cute.Tensor,
+    scale: Float32,
+    num_splits: Int32,
+    shape: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Makes the TMA descriptor of the cache and launches one block a row tile, kv head, split and request."""
+    tma, cache = paged.make_page_tma(kv_cache)
+    flash_mla_v1(
+        q, tma, cache, page_table, seq_lens, out, lse, partial_out, partial_lse,
+        scale * math.log2(math.e), num_splits, shape,
+    ).launch(
+        grid=(shape.row_tiles * shape.h_kv, num_splits, q.shape[0]),
+        block=(THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def _takes(pd: MlaProblem) -> Verdict:
+    if pd.k % 128 or not 128 <= pd.k <= 512:
+        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: each consumer owns half of the latent")
+    if pd.p != paged.BOX:
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be {paged.BOX}: P lies in its panel")
+    if pd.n:
+        return Verdict.no(f"flash_mla_v1 reads latent tokens only; the problem has n = {pd.n} decompressed ones")
+    if pd.page_size % TILE_N:
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TILE_N}")
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class FlashMlaV1Tiling(Tiling):
+    """The tile sizes are what registers and shared memory force; the number of splits is free (0: from a model)."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
+
+    tile_m: int = TILE_M
+    tile_n: int = TILE_N
+    num_warpgroups: int = 3
+    num_pipeline_stages: int = STAGES
+    num_splits: int = 0
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        fixed = {"tile_m": TILE_M, "tile_n": TILE_N, "num_warpgroups": 3, "num_pipeline_stages": STAGES}
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                return Verdict.no(f"{name} = {getattr(self, name)}, and this version is written for {value}")
+        if not 0 <= self.num_splits <= MAX_SPLITS:
+            return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
+        if not (taken := _takes(pd)):
+            return taken
+        smem = shared_bytes(Shape.of(pd), pd.element_bytes)
+        if device is not None and smem > device.smem_per_block:
+            return Verdict.no(
+                f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "
+                f"that a block of {device.key} may have"
+            )
+        return Verdict.yes()
+
+
+class FlashMlaV1Plan(KernelPlan):
+    """One compiled kernel a problem class; b, lengths, page table width and the number of splits are arguments."""
+
+    tiling_type = FlashMlaV1Tiling
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=_takes
+    )
+
+    def default_tiling(self) -> FlashMlaV1Tiling:
+        return FlashMlaV1Tiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        pairs = self._pairs(self.problem.max_pages)
+        splits = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if n <= pairs]
+        return [FlashMlaV1Tiling(), *(FlashMlaV1Tiling(num_splits=n) for n in splits)]
+
+    def num_splits(self, b: int, max_pages: int) -> int:
+        """Parts of each request's keys: the tiling's, or the model's for requests as long as the page table is wide."""
+        if self.tiling.num_splits:
+            return self.tiling.num_splits
+        shape = Shape.of(self.problem)
+        blocks, query_rows = b * shape.h_kv * shape.row_tiles, b * shape.s * shape.h
+        return choose_splits(blocks, self._pairs(max_pages), query_rows, shape.k, host.target(self).num_sms)
+
+    def _pairs(self, max_pages: int) -> int:
+        return -(-max_pages * self.problem.page_size // (2 * TILE_N))
+
+    def plan(self, *inputs: Any) -> CuteKernel | KernelPipeline:
+        import torch
+
+        self.require()
+        q, _, page_table, seq_lens = inputs
+        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
+            if tensor.dtype != torch.int32:
+                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
+        pd, b = self.problem, q.shape[0]
+        splits = self.num_splits(b, page_table.shape[1])
+        out = q.new_empty((b, pd.s, pd.h, pd.k))
+        lse = q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
+        parts = splits if splits > 1 else 0  # with one split the workspaces are empty, and not touched
+        partials = (
+            q.new_empty((parts, b, pd.h_kv, pd.rows, pd.k), dtype=torch.float32),
+            q.new_empty((parts, b, pd.h_kv, pd.rows), dtype=torch.float32),
+        )
+        return self._kernel(inputs, (out, lse), partials, splits)
+
+    def plan_empty(self) -> CuteKernel | KernelPipeline:
+        self.require()
+        pd = self.problem
+        splits = self.num_splits(pd.b, pd.max_pages) if self.device is not None or self.tiling.num_splits else 1
+        return self._kernel((), (), (), splits)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Fake arguments of the host function, without the stream."""
+        pd, kind = self.problem, host.element_type(self.problem.dtype)
+        b, pages, width = host.symbols(3)
+        *partials, out, lse = combine.fake_partials(kind, b, pd.s, pd.h, pd.h_kv, pd.k)
+        return (
+            host.fake(kind, b, pd.s, pd.h, pd.k + pd.p),
+            host.fake(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, align=128),
+            host.fake(Int32, b, width, align=4),
+            host.fake(Int32, b, align=4),
+            out, lse, *partials, Float32(1.0), Int32(1), Shape.of(pd),
+        )  # fmt: skip
+
+    def _kernel(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
+        compile_fn = host.compiler(launch_flash_mla_v1, self._arguments, "flash_mla_v1")
+        call = host.function(self, "flash_mla_v1", compile_fn) if inputs else None
+        scale = self.problem.scale
+        main = CuteKernel(
+            flash_mla_v1,
+            lambda _: call(*inputs, *outputs, *partials, scale, splits),
+            inputs,
+            partials if splits > 1 else outputs,
+            self.tiling,
+            compile_fn=compile_fn,
+            name="flash_mla_v1",
+            workspace_tensors=partials if splits > 1 else (),
+            plan=self,
+        )
+        if splits == 1:
+            return main
+        second = combine_groups.combine_kernel(self, partials, outputs, splits)
+        return KernelPipeline([main, second], name="flash_mla_v1", tiling=self.tiling, plan=self)

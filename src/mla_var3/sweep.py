@@ -197,11 +197,11 @@ class Sweep:
             close = getattr(stream, "close", None)
             if close is not None:
                 close()
+        self.report(points, "time", measured=True)
         if self.config.profile.mode != DISABLED:
             from mla_var3.profiling.points import profile_points
 
             profile_points(journal.made, self.config.profile, say)
-        self.report(points, "time", measured=True)
 
     def _can_profile(self) -> None:
         """Refuses a profile that cannot be made, before anything is measured."""

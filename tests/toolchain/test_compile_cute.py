@@ -197,3 +197,21 @@ def test_two_launches_are_two_stages() -> None:
     found = {stage.name: (stage.resources.threads, stage.resources.smem_dynamic) for stage in made.stages}
     assert found == {"copy_out": (32, 4096), "copy_twice": (64, 8192)}
     assert all(not stage.warnings for stage in made.stages)
+
+
+def test_our_command_line_is_not_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every compile parses sys.argv for its own flag; `--h 128` would be its --help, which prints and exits with 0."""
+    monkeypatch.setattr("sys.argv", ["mla-var3", "--h", "128"])
+    x = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int32(),), assumed_align=16)
+    assert compile_cute(launch_scale, (x, fake_stream()), device=H200, name="scale").handle is not None
+
+
+@cute.kernel
+def scale(x: cute.Tensor):  # (n,) fp32, global memory
+    tid, _, _ = cute.arch.thread_idx()
+    x[tid] = x[tid] + x[tid]
+
+
+@cute.jit
+def launch_scale(x: cute.Tensor, stream):
+    scale(x).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def compile_cute(
     with tempfile.TemporaryDirectory(prefix="cute-") as scratch:
         flags = f"--gpu-arch {device.arch} --enable-tvm-ffi --keep-cubin --dump-dir {scratch}"
         flags += (" --keep-ptx" if "ptx" in kinds else "") + (" remarks{ptx}" if remarks else "")
-        with contextlib.redirect_stderr(said) if remarks else contextlib.nullcontext():
+        with _bare_argv(), contextlib.redirect_stderr(said) if remarks else contextlib.nullcontext():
             compiled = cute.compile(host_fn, *fake_args, options=f"{flags} {options}".strip())
         cubin = bytes(compiled.__cubin__)
         ptx = compiled.__ptx__ if "ptx" in kinds else None
@@ -87,6 +88,16 @@ def compile_cute(
         seconds=time.perf_counter() - start,
         handle=compiled,
     )
+
+
+@contextlib.contextmanager
+def _bare_argv() -> Iterator[None]:
+    """Hides the command line: every compile parses it for a flag of its own, and takes our --h for --help and exits."""
+    kept, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    finally:
+        sys.argv = kept
 
 
 def load_cute(path: Path, name: str) -> Any:

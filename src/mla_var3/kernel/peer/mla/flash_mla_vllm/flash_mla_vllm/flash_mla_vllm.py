@@ -35,12 +35,13 @@ class FlashMlaVllmPlan(PeerDecodePlan):
     def attach(self, library: Library, *inputs: Any) -> Attached:
         q, kv_cache, page_table, seq_lens = inputs
         decode = load_extension(library, "_flashmla_C").dense_decode_fwd
-        # Positional: the extension registers its functions without argument names.
+        # Positional: the extension registers its functions without argument names. The tenth, an optional tensor that
+        # the build of vllm 0.25.1 takes beyond FlashMLA's own nine, stays empty.
         given = (q, kv_cache, LATENT, seq_lens, page_table, self.problem.scale, self.problem.causal)
-        out, lse, schedule, splits = decode(*given, None, None)
+        out, lse, schedule, splits = decode(*given, None, None, None)
         last = [out, lse]
 
         def call() -> None:
-            last[:] = decode(*given, schedule, splits)[:2]
+            last[:] = decode(*given, schedule, splits, None)[:2]
 
         return Attached(call, lambda: (last[0], natural_lse(last[1])), keep=(schedule, splits))

@@ -43,6 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     cite.set_defaults(run=_cite)
     table = verbs.add_parser("table", help="print a Markdown comparison of timed records, each row with its citation")
     table.add_argument("files", nargs="*", type=Path, metavar="FILE", help="record files or folders; default: results/")
+    table.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="only these; wildcards allowed")
+    table.add_argument("--kernels", nargs="+", default=[], metavar="KERNEL", help="only these; wildcards allowed")
+    table.add_argument(
+        "--libraries", action="store_true", help="a row a cell: the fastest here against the fastest library"
+    )
     table.set_defaults(run=_table)
     for verb in (new, check, cite, table):
         verb.add_argument("--root", type=Path, help="folder with devlogs/ and results/; default: found from here")
@@ -105,12 +110,15 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
 
 def _table(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.bench.records import load
-    from mla_var3.devlog.tables import comparison
+    from mla_var3.devlog.tables import against_libraries, comparison
 
     loaded = load(arguments.files or [root / "results"])
     for problem in loaded.problems:
         print(problem, file=sys.stderr)
-    text = comparison(record.model_dump() for record in loaded.records)
+    records = [record.model_dump() for record in loaded.records]
+    text = (
+        against_libraries(records) if arguments.libraries else comparison(records, arguments.cells, arguments.kernels)
+    )
     if not text:
         raise UserError("no record there has a time: give others, or measure with mla-var3 sweep on a GPU machine.")
     print(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -73,11 +74,41 @@ def of_records(records: Sequence[Record], columns: Sequence[Column], *, distinct
     return _table(records, columns, ("device", "cell"), lambda r: (str(r["device"]), problem_label(r)))
 
 
-def comparison(records: Iterable[Record]) -> str:
-    """The newest timed record of each version in each cell, fastest first; the cell is named once."""
+def select(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> list[Record]:
+    """The newest timed record of each version in each cell; cells and kernels are patterns of their labels."""
+
+    def matches(text: str, patterns: Sequence[str]) -> bool:
+        return not patterns or any(fnmatch.fnmatch(text, pattern) for pattern in patterns)
+
     timed = [record for record in newest(records) if record["time_us"]]
+    timed = [r for r in timed if matches(problem_label(r), cells) and matches(label(r), kernels)]
     order = list(dict.fromkeys(cell(r) for r in timed))
-    timed.sort(key=lambda r: (order.index(cell(r)), _fastest(r)))
+    return sorted(timed, key=lambda r: (order.index(cell(r)), _fastest(r)))
+
+
+def against_libraries(records: Iterable[Record]) -> str:
+    """One row a cell: the fastest kernel of this project in burst, and how it compares with the fastest library."""
+    blocks: dict[Any, list[Record]] = {}
+    for record in select(records):
+        blocks.setdefault(cell(record), []).append(record)
+    rows = []
+    for block in blocks.values():
+        ours = next((r for r in block if r["kernel"]["language"] != "peer"), None)
+        library = next((r for r in block if r["kernel"]["language"] == "peer"), None)
+        if ours is None or library is None:
+            continue
+        own = [TIMES[i] for i in (0, 1, 4, 5)]
+        times = f"[r:{ours['id']} {' '.join(c[2] for c in own)}]"
+        ratios = f"[r:{ours['id']} vs {library['id']} {' '.join(c[2] for c in SPEEDUPS)}]"
+        row = [problem_label(ours), label(ours), *(_text(ours, None, c) for c in own), times]
+        rows.append([*row, label(library), *(_text(ours, library, c) for c in SPEEDUPS), ratios])
+    header = ["cell", "fastest here", *(TIMES[i][0] for i in (0, 1, 4, 5)), "record", "fastest library"]
+    return _grid([*header, *(c[0] for c in SPEEDUPS), "records"], rows) if rows else ""
+
+
+def comparison(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> str:
+    """The newest timed record of each version in each cell, fastest first; the cell is named once."""
+    timed = select(records, cells, kernels)
     seen: set[Any] = set()
 
     def first(record: Record) -> tuple[str, str]:

@@ -101,6 +101,12 @@ Fewer loads matter more than more stages.
 """
 
 
+@pytest.fixture(name="record_of")
+def record_maker() -> RecordOf:
+    """`record_of` for tests that make records of their own."""
+    return record_of
+
+
 @pytest.fixture
 def project(tmp_path: Path, records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root with results/ and one good entry, of a registered version whose source lies under it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,3 +147,25 @@ def test_cells_that_compiled_alike_share_a_row(project: Path, entry: Path) -> No
     text = entry.read_text()
     assert text.count("burst sustained burst.tflops") == 2
     assert text.count("resources.registers") == 1
+
+
+def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> None:
+    """A row a cell: the fastest of ours, the fastest library, and ratios that check accepts."""
+    from mla_var3.devlog.citations import check_text
+    from mla_var3.devlog.tables import against_libraries
+
+    library = KernelId("peer", "mla", "fa3_qv", 0)
+    records = [
+        record_of("aaaa00001111", burst=250.0),
+        record_of("aaaa00002222", kernel=V1, burst=200.0),
+        record_of("aaaa00003333", kernel=library, burst=220.2),
+    ]
+    text = against_libraries(records)
+    assert len(text.splitlines()) == 3
+    row = text.splitlines()[2]
+    assert row.startswith("| b128_s1_h128_t4096 | triton/flash_mla_v1 | 200 | 240 |")
+    assert "| peer/fa3_qv | 1.10 | 1.10 |" in row
+    assert check_text(text, {r["id"]: r for r in records}) == []
+    wrong = {**{r["id"]: r for r in records}, "aaaa00003333": record_of("aaaa00003333", kernel=library, burst=300.0)}
+    assert len(check_text(text, wrong)) == 2
+    assert against_libraries(records[:2]) == ""

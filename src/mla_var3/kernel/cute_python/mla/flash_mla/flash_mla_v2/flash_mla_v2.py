@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -300,6 +300,8 @@ class FlashMlaV2Tiling(Tiling):
     grid, which share out the work items (0: a block for each).
     """
 
+    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits", "num_blocks")
+
     tile_n: int = 0
     num_consumers: int = 0
     num_pipeline_stages: int = 0
@@ -426,11 +428,9 @@ class FlashMlaV2Plan(KernelPlan):
         self, inputs: Any, outputs: Any, partials: Any, splits: int, counter: Any
     ) -> CuteKernel | KernelPipeline:
         compile_fn = host.compiler(launch_flash_mla_v2, self._arguments, "flash_mla_v2")
-        shape, call, blocks = self.shape, None, 0
+        call, blocks = None, 0
         if inputs:
-            # Tilings that differ in what the code is specialised on are different functions.
-            key = f"flash_mla_v2 {shape.tile_n} {shape.consumers} {shape.slots}"
-            call = host.function(self, key, compile_fn)
+            call = host.function(self, "flash_mla_v2", compile_fn)
             blocks = self.num_blocks(inputs[0].shape[0], splits)
         scale = self.problem.scale
         main = CuteKernel(

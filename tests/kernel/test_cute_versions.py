@@ -1,0 +1,43 @@
+"""What the runtime asks of every CuTe version, compiled or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mla_var3.device import Device
+from mla_var3.kernel import registry
+from mla_var3.problem import MlaProblem
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
+
+
+@pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
+def test_a_bundle_holds_what_a_plan_asks_for(kernel: registry.KernelId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled under their names, and a plan looks its functions up by name: the two must be the same."""
+    from mla_var3.kernel.cute_python.lib import host
+
+    asked: set[str] = set()
+
+    def function(plan: Any, name: str, compile_fn: Any) -> Any:
+        asked.add(name)
+        return lambda *arguments: None
+
+    monkeypatch.setattr(host, "function", function)
+    problem = MlaProblem(b=1, h=16, t=2048)
+    plan = registry.get_plan(kernel)(problem, None, Device.get("h200"))
+    bound = plan.plan(*plan.prepare_inputs("cpu"))
+    stages = getattr(bound, "stages", (bound,))
+    assert len(stages) == 2
+    assert asked == {stage.name for stage in stages}
+
+
+@pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
+def test_splits_do_not_compile_again(kernel: registry.KernelId) -> None:
+    from mla_var3.toolchain.aot import code_knobs
+
+    tiling = registry.get_plan(kernel)(MlaProblem(h=16), None, Device.get("h200")).tiling
+    assert "num_splits" in tiling.to_record() and "num_splits" not in code_knobs(tiling)

@@ -11,7 +11,7 @@ from mla_var3.problem import MlaProblem
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from mla_var3.kernel.cute_python.lib.latent import Shape
-from mla_var3.kernel.cute_python.lib.splits import choose_splits
+from mla_var3.kernel.cute_python.lib.split.splits import choose_splits
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling, shared_bytes
 
 H200 = Device.get("h200")

@@ -12,7 +12,7 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from mla_var3.kernel.cute_python.lib.combine_groups import num_groups
+from mla_var3.kernel.cute_python.lib.split.combine_groups import num_groups
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v1.flash_mla_v1 import FlashMlaV1Plan, FlashMlaV1Tiling
 
 if TYPE_CHECKING:

@@ -37,10 +37,11 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
-from mla_var3.kernel.cute_python.lib import combine, host, output, paged, rows, softmax, wgmma
+from mla_var3.kernel.cute_python.lib import host, output, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
 from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape, work_range
-from mla_var3.kernel.cute_python.lib.splits import MAX_SPLITS, choose_splits
+from mla_var3.kernel.cute_python.lib.split import combine
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS, choose_splits
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 

@@ -30,11 +30,12 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
-from mla_var3.kernel.cute_python.lib import combine, host, merge, paged, ring, swapped, work
+from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
-from mla_var3.kernel.cute_python.lib.memory_splits import choose_splits
-from mla_var3.kernel.cute_python.lib.swapped import PANEL, TOKENS, WARPS, SwappedShape
-from mla_var3.kernel.cute_python.lib.swapped_consumer import (
+from mla_var3.kernel.cute_python.lib.split import combine, merge
+from mla_var3.kernel.cute_python.lib.split.memory_splits import choose_splits
+from mla_var3.kernel.cute_python.lib.swapped import ring, swapped, work
+from mla_var3.kernel.cute_python.lib.swapped.consumer import (
     JOIN_ALL,
     ROW_TILES,
     SMEM_BYTES,
@@ -49,6 +50,7 @@ from mla_var3.kernel.cute_python.lib.swapped_consumer import (
     shared_storage,
     step,
 )
+from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 

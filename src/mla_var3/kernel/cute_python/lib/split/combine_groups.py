@@ -19,10 +19,10 @@ from cutlass import Float32, Int64
 from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import host
-from mla_var3.kernel.cute_python.lib.combine import VECTOR, fake_partials
 from mla_var3.kernel.cute_python.lib.rows import row_vector
 from mla_var3.kernel.cute_python.lib.softmax import exp2
-from mla_var3.kernel.cute_python.lib.splits import MAX_SPLITS
+from mla_var3.kernel.cute_python.lib.split.combine import VECTOR, fake_partials
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from mla_var3.kernel.cute_python.lib import ring, rows, softmax, swapped, wgmma, work
+from mla_var3.kernel.cute_python.lib import rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync, release
-from mla_var3.kernel.cute_python.lib.swapped import PANEL, TOKENS, WARPS, SwappedShape
+from mla_var3.kernel.cute_python.lib.swapped import ring, swapped, work
+from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 ROW_TILES = (8, 16, 32)

@@ -17,9 +17,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.lib import combine, host
+from mla_var3.kernel.cute_python.lib import host
 from mla_var3.kernel.cute_python.lib.rows import row_vector
 from mla_var3.kernel.cute_python.lib.softmax import exp2
+from mla_var3.kernel.cute_python.lib.split import combine
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mla_var3 import paths, sweep, sweep_config, sweep_cpu, sweep_plan
+from mla_var3 import paths
 from mla_var3.bench.records import Record, load, new_id, now
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
@@ -24,6 +24,10 @@ from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import GEOMETRIES, MlaProblem
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.sweep import config as sweep_config
+from mla_var3.sweep import cpu as sweep_cpu
+from mla_var3.sweep import plan as sweep_plan
+from mla_var3.sweep import run as sweep
 
 SOURCE = Path(sweep.__file__).resolve().parents[1]
 H200, A100 = Device.get("h200"), Device.get("a100")
@@ -221,7 +225,8 @@ def test_kernels_are_groups_names_or_wildcards(toys: Path) -> None:
     assert chosen("kernels=base") == ["cute-dsl/toy", "triton/toy"]
     assert chosen("kernels=triton/toy_v1,cute-dsl/toy") == ["cute-dsl/toy", "triton/toy_v1"]
     assert not sweep_config.compose(["experiment=quickstart", "kernels=triton/*"]).kernels.newest
-    assert sweep_config.compose(["experiment=quickstart"]).kernels.newest
+    assert sweep_config.compose(["kernels=newest"]).kernels.newest
+    assert not sweep_config.compose(["experiment=quickstart"]).kernels.newest
     assert chosen("kernels=toy_v1") == ["cute-dsl/toy_v1", "triton/toy_v1"]
     assert chosen("kernels=*/toy*") == [k.label for k in sorted(TOYS)]
     with pytest.raises(UserError, match="no kernel matches 'triton/toi': did you mean 'triton/toy'"):
@@ -262,7 +267,7 @@ def test_newest_takes_the_latest_version_that_takes_the_cell(toys: Path, monkeyp
         requires = Requirement(archs=("sm_90a",), problem=lambda problem: problem.h <= 16)
 
     monkeypatch.setattr(registry, "get_plan", lambda kernel: FewHeads if kernel.version else ToyPlan)
-    config = sweep_config.compose(["experiment.cells=[{b: 1, h: 128}, {b: 1, h: 16}]"])
+    config = sweep_config.compose(["kernels=newest", "experiment.cells=[{b: 1, h: 128}, {b: 1, h: 16}]"])
     points = sweep_plan.expand(config, sweep_plan.find_target(config, None))
     assert sorted((p.problem.h, p.kernel.label) for p in points) == [
         (16, "cute-dsl/toy_v1"),
@@ -452,8 +457,8 @@ def test_hydra_can_show_the_configuration(toys: Path, capsys: pytest.CaptureFixt
 # ---------------------------------------------------------------- without a GPU
 def compiled_here(monkeypatch: pytest.MonkeyPatch, fail: str = "") -> list[Any]:
     """Replaces the compilers: jobs run in this process, and one label can crash its process."""
-    from mla_var3 import sweep_compile
     from mla_var3.runtime.types import CompiledKernel, Resources
+    from mla_var3.sweep import compile as sweep_compile
     from mla_var3.toolchain.pool import CompileResult
 
     jobs: list[Any] = []

@@ -128,7 +128,7 @@ def dispatch(words: list[str]) -> int:
         if any(word in ("-h", "--help") for word in rest):
             print(SWEEP_HELP.format(groups=_groups_text()))
             return 0
-        from mla_var3.sweep import main as sweep
+        from mla_var3.sweep.run import main as sweep
 
         return sweep(rest)
     if verb == "devlog":

@@ -241,7 +241,7 @@ def _reinstall(language: str) -> str:
 
 def _on_cpu() -> Iterator[Finding]:
     from mla_var3.kernel.registry import missing
-    from mla_var3.sweep_cpu import BACKENDS, can_run
+    from mla_var3.sweep.cpu import BACKENDS, can_run
 
     for language, backend in BACKENDS.items():
         if missing(language) is not None:

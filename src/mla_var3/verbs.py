@@ -15,7 +15,7 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel import registry
 from mla_var3.problem import GEOMETRIES, MlaProblem
-from mla_var3.sweep_plan import knobs, select_kernels
+from mla_var3.sweep.plan import knobs, select_kernels
 
 if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
@@ -123,7 +123,7 @@ def check(args: argparse.Namespace) -> int:
 
 def _on_cpu(kernels: list[KernelId]) -> list[KernelId]:
     """The kernels that run on a CPU, in a process that is ready for them."""
-    from mla_var3.sweep_cpu import BACKENDS, can_run
+    from mla_var3.sweep.cpu import BACKENDS, can_run
 
     chosen = []
     for kernel in kernels:
@@ -167,8 +167,8 @@ def bench(args: argparse.Namespace) -> int:
         return _calibrate(detected, args.preset)
     if not args.kernels:
         raise UserError("bench needs a kernel: give language/design, '*' for all, or --calibrate.")
-    from mla_var3.sweep import Sweep
-    from mla_var3.sweep_config import ExperimentConfig, KernelsConfig, SweepConfig
+    from mla_var3.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig
+    from mla_var3.sweep.run import Sweep
 
     asked = tiling_fields(args.tiling)
     config = SweepConfig(
@@ -201,7 +201,7 @@ def _calibrate(device: Device, preset: str) -> int:
 def compile(args: argparse.Namespace) -> int:
     """Resources of kernels for a device; 1 when one does not compile."""
     from mla_var3.report import tables
-    from mla_var3.sweep_compile import NOT_COMPILED
+    from mla_var3.sweep.compile import NOT_COMPILED
     from mla_var3.toolchain.artefacts import KINDS
     from mla_var3.toolchain.pool import CompileJob, compile_many
 
@@ -271,8 +271,8 @@ def compile(args: argparse.Namespace) -> int:
 
 def experiment_cells(name: str) -> list[MlaProblem]:
     """The problems of an experiment of `conf/experiment`."""
-    from mla_var3.sweep_config import compose
-    from mla_var3.sweep_plan import expand_cells
+    from mla_var3.sweep.config import compose
+    from mla_var3.sweep.plan import expand_cells
 
     return expand_cells(compose([f"experiment={name}"]))
 

@@ -14,7 +14,7 @@ from typing import Any
 import profiling_fakes as fakes
 import pytest
 
-from mla_var3 import cli, sweep_config
+from mla_var3 import cli
 from mla_var3.bench import environment
 from mla_var3.bench.records import KernelRef, Record, new_id
 from mla_var3.device import Device
@@ -27,6 +27,7 @@ from mla_var3.profiling import MODES, folder, ncu, points, run, spans, target, t
 from mla_var3.profiling.event import Timing
 from mla_var3.profiling.request import Request, baseline_of, version_before
 from mla_var3.runtime.types import Verdict
+from mla_var3.sweep import config as sweep_config
 
 H200 = Device.get("h200")
 TORCH, TRITON = KernelId("torch", "mla", "flash_mla"), KernelId("triton", "mla", "flash_mla")

@@ -123,7 +123,7 @@ def _profile(args: argparse.Namespace, kernel: KernelId, problem: MlaProblem, de
 def choose(design: str, version: str | None, language: str | None, device: Device | None) -> KernelId:
     """The version that is meant; without a language, the first of `PREFERENCE` that is installed and runs here."""
     from mla_var3.kernel.registry import all_kernels, find, missing
-    from mla_var3.sweep_cpu import can_run
+    from mla_var3.sweep.cpu import can_run
 
     named = next((k for k in all_kernels() if k.module_name == design), None)
     if version is None and named is not None:
@@ -150,7 +150,7 @@ def _ready(kernel: KernelId, device: Device | None) -> bool:
     """Whether the kernel can run in this process, which is made ready for it."""
     import os
 
-    from mla_var3.sweep_cpu import BACKENDS, can_run
+    from mla_var3.sweep.cpu import BACKENDS, can_run
 
     if device is not None:
         return True

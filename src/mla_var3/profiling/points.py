@@ -17,7 +17,7 @@ from mla_var3.profiling.request import Request, baseline_of
 
 if TYPE_CHECKING:
     from mla_var3.bench.records import Record
-    from mla_var3.sweep_config import ProfileConfig
+    from mla_var3.sweep.config import ProfileConfig
 
 #: Beyond the profiler's own time: imports, compiling, the short timing, reading the report; for two versions.
 _BESIDE_S = 300.0

@@ -17,7 +17,7 @@ from mla_var3.problem import MlaProblem
 
 if TYPE_CHECKING:
     from mla_var3.runtime.types import Tiling
-    from mla_var3.sweep_config import SweepConfig
+    from mla_var3.sweep.config import SweepConfig
 
 
 @dataclass(frozen=True)

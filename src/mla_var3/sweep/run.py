@@ -18,18 +18,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3 import paths, sweep_config
+from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.profiling import DISABLED
-from mla_var3.sweep_plan import Point, Target, expand, expand_cells, find_target, own_knobs, select_kernels
+from mla_var3.sweep import config as sweep_config
+from mla_var3.sweep.plan import Point, Target, expand, expand_cells, find_target, own_knobs, select_kernels
 
 if TYPE_CHECKING:
     from mla_var3.bench.records import Record
     from mla_var3.kernel.registry import KernelId
     from mla_var3.problem import MlaProblem
-    from mla_var3.sweep_config import SweepConfig
+    from mla_var3.sweep.config import SweepConfig
 
 EXIT_INTERRUPTED = 130
 
@@ -217,7 +218,7 @@ class Sweep:
 
     def compile(self) -> None:
         """Compiles for the target, checks small problems on the CPU, and shows what was recorded there."""
-        from mla_var3.sweep_compile import NOT_COMPILED, compile_points
+        from mla_var3.sweep.compile import NOT_COMPILED, compile_points
 
         kernels = [k for k in self.kernels if k.language not in NOT_COMPILED]
         peers = sum(k.language == "peer" for k in self.kernels)
@@ -237,9 +238,9 @@ class Sweep:
     # ------------------------------------------------------------ on the CPU
     def on_cpu(self) -> list[Record]:
         """Checks every kernel that can run on a CPU, on small problems of the cells' classes."""
-        from mla_var3 import sweep_cpu
         from mla_var3.bench.cell import CPU, Contender, contender_key
         from mla_var3.bench.records import Record, new_id, now
+        from mla_var3.sweep import cpu as sweep_cpu
 
         languages = dict.fromkeys(k.language for k in self.kernels if k.language != "peer")
         reasons = {name: registry.missing(name) or sweep_cpu.can_run(name) for name in languages}

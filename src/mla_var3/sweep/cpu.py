@@ -116,7 +116,7 @@ def _run_process(
     jobs = [{"kernel": k.to_record(), "problem": p.to_record(), "asked": dict(asked)} for k, p in work]
     tell(f"running {len(work)} small problems with {BACKENDS[language].name}")
     process = subprocess.Popen(
-        [sys.executable, "-m", "mla_var3.sweep_cpu"],
+        [sys.executable, "-m", "mla_var3.sweep.cpu"],
         env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
@@ -167,7 +167,7 @@ def run_one(
 
     from mla_var3.kernel.registry import get_plan
     from mla_var3.runtime.checking import check
-    from mla_var3.sweep_plan import knobs, own_knobs
+    from mla_var3.sweep.plan import knobs, own_knobs
 
     began = time.perf_counter()
     outcome: dict[str, Any] = {"status": "failed", "reason": "", "error": None, "tiling": None}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
-from mla_var3.sweep_plan import Point
+from mla_var3.sweep.plan import Point
 from mla_var3.toolchain.pool import CompileJob, CompileResult, compile_many, run_job
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Sweeps: an experiment in, records and tables out. `run` is the entry; `config` is what Hydra composes."""

@@ -45,15 +45,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python.lib import host, output, paged, query, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
+from mla_var3.kernel.cute_python.lib.decode import DecodePlan
 from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape, work_range
 from mla_var3.kernel.cute_python.lib.lazy import lazy_max, publish, scale_if_changed
 from mla_var3.kernel.cute_python.lib.split import combine, combine_groups
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS, choose_splits
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -495,7 +495,7 @@ class FlashMlaV1Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashMlaV1Plan(KernelPlan):
+class FlashMlaV1Plan(DecodePlan):
     """One compiled kernel a problem class; b, lengths, page table width and the number of splits are arguments."""
 
     tiling_type = FlashMlaV1Tiling
@@ -522,31 +522,6 @@ class FlashMlaV1Plan(KernelPlan):
     def _pairs(self, max_pages: int) -> int:
         return -(-max_pages * self.problem.page_size // (2 * TILE_N))
 
-    def plan(self, *inputs: Any) -> CuteKernel | KernelPipeline:
-        import torch
-
-        self.require()
-        q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
-        pd, b = self.problem, q.shape[0]
-        splits = self.num_splits(b, page_table.shape[1])
-        out = q.new_empty((b, pd.s, pd.h, pd.k))
-        lse = q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
-        parts = splits if splits > 1 else 0  # with one split the workspaces are empty, and not touched
-        partials = (
-            q.new_empty((parts, b, pd.h_kv, pd.rows, pd.k), dtype=torch.float32),
-            q.new_empty((parts, b, pd.h_kv, pd.rows), dtype=torch.float32),
-        )
-        return self._kernel(inputs, (out, lse), partials, splits)
-
-    def plan_empty(self) -> CuteKernel | KernelPipeline:
-        self.require()
-        pd = self.problem
-        splits = self.num_splits(pd.b, pd.max_pages) if self.device is not None or self.tiling.num_splits else 1
-        return self._kernel((), (), (), splits)
-
     def _arguments(self) -> tuple[Any, ...]:
         """Fake arguments of the host function, without the stream."""
         pd, kind = self.problem, host.element_type(self.problem.dtype)
@@ -560,7 +535,7 @@ class FlashMlaV1Plan(KernelPlan):
             out, lse, *partials, Float32(1.0), Int32(1), Shape.of(pd),
         )  # fmt: skip
 
-    def _kernel(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
+    def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
         compile_fn = host.compiler(launch_flash_mla_v1, self._arguments, "flash_mla_v1")
         call = host.function(self, "flash_mla_v1", compile_fn) if inputs else None
         scale = self.problem.scale

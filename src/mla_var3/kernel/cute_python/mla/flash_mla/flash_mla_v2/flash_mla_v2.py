@@ -29,9 +29,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
+from mla_var3.kernel.cute_python.lib.decode import DecodePlan
 from mla_var3.kernel.cute_python.lib.split import combine, merge
 from mla_var3.kernel.cute_python.lib.split.memory_splits import choose_splits
 from mla_var3.kernel.cute_python.lib.swapped import ring, swapped, work
@@ -52,7 +52,7 @@ from mla_var3.kernel.cute_python.lib.swapped.consumer import (
 )
 from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -348,7 +348,7 @@ class FlashMlaV2Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashMlaV2Plan(KernelPlan):
+class FlashMlaV2Plan(DecodePlan):
     """One compiled kernel a problem class, tile_n, consumers and slots; b, lengths, splits and blocks are arguments."""
 
     tiling_type = FlashMlaV2Tiling
@@ -387,32 +387,6 @@ class FlashMlaV2Plan(KernelPlan):
         items = b * self.shape.h_kv * self.shape.row_tiles * splits
         return min(self.tiling.num_blocks or items, items)
 
-    def plan(self, *inputs: Any) -> CuteKernel | KernelPipeline:
-        import torch
-
-        self.require()
-        q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
-        pd, b = self.problem, q.shape[0]
-        splits = self.num_splits(b, page_table.shape[1])
-        out = q.new_empty((b, pd.s, pd.h, pd.k))
-        lse = q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
-        parts = splits if splits > 1 else 0  # with one split the workspaces are empty, and not touched
-        partials = (
-            q.new_empty((parts, b, pd.h_kv, pd.rows, pd.k), dtype=torch.float32),
-            q.new_empty((parts, b, pd.h_kv, pd.rows), dtype=torch.float32),
-        )
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        return self._kernel(inputs, (out, lse), partials, splits, counter)
-
-    def plan_empty(self) -> CuteKernel | KernelPipeline:
-        self.require()
-        pd = self.problem
-        splits = self.num_splits(pd.b, pd.max_pages) if self.device is not None or self.tiling.num_splits else 1
-        return self._kernel((), (), (), splits, None)
-
     def _arguments(self) -> tuple[Any, ...]:
         """Fake arguments of the host function, without the stream."""
         pd, kind = self.problem, host.element_type(self.problem.dtype)
@@ -426,14 +400,15 @@ class FlashMlaV2Plan(KernelPlan):
             out, lse, *partials, host.fake(Int32, 1, align=4), Float32(1.0), Int32(1), Int32(1), self.shape,
         )  # fmt: skip
 
-    def _kernel(
-        self, inputs: Any, outputs: Any, partials: Any, splits: int, counter: Any
-    ) -> CuteKernel | KernelPipeline:
+    def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
         compile_fn = host.compiler(launch_flash_mla_v2, self._arguments, "flash_mla_v2")
-        call, blocks = None, 0
+        call, blocks, counter = None, 0, None
         if inputs:
+            import torch
+
             call = host.function(self, "flash_mla_v2", compile_fn)
             blocks = self.num_blocks(inputs[0].shape[0], splits)
+            counter = inputs[0].new_zeros(1, dtype=torch.int32)
         scale = self.problem.scale
         main = CuteKernel(
             flash_mla_v2,

@@ -63,14 +63,15 @@ class Journal:
 
     def finished(self, key: str) -> bool:
         """Whether a point needs no second run: what failed, or lacked a language, is tried again."""
+        from mla_var3.bench.records import finished_keys
+
         record = self.by_key.get(key)
-        return record is not None and record.status not in ("failed", "skipped")
+        return record is not None and bool(finished_keys([record], retry=("failed", "skipped")))
 
     def add(self, record: Record, *, stored: bool = False) -> None:
         """Stores a record, unless the file already says the same of a point that cannot run."""
         known = self.by_key.get(record.key or "")
-        repeated = known is not None and record.status == "skipped" and known.reason == record.reason
-        if repeated and known is not None and known.status == "skipped":
+        if known is not None and known.status == record.status == "skipped" and known.reason == record.reason:
             return
         if not stored:
             self.store.append(record)

@@ -20,7 +20,7 @@ def row_vector(tensor: cute.Tensor, batch: Int32, kv_head: Int32, row: Int32, gr
 
 
 @cute.jit
-def load_query_rows(
+def issue_query_rows(
     query: cute.Tensor,  # global memory, (b, s, h, width)
     tile: cute.Tensor,  # shared memory, swizzled, (64, width)
     batch: Int32,
@@ -31,8 +31,8 @@ def load_query_rows(
     thread: Int32,  # 0..num_threads-1
     num_threads: cutlass.Constexpr,
 ):
-    """Copies rows first_row..first_row+63 with 16-byte asynchronous copies and waits for this thread's; rows past the
-    end become zeros. The caller fences (async proxy) and joins the threads."""
+    """Starts copying rows first_row..first_row+63, 16 bytes at a time; rows past the end become zeros. The caller
+    waits (cp_async_wait_group) and joins the threads before anybody reads."""
     width = cute.size(tile, mode=[1])
     per_row = 8  # threads on one row: 128 bytes, one swizzle row, a pass
     step = num_threads // per_row
@@ -53,6 +53,23 @@ def load_query_rows(
             for j in cutlass.range_constexpr(width // (per_row * CHUNK)):
                 cute.autovec_copy(zeros, target[(None, 0), i, j])
     cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def load_query_rows(
+    query: cute.Tensor,  # global memory, (b, s, h, width)
+    tile: cute.Tensor,  # shared memory, swizzled, (64, width)
+    batch: Int32,
+    kv_head: Int32,
+    first_row: Int32,
+    num_rows: cutlass.Constexpr,
+    group: cutlass.Constexpr,
+    thread: Int32,  # 0..num_threads-1
+    num_threads: cutlass.Constexpr,
+):
+    """Copies rows first_row..first_row+63 with 16-byte asynchronous copies and waits for this thread's; rows past the
+    end become zeros. The caller fences (async proxy) and joins the threads."""
+    issue_query_rows(query, tile, batch, kv_head, first_row, num_rows, group, thread, num_threads)
     cute.arch.cp_async_wait_group(0)
 
 

@@ -45,13 +45,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python.lib import host, output, paged, query, softmax, wgmma
+from mla_var3.kernel.cute_python.lib import host, output, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
-from mla_var3.kernel.cute_python.lib.decode import DecodePlan
 from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape, work_range
+from mla_var3.kernel.cute_python.lib.latent_plan import LatentPlan
 from mla_var3.kernel.cute_python.lib.lazy import lazy_max, publish, scale_if_changed
-from mla_var3.kernel.cute_python.lib.split import combine, combine_groups
-from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS, choose_splits
+from mla_var3.kernel.cute_python.lib.split import combine_groups
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
 
@@ -374,7 +374,7 @@ def flash_mla_v1(
     # On its way before anything is known of the request.
     first_row = row_tile * TILE_M
     if warp < CONSUMERS // 32:
-        query.issue_query_rows(
+        rows.issue_query_rows(
             q, q_tile, batch, kv_head, first_row, shape.rows, shape.group, thread, CONSUMERS
         )  # fmt: skip
     seq_len = seq_lens[batch]
@@ -495,7 +495,7 @@ class FlashMlaV1Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashMlaV1Plan(DecodePlan):
+class FlashMlaV1Plan(LatentPlan):
     """One compiled kernel a problem class; b, lengths, page table width and the number of splits are arguments."""
 
     tiling_type = FlashMlaV1Tiling
@@ -503,40 +503,8 @@ class FlashMlaV1Plan(DecodePlan):
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=_takes
     )
 
-    def default_tiling(self) -> FlashMlaV1Tiling:
-        return FlashMlaV1Tiling()
-
-    def autotune_configs(self) -> list[Tiling]:
-        pairs = self._pairs(self.problem.max_pages)
-        splits = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if n <= pairs]
-        return [FlashMlaV1Tiling(), *(FlashMlaV1Tiling(num_splits=n) for n in splits)]
-
-    def num_splits(self, b: int, max_pages: int) -> int:
-        """Parts of each request's keys: the tiling's, or the model's for requests as long as the page table is wide."""
-        if self.tiling.num_splits:
-            return self.tiling.num_splits
-        shape = Shape.of(self.problem)
-        blocks, query_rows = b * shape.h_kv * shape.row_tiles, b * shape.s * shape.h
-        return choose_splits(blocks, self._pairs(max_pages), query_rows, shape.k, host.target(self).num_sms)
-
-    def _pairs(self, max_pages: int) -> int:
-        return -(-max_pages * self.problem.page_size // (2 * TILE_N))
-
-    def _arguments(self) -> tuple[Any, ...]:
-        """Fake arguments of the host function, without the stream."""
-        pd, kind = self.problem, host.element_type(self.problem.dtype)
-        b, pages, width = host.symbols(3)
-        *partials, out, lse = combine.fake_partials(kind, b, pd.s, pd.h, pd.h_kv, pd.k)
-        return (
-            host.fake(kind, b, pd.s, pd.h, pd.k + pd.p),
-            host.fake(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, align=128),
-            host.fake(Int32, b, width, align=4),
-            host.fake(Int32, b, align=4),
-            out, lse, *partials, Float32(1.0), Int32(1), Shape.of(pd),
-        )  # fmt: skip
-
     def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
-        compile_fn = host.compiler(launch_flash_mla_v1, self._arguments, "flash_mla_v1")
+        compile_fn = host.compiler(launch_flash_mla_v1, self.arguments, "flash_mla_v1")
         call = host.function(self, "flash_mla_v1", compile_fn) if inputs else None
         scale = self.problem.scale
         main = CuteKernel(

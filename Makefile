@@ -6,6 +6,8 @@ ARGS   ?=
 # A GPU machine and a machine without one get different builds of torch.
 KIND   := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 PINS   := constraints/$(KIND).txt
+# Only a machine with a GPU has profiles to read.
+EXTRAS := $(if $(filter gpu,$(KIND)),[profile])
 BASE   := $(VENV)/.installed-$(KIND)
 DEV    := $(VENV)/.installed-$(KIND)-dev
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -64,7 +66,7 @@ $(VENV)/.torch-gpu: | $(BIN)/python
 
 $(BASE): pyproject.toml $(PINS) $(VENV)/.torch-$(KIND) | $(BIN)/python
 	@echo "Installing mla_var3 into $(VENV) with $(PINS) (a minute or two, about 3 GB)"
-	@$(PIP) install -qq -c $(PINS) -e .
+	@$(PIP) install -qq -c $(PINS) -e '.$(EXTRAS)'
 	@touch $@
 
 $(DEV): $(BASE)

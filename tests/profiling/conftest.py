@@ -17,5 +17,5 @@ def bin_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr(tools, "_PLACES", {})
-    monkeypatch.setattr(ncu, "load_interface", lambda exe: None)
+    monkeypatch.setattr(ncu, "load_interface", lambda: None)
     return folder

@@ -172,11 +172,11 @@ def test_a_report_the_interface_cannot_read_goes_through_csv(
     launches, how = ncu.read(report, exe)
     assert len(launches) == 2 and "ncu-report is not installed (pip install ncu-report)" in how
     assert launches[0].hot and not launches[1].hot
-    monkeypatch.setattr(ncu, "load_interface", lambda exe: Interface(0))
+    monkeypatch.setattr(ncu, "load_interface", lambda: Interface(0))
     assert "found no kernel" in ncu.read(report, exe)[1]
-    monkeypatch.setattr(ncu, "load_interface", lambda exe: object())
+    monkeypatch.setattr(ncu, "load_interface", lambda: object())
     assert "could not read the report (AttributeError)" in ncu.read(report, exe)[1]
-    monkeypatch.setattr(ncu, "load_interface", lambda exe: Interface())
+    monkeypatch.setattr(ncu, "load_interface", lambda: Interface())
     assert ncu.read(report, exe) == (
         ncu.from_interface(Interface(), report),
         "read with NVIDIA's ncu_report (ncu_report.py)",

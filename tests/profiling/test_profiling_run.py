@@ -184,6 +184,27 @@ def test_annotation_without_the_device_says_what_compiling_can(tmp_path: Path) -
     assert made(below)["ran"] is False
 
 
+def test_resources_come_without_the_compiler_where_they_are_kept(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from mla_var3.profiling import run as module
+    from mla_var3.profiling.facts import Facts
+
+    kept = SimpleNamespace(warnings=())
+
+    class Kernel:
+        def compile(self, out_dir: Path | None, device: Any) -> Any:
+            if out_dir is not None:
+                raise UserError("there is no compiler here.")
+            return kept
+
+    facts = Facts("cute-dsl/flash_mla", {}, None)  # type: ignore[arg-type]
+    plan: Any = SimpleNamespace(plan_empty=Kernel)
+    module._compile(KernelId("cute-dsl", "mla", "flash_mla", 0), plan, Device.get("h200"), tmp_path, facts)
+    assert facts.compiled is kept
+    assert facts.notes == ["no artefacts: there is no compiler here."]
+
+
 # ---------------------------------------------------------------- ncu
 @needs_triton
 def test_ncu_takes_every_section_with_source_lines_and_leaves_the_clocks_alone(gpu: Path) -> None:

@@ -1,7 +1,7 @@
 """Nsight Compute: running it over the target, and reading its report.
 
-The report is read with NVIDIA's own interface where it is importable (`pip install ncu-report`, or the copy that lies
-beside ncu), else through `ncu --import --page raw --csv`.
+The report is read with NVIDIA's own interface where it is installed (the extra `profile`: `pip install ncu-report`), else
+through `ncu --import --page raw --csv`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import sys
 from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -24,10 +23,6 @@ from mla_var3.profiling.counters import METRICS, SECTIONS, Hot, Launch
 MAX_KERNELS = 64
 HOT = 12
 _SAMPLES = "smsp__pcsamp_warps_issue_stalled_"
-_EXTRAS = (
-    "/opt/nvidia/nsight-compute/*/extras/python",
-    "/usr/local/cuda*/nsight-compute*/extras/python",
-)
 
 
 # ---------------------------------------------------------------- running
@@ -115,7 +110,7 @@ def _judge(ran: tools.Ran, report: Path, kernel_name: str | None) -> None:
 # ---------------------------------------------------------------- reading
 def read(report: Path, exe: Path, timeout_s: float = 120.0) -> tuple[list[Launch], str]:
     """The launches of a report, and a sentence about how it was read."""
-    interface = load_interface(exe)
+    interface = load_interface()
     if interface is not None:
         try:
             launches = from_interface(interface, report)
@@ -145,27 +140,16 @@ def _import(exe: Path, report: Path, page: str) -> list[str]:
     return [str(exe), "--import", str(report), "--page", page, "--csv", "--print-units", "base"]
 
 
-def load_interface(exe: Path) -> Any | None:
-    """NVIDIA's report interface: the installed package, or the copy that comes with ncu; None without either."""
+def load_interface() -> Any | None:
+    """NVIDIA's report interface, the package ncu-report; None without it.
+
+    The copy that lies beside ncu is left alone: the one of 2025.3.1 ends a Python 3.12 process with a segmentation fault
+    when it is imported.
+    """
     try:
         return import_module("ncu_report")
-    except Exception:
-        pass
-    here = exe.resolve().parent
-    folders = [parent / "extras" / "python" for parent in (here, *list(here.parents)[:3])]
-    for pattern in _EXTRAS:
-        folders += sorted(Path("/").glob(pattern.lstrip("/")), reverse=True)
-    for folder in folders:
-        if not (folder / "ncu_report.py").is_file() and not (folder / "ncu_report").is_dir():
-            continue
-        sys.path.insert(0, str(folder))
-        try:
-            return import_module("ncu_report")
-        except Exception:
-            sys.modules.pop("ncu_report", None)
-        finally:
-            sys.path.remove(str(folder))
-    return None
+    except ImportError:
+        return None
 
 
 def from_interface(interface: Any, report: Path) -> list[Launch]:

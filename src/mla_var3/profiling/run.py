@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,6 +189,9 @@ def _compile(kernel: KernelId, plan: KernelPlan, device: Device, folder: Path, f
         facts.compiled = plan.plan_empty().compile(folder / "artefacts", device)
     except UserError as error:
         facts.notes.append(f"no artefacts: {error}")
+        # What a bundle or the cache has of it says the resources, without its compiler.
+        with contextlib.suppress(UserError):
+            facts.compiled = plan.plan_empty().compile(None, device)
         return
     except Exception as error:
         facts.notes.append(f"no artefacts: compiling failed with {type(error).__name__}: {str(error).splitlines()[:1]}")

@@ -41,3 +41,25 @@ def test_splits_do_not_compile_again(kernel: registry.KernelId) -> None:
 
     tiling = registry.get_plan(kernel)(MlaProblem(h=16), None, Device.get("h200")).tiling
     assert "num_splits" in tiling.to_record() and "num_splits" not in code_knobs(tiling)
+
+
+def test_a_launcher_converts_tensors_once_and_leaves_the_first_to_name_the_stream() -> None:
+    import torch
+    import tvm_ffi
+
+    from mla_var3.kernel.cute_python.lib import host
+
+    tensors = [torch.zeros(2, 3), torch.arange(4, dtype=torch.int32), torch.empty(0, 5)]
+    seen: list[tuple[object, ...]] = []
+    launch = host.launcher(lambda *arguments: seen.append(arguments), *tensors, 0.5, 3)
+    launch(None)
+    launch(None)
+    first, lengths, nothing, scale, splits = seen[0]
+    assert first is tensors[0]
+    assert isinstance(lengths, tvm_ffi.Tensor)
+    assert isinstance(nothing, tvm_ffi.Tensor)
+    assert tuple(nothing.shape) == (0, 5)
+    assert (scale, splits) == (0.5, 3)
+    assert all(a is b for a, b in zip(seen[0], seen[1], strict=True))
+    tensors[1][2] = 40
+    assert torch.from_dlpack(lengths).tolist() == [0, 1, 40, 3]

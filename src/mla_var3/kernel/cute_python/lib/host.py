@@ -61,3 +61,17 @@ def function(plan: KernelPlan, name: str, compile_fn: Callable[..., CompiledKern
     from mla_var3.toolchain.aot import compiled_host
 
     return compiled_host(plan, name, compile_fn, device=target(plan)).handle
+
+
+def launcher(call: Any, *arguments: Any) -> Callable[[Any], None]:
+    """`launch_fn` of a `CuteKernel` that calls a compiled host function with these arguments every time.
+
+    A torch tensor costs 0.1 us of conversion at each call, so all but the first are converted here, once (they share
+    memory and keep it alive). The first stays torch's own: it is what makes TVM-FFI launch on torch's current stream.
+    """
+    import torch
+    import tvm_ffi
+
+    first = arguments[:1]
+    ready = (*first, *(tvm_ffi.from_dlpack(x) if isinstance(x, torch.Tensor) else x for x in arguments[1:]))
+    return lambda _: call(*ready)

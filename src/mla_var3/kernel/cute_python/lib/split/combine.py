@@ -116,7 +116,7 @@ def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[
     call = host.function(plan, "combine", compile_fn) if outputs else None
     return CuteKernel(
         combine,
-        lambda _: call(*partials, *outputs),
+        host.launcher(call, *partials, *outputs),
         partials,
         outputs,
         plan.tiling,

@@ -161,7 +161,7 @@ def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[
     call = host.function(plan, name, compile_fn) if outputs else None
     return CuteKernel(
         combine_groups,
-        lambda _: call(*partials, *outputs),
+        host.launcher(call, *partials, *outputs),
         partials,
         outputs,
         plan.tiling,

@@ -199,7 +199,7 @@ def merge_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[An
     launch = arrange(partials[0].shape[0], pd.k) if outputs else ()
     return CuteKernel(
         merge_splits,
-        lambda _: call(*partials, *outputs, *launch),
+        host.launcher(call, *partials, *outputs, *launch),
         partials,
         outputs,
         plan.tiling,

@@ -487,7 +487,7 @@ class FlashMlaPlan(LatentPlan):
         scale = self.problem.scale
         main = CuteKernel(
             flash_mla,
-            lambda _: call(*inputs, *outputs, *partials, scale, splits),
+            host.launcher(call, *inputs, *outputs, *partials, scale, splits),
             inputs,
             partials if splits > 1 else outputs,
             self.tiling,

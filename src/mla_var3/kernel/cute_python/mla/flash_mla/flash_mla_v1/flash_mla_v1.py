@@ -509,7 +509,7 @@ class FlashMlaV1Plan(LatentPlan):
         scale = self.problem.scale
         main = CuteKernel(
             flash_mla_v1,
-            lambda _: call(*inputs, *outputs, *partials, scale, splits),
+            host.launcher(call, *inputs, *outputs, *partials, scale, splits),
             inputs,
             partials if splits > 1 else outputs,
             self.tiling,

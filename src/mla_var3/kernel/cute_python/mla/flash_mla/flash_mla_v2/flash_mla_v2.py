@@ -412,7 +412,7 @@ class FlashMlaV2Plan(DecodePlan):
         scale = self.problem.scale
         main = CuteKernel(
             flash_mla_v2,
-            lambda _: call(*inputs, *outputs, *partials, counter, scale, splits, blocks),
+            host.launcher(call, *inputs, *outputs, *partials, counter, scale, splits, blocks),
             inputs,
             partials if splits > 1 else outputs,
             self.tiling,

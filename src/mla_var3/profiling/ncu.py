@@ -1,7 +1,7 @@
 """Nsight Compute: running it over the target, and reading its report.
 
-The report is read with NVIDIA's own interface where it is installed (the extra `profile`: `pip install ncu-report`), else
-through `ncu --import --page raw --csv`.
+The report is read with NVIDIA's own interface where that is installed (`pip install ncu-report`, the extra `profile`),
+else through `ncu --import --page raw --csv`.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ def _import(exe: Path, report: Path, page: str) -> list[str]:
 def load_interface() -> Any | None:
     """NVIDIA's report interface, the package ncu-report; None without it.
 
-    The copy that lies beside ncu is left alone: the one of 2025.3.1 ends a Python 3.12 process with a segmentation fault
-    when it is imported.
+    The copy that lies beside ncu is left alone: that of 2025.3.1 ends a Python 3.12 process with a segmentation fault.
     """
     try:
         return import_module("ncu_report")

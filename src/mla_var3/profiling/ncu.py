@@ -143,8 +143,8 @@ def _import(exe: Path, report: Path, page: str) -> list[str]:
 def load_interface() -> Any | None:
     """NVIDIA's report interface, the package ncu-report; None without it.
 
-    The copy that lies beside ncu is left alone: with that of 2025.3.1 four of four profiles ended in a segmentation fault;
-    the package (2026.3.1) read the reports of the same ncu.
+    The copy that lies beside ncu is left alone: with that of 2025.3.1 four of four profiles ended in a segmentation
+    fault; the package (2026.3.1) read the reports of the same ncu.
     """
     try:
         return import_module("ncu_report")

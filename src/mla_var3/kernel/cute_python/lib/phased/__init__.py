@@ -1,0 +1,1 @@
+"""Parts of versions whose two consumers run half a pair of tiles apart."""

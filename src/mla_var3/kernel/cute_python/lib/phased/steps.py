@@ -1,0 +1,323 @@
+"""Two consumers of 64-token tiles half a pair apart: one's softmax runs under the other's products.
+
+    even   softmax 0, P0 -> smem | P0·V0_L            | wait P1, P1·V1_L        | S0' = Q·K0'ᵀ
+    odd    S1 = Q·K1ᵀ            | P0·V0_R, softmax 1 | P1·V1_R, P1 -> smem     | wait for S0' issued, S1' = Q·K1'ᵀ
+
+Three rules keep the tensor cores busy. The odd scores are issued only when all of the even ones have been, so that the
+two softmaxes do not fall together. Each P is relative to the running maximum that its own consumer knows, so nobody
+waits for the other's maximum; the reader corrects its half of the output when the maximum has moved, which a lazy
+maximum makes rare. And a 64 x 64 x 16 product with both operands in shared memory takes all of its bandwidth, which the
+other consumer's softmax needs too: the usual softmax has no shuffle, and slices of the query that stay in registers are
+spread over the k steps.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from mla_var3.kernel.cute_python.lib import paged, softmax, wgmma
+from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
+from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N
+from mla_var3.kernel.cute_python.lib.lazy import SLACK, lazy_max, publish
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+
+CONSUMERS = 2 * WARPGROUP
+EVEN, ODD = 0, 1
+RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
+
+# Named barriers (0 is the block's own).
+P0_READY, P1_READY, S0_ISSUED, S1_ISSUED, CONSUMERS_JOIN, EVEN_JOIN, ODD_JOIN = range(1, 8)
+
+
+def resident_slices(slices: int) -> tuple[int, ...]:
+    """Which of the query's slices stay in registers: evenly spread."""
+    return tuple(i for i in range(slices) if (i + 1) * RESIDENT // slices > i * RESIDENT // slices)
+
+
+class Consumer:
+    """What a consumer warpgroup works with: descriptors, registers, barriers. Python holds it; nothing is copied."""
+
+    def __init__(
+        self, me, shape, dtype, thread, q_tile, kv_base, full, empty, row_max, scale_log2, seq_len, first_row, shares
+    ) -> None:
+        self.me, self.shape, self.dtype, self.thread = me, shape, dtype, thread
+        self.kv_base, self.full, self.empty, self.row_max = kv_base, full, empty, row_max
+        self.scale_log2, self.seq_len, self.q_tile, self.shares = scale_log2, seq_len, q_tile, shares
+
+        self.mma_s = wgmma.make_mma(dtype, TILE_N)
+        self.mma_qs = wgmma.make_mma(dtype, TILE_N, a_in_registers=True)
+        self.mma_rs = wgmma.make_mma(dtype, shape.half, a_in_registers=True, b_major=OperandMajorMode.MN)
+        self.mma_ss = wgmma.make_mma(dtype, shape.half, b_major=OperandMajorMode.MN)
+        tile = wgmma.k_major_layout(dtype, (TILE_N, shape.k + shape.p))
+        values = wgmma.mn_major_layout(dtype, (shape.half, TILE_N))
+        square = wgmma.k_major_layout(dtype, (TILE_M, TILE_N))
+        staging = wgmma.k_major_layout(dtype, (TILE_M, shape.half))
+        scores, ours = self.mma_s.get_slice(thread), self.mma_ss.get_slice(thread)
+        half, panel = me * shape.half * TILE_N, shape.rope * paged.BOX * TILE_N
+
+        def stage(i: int) -> int:
+            return i * shape.stage_elements
+
+        self.frag_q = self.mma_s.make_fragment_A(scores.partition_A(q_tile))
+        self.resident = resident_slices((shape.k + shape.p) // wgmma.MMA_K)
+        self.q_regs = cute.make_rmem_tensor(
+            cute.make_layout(((2, 2, 2), 1, max(len(self.resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
+        )
+        own = wgmma.smem_view(kv_base, stage(me), tile)
+        self.frag_k = self.mma_s.make_fragment_B(scores.partition_B(own))
+        self.frag_v = [
+            self.mma_ss.make_fragment_B(ours.partition_B(wgmma.smem_view(kv_base, stage(i) + half, values)))
+            for i in (EVEN, ODD)
+        ]
+        theirs = wgmma.smem_view(kv_base, stage(1 - me) + panel, square)
+        self.frag_p = self.mma_ss.make_fragment_A(ours.partition_A(theirs))
+        self.p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), self.mma_s).get_slice(thread)
+        self.p_target = self.p_copy.partition_D(wgmma.smem_view(kv_base, stage(me) + panel, square))
+        self.staging = wgmma.smem_view(kv_base, half, staging)
+
+        self.acc_s = cute.make_rmem_tensor(self.mma_s.partition_shape_C((TILE_M, TILE_N)), Float32)
+        self.acc_o = cute.make_rmem_tensor(self.mma_ss.partition_shape_C((TILE_M, shape.half)), Float32)
+        self.m = cute.make_rmem_tensor(2, Float32)  # running maximum of the rows, times scale_log2
+        self.total = cute.make_rmem_tensor(2, Float32)  # this thread's part of the sum of the own P
+        self.limits = cute.make_rmem_tensor(2, Int32)  # keys that each row may see
+        for r in range(2):
+            limit = seq_len
+            if shape.causal:
+                limit = seq_len - shape.s + 1 + (first_row + wgmma.acc_row(thread, r)) // shape.group
+            self.limits[r] = limit
+
+
+@cute.jit
+def load_resident(w: cutlass.Constexpr):
+    """The query's resident slices into registers; the query tile is complete and joined."""
+    atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), w.dtype)
+    copy = cute.make_tiled_copy_A(atom, w.mma_qs).get_slice(w.thread)
+    source, target = copy.partition_S(w.q_tile), copy.retile(w.q_regs)
+    for i in cutlass.range_constexpr(len(w.resident)):
+        cute.copy(copy, source[None, 0, w.resident[i]], target[None, 0, i])
+
+
+@cute.jit
+def issue_panel(w: cutlass.Constexpr, panel: cutlass.Constexpr, zero_init: cutlass.Constexpr):
+    """Issues the products of one 64-column panel of Q and K and commits them; waits for nothing."""
+    warpgroup.fence()
+    from_smem, from_registers = cute.make_mma_atom(w.mma_s.op), cute.make_mma_atom(w.mma_qs.op)
+    from_smem.set(warpgroup.Field.ACCUMULATE, not zero_init)
+    from_registers.set(warpgroup.Field.ACCUMULATE, not zero_init)
+    blocks = wgmma.k_blocks((panel,))
+    for i in cutlass.range_constexpr(len(blocks)):
+        k = blocks[i]
+        if cutlass.const_expr(k in w.resident):
+            q = w.q_regs[None, None, w.resident.index(k)]
+            cute.gemm(from_registers, w.acc_s, q, w.frag_k[None, None, k], w.acc_s)
+        else:
+            cute.gemm(from_smem, w.acc_s, w.frag_q[None, None, k], w.frag_k[None, None, k], w.acc_s)
+        from_smem.set(warpgroup.Field.ACCUMULATE, True)
+        from_registers.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def free(w: cutlass.Constexpr, stage: cutlass.Constexpr):
+    """This warp no longer reads this consumer's part of a stage: tells the block's producer and, where two blocks
+    share what they load, the other's."""
+    part = w.empty + (2 * stage + w.me)
+    if cutlass.const_expr(w.shares):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(part, 0)
+            cute.arch.mbarrier_arrive(part, 1)
+    else:
+        release(part)
+
+
+@cute.jit
+def even_scores(w: cutlass.Constexpr, parity: Int32, drain: cutlass.Constexpr):
+    """S = Q·K0ᵀ, in the order in which the parts are refilled; waits for S. With `drain` the product with V1 is still
+    in flight: its part of the stage is released as soon as it ends."""
+    panels = (*w.shape.part(EVEN, EVEN), *w.shape.part(EVEN, ODD))
+    for i in cutlass.range_constexpr(len(panels)):
+        cute.arch.mbarrier_wait(w.full + panels[i], parity)
+        issue_panel(w, panels[i], i == 0)
+        if cutlass.const_expr(drain and i == 0):
+            warpgroup.wait_group(1)
+            free(w, ODD)
+    named_arrive(S0_ISSUED, CONSUMERS)
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def issue_odd_scores(w: cutlass.Constexpr, parity: Int32):
+    """Issues S = Q·K1ᵀ once the even scores have been; waits for nothing."""
+    named_sync(S0_ISSUED, CONSUMERS)
+    panels = (*w.shape.part(ODD, ODD), *w.shape.part(ODD, EVEN))
+    for i in cutlass.range_constexpr(len(panels)):
+        cute.arch.mbarrier_wait(w.full + (w.shape.panels + panels[i]), parity)
+        issue_panel(w, panels[i], i == 0)
+    named_arrive(S1_ISSUED, CONSUMERS)
+
+
+@cute.jit
+def hide_past_end(w: cutlass.Constexpr, stage: cutlass.Constexpr, first_token: Int32):
+    """Zeroes this consumer's half of V in the rows of a stage that lie past the end of the request."""
+    columns = w.shape.right if w.me else w.shape.left
+    paged.zero_rows(w.kv_base + stage * w.shape.stage_elements, w.seq_len - first_token, w.thread, columns)
+    cute.arch.fence_view_async_shared()
+    named_sync(EVEN_JOIN + w.me, WARPGROUP)
+
+
+@cute.jit
+def grows(w: cutlass.Constexpr):
+    """Whether the lazy maximum of any of this warp's rows moves. No shuffle: any of the threads of a row tells."""
+    rows = wgmma.as_rows(w.acc_s)
+    above = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        best = cute.make_rmem_tensor(4, Float32)
+        for j in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            best[j % 4] = rows[r, j] if j < 4 else cute.arch.fmax(best[j % 4], rows[r, j])
+        most = cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
+        above[r] = most * w.scale_log2 - w.m[r]
+    return cute.arch.vote_any_sync(cute.arch.fmax(above[0], above[1]) > SLACK)
+
+
+@cute.jit
+def grow(w: cutlass.Constexpr, factor: cute.Tensor):
+    """Moves the maximum of the rows that need it, publishes it, and gives what older results are to be scaled by."""
+    for r in cutlass.range_constexpr(2):
+        m = lazy_max(w.m[r], softmax.row_max(w.acc_s, r) * w.scale_log2)
+        factor[r] = softmax.exp2(w.m[r] - m)
+        w.m[r] = m
+        w.total[r] = w.total[r] * factor[r]
+        publish(w.row_max, w.thread, r, m)
+
+
+@cute.jit
+def take_over(w: cutlass.Constexpr, theirs: cute.Tensor):
+    """The rows' maximum becomes `theirs`; scales what this consumer has."""
+    factor = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        factor[r] = softmax.exp2(w.m[r] - theirs[r])
+        w.m[r] = theirs[r]
+        w.total[r] = w.total[r] * factor[r]
+    wgmma.scale_rows(w.acc_o, factor)
+
+
+@cute.jit
+def follow(w: cutlass.Constexpr):
+    """Takes over the maximum that the other consumer has published; nothing of this one's may be in flight."""
+    theirs = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        theirs[r] = w.row_max[wgmma.acc_row(w.thread, r)]
+    if cute.arch.vote_any_sync(theirs[0] != w.m[0] or theirs[1] != w.m[1]):
+        take_over(w, theirs)
+
+
+@cute.jit
+def exponentials(w: cutlass.Constexpr):
+    """S to P in place, and P's share of the row sums."""
+    for r in cutlass.range_constexpr(2):
+        w.total[r] = w.total[r] + softmax.row_exp2(w.acc_s, r, w.scale_log2, w.m[r])
+
+
+@cute.jit
+def send_p(w: cutlass.Constexpr, p_frag: cute.Tensor):
+    """This consumer's P into the rope panel of its own stage, which nobody needs once the scores are made."""
+    cute.copy(w.p_copy, w.p_copy.retile(p_frag), w.p_target)
+    cute.arch.fence_view_async_shared()
+    named_arrive(P0_READY + w.me, CONSUMERS)
+
+
+@cute.jit
+def even_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.Constexpr, more: cutlass.Constexpr):
+    """The even consumer's part of a pair of tiles; S of the even tile is in acc_s. `more`: makes the next pair's S."""
+    if cutlass.const_expr(masked):
+        softmax.mask_columns(w.acc_s, w.thread, pair * (2 * TILE_N), w.limits)
+    if grows(w):
+        factor = cute.make_rmem_tensor(2, Float32)
+        grow(w, factor)
+        wgmma.scale_rows(w.acc_o, factor)
+    exponentials(w)
+    p = wgmma.to_dtype(w.acc_s, w.dtype)
+    send_p(w, p)
+    if cutlass.const_expr(masked):
+        hide_past_end(w, EVEN, pair * (2 * TILE_N))
+    named_sync(S1_ISSUED, CONSUMERS)
+    wgmma.gemm_issue(w.mma_rs, w.acc_o, wgmma.as_a_operand(p), w.frag_v[EVEN], range(4))
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(more):
+        free(w, EVEN)
+    named_sync(P1_READY, CONSUMERS)
+    if cutlass.const_expr(masked):
+        hide_past_end(w, ODD, pair * (2 * TILE_N) + TILE_N)
+    follow(w)
+    wgmma.gemm_issue(w.mma_ss, w.acc_o, w.frag_p, w.frag_v[ODD], range(4))
+    if cutlass.const_expr(more):
+        even_scores(w, parity ^ 1, drain=True)
+    else:
+        warpgroup.wait_group(0)
+
+
+@cute.jit
+def odd_product(w: cutlass.Constexpr, p: cute.Tensor, more: cutlass.Constexpr):
+    """O_R += P1·V1_R while P0·V0_R may still run; P1 goes to the other consumer meanwhile; releases both stages."""
+    wgmma.gemm_issue(w.mma_rs, w.acc_o, wgmma.as_a_operand(p), w.frag_v[ODD], range(4))
+    send_p(w, p)
+    warpgroup.wait_group(1)
+    if cutlass.const_expr(more):
+        free(w, EVEN)
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(more):
+        free(w, ODD)
+
+
+@cute.jit
+def odd_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.Constexpr, more: cutlass.Constexpr):
+    """The odd consumer's part of a pair of tiles. `more`: another pair follows."""
+    issue_odd_scores(w, parity)
+    # Behind the scores, so that it runs under the softmax.
+    named_sync(P0_READY, CONSUMERS)
+    if cutlass.const_expr(masked):
+        hide_past_end(w, EVEN, pair * (2 * TILE_N))
+    follow(w)
+    wgmma.gemm_issue(w.mma_ss, w.acc_o, w.frag_p, w.frag_v[EVEN], range(4))
+    warpgroup.wait_group(1)
+    if cutlass.const_expr(masked):
+        softmax.mask_columns(w.acc_s, w.thread, pair * (2 * TILE_N) + TILE_N, w.limits)
+        hide_past_end(w, ODD, pair * (2 * TILE_N) + TILE_N)
+    factor = cute.make_rmem_tensor(2, Float32)
+    factor.fill(1.0)
+    grown = grows(w)
+    if grown:
+        grow(w, factor)
+    exponentials(w)
+    p = wgmma.to_dtype(w.acc_s, w.dtype)
+    # The product is in both branches, with its waits: where they join, no register that a product in flight uses may
+    # be chosen between.
+    if grown:
+        warpgroup.wait_group(0)
+        wgmma.scale_rows(w.acc_o, factor)
+        odd_product(w, p, more)
+    else:
+        odd_product(w, p, more)
+
+
+@cute.jit
+def consume(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: Int32, least: Int32):
+    """All pairs of a block. Pairs before `plain` need no mask; the last one always takes the masking path."""
+    w.acc_o.fill(0.0)
+    w.m.fill(softmax.NO_KEY)
+    w.total.fill(0.0)
+    load_resident(w)
+    if cutlass.const_expr(w.me == EVEN):
+        even_scores(w, Int32(0), drain=False)
+    plain = end - 1
+    if cutlass.const_expr(w.shape.causal):
+        plain = cutlass.max(cutlass.min(least // (2 * TILE_N), end - 1), first)
+    for pair in cutlass.range(first, plain, unroll=1):
+        step(w, pair, (pair - first) & 1, masked=False, more=True)
+    if cutlass.const_expr(w.shape.causal):
+        for pair in cutlass.range(plain, end - 1, unroll=1):
+            step(w, pair, (pair - first) & 1, masked=True, more=True)
+    step(w, end - 1, (end - 1 - first) & 1, masked=True, more=False)

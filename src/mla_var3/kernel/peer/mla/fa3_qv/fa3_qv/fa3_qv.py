@@ -32,7 +32,6 @@ from mla_var3.kernel.peer.lib.kernel import (
     takes_decode,
 )
 
-
 #: Query rows of one of the library's blocks.
 TILE_M = 64
 

@@ -31,8 +31,7 @@ def test_a_bundle_holds_what_a_plan_asks_for(kernel: registry.KernelId, monkeypa
     plan = registry.get_plan(kernel)(problem, None, Device.get("h200"))
     bound = plan.plan(*plan.prepare_inputs("cpu"))
     stages = getattr(bound, "stages", (bound,))
-    assert len(stages) == 2
-    assert asked == {stage.name for stage in stages}
+    assert asked and asked == {stage.name for stage in stages}
 
 
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)

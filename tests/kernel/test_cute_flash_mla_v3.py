@@ -1,4 +1,4 @@
-"""cute-dsl/flash_mla_v4 without a GPU: what it compiles to, what it refuses, and registers that MMAs still read."""
+"""cute-dsl/flash_mla_v3 without a GPU: what it compiles to, what it refuses, and registers that MMAs still read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from mla_var3.kernel.cute_python.lib.latent import Shape
 from mla_var3.kernel.cute_python.lib.phased import steps
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v4.flash_mla_v4 import (
-    FlashMlaV4Plan,
-    FlashMlaV4Tiling,
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v3.flash_mla_v3 import (
+    FlashMlaV3Plan,
+    FlashMlaV3Tiling,
     shared_loads,
 )
 
@@ -50,7 +50,7 @@ def overwritten_operands(sass: str) -> list[str]:
 
 @pytest.mark.parametrize(("h", "multicast"), [(128, True), (16, False)])
 def test_compiles_without_spills(tmp_path: Path, h: int, multicast: bool) -> None:
-    plan = FlashMlaV4Plan(MlaProblem(h=h, t=512), FlashMlaV4Tiling(num_splits=2), H200)
+    plan = FlashMlaV3Plan(MlaProblem(h=h, t=512), FlashMlaV3Tiling(num_splits=2), H200)
     main, combine = plan.plan_empty().compile(tmp_path, H200, keep=("sass", "ptx")).stages
     assert (main.resources.registers, main.resources.spill_bytes, main.resources.stack_bytes) == (168, 0, 0)
     assert (main.resources.threads, main.warnings) == (384, ())
@@ -87,4 +87,4 @@ def test_resident_slices_are_spread() -> None:
     ("fields", "word"), [({"tile_n": 128}, "128"), ({"num_splits": -1}, "num_splits"), ({"num_splits": 257}, "256")]
 )
 def test_tiling_says_why_not(fields: dict[str, int], word: str) -> None:
-    assert word in FlashMlaV4Tiling(**fields).validate(MlaProblem(), H200).reason
+    assert word in FlashMlaV3Tiling(**fields).validate(MlaProblem(), H200).reason

@@ -1,0 +1,324 @@
+r"""Absorbed MLA decode for Hopper (sm_90a) where tensor work is the limit: two consumers half a pair of tiles apart.
+
+    out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
+
+Blocks, tiles, stages and the split of the output over two consumer warpgroups are flash_mla_v1's. What differs is the
+order of the work (`lib.phased.steps`), and who loads: where a request has an even number of row tiles, two of them form
+a cluster, and each asks for every second panel of the cache for both (`lib.phased.loads`). The loop asks L2 for as much
+as it gives otherwise.
+
+Shared memory: Q 72 KiB, two stages of 72 KiB. Split-KV: grid (row tiles x h_kv, splits, b); with more than one split,
+fp32 partials and `combine_groups`. All addresses and counts come from `seq_lens` on the device.
+
+Against flash_mla_v1: the even scores first and the odd ones under the even softmax; P relative to its own consumer's
+maximum; the odd product with the even V behind the odd scores; a maximum without shuffles; nine slices of the query in
+registers; multicast. Tried on an H200 and left out: a prefetch of each tile to L2 a pair ahead (slower without the
+cluster; with it, 1 to 2 % faster on a cool chip and not faster on a hot one).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python.lib import host, output, paged, rows, softmax, wgmma
+from mla_var3.kernel.cute_python.lib.barriers import named_sync
+from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape, work_range
+from mla_var3.kernel.cute_python.lib.latent_plan import LatentPlan
+from mla_var3.kernel.cute_python.lib.lazy import publish
+from mla_var3.kernel.cute_python.lib.phased import loads, steps
+from mla_var3.kernel.cute_python.lib.phased.steps import CONSUMERS, CONSUMERS_JOIN, EVEN, EVEN_JOIN, ODD
+from mla_var3.kernel.cute_python.lib.split import combine_groups
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+STAGES = 2
+THREADS = 3 * WARPGROUP
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 of 65536
+
+
+def shared_loads(shape: Shape) -> bool:
+    """Whether two row tiles of a request form a cluster and load the cache for each other."""
+    return shape.row_tiles % 2 == 0
+
+
+def shared_storage(shape: Shape, dtype: type) -> type:
+    """The block's shared memory."""
+
+    def array(kind: type, size: int) -> Any:
+        return cute.struct.MemRange[kind, size]
+
+    fields = {
+        "full": array(Int64, STAGES * shape.panels),  # panel loaded
+        "empty": array(Int64, 2 * STAGES),  # part no longer read
+        "row_max": array(Float32, TILE_M),  # running maximum, times scale_log2
+        "sums0": array(Float32, TILE_M),  # row sums of the even consumer
+        "sums1": array(Float32, TILE_M),  # and of the odd one
+        "query": cute.struct.Align[array(dtype, TILE_M * (shape.k + shape.p)), 1024],
+        "stages": cute.struct.Align[array(dtype, STAGES * shape.stage_elements), 1024],
+    }
+    # Not a class statement: postponed annotations are strings, and the struct wants types.
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def shared_bytes(shape: Shape, element_bytes: int) -> int:
+    """Bytes that `shared_storage` takes: mbarriers, maxima and sums in the first 2 KiB, then three 64-row tiles."""
+    return 2048 + 3 * shape.stage_elements * element_bytes
+
+
+@cute.jit
+def finish(
+    w: cutlass.Constexpr,
+    out: cute.Tensor,  # (b, s, h, k), global memory
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory
+    partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory
+    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, global memory
+    sums: tuple[cute.Tensor, cute.Tensor],  # (64,) fp32 each, shared memory: the consumers' row sums
+    batch: Int32,
+    kv_head: Int32,
+    row_tile: Int32,
+    split: Int32,
+    num_splits: Int32,
+):
+    """Joins the two row sums and writes this consumer's half of the output."""
+    shape = w.shape
+    lane_row = wgmma.acc_row(w.thread, 0)
+    for r in cutlass.range_constexpr(2):
+        w.total[r] = softmax.quad_sum(w.total[r])
+        publish(sums[w.me], w.thread, r, w.total[r])
+    # Past this barrier nobody reads the stages any more, so the output may be staged in them.
+    named_sync(CONSUMERS_JOIN, CONSUMERS)
+    inverse = cute.make_rmem_tensor(2, Float32)
+    for r in cutlass.range_constexpr(2):
+        w.total[r] = w.total[r] + sums[1 - w.me][lane_row + 8 * r]
+        inverse[r] = 1.0 / w.total[r] if w.total[r] > 0.0 else Float32(0.0)
+    wgmma.scale_rows(w.acc_o, inverse)
+
+    first_row = row_tile * TILE_M
+    if num_splits == 1:
+        output.store_output(
+            w.acc_o, w.mma_ss, w.staging, out, w.me * shape.half, batch, kv_head, first_row, shape.rows, shape.group,
+            w.thread, EVEN_JOIN + w.me,
+        )  # fmt: skip
+    for r in cutlass.range_constexpr(2):
+        row = first_row + lane_row + 8 * r
+        if row < shape.rows:
+            lse_log2 = w.m[r] + cute.math.log2(w.total[r], fastmath=True)
+            output.store_row_results(
+                wgmma.as_rows(w.acc_o)[r, None], w.me * shape.half, w.total[r], lse_log2, lse, partial_out, partial_lse,
+                batch, kv_head, row, split, num_splits, shape.group, w.thread,
+            )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernel
+@cute.kernel
+def flash_mla_v3(
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous
+    partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory, contiguous; unused with one split
+    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, log2 domain, global memory; unused with one split
+    scale_log2: Float32,
+    num_splits: Int32,
+    shape: cutlass.Constexpr,
+):
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    block, split, batch = cute.arch.block_idx()
+    row_tile = block % shape.row_tiles
+    kv_head = block // shape.row_tiles
+    shares = shared_loads(shape)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
+    storage = SmemAllocator().allocate(shared_storage(shape, dtype))
+    q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+    kv_base = storage.stages.data_ptr()
+    full = storage.full.data_ptr()
+    empty = storage.empty.data_ptr()
+    if warp == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(STAGES * shape.panels):
+                cute.arch.mbarrier_init(full + i, 1)
+            for i in cutlass.range_constexpr(2 * STAGES):
+                cute.arch.mbarrier_init(empty + i, (2 if shares else 1) * WARPGROUP // 32)
+        cpasync.prefetch_descriptor(tma)
+    # On its way before anything is known of the request.
+    first_row = row_tile * TILE_M
+    if warp < CONSUMERS // 32:
+        rows.issue_query_rows(
+            q, q_tile, batch, kv_head, first_row, shape.rows, shape.group, thread, CONSUMERS
+        )  # fmt: skip
+    seq_len = seq_lens[batch]
+    first, end, num_tiles, least = work_range(seq_len, row_tile, split, num_splits, shape)
+    cute.arch.mbarrier_init_fence()
+    if cutlass.const_expr(shares):
+        if cutlass.const_expr(shape.causal):
+            # Both blocks of a cluster take the tiles of the one that sees more keys.
+            first, end, num_tiles, _ = work_range(seq_len, row_tile | 1, split, num_splits, shape)
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
+
+    if warp >= CONSUMERS // 32:
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        boxes, panels = paged.partition_boxes(tma, cache[None, None, kv_head, None], kv_base, shape, STAGES)
+        pages = page_table[batch, None]
+        for part in cutlass.range_constexpr(2 * STAGES):
+            if warp == CONSUMERS // 32 + part:
+                columns = shape.part(part // 2, part % 2)
+                loads.produce(
+                    tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
+                    row_tile % 2, shape.page, part // 2, columns, shares,
+                )  # fmt: skip
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        if first < end:
+            one_a_row = cute.make_layout(TILE_M)
+            row_max = storage.row_max.get_tensor(one_a_row)
+            if thread < TILE_M:
+                row_max[thread] = softmax.NO_KEY
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            named_sync(CONSUMERS_JOIN, CONSUMERS)
+            common = (q_tile, kv_base, full, empty, row_max, scale_log2, seq_len, first_row, shares)
+            sums = (storage.sums0.get_tensor(one_a_row), storage.sums1.get_tensor(one_a_row))
+            if warp < WARPGROUP // 32:
+                w = steps.Consumer(EVEN, shape, dtype, thread, *common)
+                steps.consume(w, steps.even_step, first, end, least)
+                cute.arch.griddepcontrol_launch_dependents()  # `combine_groups` may start
+                finish(w, out, lse, partial_out, partial_lse, sums, batch, kv_head, row_tile, split, num_splits)
+            else:
+                w = steps.Consumer(ODD, shape, dtype, thread - WARPGROUP, *common)
+                steps.consume(w, steps.odd_step, first, end, least)
+                cute.arch.griddepcontrol_launch_dependents()  # `combine_groups` may start
+                finish(w, out, lse, partial_out, partial_lse, sums, batch, kv_head, row_tile, split, num_splits)
+        else:
+            output.store_empty(
+                out, lse, partial_lse, batch, kv_head, first_row, shape.rows, shape.group,
+                split, num_splits, thread,
+            )  # fmt: skip
+
+
+flash_mla_v3.set_name_prefix("flash_mla_v3", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_flash_mla_v3(
+    q: cute.Tensor,
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    partial_out: cute.Tensor,
+    partial_lse: cute.Tensor,
+    scale: Float32,
+    num_splits: Int32,
+    shape: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Makes the TMA descriptor of the cache and launches one block a row tile, kv head, split and request."""
+    shares = shared_loads(shape)
+    tma, cache = (loads.make_shared_page_tma if shares else paged.make_page_tma)(kv_cache)
+    flash_mla_v3(
+        q, tma, cache, page_table, seq_lens, out, lse, partial_out, partial_lse,
+        scale * math.log2(math.e), num_splits, shape,
+    ).launch(
+        grid=(shape.row_tiles * shape.h_kv, num_splits, q.shape[0]),
+        block=(THREADS, 1, 1),
+        cluster=(2 if shares else 1, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def _takes(pd: MlaProblem) -> Verdict:
+    if pd.k % 128 or not 128 <= pd.k <= 512:
+        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: each consumer owns half of the latent")
+    if pd.p != paged.BOX:
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be {paged.BOX}: P lies in its panel")
+    if pd.n:
+        return Verdict.no(f"flash_mla_v3 reads latent tokens only; the problem has n = {pd.n} decompressed ones")
+    if pd.page_size % TILE_N:
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TILE_N}")
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class FlashMlaV3Tiling(Tiling):
+    """The tile sizes are what registers and shared memory force; the number of splits is free (0: from a model)."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
+
+    tile_m: int = TILE_M
+    tile_n: int = TILE_N
+    num_warpgroups: int = 3
+    num_pipeline_stages: int = STAGES
+    num_splits: int = 0
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        fixed = {"tile_m": TILE_M, "tile_n": TILE_N, "num_warpgroups": 3, "num_pipeline_stages": STAGES}
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                return Verdict.no(f"{name} = {getattr(self, name)}, and this version is written for {value}")
+        if not 0 <= self.num_splits <= MAX_SPLITS:
+            return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
+        if not (taken := _takes(pd)):
+            return taken
+        smem = shared_bytes(Shape.of(pd), pd.element_bytes)
+        if device is not None and smem > device.smem_per_block:
+            return Verdict.no(
+                f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "
+                f"that a block of {device.key} may have"
+            )
+        return Verdict.yes()
+
+
+class FlashMlaV3Plan(LatentPlan):
+    """One compiled kernel a problem class; b, lengths, page table width and the number of splits are arguments."""
+
+    tiling_type = FlashMlaV3Tiling
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=_takes
+    )
+
+    def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
+        compile_fn = host.compiler(launch_flash_mla_v3, self.arguments, "flash_mla_v3")
+        call = host.function(self, "flash_mla_v3", compile_fn) if inputs else None
+        scale = self.problem.scale
+        main = CuteKernel(
+            flash_mla_v3,
+            host.launcher(call, *inputs, *outputs, *partials, scale, splits),
+            inputs,
+            partials if splits > 1 else outputs,
+            self.tiling,
+            compile_fn=compile_fn,
+            name="flash_mla_v3",
+            workspace_tensors=partials if splits > 1 else (),
+            plan=self,
+        )
+        if splits == 1:
+            return main
+        second = combine_groups.combine_kernel(self, partials, outputs, splits)
+        return KernelPipeline([main, second], name="flash_mla_v3", tiling=self.tiling, plan=self)

@@ -16,14 +16,15 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$p" && exit; done; echo python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format clean
+.PHONY: help install quickstart test lint format pictures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
-quickstart: $(BASE) ## install what is missing, then compare the kernels (with a GPU or without)
+quickstart: $(BASE) ## install what is missing, compare the kernels (with a GPU or without), write the report
 	$(BIN)/mla-var3 sweep experiment=quickstart $(ARGS)
+	$(BIN)/mla-var3 report
 
 install: $(BASE) ## the virtual environment only
 
@@ -39,6 +40,9 @@ lint: $(DEV) ## ruff, mypy, and the devlogs against their records
 format: $(DEV) ## rewrite the sources as ruff likes them
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+pictures: $(DEV) ## the pictures of README and docs from results/; screenshots need chromium
+	$(BIN)/python scripts/report_pictures.py docs/pictures
 
 clean: ## remove caches and built packages; .venv, out/ and results/ stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -324,6 +324,18 @@ def test_ctrl_c_keeps_what_was_finished_and_resume_does_the_rest(
     assert out.count("triton/toy_v1") >= 4, "resumed points are in the final table too"
 
 
+def test_parts_of_an_experiment_meet_in_one_file(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = pretend(monkeypatch)
+    words = ["experiment=quickstart", "kernels=triton"]
+    assert sweep.main([*words, "part=1/2"]) == 0
+    assert len(seen) == 4
+    assert sweep.main([*words, "part=2/2", "resume=true"]) == 0
+    assert len(seen) == len(set(seen)) == 8
+    assert len(list((gpu / "results").rglob("*.jsonl"))) == 1
+    assert sweep.main([*words, "resume=true"]) == 0
+    assert len(seen) == 8, "nothing is left of the whole"
+
+
 def test_a_new_version_of_the_source_is_measured_again(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     words = ["experiment=ladder", "kernels=triton/toy"]

@@ -24,8 +24,10 @@ VERBS = {
     "bench": "time kernels on one problem, or --calibrate to measure the limits of this GPU",
     "compile": "registers, shared memory, spills and instructions for a device, without a GPU",
     "compare": "tables from record files",
+    "report": "records as one page: which kernel is fastest where, by how much, how far from the limit",
     "profile": "why is a kernel as fast as it is? roofline, counters, source lines, time axis",
     "sweep": "run an experiment: experiment in, records and tables out",
+    "dispatch": "which version and knobs for a problem, from records; make its table",
     "clone": "copy a version under the next version number, ready to be changed",
     "devlog": "start, check and cite entries of the development log",
 }
@@ -55,12 +57,14 @@ keys:
   tiling.num_splits=4      set a knob in every kernel that has it
   bench.burst_rounds=9     a field of BenchSettings; bench.tune=true tries a version's tilings first
   profile.launches=3       a field of the chosen profile; each passed point is profiled after all were timed
+  part=1/4                 every 4th cell from the 1st; the other parts later, with resume=true
   resume=true              skip points whose records exist already
   results_dir=results      measured records: <results_dir>/<device>/<date>-<experiment>.jsonl
   compile_dir=out/results  the same for compiled points and CPU runs
   jobs=0                   compiler processes; 0 is one a core
 
 kernels= also takes names and wildcards: kernels=cute-dsl/flash_mla,triton/*
+kernels=dispatch is what the dispatcher picks for each cell; beside others: kernels=dispatch,cute
 -m runs every combination of comma-separated values; --cfg job prints the configuration instead of running it.
 
 examples:
@@ -135,6 +139,10 @@ def dispatch(words: list[str]) -> int:
         from mla_var3.devlog.cli import main as devlog
 
         return devlog(rest)
+    if verb == "dispatch":
+        from mla_var3.dispatch.verb import main as dispatch_verb
+
+        return dispatch_verb(rest)
     args = _parser(verb).parse_args(rest)
     if verb == "list":
         return list_things(args)
@@ -146,6 +154,10 @@ def dispatch(words: list[str]) -> int:
         from mla_var3 import doctor
 
         return doctor.run(args)
+    if verb == "report":
+        from mla_var3.report import verb as report
+
+        return report.run(args)
     from mla_var3 import verbs
 
     return int(getattr(verbs, verb)(args))
@@ -154,7 +166,7 @@ def dispatch(words: list[str]) -> int:
 def print_help() -> None:
     print(f"usage: {PROG} VERB ...\n\n{DESCRIPTION}\n\nverbs:")
     for verb, text in VERBS.items():
-        print(f"  {verb:9}{text}")
+        print(f"  {verb:11}{text}")
     print(f"\n{EXAMPLES}")
 
 
@@ -279,6 +291,13 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     parser.epilog = verb.EPILOG
 
 
+def _report(parser: argparse.ArgumentParser) -> None:
+    from mla_var3.report import verb
+
+    verb.add_arguments(parser)
+    parser.epilog = verb.EPILOG
+
+
 def _clone(parser: argparse.ArgumentParser) -> None:
     from mla_var3 import clone
 
@@ -293,6 +312,7 @@ _ARGUMENTS = {
     "compile": _compile,
     "compare": _compare,
     "profile": _profile,
+    "report": _report,
     "clone": _clone,
 }
 

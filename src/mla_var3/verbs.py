@@ -15,7 +15,7 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel import registry
 from mla_var3.problem import GEOMETRIES, MlaProblem
-from mla_var3.sweep.plan import knobs, select_kernels
+from mla_var3.sweep.plan import DISPATCH, knobs, select_kernels
 
 if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
@@ -93,12 +93,23 @@ def _usable(patterns: list[str]) -> list[KernelId]:
 # ---------------------------------------------------------------- check
 def check(args: argparse.Namespace) -> int:
     """0 when every kernel that could run is right, 1 when one is wrong."""
-    kernels = _usable(args.kernels)
+    named = [pattern for pattern in args.kernels if pattern != DISPATCH]
+    chosen: dict[KernelId, dict[str, Any]] = {}
+    kernels = _usable(named) if named else []
     device = Device.detect() if args.device != "cpu" else None
     where = "cpu" if args.device == "cpu" or (args.device == "auto" and device is None) else "cuda"
     if where == "cuda" and device is None:
         raise UserError("there is no GPU here: check with --device cpu, or on a machine that has one.")
     problem = problem_of(args, **({"b": 2, "t": 300} if where == "cpu" else {}))
+    if len(named) < len(args.kernels):
+        if device is None:
+            raise UserError("dispatch picks a version for a GPU, and none is used here: name a kernel instead.")
+        from mla_var3.dispatch import choose
+
+        choice = choose(problem, device)
+        print(f"dispatch picks {choice.label}: {choice.reason}")
+        chosen[choice.kernel] = choice.knobs
+        kernels = list(dict.fromkeys([*kernels, choice.kernel]))
     if where == "cpu":
         kernels = _on_cpu(kernels)
         print("no GPU here: checking on the CPU at small sizes" if args.device == "auto" else "checking on the CPU")
@@ -110,7 +121,7 @@ def check(args: argparse.Namespace) -> int:
     for kernel in kernels:
         plan_type = registry.get_plan(kernel)
         plan_type.requires.accepts(problem).require(UserError)
-        tiling = tiling_of(plan_type, problem, device, asked)
+        tiling = tiling_of(plan_type, problem, device, {**chosen.get(kernel, {}), **asked})
         plan_type(problem, tiling, device).require()
         report = run_check(
             plan_type, problem, tiling, where,
@@ -292,12 +303,12 @@ def compare(args: argparse.Namespace) -> int:
     records = found.records
     if not any(r.time_us is not None for r in records):
         raise UserError("these records hold no times: only a sweep or bench on a GPU measures them.")
-    labels = sorted({r.kernel.label for r in records})
+    labels = sorted({tables.called(r) for r in records})
     for pattern in args.kernels or []:
         if not any(fnmatch.fnmatchcase(label, pattern) for label in labels):
             raise UserError(f"no record of kernel {pattern!r}: {nearest(pattern, labels)}.")
     if args.kernels:
-        records = [r for r in records if any(fnmatch.fnmatchcase(r.kernel.label, p) for p in args.kernels)]
+        records = [r for r in records if any(fnmatch.fnmatchcase(tables.called(r), p) for p in args.kernels)]
     if args.device:
         devices = {r.device for r in found.records}
         if args.device not in devices:

@@ -44,13 +44,15 @@ class Contender:
     """One version in a cell.
 
     tiling: fields that differ from the default tiling, or None. tune: measure the tilings first and take the fastest.
-    plan: "module:Class" of a `KernelPlan` outside the package, which `kernel` then only names.
+    plan: "module:Class" of a `KernelPlan` outside the registry, which `kernel` then only names.
+    picked_by: what chose the version ("dispatch"), or "" where the user named it.
     """
 
     kernel: KernelId
     tiling: Mapping[str, Any] | None = None
     tune: bool = False
     plan: str | None = None
+    picked_by: str = ""
 
     def __post_init__(self) -> None:
         if self.tune and self.tiling:
@@ -58,7 +60,9 @@ class Contender:
 
     @property
     def requested(self) -> str | dict[str, Any]:
-        """ "default", "tuned" or the tiling fields, as records have it."""
+        """ "default", "tuned", the tiling fields, or what picked a registered version, as records have it."""
+        if self.picked_by and self.plan is None:
+            return self.picked_by
         return TUNED if self.tune else dict(self.tiling) if self.tiling else DEFAULT
 
 
@@ -188,6 +192,7 @@ class _Run:
                 "device": device,
                 **kept,
                 **fields,
+                **({"picked_by": slot.contender.picked_by} if slot.contender.picked_by else {}),
                 "environment": {**self.environment, **readings},
                 "source": {"commit": self.commit, "hash": slot.hash, "dirty": self.dirty},
                 "requested": requested,

@@ -107,6 +107,7 @@ class Record(_Part):
     plan_us: host and device time of binding to other tensors (planning and metadata, no compiling).
     cross_check_us: `triton.testing.do_bench_cudagraph` on the same rotating input sets, last of all,
     after an idle gap: neither quite burst nor sustained.
+    picked_by: what chose the version for this problem ("dispatch", "fixed_split"), where it was not named.
     overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
     seconds: of each phase. warnings: what the compiler said. tuning: {from_cache, tried}. Unknown names are kept.
     """
@@ -131,6 +132,7 @@ class Record(_Part):
     key: str | None = None
     requested: str | dict[str, Any] | None = None
     mode: str | None = None
+    picked_by: str | None = None
     flops: int | None = None
     bytes: int | None = None
     plan_us: float | None = None

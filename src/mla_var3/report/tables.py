@@ -58,7 +58,7 @@ def _least_width(table: Table) -> int:
     return total
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:
+def new_table(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:
     """left, last: columns of text; right: columns of numbers, between them. Only the last ones may be folded."""
     from rich import box
     from rich.table import Table
@@ -111,7 +111,12 @@ def latest(records: Iterable[Record]) -> list[Record]:
     found: dict[Any, Record] = {}
     for record in records:
         asked = str(record.requested or "default")
-        key = (record.kernel.label, str(sorted(record.problem.items(), key=str)), record.device, asked)
+        key = (
+            "" if asked == "dispatch" else record.kernel.label,
+            str(sorted(record.problem.items(), key=str)),
+            record.device,
+            asked,
+        )
         if key not in found or record.at >= found[key].at:
             found[key] = record
     return list(found.values())
@@ -124,7 +129,7 @@ def comparison(records: Sequence[Record], title: str = "Measured", *, dated: boo
     """
     numbers = ["burst us", "% of limit", "sustained us", "% of limit", "TFLOP/s", "TB/s", "error"]
     last = ["recorded"] if dated else []
-    table = _table(title, ["cell", "kernel"], numbers, [*last, "note"])
+    table = new_table(title, ["cell", "kernel"], numbers, [*last, "note"])
     for label, block in _by_cell(records).items():
         block.sort(key=lambda r: (median_us(r, "burst") or median_us(r, "sustained") or float("inf"), r.kernel.label))
         limits = next((r for r in block if r.limits is not None), None)
@@ -145,8 +150,15 @@ def comparison(records: Sequence[Record], title: str = "Measured", *, dated: boo
     return table
 
 
+def called(record: Record) -> str:
+    """What a record is asked for by: its version, or the dispatcher where that picked the version."""
+    return "dispatch" if record.requested == "dispatch" else str(record.kernel.label)
+
+
 def _name(record: Record) -> str:
     asked = record.requested
+    if asked == "dispatch":
+        return f"dispatch: {record.kernel.label}"
     if asked == "tuned":
         return f"{record.kernel.label} (tuned)"
     if isinstance(asked, Mapping) and asked:
@@ -195,15 +207,15 @@ def versus(records: Sequence[Record], first: str, second: str) -> tuple[Table, d
     """
     import math
 
-    table = _table(
+    table = new_table(
         f"{first} against {second}: ratio of times, below 1 means {first} is faster",
         ["cell"],
         [f"{side} {state} us" for state in STATES for side in (first, second)] + ["burst ratio", "sustained ratio"],
     )
     logs: dict[str, list[float]] = {state: [] for state in STATES}
     for label, block in _by_cell(latest(r for r in records if r.status == "passed")).items():
-        one = next((r for r in block if r.kernel.label == first), None)
-        two = next((r for r in block if r.kernel.label == second), None)
+        one = next((r for r in block if called(r) == first), None)
+        two = next((r for r in block if called(r) == second), None)
         if one is None or two is None:
             continue
         times, ratios = [], []
@@ -242,7 +254,7 @@ def resources(records: Sequence[Record | Compiled], device: Device | None = None
     """
     notes: dict[str, int] = {}
     rows = _merged(records)
-    table = _table(
+    table = new_table(
         title or "Compiled",
         ["kernel", "cell", *([] if device is not None else ["device"])],
         ["regs", "smem KiB", "spill B", "stack B", "CTAs/SM", *INSTRUCTIONS, "s"],
@@ -321,7 +333,7 @@ def _compiled(record: Record) -> Compiled | None:
 # ---------------------------------------------------------------- limits
 def roofline(problems: Sequence[MlaProblem], device: Device, formulation: str = "absorbed") -> Table:
     """The least time of each cell on a device: measured ceilings where there are any, and marked so."""
-    table = _table(
+    table = new_table(
         f"Roofline on {device.name}: no kernel can be faster",
         ["cell"],
         ["GFLOP", "MB", "FLOP/B", "burst us", "sustained us"],
@@ -367,7 +379,7 @@ def bound_us(
 # ---------------------------------------------------------------- the rest
 def checked(records: Sequence[Record], title: str = "Checked on the CPU") -> Table:
     """Results of runs that were judged and not timed."""
-    table = _table(title, ["kernel", "problem", "result"], ["error of out", "error of lse", "s"], ["note"])
+    table = new_table(title, ["kernel", "problem", "result"], ["error of out", "error of lse", "s"], ["note"])
     for record in records:
         table.add_row(
             _esc(record.kernel.label),
@@ -390,7 +402,7 @@ def _problem_text(problem: Mapping[str, Any]) -> str:
 
 def refused(records: Sequence[Record], title: str = "Not run") -> Table:
     """Points that gave no result, one row for each kernel and status, with the first reason."""
-    table = _table(title, ["kernel", "status", "cells"], [], ["reason"])
+    table = new_table(title, ["kernel", "status", "cells"], [], ["reason"])
     rows: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         rows.setdefault((record.kernel.label, record.status), []).append(record)

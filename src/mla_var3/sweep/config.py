@@ -30,7 +30,7 @@ _VALUED = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-di
 
 @dataclass
 class ExperimentConfig:
-    """Cells, as a list (`cells`), as a product (`grid`), or both.
+    """Cells, as a list (`cells`), as a product or a list of products (`grid`), or both.
 
     mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`,
     or for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU.
@@ -43,7 +43,7 @@ class ExperimentConfig:
     mode: str = "measure"
     targets: str = "device"
     cells: list[Any] = field(default_factory=list)
-    grid: dict[str, Any] = field(default_factory=dict)
+    grid: Any = None
     cpu: bool = True
     recorded: bool = True
     formulation: str = "absorbed"
@@ -120,7 +120,7 @@ class ProfileConfig:
 class SweepConfig:
     """Everything a sweep is told; `conf/sweep.yaml` has a comment for each key.
 
-    bench: `tune`, and fields of `mla_var3.bench.settings.BenchSettings`.
+    bench: `tune`, and fields of `mla_var3.bench.settings.BenchSettings`. part: "k/n", every n-th cell from the k-th.
     """
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
@@ -131,6 +131,7 @@ class SweepConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     problem: ProblemConfig = field(default_factory=ProblemConfig)
     tiling: dict[str, Any] = field(default_factory=dict)
+    part: str = "1/1"
     resume: bool = False
     results_dir: str = "results"
     compile_dir: str = "out/results"

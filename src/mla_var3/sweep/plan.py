@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,18 @@ if TYPE_CHECKING:
     from mla_var3.sweep.config import SweepConfig
 
 
+#: Words that stand, in place of a version, for what is picked in each cell.
+DISPATCH, FIXED_SPLIT = "dispatch", "fixed_split"
+PICKERS = (DISPATCH, FIXED_SPLIT)
+FIXED_SPLIT_PLAN = "mla_var3.ops.fixed:FixedSplitPlan"
+
+
 @dataclass(frozen=True)
 class Point:
     """One kernel on one problem. status is "" when it can run, else infeasible, skipped or failed, with the reason.
 
     asked: tiling fields that the user set on this kernel. tiling: what comes out of them and the defaults.
+    picked_by: the word of `PICKERS` that chose the kernel, or "". plan: "module:Class" of a plan that `kernel` runs in.
     """
 
     problem: MlaProblem
@@ -34,6 +42,8 @@ class Point:
     tiling: Tiling | None = None
     status: str = ""
     reason: str = ""
+    picked_by: str = ""
+    plan: str | None = None
 
     @property
     def runnable(self) -> bool:
@@ -41,7 +51,9 @@ class Point:
 
     @property
     def requested(self) -> str | dict[str, Any]:
-        """What the record says was asked for: the fields, or "default"."""
+        """What the record says was asked for: the fields, "default", or what picked the version."""
+        if self.picked_by and self.plan is None:
+            return self.picked_by
         return dict(self.asked) if self.asked else "default"
 
     @property
@@ -60,20 +72,33 @@ def expand_cells(config: SweepConfig) -> list[MlaProblem]:
                 f"experiment.cells[{index}] = {cell!r} is not a mapping: write {{b: 1, s: 1, h: 128, t: 4096}}."
             )
         cells.append(cell)
-    if experiment.grid:
-        for name, values in experiment.grid.items():
+    grids = experiment.grid if isinstance(experiment.grid, list | tuple) else [experiment.grid or {}]
+    for grid in grids:
+        if not isinstance(grid, Mapping):
+            raise UserError(f"experiment.grid has {grid!r}, which is not a mapping: write {{h: [16, 128], b: [1]}}.")
+        for name, values in grid.items():
             if not isinstance(values, list | tuple) or not values:
                 raise UserError(
                     f"experiment.grid.{name} = {values!r} is not a list of values: write {name}: [{values}]."
                 )
-        names = list(experiment.grid)
-        cells += [dict(zip(names, values, strict=True)) for values in itertools.product(*experiment.grid.values())]
+        cells += [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if grid]
     if not cells:
         raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
     model = {name: value for name, value in vars(config.model).items() if name != "name"}
     changes = {name: value for name, value in vars(config.problem).items() if value is not None}
     problems = [_problem({**model, **cell, **changes}) for cell in cells]
-    return list(dict.fromkeys(problems))
+    return _part(list(dict.fromkeys(problems)), config.part)
+
+
+def _part(cells: list[MlaProblem], part: str) -> list[MlaProblem]:
+    """Every n-th cell from the k-th, for "k/n": parts are disjoint, and together they are all."""
+    match = re.fullmatch(r"(\d+)/(\d+)", part.strip())
+    k, n = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= k <= n:
+        raise UserError(f"part = {part!r} is no part: write part=1/4, then 2/4, 3/4 and 4/4.")
+    if k > len(cells):
+        raise UserError(f"part = {part} is empty: there are {len(cells)} cells; ask for fewer parts.")
+    return cells[k - 1 :: n]
 
 
 def _problem(fields: dict[str, Any]) -> MlaProblem:
@@ -84,7 +109,14 @@ def _problem(fields: dict[str, Any]) -> MlaProblem:
 
 # ---------------------------------------------------------------- kernels
 def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[KernelId]:
-    """Versions that a pattern names. A pattern that names none is a `UserError` with the nearest."""
+    """Versions that a pattern names. A pattern that names none is a `UserError` with the nearest.
+
+    Words of `PICKERS` name none by themselves: alone, they leave the list empty.
+    """
+    named = [pattern for pattern in patterns if pattern not in PICKERS]
+    if patterns and not named:
+        return []
+    patterns = named
     kernels = registry.all_kernels()
     if not kernels:
         raise UserError("this installation has no kernel versions: reinstall mla-var3.")
@@ -92,7 +124,7 @@ def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list
     for pattern in patterns:
         some = [k for k in kernels if _matches(k, pattern)]
         if not some:
-            choices = {k.label for k in kernels} | {k.module_name for k in kernels}
+            choices = {k.label for k in kernels} | {k.module_name for k in kernels} | set(PICKERS)
             raise UserError(f"no kernel matches {pattern!r}: {nearest(pattern, choices)}.")
         chosen += [k for k in some if k not in chosen]
     left = [k for k in chosen if not any(_matches(k, pattern) for pattern in exclude)]
@@ -156,13 +188,15 @@ def expand(
     """Every cell with every kernel, each judged without launching anything; tuned: default tilings are not judged."""
     if kernels is None:
         kernels = select_kernels(config.kernels.patterns, config.kernels.exclude)
-    _check_knobs(kernels, config.tiling)
+    pickers = [word for word in PICKERS if word in config.kernels.patterns]
+    _check_knobs(kernels, config.tiling, pickers)
     points = []
     for problem in expand_cells(config) if cells is None else cells:
         for kernel in kernels:
             claimed = config.experiment.targets == "claimed"
             devices = (claimed_devices(kernel) or [target.device]) if claimed else [target.device]
             points += [prepare(problem, kernel, device, config.tiling, tuned=tuned) for device in devices]
+        points += [p for word in pickers if (p := picked(word, problem, target.device, config.tiling)) is not None]
     return newest(points) if config.kernels.newest else points
 
 
@@ -171,7 +205,7 @@ def newest(points: Sequence[Point]) -> list[Point]:
     best: dict[Any, Point] = {}
     for point in points:
         k = point.kernel
-        key = (point.problem, point.device.key, k.language, k.layer, k.design)
+        key = (point.problem, point.device.key, k.language, k.layer, k.design, point.picked_by)
         rank = (point.status not in ("skipped", "infeasible"), k.version)
         known = best.get(key)
         if known is None or rank > (known.status not in ("skipped", "infeasible"), known.kernel.version):
@@ -218,6 +252,32 @@ def prepare(
         return refused("failed", _cannot("planned", kernel, error))
 
 
+def picked(word: str, problem: MlaProblem, device: Device, asked: Mapping[str, Any] | None = None) -> Point | None:
+    """What a word of `PICKERS` stands for on this problem; None where no version takes it (the others' records say
+    why). Knobs that were asked for count for `fixed_split` alone: the dispatcher chooses its own."""
+    if word == FIXED_SPLIT:
+        from mla_var3.ops.fixed import FixedSplitPlan
+
+        try:
+            own = own_knobs(FixedSplitPlan, asked)
+            tiling = knobs(FixedSplitPlan(problem, None, device).tiling, own)
+            plan = FixedSplitPlan(problem, tiling, device)
+            kernel = plan.inner_kernel()
+        except Unsupported:
+            return None
+        verdict = plan.feasible()
+        status = "" if verdict else "infeasible"
+        record = tiling.to_record()
+        return Point(problem, kernel, device, record, tiling, status, verdict.reason, word, FIXED_SPLIT_PLAN)
+    from mla_var3.dispatch import choose
+
+    try:
+        choice = choose(problem, device)
+    except Unsupported:
+        return None
+    return dataclasses.replace(prepare(problem, choice.kernel, device, choice.knobs), picked_by=word)
+
+
 def own_knobs(plan_type: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]:
     """Those of the fields that were asked for which this version's tiling has."""
     names = {f.name for f in dataclasses.fields(plan_type.tiling_type)}
@@ -245,11 +305,15 @@ def knobs(tiling: Tiling, asked: Mapping[str, Any]) -> Tiling:
     return dataclasses.replace(tiling, **values)
 
 
-def _check_knobs(kernels: Sequence[KernelId], asked: Mapping[str, Any]) -> None:
+def _check_knobs(kernels: Sequence[KernelId], asked: Mapping[str, Any], pickers: Sequence[str] = ()) -> None:
     """A knob that no chosen kernel has is a typing error."""
     if not asked:
         return
     known: set[str] = set()
+    if FIXED_SPLIT in pickers:
+        from mla_var3.ops.fixed import FixedSplitTiling
+
+        known |= {f.name for f in dataclasses.fields(FixedSplitTiling)}
     for kernel in kernels:
         try:
             known |= {f.name for f in dataclasses.fields(registry.get_plan(kernel).tiling_type)}

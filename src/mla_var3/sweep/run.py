@@ -119,7 +119,9 @@ class Sweep:
     def contender(self, point: Point) -> Any:
         from mla_var3.bench.cell import Contender
 
-        return Contender(point.kernel, dict(point.asked) or None, tune=self.tune and self.measures)
+        tune = self.tune and self.measures and not point.picked_by
+        asked = dict(point.asked) or None
+        return Contender(point.kernel, asked, tune=tune, plan=point.plan, picked_by=point.picked_by)
 
     def key(self, point: Point, mode: str) -> str:
         """The point's `record_key`, as it was when first asked for: sources may be edited while a sweep runs."""
@@ -133,6 +135,7 @@ class Sweep:
         """A record of the point without its outcome."""
         cost = point.problem.cost(formulation_of(point.kernel))
         return {
+            **({"picked_by": point.picked_by} if point.picked_by else {}),
             "experiment": self.config.experiment.name,
             "kernel": point.kernel.to_record(),
             "problem": point.problem.to_record(),
@@ -226,6 +229,9 @@ class Sweep:
         if peers:
             say(f"{peers} peer libraries left out: they can only be measured, on a GPU")
         compiling = expand(self.config, self.target, self.cells, kernels)
+        if any(p.plan for p in compiling):
+            say("fixed_split left out: the version that it runs is compiled under its own name")
+            compiling = [p for p in compiling if not p.plan]
         self.refuse([p for p in compiling if not p.runnable], "compile", measured=False)
         for key in dict.fromkeys(p.device.key for p in compiling):
             journal = self.journal(key)

@@ -11,6 +11,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.runtime.late import tensors_are_late
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,8 +68,11 @@ def launcher(call: Any, *arguments: Any) -> Callable[[Any], None]:
     """`launch_fn` of a `CuteKernel` that calls a compiled host function with these arguments every time.
 
     A torch tensor costs 0.1 us of conversion at each call, so all but the first are converted here, once (they share
-    memory and keep it alive). The first stays torch's own: it is what makes TVM-FFI launch on torch's current stream.
+    memory and keep it alive), unless they will be pointed elsewhere (`late_tensors`). The first stays torch's own: it
+    is what makes TVM-FFI launch on torch's current stream.
     """
+    if tensors_are_late():
+        return lambda _: call(*arguments)
     import torch
     import tvm_ffi
 

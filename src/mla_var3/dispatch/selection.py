@@ -1,0 +1,267 @@
+"""Picking: every version that takes the problem, in the order of its predicted time.
+
+`survey` judges all of them and says why; `choose` stops at the first that accepts the problem and the device; `pick`
+does that once for a neighbourhood of batch sizes and lengths, which is what a serving loop can afford. A version that
+nobody measured is taken only where no measured one accepts the problem, and the reason says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.dispatch import model
+from mla_var3.dispatch import table as tables
+from mla_var3.errors import Unsupported, UserError
+from mla_var3.kernel import registry
+from mla_var3.problem import MlaProblem
+from mla_var3.runtime.types import Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.dispatch.table import DeviceTable, Recipe, Table
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.runtime.plan import KernelPlan
+
+#: Languages in the order in which versions that nobody measured are tried.
+_UNMEASURED = ("cute-dsl", "triton", "cutile-dsl")
+
+Accepts = Callable[["type[KernelPlan]", "KernelPlan"], Verdict]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to run. tiling: fields that differ from the version's default. us: predicted microseconds, None where nobody
+    measured. reason: one sentence. records: ids of the records that the prediction rests on, nearest first."""
+
+    kernel: KernelId
+    tiling: tuple[tuple[str, Any], ...]
+    us: float | None
+    reason: str
+    records: tuple[str, ...] = ()
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        return dict(self.tiling)
+
+    @property
+    def label(self) -> str:
+        knobs = ", ".join(f"{name}={value}" for name, value in self.tiling)
+        return f"{self.kernel.label} ({knobs})" if knobs else self.kernel.label
+
+    def plan(self, problem: MlaProblem, device: Device | None) -> KernelPlan:
+        """The version's plan with these knobs."""
+        return _plan(registry.get_plan(self.kernel), problem, device, self.knobs)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A version that does not take the problem, and why."""
+
+    label: str
+    reason: str
+
+
+def survey(
+    problem: MlaProblem,
+    device: Device,
+    *,
+    table: Table | None = None,
+    kernels: Iterable[KernelId] | None = None,
+    accepts: Accepts | None = None,
+) -> tuple[list[Choice], list[Refused]]:
+    """Every version, judged: those that take the problem in the order of preference, and the others.
+
+    kernels: only these versions. accepts: a further condition, called with the plan's class and a plan.
+    """
+    chosen: list[Choice] = []
+    refused: list[Refused] = []
+    for choice, verdict in _candidates(problem, device, table or tables.load(), kernels, accepts):
+        if verdict:
+            chosen.append(choice)
+        else:
+            refused.append(Refused(choice.label, verdict.reason))
+    return chosen, refused
+
+
+def choose(
+    problem: MlaProblem,
+    device: Device,
+    *,
+    table: Table | None = None,
+    kernels: Iterable[KernelId] | None = None,
+    accepts: Accepts | None = None,
+) -> Choice:
+    """The version and knobs for a problem on a device; `survey` for the arguments.
+
+    Only what is predicted to be faster is looked at before the one that is picked, so few languages are imported.
+    Raises `Unsupported` with the reasons when no version takes the problem.
+    """
+    refused = []
+    for choice, verdict in _candidates(problem, device, table or tables.load(), kernels, accepts):
+        if verdict:
+            return choice
+        refused.append(f"{choice.label}: {verdict.reason}")
+    why = "; ".join(dict.fromkeys(refused)) or "there is no version to choose from"
+    raise Unsupported(f"no version takes {problem.label} on {device.key}: {why}.")
+
+
+def pick(problem: MlaProblem, device: Device) -> Choice:
+    """`choose` for the neighbourhood of the problem's sizes: asked again, it costs microseconds.
+
+    Sizes are taken to the nearest quarter of an octave (4096 stays 4096), lengths as if all were the longest.
+    """
+    shape = (neighbourhood(problem.b), neighbourhood(max(problem.t, 1)))
+    return _pick(problem.problem_class(), *shape, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pick(problem_class: Any, b: int, t: int, device: Device) -> Choice:
+    fields = {name: getattr(problem_class, name) for name in problem_class.__dataclass_fields__}
+    return choose(MlaProblem(b=b, t=t, **fields), device)
+
+
+def neighbourhood(size: int) -> int:
+    """The size that stands for its neighbourhood, a quarter of an octave wide."""
+    return round(2 ** (round(4 * math.log2(size)) / 4))
+
+
+def forget() -> None:
+    """Drops what `pick` remembers: for tests, and after a table was rebuilt."""
+    _pick.cache_clear()
+    tables.load.cache_clear()
+
+
+# ---------------------------------------------------------------- candidates
+def _candidates(
+    problem: MlaProblem, device: Device, table: Table, kernels: Iterable[KernelId] | None, accepts: Accepts | None
+) -> Iterator[tuple[Choice, Verdict]]:
+    """Choices in order of preference, each with its verdict; plans are imported one at a time, when asked for."""
+    known = [k for k in registry.all_kernels() if k.language not in tables.NOT_SERVED and k.layer == "mla"]
+    if kernels is not None:
+        wanted = set(kernels)
+        known = [k for k in known if k in wanted]
+    measured = table.nearest(device)
+    ranked = rank(measured, problem, device, known)
+    seen = {choice.kernel for choice in ranked}
+    unmeasured = [k for k in known if k not in seen]
+    order = {language: i for i, language in enumerate(_UNMEASURED)}
+    unmeasured.sort(key=lambda k: (order.get(k.language, len(order)), -k.version, k.label))
+    for kernel in unmeasured:
+        reason = "nobody measured it, so it is taken only where no measured version takes the problem"
+        ranked.append(Choice(kernel, (), None, reason))
+    for choice in ranked:
+        yield choice, _verdict(choice, problem, device, accepts)
+
+
+def rank(
+    measured: DeviceTable, problem: MlaProblem, device: Device, known: Iterable[KernelId] | None = None
+) -> list[Choice]:
+    """Measured recipes by their predicted time, without asking whether they take the problem."""
+    allowed = None if known is None else set(known)
+    recipes = [r for r in measured.recipes if (allowed is None or r.kernel in allowed) and r.speaks_of(problem)]
+    if not recipes:
+        return []
+    # A device without peaks (a slice of one, or one nobody entered) is judged by the limits of the measured one.
+    limits = device if model.has_peaks(device) else measured.hardware
+    place, limit = model.place_of(problem, limits), model.limit_us(problem, limits)
+    guesses = {r: model.predict(place, limit, measured.floor_us, measured.points(r)) for r in recipes}
+    nearest = min(guess.distance for guess in guesses.values())
+
+    def doubted(recipe: Recipe) -> float:
+        guess = guesses[recipe]
+        return guess.us * math.exp(model.DOUBT * (guess.distance - nearest))
+
+    where = "" if measured.device == device.key else f", from measurements on {measured.device}"
+    choices = []
+    for recipe in sorted(recipes, key=lambda r: (doubted(r), r.label)):
+        guess = guesses[recipe]
+        near = "measured here" if guess.distance < 1e-9 else f"{guess.distance:.1f} octaves from the nearest record"
+        reason = f"predicted {guess.us:.1f} us, {near}{where}"
+        choices.append(Choice(recipe.kernel, recipe.tiling, guess.us, reason, guess.records))
+    return choices
+
+
+def _verdict(choice: Choice, problem: MlaProblem, device: Device, accepts: Accepts | None) -> Verdict:
+    missing = registry.missing(choice.kernel)
+    if missing:
+        return Verdict.no(missing)
+    try:
+        plan_type = registry.get_plan(choice.kernel)
+        if plan_type.formulation != "absorbed":
+            return Verdict.no(f"it computes the {plan_type.formulation} form, from other inputs")
+        if not plan_type.graph_capturable:
+            return Verdict.no("it waits for the device, so a graph cannot hold it")
+        plan = _plan(plan_type, problem, device, choice.knobs)
+        verdict = plan.supported()
+        verdict = plan.feasible() if verdict else verdict
+        return accepts(plan_type, plan) if verdict and accepts is not None else verdict
+    except UserError as error:
+        return Verdict.no(str(error))
+    except Exception as error:  # a version under construction must not stop the others
+        return Verdict.no(f"it cannot be planned: {type(error).__name__}: {error}")
+
+
+def _plan(plan_type: Any, problem: MlaProblem, device: Device | None, knobs: dict[str, Any]) -> KernelPlan:
+    plan: KernelPlan = plan_type(problem, None, device)
+    if not knobs:
+        return plan
+    tiling: Tiling = plan.tiling.from_record({**plan.tiling.to_record(), **knobs})
+    made: KernelPlan = plan_type(problem, tiling, device)
+    return made
+
+
+# ---------------------------------------------------------------- how good is it
+@dataclass(frozen=True)
+class HeldOut:
+    """A cell that the table was asked about as if it had never been measured. ratio: time of what was picked over the
+    best time measured there."""
+
+    problem: MlaProblem
+    picked: str
+    best: str
+    ratio: float
+
+
+def hold_out(measured: DeviceTable) -> list[HeldOut]:
+    """Leaves out one problem after the other and looks how far from its best the pick from the others lands.
+
+    Picks are among the versions that were measured on the problem, for of the others nobody knows the time.
+    """
+    results = []
+    problems = dict.fromkeys(point.problem for recipe in measured.recipes for point in recipe.points)
+    for problem in problems:
+        times: dict[Any, float] = {}
+        for recipe in measured.recipes:
+            for point in recipe.points:
+                if point.problem == problem and not recipe.tiling:
+                    times[recipe.kernel] = point.us
+        ranked = rank(measured.without(problem), problem, measured.hardware)
+        picked = next((c for c in ranked if c.kernel in times and not c.tiling), None)
+        if picked is None or len(times) < 2:
+            continue
+        best = min(times, key=lambda kernel: times[kernel])
+        ratio = times[picked.kernel] / times[best]
+        results.append(HeldOut(problem, picked.kernel.label, best.label, ratio))
+    return results
+
+
+def summary(results: list[HeldOut]) -> dict[str, Any]:
+    """cells, the geometric mean of the ratios, and the worst cell."""
+    if not results:
+        return {"cells": 0}
+    mean = math.exp(sum(math.log(r.ratio) for r in results) / len(results))
+    worst = max(results, key=lambda r: r.ratio)
+    return {
+        "cells": len(results),
+        "mean_ratio": round(mean, 4),
+        "worst": {
+            "problem": worst.problem.label,
+            "picked": worst.picked,
+            "best": worst.best,
+            "ratio": round(worst.ratio, 4),
+        },
+    }

@@ -1,0 +1,251 @@
+"""The dispatcher's table: what was measured of each version, with the ids of the records.
+
+`table.json` beside this file is made by `build` from record files and shipped with the package; no one edits it. It
+names versions because records do; nothing in the code does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.device import Device
+from mla_var3.dispatch import model
+from mla_var3.errors import UserError
+from mla_var3.kernel.registry import KernelId
+from mla_var3.problem import MlaProblem
+
+if TYPE_CHECKING:
+    from mla_var3.bench.records import Record
+
+SCHEMA = 1
+PATH = Path(__file__).with_name("table.json")
+
+#: Never picked: torch is the oracle and reads lengths on the host, peers are other people's libraries.
+NOT_SERVED = ("torch", "peer")
+
+_ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any recorded call took above its limit
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement. us: geometric mean of the burst and the sustained median, for the limits of devices.json."""
+
+    record: str
+    problem: MlaProblem
+    us: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"record": self.record, "us": self.us, "problem": self.problem.to_record()}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A version with knobs. tiling: fields that were asked for ({}: the version's default for the problem).
+
+    Knobs that were asked for belong to the sizes they were measured at (a number of splits, say), so such a recipe
+    counts only there.
+    """
+
+    kernel: KernelId
+    tiling: tuple[tuple[str, Any], ...] = ()
+    points: tuple[Point, ...] = ()
+
+    @property
+    def label(self) -> str:
+        knobs = ", ".join(f"{name}={value}" for name, value in self.tiling)
+        return f"{self.kernel.label} ({knobs})" if knobs else self.kernel.label
+
+    def speaks_of(self, problem: MlaProblem) -> bool:
+        """Whether this recipe may be used for a problem: with asked-for knobs only close to where it was measured."""
+        if not self.tiling:
+            return True
+        return any(_close(point.problem, problem) for point in self.points)
+
+
+def _close(a: MlaProblem, b: MlaProblem) -> bool:
+    same = a.problem_class() == b.problem_class()
+    return same and all(abs(math.log(max(x, 1) / max(y, 1))) < 0.1 for x, y in ((a.b, b.b), (a.t, b.t)))
+
+
+@dataclass(frozen=True)
+class DeviceTable:
+    """What was measured on one device. floor_us: least that a recorded call took above the limit."""
+
+    device: str
+    floor_us: float = _ASSUMED_FLOOR_US
+    recipes: tuple[Recipe, ...] = ()
+
+    @functools.cached_property
+    def hardware(self) -> Device:
+        return Device.get(self.device)
+
+    def points(self, recipe: Recipe) -> list[tuple[model.Place, float, str]]:
+        """(place, ratio, record id) of a recipe, as `model.predict` takes them."""
+        if recipe not in self._places:
+            self._places[recipe] = [self._point(point) for point in recipe.points]
+        return self._places[recipe]
+
+    def _point(self, point: Point) -> tuple[model.Place, float, str]:
+        limit = model.limit_us(point.problem, self.hardware)
+        return model.place_of(point.problem, self.hardware), point.us / (limit + self.floor_us), point.record
+
+    @functools.cached_property
+    def _places(self) -> dict[Recipe, list[tuple[model.Place, float, str]]]:
+        return {}
+
+    def without(self, problem: MlaProblem) -> DeviceTable:
+        """The same table as if nothing had been measured of this problem."""
+        kept = []
+        for recipe in self.recipes:
+            points = tuple(p for p in recipe.points if p.problem != problem)
+            if points:
+                kept.append(Recipe(recipe.kernel, recipe.tiling, points))
+        return DeviceTable(self.device, self.floor_us, tuple(kept))
+
+
+@dataclass(frozen=True)
+class Table:
+    """All devices. held_out: what `hold_out` found when the table was made, by device."""
+
+    devices: Mapping[str, DeviceTable] = field(default_factory=dict)
+    held_out: Mapping[str, Any] = field(default_factory=dict)
+
+    def nearest(self, device: Device) -> DeviceTable:
+        """The device's own measurements, else those of one of its architecture, else of any; empty when there are none.
+
+        Ratios to the limit carry over; absolute times do not.
+        """
+        own = self.devices.get(device.key)
+        if own is not None:
+            return own
+
+        def same_arch(table: DeviceTable) -> bool:
+            return table.hardware.arch == device.arch
+
+        others = sorted(self.devices.values(), key=lambda t: (not same_arch(t), t.device))
+        return others[0] if others else DeviceTable(device.key)
+
+    def to_json(self) -> str:
+        devices = {
+            key: {
+                "floor_us": round(table.floor_us, 2),
+                "recipes": [
+                    {
+                        "kernel": recipe.kernel.to_record(),
+                        "tiling": dict(recipe.tiling),
+                        "points": [point.to_json() for point in recipe.points],
+                    }
+                    for recipe in table.recipes
+                ],
+            }
+            for key, table in sorted(self.devices.items())
+        }
+        lines = json.dumps({"schema": SCHEMA, "held_out": self.held_out, "devices": devices}, indent=1)
+        return lines + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Table:
+        """Inverse of `to_json`; a `UserError` when it is of another form."""
+        try:
+            data = json.loads(text)
+            if data["schema"] != SCHEMA:
+                raise UserError(f"the table has the form {data['schema']} and this version reads {SCHEMA}: build it.")
+            devices = {}
+            for key, entry in data["devices"].items():
+                recipes = [_recipe(item) for item in entry["recipes"]]
+                devices[key] = DeviceTable(key, float(entry["floor_us"]), tuple(recipes))
+            return cls(devices, data["held_out"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the dispatcher's table is damaged ({error}): run `mla-var3 dispatch build`.") from error
+
+
+def _recipe(item: Mapping[str, Any]) -> Recipe:
+    points = [
+        Point(point["record"], MlaProblem.from_record(point["problem"]), float(point["us"])) for point in item["points"]
+    ]
+    return Recipe(KernelId(**item["kernel"]), tuple(item["tiling"].items()), tuple(points))
+
+
+@functools.lru_cache(maxsize=4)
+def load(path: Path | None = None) -> Table:
+    """The shipped table, or one at another place."""
+    target = path or PATH
+    try:
+        return Table.from_json(target.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{target} cannot be read ({error.strerror}): run `mla-var3 dispatch build`.") from error
+
+
+# ---------------------------------------------------------------- making
+def build(records: Iterable[Record]) -> Table:
+    """A table from records: the newest passed one of each version, way of tuning, problem and device.
+
+    Times are brought to the limits of devices.json by the limits of their own run, so that runs on different days and
+    chips can stand beside each other. What the dispatcher itself was measured with tells nothing new and is left out.
+    """
+    newest: dict[Any, Record] = {}
+    for record in records:
+        if not _counts(record):
+            continue
+        asked = _asked(record)
+        key = (record.device, KernelId(**record.kernel.model_dump(include=_KERNEL)), asked, _problem(record))
+        if key not in newest or record.at >= newest[key].at:
+            newest[key] = record
+    grouped: dict[str, dict[tuple[KernelId, Any], list[Point]]] = {}
+    excess: dict[str, list[float]] = {}
+    for (device, kernel, asked, problem), record in newest.items():
+        us = _time_us(record, problem)
+        limit = model.limit_us(problem, Device.get(device))
+        grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(Point(record.id, problem, round(us, 3)))
+        excess.setdefault(device, []).append(us - limit)
+    tables = {}
+    for device, groups in grouped.items():
+        recipes = tuple(
+            Recipe(kernel, asked, tuple(sorted(points, key=lambda p: (p.problem.label, p.record))))
+            for (kernel, asked), points in sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1])))
+        )
+        tables[device] = DeviceTable(device, round(max(1.0, min(excess[device])), 2), recipes)
+    return Table(tables)
+
+
+_KERNEL = {"language", "layer", "design", "version"}
+
+
+def _counts(record: Record) -> bool:
+    known = any(device.key == record.device for device in Device.all())
+    served = record.kernel.language not in NOT_SERVED and record.kernel.layer == "mla"
+    plain = not record.problem.get("n") and not getattr(record, "picked_by", None)
+    return bool(known and served and plain and record.status == "passed" and record.time_us is not None)
+
+
+def _asked(record: Record) -> tuple[tuple[str, Any], ...]:
+    if record.requested in (None, "default"):
+        return ()
+    fields = record.tiling if isinstance(record.requested, str) else record.requested
+    return tuple(sorted((fields or {}).items()))
+
+
+def _problem(record: Record) -> MlaProblem:
+    return MlaProblem.from_record(record.problem)
+
+
+def _time_us(record: Record, problem: MlaProblem) -> float:
+    """Geometric mean of the states' medians; the part of it that the limit explains is taken at devices.json's."""
+    assert record.time_us is not None
+    logs = []
+    for state in ("burst", "sustained"):
+        stats, limits = getattr(record.time_us, state), getattr(record.limits, state, None)
+        if stats is None:
+            continue
+        us = float(stats.median)
+        if limits is not None:
+            here = model.limit_us(problem, Device.get(record.device), (state,))
+            us = max(us - limits.limit_us, 0.0) + here
+        logs.append(math.log(us))
+    return math.exp(sum(logs) / len(logs))

@@ -1,0 +1,146 @@
+"""`mla_decode`: absorbed MLA decode over a paged latent cache, by the version that is fastest for the shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.ops.engine import Way, engine
+from mla_var3.ops.request import compact, on_gpu, problem_of, result
+
+if TYPE_CHECKING:
+    import torch
+
+    from mla_var3.device import Device
+    from mla_var3.dispatch import Choice
+    from mla_var3.ops.engine import Engine
+    from mla_var3.problem import MlaProblem
+
+LATENT = 512  # latent columns of every published MLA model
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    head_dim_v: int = LATENT,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    fixed_split: int | None = None,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q over each request's cached tokens, in latent space.
+
+    q (b, s, h, k + p), bf16 or fp16. kv_cache (pages, tokens of a page, h_kv, k + p), contiguous; columns 0..k-1 are
+    the latent (the values, and the first part of the keys), the rest is rope. page_table (b, width) int32: entry j of
+    a request is the page of its tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read
+    on the device; 0 is allowed. All on one GPU.
+
+    scale: factor on q·k; default (128 + p)^-1/2, that of decompressed heads with 128 + p columns (FlashMLA's default
+    is another: (k + p)^-1/2). causal: query token i sees keys 0 .. length - s + i. head_dim_v: k. out, lse: where to
+    write, (b, s, h, k) in q's dtype and (b, h, s) float32. return_lse: also returns the natural log-sum-exp of
+    scale · q·k. A row that sees no key has out 0 and lse +inf.
+
+    fixed_split: tokens up to which a request is left whole, a multiple of the page, for results that do not depend on
+    the rest of the batch: version, cut and order of sums follow from the request's own length and the problem class,
+    so a request has the same bits alone, in any batch, at any place in it, and under a page table of any width.
+    `mla_var3.ops.fixed` has the costs.
+    kernel: a version's name ("cute-dsl/flash_mla_v1") in place of the dispatcher's pick. on: another engine.
+
+    Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
+    Returns out, or (out, lse). Raises `UserError` in one sentence for arguments, a device or a problem that no version
+    takes.
+    """
+    problem = problem_of(q, kv_cache, page_table, seq_lens, head_dim_v=head_dim_v, scale=scale, causal=causal)
+    served = engine() if on is None else on
+    if on is None:
+        on_gpu(q)
+    b, s, h, _ = q.shape
+    target = result("out", out, (b, s, h, head_dim_v), q.dtype, q.device)
+    sums = result("lse", lse, (b, h, s), _float32(), q.device)
+    if b:
+        if fixed_split is not None and kernel is not None:
+            raise UserError("fixed_split chooses its own version: give it, or kernel, not both.")
+        way = way_for(problem, served.hardware(q.device), fixed_split=fixed_split, kernel=kernel)
+        inputs = (compact(q.detach()), kv_cache.detach(), compact(page_table), compact(seq_lens))
+        served.run(way, problem, inputs, (target, sums))
+    return (target, sums) if return_lse else target
+
+
+@functools.lru_cache(maxsize=4096)
+def way_for(
+    problem: MlaProblem, device: Device | None, *, fixed_split: int | None = None, kernel: str | None = None
+) -> Way:
+    """How a problem is computed on a device: the dispatcher's pick, a named version, or in parts of fixed size."""
+    if device is None:
+        raise UserError("there is no GPU here: mla_decode needs one that a version is written for.")
+    if fixed_split is not None:
+        return _fixed_way(fixed_split)
+    return _way(_named(kernel) if kernel is not None else _pick(problem, device))
+
+
+def _pick(problem: MlaProblem, device: Device) -> Choice:
+    from mla_var3.dispatch import pick
+
+    return pick(problem, device)
+
+
+def _named(label: str) -> Choice:
+    from mla_var3.dispatch import Choice
+    from mla_var3.kernel.registry import KernelId
+
+    return Choice(KernelId.parse(label), (), None, "asked for by name")
+
+
+def _way(choice: Choice) -> Way:
+    return Way((choice.kernel, choice.tiling), choice.plan)
+
+
+def _fixed_way(tokens: int) -> Way:
+    from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling
+
+    tiling = FixedSplitTiling(_whole("fixed_split", tokens))
+    return Way(("fixed_split", tokens), lambda problem, device: FixedSplitPlan(problem, tiling, device))
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} = {value!r} is not a whole number of tokens of at least 1.")
+    return value
+
+
+def _float32() -> Any:
+    import torch
+
+    return torch.float32
+
+
+def compile_for(
+    problems: MlaProblem | Sequence[MlaProblem],
+    device: Device | str | None = None,
+    *,
+    fixed_split: int | None = None,
+) -> list[str]:
+    """Compiles into the on-disk cache what `mla_decode` will pick for these problems; needs no GPU.
+
+    device: a device or its key; default: the GPU that is here. Returns the labels of what was picked, one a problem.
+    """
+    from mla_var3.device import Device
+
+    hardware = Device.detect() if device is None else Device.get(device) if isinstance(device, str) else device
+    labels = []
+    for problem in [problems] if not isinstance(problems, Sequence) else problems:
+        way = way_for(problem, hardware, fixed_split=fixed_split)
+        plan = way.make(problem, hardware)
+        assert hardware is not None
+        plan.plan_empty().compile(None, hardware)
+        labels.append(str(getattr(way.key[0], "label", way.key[0])))
+    return labels

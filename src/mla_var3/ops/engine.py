@@ -1,0 +1,251 @@
+"""Bound kernels that are kept and called again with other tensors of the same shapes.
+
+Planning a kernel allocates its workspaces and looks up compiled code: a tenth of a millisecond. So a kernel is planned
+once for its shapes, device and stream, on tensors that belong to the engine; before each launch these are pointed at
+the caller's memory (`tensor.data = other`, a third of a microsecond each), and afterwards away from it, so that the
+engine keeps no caller's memory alive. What is planned inside `late_tensors()` reads addresses when it launches; a
+kernel that keeps views of its tensors (cuTile's handles) is bound anew in each call.
+
+Streams: a kernel's workspaces are used by one stream only, so calls on several streams do not meet. While a stream is
+captured, workspaces come from the graph's own memory and are kept for that capture alone; replays of a graph use them
+whenever they run. Two calls on one stream are in order anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.runtime.late import late_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from mla_var3.problem import MlaProblem
+    from mla_var3.runtime.base import BaseKernel
+    from mla_var3.runtime.plan import KernelPlan
+
+MOST_KERNELS = 64
+MOST_BYTES = 2 << 30  # of workspaces, over all kernels
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a problem is computed. make(problem, device): the plan; equal keys for equal code and knobs."""
+
+    key: Any
+    make: Callable[[MlaProblem, Device | None], KernelPlan] = field(compare=False)
+
+
+@dataclass
+class Bound:
+    """A kernel on the engine's own tensors; `lock` is held while they are pointed at a caller's."""
+
+    kernel: BaseKernel
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    blanks: tuple[torch.Tensor, ...]
+    follows: bool
+    bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def launch(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """One launch on the current stream that reads `inputs` and writes `outputs`."""
+        if not self.follows:
+            made = self.kernel.bind(*inputs)()
+            for target, value in zip(outputs, made, strict=True):
+                target.copy_(value)
+            return
+        own = (*self.inputs, *self.outputs)
+        with self.lock:
+            for mine, theirs in zip(own, (*inputs, *outputs), strict=True):
+                mine.data = theirs
+            try:
+                self.kernel.launch()
+            finally:
+                for mine, blank in zip(own, self.blanks, strict=True):
+                    mine.data = blank
+
+
+class Engine:
+    """Kernels by shape and stream. One for the process is enough (`engine()`); several threads may call it."""
+
+    def __init__(self, most_kernels: int = MOST_KERNELS, most_bytes: int = MOST_BYTES) -> None:
+        self.most_kernels = most_kernels
+        self.most_bytes = most_bytes
+        self._kept: OrderedDict[Any, Bound] = OrderedDict()
+        self._captured: tuple[int, dict[Any, Bound]] = (0, {})
+        self._warm: set[Any] = set()
+        self._compiled: dict[Any, dict[Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------ what the device says; replaced in tests
+    def stream(self, device: torch.device) -> int:
+        """A number for the current stream of a device."""
+        import torch
+
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def capture(self, stream: int) -> int | None:
+        """None when no graph is being captured, else a number for the capture (0: unknown which)."""
+        import torch
+
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        return capture_id(stream)
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Makes a device the current one."""
+        import torch
+
+        return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+    def hardware(self, device: torch.device) -> Device | None:
+        return _detect(device.index)
+
+    # ------------------------------------------------------------ calling
+    def run(
+        self, way: Way, problem: MlaProblem, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Computes a problem on contiguous inputs (q, kv_cache, page_table, seq_lens) into outputs (out, lse).
+
+        Never waits for the device. The first call for a way and shapes plans, and compiles what is in no cache.
+        Raises `UserError` when that would happen in a capture.
+        """
+        device = inputs[0].device
+        with self.on(device):
+            stream = self.stream(device)
+            # A problem holds all shapes but the number of pages of the cache, which is no part of any plan.
+            key = (way.key, problem, device.index)
+            capture = self.capture(stream)
+            bound = self._find(key, stream, capture)
+            if bound is None:
+                bound = self._plan(way, problem, inputs, key)
+                self._keep(key, stream, capture, bound)
+            bound.launch(inputs, outputs)
+            self._warm.add(key)
+
+    def _find(self, key: Any, stream: int, capture: int | None) -> Bound | None:
+        with self._lock:
+            if capture is None:
+                bound = self._kept.get((key, stream))
+                if bound is not None:
+                    self._kept.move_to_end((key, stream))
+                return bound
+            if key not in self._warm:
+                raise UserError(
+                    "a graph is being captured and these shapes were not computed before: call once before the "
+                    "capture, with the same shapes, so that the kernel is compiled and loaded."
+                )
+            return self._captured[1].get((key, stream)) if capture and self._captured[0] == capture else None
+
+    def _keep(self, key: Any, stream: int, capture: int | None, bound: Bound) -> None:
+        with self._lock:
+            if capture is not None:
+                if not capture:
+                    return  # which capture it is cannot be told: the kernel serves this call alone
+                if self._captured[0] != capture:
+                    self._captured = (capture, {})
+                self._captured[1][key, stream] = bound
+                return
+            self._kept[key, stream] = bound
+            while len(self._kept) > 1 and (
+                len(self._kept) > self.most_kernels or sum(b.bytes for b in self._kept.values()) > self.most_bytes
+            ):
+                self._kept.popitem(last=False)
+
+    def _plan(self, way: Way, problem: MlaProblem, inputs: Sequence[torch.Tensor], key: Any) -> Bound:
+        import torch
+
+        hardware = self.hardware(inputs[0].device)
+        plan = way.make(problem, hardware)
+        arch = None if hardware is None else hardware.arch
+        with self._lock:
+            plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), {})
+        # Tensors made in inference mode could not be pointed elsewhere outside of it.
+        with torch.inference_mode(False), torch.no_grad(), late_tensors():
+            own = tuple(holder(x) for x in inputs)
+            kernel = plan.plan(*own)
+        outputs = tuple(kernel.output_tensors)
+        blanks = tuple(x.new_empty(0) for x in (*own, *outputs))
+        size = sum(x.numel() * x.element_size() for x in kernel.workspace_tensors)
+        return Bound(kernel, own, outputs, blanks, follows_tensors(kernel), size)
+
+    def forget(self) -> None:
+        """Drops every kernel and its workspaces; compiled code stays."""
+        with self._lock:
+            self._kept.clear()
+            self._captured = (0, {})
+            self._warm.clear()
+
+
+def holder(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the engine's that lies on the caller's memory for now."""
+    import torch
+
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    own.data = tensor
+    return own
+
+
+def follows_tensors(kernel: Any) -> bool:
+    """Whether a kernel reads the addresses of its tensors when it launches, whatever stage it is made of."""
+    from mla_var3.runtime.cute_kernel import CuteKernel
+    from mla_var3.runtime.torch_kernel import TorchKernel
+    from mla_var3.runtime.triton_kernel import TritonKernel
+
+    return all(
+        getattr(stage, "follows_tensors", False) or isinstance(stage, CuteKernel | TorchKernel | TritonKernel)
+        for stage in _stages(kernel)
+    )
+
+
+def _stages(kernel: Any) -> Iterator[Any]:
+    stages = getattr(kernel, "stages", None)
+    if stages is None:
+        yield kernel
+        return
+    for stage in stages:
+        yield from _stages(stage)
+
+
+@functools.cache
+def _detect(index: int) -> Device | None:
+    return Device.detect(index)
+
+
+@functools.cache
+def engine() -> Engine:
+    """The process's engine."""
+    return Engine()
+
+
+# ---------------------------------------------------------------- captures
+@functools.cache
+def _driver() -> Any:
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):
+        return None
+    pointer = ctypes.c_void_p
+    function.argtypes = [pointer, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_uint64), *[pointer] * 3]
+    function.restype = ctypes.c_int
+    return function
+
+
+def capture_id(stream: int) -> int:
+    """The driver's number of the capture that a stream is in; 0 when it cannot be told."""
+    function = _driver()
+    if function is None:
+        return 0
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    failed = function(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return 0 if failed or status.value != 1 else int(number.value)

@@ -1,0 +1,281 @@
+"""The pictures, as Altair charts over rows that are filled in later.
+
+A chart names its data (`rows`, `roofs`); the page fills them in the browser after filtering, `export` fills them from
+`answers` for a picture file. So both are the same charts. Text and lines are `currentColor`: they follow the page
+between light, dark and paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+#: Okabe and Ito's colours, which the common kinds of colour blindness keep apart, without black; then five of Tol's
+#: muted ones for more kernels. Colour never stands alone: tiles carry a code, points a shape, bars a name.
+PALETTE = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
+    "#999933", "#AA4499", "#88CCEE", "#882255", "#44AA99",
+)  # fmt: skip
+SHAPES = {
+    "cute-dsl": "circle", "cutile-dsl": "square", "triton": "triangle-up", "torch": "diamond", "peer": "cross",
+}  # fmt: skip
+INK = "currentColor"
+TILE = 42
+
+
+def dark(colour: str) -> bool:
+    """Whether white text reads better than black on a colour (relative luminance, WCAG 2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05
+
+
+def config() -> dict[str, Any]:
+    """What all charts share."""
+    text = {"labelColor": INK, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 12, "titleFontWeight": "normal"}
+    return {
+        "background": None,
+        "font": "system-ui, sans-serif",
+        "view": {"stroke": None},
+        "axis": {
+            **text,
+            "domainColor": INK,
+            "tickColor": INK,
+            "gridColor": INK,
+            "gridOpacity": 0.12,
+            "domainOpacity": 0.4,
+        },
+        "axisY": {"labelLimit": 330},
+        "header": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12},
+        "legend": {**text, "symbolStrokeColor": INK},
+        "title": {"color": INK, "subtitleColor": INK, "anchor": "start", "fontSize": 13, "subtitleFontSize": 11},
+        "text": {"color": INK},
+        "rule": {"color": INK},
+    }
+
+
+def _data(name: str = "rows") -> alt.NamedData:
+    return alt.NamedData(name=name)
+
+
+def _by(field: str) -> alt.EncodingSortField:
+    """An order that layers can share: each name has one value of the field in all of them."""
+    return alt.EncodingSortField(field=field, op="min")
+
+
+def colours(kernels: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(domain, range) of a colour scale: the same kernel has the same colour in every picture of a report."""
+    return list(kernels), [PALETTE[i % len(PALETTE)] for i in range(len(kernels))]
+
+
+def _colour(kernels: Sequence[str], field: str = "kernel", *, legend: bool = True) -> alt.Color:
+    domain, values = colours(kernels)
+    shown = alt.Legend(title=None, orient="bottom", columns=2, symbolLimit=0, labelLimit=260) if legend else None
+    return alt.Color(f"{field}:N", scale=alt.Scale(domain=domain, range=values), legend=shown)
+
+
+def _shape() -> alt.Shape:
+    """A shape for each language, beside the colour."""
+    return alt.Shape("language:N", scale=alt.Scale(domain=list(SHAPES), range=list(SHAPES.values())), legend=None)
+
+
+# ---------------------------------------------------------------- regime map
+def regime_map(kernels: Sequence[str], columns: int = 4) -> alt.FacetChart:
+    """A panel for each number of heads and query tokens; requests up, context to the right; a tile for each cell.
+
+    rows: panel, rank (orders panels), b, t, kernel, code, text, light (text colour), tie, and what `tooltip` names.
+    A tile with a dashed edge: the ranges of the winner and the next kernel overlap. No tile: nothing was measured.
+    """
+    x = alt.X("t:O", title="cached tokens", axis=alt.Axis(labelAngle=-90, grid=False, labelExpr=_SHORT))
+    y = alt.Y("b:O", title="requests", sort="descending", axis=alt.Axis(grid=False))
+    base = alt.Chart(_data()).encode(x=x, y=y, tooltip=alt.Tooltip("tip:N"))
+    tile = base.mark_rect(stroke=INK, strokeWidth=0.4, cornerRadius=3, cursor="pointer").encode(
+        color=_colour(kernels), description=alt.Description("said:N")
+    )
+    edge = {"stroke": INK, "strokeWidth": 1.8, "strokeDash": [3, 2], "cornerRadius": 3}
+    tie = base.transform_filter("datum.tie").mark_rect(fillOpacity=0, **edge)
+    ink = alt.condition("datum.light", alt.value("#ffffff"), alt.value("#000000"))
+    code = base.mark_text(dy=-6, fontSize=10, fontWeight="bold").encode(text="code:N", color=ink)
+    text = base.mark_text(dy=7, fontSize=10).encode(text="text:N", color=ink)
+    layers = alt.layer(tile, tie, code, text).properties(
+        width={"step": TILE}, height={"step": 28}, view=alt.ViewConfig(stroke=INK, strokeOpacity=0.15)
+    )
+    facet = alt.Facet("panel:N", title=None, sort=_by("rank"), header=alt.Header(labelAnchor="start"))
+    return layers.facet(facet=facet, columns=columns)
+
+
+#: 131072 -> 128k
+_SHORT = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value"
+
+
+# ---------------------------------------------------------------- one cell
+def cell(kernels: Sequence[str], width: int | str = 460) -> alt.LayerChart:
+    """A bar for each contender with its p10..p90 range, and a line at the limit of its own run.
+
+    rows: name, kernel, us, p10, p90, limit (or null), tip.
+    """
+    y = alt.Y("name:N", title=None, sort=_by("us"), axis=alt.Axis(grid=False, domain=False))
+    base = alt.Chart(_data()).encode(y=y, tooltip=alt.Tooltip("tip:N"))
+    bar = base.mark_bar(height=12, stroke=INK, strokeWidth=0.4, cursor="pointer").encode(
+        x=alt.X("us:Q", title="microseconds of one call"),
+        color=_colour(kernels, legend=False),
+        description=alt.Description("said:N"),
+    )
+    spread = base.mark_rule(strokeWidth=2).encode(x="p10:Q", x2="p90:Q")
+    ends = [base.mark_tick(thickness=2, height=9, color=INK).encode(x=f"{end}:Q") for end in ("p10", "p90")]
+    limit = base.transform_filter("isValid(datum.limit)").mark_tick(
+        thickness=2.5, height=20, color=INK, strokeDash=[3, 2]
+    )
+    chart = alt.layer(bar, spread, *ends, limit.encode(x="limit:Q"))
+    return chart.properties(width=width, height={"step": 24})
+
+
+# ---------------------------------------------------------------- roofline
+def roofline(kernels: Sequence[str], width: int | str = 560, height: int = 380) -> alt.LayerChart:
+    """TFLOP/s over FLOPs a byte, both on log axes, under the roofs.
+
+    rows: x, y, kernel, language, name, cell, tip. roofs: x, y, kind ("measured", "data sheet").
+    """
+    log = {"type": "log", "nice": False}
+    x = alt.X(
+        "x:Q", title="FLOP per byte of minimal traffic", scale=alt.Scale(**log), axis=alt.Axis(format="~s", tickCount=6)
+    )
+    y = alt.Y("y:Q", title="TFLOP/s", scale=alt.Scale(**log), axis=alt.Axis(format="~s", tickCount=6))
+    roofs = (
+        alt.Chart(_data("roofs"))
+        .mark_line(stroke=INK, strokeWidth=1.8)
+        .encode(
+            x=x, y=y,
+            strokeDash=alt.StrokeDash(
+                "kind:N", legend=alt.Legend(title=None, orient="top"),
+                scale=alt.Scale(domain=["measured", "data sheet"], range=[[1, 0], [5, 4]]),
+            ),
+        )
+    )  # fmt: skip
+    points = (
+        alt.Chart(_data())
+        .mark_point(filled=True, size=62, stroke=INK, strokeWidth=0.5, opacity=0.9, cursor="pointer")
+        .encode(
+            x=x, y=y, color=_colour(kernels), tooltip=alt.Tooltip("tip:N"), description=alt.Description("said:N"),
+            shape=_shape(),
+        )
+    )  # fmt: skip
+    return alt.layer(roofs, points).properties(width=width, height=height)
+
+
+# ---------------------------------------------------------------- ladder
+def ladder(languages: Sequence[str], width: int | str = 460, height: int = 280) -> alt.LayerChart:
+    """Time by version, a line for each language; dashed: the fastest library; solid: the limit.
+
+    rows: version ("v1"), us, p10, p90, language, label, tip. marks: us, what, label.
+    """
+    domain, values = colours(languages)
+    colour = alt.Color(
+        "language:N", scale=alt.Scale(domain=domain, range=values), legend=alt.Legend(title=None, orient="bottom")
+    )
+    x = alt.X("version:O", title="version", sort=None, axis=alt.Axis(labelAngle=0, grid=False))
+    y = alt.Y("us:Q", title="microseconds of one call", scale=alt.Scale(zero=True))
+    base = alt.Chart(_data()).encode(x=x, y=y, color=colour)
+    tips = {"tooltip": alt.Tooltip("tip:N"), "description": alt.Description("said:N")}
+    line = base.mark_line(strokeWidth=2)
+    range_ = base.mark_rule(strokeWidth=2).encode(y="p10:Q", y2="p90:Q")
+    point = base.mark_point(filled=True, size=90, stroke=INK, strokeWidth=0.5, cursor="pointer").encode(
+        shape=_shape(),
+        **tips,
+    )
+    text = base.mark_text(dy=-12, fontSize=11, color=INK).encode(text="label:N", color=alt.value(INK))
+    marks = alt.Chart(_data("marks"))
+    dash = alt.StrokeDash("what:N", legend=None, scale=alt.Scale(domain=["library", "limit"], range=[[6, 4], [1, 0]]))
+    rule = marks.mark_rule(strokeWidth=1.5).encode(y="us:Q", strokeDash=dash)
+    name = marks.mark_text(align="left", dx=6, fontSize=11).encode(y="us:Q", x=alt.value("width"), text="label:N")
+    return alt.layer(rule, name, line, range_, point, text).properties(width=width, height=height)
+
+
+# ---------------------------------------------------------------- languages
+def languages(names: Sequence[str], width: int | str = 420) -> alt.LayerChart:
+    """Share of the limit by cell, a point for each language. rows: cell, rank, language, share (percent), tip."""
+    domain, values = colours(names)
+    y = alt.Y("cell:N", title=None, sort=_by("rank"), axis=alt.Axis(grid=True))
+    base = alt.Chart(_data()).encode(y=y)
+    line = base.mark_rule(strokeWidth=1.5, opacity=0.5).encode(x="min(share):Q", x2="max(share):Q")
+    point = base.mark_point(filled=True, size=90, stroke=INK, strokeWidth=0.5, cursor="pointer").encode(
+        x=alt.X("share:Q", title="% of the limit of the same run", scale=alt.Scale(zero=True)),
+        color=alt.Color(
+            "language:N", scale=alt.Scale(domain=domain, range=values), legend=alt.Legend(title=None, orient="top")
+        ),
+        shape=_shape(),
+        tooltip=alt.Tooltip("tip:N"),
+        description=alt.Description("said:N"),
+    )
+    return alt.layer(line, point).properties(width=width, height={"step": 20})
+
+
+def instructions(kinds: Sequence[str], width: int | str = 420) -> alt.Chart:
+    """Shares of kinds of instructions in the machine code. rows: name, kind, rank, count, share, tip."""
+    domain, values = colours(kinds)
+    return (
+        alt.Chart(_data())
+        .mark_bar(height=20, stroke=INK, strokeWidth=0.3)
+        .encode(
+            y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(grid=False)),
+            x=alt.X("share:Q", title="% of the instructions in the machine code", scale=alt.Scale(domain=[0, 100])),
+            color=alt.Color(
+                "kind:N",
+                sort=domain,
+                scale=alt.Scale(domain=domain, range=values),
+                legend=alt.Legend(title=None, orient="bottom", columns=3),
+            ),
+            order=alt.Order("rank:Q"),
+            tooltip=alt.Tooltip("tip:N"),
+            description=alt.Description("said:N"),
+        )
+        .properties(width=width, height={"step": 34})
+    )
+
+
+# ---------------------------------------------------------------- comparison
+def moves(width: int | str = 420) -> alt.LayerChart:
+    """Change of time over limit with what the spreads allow. rows: name, rank, change, low, high (all in
+    percent), way, tip."""
+    scale = alt.Scale(domain=["faster", "slower", "within its spread"], range=["#0072B2", "#D55E00", "#999999"])
+    shapes = alt.Scale(
+        domain=["faster", "slower", "within its spread"], range=["triangle-left", "triangle-right", "circle"]
+    )
+    y = alt.Y("name:N", title=None, sort=_by("rank"), axis=alt.Axis())
+    base = alt.Chart(_data()).encode(y=y)
+    spread = base.mark_rule(strokeWidth=2).encode(
+        x=alt.X("low:Q", title="% more time over limit (left: faster)"), x2="high:Q"
+    )
+    point = base.mark_point(filled=True, size=80, stroke=INK, strokeWidth=0.5, cursor="pointer").encode(
+        x="change:Q",
+        color=alt.Color("way:N", scale=scale, legend=alt.Legend(title=None, orient="top")),
+        shape=alt.Shape("way:N", scale=shapes, legend=alt.Legend(title=None, orient="top")),
+        tooltip=alt.Tooltip("tip:N"),
+        description=alt.Description("said:N"),
+    )
+    zero = alt.Chart(_data()).mark_rule(strokeDash=[3, 3]).encode(x=alt.datum(0))
+    return alt.layer(zero, spread, point).properties(width=width, height={"step": 20})
+
+
+def only_used(spec: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Leaves in the legends what the rows hold; colours stay as they are."""
+    if isinstance(spec, dict):
+        legend, field = spec.get("legend"), spec.get("field")
+        if isinstance(legend, dict) and field and "domain" in (spec.get("scale") or {}):
+            held = {row.get(field) for row in rows}
+            legend["values"] = [value for value in spec["scale"]["domain"] if value in held]
+        for value in spec.values():
+            only_used(value, rows)
+    elif isinstance(spec, list):
+        for value in spec:
+            only_used(value, rows)
+
+
+def spec(chart: Any) -> dict[str, Any]:
+    """The Vega-Lite form, with the shared config and without data."""
+    found: dict[str, Any] = chart.to_dict(validate=True)
+    found["config"] = config()
+    return found

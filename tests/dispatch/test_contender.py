@@ -1,0 +1,207 @@
+"""What the dispatcher picks, and the fixed-split mode, as contenders of a sweep, a bench and a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3 import cli
+from mla_var3.bench import environment
+from mla_var3.bench.cell import Contender, contender_key
+from mla_var3.bench.records import Record, load, new_id, now
+from mla_var3.device import Device
+from mla_var3.dispatch import choose
+from mla_var3.kernel import registry
+from mla_var3.problem import MlaProblem
+from mla_var3.report import tables
+from mla_var3.sweep import config as sweep_config
+from mla_var3.sweep import plan as sweep_plan
+from mla_var3.sweep import run as sweep
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+H200 = Device.get("h200")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: H200))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def points(*words: str) -> list[sweep_plan.Point]:
+    config = sweep_config.compose(words)
+    return sweep_plan.expand(config, sweep_plan.Target(H200, True))
+
+
+# ---------------------------------------------------------------- points
+def test_dispatch_stands_for_one_version_a_cell() -> None:
+    found = points("experiment=decode", "kernels=dispatch")
+    assert len(found) == 17
+    for point in found:
+        choice = choose(point.problem, H200)
+        assert (point.kernel, point.asked, point.picked_by) == (choice.kernel, choice.knobs, "dispatch")
+        assert point.runnable and point.requested == "dispatch" and point.tiling is not None
+
+
+def test_dispatch_stands_beside_named_versions() -> None:
+    found = points("experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla,cute-dsl/flash_mla_v1")
+    by_picker = [(p.problem, p.kernel.label) for p in found if not p.picked_by]
+    assert len(found) == 12 and len(by_picker) == 8
+    # A version that is named and picked is two contenders, with keys of their own.
+    for cell in {p.problem for p in found}:
+        keys = {contender_key(cell, _contender(p), H200) for p in found if p.problem == cell}
+        assert len(keys) == 3
+
+
+def _contender(point: sweep_plan.Point) -> Contender:
+    return Contender(point.kernel, dict(point.asked) or None, plan=point.plan, picked_by=point.picked_by)
+
+
+def test_the_newest_of_each_family_does_not_push_the_pick_out() -> None:
+    config = sweep_config.compose(["experiment=quickstart", "kernels=cute"])
+    config.kernels.patterns, config.kernels.newest = ["dispatch", "cute-dsl/flash_mla*"], True
+    found = sweep_plan.expand(config, sweep_plan.Target(H200, True))
+    assert len(found) == 8 and sum(p.picked_by == "dispatch" for p in found) == 4
+
+
+def test_fixed_split_runs_the_version_inside_a_plan_of_its_own() -> None:
+    found = points("experiment=fixed_split", "tiling.split_tokens=2048")
+    assert {p.picked_by for p in found} == {"dispatch", "fixed_split"}
+    for point in found:
+        if point.picked_by == "fixed_split":
+            assert point.plan == "mla_var3.ops.fixed:FixedSplitPlan" and point.runnable, point.reason
+            assert point.asked == {"split_tokens": 2048} == point.requested
+        else:
+            assert "split_tokens" not in point.asked
+
+
+def test_a_knob_that_nobody_has_is_named(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sweep", "experiment=fixed_split", "tiling.split_token=64"]) == 2
+    assert "did you mean 'split_tokens'" in capsys.readouterr().err
+
+
+def test_a_cell_that_no_version_takes_has_no_pick() -> None:
+    odd = MlaProblem(h=16, p=32)
+    assert sweep_plan.picked("dispatch", odd.replace(dtype="fp32"), H200) is None
+
+
+# ---------------------------------------------------------------- records
+def measure(monkeypatch: pytest.MonkeyPatch) -> list[Contender]:
+    """Replaces the measuring worker by one whose records say what the contenders are."""
+    from mla_var3.bench import cell as cell_
+
+    seen: list[Contender] = []
+
+    def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Record]:
+        run = cell_._Run(device, settings, experiment)
+        for problem, contenders in cells:
+            for number, contender in enumerate(contenders):
+                seen.append(contender)
+                source = environment.source_hash(contender.kernel, contender.plan)
+                slot = cell_._Slot(number, 0, problem, contender, source)
+                us = 50.0 + number
+                stats = {"median": us, "p10": us, "p90": us, "n": 5}
+                fields = {"status": "passed", "time_us": {"burst": stats}, "error": {"out": 1e-3, "lse": 1e-6}}
+                yield run.record(slot, fields)
+
+    monkeypatch.setattr(cell_, "measure_cells", measure_cells)
+    return seen
+
+
+def test_a_record_names_the_version_and_what_picked_it(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = measure(monkeypatch)
+    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v1"]) == 0
+    records = load(gpu / "results").records
+    assert len(records) == len(seen) == 8
+    for record in records:
+        if record.picked_by is None:
+            assert record.kernel.label == "cute-dsl/flash_mla_v1" and record.requested == "default"
+            continue
+        choice = choose(MlaProblem.from_record(record.problem), H200)
+        assert record.picked_by == record.requested == "dispatch"
+        assert record.kernel.label == choice.kernel.label
+    assert len({r.key for r in records}) == 8
+    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v1", "resume=true"]) == 0
+    assert len(seen) == 8, "everything was there already"
+
+
+def test_tables_tell_the_pick_from_the_version(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure(monkeypatch)
+    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v1"]) == 0
+    assert "dispatch: cute-dsl/" in capsys.readouterr().out
+    records = load(gpu / "results").records
+    assert len(tables.latest(records)) == 8
+    compare = ["compare", str(gpu / "results"), "--kernels", "dispatch", "cute-dsl/flash_mla_v1"]
+    assert cli.main(compare) == 0
+    out = capsys.readouterr().out
+    assert "dispatch against cute-dsl/flash_mla_v1" in out and "geometric mean" in out
+
+
+def test_bench_measures_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = measure(monkeypatch)
+    assert cli.main(["bench", "dispatch", "--b", "128", "--h", "16", "--t", "4096"]) == 0
+    (contender,) = seen
+    assert contender.picked_by == "dispatch"
+    assert contender.kernel == choose(MlaProblem(b=128, h=16, t=4096), H200).kernel
+
+
+def test_check_checks_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from mla_var3.runtime import checking
+
+    checked: list[Any] = []
+
+    def check(plan_type: Any, problem: MlaProblem, tiling: Any, where: str, **options: Any) -> Any:
+        checked.append((plan_type, where))
+        return checking.CheckReport(True, "", {"out": 1e-3, "lse": 1e-6})
+
+    monkeypatch.setattr(checking, "check", check)
+    assert cli.main(["check", "dispatch", "--b", "128", "--h", "16"]) == 0
+    kernel = choose(MlaProblem(b=128, h=16), H200).kernel
+    assert checked == [(registry.get_plan(kernel), "cuda")]
+    assert f"dispatch picks {kernel.label}" in capsys.readouterr().out
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
+    assert cli.main(["check", "dispatch"]) == 2
+    assert "dispatch picks a version for a GPU" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_pick_is_compiled_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mla_var3.sweep import compile as sweep_compile
+
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = []
+
+    def compile_points(mine: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
+        asked.extend(mine)
+        return iter(())
+
+    monkeypatch.setattr(sweep_compile, "compile_points", compile_points)
+    words = ["experiment=fixed_split", "experiment.cpu=false", "experiment.recorded=false"]
+    assert cli.main(["sweep", *words]) == 0
+    assert asked and all(p.picked_by == "dispatch" and p.plan is None for p in asked)
+    assert "fixed_split left out" in capsys.readouterr().err
+
+
+def test_a_pick_is_never_tuned() -> None:
+    config = sweep_config.compose(["experiment=quickstart", "kernels=dispatch", "bench.tune=true"])
+    job = sweep.Sweep(config, H200)
+    (first, *_) = sweep_plan.expand(config, job.target, job.cells)
+    contender = job.contender(first)
+    assert not contender.tune and contender.requested == "dispatch"
+
+
+def test_records_of_picks_say_so() -> None:
+    data = {
+        "id": new_id(), "at": now(), "experiment": "x", "status": "skipped", "reason": "y", "device": "h200",
+        "kernel": {"language": "cute-dsl", "layer": "mla", "design": "flash_mla"}, "problem": MlaProblem().to_record(),
+        "source": {"hash": "0"}, "picked_by": "dispatch",
+    }  # fmt: skip
+    assert '"picked_by":"dispatch"' in Record.model_validate(data).to_json()

@@ -1,0 +1,35 @@
+"""An engine on the CPU: streams and captures are what a test says they are."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from mla_var3.device import Device
+from mla_var3.ops.engine import Engine
+
+
+class CpuEngine(Engine):
+    """Runs versions that work on the CPU as if it were an H200. planned: how many kernels were planned."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.current_stream = 0
+        self.current_capture: int | None = None
+        self.planned = 0
+
+    def stream(self, device: Any) -> int:
+        return self.current_stream
+
+    def capture(self, stream: int) -> int | None:
+        return self.current_capture
+
+    def on(self, device: Any) -> Any:
+        return nullcontext()
+
+    def hardware(self, device: Any) -> Device:
+        return Device.get("h200")
+
+    def _plan(self, *args: Any) -> Any:
+        self.planned += 1
+        return super()._plan(*args)

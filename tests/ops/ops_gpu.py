@@ -1,0 +1,79 @@
+"""What the GPU tests of this folder share: compiling ahead, results against the oracle, requests cut out of a batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from mla_var3.device import Device
+from mla_var3.ops.decode import way_for
+from mla_var3.ops.fixed import HALVES, WHOLE
+from mla_var3.problem import MlaProblem
+from mla_var3.runtime.checking import Bounds, ErrorReport, compare
+from mla_var3.runtime.oracle import mla_decode_reference
+
+FLASH_MLA_SCALE = 576**-0.5
+
+
+def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = None) -> int:
+    """Compiles, in processes beside each other, what will be picked for these problems; returns how many jobs it took.
+
+    One class takes one core about 5 s; without this, a test would wait for each in turn. Where the compiler is missing
+    the kernels must be in an open bundle, and nothing is done.
+    """
+    from mla_var3.toolchain import loader
+    from mla_var3.toolchain.aot import code_knobs
+    from mla_var3.toolchain.pool import CompileJob, compile_many
+
+    device = Device.detect()
+    assert device is not None
+    if not loader.compiler_here():
+        return 0
+    jobs: dict[Any, CompileJob] = {}
+    wanted: list[tuple[Any, Any]] = []
+    for problem in problems:
+        way = way_for(problem, device, fixed_split=fixed_split)
+        plan: Any = way.make(problem, device)
+        if fixed_split is None:
+            wanted.append((way.key[0], plan))
+            continue
+        for splits in (WHOLE, HALVES):
+            wanted.append((plan.inner_kernel(splits), plan._inner(splits, problem.b, fixed_split)))
+    for kernel, plan in wanted:
+        if kernel.language != "cute-dsl":
+            continue
+        empty = plan.plan_empty()
+        names = tuple(stage.name for stage in getattr(empty, "stages", (empty,)))
+        key = (kernel, plan.problem.problem_class(), str(code_knobs(plan.tiling)), names)
+        record = plan.problem.to_record()
+        record.pop("softmax_scale", None)
+        jobs.setdefault(
+            key, CompileJob(**kernel.to_record(), problem=record, device=device.key, tiling=plan.tiling.to_record())
+        )
+    results = compile_many(list(jobs.values()), workers=max(1, min(len(jobs), os.cpu_count() or 1)), progress=False)
+    failed = [f"{r.job.label}: {r.error}" for r in results if not r.ok]
+    assert not failed, failed
+    return len(jobs)
+
+
+def judge(
+    found: Sequence[torch.Tensor], given: Sequence[torch.Tensor], scale: float, causal: bool, bounds: Bounds
+) -> ErrorReport:
+    """(out, lse) against the oracle on the same inputs."""
+    reference = mla_decode_reference(*given, k=found[0].shape[3], scale=scale, causal=causal)
+    return compare(found[0], found[1], *reference, bounds)
+
+
+def request(given: Sequence[torch.Tensor], i: int, width: int | None = None) -> tuple[torch.Tensor, ...]:
+    """One request by itself, its row of the page table cut to a width."""
+    q, cache, table, lens = given
+    return q[i : i + 1].contiguous(), cache, table[i : i + 1, :width].contiguous(), lens[i : i + 1].contiguous()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits, +0 and -0 told apart."""
+    kinds = {2: torch.int16, 4: torch.int32}
+    return torch.equal(a.contiguous().view(kinds[a.element_size()]), b.contiguous().view(kinds[b.element_size()]))

@@ -1,0 +1,92 @@
+"""Small calls of kernel versions, for compute-sanitizer: a few seconds under each of its tools.
+
+    compute-sanitizer --tool memcheck  python3 tests/ops/sanitizer_case.py 'cute-dsl/*'
+    compute-sanitizer --tool racecheck python3 tests/ops/sanitizer_case.py cute-dsl/flash_mla_v1
+    compute-sanitizer --tool synccheck python3 tests/ops/sanitizer_case.py --bundle DIR 'cute-dsl/*'
+
+The cells are those of experiment=sanitizer, which a bundle can be made of:
+`mla-var3 compile 'cute-dsl/*' --device h200 --experiment sanitizer --bundle DIR`. Inputs are made and results judged
+on the CPU, so that the tool watches little else than the versions' own kernels. --fixed adds the fixed-split mode and
+--ops what `mla_decode` picks. Ends with 1 when a result is wrong; for memcheck set PYTORCH_NO_CUDA_MEMORY_CACHING=1,
+so that every tensor is an allocation of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PART = 128  # tokens of a part of the fixed-split mode
+
+
+def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str, Any, Any]]:
+    """(name, problem, function of GPU inputs that returns (out, lse))."""
+    from mla_var3.device import Device
+    from mla_var3.kernel import registry
+    from mla_var3.ops import mla_decode
+    from mla_var3.sweep.plan import select_kernels
+    from mla_var3.verbs import experiment_cells
+
+    device = Device.detect()
+    if device is None:
+        sys.exit("there is no GPU here: compute-sanitizer watches kernels run.")
+    for problem in experiment_cells("sanitizer"):
+        for kernel in select_kernels(patterns) if patterns else []:
+            reason = registry.missing(kernel)
+            if reason:
+                print(f"{kernel.label}: skipped: {reason}")
+                continue
+            plan = registry.get_plan(kernel)(problem, None, device)
+            verdict = plan.supported()
+            if not verdict:
+                print(f"{kernel.label} {problem.label}: skipped: {verdict.reason}")
+                continue
+            yield kernel.label, problem, lambda given, plan=plan: plan.plan(*given)()
+        for name, wanted, options in (("fixed_split", fixed, {"fixed_split": PART}), ("mla_decode", ops, {})):
+            if wanted:
+                yield (
+                    name,
+                    problem,
+                    lambda given, pd=problem, more=options: mla_decode(
+                        *given, causal=pd.causal, return_lse=True, **more
+                    ),
+                )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs every case once, prints a line for each, and returns 1 when one is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kernels", nargs="*", help="language/design[_vN]; * and ? are wildcards")
+    parser.add_argument("--bundle", type=Path, help="compiled kernels, where the compiler is missing")
+    parser.add_argument("--fixed", action="store_true", help="also the fixed-split mode")
+    parser.add_argument("--ops", action="store_true", help="also what mla_decode picks")
+    args = parser.parse_args(words)
+    if args.bundle is not None:
+        from mla_var3.toolchain.bundle import open_bundle
+
+        open_bundle(args.bundle)
+    import torch
+
+    from mla_var3.runtime.checking import DOMINATED, compare
+    from mla_var3.runtime.inputs import make_inputs
+    from mla_var3.runtime.oracle import mla_decode_reference
+
+    wrong = count = 0
+    for name, problem, run in cases(args.kernels, args.fixed, args.ops):
+        given = make_inputs(problem, "cpu", seed=5)
+        found = run(tuple(x.cuda() for x in given))
+        torch.cuda.synchronize()
+        reference = mla_decode_reference(*given, k=problem.k, scale=problem.scale, causal=problem.causal)
+        verdict = compare(found[0].cpu(), found[1].cpu(), *reference, DOMINATED)
+        print(f"{name} {problem.label}: {'right' if verdict.ok else verdict.reason}", flush=True)
+        wrong += not verdict.ok
+        count += 1
+    print(f"{count} calls, {wrong} wrong")
+    return 1 if wrong or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

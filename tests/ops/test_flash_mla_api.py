@@ -1,0 +1,148 @@
+"""FlashMLA's interface without a GPU: its names and arguments, its results, and what is refused by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ops_fakes import CpuEngine  # noqa: E402
+
+from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.ops import flash_mla as api  # noqa: E402
+from mla_var3.ops.decode import mla_decode  # noqa: E402
+from mla_var3.problem import MlaProblem  # noqa: E402
+from mla_var3.runtime.inputs import make_inputs  # noqa: E402
+from mla_var3.runtime.oracle import mla_decode_reference  # noqa: E402
+
+# Parameter and default of FlashMLA's function at 9241ae3; `...` stands for none.
+PARAMETERS: dict[str, Any] = {
+    "q": ..., "k_cache": ..., "block_table": ..., "cache_seqlens": ..., "head_dim_v": ...,
+    "tile_scheduler_metadata": ..., "num_splits": None, "softmax_scale": None, "causal": False,
+    "is_fp8_kvcache": False, "indices": None, "attn_sink": None, "extra_k_cache": None,
+    "extra_indices_in_kvcache": None, "topk_length": None, "extra_topk_length": None,
+}  # fmt: skip
+PROBLEM = MlaProblem(h=4, s=2, b=3, t=1, lengths=[70, 0, 129])
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
+    engine = CpuEngine()
+    monkeypatch.setattr(api, "mla_decode", functools.partial(mla_decode, on=engine, kernel="torch/flash_mla"))
+    return engine
+
+
+def given(seed: int = 0) -> tuple[Any, ...]:
+    return make_inputs(PROBLEM, "cpu", seed=seed)
+
+
+def test_arguments_have_flash_mlas_names_order_and_defaults() -> None:
+    found = inspect.signature(api.flash_mla_with_kvcache).parameters
+    plain = {name: ... if p.default is inspect.Parameter.empty else p.default for name, p in found.items()}
+    assert list(plain.items()) == list(PARAMETERS.items())
+    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in found.values())
+
+
+@pytest.mark.parametrize("arguments", [(), (torch.zeros(2, dtype=torch.int32), 128, 1)])
+def test_metadata_takes_the_arguments_of_older_interfaces(arguments: tuple[Any, ...]) -> None:
+    meta, nothing = api.get_mla_metadata(*arguments)
+    assert isinstance(meta, api.FlashMLASchedMeta) and nothing is None
+    assert not meta.have_initialized and meta.tile_scheduler_metadata is None and meta.num_splits is None
+    assert api.get_mla_metadata(num_heads_q=128)[0] is not meta
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gives_flash_mlas_results(causal: bool) -> None:
+    q, cache, table, lens = given()
+    meta, splits = api.get_mla_metadata()
+    out, lse = api.flash_mla_with_kvcache(q, cache, table, lens, 512, meta, splits, causal=causal)
+    want_out, want_lse = mla_decode_reference(q, cache, table, lens, k=512, scale=576**-0.5, causal=causal)
+    assert torch.equal(out, want_out.to(q.dtype)) and torch.equal(lse, want_lse.float())
+    assert out.shape == (3, 2, 4, 512) and out.dtype == torch.bfloat16
+    assert lse.shape == (3, 4, 2) and lse.dtype == torch.float32
+    assert not out[1].any() and torch.isposinf(lse[1]).all(), "a request without keys"
+    assert meta.have_initialized
+
+
+def test_the_scale_is_the_callers() -> None:
+    q, cache, table, lens = given()
+    _, lse = api.flash_mla_with_kvcache(q, cache, table, lens, 512, api.get_mla_metadata()[0], softmax_scale=1.0)
+    assert torch.equal(lse, mla_decode_reference(q, cache, table, lens, k=512, scale=1.0, causal=False)[1].float())
+
+
+def test_lengths_and_tensors_may_change_under_the_same_metadata(on_cpu: CpuEngine) -> None:
+    meta, _ = api.get_mla_metadata()
+    q, cache, table, lens = given()
+    api.flash_mla_with_kvcache(q, cache, table, lens, 512, meta)
+    for seed, lengths in ((1, [70, 0, 129]), (1, [64, 0, 65])):
+        q, cache, table, lens = given(seed)
+        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out, lse = api.flash_mla_with_kvcache(q, cache, table, lens, 512, meta)
+        want = mla_decode_reference(q, cache, table, lens, k=512, scale=576**-0.5, causal=False)
+        assert torch.equal(out, want[0].to(q.dtype)) and torch.equal(lse, want[1].float())
+    assert on_cpu.planned == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda q, cache, table, lens: (q[:2], cache, table[:2], lens[:2]), "b is 2 and was 3"),
+        (lambda q, cache, table, lens: (q[:, :1], cache, table, lens), "s_q is 1 and was 2"),
+        (lambda q, cache, table, lens: (q[:, :, :2], cache, table, lens), "h_q is 2 and was 4"),
+        (
+            lambda q, cache, table, lens: (q, cache.view(-1, 32, 1, 576), table, lens),
+            "page_block_size is 32 and was 64",
+        ),
+        (lambda q, cache, table, lens: (q, cache.view(-1, 64, 2, 576), table, lens), "h_k is 2 and was 1"),
+    ],
+)
+def test_metadata_is_for_one_shape(change: Any, sentence: str) -> None:
+    meta, _ = api.get_mla_metadata()
+    tensors = make_inputs(PROBLEM.replace(lengths="uniform", t=128), "cpu")
+    api.flash_mla_with_kvcache(*tensors, 512, meta)
+    with pytest.raises(UserError, match=sentence):
+        api.flash_mla_with_kvcache(*change(*tensors), 512, meta)
+
+
+def test_metadata_is_for_one_mask() -> None:
+    meta, _ = api.get_mla_metadata()
+    api.flash_mla_with_kvcache(*given(), 512, meta)
+    with pytest.raises(UserError, match="causal is True and was False"):
+        api.flash_mla_with_kvcache(*given(), 512, meta, causal=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
+)
+def test_arguments_of_sparse_attention_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{name} was given: sparse attention"):
+        api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], **{name: torch.zeros(1)})
+
+
+def test_fp8_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"^is_fp8_kvcache was given: FP8 caches"):
+        api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], is_fp8_kvcache=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"block_table": None}, "block_table is None: dense attention needs it"),
+        ({"cache_seqlens": None}, "cache_seqlens is None"),
+        ({"head_dim_v": 256}, "head_dim_v = 256 must be 512"),
+        ({"tile_scheduler_metadata": None}, "tile_scheduler_metadata is a NoneType: pass what get_mla_metadata"),
+        ({"num_splits": torch.zeros(4)}, "num_splits was given: pass None"),
+        ({"q": torch.zeros(3, 4, 576, dtype=torch.bfloat16)}, "must have four dimensions"),
+    ],
+)
+def test_other_mistakes_are_named(changes: dict[str, Any], sentence: str) -> None:
+    names = ("q", "k_cache", "block_table", "cache_seqlens")
+    arguments: dict[str, Any] = dict(zip(names, given(), strict=True))
+    arguments |= {"head_dim_v": 512, "tile_scheduler_metadata": api.get_mla_metadata()[0], **changes}
+    with pytest.raises(UserError, match=sentence):
+        api.flash_mla_with_kvcache(**arguments)

@@ -1,0 +1,331 @@
+"""`mla_decode` without a GPU: arguments, kept kernels, streams, captures; the torch version computes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ops_fakes import CpuEngine  # noqa: E402
+
+from mla_var3.device import Device  # noqa: E402
+from mla_var3.errors import Unsupported, UserError  # noqa: E402
+from mla_var3.kernel import registry  # noqa: E402
+from mla_var3.ops import decode as decode_module  # noqa: E402
+from mla_var3.ops import engine as engine_module  # noqa: E402
+from mla_var3.ops import mla_decode  # noqa: E402
+from mla_var3.ops.request import ScaledProblem  # noqa: E402
+from mla_var3.problem import MlaProblem  # noqa: E402
+from mla_var3.runtime.inputs import make_inputs  # noqa: E402
+from mla_var3.runtime.oracle import mla_decode_reference  # noqa: E402
+
+PROBLEM = MlaProblem(h=4, causal=True, s=2, t=1, lengths=[70, 0, 129], b=3)
+
+
+@pytest.fixture
+def engine() -> CpuEngine:
+    return CpuEngine()
+
+
+def inputs(problem: MlaProblem = PROBLEM, seed: int = 0) -> tuple[Any, ...]:
+    return make_inputs(problem, "cpu", seed=seed, dist="normal")
+
+
+def expected(given: tuple[Any, ...], scale: float, causal: bool = True) -> tuple[Any, Any]:
+    out, lse = mla_decode_reference(*given, k=512, scale=scale, causal=causal)
+    return out.to(given[0].dtype), lse.float()
+
+
+def call(engine: CpuEngine, given: tuple[Any, ...], **options: Any) -> Any:
+    options = {"causal": True, "return_lse": True, "kernel": "torch/flash_mla", **options}
+    return mla_decode(*given, on=engine, **options)
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# ---------------------------------------------------------------- results
+@pytest.mark.parametrize("scale", [None, 576**-0.5, 1.0])
+def test_computes_attention_with_the_scale_it_is_given(engine: CpuEngine, scale: float | None) -> None:
+    given = inputs()
+    assert same(call(engine, given, scale=scale), expected(given, 192**-0.5 if scale is None else scale))
+
+
+def test_returns_out_alone_unless_the_lse_is_asked_for(engine: CpuEngine) -> None:
+    given = inputs()
+    out = call(engine, given, return_lse=False)
+    assert torch.equal(out, expected(given, 192**-0.5)[0])
+
+
+def test_writes_into_the_callers_tensors(engine: CpuEngine) -> None:
+    given = inputs()
+    out, lse = torch.full((3, 2, 4, 512), 7.0, dtype=torch.bfloat16), torch.full((3, 4, 2), 7.0)
+    found = call(engine, given, out=out, lse=lse)
+    assert found[0] is out and found[1] is lse
+    assert same((out, lse), expected(given, 192**-0.5))
+
+
+def test_one_kernel_serves_other_tensors_and_keeps_earlier_results(engine: CpuEngine) -> None:
+    sets = [inputs(seed=i) for i in range(3)]
+    found = [call(engine, given) for given in sets]
+    assert engine.planned == 1
+    assert all(same(f, expected(given, 192**-0.5)) for f, given in zip(found, sets, strict=True))
+    assert len({f[0].data_ptr() for f in found}) == 3
+
+
+def test_a_cache_with_more_pages_needs_no_other_kernel(engine: CpuEngine) -> None:
+    q, cache, table, lens = inputs()
+    call(engine, (q, cache, table, lens))
+    wider = torch.cat([cache, torch.full_like(cache, float("nan"))])
+    assert same(call(engine, (q, wider, table, lens)), expected((q, cache, table, lens), 192**-0.5))
+    assert engine.planned == 1
+
+
+def test_no_memory_of_the_caller_is_kept_alive(engine: CpuEngine) -> None:
+    call(engine, inputs())
+    (bound,) = engine._kept.values()
+    assert all(x.numel() == 0 for x in (*bound.inputs, *bound.outputs))
+
+
+def test_lengths_are_read_when_the_kernel_runs(engine: CpuEngine) -> None:
+    given = inputs()
+    call(engine, given)
+    given[3].copy_(torch.tensor([3, 0, 65], dtype=torch.int32))
+    assert same(call(engine, given), expected(given, 192**-0.5))
+    assert engine.planned == 1
+
+
+def test_slices_of_tables_and_transposed_queries_are_taken(engine: CpuEngine) -> None:
+    q, cache, table, lens = inputs()
+    wide = torch.full((3, 9), 2147480000, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    sliced = wide[:, : table.shape[1]]
+    assert not turned.is_contiguous() and not sliced.is_contiguous()
+    assert same(call(engine, (turned, cache, sliced, lens)), expected((q, cache, table, lens), 192**-0.5))
+
+
+def test_an_empty_batch_gives_empty_results(engine: CpuEngine) -> None:
+    q, cache, table, lens = inputs()
+    out, lse = call(engine, (q[:0], cache, table[:0], lens[:0]))
+    assert out.shape == (0, 2, 4, 512) and lse.shape == (0, 4, 2) and engine.planned == 0
+
+
+def test_inference_mode_and_the_ordinary_one_may_alternate(engine: CpuEngine) -> None:
+    given = inputs()
+    wanted = expected(given, 192**-0.5)
+    with torch.inference_mode():
+        assert same(call(engine, inputs()), wanted)
+    assert same(call(engine, given), wanted)
+    with torch.inference_mode():
+        assert same(call(engine, given), wanted)
+    assert engine.planned == 1
+
+
+def test_a_mask_over_a_single_query_token_is_no_mask() -> None:
+    q, cache, table, lens = inputs(MlaProblem(b=2, h=4, t=1, lengths=[5, 70]))
+    engine = CpuEngine()
+    for causal in (True, False):
+        assert same(call(engine, (q, cache, table, lens), causal=causal), expected((q, cache, table, lens), 192**-0.5))
+    assert engine.planned == 1
+
+
+def test_threads_share_a_kernel_one_after_the_other(engine: CpuEngine) -> None:
+    sets = [inputs(seed=i) for i in range(4)]
+    wanted = [expected(given, 192**-0.5) for given in sets]
+    right: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            if same(call(engine, sets[i]), wanted[i]):
+                right.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(right) == sorted([0, 1, 2, 3] * 5)
+
+
+def test_a_kernel_that_keeps_views_is_bound_again(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuTile's kernels hold views of their tensors: pointing the tensors elsewhere would not reach them."""
+    monkeypatch.setattr(engine_module, "follows_tensors", lambda kernel: False)
+    sets = [inputs(seed=i) for i in range(2)]
+    for given in sets:
+        assert same(call(engine, given), expected(given, 192**-0.5))
+
+
+# ---------------------------------------------------------------- streams, captures, memory
+def test_streams_do_not_share_a_kernel(engine: CpuEngine) -> None:
+    given = inputs()
+    for stream in (1, 2, 1, 2):
+        engine.current_stream = stream
+        call(engine, given)
+    assert engine.planned == 2
+
+
+def test_a_capture_needs_a_call_before_it(engine: CpuEngine) -> None:
+    given = inputs()
+    engine.current_capture = 5
+    with pytest.raises(UserError, match="call once before the capture, with the same shapes"):
+        call(engine, given)
+    engine.current_capture = None
+    call(engine, given)
+    engine.current_capture = 5
+    assert same(call(engine, given), expected(given, 192**-0.5))
+
+
+def test_captures_have_kernels_of_their_own(engine: CpuEngine) -> None:
+    """Workspaces of a capture lie in the graph's memory: nothing outside of it, and no other graph, may use them."""
+    given = inputs()
+    call(engine, given)
+    for capture in (5, 5, 6):
+        engine.current_capture = capture
+        call(engine, given)
+    assert engine.planned == 3
+    engine.current_capture = None
+    call(engine, given)
+    assert engine.planned == 3
+
+
+def test_an_unknown_capture_keeps_nothing(engine: CpuEngine) -> None:
+    given = inputs()
+    call(engine, given)
+    engine.current_capture = 0
+    call(engine, given)
+    call(engine, given)
+    assert engine.planned == 3 and len(engine._kept) == 1
+
+
+def test_the_oldest_kernels_go_first() -> None:
+    engine = CpuEngine(most_kernels=2)
+    shapes = [inputs(MlaProblem(b=b, h=4, t=70)) for b in (1, 2, 3)]
+    for given in (shapes[0], shapes[1], shapes[0], shapes[2], shapes[0]):
+        call(engine, given, causal=False)
+    assert engine.planned == 3
+    call(engine, shapes[1], causal=False)
+    assert engine.planned == 4
+
+
+def test_workspaces_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CpuEngine(most_bytes=1)
+    plan = CpuEngine._plan
+
+    def heavy(self: CpuEngine, *args: Any) -> Any:
+        bound = plan(self, *args)
+        bound.bytes = 10
+        return bound
+
+    monkeypatch.setattr(CpuEngine, "_plan", heavy)
+    for b in (1, 2, 3):
+        call(engine, inputs(MlaProblem(b=b, h=4, t=70)), causal=False)
+    assert len(engine._kept) == 1
+
+
+# ---------------------------------------------------------------- refusals
+def changed(**tensors: Any) -> tuple[Any, ...]:
+    names = ("q", "kv_cache", "page_table", "seq_lens")
+    return tuple(tensors.get(name, x) for name, x in zip(names, inputs(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"q": torch.zeros(3, 4, 576, dtype=torch.bfloat16)}, r"q has 3 dimensions, shape \(3, 4, 576\): pass \(b, s"),
+        ({"q": "text"}, "q is a str: pass a torch tensor"),
+        ({"q": torch.zeros(3, 2, 4, 576)}, r"q is torch.float32: the kernels compute in torch.bfloat16"),
+        ({"kv_cache": torch.zeros(9, 64, 1, 576, dtype=torch.float16)}, "kv_cache is torch.float16 and q torch.bf"),
+        ({"page_table": torch.zeros(3, 3)}, "page_table is torch.float32: pass it as torch.int32"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens is torch.int64: pass it as torch.int32"),
+        (
+            {"page_table": torch.zeros(2, 3, dtype=torch.int32)},
+            "page_table has 2 rows and seq_lens 3 entries for the 3",
+        ),
+        ({"page_table": torch.zeros(3, 0, dtype=torch.int32)}, "page_table has no columns"),
+        ({"kv_cache": torch.zeros(9, 64, 1, 512, dtype=torch.bfloat16)}, "kv_cache has 512 columns and q 576"),
+        ({"kv_cache": torch.zeros(9, 64, 3, 576, dtype=torch.bfloat16)}, "4 query heads do not share 3 latent caches"),
+        ({"kv_cache": torch.zeros(9, 1, 64, 576, dtype=torch.bfloat16).transpose(1, 2)}, None),
+        ({"kv_cache": torch.zeros(9, 64, 2, 576, dtype=torch.bfloat16)[:, :, :1]}, "kv_cache is not contiguous"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int32, device="meta")}, "seq_lens is on meta and q on cpu"),
+    ],
+)
+def test_wrong_tensors_are_named(engine: CpuEngine, tensors: dict[str, Any], sentence: str | None) -> None:
+    given = changed(**tensors)
+    if sentence is None:  # one head: the order of heads and tokens makes no difference to strides
+        assert given[1].is_contiguous()
+        return
+    with pytest.raises(UserError, match=sentence):
+        call(engine, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"head_dim_v": 600}, "head_dim_v = 600 latent columns of 576"),
+        ({"out": torch.zeros(1)}, r"out is \(1,\) torch.float32 on cpu: pass \(3, 2, 4, 512\) torch.bfloat16 on cpu"),
+        ({"lse": torch.zeros(3, 2, 4)}, r"lse is \(3, 2, 4\) torch.float32 on cpu: pass \(3, 4, 2\)"),
+        ({"out": torch.zeros(3, 2, 512, 4, dtype=torch.bfloat16).transpose(2, 3)}, "out must be contiguous"),
+        ({"fixed_split": 64}, "fixed_split chooses its own version"),
+        ({"fixed_split": 0, "kernel": None}, "fixed_split = 0 is not a whole number of tokens"),
+        ({"kernel": "cute-dsl/flash_mla_v99"}, "no kernel 'cute-dsl/flash_mla_v99'"),
+    ],
+)
+def test_wrong_options_are_named(engine: CpuEngine, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        call(engine, inputs(), **options)
+
+
+def test_tensors_of_the_host_are_refused() -> None:
+    with pytest.raises(UserError, match="q is on cpu: mla_decode runs on an NVIDIA GPU"):
+        mla_decode(*inputs())
+
+
+def test_a_device_without_a_version_is_refused_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = tuple(k for k in registry.all_kernels() if k.language == "cute-dsl")
+    monkeypatch.setattr(registry, "all_kernels", lambda: only)
+    problem = ScaledProblem(b=7, h=16, t=4096)
+    with pytest.raises(Unsupported, match=r"no version takes b7_s1_h16_t4096 on a100: .*this is sm_80"):
+        decode_module.way_for(problem, Device.get("a100"))
+    with pytest.raises(UserError, match="there is no GPU here"):
+        decode_module.way_for(problem, None)
+
+
+def test_picks_once_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[MlaProblem] = []
+    real = decode_module._pick
+
+    def counted(problem: MlaProblem, device: Device) -> Any:
+        seen.append(problem)
+        return real(problem, device)
+
+    monkeypatch.setattr(decode_module, "_pick", counted)
+    decode_module.way_for.cache_clear()
+    for _ in range(3):
+        decode_module.way_for(ScaledProblem(b=5, h=16, t=640), Device.get("h200"))
+    assert len(seen) == 1
+
+
+def test_compiles_ahead_what_would_be_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[Any, Device]] = []
+
+    class Empty:
+        def __init__(self, problem: MlaProblem) -> None:
+            self.problem = problem
+
+        def plan_empty(self) -> Empty:
+            return self
+
+        def compile(self, out_dir: Any, device: Device) -> None:
+            compiled.append((self.problem, device))
+
+    way = engine_module.Way(("a version",), lambda problem, device: Empty(problem))  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(decode_module, "way_for", functools.partial(lambda *a, **k: way))
+    problems = [MlaProblem(b=2, h=16), MlaProblem(b=3, h=16)]
+    assert decode_module.compile_for(problems, "h200") == ["a version"] * 2
+    assert compiled == [(problem, Device.get("h200")) for problem in problems]

@@ -16,6 +16,7 @@ from mla_var3.kernel.cutile.lib.combine import combine, warm_up
 from mla_var3.kernel.cutile.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling, choose_splits
 from mla_var3.kernel.cutile.mla.flash_mla.flash_mla.flash_mla import flash_mla as main_kernel
 from mla_var3.problem import MlaProblem
+from mla_var3.runtime import CtKernel
 
 H200 = Device.get("h200")
 ROWS = FlashMlaTiling()
@@ -71,6 +72,7 @@ class _Launches:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[Any, tuple[Any, ...], tuple[int, ...]]] = []
         patch.setattr(ct, "launch", self)
+        patch.setattr(CtKernel, "on_cpu", False)  # CPU tensors stand for a GPU's
         patch.setattr(torch.cuda, "current_stream", lambda *_: None)
 
     def __call__(self, stream: Any, grid: tuple[int, ...], kernel: Any, args: tuple[Any, ...]) -> None:

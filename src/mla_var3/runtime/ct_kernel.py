@@ -88,17 +88,31 @@ class CtKernel(BaseKernel):
             _HINTED[key] = self.kernel_fn.replace_hints(**hints)
         return _HINTED[key]
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the tensors are on the CPU: the kernel is then interpreted (`mla_var3.cutile_cpu`), not compiled."""
+        tensors = (*self.input_tensors, *self.output_tensors)
+        return bool(tensors) and all(t.device.type == "cpu" for t in tensors)
+
     def launch(self) -> None:
         import cuda.tile as ct
         import torch
 
         if self._ready is None or self._ready[0] != self.tiling:
-            self._ready = (self.tiling, self.hinted(), self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
-        _, kernel, grid, args = self._ready
+            args = tuple(self.args_fn(self.tiling))
+            self._ready = (self.tiling, self.hinted(), self.grid_fn(self.tiling), args, self.on_cpu)
+        _, kernel, grid, args, on_cpu = self._ready
+        if on_cpu:
+            from mla_var3 import cutile_cpu
+
+            cutile_cpu.launch(grid, kernel, args)
+            return
         ct.launch(torch.cuda.current_stream(), grid, kernel, args)
 
     def measure_us(self) -> float:
         """Mean time of a call as cuTile's own search measures it, in microseconds."""
+        if self.on_cpu:
+            raise UserError(f"{self.name} has its tensors on the CPU, where it is interpreted: tune it on a GPU.")
         import cuda.tile as ct
         import torch
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from importlib import util
 from typing import Any
 
-from mla_var3.errors import UserError
+from mla_var3.cutile_cpu.errors import KernelFault
+from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
 
@@ -31,16 +32,18 @@ _CASES = ("own", "edges")
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """How a language runs on a CPU. module: must be importable for it. env: of the process. why_not: when it cannot."""
+    """How a language runs on a CPU. module: must be importable for it, and so must `needs`. env: of the process.
+    why_not: when it cannot."""
 
     module: str
     name: str
     env: Mapping[str, str] = field(default_factory=dict)
     why_not: str = ""
+    needs: tuple[str, ...] = ()
 
     def available(self) -> bool:
         try:
-            return bool(self.module) and util.find_spec(self.module) is not None
+            return bool(self.module) and all(util.find_spec(name) is not None for name in (self.module, *self.needs))
         except ModuleNotFoundError:
             return False
 
@@ -50,7 +53,10 @@ BACKENDS: dict[str, CpuBackend] = {
     "torch": CpuBackend("torch", "torch on the CPU"),
     "triton": CpuBackend("triton", "Triton's interpreter", {"TRITON_INTERPRET": "1"}),
     "cutile-dsl": CpuBackend(
-        "mla_var3.cutile_cpu", "the cuTile interpreter", why_not="cuTile kernels are compiled only: no interpreter here"
+        "mla_var3.cutile_cpu",
+        "the cuTile interpreter",
+        why_not="the cuTile interpreter needs cuda-tile, which is not installed",
+        needs=("cuda.tile",),
     ),
     "cute-dsl": CpuBackend("", "", why_not="CuTe DSL has no interpreter: its kernels are compiled only"),
 }
@@ -187,6 +193,10 @@ def run_one(
                 report = check(plan_type, problem, tiling, "cpu", cases=cases)
                 outcome |= {"status": "passed" if report.ok else "incorrect", "reason": report.reason}
                 outcome["error"] = {name: float(value) for name, value in report.error.items()}
+    except KernelFault as error:  # what it did has no meaning on a GPU either
+        outcome |= {"status": "incorrect", "reason": str(error)}
+    except Unsupported as error:
+        outcome |= {"status": "skipped", "reason": str(error)}
     except UserError as error:
         outcome |= {"status": "infeasible", "reason": str(error)}
     except Exception as error:

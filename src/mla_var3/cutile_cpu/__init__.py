@@ -1,0 +1,59 @@
+"""Running cuTile kernels on a CPU: an interpreter of the final IR that cuda-tile's own front end makes.
+
+    from mla_var3 import cutile_cpu
+
+    cutile_cpu.launch((blocks,), kernel, (tensor, other, 128))       # in the place of ct.launch
+    with cutile_cpu.options(seed=7, poison=False):                   # order of blocks; padding that is not determined
+        cutile_cpu.launch(...)
+    with cutile_cpu.in_place_of_launch():                            # other people's code that calls ct.launch
+        their_function(cpu_tensor)
+
+It needs no libcuda and no tileiras. docs/cutile_cpu.md says what it promises and what it does not run (`UNSUPPORTED`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.cutile_cpu.unsupported import UNSUPPORTED, UNSUPPORTED_USES
+
+if TYPE_CHECKING:
+    from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, UnsupportedOperation
+    from mla_var3.cutile_cpu.frontend import CUDA_TILE_VERSION, check_version
+    from mla_var3.cutile_cpu.grid import Options, launch, options
+    from mla_var3.cutile_cpu.patch import in_place_of_launch
+
+__all__ = [
+    "CUDA_TILE_VERSION",
+    "UNSUPPORTED",
+    "UNSUPPORTED_USES",
+    "InterpreterError",
+    "KernelFault",
+    "Options",
+    "UnsupportedOperation",
+    "check_version",
+    "in_place_of_launch",
+    "launch",
+    "options",
+]
+
+_WHERE = {
+    "CUDA_TILE_VERSION": "frontend",
+    "check_version": "frontend",
+    "InterpreterError": "errors",
+    "KernelFault": "errors",
+    "UnsupportedOperation": "errors",
+    "Options": "grid",
+    "launch": "grid",
+    "options": "grid",
+    "in_place_of_launch": "patch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Everything but the lists loads torch, so it loads when it is used."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

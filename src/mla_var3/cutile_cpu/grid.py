@@ -1,0 +1,195 @@
+"""Running a grid: block after block, in an order that a seed shuffles.
+
+A block that waits for another one (a `while` loop whose turn changes none of its variables) lets the others run: it is
+left in a thread of its own and goes on when they have run or wait too. When all that are left wait, and none of them
+writes anything any more, the launch is a `KernelFault` that names the loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mla_var3.cutile_cpu import frontend
+from mla_var3.cutile_cpu.errors import KernelFault
+from mla_var3.cutile_cpu.machine import BlockState, Program
+from mla_var3.cutile_cpu.memory import Memory
+from mla_var3.errors import UserError
+
+#: Rounds of all waiting blocks without a write before they are said to wait for ever.
+_PATIENT_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """How kernels are interpreted.
+
+    seed: of the order of blocks; None runs them in order. poison: undetermined padding is NaN (a large number for
+    integers), else zero. strict: a tile wholly outside its array, which cuTile leaves undefined, is a fault; else it is
+    padding, and storing it does nothing.
+    """
+
+    seed: int | None = 0
+    poison: bool = True
+    strict: bool = True
+
+
+_DEFAULT = Options()
+_OPTIONS: ContextVar[Options] = ContextVar("cutile_cpu_options", default=_DEFAULT)
+
+
+@contextmanager
+def options(**changes: Any) -> Iterator[Options]:
+    """Other `Options` for the launches inside."""
+    try:
+        chosen = replace(_OPTIONS.get(), **changes)
+    except TypeError:
+        raise UserError(
+            f"The cuTile interpreter's options are seed, poison and strict, not {', '.join(changes)}."
+        ) from None
+    token = _OPTIONS.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _OPTIONS.reset(token)
+
+
+def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, settings: Options | None = None) -> None:
+    """Runs a `@ct.kernel` over `grid` (up to 3 extents) with CPU tensors, to the end.
+
+    Raises `KernelFault` (a `UserError`) for what cuTile leaves undefined and for failed assertions, with the kernel's
+    line; cuTile's own errors for code that its front end refuses.
+    """
+    frontend.check_version()
+    chosen = settings or _OPTIONS.get()
+    if len(grid) > 3 or any(not isinstance(n, int) or n < 0 for n in grid):
+        raise UserError(f"grid = {tuple(grid)}: give up to 3 numbers of blocks.")
+    arguments = frontend.describe_arguments(kernel, args)
+    program = frontend.program(kernel, arguments)
+    memory = Memory(fill=chosen.poison, strict=chosen.strict)
+    for tensor, name in arguments.tensors:
+        memory.add(tensor, name)
+    x, y, z = (*grid, 1, 1, 1)[:3]
+    blocks = [(i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x))]
+    if chosen.seed is not None:
+        random.Random(chosen.seed).shuffle(blocks)
+    with _one_thread():
+        _Schedule(program, arguments, memory, (x, y, z)).run(blocks)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch with one thread: tiles are small, and where cores are shared its threads wait for one another (a check of
+    the decode kernel took 24 s with two threads on two busy cores, 4 s with one)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Schedule:
+    """Runs blocks one at a time; those that wait are parked in threads."""
+
+    def __init__(self, program: Program, arguments: Any, memory: Memory, grid: tuple[int, int, int]) -> None:
+        self.program, self.arguments, self.memory, self.grid = program, arguments, memory, grid
+        self.parked: deque[_Waiting] = deque()
+
+    def execute(self, bid: tuple[int, int, int], wait: Callable[[str], None]) -> None:
+        state = BlockState(bid, self.grid, self.memory, self.arguments.lists, wait)
+        self.program.execute(state, self.arguments.values)
+
+    def run(self, blocks: list[tuple[int, int, int]]) -> None:
+        # Only a kernel with a `while` loop can wait; the others need no threads.
+        if not self.program.can_wait:
+            for bid in blocks:
+                self.execute(bid, lambda where: None)
+            return
+        try:
+            for bid in blocks:
+                self._go_on(_Waiting(self, bid))
+            self._finish()
+        finally:
+            for block in self.parked:
+                block.give_up()
+
+    def _go_on(self, block: _Waiting) -> None:
+        if block.turn():
+            self.parked.append(block)
+
+    def _finish(self) -> None:
+        quiet = 0
+        while self.parked:
+            before, count = self.memory.writes, len(self.parked)
+            for _ in range(count):
+                self._go_on(self.parked.popleft())
+            progressed = self.memory.writes != before or len(self.parked) < count
+            quiet = 0 if progressed else quiet + 1
+            if quiet >= _PATIENT_ROUNDS:
+                first = self.parked[0]
+                many = f" ({len(self.parked)} blocks wait)" if len(self.parked) > 1 else ""
+                raise KernelFault(f"the loop never ends: nothing that it reads changes{many},", first.where, first.bid)
+
+
+class _Waiting:
+    """One block in a thread that runs only while it has the turn."""
+
+    def __init__(self, schedule: _Schedule, bid: tuple[int, int, int]) -> None:
+        self.schedule, self.bid, self.where = schedule, bid, ""
+        self.error: BaseException | None = None
+        self.done = self.abandoned = False
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+
+    def turn(self) -> bool:
+        """Lets the block run until it ends (False) or waits (True)."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._body, daemon=True)
+            self._thread.start()
+        else:
+            self._mine.release()
+        self._theirs.acquire()
+        if self.done:
+            self._thread.join()
+        if self.error is not None:
+            raise self.error
+        return not self.done
+
+    def _body(self) -> None:
+        try:
+            with _one_thread():
+                self.schedule.execute(self.bid, self._wait)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.done = True
+        self._theirs.release()
+
+    def _wait(self, where: str) -> None:
+        self.where = where
+        self._theirs.release()
+        self._mine.acquire()
+        if self.abandoned:
+            raise _Abandoned
+
+    def give_up(self) -> None:
+        """Ends the thread of a block that will not go on."""
+        self.abandoned = True
+        self._mine.release()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Abandoned(BaseException):
+    pass

@@ -1,0 +1,8 @@
+"""The kernels of these tests are in modules beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,296 @@
+"""The grid: ids, order, blocks that wait for others, arguments, the cache."""
+
+from __future__ import annotations
+
+import threading
+from typing import Annotated
+
+import cuda.tile as ct
+import pytest
+import torch
+
+from mla_var3 import cutile_cpu
+from mla_var3.cutile_cpu import KernelFault, frontend
+from mla_var3.errors import UserError
+
+Const = ct.Constant[int]
+
+
+def test_block_ids() -> None:
+    @ct.kernel
+    def ids(out):
+        x, y, z = ct.bid(0), ct.bid(1), ct.bid(2)
+        at = (z * ct.num_blocks(1) + y) * ct.num_blocks(0) + x
+        ct.scatter(out, at, x + 10 * y + 100 * z)
+
+    out = torch.zeros(2 * 3 * 4, dtype=torch.int32)
+    cutile_cpu.launch((4, 3, 2), ids, (out,))
+    assert out.tolist() == [x + 10 * y + 100 * z for z in range(2) for y in range(3) for x in range(4)]
+
+
+def test_the_order_is_shuffled_by_a_seed() -> None:
+    @ct.kernel
+    def order(counter, out):
+        ct.scatter(out, ct.bid(0), ct.atomic_add(counter, 0, 1))
+
+    def run(seed: int | None) -> list[int]:
+        out = torch.zeros(32, dtype=torch.int32)
+        with cutile_cpu.options(seed=seed):
+            cutile_cpu.launch((32,), order, (torch.zeros(1, dtype=torch.int32), out))
+        return out.tolist()
+
+    assert run(None) == list(range(32))
+    assert run(1) == run(1) != run(2) and sorted(run(1)) == list(range(32))
+
+
+def test_a_dependency_between_blocks_shows() -> None:
+    """Each block reads what the block before it wrote: right only in order."""
+
+    @ct.kernel
+    def chain(x):
+        i = ct.bid(0)
+        ct.scatter(x, i + 1, ct.gather(x, i) + 1)
+
+    ordered, shuffled = torch.zeros(17, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
+    with cutile_cpu.options(seed=None):
+        cutile_cpu.launch((16,), chain, (ordered,))
+    cutile_cpu.launch((16,), chain, (shuffled,))
+    assert ordered.tolist() == list(range(17)) != shuffled.tolist()
+
+
+@ct.kernel
+def _relay(flags, out):
+    """Block i waits until block i - 1 has raised its flag."""
+    i = ct.bid(0)
+    if i > 0:
+        while ct.atomic_add(flags, i - 1, 0) == 0:
+            pass
+        ct.scatter(out, i, ct.gather(out, i - 1) + i)
+    ct.atomic_xchg(flags, i, 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, None])
+def test_blocks_that_wait_for_others(seed: int | None) -> None:
+    out = torch.zeros(12, dtype=torch.int32)
+    with cutile_cpu.options(seed=seed):
+        cutile_cpu.launch((12,), _relay, (torch.zeros(12, dtype=torch.int32), out))
+    assert out.tolist() == [i * (i + 1) // 2 for i in range(12)]
+
+
+def test_a_lock() -> None:
+    @ct.kernel
+    def locked(lock, total):
+        while ct.atomic_cas(lock, 0, 0, 1) == 1:
+            pass
+        ct.scatter(total, 0, ct.gather(total, 0) + ct.bid(0))
+        ct.atomic_xchg(lock, 0, 0)
+
+    total = torch.zeros(1, dtype=torch.int32)
+    cutile_cpu.launch((20,), locked, (torch.zeros(1, dtype=torch.int32), total))
+    assert total.item() == 190
+
+
+def test_waiting_for_ever_is_a_fault_and_leaves_no_threads() -> None:
+    @ct.kernel
+    def stuck(flag):
+        while ct.atomic_add(flag, 0, 0) == 0:
+            pass
+
+    before = threading.active_count()
+    with pytest.raises(
+        KernelFault, match=r"never ends: nothing that it reads changes \(3 blocks wait\).*test_blocks.py"
+    ):
+        cutile_cpu.launch((3,), stuck, (torch.zeros(1, dtype=torch.int32),))
+    assert threading.active_count() == before
+
+
+def test_a_fault_in_a_kernel_that_can_wait_reaches_the_caller() -> None:
+    @ct.kernel
+    def faulty(x):
+        n = 0
+        while n < 5:
+            n += 1
+        ct.assert_(ct.gather(x, ct.bid(0)) == n, "no")  # noqa: PT009 (cuTile's own)
+
+    with pytest.raises(KernelFault, match="assertion failed: no"):
+        cutile_cpu.launch((2,), faulty, (torch.tensor([5, 4], dtype=torch.int32),))
+
+
+def test_variables_that_are_not_always_set() -> None:
+    """`last` has no value before the first turn: the loop carries a placeholder."""
+
+    @ct.kernel
+    def late(x, out, limit: int):
+        i = 0
+        while True:
+            last = ct.gather(x, i)
+            if last > limit:
+                break
+            i += 1
+        ct.scatter(out, 0, last)
+
+    x, out = torch.arange(4, dtype=torch.int32) + 5, torch.zeros(1, dtype=torch.int32)
+    described = frontend.describe_arguments(late, (x, out, 6))
+    assert "make_dummy" in frontend.program(late, described).opcodes
+    cutile_cpu.launch((1,), late, (x, out, 6))
+    assert out.item() == 7
+
+
+def test_programmatic_launch_does_nothing() -> None:
+    @ct.kernel
+    def dependent(x):
+        ct.grid_dependency_control_wait()
+        ct.scatter(x, 0, ct.gather(x, 0) + 1)
+        ct.grid_dependency_control_launch_dependents()
+
+    x = torch.zeros(1)
+    cutile_cpu.launch((1,), dependent, (x,))
+    assert x.item() == 1
+
+
+def test_steps_that_are_not_positive() -> None:
+    @ct.kernel
+    def steps(out, by: int):
+        total = 0
+        for i in range(0, 10, by):
+            total += i
+        ct.scatter(out, 0, total)
+
+    out = torch.zeros(1, dtype=torch.int32)
+    cutile_cpu.launch((1,), steps, (out, 3))
+    assert out.item() == 18
+    with pytest.raises(KernelFault, match="a range with the step 0"):
+        cutile_cpu.launch((1,), steps, (out, 0))
+
+
+# ---------------------------------------------------------------- arguments
+def test_scalar_tuple_and_wide_arguments() -> None:
+    @ct.kernel
+    def takes(pair, flag: bool, scale: float, big: ct.ScalarInt64, wide: ct.IndexedWithInt64, n: Const):
+        x, shift = pair
+        t = ct.load(wide, (ct.bid(0),), (n,)) * scale + shift
+        if flag:
+            t = t + ct.astype(big // 1_000_000_000_000, ct.float32)
+        ct.store(x, (ct.bid(0),), t)
+
+    out, wide = torch.zeros(8), torch.arange(8.0)
+    cutile_cpu.launch((2,), takes, ((out, 3), True, 0.5, 5_000_000_000_000, wide, 4))
+    assert torch.equal(out, wide * 0.5 + 3 + 5)
+    cutile_cpu.launch((2,), takes, ((out, 3), False, 0.5, 5_000_000_000_000, wide, 4))
+    assert torch.equal(out, wide * 0.5 + 3)
+
+
+def test_static_shapes_and_strides_are_constants() -> None:
+    @ct.kernel
+    def whole(x: Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(0,), static_stride_dims=(0,))], out):
+        ct.static_assert(x.shape[0] == 8 and x.strides[0] == 2)
+        ct.store(out, (0,), ct.load(x, (0,), (x.shape[0],)))
+
+    x, out = torch.arange(16.0), torch.zeros(8)
+    cutile_cpu.launch((1,), whole, (x[::2], out))
+    assert torch.equal(out, x[::2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(4),), "takes 2 arguments"),
+        ((torch.zeros(4), "x"), "n cannot be a constant"),
+        ((3.5j, 4), "x is a complex, which is no argument"),
+        ((torch.zeros(4, dtype=torch.complex64), 4), "which cuTile has no data type for"),
+        (([], 4), "empty list"),
+        (([1], 4), "items that are not arrays"),
+        ((2**40, 4), "does not fit int32"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments: tuple[object, ...], message: str) -> None:
+    @ct.kernel
+    def plain(x, n: Const):
+        pass
+
+    with pytest.raises(UserError, match=message) as error:
+        cutile_cpu.launch((1,), plain, arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_grids_options_and_functions() -> None:
+    @ct.kernel
+    def nothing():
+        pass
+
+    cutile_cpu.launch((), nothing, ())
+    cutile_cpu.launch((0, 4), nothing, ())
+    for grid in ((1, 1, 1, 1), (-1,), (1.5,)):
+        with pytest.raises(UserError, match="up to 3 numbers of blocks"):
+            cutile_cpu.launch(grid, nothing, ())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="is not a cuTile kernel"):
+        cutile_cpu.launch((1,), len, ())
+    with pytest.raises(UserError, match="seed, poison and strict"), cutile_cpu.options(speed=3):
+        pass
+
+
+def test_what_the_front_end_refuses_is_refused() -> None:
+    @ct.kernel
+    def odd(x):
+        ct.store(x, (0,), ct.zeros((3,), dtype=ct.float32))
+
+    with pytest.raises(ct.TileError, match="power of"):
+        cutile_cpu.launch((1,), odd, (torch.zeros(3),))
+
+
+# ---------------------------------------------------------------- the cache
+def test_one_program_serves_arguments_that_are_specialised_alike() -> None:
+    calls = []
+
+    @ct.kernel
+    def copy(x, out, n: Const):
+        ct.store(out, (0,), ct.load(x, (0,), (n,)))
+
+    def key(*arguments: object) -> object:
+        described = frontend.describe_arguments(copy, arguments)
+        made = frontend.program(copy, described)
+        calls.append(made)
+        return made
+
+    x = torch.zeros(64)
+    first = key(x, x, 8)
+    assert key(torch.zeros(32), torch.zeros(48), 8) is first  # multiples of 16
+    assert key(x, x, 16) is not first  # a constant
+    assert key(torch.zeros(33), x, 8) is not first  # no multiple of 16
+    assert key(x.to(torch.float64), x.to(torch.float64), 8) is not first
+    assert key(torch.zeros(128)[::2], x, 8) is not first  # a stride
+    assert key(torch.zeros(65)[1:], x, 8) is not first  # an address
+    assert len({id(c) for c in calls}) == 6
+    hinted = copy.replace_hints(num_ctas=1)
+    assert frontend.program(hinted, frontend.describe_arguments(hinted, (x, x, 8))) is first  # hints change no result
+
+
+def test_signatures_are_those_of_a_launch() -> None:
+    """The facts that cuTile's launch takes from a tensor (its C extension is not callable without a driver)."""
+
+    @ct.kernel
+    def takes(x):
+        pass
+
+    def constraint(x: torch.Tensor) -> object:
+        return frontend.describe_arguments(takes, (x,)).constraints[0]
+
+    c = constraint(torch.zeros(32, 1, 24, dtype=torch.bfloat16))
+    assert c.shape_constant == (None, 1, None) and c.stride_constant == (None, None, 1)
+    assert c.shape_divisible_by == (16, 1, 1) and c.stride_divisible_by == (8, 8, 1)
+    assert c.base_addr_divisible_by == 16 and not c.may_alias_internally and c.index_dtype == ct.int32
+    assert constraint(torch.zeros(4, 1).expand(4, 4)).may_alias_internally
+    six = constraint(torch.zeros(1, 16, 1, 16, 1, 16))
+    assert six.shape_constant == (None,) * 6 and six.stride_constant == (None,) * 6
+    assert constraint(torch.zeros(17)[1:]).base_addr_divisible_by == 1
+
+
+def test_in_place_of_launch() -> None:
+    @ct.kernel
+    def double(x):
+        ct.store(x, (0,), ct.load(x, (0,), (8,)) * 2)
+
+    real, x = ct.launch, torch.ones(8)
+    with cutile_cpu.in_place_of_launch():
+        ct.launch(None, (1,), double, (x,))
+    assert ct.launch is real and x.tolist() == [2.0] * 8

@@ -1,0 +1,1 @@
+"""cuTile versions of `flash_attention`."""

@@ -221,9 +221,20 @@ def test_making_it_again_compiles_only_what_is_new(folder: Path, monkeypatch: py
     monkeypatch.setattr(tiny_scale, "_compile", counting)
     fields = [{"threads": 64}, {"threads": 96}, {"threads": 2048}]
     made = bundle.make_bundle(folder, [TINY], [ONE], fields, workers=0)
-    assert compiled == [(False, 96)]
-    assert len(made.entries) == 5
+    assert compiled == [(False, 96), (True, 96)]  # the shift for the cases of the check with several requests
+    assert len(made.entries) == 6
+    assert [e["problems"] for e in made.entries if e["tiling"]["threads"] == 96] == [[ONE.label], []]
     assert [reason for _, reason in made.refused] == ["2048 threads are over 1024"]
+
+
+def test_it_holds_what_the_check_of_a_problem_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """b32 s4 is not split, but a few short requests of its class are, and by fewer parts than a long one."""
+    names: set[str] = set()
+    monkeypatch.setattr(aot, "compiled_host", lambda plan, name, *rest, **options: names.add(name))
+    monkeypatch.setattr(bundle, "_make", lambda folder, jobs, *rest: [bundle.run_bundle_job(job) for job in jobs])
+    problem = MlaProblem(b=32, s=4, h=128, t=4096)
+    bundle.make_bundle(tmp_path / "b", ["cute-dsl/flash_mla_v1"], [problem], workers=1, progress=False)
+    assert names == {"flash_mla_v1", "combine_groups1", "combine_groups4"}
 
 
 def test_what_an_older_source_left_is_removed(folder: Path) -> None:

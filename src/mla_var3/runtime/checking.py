@@ -266,6 +266,11 @@ def _cases(problem: MlaProblem, on_gpu: bool) -> Iterator[_Case]:
         yield _Case("far_pages", same_class(problem, ruled), "flashmla", run=_far_pages)
 
 
+def case_problems(problem: MlaProblem) -> list[MlaProblem]:
+    """The problems that `check` plans or binds on a GPU for this one: of its class, each once, itself first."""
+    return list(dict.fromkeys(case.problem for case in _cases(problem, on_gpu=True)))
+
+
 def check(
     plan: KernelPlan | type[KernelPlan],
     problem: MlaProblem | None = None,

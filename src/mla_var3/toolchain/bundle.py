@@ -16,7 +16,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -53,17 +53,19 @@ class BundleJob:
     """Host functions that share code. kernel: a registered label, or `module:PlanClass`.
 
     points: (problem, tiling) records of one problem class and of tilings that the code does not tell apart. Sizes and
-    launch knobs decide which stages a pipeline has, so all of them are planned.
+    launch knobs decide which stages a pipeline has, so all of them are planned. checked: points that nobody asked for,
+    but that the check of the others plans: other batches and lengths, hence other splits and perhaps another combine.
     """
 
     kernel: str
     points: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = field(hash=False)
     device: str
     folder: str
+    checked: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = field(default=(), hash=False)
 
     @property
     def label(self) -> str:
-        problem, tiling = self.points[0]
+        problem, tiling = (*self.points, *self.checked)[0]
         knobs = ", ".join(f"{k}={v}" for k, v in tiling.items())
         return f"{self.kernel} {MlaProblem.from_record(problem).problem_class().key()} {knobs}".strip()
 
@@ -131,10 +133,20 @@ def _add(
     device: Device,
     folder: Path,
 ) -> None:
-    at = (kernel, problem.problem_class().key(), json.dumps(aot.code_knobs(tiling), sort_keys=True, default=str))
-    before = groups[at].points if at in groups else ()
-    point = (problem.to_record(), tiling.to_record())
-    groups[at] = BundleJob(kernel, (*before, point), device.key, str(folder))
+    from mla_var3.runtime.checking import case_problems
+
+    def group(of: Tiling) -> tuple[str, str, str]:
+        return kernel, problem.problem_class().key(), json.dumps(aot.code_knobs(of), sort_keys=True, default=str)
+
+    job = groups.get(group(tiling)) or BundleJob(kernel, (), device.key, str(folder))
+    groups[group(tiling)] = replace(job, points=(*job.points, (problem.to_record(), tiling.to_record())))
+    for other in case_problems(problem)[1:]:
+        # As the check does where a case does not allow the tiling.
+        taken = tiling if tiling.validate(other, device) else plan_of(kernel)(other, None, device).tiling
+        job = groups.get(group(taken)) or BundleJob(kernel, (), device.key, str(folder))
+        point = (other.to_record(), taken.to_record())
+        if point not in job.checked:
+            groups[group(taken)] = replace(job, checked=(*job.checked, point))
 
 
 def _tilings(
@@ -197,7 +209,7 @@ def run_bundle_job(job: BundleJob) -> list[dict[str, Any]]:
     """In a worker process: compiles a job's host functions into the folder; returns their entries."""
     plan_type, device = plan_of(job.kernel), Device.get(job.device)
     entries: dict[str, dict[str, Any]] = {}
-    for record, knobs in job.points:
+    for record, knobs in (*job.points, *job.checked):
         problem = MlaProblem.from_record(record)
         plan = plan_type(problem, plan_type.tiling_type.from_record(knobs), device)
         plan.require()
@@ -208,7 +220,8 @@ def run_bundle_job(job: BundleJob) -> list[dict[str, Any]]:
             noted = entries.setdefault(
                 entry["key"], {"kernel": job.kernel, "problem_class": _class_record(problem), "problems": [], **entry}
             )
-            noted["problems"] = sorted({*noted["problems"], problem.label})
+            if (record, knobs) in job.points:
+                noted["problems"] = sorted({*noted["problems"], problem.label})
     return list(entries.values())
 
 

@@ -31,11 +31,12 @@ install: $(BASE) ## the virtual environment only
 test: $(DEV) ## install what is missing, then run the tests; ARGS='-k name' selects
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-lint: $(DEV) ## ruff, mypy, and the devlogs against their records
+lint: $(DEV) ## ruff, mypy, and devlogs and knowledge against their records
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mla-var3 devlog check
+	$(BIN)/mla-var3 knowledge check --frozen
 
 format: $(DEV) ## rewrite the sources as ruff likes them
 	$(BIN)/ruff check --fix-only .

@@ -30,6 +30,7 @@ VERBS = {
     "dispatch": "which version and knobs for a problem, from records; make its table",
     "clone": "copy a version under the next version number, ready to be changed",
     "devlog": "start, check and cite entries of the development log",
+    "knowledge": "what was learned: entries that fit a kernel; check and compile the pages",
 }
 
 DESCRIPTION = "A laboratory for Multi-head Latent Attention kernels."
@@ -139,6 +140,10 @@ def dispatch(words: list[str]) -> int:
         from mla_var3.devlog.cli import main as devlog
 
         return devlog(rest)
+    if verb == "knowledge":
+        from mla_var3.knowledge.cli import main as knowledge
+
+        return knowledge(rest)
     if verb == "dispatch":
         from mla_var3.dispatch.verb import main as dispatch_verb
 

@@ -169,3 +169,17 @@ def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> No
     wrong = {**{r["id"]: r for r in records}, "aaaa00003333": record_of("aaaa00003333", kernel=library, burst=300.0)}
     assert len(check_text(text, wrong)) == 2
     assert against_libraries(records[:2]) == ""
+
+
+def test_table_against_libraries_of_another_run(record_of: Callable[..., dict[str, Any]]) -> None:
+    """A library that was measured on a slower chip is compared by its distance to that run's limit."""
+    from mla_var3.devlog.citations import check_text
+    from mla_var3.devlog.tables import against_libraries
+
+    ours, library = record_of("aaaa00001111", burst=200.0), record_of("aaaa00002222", burst=220.0)
+    library["kernel"] = {"language": "peer", "layer": "mla", "design": "fa3_qv", "version": 0}
+    for state in ("burst", "sustained"):
+        library["limits"][state]["limit_us"] *= 1.1
+    text = against_libraries([ours, library])
+    assert "| peer/fa3_qv | 1.00 |" in text.splitlines()[2]
+    assert "burst.limit_speedup" in text and check_text(text, {r["id"]: r for r in (ours, library)}) == []

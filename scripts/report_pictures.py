@@ -68,7 +68,7 @@ def screenshots(page: Path, folder: Path) -> list[Path]:
             box = tab.locator(f"#part-{part}").bounding_box()
             path = folder / f"{name}.png"
             clip = {**box, "x": 0, "width": width, "height": min(box["height"], height)}
-            tab.screenshot(path=str(path), clip=clip)
+            tab.screenshot(path=str(path), clip=clip, full_page=True)  # parts may lie below the window
             written.append(path)
             context.close()
     return written

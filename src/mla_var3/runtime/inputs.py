@@ -113,22 +113,6 @@ def make_inputs(
     return q, kv_cache, page_table, seq_lens
 
 
-def make_input_sets(
-    problem: MlaProblem, device: torch.device | str = "cpu", *, count: int, seed: int = 0, dist: str = "flashmla"
-) -> list[InputSet]:
-    """`count` input sets with seeds seed, seed + 1, ...: rotated between calls, so that none is found in a cache."""
-    return [make_inputs(problem, device, seed=seed + i, dist=dist) for i in range(count)]
-
-
-def rotation_count(problem: MlaProblem, l2_bytes: int, *, most: int = 16, headroom: float = 3.0) -> int:
-    """How many input sets to rotate so that a set was evicted from an L2 of `l2_bytes` when it comes round again.
-
-    At least 2, at most `most`; `headroom` is how many times the L2 the sets between two uses must hold.
-    """
-    others = math.ceil(headroom * l2_bytes / max(1, problem.input_bytes()))
-    return max(2, min(most, 1 + others))
-
-
 def _tail(kv_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, value: float) -> None:
     """Fills what lies after each request's last token on its last page."""
     import torch

@@ -10,6 +10,7 @@ import pytest
 
 from mla_var3 import contract
 from mla_var3.errors import UserError
+from mla_var3.kernel import registry
 
 GOOD = """
 import torch
@@ -161,6 +162,38 @@ def test_a_design_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None
 def test_unknown_targets(target: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert contract.main_verify([target, "--device", "cpu"]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("formulation", "given", "expected"),
+    [
+        ("absorbed", {}, {"b": 2, "t": 300, "h": 16}),
+        ("decompressed", {"t": 70}, {"b": 1, "s": 70, "t": 70, "h": 4}),
+        ("decompressed", {"s": 70}, {"b": 1, "s": 70, "t": 70, "h": 4}),
+        ("mixed", {}, {"b": 2, "t": 300, "h": 16, "n": 64}),
+        ("mixed", {"t": 40}, {"b": 2, "t": 300, "h": 16, "n": 40}),
+    ],
+)
+def test_a_design_gets_a_problem_of_its_kind(formulation: str, given: dict[str, int], expected: dict[str, int]) -> None:
+    assert contract.sample_fields(formulation, True, given) == expected
+
+
+@pytest.mark.parametrize("label", ["triton/flash_mla", "cutile-dsl/flash_attention", "cutile-dsl/mla_var6_plus"])
+def test_designs_are_verified_in_an_interpreter(label: str, repo_root: Path) -> None:
+    """In a process of its own: an interpreter is chosen for a process."""
+    language = registry.KernelId.parse(label)
+    if reason := registry.missing(language):
+        pytest.skip(reason)
+    script = repo_root / "scripts" / "verify_kernel.py"
+    command = [sys.executable, str(script), label, "--t", "70", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{label}: right in" in done.stdout
+
+
+def test_a_language_without_an_interpreter_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert contract.main_verify(["cute-dsl/flash_mla", "--device", "cpu"]) == 2
+    assert "CuTe DSL has no interpreter: its kernels are compiled only; use a machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["verify_kernel.py", "benchmark_kernel.py"])

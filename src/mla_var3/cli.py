@@ -205,6 +205,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         ("k", "latent columns"),
         ("p", "rope columns"),
         ("d", "head dim"),
+        ("n", "tokens of each request that are decompressed (design mla_var6_plus)"),
     ):
         names = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
         group.add_argument(*names, type=int, metavar="N", help=text)

@@ -13,9 +13,10 @@ the command lines; they exit with 0 (right), 1 (wrong) or 2 (cannot be judged).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,31 @@ def load(path: Path) -> Contract:
     return Contract(path.name, module.kernel_fn, module.reference_fn, module.get_inputs)
 
 
+def sample_fields(formulation: str, small: bool, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fields of a problem of a kind where nothing else is asked for. small: that a CPU runs in seconds.
+
+    given: what is asked for; prefill has s = t, so that one of them is enough.
+    """
+    asked = dict(given or {})
+    if formulation == "decompressed":
+        tokens = asked.get("t", asked.get("s", 160 if small else 4096))
+        return {"b": 1, "s": tokens, "t": tokens, **({"h": 4} if small else {"causal": True})}
+    fields = {"b": 2, "t": 300, "h": 16} if small else {"b": 32, "t": 4096}
+    if formulation == "mixed":
+        fields["n"] = min(64 if small else 1024, asked.get("t", fields["t"]))
+    return fields
+
+
+def _run_on_cpu(language: str, label: str) -> None:
+    """Chooses the language's interpreter, before anything imports the language. Raises `UserError` without one."""
+    from mla_var3.sweep.cpu import BACKENDS, can_run
+
+    why = can_run(language)
+    if why:
+        raise UserError(f"{label} does not run here: {why}; use a machine with a GPU.")
+    os.environ.update(BACKENDS[language].env)
+
+
 def of_design(label: str, problem: Any = None, *, device: str | None = None, seed: int = 0) -> Contract:
     """The contract of a version here, `language/design[_vN]`, on a problem (a small decode one by default).
 
@@ -122,10 +148,12 @@ def of_design(label: str, problem: Any = None, *, device: str | None = None, see
         raise UserError(reason)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     small = where == "cpu"
-    if problem is None:
-        problem = MlaProblem(b=2, t=300, h=16) if small else MlaProblem(b=32, t=4096)
     hardware = None if small else Device.detect()
+    if small:
+        _run_on_cpu(version.language, label)
     plan_type = registry.get_plan(version)
+    if problem is None:
+        problem = MlaProblem(**sample_fields(plan_type.formulation, small))
     plan = plan_type(problem, None, hardware)
     plan.require()
     options = getattr(plan, "input_options", {})
@@ -432,7 +460,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--atol", type=float, help="absolute tolerance (likewise)")
     problem = parser.add_argument_group("problem of a design")
-    for name in ("b", "s", "t", "h", "k", "p", "d", "page"):
+    for name in ("b", "s", "t", "h", "k", "p", "d", "n", "page"):
         problem.add_argument(f"--{name}", type=int, metavar="N")
     problem.add_argument("--dtype", choices=("bf16", "fp16", "fp32"))
     problem.add_argument("--causal", action="store_true", default=None)
@@ -456,18 +484,23 @@ def _run(
 
 
 def _target(args: argparse.Namespace) -> Contract:
-    fields = {x: getattr(args, x) for x in ("b", "s", "t", "h", "k", "p", "d", "page", "dtype", "causal")}
+    fields = {x: getattr(args, x) for x in ("b", "s", "t", "h", "k", "p", "d", "n", "page", "dtype", "causal")}
     fields = {name: value for name, value in fields.items() if value is not None}
     path = Path(args.target)
     if path.suffix == ".py" or path.exists():
         if fields:
             raise UserError(f"{_list(['--' + x for x in fields])} belong to a design: a file makes its own inputs.")
         return load(path)
+    from mla_var3.kernel import registry
     from mla_var3.problem import MlaProblem
 
     cpu = args.device == "cpu" or (args.device is None and not _has_gpu())
-    base = {"b": 2, "t": 300, "h": 16} if cpu else {"b": 32, "t": 4096}
-    contract = of_design(args.target, MlaProblem(**{**base, **fields}), device=args.device)
+    version = registry.KernelId.parse(args.target)
+    if cpu and not registry.missing(version):
+        _run_on_cpu(version.language, args.target)
+    kind = "absorbed" if registry.missing(version) else registry.get_plan(version).formulation
+    problem = MlaProblem(**{**sample_fields(kind, cpu, fields), **fields})
+    contract = of_design(args.target, problem, device=args.device)
     args.own_bounds = args.rtol is None and args.atol is None
     # As in mla_var3.runtime.checking for inputs of this spread.
     args.rtol = 2.01 / 128 if args.rtol is None else args.rtol

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
     from mla_var3.runtime.types import Tiling
 
-_FIELDS = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "causal", "dtype")
+_FIELDS = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype")
 
 
 # ---------------------------------------------------------------- arguments
@@ -90,6 +90,19 @@ def _usable(patterns: list[str]) -> list[KernelId]:
     return usable
 
 
+def _sizes(kernels: list[KernelId], args: argparse.Namespace, where: str) -> dict[str, Any]:
+    """What a check takes where the user says nothing: sizes for a CPU, or of a kind that all of the kernels compute."""
+    from mla_var3.contract import sample_fields
+
+    kinds = {registry.get_plan(kernel).formulation for kernel in kernels}
+    kind = kinds.pop() if len(kinds) == 1 else "absorbed"
+    if kind == "absorbed" and where != "cpu":
+        return {}
+    given = {name: value for name in _FIELDS if (value := getattr(args, name)) is not None}
+    fields = sample_fields(kind, where == "cpu", given)
+    return {name: value for name, value in fields.items() if name != "h" or kind != "absorbed"}
+
+
 # ---------------------------------------------------------------- check
 def check(args: argparse.Namespace) -> int:
     """0 when every kernel that could run is right, 1 when one is wrong."""
@@ -100,7 +113,7 @@ def check(args: argparse.Namespace) -> int:
     where = "cpu" if args.device == "cpu" or (args.device == "auto" and device is None) else "cuda"
     if where == "cuda" and device is None:
         raise UserError("there is no GPU here: check with --device cpu, or on a machine that has one.")
-    problem = problem_of(args, **({"b": 2, "t": 300} if where == "cpu" else {}))
+    problem = problem_of(args, **_sizes(kernels, args, where))
     if len(named) < len(args.kernels):
         if device is None:
             raise UserError("dispatch picks a version for a GPU, and none is used here: name a kernel instead.")

@@ -214,6 +214,11 @@ def _cases(problem: MlaProblem, on_gpu: bool, quick: bool) -> list[tuple[str, Ml
     return cases
 
 
+#: The latent output is rounded to 16 bits before it meets W_UV, beside P and out: a third u²/12 = 1.3e-6 of cosine
+#: difference, and twice that in the bound, as `mla_var3.runtime.checking` has it for the other two.
+ROUNDED_ONCE_MORE = 2.5e-6
+
+
 def check_mixed(
     plan_cls: Any,
     problem: MlaProblem,
@@ -227,7 +232,7 @@ def check_mixed(
     """Runs a mixed plan on the problem and, unless quick, on ragged old tokens, n = 0 and o = 0; outputs start as NaN.
 
     Every call is repeated and must give the same bits; a second set of inputs is bound to the planned kernel. Bounds
-    are those of `mla_var3.runtime.checking`.
+    are those of `mla_var3.runtime.checking`, with `ROUNDED_ONCE_MORE` on the cosine differences.
     """
     from mla_var3.runtime.checking import CaseResult, CheckReport
 
@@ -259,6 +264,9 @@ def _judge(plan: Any, kernel: Any, inputs: Sequence[Any], dist: str) -> Any:
 
     from mla_var3.runtime.checking import bounds_for, compare
 
+    bounds = bounds_for(dist)
+    bounds = replace(bounds, out_cos=bounds.out_cos + ROUNDED_ONCE_MORE, row_cos=bounds.row_cos + ROUNDED_ONCE_MORE)
+
     def bits(x: Any) -> Any:  # the cache holds NaN behind each request's last token
         return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
 
@@ -270,7 +278,7 @@ def _judge(plan: Any, kernel: Any, inputs: Sequence[Any], dist: str) -> Any:
                 x.fill_(math.nan)
         runs.append([x.clone() for x in kernel()])
     (out, lse), (ref_out, ref_lse) = runs[0], plan.reference_fn(*inputs)
-    report = compare(out, lse, ref_out, ref_lse, bounds_for(dist))
+    report = compare(out, lse, ref_out, ref_lse, bounds)
     if not all(torch.equal(bits(x), bits(y)) for x, y in zip(inputs, before, strict=True)):
         return replace(report, ok=False, reason="the call changed its inputs")
     if report.ok and plan.deterministic and not all(torch.equal(bits(x), bits(y)) for x, y in zip(*runs, strict=True)):

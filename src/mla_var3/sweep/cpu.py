@@ -27,6 +27,7 @@ TIMEOUT_S = 150.0
 _LENGTHS = (128, 93)
 #: Query tokens, and query rows of one request, at most; the class otherwise stays the cell's.
 _MOST_TOKENS, _MOST_ROWS = 4, 128
+_PROMPT = 160  # tokens of a prompt
 _CASES = ("own", "edges")
 
 
@@ -71,10 +72,15 @@ def can_run(language: str) -> str:
 
 
 def small(problem: MlaProblem) -> MlaProblem:
-    """A problem of the cell's heads, mask and dtype that a CPU runs in seconds: two short requests."""
+    """A problem of the cell's kind, heads, mask and dtype that a CPU runs in seconds: a prompt, or two requests."""
+    if problem.s == problem.t and problem.lengths == "uniform" and problem.s > 1:  # as prefill asks for
+        return problem.replace(b=1, s=_PROMPT, t=_PROMPT, h=min(problem.h, 4))
+    if problem.n:
+        s, t = min(problem.s, 4), max(_LENGTHS)
+        return problem.replace(b=len(_LENGTHS), s=s, h=min(problem.h, 16), t=t, lengths="uniform", n=min(problem.n, 64))
     s = min(problem.s, _MOST_TOKENS)
     h = problem.h_kv * min(problem.group, _MOST_ROWS // s)
-    return problem.replace(b=len(_LENGTHS), s=s, h=h, t=max(_LENGTHS), lengths=_LENGTHS, n=0)
+    return problem.replace(b=len(_LENGTHS), s=s, h=h, t=max(_LENGTHS), lengths=_LENGTHS)
 
 
 @dataclass(frozen=True)

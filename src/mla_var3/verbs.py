@@ -113,6 +113,8 @@ def check(args: argparse.Namespace) -> int:
     where = "cpu" if args.device == "cpu" or (args.device == "auto" and device is None) else "cuda"
     if where == "cuda" and device is None:
         raise UserError("there is no GPU here: check with --device cpu, or on a machine that has one.")
+    if where == "cpu" and kernels:
+        kernels = _on_cpu(kernels)  # chooses interpreters, so before a kernel's module is imported
     problem = problem_of(args, **_sizes(kernels, args, where))
     if len(named) < len(args.kernels):
         if device is None:
@@ -124,7 +126,6 @@ def check(args: argparse.Namespace) -> int:
         chosen[choice.kernel] = choice.knobs
         kernels = list(dict.fromkeys([*kernels, choice.kernel]))
     if where == "cpu":
-        kernels = _on_cpu(kernels)
         print("no GPU here: checking on the CPU at small sizes" if args.device == "auto" else "checking on the CPU")
     from mla_var3.runtime.checking import check as run_check
 

@@ -2,22 +2,109 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutlass import Float32, Int32
 
-from mla_var3.kernel.cute_python.lib import host
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.decode import DecodePlan
-from mla_var3.kernel.cute_python.lib.latent import TILE_N, Shape
-from mla_var3.kernel.cute_python.lib.split import combine
-from mla_var3.kernel.cute_python.lib.split.splits import choose_splits
+from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape
+from mla_var3.kernel.cute_python.lib.split import combine, combine_groups
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS, choose_splits
+from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
 
 if TYPE_CHECKING:
-    from mla_var3.runtime.types import Tiling
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+
+def takes_latent(pd: MlaProblem) -> Verdict:
+    """Whether the shape of `lib.latent` serves a problem."""
+    if pd.k % 128 or not 128 <= pd.k <= 512:
+        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: each consumer owns half of the latent")
+    if pd.p != paged.BOX:
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be {paged.BOX}: P lies in its panel")
+    if pd.n:
+        return Verdict.no(f"this version reads latent tokens only; the problem has n = {pd.n} decompressed ones")
+    if pd.page_size % TILE_N:
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TILE_N}")
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class LatentTiling(Tiling):
+    """The tile sizes are what registers and shared memory force; the number of splits is free (0: from a model)."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
+
+    tile_m: int = TILE_M
+    tile_n: int = TILE_N
+    num_warpgroups: int = 3
+    num_pipeline_stages: int = 2
+    num_splits: int = 0
+
+    @abstractmethod
+    def shared_bytes(self, pd: MlaProblem) -> int:
+        """Shared memory of a block."""
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in self.launch_fields and value != field.default:
+                return Verdict.no(f"{field.name} = {value}, and this version is written for {field.default}")
+        if not 0 <= self.num_splits <= MAX_SPLITS:
+            return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
+        if not (taken := takes_latent(pd)):
+            return taken
+        smem = self.shared_bytes(pd)
+        if device is not None and smem > device.smem_per_block:
+            return Verdict.no(
+                f"{smem:,} bytes of shared memory for q and {self.num_pipeline_stages} stages are over the "
+                f"{device.smem_per_block:,} that a block of {device.key} may have"
+            )
+        return Verdict.yes()
 
 
 class LatentPlan(DecodePlan):
-    """A tiling whose free knob is the number of splits, and a host function of the tensors, scale, splits and Shape."""
+    """One compiled kernel a problem class; b, lengths, page table width and the number of splits are arguments.
+
+    kernel_fn, host_fn: the version's device function and the host function that launches it with the tensors, scale,
+    splits and Shape. Both are named after the version's module.
+    """
+
+    kernel_fn: ClassVar[Any]
+    host_fn: ClassVar[Any]
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes_latent
+    )
+
+    def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
+        """The stage after the attention where requests are split."""
+        return combine_groups.combine_kernel(self, partials, outputs, splits)
+
+    def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
+        name = type(self).__module__.rpartition(".")[2]
+        compile_fn = host.compiler(self.host_fn, self.arguments, name)
+        call = host.function(self, name, compile_fn) if inputs else None
+        main = CuteKernel(
+            self.kernel_fn,
+            host.launcher(call, *inputs, *outputs, *partials, self.problem.scale, splits),
+            inputs,
+            partials if splits > 1 else outputs,
+            self.tiling,
+            compile_fn=compile_fn,
+            name=name,
+            workspace_tensors=partials if splits > 1 else (),
+            plan=self,
+        )
+        if splits == 1:
+            return main
+        second = self.combine(partials, outputs, splits)
+        return KernelPipeline([main, second], name=name, tiling=self.tiling, plan=self)
 
     def default_tiling(self) -> Tiling:
         return self.tiling_type()

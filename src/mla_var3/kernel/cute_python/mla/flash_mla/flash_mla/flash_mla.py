@@ -25,8 +25,9 @@ fp32 partials and `combine`. All addresses and counts come from `seq_lens` on th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,18 +36,15 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python.lib import host, output, paged, rows, softmax, wgmma
+from mla_var3.kernel.cute_python.lib import output, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
 from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape, work_range
-from mla_var3.kernel.cute_python.lib.latent_plan import LatentPlan
+from mla_var3.kernel.cute_python.lib.latent_plan import LatentPlan, LatentTiling
 from mla_var3.kernel.cute_python.lib.split import combine
-from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
+from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.problem import MlaProblem
 
 STAGES = 2
@@ -431,72 +429,20 @@ def launch_flash_mla(
 
 
 # ------------------------------------------------------------------------------------------------ plan
-def _takes(pd: MlaProblem) -> Verdict:
-    if pd.k % 128 or not 128 <= pd.k <= 512:
-        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: each consumer owns half of the latent")
-    if pd.p != paged.BOX:
-        return Verdict.no(f"the rope part of p = {pd.p} columns must be {paged.BOX}: P lies in its panel")
-    if pd.n:
-        return Verdict.no(f"flash_mla reads latent tokens only; the problem has n = {pd.n} decompressed ones")
-    if pd.page_size % TILE_N:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TILE_N}")
-    return Verdict.yes()
-
-
 @dataclass(frozen=True)
-class FlashMlaTiling(Tiling):
-    """The tile sizes are what registers and shared memory force; the number of splits is free (0: from a model)."""
+class FlashMlaTiling(LatentTiling):
+    """Only the number of splits is free."""
 
-    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
-
-    tile_m: int = TILE_M
-    tile_n: int = TILE_N
-    num_warpgroups: int = 3
-    num_pipeline_stages: int = STAGES
-    num_splits: int = 0
-
-    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
-        fixed = {"tile_m": TILE_M, "tile_n": TILE_N, "num_warpgroups": 3, "num_pipeline_stages": STAGES}
-        for name, value in fixed.items():
-            if getattr(self, name) != value:
-                return Verdict.no(f"{name} = {getattr(self, name)}, and this version is written for {value}")
-        if not 0 <= self.num_splits <= MAX_SPLITS:
-            return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
-        if not (taken := _takes(pd)):
-            return taken
-        smem = shared_bytes(Shape.of(pd), pd.element_bytes)
-        if device is not None and smem > device.smem_per_block:
-            return Verdict.no(
-                f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "
-                f"that a block of {device.key} may have"
-            )
-        return Verdict.yes()
+    def shared_bytes(self, pd: MlaProblem) -> int:
+        return shared_bytes(Shape.of(pd), pd.element_bytes)
 
 
 class FlashMlaPlan(LatentPlan):
-    """One compiled kernel a problem class; b, lengths, page table width and the number of splits are arguments."""
+    """Plan of flash_mla."""
 
     tiling_type = FlashMlaTiling
-    requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=_takes
-    )
+    kernel_fn = staticmethod(flash_mla)
+    host_fn = staticmethod(launch_flash_mla)
 
-    def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> CuteKernel | KernelPipeline:
-        compile_fn = host.compiler(launch_flash_mla, self.arguments, "flash_mla")
-        call = host.function(self, "flash_mla", compile_fn) if inputs else None
-        scale = self.problem.scale
-        main = CuteKernel(
-            flash_mla,
-            host.launcher(call, *inputs, *outputs, *partials, scale, splits),
-            inputs,
-            partials if splits > 1 else outputs,
-            self.tiling,
-            compile_fn=compile_fn,
-            name="flash_mla",
-            workspace_tensors=partials if splits > 1 else (),
-            plan=self,
-        )
-        if splits == 1:
-            return main
-        second = combine.combine_kernel(self, partials, outputs)
-        return KernelPipeline([main, second], name="flash_mla", tiling=self.tiling, plan=self)
+    def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
+        return combine.combine_kernel(self, partials, outputs)

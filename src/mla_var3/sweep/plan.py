@@ -133,6 +133,26 @@ def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list
     return sorted(left)
 
 
+def chosen_kernels(config: SweepConfig) -> list[KernelId]:
+    """Versions that the configuration names. Of those that only a wildcard names, the ones that compute what the
+    experiment asks for: a prefill kernel has no place in a table of decode cells."""
+    patterns = config.kernels.patterns
+    kernels = select_kernels(patterns, config.kernels.exclude)
+    fitting = [
+        k for k in kernels
+        if k.label in patterns or k.module_name in patterns or _formulation(k) in (None, config.experiment.formulation)
+    ]  # fmt: skip
+    return fitting or kernels
+
+
+def _formulation(kernel: KernelId) -> str | None:
+    """What a version computes; None where its language is missing, or it cannot be imported."""
+    try:
+        return None if registry.missing(kernel.language) else registry.get_plan(kernel).formulation
+    except Exception:  # the point's own record says it
+        return None
+
+
 def _matches(kernel: KernelId, pattern: str) -> bool:
     name = kernel.label if "/" in pattern else kernel.module_name
     return fnmatch.fnmatchcase(name, pattern)
@@ -187,7 +207,7 @@ def expand(
 ) -> list[Point]:
     """Every cell with every kernel, each judged without launching anything; tuned: default tilings are not judged."""
     if kernels is None:
-        kernels = select_kernels(config.kernels.patterns, config.kernels.exclude)
+        kernels = chosen_kernels(config)
     pickers = [word for word in PICKERS if word in config.kernels.patterns]
     _check_knobs(kernels, config.tiling, pickers)
     points = []

@@ -24,7 +24,7 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.profiling import DISABLED
 from mla_var3.sweep import config as sweep_config
-from mla_var3.sweep.plan import Point, Target, expand, expand_cells, find_target, own_knobs, select_kernels
+from mla_var3.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_target, own_knobs
 
 if TYPE_CHECKING:
     from mla_var3.bench.records import Record
@@ -93,7 +93,7 @@ class Sweep:
         self.config = config
         self.target: Target = find_target(config, detected)
         self.cells: list[MlaProblem] = expand_cells(config)
-        self.kernels = select_kernels(config.kernels.patterns, config.kernels.exclude)
+        self.kernels = chosen_kernels(config)
         if self.tune and config.tiling:
             raise UserError("tiling.* sets a knob and bench.tune=true searches for it: give one of them.")
         self.measures = self.target.present and config.experiment.mode == "measure"

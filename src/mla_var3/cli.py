@@ -26,10 +26,12 @@ VERBS = {
     "compare": "tables from record files",
     "report": "records as one page: which kernel is fastest where, by how much, how far from the limit",
     "profile": "why is a kernel as fast as it is? roofline, counters, source lines, time axis",
+    "diagnose": "the reason why a kernel is slow, from profiles and records, and what has helped before",
+    "diff": "two versions side by side: resources, instructions, the inner loop's SASS, counters, times",
     "sweep": "run an experiment: experiment in, records and tables out",
     "dispatch": "which version and knobs for a problem, from records; make its table",
     "clone": "copy a version under the next version number, ready to be changed",
-    "devlog": "start, check and cite entries of the development log",
+    "devlog": "start, check, cite and render entries of the development log",
     "knowledge": "what was learned: entries that fit a kernel; check and compile the pages",
 }
 
@@ -163,6 +165,14 @@ def dispatch(words: list[str]) -> int:
         from mla_var3.report import verb as report
 
         return report.run(args)
+    if verb == "diagnose":
+        from mla_var3.diagnosis import verb as diagnosis
+
+        return diagnosis.run(args)
+    if verb == "diff":
+        from mla_var3.diagnosis import compare
+
+        return compare.run(args)
     from mla_var3 import verbs
 
     return int(getattr(verbs, verb)(args))
@@ -242,6 +252,9 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="the short list of cases")
     parser.add_argument("--cases", metavar="A,B", help="these cases only; a wrong name lists them")
     parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, and printed")
+    from mla_var3.diagnosis import debugging
+
+    debugging.add_arguments(parser)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -297,6 +310,23 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     parser.epilog = verb.EPILOG
 
 
+def _diagnose(parser: argparse.ArgumentParser) -> None:
+    from mla_var3.diagnosis import verb
+
+    verb.add_arguments(parser)
+    add_problem(parser)
+    parser.epilog = verb.EPILOG
+
+
+def _diff(parser: argparse.ArgumentParser) -> None:
+    from mla_var3.diagnosis import compare
+
+    compare.add_arguments(parser)
+    add_problem(parser)
+    add_tiling(parser)
+    parser.epilog = compare.EPILOG
+
+
 def _report(parser: argparse.ArgumentParser) -> None:
     from mla_var3.report import verb
 
@@ -318,6 +348,8 @@ _ARGUMENTS = {
     "compile": _compile,
     "compare": _compare,
     "profile": _profile,
+    "diagnose": _diagnose,
+    "diff": _diff,
     "report": _report,
     "clone": _clone,
 }
@@ -329,6 +361,7 @@ _EPILOGS = {
 examples:
   mla-var3 check triton/flash_mla --b 2 --t 300 --h 16
   mla-var3 check 'cute-dsl/*' --lengths 70,0,128 --s 4 --causal
+  mla-var3 check cute-dsl/flash_mla_v1 --b 2 --t 300 --sanitize racecheck
 Ends with 1 when a kernel is wrong.""",
     "bench": """\
 examples:

@@ -106,6 +106,9 @@ def _sizes(kernels: list[KernelId], args: argparse.Namespace, where: str) -> dic
 # ---------------------------------------------------------------- check
 def check(args: argparse.Namespace) -> int:
     """0 when every kernel that could run is right, 1 when one is wrong."""
+    from mla_var3.diagnosis import debugging
+
+    debugging.prepare(args)
     named = [pattern for pattern in args.kernels if pattern != DISPATCH]
     chosen: dict[KernelId, dict[str, Any]] = {}
     kernels = _usable(named) if named else []
@@ -113,6 +116,8 @@ def check(args: argparse.Namespace) -> int:
     where = "cpu" if args.device == "cpu" or (args.device == "auto" and device is None) else "cuda"
     if where == "cuda" and device is None:
         raise UserError("there is no GPU here: check with --device cpu, or on a machine that has one.")
+    if where == "cpu" and (args.keep or args.sanitize):
+        return _without_a_gpu(args, kernels)
     if where == "cpu" and kernels:
         kernels = _on_cpu(kernels)  # chooses interpreters, so before a kernel's module is imported
     problem = problem_of(args, **_sizes(kernels, args, where))
@@ -136,7 +141,13 @@ def check(args: argparse.Namespace) -> int:
         plan_type = registry.get_plan(kernel)
         plan_type.requires.accepts(problem).require(UserError)
         tiling = tiling_of(plan_type, problem, device, {**chosen.get(kernel, {}), **asked})
-        plan_type(problem, tiling, device).require()
+        plan = plan_type(problem, tiling, device)
+        plan.require()
+        if where == "cuda":
+            debugging.keep(args, kernel, plan)
+            if not debugging.sanitize(args, kernel, problem, tiling, device):
+                wrong += 1
+                continue
         report = run_check(
             plan_type, problem, tiling, where,
             quick=args.quick, seeds=None if args.seed is None else [args.seed], cases=cases, hardware=device,
@@ -144,6 +155,22 @@ def check(args: argparse.Namespace) -> int:
         print_check(kernel, problem, report)
         wrong += not report.ok
     return 1 if wrong else 0
+
+
+def _without_a_gpu(args: argparse.Namespace, kernels: list[KernelId]) -> int:
+    """What of the debugging options works without one: keeping what compilers make for an H200. Nothing is checked."""
+    from mla_var3.diagnosis import debugging
+
+    target, problem = Device.get("h200"), problem_of(args, **_sizes(kernels, args, "cpu"))
+    for kernel in kernels:
+        plan_type = registry.get_plan(kernel)
+        tiling = tiling_of(plan_type, problem, target, tiling_fields(args.tiling))
+        plan = plan_type(problem, tiling, target)
+        plan.require()
+        print(f"{kernel.label} {problem.label}: compiled for {target.key}, not checked")
+        debugging.keep(args, kernel, plan)
+        debugging.sanitize(args, kernel, problem, tiling, None)
+    return 0
 
 
 def _on_cpu(kernels: list[KernelId]) -> list[KernelId]:

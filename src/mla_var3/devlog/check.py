@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3 import paths
+from mla_var3.devlog import skips
 from mla_var3.devlog.citations import check_text
 from mla_var3.devlog.entry import check_entry, entry_path, parse
 from mla_var3.devlog.values import Record
@@ -75,6 +76,10 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         version = versions.get(path)
         source = None if version is None else source_name(version, root)
         findings += check_entry(entry, records, source)
+        skipped, unread = skips.check(entry, version, records)
+        findings += skipped
+        if unread:
+            notes.append(f"{_name(path, root)}:1: where it does not run was not compared: {unread}")
         failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in findings]
         if version is not None:
             notes += _stale(entry.record_ids, version, records, _name(path, root))

@@ -1,4 +1,4 @@
-"""`mla-var3 devlog new | check | cite | table`."""
+"""`mla-var3 devlog new | check | cite | table | render`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mla_var3.errors import UserError, nearest
 
-VERBS = ("new", "check", "cite", "table")
+VERBS = ("new", "check", "cite", "table", "render")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         "--libraries", action="store_true", help="a row a cell: the fastest here against the fastest library"
     )
     table.set_defaults(run=_table)
-    for verb in (new, check, cite, table):
+    render = verbs.add_parser("render", help="a design's history as one HTML page, with its ladder as a picture")
+    render.add_argument("design", nargs="?", help="default: a page for each design that has entries")
+    render.add_argument("--out", type=Path, metavar="DIR", help="where pages go (default out/devlog)")
+    render.add_argument("--state", choices=["burst", "sustained"], default="burst", help="of the times (default burst)")
+    render.set_defaults(run=_render)
+    for verb in (new, check, cite, table, render):
         verb.add_argument("--root", type=Path, help="folder with devlogs/ and results/; default: found from here")
     return parser
 
@@ -122,4 +127,12 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
     if not text:
         raise UserError("no record there has a time: give others, or measure with mla-var3 sweep on a GPU machine.")
     print(text)
+    return 0
+
+
+def _render(arguments: argparse.Namespace, root: Path) -> int:
+    from mla_var3.devlog.render import render
+
+    for page in render(root, arguments.design, arguments.out, arguments.state):
+        print(f"{page.path}: {page.entries} entries, {page.pictures} pictures")
     return 0

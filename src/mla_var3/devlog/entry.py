@@ -19,6 +19,8 @@ VERDICTS = ("kept", "rejected", "superseded", "not run here")
 # A version that is gone keeps its entry as a tombstone, which says why it went.
 GONE = ("rejected", "superseded")
 FIELDS = ("design", "language", "version", "date", "verdict", "devices", "records")
+#: `devlog.skips` says when this one is owed.
+OPTIONAL = ("skips",)
 TODO = "TODO"
 
 
@@ -117,8 +119,9 @@ def _fields(entry: Entry, source: str | None) -> Iterator[Finding]:
     if not entry.fields:
         return
     for name in entry.fields:
-        if name not in FIELDS:
-            yield Finding(_line_of(entry, name), f"front matter has no field {name!r}: {nearest(name, FIELDS)}")
+        if name not in (*FIELDS, *OPTIONAL):
+            near = nearest(name, [*FIELDS, *OPTIONAL])
+            yield Finding(_line_of(entry, name), f"front matter has no field {name!r}: {near}")
     for name in FIELDS:
         if name not in entry.fields:
             yield Finding(1, f"front matter lacks {name}")

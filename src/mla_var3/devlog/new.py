@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from mla_var3.devlog import tables
+from mla_var3.devlog import skips, tables
 from mla_var3.devlog.check import is_of, load_records, source_name
 from mla_var3.devlog.citations import find_record
 from mla_var3.devlog.entry import TODO, entry_path
@@ -99,6 +99,7 @@ def _fill(kernel: KernelId, root: Path, own: Sequence[Record], pairs: Sequence[t
         version=kernel.version,
         date=date.today().isoformat(),
         devices=", ".join(sorted({str(r["device"]) for r in everything.values()})),
+        skips=skips.words(kernel),
         records=", ".join(everything),
         label=kernel.label,
         source=source_name(kernel, root),

@@ -3,6 +3,8 @@
 python -m mla_var3.kernel flash_mla --lang triton --b 2 --t 300 --check
 python -m mla_var3.kernel flash_mla v1 --lang cute-dsl --b 128 --prof_type event
 python -m mla_var3.kernel flash_mla v1 --lang cute-dsl --b 128 --prof_type annotation --baseline cute-dsl/flash_mla
+python -m mla_var3.kernel flash_mla v1 --lang cute-dsl --keep ir,ptx,cubin,sass --lineinfo
+python -m mla_var3.kernel flash_mla v1 --lang cute-dsl --b 2 --t 300 --sanitize memcheck
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import cli
+from mla_var3.diagnosis import debugging
 from mla_var3.errors import EXIT_USER_ERROR, UserError
 from mla_var3.profiling import DISABLED, MODES, verb
 
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how to profile the call; annotation is the first pass (mla-var3 profile --help describes each)",
     )  # fmt: skip
     verb.add_common(parser.add_argument_group("profile"))
+    debugging.add_arguments(parser)
     return parser
 
 
@@ -67,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from mla_var3.kernel.registry import get_plan
     from mla_var3.verbs import problem_of, tiling_fields, tiling_of
 
+    debugging.prepare(args)
     device = Device.detect()
     profiles = args.prof_type != DISABLED
     if device is None and profiles and args.prof_type != "annotation":
@@ -79,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if device is None and profiles:
         _profile(args, kernel_id, problem, device)
         return 0
-    runs = _ready(kernel_id, device)
+    # Without a GPU, what is kept comes from the compiler: Triton's interpreter has none.
+    runs = not (device is None and (args.keep or args.sanitize)) and _ready(kernel_id, device)
     plan_type = get_plan(kernel_id)
     tiling = tiling_of(plan_type, problem, device, tiling_fields(args.tiling))
     plan = plan_type(problem, tiling, device or Device.get("h200") if not runs else device)
@@ -88,8 +94,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"{kernel_id.label} {problem.label} on {device.name if device else 'no GPU'}")
     print(f"  tiling {', '.join(f'{k}={v}' for k, v in tiling.to_record().items()) or '-'}")
     print(f"  {cost.flops / 1e9:,.1f} GFLOP, {cost.bytes / 1e6:,.1f} MB, {cost.intensity:,.0f} FLOP/B")
+    debugging.keep(args, kernel_id, plan)
+    if not debugging.sanitize(args, kernel_id, problem, tiling, device):
+        return 1
     if not runs:
-        return _compile_only(plan, kernel_id)
+        return 0 if args.keep else _compile_only(plan, kernel_id)
     where = "cpu" if device is None else "cuda"
     kernel = plan.plan(*plan.prepare_inputs(where))
     out, _ = kernel()

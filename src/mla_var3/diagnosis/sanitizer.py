@@ -1,0 +1,177 @@
+"""A version under NVIDIA's compute-sanitizer: one call of it, and what the tool said, each fault once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+
+if TYPE_CHECKING:
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.problem import MlaProblem
+
+#: Tool -> what it finds.
+TOOLS: Mapping[str, str] = {
+    "memcheck": "accesses out of bounds or misaligned",
+    "racecheck": "races in shared memory",
+    "synccheck": "barriers that threads use wrongly",
+    "initcheck": "reads of global memory that nothing wrote",
+}
+TIMEOUT_S = 900.0
+#: Where the tool lies when it is not on PATH, the newest last.
+_PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
+#: What the tool ends with when it found something, apart from what the watched process ends with (0, 1 or 2).
+_FOUND = 86
+_LIMIT = 200
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (?P<count>\d+) (?P<what>.*)$", re.MULTILINE)
+_OTHER = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault at a place. what: the tool's sentence. where: function and line, "" without. count: how often."""
+
+    what: str
+    where: str
+    first: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Sanitized:
+    """errors: by the tool's count. faults: what it said, the most frequent first. result: of the watched process."""
+
+    tool: str
+    errors: int
+    faults: tuple[Fault, ...]
+    result: str
+    command: tuple[str, ...]
+    log: Path
+
+    @property
+    def ok(self) -> bool:
+        return self.errors == 0 and self.result.startswith("right")
+
+
+def find() -> Path | None:
+    """compute-sanitizer, from PATH or its usual places."""
+    found = shutil.which("compute-sanitizer")
+    if found:
+        return Path(found)
+    some = [p for pattern in _PLACES for p in sorted(Path("/").glob(pattern.lstrip("/"))) if os.access(p, os.X_OK)]
+    return some[-1] if some else None
+
+
+def command(exe: str | Path, tool: str, job: Path) -> list[str]:
+    """The tool over one call of the job's version."""
+    options = ["--tool", tool, "--error-exitcode", str(_FOUND), "--print-limit", str(_LIMIT)]
+    return [str(exe), *options, sys.executable, "-m", "mla_var3.diagnosis.watched", str(job)]
+
+
+def environment() -> dict[str, str]:
+    """Line information in what is compiled, and every tensor an allocation of its own, so that its end is one."""
+    from mla_var3.profiling import tools
+
+    return {**tools.target_env(line_info=True), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def write_job(
+    folder: Path, kernel: KernelId, problem: MlaProblem, tiling: Mapping[str, Any] | None, seed: int = 0
+) -> Path:
+    """job.json in a folder, which is made."""
+    from mla_var3.profiling.folder import write_json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.json"
+    record = None if tiling is None else dict(tiling)
+    write_json(path, {"kernel": kernel.to_record(), "problem": problem.to_record(), "tiling": record, "seed": seed})
+    return path
+
+
+def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S) -> Sanitized:
+    """Runs the tool; its whole output is in `<tool>.log` beside the job. Raises `UserError` when it could not work."""
+    exe = find()
+    if exe is None:
+        raise UserError(
+            "compute-sanitizer is not here: it comes with the CUDA toolkit (package cuda-sanitizer); put it on PATH."
+        )
+    words, log = command(exe, tool, job), job.with_name(f"{tool}.log")
+    try:
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
+            env={**os.environ, **environment()}, timeout=timeout_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout or "")
+        log.write_text(said, encoding="utf-8")
+        raise UserError(
+            f"{tool} was not done after {timeout_s:g} s and was ended ({log}): a kernel that hangs, or too large a "
+            "problem; make it smaller with --b and --t."
+        ) from None
+    except OSError as error:
+        raise UserError(f"compute-sanitizer cannot be started: {error.strerror}.") from error
+    log.write_text(done.stdout, encoding="utf-8")
+    return judge(tool, done.stdout, words, log)
+
+
+def judge(tool: str, text: str, words: Sequence[str], log: Path) -> Sanitized:
+    """What the output says. Raises `UserError` when the tool gave no summary: then it has watched nothing."""
+    result = next((m[1] for m in re.finditer(r"^watched: (.*)$", text, re.MULTILINE)), "")
+    summary = list(_SUMMARY.finditer(text))
+    if not summary:
+        lines = [line for line in text.splitlines() if line.strip()]
+        said = result or (lines[-1].strip("= ") if lines else "it printed nothing")
+        raise UserError(f"{tool} gave no summary ({log}): {said}")
+    if not re.match(r"right|WRONG|$", result):  # the sentence of a process that refused
+        raise UserError(f"the watched process refused: {result}")
+    errors = sum(int(one["count"]) for one in summary)
+    return Sanitized(
+        tool, errors, tuple(faults(text)), result or "the process ended before its result", tuple(words), log
+    )
+
+
+def faults(text: str) -> list[Fault]:
+    """Each kind of fault once, with its place and the first thread that had it."""
+    blocks: list[list[str]] = []
+    for line in text.splitlines():
+        match = re.match(r"=========(\s*)(.*)$", line)
+        if match is None or not match[2]:
+            continue
+        if len(match[1]) <= 1:
+            blocks.append([match[2].strip()])
+        elif blocks:
+            blocks[-1].append(match[2].strip())
+    counts: Counter[tuple[str, str]] = Counter()
+    first: dict[tuple[str, str], str] = {}
+    for what, *rest in blocks:
+        if what.startswith(_OTHER):
+            continue
+        # A race names its second access on the line below; all else its place.
+        places = [line for start in ("at ", "and ") for line in rest if line.startswith(start)]
+        where = (places or [""])[0].removeprefix("at ")
+        key = (re.sub(r"\((\d+),\s*(\d+),\s*(\d+)\)", "(…)", what), where)
+        counts[key] += 1
+        first.setdefault(key, next((line for line in rest if line.startswith(("by thread", "Address"))), ""))
+    return [Fault(what, where, first[what, where], n) for (what, where), n in counts.most_common()]
+
+
+def lines(found: Sanitized, label: str) -> list[str]:
+    """The verdict, and a line or two for each fault."""
+    word = "clean" if found.errors == 0 else f"{found.errors} errors"
+    rows = [f"{label} under {found.tool}: {word}; the result is {found.result}"]
+    for fault in found.faults[:20]:
+        times = f"{fault.count} × " if fault.count > 1 else ""
+        rows.append(f"  {times}{fault.what}")
+        rows += [f"      {text}" for text in (fault.where, fault.first) if text]
+    if len(found.faults) > 20:
+        rows.append(f"  and {len(found.faults) - 20} more kinds")
+    return [*rows, f"  all of it: {found.log}"]

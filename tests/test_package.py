@@ -69,6 +69,8 @@ def test_wheel_works_from_another_folder(unpacked: Path, tmp_path: Path) -> None
     assert listing.returncode == 0, listing.stderr
     for word in ("flash_mla", "torch", "triton", "cutile-dsl", "cute-dsl"):
         assert word in listing.stdout
+    learned = _run(["-m", "mla_var3.cli", "knowledge", "find", "--bound", "compute"], tmp_path, unpacked)
+    assert learned.returncode == 0 and "seesaw-schedule.md" in learned.stdout, learned.stderr
 
 
 def test_wheel_names_its_command_and_licence(unpacked: Path, repo_root: Path) -> None:

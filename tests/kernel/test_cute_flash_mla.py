@@ -10,9 +10,10 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from mla_var3.kernel.cute_python.lib.latent import Shape
+from mla_var3.kernel.cute_python.lib.latent.consumer import shared_bytes
+from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.split.splits import choose_splits
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling, shared_bytes
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling
 
 H200 = Device.get("h200")
 

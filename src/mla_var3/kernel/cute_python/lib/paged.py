@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from mla_var3.kernel.cute_python.lib.latent import TILE_N
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N
 from mla_var3.kernel.cute_python.lib.wgmma import k_major_layout, smem_view
 
 BOX = TILE_N  # tokens and columns of one TMA box: a tile of tokens, one panel of columns

@@ -16,20 +16,26 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.lib import paged, softmax, wgmma
+from mla_var3.kernel.cute_python.lib import softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
-from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N
-from mla_var3.kernel.cute_python.lib.lazy import SLACK, lazy_max, publish
-from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+from mla_var3.kernel.cute_python.lib.latent.consumer import (
+    CONSUMERS,
+    EVEN,
+    ODD,
+    Consumer,
+    hide_past_end,
+    run_pairs,
+    write_p,
+)
+from mla_var3.kernel.cute_python.lib.latent.lazy import SLACK, lazy_max, publish
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N
 
-CONSUMERS = 2 * WARPGROUP
-EVEN, ODD = 0, 1
 RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
 
-# Named barriers (0 is the block's own).
-P0_READY, P1_READY, S0_ISSUED, S1_ISSUED, CONSUMERS_JOIN, EVEN_JOIN, ODD_JOIN = range(1, 8)
+# Named barriers (0 is the block's own, those from 5 on are `lib.latent.consumer`'s).
+P0_READY, P1_READY, S0_ISSUED, S1_ISSUED = range(1, 5)
 
 
 def resident_slices(slices: int) -> tuple[int, ...]:
@@ -37,57 +43,18 @@ def resident_slices(slices: int) -> tuple[int, ...]:
     return tuple(i for i in range(slices) if (i + 1) * RESIDENT // slices > i * RESIDENT // slices)
 
 
-class Consumer:
-    """What a consumer warpgroup works with: descriptors, registers, barriers. Python holds it; nothing is copied."""
+class PhasedConsumer(Consumer):
+    """A consumer, the running maximum of the rows (64,), and its resident slices of the query."""
 
-    def __init__(
-        self, me, shape, dtype, thread, q_tile, kv_base, full, empty, row_max, scale_log2, seq_len, first_row, shares
-    ) -> None:
-        self.me, self.shape, self.dtype, self.thread = me, shape, dtype, thread
-        self.kv_base, self.full, self.empty, self.row_max = kv_base, full, empty, row_max
-        self.scale_log2, self.seq_len, self.q_tile, self.shares = scale_log2, seq_len, q_tile, shares
-
-        self.mma_s = wgmma.make_mma(dtype, TILE_N)
+    def __init__(self, me, shape, dtype, *common, row_max, shares) -> None:
+        self.row_max, self.shares = row_max, shares
         self.mma_qs = wgmma.make_mma(dtype, TILE_N, a_in_registers=True)
-        self.mma_rs = wgmma.make_mma(dtype, shape.half, a_in_registers=True, b_major=OperandMajorMode.MN)
-        self.mma_ss = wgmma.make_mma(dtype, shape.half, b_major=OperandMajorMode.MN)
-        tile = wgmma.k_major_layout(dtype, (TILE_N, shape.k + shape.p))
-        values = wgmma.mn_major_layout(dtype, (shape.half, TILE_N))
-        square = wgmma.k_major_layout(dtype, (TILE_M, TILE_N))
-        staging = wgmma.k_major_layout(dtype, (TILE_M, shape.half))
-        scores, ours = self.mma_s.get_slice(thread), self.mma_ss.get_slice(thread)
-        half, panel = me * shape.half * TILE_N, shape.rope * paged.BOX * TILE_N
-
-        def stage(i: int) -> int:
-            return i * shape.stage_elements
-
-        self.frag_q = self.mma_s.make_fragment_A(scores.partition_A(q_tile))
         self.resident = resident_slices((shape.k + shape.p) // wgmma.MMA_K)
+        # Ahead of the accumulators: behind them the code comes out otherwise than it was measured.
         self.q_regs = cute.make_rmem_tensor(
             cute.make_layout(((2, 2, 2), 1, max(len(self.resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
         )
-        own = wgmma.smem_view(kv_base, stage(me), tile)
-        self.frag_k = self.mma_s.make_fragment_B(scores.partition_B(own))
-        self.frag_v = [
-            self.mma_ss.make_fragment_B(ours.partition_B(wgmma.smem_view(kv_base, stage(i) + half, values)))
-            for i in (EVEN, ODD)
-        ]
-        theirs = wgmma.smem_view(kv_base, stage(1 - me) + panel, square)
-        self.frag_p = self.mma_ss.make_fragment_A(ours.partition_A(theirs))
-        self.p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), self.mma_s).get_slice(thread)
-        self.p_target = self.p_copy.partition_D(wgmma.smem_view(kv_base, stage(me) + panel, square))
-        self.staging = wgmma.smem_view(kv_base, half, staging)
-
-        self.acc_s = cute.make_rmem_tensor(self.mma_s.partition_shape_C((TILE_M, TILE_N)), Float32)
-        self.acc_o = cute.make_rmem_tensor(self.mma_ss.partition_shape_C((TILE_M, shape.half)), Float32)
-        self.m = cute.make_rmem_tensor(2, Float32)  # running maximum of the rows, times scale_log2
-        self.total = cute.make_rmem_tensor(2, Float32)  # this thread's part of the sum of the own P
-        self.limits = cute.make_rmem_tensor(2, Int32)  # keys that each row may see
-        for r in range(2):
-            limit = seq_len
-            if shape.causal:
-                limit = seq_len - shape.s + 1 + (first_row + wgmma.acc_row(thread, r)) // shape.group
-            self.limits[r] = limit
+        super().__init__(me, shape, dtype, *common)
 
 
 @cute.jit
@@ -160,15 +127,6 @@ def issue_odd_scores(w: cutlass.Constexpr, parity: Int32):
 
 
 @cute.jit
-def hide_past_end(w: cutlass.Constexpr, stage: cutlass.Constexpr, first_token: Int32):
-    """Zeroes this consumer's half of V in the rows of a stage that lie past the end of the request."""
-    columns = w.shape.right if w.me else w.shape.left
-    paged.zero_rows(w.kv_base + stage * w.shape.stage_elements, w.seq_len - first_token, w.thread, columns)
-    cute.arch.fence_view_async_shared()
-    named_sync(EVEN_JOIN + w.me, WARPGROUP)
-
-
-@cute.jit
 def grows(w: cutlass.Constexpr):
     """Whether the lazy maximum of any of this warp's rows moves. No shuffle: any of the threads of a row tells."""
     rows = wgmma.as_rows(w.acc_s)
@@ -224,8 +182,7 @@ def exponentials(w: cutlass.Constexpr):
 @cute.jit
 def send_p(w: cutlass.Constexpr, p_frag: cute.Tensor):
     """This consumer's P into the rope panel of its own stage, which nobody needs once the scores are made."""
-    cute.copy(w.p_copy, w.p_copy.retile(p_frag), w.p_target)
-    cute.arch.fence_view_async_shared()
+    write_p(w, p_frag)
     named_arrive(P0_READY + w.me, CONSUMERS)
 
 
@@ -305,19 +262,11 @@ def odd_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.C
 
 @cute.jit
 def consume(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: Int32, least: Int32):
-    """All pairs of a block. Pairs before `plain` need no mask; the last one always takes the masking path."""
+    """All pairs of a block."""
     w.acc_o.fill(0.0)
     w.m.fill(softmax.NO_KEY)
     w.total.fill(0.0)
     load_resident(w)
     if cutlass.const_expr(w.me == EVEN):
         even_scores(w, Int32(0), drain=False)
-    plain = end - 1
-    if cutlass.const_expr(w.shape.causal):
-        plain = cutlass.max(cutlass.min(least // (2 * TILE_N), end - 1), first)
-    for pair in cutlass.range(first, plain, unroll=1):
-        step(w, pair, (pair - first) & 1, masked=False, more=True)
-    if cutlass.const_expr(w.shape.causal):
-        for pair in cutlass.range(plain, end - 1, unroll=1):
-            step(w, pair, (pair - first) & 1, masked=True, more=True)
-    step(w, end - 1, (end - 1 - first) & 1, masked=True, more=False)
+    run_pairs(w, step, first, end, least)

@@ -20,103 +20,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import output, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync
-from mla_var3.kernel.cute_python.lib.latent import TILE_M, Shape, work_range
-from mla_var3.kernel.cute_python.lib.latent_plan import LatentPlan, LatentTiling
-from mla_var3.kernel.cute_python.lib.lazy import publish
+from mla_var3.kernel.cute_python.lib.latent.consumer import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    CONSUMERS_JOIN,
+    EVEN,
+    ODD,
+    PRODUCER_REGISTERS,
+    THREADS,
+    finish,
+    shared_storage,
+)
+from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling
+from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, Shape, work_range
 from mla_var3.kernel.cute_python.lib.phased import loads, steps
-from mla_var3.kernel.cute_python.lib.phased.steps import CONSUMERS, CONSUMERS_JOIN, EVEN, EVEN_JOIN, ODD
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 if TYPE_CHECKING:
-    from mla_var3.problem import MlaProblem
-
-STAGES = 2
-THREADS = 3 * WARPGROUP
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 of 65536
+    pass
 
 
 def shared_loads(shape: Shape) -> bool:
     """Whether two row tiles of a request form a cluster and load the cache for each other."""
     return shape.row_tiles % 2 == 0
-
-
-def shared_storage(shape: Shape, dtype: type) -> type:
-    """The block's shared memory."""
-
-    def array(kind: type, size: int) -> Any:
-        return cute.struct.MemRange[kind, size]
-
-    fields = {
-        "full": array(Int64, STAGES * shape.panels),  # panel loaded
-        "empty": array(Int64, 2 * STAGES),  # part no longer read
-        "row_max": array(Float32, TILE_M),  # running maximum, times scale_log2
-        "sums0": array(Float32, TILE_M),  # row sums of the even consumer
-        "sums1": array(Float32, TILE_M),  # and of the odd one
-        "query": cute.struct.Align[array(dtype, TILE_M * (shape.k + shape.p)), 1024],
-        "stages": cute.struct.Align[array(dtype, STAGES * shape.stage_elements), 1024],
-    }
-    # Not a class statement: postponed annotations are strings, and the struct wants types.
-    return cute.struct(type("Storage", (), {"__annotations__": fields}))
-
-
-def shared_bytes(shape: Shape, element_bytes: int) -> int:
-    """Bytes that `shared_storage` takes: mbarriers, maxima and sums in the first 2 KiB, then three 64-row tiles."""
-    return 2048 + 3 * shape.stage_elements * element_bytes
-
-
-@cute.jit
-def finish(
-    w: cutlass.Constexpr,
-    out: cute.Tensor,  # (b, s, h, k), global memory
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory
-    partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory
-    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, global memory
-    sums: tuple[cute.Tensor, cute.Tensor],  # (64,) fp32 each, shared memory: the consumers' row sums
-    batch: Int32,
-    kv_head: Int32,
-    row_tile: Int32,
-    split: Int32,
-    num_splits: Int32,
-):
-    """Joins the two row sums and writes this consumer's half of the output."""
-    shape = w.shape
-    lane_row = wgmma.acc_row(w.thread, 0)
-    for r in cutlass.range_constexpr(2):
-        w.total[r] = softmax.quad_sum(w.total[r])
-        publish(sums[w.me], w.thread, r, w.total[r])
-    # Past this barrier nobody reads the stages any more, so the output may be staged in them.
-    named_sync(CONSUMERS_JOIN, CONSUMERS)
-    inverse = cute.make_rmem_tensor(2, Float32)
-    for r in cutlass.range_constexpr(2):
-        w.total[r] = w.total[r] + sums[1 - w.me][lane_row + 8 * r]
-        inverse[r] = 1.0 / w.total[r] if w.total[r] > 0.0 else Float32(0.0)
-    wgmma.scale_rows(w.acc_o, inverse)
-
-    first_row = row_tile * TILE_M
-    if num_splits == 1:
-        output.store_output(
-            w.acc_o, w.mma_ss, w.staging, out, w.me * shape.half, batch, kv_head, first_row, shape.rows, shape.group,
-            w.thread, EVEN_JOIN + w.me,
-        )  # fmt: skip
-    for r in cutlass.range_constexpr(2):
-        row = first_row + lane_row + 8 * r
-        if row < shape.rows:
-            lse_log2 = w.m[r] + cute.math.log2(w.total[r], fastmath=True)
-            output.store_row_results(
-                wgmma.as_rows(w.acc_o)[r, None], w.me * shape.half, w.total[r], lse_log2, lse, partial_out, partial_lse,
-                batch, kv_head, row, split, num_splits, shape.group, w.thread,
-            )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -143,7 +80,7 @@ def flash_mla_v3(
     shares = shared_loads(shape)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
-    storage = SmemAllocator().allocate(shared_storage(shape, dtype))
+    storage = SmemAllocator().allocate(shared_storage(shape, dtype, ("row_max",)))
     q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
     kv_base = storage.stages.data_ptr()
     full = storage.full.data_ptr()
@@ -194,15 +131,15 @@ def flash_mla_v3(
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
             named_sync(CONSUMERS_JOIN, CONSUMERS)
-            common = (q_tile, kv_base, full, empty, row_max, scale_log2, seq_len, first_row, shares)
+            common = (q_tile, kv_base, full, empty, scale_log2, seq_len, first_row)
             sums = (storage.sums0.get_tensor(one_a_row), storage.sums1.get_tensor(one_a_row))
             if warp < WARPGROUP // 32:
-                w = steps.Consumer(EVEN, shape, dtype, thread, *common)
+                w = steps.PhasedConsumer(EVEN, shape, dtype, thread, *common, row_max=row_max, shares=shares)
                 steps.consume(w, steps.even_step, first, end, least)
                 cute.arch.griddepcontrol_launch_dependents()  # `combine_groups` may start
                 finish(w, out, lse, partial_out, partial_lse, sums, batch, kv_head, row_tile, split, num_splits)
             else:
-                w = steps.Consumer(ODD, shape, dtype, thread - WARPGROUP, *common)
+                w = steps.PhasedConsumer(ODD, shape, dtype, thread - WARPGROUP, *common, row_max=row_max, shares=shares)
                 steps.consume(w, steps.odd_step, first, end, least)
                 cute.arch.griddepcontrol_launch_dependents()  # `combine_groups` may start
                 finish(w, out, lse, partial_out, partial_lse, sums, batch, kv_head, row_tile, split, num_splits)
@@ -251,9 +188,6 @@ def launch_flash_mla_v3(
 @dataclass(frozen=True)
 class FlashMlaV3Tiling(LatentTiling):
     """Only the number of splits is free."""
-
-    def shared_bytes(self, pd: MlaProblem) -> int:
-        return shared_bytes(Shape.of(pd), pd.element_bytes)
 
 
 class FlashMlaV3Plan(LatentPlan):

@@ -1,8 +1,7 @@
-"""`LatentPlan`: what the plans of the versions share that take two 64-token tiles at a time (`lib.latent.Shape`)."""
+"""`LatentPlan`: what the plans of the versions share that take two 64-token tiles at a time (`lib.latent.shape`)."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +11,8 @@ from cutlass import Float32, Int32
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.decode import DecodePlan
-from mla_var3.kernel.cute_python.lib.latent import TILE_M, TILE_N, Shape
+from mla_var3.kernel.cute_python.lib.latent.consumer import shared_bytes
+from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.split import combine, combine_groups
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS, choose_splits
 from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def takes_latent(pd: MlaProblem) -> Verdict:
-    """Whether the shape of `lib.latent` serves a problem."""
+    """Whether the shape of `lib.latent.shape` serves a problem."""
     if pd.k % 128 or not 128 <= pd.k <= 512:
         return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: each consumer owns half of the latent")
     if pd.p != paged.BOX:
@@ -44,12 +44,8 @@ class LatentTiling(Tiling):
     tile_m: int = TILE_M
     tile_n: int = TILE_N
     num_warpgroups: int = 3
-    num_pipeline_stages: int = 2
+    num_pipeline_stages: int = STAGES
     num_splits: int = 0
-
-    @abstractmethod
-    def shared_bytes(self, pd: MlaProblem) -> int:
-        """Shared memory of a block."""
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         for field in fields(self):
@@ -60,7 +56,7 @@ class LatentTiling(Tiling):
             return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
         if not (taken := takes_latent(pd)):
             return taken
-        smem = self.shared_bytes(pd)
+        smem = shared_bytes(Shape.of(pd), pd.element_bytes)
         if device is not None and smem > device.smem_per_block:
             return Verdict.no(
                 f"{smem:,} bytes of shared memory for q and {self.num_pipeline_stages} stages are over the "

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 TILE_M = 64  # query rows of a block: one warpgroup MMA
 TILE_N = 64  # tokens of a tile
+STAGES = 2  # tiles in shared memory
 PANEL = 64  # columns of a panel: 128 bytes, one row of the shared memory swizzle
 
 

@@ -1,0 +1,1 @@
+"""Parts of the versions in which two consumer warpgroups own half of the latent output each."""

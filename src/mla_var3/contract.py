@@ -140,7 +140,6 @@ def of_design(label: str, problem: Any = None, *, device: str | None = None, see
     from mla_var3.kernel import registry
     from mla_var3.problem import MlaProblem
     from mla_var3.runtime.checking import check
-    from mla_var3.runtime.prefill import PrefillPlan
 
     version = registry.KernelId.parse(label)
     reason = registry.missing(version)
@@ -172,8 +171,6 @@ def of_design(label: str, problem: Any = None, *, device: str | None = None, see
         return tuple(kernel())
 
     def house_check() -> Any:
-        if issubclass(plan_type, PrefillPlan):
-            return plan_type.check(problem, device=where, hardware=hardware)
         return check(plan_type, problem, device=where, hardware=hardware)
 
     return Contract(version.label, kernel_fn, plan.reference_fn, get_inputs, house_check)

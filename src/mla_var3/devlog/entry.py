@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.devlog.citations import Finding, Require, check_text, cited_ids, find_record, has_figure
+from mla_var3.devlog.front_matter import read_fields
 from mla_var3.devlog.values import Record, Unknown
 from mla_var3.errors import nearest
 from mla_var3.kernel.registry import LANGUAGES, KernelId
@@ -60,22 +61,8 @@ def entry_path(root: Path, kernel: KernelId) -> Path:
 
 def parse(path: Path) -> tuple[Entry, list[Finding]]:
     """Reads an entry; findings say what kept its front matter from being read."""
-    import yaml
-
-    entry, findings = Entry(path, text=path.read_text(encoding="utf-8")), []
-    match = re.match(r"---\n(.*?)^---[ \t]*$", entry.text, re.DOTALL | re.MULTILINE)
-    if match is None:
-        findings.append(Finding(1, "it has no front matter: begin with a block of `name: value` between two lines ---"))
-    else:
-        try:
-            # Plain strings throughout: YAML would read the id 123e45 as a number and a date as an object.
-            loaded = yaml.load(match[1], Loader=yaml.BaseLoader)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = 2 + (mark.line if mark else 0)
-            findings.append(Finding(line, f"its front matter is not YAML: {getattr(error, 'problem', error)}"))
-        else:
-            entry.fields = dict(loaded) if isinstance(loaded, Mapping) else {}
+    entry = Entry(path, text=path.read_text(encoding="utf-8"))
+    entry.fields, findings = read_fields(entry.text)
     title: str | None = None
     fence = ""
     for number, row in enumerate(entry.text.split("\n"), start=1):

@@ -21,17 +21,9 @@ def run(job: Mapping[str, Any]) -> tuple[bool, str]:
     """(right, a sentence). Raises `UserError` where there is no GPU or the version does not take the problem."""
     import torch
 
-    from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId, get_plan
-    from mla_var3.problem import MlaProblem
+    from mla_var3.profiling.target import plan_of
 
-    device = Device.detect()
-    if device is None:
-        raise UserError("the watched process sees no GPU.")
-    plan_type = get_plan(KernelId(**job["kernel"]))
-    tiling = None if job.get("tiling") is None else plan_type.tiling_type.from_record(job["tiling"])
-    plan = plan_type(MlaProblem.from_record(job["problem"]), tiling, device)
-    plan.require()
+    plan = plan_of(job, "watched")
     options = dict(getattr(plan, "input_options", {}))
     inputs = plan.prepare_inputs("cpu", seed=int(job.get("seed", 0)), **options)
     kernel = plan.plan(*(x.cuda() for x in inputs))

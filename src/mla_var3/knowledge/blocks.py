@@ -17,8 +17,9 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mla_var3.devlog.citations import Finding
 from mla_var3.errors import nearest
-from mla_var3.knowledge.page import Fence, Finding, Page
+from mla_var3.knowledge.page import Fence, Page
 
 ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120a")
 HOST = "host"

@@ -8,10 +8,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from mla_var3.devlog.citations import Finding
 from mla_var3.errors import UserError, nearest
 from mla_var3.knowledge import triggers
 from mla_var3.knowledge.blocks import blocks
-from mla_var3.knowledge.page import Finding, Page, Section, paragraphs, read
+from mla_var3.knowledge.page import Page, Section, paragraphs, read
 
 FOLDER = Path("docs/knowledge")
 #: Kind -> fields of the front matter (others are mistakes) and sections, in this order. None: sections are free.

@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mla_var3.devlog.citations import Finding
+from mla_var3.devlog.front_matter import body_line, read_fields
+
 _FENCE = re.compile(r"\s*(```+|~~~+)[ \t]*(?P<info>[^\n`]*?)[ \t]*$")
 _LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\((?P<target>[^()\s]+)\)|<(?P<auto>https?://[^>\s]+)>")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, and on which line of the page."""
-
-    line: int
-    message: str
 
 
 @dataclass(frozen=True)
@@ -82,24 +77,9 @@ class Page:
 
 def read(path: Path) -> tuple[Page, list[Finding]]:
     """Reads a page; findings say what kept a part of it from being read."""
-    import yaml
-
-    page, findings = Page(path, path.read_text(encoding="utf-8")), []
-    match = re.match(r"---\n(.*?)^---[ \t]*$", page.text, re.DOTALL | re.MULTILINE)
-    if match is None:
-        findings.append(Finding(1, "it has no front matter: begin with a block of `name: value` between two lines ---"))
-    else:
-        try:
-            # Plain strings throughout: YAML would read the record id 123e45 as a number and a date as an object.
-            loaded = yaml.load(match[1], Loader=yaml.BaseLoader)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = 2 + (mark.line if mark else 0)
-            findings.append(Finding(line, f"its front matter is not YAML: {getattr(error, 'problem', error)}"))
-        else:
-            page.meta = dict(loaded) if isinstance(loaded, Mapping) else {}
-    start = page.text[: match.end()].count("\n") + 2 if match else 1
-    _read_body(page, findings, start)
+    page = Page(path, path.read_text(encoding="utf-8"))
+    page.meta, findings = read_fields(page.text)
+    _read_body(page, findings, body_line(page.text))
     return page, findings
 
 
@@ -107,8 +87,7 @@ def prose(page: Page) -> Iterator[tuple[int, str]]:
     """Lines outside front matter, fenced blocks and comments."""
     fenced = _fenced_lines(page)
     body = re.sub(r"<!--.*?(?:-->|\Z)", lambda m: re.sub(r"[^\n]", " ", m[0]), page.text, flags=re.DOTALL)
-    match = re.match(r"---\n.*?^---[ \t]*$", page.text, re.DOTALL | re.MULTILINE)
-    first = page.text[: match.end()].count("\n") + 2 if match else 1
+    first = body_line(page.text)
     for number, line in enumerate(body.split("\n"), start=1):
         if number >= first and number not in fenced:
             yield number, line

@@ -12,9 +12,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import EXIT_USER_ERROR, UserError
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.plan import KernelPlan
 
 
 def inputs_of(plan: Any, seed: int = 0) -> tuple[Any, ...]:
@@ -24,21 +27,30 @@ def inputs_of(plan: Any, seed: int = 0) -> tuple[Any, ...]:
     return made
 
 
-def run(job: Mapping[str, Any]) -> None:
-    """Does what the job says; raises `UserError` where there is no GPU or the version does not take the problem."""
-    import torch
+def plan_of(job: Mapping[str, Any], process: str) -> KernelPlan:
+    """The plan that a job names, for the GPU that is here. process: the word for this process in a refusal.
 
+    Raises `UserError` where there is no GPU or the version does not take the problem.
+    """
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId, get_plan
     from mla_var3.problem import MlaProblem
 
     device = Device.detect()
     if device is None:
-        raise UserError("the profiled process sees no GPU.")
+        raise UserError(f"the {process} process sees no GPU.")
     plan_type = get_plan(KernelId(**job["kernel"]))
     tiling = None if job.get("tiling") is None else plan_type.tiling_type.from_record(job["tiling"])
     plan = plan_type(MlaProblem.from_record(job["problem"]), tiling, device)
     plan.require()
+    return plan
+
+
+def run(job: Mapping[str, Any]) -> None:
+    """Does what the job says; raises `UserError` where there is no GPU or the version does not take the problem."""
+    import torch
+
+    plan = plan_of(job, "profiled")
     kernel = plan.plan(*inputs_of(plan, int(job.get("seed", 0))))
     for _ in range(int(job.get("warmup", 3))):
         kernel.launch()

@@ -13,7 +13,6 @@ the command lines; they exit with 0 (right), 1 (wrong) or 2 (cannot be judged).
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -118,18 +117,16 @@ def sample_fields(formulation: str, small: bool, given: Mapping[str, Any] | None
     return fields
 
 
-def _run_on_cpu(language: str, label: str) -> None:
-    """Chooses the language's interpreter, before anything imports the language. Raises `UserError` without one."""
-    from mla_var3.sweep.cpu import BACKENDS, can_run
-
-    why = can_run(language)
-    if why:
-        raise UserError(f"{label} does not run here: {why}; use a machine with a GPU.")
-    os.environ.update(BACKENDS[language].env)
-
-
-def of_design(label: str, problem: Any = None, *, device: str | None = None, seed: int = 0) -> Contract:
-    """The contract of a version here, `language/design[_vN]`, on a problem (a small decode one by default).
+def of_design(
+    label: str,
+    problem: Any = None,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    seed: int = 0,
+) -> Contract:
+    """The contract of a version here, `language/design[_vN]`, on a problem (by default a small one of its kind, with
+    `fields` in place of its own).
 
     The kernel is planned for the first inputs and bound to all later ones. Raises `UserError` for an unknown label, and
     `Unsupported` or `Infeasible` when the version does not take the problem.
@@ -140,6 +137,7 @@ def of_design(label: str, problem: Any = None, *, device: str | None = None, see
     from mla_var3.kernel import registry
     from mla_var3.problem import MlaProblem
     from mla_var3.runtime.checking import check
+    from mla_var3.sweep.cpu import use_interpreter
 
     version = registry.KernelId.parse(label)
     reason = registry.missing(version)
@@ -149,10 +147,11 @@ def of_design(label: str, problem: Any = None, *, device: str | None = None, see
     small = where == "cpu"
     hardware = None if small else Device.detect()
     if small:
-        _run_on_cpu(version.language, label)
+        use_interpreter(version.language, label)
     plan_type = registry.get_plan(version)
     if problem is None:
-        problem = MlaProblem(**sample_fields(plan_type.formulation, small))
+        given = dict(fields or {})
+        problem = MlaProblem(**{**sample_fields(plan_type.formulation, small, given), **given})
     plan = plan_type(problem, None, hardware)
     plan.require()
     options = getattr(plan, "input_options", {})
@@ -488,27 +487,12 @@ def _target(args: argparse.Namespace) -> Contract:
         if fields:
             raise UserError(f"{_list(['--' + x for x in fields])} belong to a design: a file makes its own inputs.")
         return load(path)
-    from mla_var3.kernel import registry
-    from mla_var3.problem import MlaProblem
-
-    cpu = args.device == "cpu" or (args.device is None and not _has_gpu())
-    version = registry.KernelId.parse(args.target)
-    if cpu and not registry.missing(version):
-        _run_on_cpu(version.language, args.target)
-    kind = "absorbed" if registry.missing(version) else registry.get_plan(version).formulation
-    problem = MlaProblem(**{**sample_fields(kind, cpu, fields), **fields})
-    contract = of_design(args.target, problem, device=args.device)
+    contract = of_design(args.target, fields=fields, device=args.device)
     args.own_bounds = args.rtol is None and args.atol is None
     # As in mla_var3.runtime.checking for inputs of this spread.
     args.rtol = 2.01 / 128 if args.rtol is None else args.rtol
     args.atol = 8e-4 if args.atol is None else args.atol
     return contract
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def _verify_command(contract: Contract, args: argparse.Namespace) -> int:

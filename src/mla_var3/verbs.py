@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import fnmatch
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +174,7 @@ def _without_a_gpu(args: argparse.Namespace, kernels: list[KernelId]) -> int:
 
 def _on_cpu(kernels: list[KernelId]) -> list[KernelId]:
     """The kernels that run on a CPU, in a process that is ready for them."""
-    from mla_var3.sweep.cpu import BACKENDS, can_run
+    from mla_var3.sweep.cpu import can_run, use_interpreter
 
     chosen = []
     for kernel in kernels:
@@ -184,11 +183,7 @@ def _on_cpu(kernels: list[KernelId]) -> list[KernelId]:
             print(f"{kernel.label}: not run: {reason}", file=sys.stderr)
             continue
         chosen.append(kernel)
-        if kernel.language == "triton" and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-            raise UserError(
-                "Triton is loaded for a GPU in this process: start with TRITON_INTERPRET=1 in the environment."
-            )
-        os.environ.update(BACKENDS[kernel.language].env)
+        use_interpreter(kernel.language, kernel.label)
     if not chosen:
         raise UserError("none of these kernels runs on a CPU: `mla-var3 compile` shows what they take of a device.")
     return chosen

@@ -71,6 +71,19 @@ def can_run(language: str) -> str:
     return "" if backend.available() else backend.why_not or f"{backend.module} is not installed"
 
 
+def use_interpreter(language: str, label: str) -> None:
+    """Makes this process one that runs a language's kernels on a CPU, before anything imports the language.
+
+    label: the version that asks. Raises `UserError` where the language has no interpreter, or is loaded for a GPU.
+    """
+    why = can_run(language)
+    if why:
+        raise UserError(f"{label} does not run here: {why}; use a machine with a GPU.")
+    if language == "triton" and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError("Triton is loaded for a GPU in this process: start with TRITON_INTERPRET=1 in the environment.")
+    os.environ.update(BACKENDS[language].env)
+
+
 def small(problem: MlaProblem) -> MlaProblem:
     """A problem of the cell's kind, heads, mask and dtype that a CPU runs in seconds: a prompt, or two requests."""
     if problem.s == problem.t and problem.lengths == "uniform" and problem.s > 1:  # as prefill asks for

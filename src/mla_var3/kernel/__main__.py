@@ -157,9 +157,7 @@ def choose(design: str, version: str | None, language: str | None, device: Devic
 
 def _ready(kernel: KernelId, device: Device | None) -> bool:
     """Whether the kernel can run in this process, which is made ready for it."""
-    import os
-
-    from mla_var3.sweep.cpu import BACKENDS, can_run
+    from mla_var3.sweep.cpu import can_run, use_interpreter
 
     if device is not None:
         return True
@@ -167,7 +165,7 @@ def _ready(kernel: KernelId, device: Device | None) -> bool:
     if reason:
         print(f"no GPU here, and {reason}", file=sys.stderr)
         return False
-    os.environ.update(BACKENDS[kernel.language].env)
+    use_interpreter(kernel.language, kernel.label)
     return True
 
 

@@ -72,7 +72,12 @@ def produce(
     shares: cutlass.Constexpr,
 ):
     """`paged.produce`, for a block alone or, with `shares`, for both of a cluster: `empty` then counts both blocks'
-    consumers."""
+    consumers.
+
+    No block leaves while the other may still signal or write it, without a barrier at the end: parts are freed for a
+    next pair only, each producer waits for every such signal before it loads that pair, and a block's consumers wait
+    for all panels of the last one, whichever block asked for them.
+    """
     per_page = page_size // TILE_N
     for pair in cutlass.range(first, end, unroll=1):
         tile = cutlass.min(2 * pair + stage, num_tiles - 1)

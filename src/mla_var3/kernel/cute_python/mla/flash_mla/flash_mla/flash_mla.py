@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -60,9 +60,6 @@ from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, TILE_N,
 from mla_var3.kernel.cute_python.lib.split import combine
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel
-
-if TYPE_CHECKING:
-    pass
 
 # Named barriers (0 is the block's own, those from 5 on are `lib.latent.consumer`'s).
 MAX0_READY, MAX1_READY, P0_READY, P1_READY = range(1, 5)

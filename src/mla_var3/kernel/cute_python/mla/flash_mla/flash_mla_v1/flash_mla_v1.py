@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -66,9 +65,6 @@ from mla_var3.kernel.cute_python.lib.latent.lazy import lazy_max, publish, scale
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling
 from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, TILE_N, work_range
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-
-if TYPE_CHECKING:
-    pass
 
 # Named barriers (0 is the block's own, those from 5 on are `lib.latent.consumer`'s).
 MAX0_READY, MAX1_READY, P0_READY, P1_READY = range(1, 5)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -46,9 +45,6 @@ from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling
 from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, Shape, work_range
 from mla_var3.kernel.cute_python.lib.phased import loads, steps
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-
-if TYPE_CHECKING:
-    pass
 
 
 def shared_loads(shape: Shape) -> bool:

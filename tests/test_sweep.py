@@ -336,6 +336,20 @@ def test_parts_of_an_experiment_meet_in_one_file(gpu: Path, monkeypatch: pytest.
     assert len(seen) == 8, "nothing is left of the whole"
 
 
+def test_a_budget_ends_a_sweep_between_cells(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = pretend(monkeypatch)
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: float(next(clock)))
+    words = ["experiment=quickstart", "kernels=triton"]
+    assert sweep.main([*words, "budget_s=25"]) == 0
+    assert len(seen) == 4, "25 s end in the second cell of two contenders"
+    assert "25 s are over: 4 points are left; go on with resume=true." in capsys.readouterr().err
+    assert sweep.main([*words, "resume=true"]) == 0
+    assert len(seen) == len(set(seen)) == 8
+
+
 def test_a_new_version_of_the_source_is_measured_again(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     words = ["experiment=ladder", "kernels=triton/toy"]

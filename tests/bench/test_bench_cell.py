@@ -161,6 +161,33 @@ def test_cells_share_a_worker_and_a_crash_in_one_spares_the_rest() -> None:
     }
 
 
+def test_what_ends_the_worker_again_and_again_is_given_up() -> None:
+    cells = [(PROBLEM.replace(t=t), [fake("Segfault"), fake("Good"), fake("Poison")]) for t in (16, 32, 48, 64, 80)]
+    masked = PROBLEM.replace(s=2, causal=True)
+    cells.append((masked, [fake("Segfault"), fake("Good")]))
+    found = list(measure_cells(cells, None, BenchSettings(**QUICK, give_up=2), experiment="test"))
+    table = {(r.problem["t"], r.problem["causal"], r.kernel.design): r for r in found}
+    for bad in ("segfault", "poison"):
+        status = [table[t, False, bad].status for t in (16, 32, 48, 64, 80)]
+        assert status == ["failed"] * 2 + ["skipped"] * 3, bad
+    assert "given up: it ended the worker in 2 cells like this one" in table[48, False, "segfault"].reason
+    assert table[128, True, "segfault"].status == "failed", "a masked problem is another kind"
+    assert all(table[t, False, "good"].status == "passed" for t in (16, 32, 48, 64, 80))
+    assert len(found) == len(table) == 17
+
+
+def test_limits_of_the_run_serve_several_cells() -> None:
+    cells = [(PROBLEM.replace(t=t), [fake("Good")]) for t in (16, 32, 48)]
+    each = list(measure_cells(cells, None, BenchSettings(**QUICK), experiment="test"))
+    assert len({r.limits.burst.matmul_tflops for r in each if r.limits and r.limits.burst}) == 3
+    assert all("limits (bf16 8192^3 product, a kernel that reads 2 GiB) in turn" in (r.method or "") for r in each)
+    once = list(measure_cells(cells, None, BenchSettings(**QUICK, limits_every_s=60.0), experiment="test"))
+    assert len({r.limits.burst.matmul_tflops for r in once if r.limits and r.limits.burst}) == 1
+    ages = [(r.to_json().count("age_s"), "s before in the same process" in (r.method or "")) for r in once]
+    assert ages == [(0, False), (1, True), (1, True)]
+    assert len({r.limits.burst.limit_us for r in once if r.limits and r.limits.burst}) == 3, "the cell's own work"
+
+
 def test_tuning_measures_the_tilings(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not both"):
         fake("Good", tune=True, tiling={"tile": 1})

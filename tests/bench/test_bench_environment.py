@@ -63,6 +63,75 @@ def test_without_any_tool_readings_are_empty(monkeypatch: pytest.MonkeyPatch) ->
     assert sensors.read() == {} and sensors.driver() is None and sensors.power_limit_w() is None
 
 
+class FourGpus:
+    """NVML on a machine with four GPUs."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 0, 1, 0
+
+    def __init__(self, *, by_uuid: bool, count: int = 4) -> None:
+        self.by_uuid = by_uuid
+        self.count = count
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return self.count
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if not self.by_uuid:
+            raise RuntimeError("not supported")
+        return f"uuid {uuid}"
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus: str) -> str:
+        return f"bus {bus}"
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"index {index}"
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> float:
+        return 100e3
+
+
+@pytest.mark.parametrize(
+    ("by_uuid", "uuid", "bus", "handle"),
+    [
+        (True, "GPU-c", "00000000:1b:00.0", "uuid GPU-c"),
+        (False, "GPU-c", "00000000:1b:00.0", "bus 00000000:1b:00.0"),
+        (True, None, "00000000:1b:00.0", "bus 00000000:1b:00.0"),
+        (True, None, None, None),
+    ],
+)
+def test_of_several_gpus_the_one_that_torch_uses_is_read(
+    monkeypatch: pytest.MonkeyPatch, by_uuid: bool, uuid: str | None, bus: str | None, handle: str | None
+) -> None:
+    nvml = FourGpus(by_uuid=by_uuid)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment, "_torch_uuid", lambda: uuid)
+    monkeypatch.setattr(environment, "_torch_bus_id", lambda: bus)
+    sensors = Sensors()
+    assert sensors._handle == handle
+    assert sensors.read() == ({"power_w": 100.0} if handle else {})
+    nvml.count = 1
+    assert (Sensors()._handle == "index 0") == (handle is None)
+
+
+def test_lines_of_several_gpus_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _smi(monkeypatch, "1980, 3201, 123.45, 41\n345, 3201, 80.0, 30\n")
+    monkeypatch.setattr(environment, "_torch_uuid", lambda: None)
+    assert Sensors().read() == {} and "-i" not in asked[0]
+    _smi(monkeypatch, "580.1\n580.1\n")
+    assert Sensors().driver() == "580.1"
+
+
+def test_a_chip_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for uuid in ("GPU-a", "GPU-b", "GPU-a", None):
+        monkeypatch.setattr(environment, "_torch_uuid", lambda uuid=uuid: uuid)
+        names.append(environment.chip())
+    assert names[0] == names[2] != names[1] and names[3] is None and len(names[0] or "") == 8
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_the_commit_and_whether_the_package_differs(tmp_path: Path) -> None:
     package = tmp_path / "src" / "package"

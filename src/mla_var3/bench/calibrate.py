@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ class LimitItems:
 
     def __init__(self, backend: Backend, settings: BenchSettings) -> None:
         self._work: dict[str, float] = {}
+        self._at: float | None = None
         self.items: list[Item] = []
         calls = backend.limit_calls()
         for name, key in ((MATMUL, "matmul"), (READ, "read")):
@@ -54,8 +56,17 @@ class LimitItems:
             self._work[name] = work
             self.items.append(timing.prepare(backend, name, [call], settings))
 
+    def age_s(self) -> float | None:
+        """Seconds since they were last measured; None: not yet."""
+        return None if self._at is None else time.monotonic() - self._at
+
+    def measured(self) -> None:
+        """Notes that all turns are over."""
+        self._at = time.monotonic()
+
     def reset(self) -> None:
-        """Forgets the samples, before the next cell."""
+        """Forgets the samples, before they are measured anew."""
+        self._at = None
         for item in self.items:
             item.samples.clear()
             item.readings.clear()
@@ -67,9 +78,10 @@ class LimitItems:
             return None
         return Limits(self._work[MATMUL] / matmul / 1e6, self._work[READ] / read / 1e3)
 
-    def to_record(self, flops: int, bytes_: int) -> dict[str, Any]:
-        """The record's `limits` for work with these FLOPs and bytes. `bound` is the first measured state's."""
-        record: dict[str, Any] = {}
+    def to_record(self, flops: int, bytes_: int, age_s: float = 0.0) -> dict[str, Any]:
+        """The record's `limits` for work with these FLOPs and bytes. `bound` is the first measured state's; `age_s`
+        says how long before the cell they were measured, where they are not its own."""
+        record: dict[str, Any] = {"age_s": round(age_s, 1)} if age_s else {}
         for state in timing.STATES:
             found = self.limits(state)
             if found is not None:

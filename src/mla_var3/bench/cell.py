@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,6 +148,11 @@ def measure_cells(
         for slot, fields in run.work(slots):
             slots.remove(slot)
             yield run.record(slot, fields)
+        for slot in list(slots):
+            reason = run.given_up(slot)
+            if reason:
+                slots.remove(slot)
+                yield run.record(slot, {"status": "skipped", "reason": reason})
         if len(slots) == before:  # the worker ended without a result: do not start it for ever
             for slot in slots:
                 yield run.record(slot, {"status": "failed", "reason": "the worker ended without a result"})
@@ -163,6 +169,14 @@ class _Run:
         self.environment: dict[str, Any] = environment.describe()
         self.commit, self.dirty = (settings.commit, None) if settings.commit is not None else environment.git_state()
         self.sets: dict[int, tuple[int, int]] = {}
+        self.deaths: Counter[Any] = Counter()
+
+    def given_up(self, slot: _Slot) -> str:
+        """Why a contender is not tried in a further cell: each time it ends the worker costs a start; else ""."""
+        deaths = self.deaths[_kind(slot)]
+        if not self.settings.give_up or deaths < self.settings.give_up:
+            return ""
+        return f"given up: it ended the worker in {deaths} cells like this one; resume=true tries it again"
 
     def too_large(self, cell: int, problem: MlaProblem, contenders: int) -> str:
         """Why a cell does not fit in the device's memory, in one sentence; else "", and its input sets are planned."""
@@ -205,6 +219,7 @@ class _Run:
     def work(self, slots: Sequence[_Slot]) -> Iterator[tuple[_Slot, dict[str, Any]]]:
         """Starts a worker for these slots and yields results, the one of a crash or a hang last."""
         waiting = {slot.number: slot for slot in slots}
+        last: _Slot | None = None
         with tempfile.TemporaryDirectory(prefix="mla_var3-bench-") as folder:
             life = _Life(Path(folder), self._job(slots), self.settings)
             try:
@@ -215,9 +230,15 @@ class _Run:
                     elif kind == "info":
                         waiting[event["slot"]].carry.update(event["fields"])
                     elif kind == "result":
-                        yield waiting.pop(event["slot"]), event["fields"]
+                        last = waiting.pop(event["slot"])
+                        yield last, event["fields"]
                     elif kind == "fatal":
                         raise UserError(event["reason"])
+                dead = last if life.poisoned else None
+                if life.lost and life.slot is not None:
+                    dead = waiting.get(life.slot)
+                if dead is not None:
+                    self.deaths[_kind(dead)] += 1
                 if life.lost:
                     guilty = [waiting[life.slot]] if life.slot in waiting else list(waiting.values())
                     for slot in guilty:
@@ -245,12 +266,14 @@ class _Run:
 class _Life:
     """One worker process, from its start to its end.
 
-    slot: whose phase it was in last; None: nobody's. lost: why it ended before it was done, else "".
+    slot: whose phase it was in last; None: nobody's. lost: why it ended before it was done, else "". poisoned: it ended
+    itself, for the last contender that it gave a result of broke the device.
     """
 
     def __init__(self, folder: Path, job: Mapping[str, Any], settings: BenchSettings) -> None:
         self.slot: int | None = None
         self.lost = ""
+        self.poisoned = False
         self._phase = "startup"
         self._limit_s = settings.limit_s("startup")
         self._since = time.monotonic()
@@ -281,6 +304,7 @@ class _Life:
                 for line in lines:
                     event = json.loads(line)
                     if event["event"] in ("done", "poisoned"):
+                        self.poisoned = event["event"] == "poisoned"
                         return
                     if event["event"] == "phase":
                         self.slot, self._phase, self._limit_s = event["slot"], event["phase"], float(event["limit_s"])
@@ -317,6 +341,12 @@ class _Life:
     def _said(self) -> str:
         text = _digest(self._log.read_text(errors="replace"))
         return f"; its stderr: {text}" if text else ""
+
+
+def _kind(slot: _Slot) -> tuple[Any, ...]:
+    """What cells have in common where a contender that crashes in one will crash in the other: all but their sizes."""
+    p = slot.problem
+    return slot.contender.kernel, slot.contender.plan, p.causal, p.dtype, p.page, p.h_kv, p.k, p.p, p.n
 
 
 def _environment(settings: BenchSettings) -> dict[str, str]:

@@ -26,7 +26,7 @@ _QUERY = {
 
 
 def describe(gpu: bool = False) -> dict[str, Any]:
-    """Python, platform and packages; with `gpu`, also the current GPU's name, driver, power limit and CUDA version."""
+    """Python, platform and packages; with `gpu`, also the current GPU's name, `chip`, driver, power limit and CUDA."""
     from mla_var3.runtime.autotune import CODE_PACKAGES, package_versions
     from mla_var3.toolchain import aot
 
@@ -46,6 +46,7 @@ def describe(gpu: bool = False) -> dict[str, Any]:
 
         sensors = Sensors()
         found["gpu"] = torch.cuda.get_device_name()
+        found["chip"] = chip()
         found["driver"] = sensors.driver()
         found["power_limit_w"] = sensors.power_limit_w()
         found["cuda"] = torch.version.cuda
@@ -121,24 +122,33 @@ class Sensors:
         if smi is None:
             return []
         words = [smi, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-        uuid = _torch_uuid()
-        if uuid:
-            words += ["-i", uuid]
+        which = _torch_uuid() or _torch_bus_id()
+        if which:
+            words += ["-i", which]
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError):
             return []
-        first = done.stdout.strip().splitlines()[:1]
-        return [value.strip() for value in first[0].split(",")] if first else []
+        lines = done.stdout.strip().splitlines()
+        # Several lines: nothing said which of the GPUs is meant, and another one's readings would be worse than none.
+        return [value.strip() for value in lines[0].split(",")] if len(set(lines)) == 1 else []
 
 
 def _nvml_handle(nvml: Any) -> Any:
-    """The device torch uses: CUDA may number devices otherwise than NVML, so it is looked up by its id."""
+    """The device torch uses, by its id, else by its place on the bus: CUDA numbers devices otherwise than NVML (its own
+    order, CUDA_VISIBLE_DEVICES). `LookupError` rather than another GPU's readings."""
     uuid = _torch_uuid()
     if uuid:
         for form in (uuid, uuid.encode()):
             with contextlib.suppress(Exception):
                 return nvml.nvmlDeviceGetHandleByUUID(form)
+    bus = _torch_bus_id()
+    if bus:
+        for form in (bus, bus.encode()):
+            with contextlib.suppress(Exception):
+                return nvml.nvmlDeviceGetHandleByPciBusId(form)
+    if nvml.nvmlDeviceGetCount() != 1:
+        raise LookupError("which of the GPUs torch uses is not known")
     return nvml.nvmlDeviceGetHandleByIndex(0)
 
 
@@ -149,6 +159,21 @@ def _torch_uuid() -> str | None:
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
     return None
+
+
+def _torch_bus_id() -> str | None:
+    with contextlib.suppress(Exception):
+        import torch
+
+        props = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return f"{props.pci_domain_id:08x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
+    return None
+
+
+def chip() -> str | None:
+    """Eight hex digits that tell this GPU from others of its kind: times of two chips differ by a percent or two."""
+    uuid = _torch_uuid()
+    return None if uuid is None else hashlib.sha256(uuid.encode()).hexdigest()[:8]
 
 
 def _is_number(text: str) -> bool:

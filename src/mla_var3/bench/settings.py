@@ -41,6 +41,8 @@ class BenchSettings:
     sustained_s: float = 0.4  #: back-to-back replays in one turn; its second half is used
     sustained_rounds: int = 1  #: turns, in reversed order every other one. 0 leaves sustained out
 
+    limits_every_s: float = 0.0  #: a cell takes the run's limits of the same process if younger; 0: each has its own
+
     # ---- beside
     host_calls: int = 30  #: launches whose host time is taken
     cross_check_ms: float = 5.0  #: length of the graph of `do_bench_cudagraph`, replayed 10 times; 0 leaves it out
@@ -60,6 +62,8 @@ class BenchSettings:
     prepare_limit_s: float = 240.0
     time_limit_s: float = 60.0
 
+    give_up: int = 3  #: a contender that ended the worker this often is skipped in the cells left; 0: never
+
     # ---- worker
     commit: str | None = None  #: for the records, where the tree travels without its .git
     worker_env: tuple[tuple[str, str], ...] = ()  #: environment variables of the worker, as pairs
@@ -70,7 +74,8 @@ class BenchSettings:
         env: Any = self.worker_env
         pairs = env.items() if isinstance(env, Mapping) else env
         object.__setattr__(self, "worker_env", tuple((str(k), str(v)) for k, v in pairs))
-        for name, low in (("max_sets", 1), ("burst_replays", 1), ("burst_rounds", 0), ("sustained_rounds", 0)):
+        least = {"max_sets": 1, "burst_replays": 1, "burst_rounds": 0, "sustained_rounds": 0, "give_up": 0}
+        for name, low in least.items():
             if getattr(self, name) < low:
                 raise UserError(f"bench setting {name} = {getattr(self, name)} is too small: use at least {low}.")
         for field in dataclasses.fields(self):

@@ -11,7 +11,9 @@ sustained   Replays back to back for `sustained_s`; those of the second half are
             limit.
 
 In every round each item has its turn, the cell's limits (a large matrix product, a kernel that only reads) first
-among them, and every other round runs in reverse. So whatever drifts, drifts for all.
+among them, and every other round runs in reverse. So whatever drifts, drifts for all. With `limits_every_s` a cell may
+stand beside limits that many seconds old: from cell to cell of one run they moved by 0.1 % (burst) to 0.3 % (sustained)
+on an H200.
 
 A call must not run beside the one before it: kernels launched with programmatic dependent launch can. `prepare`
 compares the graph with one that has a tiny kernel between calls, less what those cost alone. When calls turn out to
@@ -295,8 +297,17 @@ def take_turns(
 
 
 # ---------------------------------------------------------------- words
-def method_text(item: Item, sets: int, set_bytes: int, settings: BenchSettings, *, graph: bool, clock: str) -> str:
-    """How an item was timed, for its record."""
+def method_text(
+    item: Item,
+    sets: int,
+    set_bytes: int,
+    settings: BenchSettings,
+    *,
+    graph: bool,
+    clock: str,
+    limits_age_s: float = 0.0,
+) -> str:
+    """How an item was timed, for its record. limits_age_s: how long before, where the cell did not have its own."""
     what = "CUDA-graph replays" if graph else "loops of launches (the kernel cannot be captured)"
     inputs = f"{sets} input sets of {set_bytes / 1e6:.1f} MB ({settings.dist}, random pages, cold L2)"
     parts = [f"{what} of {item.calls} calls rotating over {inputs}, {clock}"]
@@ -310,9 +321,12 @@ def method_text(item: Item, sets: int, set_bytes: int, settings: BenchSettings, 
             f"sustained: second half of {settings.sustained_s:g} s of back-to-back replays, "
             f"{settings.sustained_rounds} turns"
         )
-    parts.append(
-        "contenders and limits (bf16 8192^3 product, a kernel that reads 2 GiB) in turn, every other round reversed"
-    )
+    limits = "limits (bf16 8192^3 product, a kernel that reads 2 GiB)"
+    if limits_age_s:
+        before = f"{limits_age_s:.0f} s before in the same process"
+        parts.append(f"contenders in turn, every other round reversed; {limits} {before}")
+    else:
+        parts.append(f"contenders and {limits} in turn, every other round reversed")
     if item.overlap_us:
         parts.append(
             f"calls overlapped by {item.overlap_us:.1f} us, so a tiny kernel stands between them, "

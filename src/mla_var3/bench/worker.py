@@ -352,9 +352,12 @@ class Worker:
                 ready.remove(contender)
         if not ready:
             return
-        self.limits.reset()
+        age_s = self.limits.age_s()
+        fresh = age_s is None or age_s >= self.settings.limits_every_s
+        if fresh:
+            self.limits.reset()
         owners = {id(c.item): c for c in ready}
-        items = [*self.limits.items, *(c.item for c in ready if c.item is not None)]
+        items = [*(self.limits.items if fresh else ()), *(c.item for c in ready if c.item is not None)]
 
         def announce(item: Item, state: str, number: int) -> None:
             owner = owners.get(id(item))
@@ -374,10 +377,12 @@ class Worker:
         start = time.monotonic()
         timing.take_turns(self.backend, items, self.settings, announce, failed)
         shared = round((time.monotonic() - start) / max(1, len(items)), 3)
+        if fresh:
+            self.limits.measured()
         for contender in list(ready):
             contender.seconds["time"] = shared
             with self._guarded(contender):
-                self._timed(contender, inputs)
+                self._timed(contender, inputs, 0.0 if fresh else age_s or 0.0)
 
     def _prepare(self, contender: Contender, inputs: _Inputs) -> None:
         plan = contender.plan
@@ -400,7 +405,7 @@ class Worker:
         )
         contender.facts["host_us"] = timing.host_us(self.backend, first, self.settings.host_calls)
 
-    def _timed(self, contender: Contender, inputs: _Inputs) -> None:
+    def _timed(self, contender: Contender, inputs: _Inputs, limits_age_s: float) -> None:
         item, plan, settings = contender.item, contender.plan, self.settings
         assert item is not None and self.limits is not None
         facts = contender.facts
@@ -418,7 +423,7 @@ class Worker:
             contender,
             "passed",
             time_us=item.stats(),
-            limits=self.limits.to_record(facts["flops"], facts["bytes"]),
+            limits=self.limits.to_record(facts["flops"], facts["bytes"], limits_age_s),
             method=timing.method_text(
                 item,
                 inputs.count,
@@ -426,6 +431,7 @@ class Worker:
                 settings,
                 graph=bool(plan.graph_capturable),
                 clock=self.backend.clock,
+                limits_age_s=limits_age_s,
             ),
             readings=environment.by_quantity(sensors),
         )

@@ -22,6 +22,7 @@ from mla_var3.profiling import MODES as PROFILES
 GROUPS = ("experiment", "model", "kernels", "device", "bench", "profile")
 MODES = ("measure", "compile")
 TARGETS = ("device", "claimed")
+ORDERS = ("listed", "even")
 
 #: Hydra's own options: without a value, and with one in the next word.
 _FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
@@ -32,10 +33,11 @@ _VALUED = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-di
 class ExperimentConfig:
     """Cells, as a list (`cells`), as a product or a list of products (`grid`), or both.
 
-    mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`,
-    or for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU.
-    recorded: without a GPU, show the records that the project ships beside what was compiled. formulation: of the
-    roofline (absorbed, decompressed or mixed).
+    order: listed, or even: parts of equal work, and what is done of each by some time lies evenly over its cells.
+    mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`, or
+    for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU. recorded:
+    without a GPU, show the records that the project ships beside what was compiled. formulation: of the roofline
+    (absorbed, decompressed or mixed).
     """
 
     name: str = "unnamed"
@@ -47,6 +49,7 @@ class ExperimentConfig:
     cpu: bool = True
     recorded: bool = True
     formulation: str = "absorbed"
+    order: str = "listed"
 
 
 @dataclass
@@ -121,6 +124,7 @@ class SweepConfig:
     """Everything a sweep is told; `conf/sweep.yaml` has a comment for each key.
 
     bench: `tune`, and fields of `mla_var3.bench.settings.BenchSettings`. part: "k/n", every n-th cell from the k-th.
+    budget_s: no cell is begun after this many seconds of measuring; 0: all of them.
     """
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
@@ -133,6 +137,7 @@ class SweepConfig:
     tiling: dict[str, Any] = field(default_factory=dict)
     part: str = "1/1"
     resume: bool = False
+    budget_s: float = 0.0
     results_dir: str = "results"
     compile_dir: str = "out/results"
     jobs: int = 0
@@ -169,6 +174,7 @@ def typed(cfg: Any) -> SweepConfig:
     for key, value, choices in (
         ("experiment.mode", config.experiment.mode, MODES),
         ("experiment.targets", config.experiment.targets, TARGETS),
+        ("experiment.order", config.experiment.order, ORDERS),
         ("profile.mode", config.profile.mode, (DISABLED, *PROFILES)),
     ):
         if value not in choices:

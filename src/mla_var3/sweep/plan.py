@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,8 +87,24 @@ def expand_cells(config: SweepConfig) -> list[MlaProblem]:
         raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
     model = {name: value for name, value in vars(config.model).items() if name != "name"}
     changes = {name: value for name, value in vars(config.problem).items() if value is not None}
-    problems = [_problem({**model, **cell, **changes}) for cell in cells]
-    return _part(list(dict.fromkeys(problems)), config.part)
+    problems = list(dict.fromkeys(_problem({**model, **cell, **changes}) for cell in cells))
+    if experiment.order != "even":
+        return _part(problems, config.part)
+    dealt = set(_part(sorted(problems, key=_work, reverse=True), config.part))
+    return _evenly([problem for problem in problems if problem in dealt])
+
+
+def _work(problem: MlaProblem) -> float:
+    """About how long a cell takes, in bytes: a GPU does some 150 dense operations in the time of one byte."""
+    cost = problem.cost("absorbed" if not problem.n else "mixed")
+    return max(cost.flops / 150.0, cost.bytes)
+
+
+def _evenly(cells: list[MlaProblem]) -> list[MlaProblem]:
+    """The cells in an order whose every beginning lies evenly over the list: in strides of its golden section."""
+    count = len(cells)
+    stride = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
+    return [cells[i * stride % count] for i in range(count)]
 
 
 def _part(cells: list[MlaProblem], part: str) -> list[MlaProblem]:

@@ -181,6 +181,7 @@ class Sweep:
     def measure(self) -> None:
         """Measures every point that can run, cells one after the other, contenders of a cell in turn."""
         from mla_var3.bench.cell import measure_cells
+        from mla_var3.problem import MlaProblem
 
         device = self.target.device
         points = expand(self.config, self.target, self.cells, tuned=self.tune)
@@ -192,12 +193,20 @@ class Sweep:
         cells = [(cell, [self.contender(p) for p in todo if p.problem == cell]) for cell in self.cells]
         cells = [(cell, contenders) for cell, contenders in cells if contenders]
         stream = measure_cells(cells, device, self.settings, experiment=self.config.experiment.name)
-        began = time.monotonic()
+        began, budget_s = time.monotonic(), self.config.budget_s
+        open_points = {cell: len(contenders) for cell, contenders in cells}
         try:
             for number, record in enumerate(stream, start=1):
                 journal.add(record)
-                left = (time.monotonic() - began) / number * (len(todo) - number)
+                passed = time.monotonic() - began
+                left = passed / number * (len(todo) - number)
                 say(f"[{number}/{len(todo)}, {left:.0f} s left] {record.problem_label} {describe(record)}")
+                cell = MlaProblem.from_record(record.problem)
+                open_points[cell] = open_points.get(cell, 0) - 1
+                # Only between cells: the contenders of one are timed in turn, and their records come together.
+                if 0 < budget_s < passed and open_points[cell] <= 0 and number < len(todo):
+                    say(f"{budget_s:g} s are over: {len(todo) - number} points are left; go on with resume=true.")
+                    break
         finally:
             close = getattr(stream, "close", None)
             if close is not None:

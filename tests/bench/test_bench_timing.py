@@ -100,6 +100,20 @@ def test_every_other_round_is_reversed() -> None:
     assert all(names == (list("cba") if n % 2 else list("abc")) for (_, n), names in order.items())
 
 
+def test_the_first_contender_behind_the_limits_settles_the_clock_first() -> None:
+    chip = SimulatedBackend()
+    both = LimitItems(chip, SETTINGS)
+    contenders = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "ab"]
+    turns: list[str] = []
+    chip.log.clear()
+    settings = dataclasses.replace(SETTINGS, burst_rounds=0)
+    take_turns(chip, [*both.items, *contenders], settings, lambda i, s, n: turns.append(i.name), fail)
+    starts = [entry for entry in chip.log if entry[0] == "start"]
+    assert len(turns) == 4 and len(starts) == 5  # one more than there are samples of
+    assert starts[2] == starts[3]  # the first contender's two turns
+    assert all(len(item.samples["sustained"]) > 1 for item in contenders)
+
+
 def test_an_item_that_raises_has_no_further_turn_and_no_time() -> None:
     chip = SimulatedBackend()
     items = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "abc"]

@@ -54,7 +54,9 @@ class LimitItems:
         for name, key in ((MATMUL, "matmul"), (READ, "read")):
             call, work = calls[key]
             self._work[name] = work
-            self.items.append(timing.prepare(backend, name, [call], settings))
+            item = timing.prepare(backend, name, [call], settings)
+            item.is_limit = True
+            self.items.append(item)
 
     def age_s(self) -> float | None:
         """Seconds since they were last measured; None: not yet."""

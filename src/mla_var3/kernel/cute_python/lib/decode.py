@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DecodePlan(KernelPlan):
-    """Inputs (q, kv_cache, page_table, seq_lens), outputs (out, lse), and, with several splits, fp32 partials.
+    """Inputs (q, kv_cache, page_table, seq_lens), outputs (out, lse), and, with several splits, partial results.
 
     A version says how many splits it takes and makes its kernel from the tensors; sizes come from those, so that the
     same plan serves other b and t of its problem class.
@@ -27,8 +27,7 @@ class DecodePlan(KernelPlan):
     def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> BaseKernel:
         """The kernel on these tensors, or, where all three are empty, one that only compiles.
 
-        partials: (splits, b, h_kv, rows, k) and (splits, b, h_kv, rows) in fp32; with one split both are empty and
-        must not be touched.
+        partials: of `partials`; with one split they are empty and must not be touched.
         """
 
     def plan(self, *inputs: Any) -> BaseKernel:
@@ -43,12 +42,17 @@ class DecodePlan(KernelPlan):
         splits = self.num_splits(b, page_table.shape[1])
         out = q.new_empty((b, pd.s, pd.h, pd.k))
         lse = q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
-        parts = splits if splits > 1 else 0
-        partials = (
+        return self.make(inputs, (out, lse), self.partials(q, splits if splits > 1 else 0), splits)
+
+    def partials(self, q: Any, parts: int) -> tuple[Any, ...]:
+        """Workspaces of `parts` partial results; 0 where nothing is split."""
+        import torch
+
+        pd, b = self.problem, q.shape[0]
+        return (
             q.new_empty((parts, b, pd.h_kv, pd.rows, pd.k), dtype=torch.float32),
             q.new_empty((parts, b, pd.h_kv, pd.rows), dtype=torch.float32),
         )
-        return self.make(inputs, (out, lse), partials, splits)
 
     def plan_empty(self) -> BaseKernel:
         self.require()

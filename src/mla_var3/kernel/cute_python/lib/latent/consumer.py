@@ -55,7 +55,9 @@ def shared_bytes(shape: Shape, element_bytes: int) -> int:
 class Consumer:
     """What a consumer warpgroup works with: descriptors, registers, barriers. Python holds it; nothing is copied."""
 
-    def __init__(self, me, shape, dtype, thread, q_tile, kv_base, full, empty, scale_log2, seq_len, first_row) -> None:
+    def __init__(
+        self, me, shape, dtype, thread, q_tile, kv_base, full, empty, scale_log2, seq_len, first_row, registers=()
+    ) -> None:
         self.me, self.shape, self.dtype, self.thread = me, shape, dtype, thread
         self.kv_base, self.full, self.empty = kv_base, full, empty
         self.scale_log2, self.seq_len, self.q_tile = scale_log2, seq_len, q_tile
@@ -87,9 +89,12 @@ class Consumer:
         self.staging = wgmma.smem_view(kv_base, half, staging)
 
         self.acc_s = cute.make_rmem_tensor(self.mma_s.partition_shape_C((TILE_M, TILE_N)), Float32)
-        self.acc_o = cute.make_rmem_tensor(self.mma_ss.partition_shape_C((TILE_M, shape.half)), Float32)
-        self.m = cute.make_rmem_tensor(2, Float32)  # running maximum of the rows, times scale_log2
-        self.total = cute.make_rmem_tensor(2, Float32)  # this thread's part of the sum of the own P
+        # The output so far, the rows' running maximum times scale_log2, and this thread's part of the own P's sums.
+        self.acc_o, self.m, self.total = registers or (
+            cute.make_rmem_tensor(self.mma_ss.partition_shape_C((TILE_M, shape.half)), Float32),
+            cute.make_rmem_tensor(2, Float32),
+            cute.make_rmem_tensor(2, Float32),
+        )
         self.limits = cute.make_rmem_tensor(2, Int32)  # keys that each row may see
         for r in range(2):
             limit = seq_len

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +40,7 @@ class LatentTiling(Tiling):
     """The tile sizes are what registers and shared memory force; the number of splits is free (0: from a model)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # values that a version's own fields may take
 
     tile_m: int = TILE_M
     tile_n: int = TILE_N
@@ -49,9 +50,10 @@ class LatentTiling(Tiling):
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in self.launch_fields and value != field.default:
-                return Verdict.no(f"{field.name} = {value}, and this version is written for {field.default}")
+            value, allowed = getattr(self, field.name), self.choices.get(field.name, (field.default,))
+            if field.name not in self.launch_fields and value not in allowed:
+                known = " or ".join(map(str, allowed))
+                return Verdict.no(f"{field.name} = {value}, and this version is written for {known}")
         if not 0 <= self.num_splits <= MAX_SPLITS:
             return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
         if not (taken := takes_latent(pd)):
@@ -78,6 +80,16 @@ class LatentPlan(DecodePlan):
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes_latent
     )
 
+    def results(self, outputs: Sequence[Any], partials: Sequence[Any], splits: int) -> Sequence[Any]:
+        """What the version's host function is given to write to."""
+        return (*outputs, *partials)
+
+    def result_arguments(self, b: Any) -> tuple[Any, ...]:
+        """Fake tensors of `results`; b is the symbol of the batch."""
+        pd = self.problem
+        *partials, out, lse = combine.fake_partials(host.element_type(pd.dtype), b, pd.s, pd.h, pd.h_kv, pd.k)
+        return (out, lse, *partials)
+
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
         """The stage after the attention where requests are split."""
         return combine_groups.combine_kernel(self, partials, outputs, splits)
@@ -88,7 +100,7 @@ class LatentPlan(DecodePlan):
         call = host.function(self, name, compile_fn) if inputs else None
         main = CuteKernel(
             self.kernel_fn,
-            host.launcher(call, *inputs, *outputs, *partials, self.problem.scale, splits),
+            host.launcher(call, *inputs, *self.results(outputs, partials, splits), self.problem.scale, splits),
             inputs,
             partials if splits > 1 else outputs,
             self.tiling,
@@ -121,15 +133,22 @@ class LatentPlan(DecodePlan):
     def _pairs(self, max_pages: int) -> int:
         return -(-max_pages * self.problem.page_size // (2 * TILE_N))
 
+    def constants(self) -> tuple[Any, ...]:
+        """What the code is specialised on: the host function's last arguments before the stream."""
+        return (Shape.of(self.problem),)
+
     def arguments(self) -> tuple[Any, ...]:
         """Fake arguments of the host function, without the stream."""
         pd, kind = self.problem, host.element_type(self.problem.dtype)
         b, pages, width = host.symbols(3)
-        *partials, out, lse = combine.fake_partials(kind, b, pd.s, pd.h, pd.h_kv, pd.k)
+        results = self.result_arguments(b)
         return (
             host.fake(kind, b, pd.s, pd.h, pd.k + pd.p),
             host.fake(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, align=128),
             host.fake(Int32, b, width, align=4),
             host.fake(Int32, b, align=4),
-            out, lse, *partials, Float32(1.0), Int32(1), Shape.of(pd),
-        )  # fmt: skip
+            *results,
+            Float32(1.0),
+            Int32(1),
+            *self.constants(),
+        )

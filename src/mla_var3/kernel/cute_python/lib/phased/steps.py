@@ -46,7 +46,7 @@ def resident_slices(slices: int) -> tuple[int, ...]:
 class PhasedConsumer(Consumer):
     """A consumer, the running maximum of the rows (64,), and its resident slices of the query."""
 
-    def __init__(self, me, shape, dtype, *common, row_max, shares) -> None:
+    def __init__(self, me, shape, dtype, *common, row_max, shares, registers=()) -> None:
         self.row_max, self.shares = row_max, shares
         self.mma_qs = wgmma.make_mma(dtype, TILE_N, a_in_registers=True)
         self.resident = resident_slices((shape.k + shape.p) // wgmma.MMA_K)
@@ -54,7 +54,7 @@ class PhasedConsumer(Consumer):
         self.q_regs = cute.make_rmem_tensor(
             cute.make_layout(((2, 2, 2), 1, max(len(self.resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
         )
-        super().__init__(me, shape, dtype, *common)
+        super().__init__(me, shape, dtype, *common, registers)
 
 
 @cute.jit

@@ -1,0 +1,244 @@
+r"""Absorbed MLA decode for Hopper (sm_90a): flash_mla_v3 with an ending made for short blocks and many splits.
+
+    out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
+
+The loop over the keys, clusters and multicast are flash_mla_v3's (`lib.phased`). What differs is how a block ends
+(`lib.latent.ending`) and how parts of a request meet: a part is stored as a result is, in 16 bits and whole lines, each
+divided by its own sum, and `combine_rows` reads half of the bytes. Both consumers run the same code for it, once, and
+the kernel does not know whether it writes parts or results.
+
+Shared memory: Q 72 KiB, two stages of 72 KiB. Split-KV: grid (row tiles x h_kv, splits, b). All addresses and counts
+come from `seq_lens` on the device. Error: a part's rounding adds one more rounding of the output's size (Frobenius
+2.7e-3 against 2.1e-3 in bf16 with splits; the same without).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python.lib import host, paged, rows, softmax, wgmma
+from mla_var3.kernel.cute_python.lib.barriers import named_sync
+from mla_var3.kernel.cute_python.lib.latent import ending, order
+from mla_var3.kernel.cute_python.lib.latent.consumer import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    CONSUMERS_JOIN,
+    EVEN,
+    ODD,
+    PRODUCER_REGISTERS,
+    THREADS,
+    shared_storage,
+)
+from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling, takes_latent
+from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, Shape, work_range
+from mla_var3.kernel.cute_python.lib.phased import loads, steps
+from mla_var3.kernel.cute_python.lib.split import combine_rows
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+from mla_var3.runtime import CuteKernel, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.problem import MlaProblem
+
+
+def shared_loads(shape: Shape) -> bool:
+    """Whether two row tiles of a request form a cluster and load the cache for each other."""
+    return shape.row_tiles % 2 == 0
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernel
+@cute.kernel
+def flash_mla_v5(
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    target: cute.Tensor,  # (splits · b, s, h, k) 16-bit, global memory, contiguous: the output, or its parts
+    target_lse: cute.Tensor,  # (splits · b, h, s) fp32, global memory, contiguous; of parts in the log2 domain
+    scale_log2: Float32,
+    num_splits: Int32,
+    shape: cutlass.Constexpr,
+    longest_first: cutlass.Constexpr,
+):
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    block, split, rank = cute.arch.block_idx()
+    row_tile = block % shape.row_tiles
+    kv_head = block // shape.row_tiles
+    shares = shared_loads(shape)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
+    storage = SmemAllocator().allocate(shared_storage(shape, dtype, ("row_max",)))
+    q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+    kv_base = storage.stages.data_ptr()
+    full = storage.full.data_ptr()
+    empty = storage.empty.data_ptr()
+    if warp == 0:
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(STAGES * shape.panels):
+                cute.arch.mbarrier_init(full + i, 1)
+            for i in cutlass.range_constexpr(2 * STAGES):
+                cute.arch.mbarrier_init(empty + i, (2 if shares else 1) * WARPGROUP // 32)
+        cpasync.prefetch_descriptor(tma)
+    # On its way before anything is known of the requests: right if all are equally long.
+    first_row = row_tile * TILE_M
+    if warp < CONSUMERS // 32:
+        rows.issue_query_rows(
+            q, q_tile, rank, kv_head, first_row, shape.rows, shape.group, thread, CONSUMERS
+        )  # fmt: skip
+    batch = rank
+    if cutlass.const_expr(longest_first):
+        batch = order.request_at(rank, seq_lens, thread % 32)
+        if batch != rank and warp < CONSUMERS // 32:
+            cute.arch.cp_async_wait_group(0)
+            rows.issue_query_rows(
+                q, q_tile, batch, kv_head, first_row, shape.rows, shape.group, thread, CONSUMERS
+            )  # fmt: skip
+    index, whole = split * seq_lens.shape[0] + batch, num_splits == 1
+    seq_len = seq_lens[batch]
+    first, end, num_tiles, least = work_range(seq_len, row_tile, split, num_splits, shape)
+    cute.arch.mbarrier_init_fence()
+    if cutlass.const_expr(shares):
+        if cutlass.const_expr(shape.causal):
+            # Both blocks of a cluster take the tiles of the one that sees more keys.
+            first, end, num_tiles, _ = work_range(seq_len, row_tile | 1, split, num_splits, shape)
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
+
+    if warp >= CONSUMERS // 32:
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        boxes, panels = paged.partition_boxes(tma, cache[None, None, kv_head, None], kv_base, shape, STAGES)
+        pages = page_table[batch, None]
+        for part in cutlass.range_constexpr(2 * STAGES):
+            if warp == CONSUMERS // 32 + part:
+                columns = shape.part(part // 2, part % 2)
+                loads.produce(
+                    tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
+                    row_tile % 2, shape.page, part // 2, columns, shares,
+                )  # fmt: skip
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        if first < end:
+            one_a_row = cute.make_layout(TILE_M)
+            row_max = storage.row_max.get_tensor(one_a_row)
+            if thread < TILE_M:
+                row_max[thread] = softmax.NO_KEY
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            named_sync(CONSUMERS_JOIN, CONSUMERS)
+            common = (q_tile, kv_base, full, empty, scale_log2, seq_len, first_row)
+            shared = {"row_max": row_max, "shares": shares, "registers": ending.result_registers(shape)}
+            if warp < WARPGROUP // 32:
+                w = steps.PhasedConsumer(EVEN, shape, dtype, thread, *common, **shared)
+                steps.consume(w, steps.even_step, first, end, least)
+            else:
+                w = steps.PhasedConsumer(ODD, shape, dtype, thread - WARPGROUP, *common, **shared)
+                steps.consume(w, steps.odd_step, first, end, least)
+            cute.arch.griddepcontrol_launch_dependents()  # `combine_rows` may start
+            sums = cute.make_tensor(storage.sums0.data_ptr(), cute.make_layout((TILE_M, 2)))  # and sums1 behind it
+            ending.finish(
+                shared["registers"], sums, kv_base, target, target_lse, index, kv_head, first_row, whole, shape, thread
+            )  # fmt: skip
+        else:
+            ending.store_empty(target, target_lse, index, kv_head, first_row, whole, shape, thread)
+
+
+flash_mla_v5.set_name_prefix("flash_mla_v5", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_flash_mla_v5(
+    q: cute.Tensor,
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    target: cute.Tensor,
+    target_lse: cute.Tensor,
+    scale: Float32,
+    num_splits: Int32,
+    shape: cutlass.Constexpr,
+    longest_first: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Makes the TMA descriptor of the cache and launches one block a row tile, kv head, split and request."""
+    shares = shared_loads(shape)
+    tma, cache = (loads.make_shared_page_tma if shares else paged.make_page_tma)(kv_cache)
+    flash_mla_v5(
+        q, tma, cache, page_table, seq_lens, target, target_lse, scale * math.log2(math.e), num_splits, shape,
+        longest_first,
+    ).launch(
+        grid=(shape.row_tiles * shape.h_kv, num_splits, q.shape[0]),
+        block=(THREADS, 1, 1),
+        cluster=(2 if shares else 1, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ plan
+@dataclass(frozen=True)
+class FlashMlaV5Tiling(LatentTiling):
+    """The number of splits is free, and whether blocks take the longest requests first (`lib.latent.order`)."""
+
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"longest_first": (True, False)}
+
+    longest_first: bool = True
+
+
+def _takes(pd: MlaProblem) -> Verdict:
+    if pd.k < 32 * combine_rows.VECTOR:
+        return Verdict.no(
+            f"k = {pd.k} is under the {32 * combine_rows.VECTOR} columns that a warp of the combine reads"
+        )
+    return takes_latent(pd)
+
+
+class FlashMlaV5Plan(LatentPlan):
+    """Plan of flash_mla_v5."""
+
+    tiling_type = FlashMlaV5Tiling
+    kernel_fn = staticmethod(flash_mla_v5)
+    host_fn = staticmethod(launch_flash_mla_v5)
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=_takes
+    )
+
+    def partials(self, q: Any, parts: int) -> tuple[Any, ...]:
+        import torch
+
+        pd, b = self.problem, q.shape[0]
+        return (
+            q.new_empty((parts, b, pd.s, pd.h, pd.k)),
+            q.new_empty((parts, b, pd.h, pd.s), dtype=torch.float32),
+        )
+
+    def results(self, outputs: Sequence[Any], partials: Sequence[Any], splits: int) -> Sequence[Any]:
+        return [part.flatten(0, 1) for part in partials] if splits > 1 else outputs
+
+    def constants(self) -> tuple[Any, ...]:
+        return (*super().constants(), self.tiling.longest_first)
+
+    def result_arguments(self, b: Any) -> tuple[Any, ...]:
+        pd = self.problem
+        (parts,) = host.symbols(1)
+        return (
+            host.fake(host.element_type(pd.dtype), parts, pd.s, pd.h, pd.k),
+            host.fake(Float32, parts, pd.h, pd.s, align=4),
+        )
+
+    def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
+        return combine_rows.combine_kernel(self, partials, outputs, splits)

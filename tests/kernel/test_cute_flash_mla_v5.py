@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 import torch
 
-from mla_var3.kernel.cute_python.lib.split.combine_rows import num_groups
+from mla_var3.kernel.cute_python.lib.split.combine_rows import most_splits, num_groups
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v3.flash_mla_v3 import FlashMlaV3Plan
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v5.flash_mla_v5 import FlashMlaV5Plan, FlashMlaV5Tiling
 
@@ -31,7 +31,7 @@ def test_compiles_without_spills(tmp_path: Path, h: int) -> None:
     assert (main.resources.registers, main.resources.spill_bytes, main.resources.stack_bytes) == (168, 0, 0)
     assert (main.resources.threads, main.warnings) == (384, ())
     assert main.resources.instructions["HGMMA"] == 184  # flash_mla_v3's
-    assert (combine.name, combine.resources.spill_bytes) == ("combine_rows1", 0)
+    assert (combine.name, combine.resources.spill_bytes) == ("combine_rows2", 0)
     assert overwritten_operands(main.artefacts["sass"].read_text()) == []
     # A request is worked on by one cluster, longest requests first: found with warp-wide sums, not with a sort.
     assert "redux.sync.add" in main.artefacts["ptx"].read_text()
@@ -49,20 +49,22 @@ def test_parts_are_laid_out_as_the_output_is() -> None:
     plan = FlashMlaV5Plan(MlaProblem(b=3, s=2, h=16, h_kv=2, t=512), None, H200)
     q = torch.zeros(3, 2, 16, 576, dtype=torch.bfloat16)
     parts = plan.partials(q, 4)
-    assert [tuple(x.shape) for x in parts] == [(4, 3, 2, 16, 512), (4, 3, 16, 2)]
-    assert [x.dtype for x in parts] == [torch.bfloat16, torch.float32]
+    assert [tuple(x.shape) for x in parts] == [(4, 3, 2, 16, 512), (4, 3, 16, 2, 4)]
+    assert [x.dtype for x in parts] == [torch.float16, torch.float32]
     outputs = (q[..., :512].contiguous(), torch.zeros(3, 16, 2))
     assert plan.results(outputs, parts, 1) is outputs
     flat = plan.results(outputs, parts, 4)
-    assert [tuple(x.shape) for x in flat] == [(12, 2, 16, 512), (12, 16, 2)]
+    assert [tuple(x.shape) for x in flat] == [(12, 2, 16, 512), (12, 16, 8)]
+    assert flat[0].dtype is torch.bfloat16
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(flat, parts, strict=True))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 16, 17, 32, 33, 256])
 def test_groups_of_the_combine_fit_a_block(splits: int) -> None:
-    groups = num_groups(splits)
-    assert groups * (512 // 8) <= 1024
-    assert splits <= 16 * groups
+    most = most_splits(splits)
+    assert splits <= most
+    assert num_groups(most) * (512 // 8) <= 1024
+    assert most <= 16 * num_groups(most)
 
 
 @pytest.mark.parametrize(

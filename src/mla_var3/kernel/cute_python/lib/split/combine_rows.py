@@ -1,7 +1,7 @@
-"""Combining partial results that are stored as the output is: out = Σ wᵢ Oᵢ / Σ wᵢ, wᵢ = 2^(lseᵢ - max).
+"""Combining parts in 16 bits: out = Σ wᵢ Oᵢ / Σ wᵢ, wᵢ = 2^(lseᵢ - max).
 
-`combine_groups` for partial outputs of the output's own type and layout, each divided by its own sum: half the bytes,
-16 of them a thread. Rounding a part to 16 bits is one more rounding of the size of the output's own.
+`combine_groups` for parts that `lib.latent.ending` wrote: fp16, laid out as the output, divided by their own sums, each
+half of a row scaled by a power of two of its own. Half the bytes, 16 of them a thread, and no rounding that counts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int64
+from cutlass import Float16, Float32, Int64
 from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import host
-from mla_var3.kernel.cute_python.lib.split.combine_groups import WARP, write_weights
+from mla_var3.kernel.cute_python.lib.latent.ending import MARKS
+from mla_var3.kernel.cute_python.lib.softmax import exp2
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.runtime import CuteKernel
 
@@ -26,47 +27,94 @@ if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
 
 VECTOR = 8  # 16-bit elements in 16 bytes
+WARP = 32
 
 
-def num_groups(splits: int) -> int:
+def most_splits(splits: int) -> int:
+    """The number of splits up to which the code is made that serves `splits`: less of it for fewer."""
+    return next(most for most in (2, 16, 32, 64, MAX_SPLITS) if most >= splits)
+
+
+def num_groups(most: int) -> int:
     """Groups that share the splits of a row: about four splits each, 1024 threads at most."""
-    return 1 if splits <= 2 else 4 if splits <= 16 else 8 if splits <= 32 else 16
+    return 1 if most == 2 else min(most // 4, 16)
+
+
+@cute.jit
+def write_weights(
+    marks: cute.Tensor,  # (MARKS, splits) fp32, global memory
+    weights: cute.Tensor,  # (32 n, 2) fp32, shared memory: of the halves of a row
+    summary: cute.Tensor,  # (2,) fp32, shared memory: the maximum (0 when no split has keys) and the sum of weights
+    lane: cutlass.Int32,
+):
+    """One warp turns the marks of a row into what each half of each part counts."""
+    splits = cute.size(marks, mode=[1])
+    rounds = cute.size(weights, mode=[0]) // WARP
+    mine = cute.make_rmem_tensor((MARKS, rounds), Float32)
+    best = -Float32.inf
+    for i in cutlass.range_constexpr(rounds):
+        mine[0, i] = -Float32.inf
+        if lane + i * WARP < splits:
+            cute.autovec_copy(marks[None, lane + i * WARP], mine[None, i])
+    for i in cutlass.range_constexpr(rounds):
+        best = cute.arch.fmax(best, mine[0, i])
+    for i in cutlass.range_constexpr(5):
+        best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1 << i))
+    shift = best if best > -Float32.inf else Float32(0.0)
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(rounds):
+        weight = exp2(mine[0, i] - shift)
+        for half in cutlass.range_constexpr(2):
+            # Without keys only the first mark was written.
+            weights[lane + i * WARP, half] = exp2(mine[1 + half, i] - shift) if weight > 0.0 else Float32(0.0)
+        total = total + weight
+    for i in cutlass.range_constexpr(5):
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+    if lane == 0:
+        summary[0] = shift
+        summary[1] = total
 
 
 @cute.kernel
 def combine_rows(
-    partial_out: cute.Tensor,  # (splits, b, s, h, k) 16-bit, global memory, contiguous
-    partial_lse: cute.Tensor,  # (splits, b, h, s) fp32, log2 domain, global memory, contiguous
+    parts: cute.Tensor,  # (splits, b, s, h, k) fp16, global memory, contiguous
+    marks: cute.Tensor,  # (splits, b, h, s, MARKS) fp32, global memory, contiguous
     out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
     lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
-    groups: cutlass.Constexpr,
+    most: cutlass.Constexpr,  # splits
 ):
+    groups = num_groups(most)
     thread, group, _ = cute.arch.thread_idx()
     head, token, batch = cute.arch.block_idx()
-    splits, b, s, h, k = partial_out.shape
+    splits, b, s, h, k = parts.shape
+    chunks = k // VECTOR
     stride = Int64(b) * (s * h)  # rows of a split
     index = (Int64(batch) * s + token) * h + head
-    lse_index = (Int64(batch) * h + head) * s + token
-    lses = cute.make_tensor(partial_lse.iterator + lse_index, cute.make_layout(splits, stride=stride))
+    mark = (Int64(batch) * h + head) * s + token
+    row_marks = cute.make_tensor(
+        marks.iterator + cute.assume(mark * MARKS, divby=MARKS),
+        cute.make_layout((MARKS, splits), stride=(1, cute.assume(stride * MARKS, divby=MARKS))),
+    )
     values = cute.make_tensor(
-        partial_out.iterator + cute.assume(index * k, divby=k),
-        cute.make_layout((VECTOR, k // VECTOR, splits), stride=(1, VECTOR, cute.assume(stride * k, divby=k))),
+        parts.iterator + cute.assume(index * k, divby=k),
+        cute.make_layout((VECTOR, chunks, splits), stride=(1, VECTOR, cute.assume(stride * k, divby=k))),
     )
     memory = SmemAllocator()
-    weights = memory.allocate_tensor(Float32, cute.make_layout(MAX_SPLITS), 16)
+    weights = memory.allocate_tensor(Float32, cute.make_layout((-(-most // WARP) * WARP, 2)), 16)
     summary = memory.allocate_tensor(Float32, cute.make_layout(2), 8)
-    sums = memory.allocate_tensor(Float32, cute.make_layout((VECTOR, k // VECTOR, groups)), 16)
+    sums = memory.allocate_tensor(Float32, cute.make_layout((VECTOR, chunks, groups)), 16)
 
     cute.arch.griddepcontrol_wait()
     if group == 0 and thread < WARP:
-        write_weights(lses, weights, summary, thread)
+        write_weights(row_marks, weights, summary, thread)
     cute.arch.sync_threads()
 
     acc = cute.make_rmem_tensor(VECTOR, Float32)
     acc.fill(0.0)
-    part = cute.make_rmem_tensor(VECTOR, out.element_type)
+    part = cute.make_rmem_tensor(VECTOR, Float16)
+    half = thread // (chunks // 2)
     for i in cutlass.range(group, splits, groups, unroll=4):
-        weight = weights[i]
+        weight = weights[i, half]
         cute.autovec_copy(values[None, thread, i], part)
         for j in cutlass.range_constexpr(VECTOR):
             # A split without keys wrote nothing: what is read there may be NaN.
@@ -82,10 +130,11 @@ def combine_rows(
                 acc[j] = acc[j] + theirs[j]
         total = summary[1]
         inverse = 1.0 / total if total > 0.0 else Float32(0.0)
+        packed = cute.make_rmem_tensor(VECTOR, out.element_type)
         for j in cutlass.range_constexpr(VECTOR):
-            part[j] = (acc[j] * inverse).to(out.element_type)
-        row = cute.make_tensor(out.iterator + cute.assume(index * k, divby=k), cute.make_layout((VECTOR, k // VECTOR)))
-        cute.autovec_copy(part, row[None, thread])
+            packed[j] = (acc[j] * inverse).to(out.element_type)
+        row = cute.make_tensor(out.iterator + cute.assume(index * k, divby=k), cute.make_layout((VECTOR, chunks)))
+        cute.autovec_copy(packed, row[None, thread])
         if thread == 0:
             value = Float32.inf
             if total > 0.0:
@@ -98,36 +147,37 @@ combine_rows.set_name_prefix("combine_rows", remove_cutlass_symbol=True, keep_ma
 
 @cute.jit
 def launch_combine_rows(
-    partial_out: cute.Tensor,
-    partial_lse: cute.Tensor,
+    parts: cute.Tensor,
+    marks: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
-    groups: cutlass.Constexpr,
+    most: cutlass.Constexpr,
     stream: CUstream,
 ):
     """Host function: grid (h, s, b), (k / 8, groups) threads a block."""
-    _, b, s, h, k = partial_out.shape
-    combine_rows(partial_out, partial_lse, out, lse, groups).launch(
+    groups = num_groups(most)
+    _, b, s, h, k = parts.shape
+    combine_rows(parts, marks, out, lse, most).launch(
         grid=(h, s, b), block=(k // VECTOR, groups, 1), stream=stream, use_pdl=True
     )
 
 
 def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
-    """The second stage: (partial_out, partial_lse) into outputs (out, lse). Without them, compiles only."""
-    pd, groups = plan.problem, num_groups(splits)
+    """The second stage: (parts, marks) into outputs (out, lse). Without them, compiles only."""
+    pd, most = plan.problem, most_splits(splits)
 
     def arguments() -> tuple[Any, ...]:
         b, n = host.symbols(2)
         kind = host.element_type(pd.dtype)
         return (
-            host.fake(kind, n, b, pd.s, pd.h, pd.k),
-            host.fake(Float32, n, b, pd.h, pd.s, align=4),
+            host.fake(Float16, n, b, pd.s, pd.h, pd.k),
+            host.fake(Float32, n, b, pd.h, pd.s, MARKS),
             host.fake(kind, b, pd.s, pd.h, pd.k),
             host.fake(Float32, b, pd.h, pd.s, align=4),
-            groups,
+            most,
         )
 
-    name = f"combine_rows{groups}"
+    name = f"combine_rows{most}"
     compile_fn = host.compiler(launch_combine_rows, arguments, name)
     call = host.function(plan, name, compile_fn) if outputs else None
     return CuteKernel(

@@ -3,13 +3,12 @@ r"""Absorbed MLA decode for Hopper (sm_90a): flash_mla_v3 with an ending made fo
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
 
 The loop over the keys, clusters and multicast are flash_mla_v3's (`lib.phased`). What differs is how a block ends
-(`lib.latent.ending`) and how parts of a request meet: a part is stored as a result is, in 16 bits and whole lines, each
-divided by its own sum, and `combine_rows` reads half of the bytes. Both consumers run the same code for it, once, and
-the kernel does not know whether it writes parts or results.
+(`lib.latent.ending`, which also says how parts keep their precision) and how parts of a request meet: a part is stored
+as a result is, in 16 bits and whole lines, divided by its own sum, and `combine_rows` reads half of the bytes. Both
+consumers run one copy of the code for it. Blocks take the longest requests first (`lib.latent.order`).
 
 Shared memory: Q 72 KiB, two stages of 72 KiB. Split-KV: grid (row tiles x h_kv, splits, b). All addresses and counts
-come from `seq_lens` on the device. Error: a part's rounding adds one more rounding of the output's size (Frobenius
-2.7e-3 against 2.1e-3 in bf16 with splits; the same without).
+come from `seq_lens` on the device.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def flash_mla_v5(
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     target: cute.Tensor,  # (splits · b, s, h, k) 16-bit, global memory, contiguous: the output, or its parts
-    target_lse: cute.Tensor,  # (splits · b, h, s) fp32, global memory, contiguous; of parts in the log2 domain
+    marks: cute.Tensor,  # fp32, global memory, contiguous: log-sum-exp (b, h, s), or of parts (splits · b, h, 4 · s)
     scale_log2: Float32,
     num_splits: Int32,
     shape: cutlass.Constexpr,
@@ -150,10 +149,10 @@ def flash_mla_v5(
             cute.arch.griddepcontrol_launch_dependents()  # `combine_rows` may start
             sums = cute.make_tensor(storage.sums0.data_ptr(), cute.make_layout((TILE_M, 2)))  # and sums1 behind it
             ending.finish(
-                shared["registers"], sums, kv_base, target, target_lse, index, kv_head, first_row, whole, shape, thread
+                shared["registers"], sums, kv_base, target, marks, index, kv_head, first_row, whole, shape, thread
             )  # fmt: skip
         else:
-            ending.store_empty(target, target_lse, index, kv_head, first_row, whole, shape, thread)
+            ending.store_empty(target, marks, index, kv_head, first_row, whole, shape, thread)
 
 
 flash_mla_v5.set_name_prefix("flash_mla_v5", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -167,7 +166,7 @@ def launch_flash_mla_v5(
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
     target: cute.Tensor,
-    target_lse: cute.Tensor,
+    marks: cute.Tensor,
     scale: Float32,
     num_splits: Int32,
     shape: cutlass.Constexpr,
@@ -178,7 +177,7 @@ def launch_flash_mla_v5(
     shares = shared_loads(shape)
     tma, cache = (loads.make_shared_page_tma if shares else paged.make_page_tma)(kv_cache)
     flash_mla_v5(
-        q, tma, cache, page_table, seq_lens, target, target_lse, scale * math.log2(math.e), num_splits, shape,
+        q, tma, cache, page_table, seq_lens, target, marks, scale * math.log2(math.e), num_splits, shape,
         longest_first,
     ).launch(
         grid=(shape.row_tiles * shape.h_kv, num_splits, q.shape[0]),
@@ -222,22 +221,26 @@ class FlashMlaV5Plan(LatentPlan):
 
         pd, b = self.problem, q.shape[0]
         return (
-            q.new_empty((parts, b, pd.s, pd.h, pd.k)),
-            q.new_empty((parts, b, pd.h, pd.s), dtype=torch.float32),
+            q.new_empty((parts, b, pd.s, pd.h, pd.k), dtype=torch.float16),
+            q.new_empty((parts, b, pd.h, pd.s, ending.MARKS), dtype=torch.float32),
         )
 
     def results(self, outputs: Sequence[Any], partials: Sequence[Any], splits: int) -> Sequence[Any]:
-        return [part.flatten(0, 1) for part in partials] if splits > 1 else outputs
+        if splits == 1 or not outputs:
+            return outputs
+        # The host function is compiled for the output's type, and only copies 16-bit words of parts.
+        parts, marks = partials
+        return parts.view(outputs[0].dtype).flatten(0, 1), marks.flatten(0, 1).flatten(2)
 
     def constants(self) -> tuple[Any, ...]:
         return (*super().constants(), self.tiling.longest_first)
 
     def result_arguments(self, b: Any) -> tuple[Any, ...]:
         pd = self.problem
-        (parts,) = host.symbols(1)
+        parts, width = host.symbols(2)
         return (
             host.fake(host.element_type(pd.dtype), parts, pd.s, pd.h, pd.k),
-            host.fake(Float32, parts, pd.h, pd.s, align=4),
+            host.fake(Float32, parts, pd.h, width, align=4),
         )
 
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:

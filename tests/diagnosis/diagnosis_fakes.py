@@ -41,7 +41,6 @@ def facts(
     time_us: float = 300.0,
     figures: Mapping[str, float] | None = None,
     stalls: Mapping[str, float] | None = None,
-    metrics: Mapping[str, float] | None = None,
     resources: Mapping[str, Any] | None = None,
     instructions: Mapping[str, int] | None = None,
     tiling: Mapping[str, Any] | None = None,
@@ -57,7 +56,7 @@ def facts(
         "name": "synthetic",
         "figures": {**FIGURES, "duration_us": time_us, **(figures or {})},
         "stalls": waits,
-        "metrics": dict(metrics or {}),
+        "metrics": {},
     }
     return {
         "kernel": KERNEL.label,

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,26 @@ def test_a_hang_and_a_missing_tool(tmp_path: Path, tool: Path) -> None:
     with pytest.raises(UserError, match="compute-sanitizer is not here"):
         sanitized(tmp_path)
     fake(tool, CLEAN, sleep=30)
-    with pytest.raises(UserError, match="was not done after 1 s and was ended"):
+    with pytest.raises(UserError, match=r"was not done after 1 s and was ended .* --b and --t\.$"):
         sanitized(tmp_path, timeout_s=1.0)
+
+
+def test_the_end_of_a_hang_takes_the_watched_process_along_and_tells_what_was_seen(tmp_path: Path, tool: Path) -> None:
+    """What hangs is not the tool, but the process that it started."""
+    fake(tool, CLEAN)
+    (tool / "compute-sanitizer").write_text(
+        f"#!{sys.executable}\nimport subprocess, sys, time\n"
+        "watched = subprocess.Popen(['/bin/sleep', '60'])\n"
+        f"open({str(tool / 'pid')!r}, 'w').write(str(watched.pid))\n"
+        f"sys.stdout.write({MEMCHECK!r})\nsys.stdout.flush()\ntime.sleep(60)\n"
+    )
+    with pytest.raises(UserError, match=r"until then: Invalid __global__ read of size 4 bytes combine_groups4_0"):
+        sanitized(tmp_path, timeout_s=2.0)
+    stat = Path("/proc") / (tool / "pid").read_text() / "stat"
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
 def test_check_ends_with_1_before_it_runs_a_kernel_that_has_faults(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diagnosis_fakes import FEW, WIDE, evidence, record
+from diagnosis_fakes import FEW, evidence, record
 
 from mla_var3.diagnosis import signs
 from mla_var3.diagnosis.verdict import Diagnosis, command, diagnose
@@ -67,21 +67,24 @@ def test_products_that_the_compiler_serialises() -> None:
     assert "anti-patterns/silent-fallback.md" in paths(d.anti_patterns)
 
 
-BAD_LAYOUT = {
+BAD_LAYOUT: dict[str, Any] = {
     "time_us": 610.0,
     "figures": {"tensor": 31.0, "dram": 23.0, "l2": 33.0, "l1": 77.0},
     "stalls": {"short_scoreboard": 26.0, "mio_throttle": 19.0, "long_scoreboard": 15.0},
 }
 
 
-def test_bank_conflicts_are_suspected_from_stalls_and_settled_by_raw_metrics() -> None:
+def with_figures(case: dict[str, Any], **figures: float) -> dict[str, Any]:
+    return {**case, "figures": {**case["figures"], **figures}}
+
+
+def test_bank_conflicts_are_suspected_from_stalls_and_settled_when_they_are_counted() -> None:
     suspected = diagnose(evidence(**BAD_LAYOUT))
     assert first(suspected).key == "bank conflicts" and not first(suspected).settled
-    assert "45 % of their time" in first(suspected).text and "--mode ncu" in first(suspected).text
-    counted = {signs.WAVEFRONTS: 4.0e8, signs.CONFLICTS: 3.0e8}
-    settled = diagnose(evidence(**BAD_LAYOUT, metrics=counted))
+    assert "45 % of their time" in first(suspected).text and "a new profile" in first(suspected).text
+    settled = diagnose(evidence(**with_figures(BAD_LAYOUT, conflicts=75.0)))
     assert first(settled).key == "bank conflicts" and first(settled).settled and "75 %" in first(settled).text
-    none = diagnose(evidence(**BAD_LAYOUT, metrics={**counted, signs.CONFLICTS: 4.0e6}))
+    none = diagnose(evidence(**with_figures(BAD_LAYOUT, conflicts=1.0)))
     assert "bank conflicts" not in {s.key for s in none.signs}
 
 
@@ -116,10 +119,9 @@ def test_an_unbalanced_split() -> None:
     assert first(suspected).key == "imbalance" and not first(suspected).settled
     assert "times the mean" in first(suspected).text
     assert "anti-patterns/equal-splits.md" in paths(suspected.anti_patterns)
-    cycles = {signs.ACTIVE_MEAN: 5.3e5, signs.ACTIVE_MOST: 9.7e5}
-    settled = diagnose(evidence(RAGGED, time_us=500.0, figures=idle, metrics=cycles))
+    settled = diagnose(evidence(RAGGED, time_us=500.0, figures={**idle, "balance": 55.0}))
     assert first(settled).key == "imbalance" and first(settled).settled and "55 % of the time" in first(settled).text
-    even = diagnose(evidence(WIDE, figures={"waves": 1.0}, metrics={**cycles, signs.ACTIVE_MEAN: 9.4e5}))
+    even = diagnose(evidence(RAGGED, time_us=500.0, figures={**idle, "balance": 97.0}))
     assert "imbalance" not in {s.key for s in even.signs}
 
 

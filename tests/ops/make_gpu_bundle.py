@@ -1,30 +1,35 @@
 """Compiles what the GPU tests of this folder run into a bundle, for a GPU machine that need not compile, or cannot.
 
-    python tests/ops/make_gpu_bundle.py DIR [random] [api] [ops] [sanitizer]
+    python tests/ops/make_gpu_bundle.py DIR [random] [api] [ops] [serving] [sanitizer] [fixed] [--list]
 
-Without names: all four. The tests find it when MLA_VAR3_BUNDLES names DIR. About 5 s of one core a class: 49 classes of
-random problems, 36 of FlashMLA's interface, 12 of the rest, and every CuTe version on the sanitizer's cells.
+Without names: all six. The tests find it when MLA_VAR3_BUNDLES names DIR. About 5 s of one core a class; --list says
+how many there are. The dispatcher's table and the versions' sources must be those of the machine that runs the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mla_var3.device import Device
 from mla_var3.dispatch import pick
 from mla_var3.kernel import registry
+from mla_var3.kernel.registry import KernelId
 from mla_var3.ops import fixed
 from mla_var3.problem import MlaProblem
-from mla_var3.toolchain.bundle import make_bundle
+from mla_var3.toolchain import bundle
+from mla_var3.verbs import experiment_cells
 
-PARTS = ("random", "api", "ops", "sanitizer")
 DEVICE = Device.get("h200")
+#: (version, knobs over its default tiling, problem)
+Wanted = tuple[KernelId, dict[str, Any], MlaProblem]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -32,56 +37,102 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--jobs", type=int, help="compiler processes; default: one a core")
+    parser.add_argument("--list", action="store_true", help="compile nothing, count the classes")
     args = parser.parse_args(words)
+    groups: dict[tuple[str, str, str], bundle.BundleJob] = {}
+    refused: list[tuple[str, str]] = []
+    seen: set[tuple[KernelId, str, MlaProblem]] = set()
     for part in args.parts or PARTS:
-        bundle(part, args.folder, args.jobs)
-    return 0
+        for kernel, knobs, problem in PARTS[part]():
+            key = (kernel, json.dumps(knobs, sort_keys=True), problem)
+            if kernel.language != bundle.LANGUAGE or key in seen:
+                continue
+            seen.add(key)
+            for tiling in bundle._tilings(kernel.label, problem, DEVICE, [knobs], refused):
+                bundle._add(groups, kernel.label, problem, tiling, DEVICE, args.folder)
+    for label, reason in refused:
+        print(f"refused: {label}: {reason}", file=sys.stderr)
+    for name, number in sorted(Counter(job.kernel for job in groups.values()).items()):
+        print(f"{name}: {number} classes")
+    if args.list:
+        return 0
+    # One pool for all: `make_bundle` takes versions times problems, and would start one for each pair of them.
+    made = bundle._make(args.folder, list(groups.values()), refused, DEVICE, args.jobs, True)
+    print(made.summary())
+    return 1 if made.failed else 0
 
 
-def bundle(part: str, folder: Path, jobs: int | None) -> None:
-    """Adds what one group of tests needs."""
-    if part == "random":
-        import test_random_problems_gpu as random_problems
-
-        picked([d.problem for group in random_problems.drawn() for d in group], folder, jobs)
-        picked(random_problems.REGIMES, folder, jobs)
-    elif part == "api":
-        import test_flash_mla_api_gpu as api
-
-        picked([problem for each in api.CLASSES for problem in api.batches(*each)], folder, jobs)
-    elif part == "ops":
-        import test_mla_decode_gpu as ops
-
-        picked([ops.SPLIT, ops.SPLIT.replace(b=1, lengths="uniform"), *ops.FIXED], folder, jobs)
-        whole(ops.FIXED, ops.PART, folder, jobs)
-    else:
-        from sanitizer_case import PART
-
-        from mla_var3.verbs import experiment_cells
-
-        cells = experiment_cells("sanitizer")
-        versions = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
-        print(make_bundle(folder, versions, cells, "default", DEVICE, jobs).summary())
-        whole(cells, PART, folder, jobs)
-
-
-def picked(problems: Iterable[MlaProblem], folder: Path, jobs: int | None) -> None:
-    """The version that `mla_decode` picks for each problem."""
-    groups = defaultdict(list)
+def picked(problems: Iterable[MlaProblem]) -> Iterator[Wanted]:
+    """What `mla_decode` picks for each problem."""
     for problem in problems:
-        groups[pick(problem, DEVICE).kernel].append(problem)
-    for kernel, mine in groups.items():
-        print(make_bundle(folder, [kernel], mine, "default", DEVICE, jobs).summary())
+        choice = pick(problem, DEVICE)
+        yield choice.kernel, choice.knobs, problem
 
 
-def whole(problems: Iterable[MlaProblem], part: int, folder: Path, jobs: int | None) -> None:
-    """The versions that the fixed-split mode runs for each problem."""
+def whole(problems: Iterable[MlaProblem], part: int) -> Iterator[Wanted]:
+    """What the fixed-split mode runs for each problem."""
     for problem in problems:
         plan = fixed.FixedSplitPlan(problem, fixed.FixedSplitTiling(part), DEVICE)
         inner = fixed.inner_problem(problem, problem.b, part)
         for splits in (fixed.WHOLE, fixed.HALVES):
-            knobs = [{"num_splits": splits}]
-            print(make_bundle(folder, [plan.inner_kernel(splits)], [inner], knobs, DEVICE, jobs).summary())
+            yield plan.inner_kernel(splits), {"num_splits": splits}, inner
+
+
+def random_part() -> Iterator[Wanted]:
+    import test_random_problems_gpu as tests
+
+    yield from picked([d.problem for group in tests.drawn() for d in group])
+    yield from picked(tests.REGIMES)
+
+
+def api_part() -> Iterator[Wanted]:
+    import test_flash_mla_api_gpu as tests
+
+    yield from picked(problem for each in tests.CLASSES for problem in tests.batches(*each))
+
+
+def ops_part() -> Iterator[Wanted]:
+    import test_mla_decode_gpu as tests
+
+    yield from picked([tests.SPLIT, tests.SPLIT.replace(b=1, lengths="uniform"), *tests.FIXED])
+    yield from whole(tests.FIXED, tests.PART)
+
+
+def serving_part() -> Iterator[Wanted]:
+    """What the code of docs/serving.md calls."""
+    batch = MlaProblem(b=4, h=128, t=2048, lengths=[2000, 1, 700, 0])
+    yield from picked([batch, batch.replace(causal=True), *(MlaProblem(b=b, h=16, t=8192) for b in (1, 64))])
+    yield from whole([batch], 1024)
+
+
+def sanitizer_part() -> Iterator[Wanted]:
+    """Every version on the cells of experiment=sanitizer, and what tests/ops/sanitizer_case.py adds to it."""
+    from sanitizer_case import PART
+
+    cells = experiment_cells("sanitizer")
+    for kernel in registry.all_kernels():
+        if kernel.language == bundle.LANGUAGE:
+            plan_type = registry.get_plan(kernel)
+            yield from ((kernel, {}, cell) for cell in cells if plan_type(cell, None, DEVICE).supported())
+    yield from picked(cells)
+    yield from whole(cells, PART)
+
+
+def fixed_part() -> Iterator[Wanted]:
+    """Both contenders of experiment=fixed_split, as a sweep checks and times them."""
+    cells = experiment_cells("fixed_split")
+    yield from picked(cells)
+    yield from whole(cells, fixed.SPLIT_TOKENS)
+
+
+PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
+    "random": random_part,
+    "api": api_part,
+    "ops": ops_part,
+    "serving": serving_part,
+    "sanitizer": sanitizer_part,
+    "fixed": fixed_part,
+}
 
 
 if __name__ == "__main__":

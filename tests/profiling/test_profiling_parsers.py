@@ -27,6 +27,7 @@ def test_the_raw_page_gives_launches_in_units_of_the_house() -> None:
     assert figures["duration_us"] == pytest.approx(220.5)
     assert figures["clock"] == pytest.approx(1500)
     assert figures["dram_read"] == pytest.approx(900)
+    assert figures["conflicts"] == pytest.approx(25) and figures["balance"] == pytest.approx(80)
     assert figures["tensor"] == 71.5 and figures["registers"] == 168
     assert short.figures() == {"duration_us": pytest.approx(4.0)}
     assert main_launch([short, main]) is main

@@ -88,11 +88,6 @@ class Evidence:
         return dict(self.main_launch.get("stalls", {}))
 
     @property
-    def metrics(self) -> Mapping[str, float]:
-        """Raw metrics by Nsight Compute's names: of fresh profiles; kept ones are without."""
-        return dict(self.main_launch.get("metrics", {}))
-
-    @property
     def moved_mb(self) -> float | None:
         """DRAM traffic of one call over all its kernels, in MB."""
         launches = (self.profile.facts.get("launches") if self.profile else None) or []

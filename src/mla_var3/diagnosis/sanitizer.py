@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -104,23 +103,21 @@ def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S) -> Sanitized:
         raise UserError(
             "compute-sanitizer is not here: it comes with the CUDA toolkit (package cuda-sanitizer); put it on PATH."
         )
+    from mla_var3.profiling import tools
+
     words, log = command(exe, tool, job), job.with_name(f"{tool}.log")
     try:
-        done = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
-            env={**os.environ, **environment()}, timeout=timeout_s,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout or "")
-        log.write_text(said, encoding="utf-8")
-        raise UserError(
-            f"{tool} was not done after {timeout_s:g} s and was ended ({log}): a kernel that hangs, or too large a "
-            "problem; make it smaller with --b and --t."
-        ) from None
+        status, said = tools.watch(words, timeout_s, environment())
     except OSError as error:
         raise UserError(f"compute-sanitizer cannot be started: {error.strerror}.") from error
-    log.write_text(done.stdout, encoding="utf-8")
-    return judge(tool, done.stdout, words, log)
+    log.write_text(said, encoding="utf-8")
+    if status is None:
+        seen = "".join(f"; until then: {' '.join(filter(None, (one.what, one.where)))}" for one in faults(said)[:1])
+        raise UserError(
+            f"{tool} was not done after {timeout_s:g} s and was ended ({log}): a kernel that hangs, or too large a "
+            f"problem; make it smaller with --b and --t{seen}."
+        )
+    return judge(tool, said, words, log)
 
 
 def judge(tool: str, text: str, words: Sequence[str], log: Path) -> Sanitized:

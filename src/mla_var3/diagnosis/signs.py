@@ -17,11 +17,6 @@ _TRAFFIC = 1.15
 _CLOCK = 0.93
 _WARP_MMA = ("HMMA", "QMMA", "IMMA", "OMMA")
 _FAST_MMA = ("HGMMA", "QGMMA", "IGMMA", "UTCMMA")
-#: Nsight Compute's raw names (its memory tables): wavefronts that shared memory took, and those that conflicts added.
-CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
-WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
-#: Cycles in which an SM had work: of the average and of the busiest SM.
-ACTIVE_MEAN, ACTIVE_MOST = "sm__cycles_active.avg", "sm__cycles_active.max"
 
 
 @dataclass(frozen=True)
@@ -114,14 +109,14 @@ def pipelining(e: Evidence) -> Iterator[Sign]:
 
 
 def conflicts(e: Evidence) -> Iterator[Sign]:
-    taken, extra = e.metrics.get(WAVEFRONTS), e.metrics.get(CONFLICTS)
+    share = e.figures.get("conflicts")
     waits = e.stalls.get("short_scoreboard", 0.0) + e.stalls.get("mio_throttle", 0.0)
-    if taken and extra is not None:
-        if extra / taken >= 0.1:
+    if share is not None:
+        if share >= 10:
             yield Sign(
                 "bank conflicts",
                 "shared memory has bank conflicts",
-                f"{100 * extra / taken:.0f} % of the wavefronts of shared memory are conflicts; warps wait {waits:.0f} "
+                f"{share:.0f} % of the wavefronts of shared memory are conflicts; warps wait {waits:.0f} "
                 "% of their time for it: swizzle or pad the layout",
                 86 if waits >= 15 else 45,
             )
@@ -130,7 +125,7 @@ def conflicts(e: Evidence) -> Iterator[Sign]:
             "bank conflicts",
             "it waits for shared memory, bank conflicts perhaps",
             f"warps wait {waits:.0f} % of their time for shared memory and special functions, which is at "
-            f"{e.figures.get('l1', 0):.0f} % of its throughput; the raw metrics of --mode ncu count the conflicts",
+            f"{e.figures.get('l1', 0):.0f} % of its throughput; a new profile counts the conflicts",
             76,
             settled=False,
         )
@@ -175,7 +170,7 @@ def rows(e: Evidence) -> Iterator[Sign]:
 
 
 def balance(e: Evidence) -> Iterator[Sign]:
-    waves, mean, most = e.figures.get("waves"), e.metrics.get(ACTIVE_MEAN), e.metrics.get(ACTIVE_MOST)
+    waves, even = e.figures.get("waves"), e.figures.get("balance")
     if waves is not None and 0 < waves < 0.9:
         yield Sign(
             "part of a wave",
@@ -191,13 +186,14 @@ def balance(e: Evidence) -> Iterator[Sign]:
             f"whole is busy {100 * waves / (int(waves) + 1):.0f} % of its time at most",
             80,
         )
-    if mean and most and mean < 0.9 * most:
+    if even is not None and even < 90:
         yield Sign(
             "imbalance",
             "some SMs work much longer than others",
-            f"the average SM has work for {100 * mean / most:.0f} % of the time of the busiest: unequal parts",
+            f"the average SM has work for {even:.0f} % of the time of the busiest: unequal parts",
             87,
         )
+    if even is not None:
         return
     lengths = [n for n in e.problem.seq_lens if n]
     if len(lengths) > 1 and max(lengths) > 1.25 * sum(lengths) / len(lengths):
@@ -208,8 +204,8 @@ def balance(e: Evidence) -> Iterator[Sign]:
             yield Sign(
                 "imbalance",
                 "the requests are unequal, and the longest may hold all",
-                f"the longest request is {ratio:.1f} times the mean: equal splits of them leave SMs idle; the raw "
-                "metrics of --mode ncu say how much",
+                f"the longest request is {ratio:.1f} times the mean: equal splits of them leave SMs idle; a new "
+                "profile says how much",
                 74,
                 settled=False,
             )

@@ -146,8 +146,8 @@ def _open(evidence: Evidence) -> Iterator[str]:
         )
     if evidence.profile is None or not evidence.profile.hot():
         yield f"the source lines at which warps wait: mla-var3 profile {ask} --mode ncu"
-    elif not evidence.metrics:
-        yield f"bank conflicts and the balance of the SMs, by raw metrics: mla-var3 profile {ask} --mode ncu"
+    elif not {"conflicts", "balance"} & evidence.figures.keys():
+        yield f"bank conflicts and the balance of the SMs, which older profiles lack: mla-var3 profile {ask} --mode ncu"
     if not (evidence.record or {}).get("time_us"):
         yield f"the time on a cool and a hot chip beside the limits of the same run, and power: mla-var3 bench {ask}"
 
@@ -183,13 +183,18 @@ class Reading:
     beside: str = ""
 
 
+_SHOWN = (
+    "tensor", "dram", "l2", "l2_hit", "l1", "conflicts", "occupancy", "eligible", "issue", "waves", "balance", "clock",
+)  # fmt: skip
+
+
 def readings(evidence: Evidence) -> list[Reading]:
     """The counters that decide, then the resources, the clock and the power: what of them is known."""
     from mla_var3.profiling.counters import COUNTERS, STALLS
 
     titles = {c.key: (c.title, c.unit, c.digits) for c in COUNTERS}
     figures, device, rows = evidence.figures, evidence.device, []
-    for key in ("tensor", "dram", "l2", "l2_hit", "l1", "occupancy", "eligible", "issue", "waves", "clock"):
+    for key in _SHOWN:
         if key in figures:
             title, unit, digits = titles[key]
             value = f"{figures[key]:,.{digits}f}{' ' + unit if unit else ''}"

@@ -21,6 +21,8 @@ METRICS = (
     "dram__bytes_read.sum",
     "dram__bytes_write.sum",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
 )
 
 _MICROSECONDS = {
@@ -43,7 +45,10 @@ _PLAIN: Mapping[str, float] = {}
 
 @dataclass(frozen=True)
 class Counter:
-    """One decisive figure. names: metrics that hold it, the best first, as regular expressions of the whole name."""
+    """One decisive figure. names: metrics that hold it, the best first, as regular expressions of the whole name.
+
+    of: the metric that the figure is a share of, in per cent; both by their names.
+    """
 
     key: str
     title: str
@@ -51,6 +56,7 @@ class Counter:
     names: tuple[str, ...]
     units: Mapping[str, float] = field(default_factory=dict)
     digits: int = 1
+    of: str = ""
 
 
 def _percent(key: str, title: str, *names: str) -> Counter:
@@ -80,6 +86,12 @@ COUNTERS = (
     _percent("l2_hit", "L2 hit rate", r"lts__t_sector_hit_rate\.pct", r"lts__average_t_sector_hit_rate\w*\.pct"),
     _percent("l2", "L2 throughput", r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed"),
     _percent("l1", "L1, shared memory throughput", r"l1tex__throughput\.avg\.pct_of_peak_sustained_(active|elapsed)"),
+    Counter("conflicts", "bank conflicts, of the wavefronts of shared memory", "%", (
+        r"l1tex__data_bank_conflicts_pipe_lsu_mem_shared\.sum",
+    ), of="l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"),
+    Counter("balance", "the mean SM's time with work, of the busiest one's", "%", (
+        r"sm__cycles_active\.avg",
+    ), of="sm__cycles_active.max"),
     _percent("occupancy", "achieved occupancy", r"sm__warps_active\.avg\.pct_of_peak_sustained_active"),
     Counter("eligible", "eligible warps a cycle and scheduler", "", (
         r"smsp__warps_eligible\.avg\.per_cycle_active",
@@ -150,6 +162,9 @@ class Launch:
             found = [name for name in self.metrics if re.fullmatch(pattern, name)]
             if found:
                 name = max(found, key=lambda n: self.metrics[n])
+                if counter.of:
+                    whole = self.metrics.get(counter.of)
+                    return 100 * self.metrics[name] / whole if whole else None
                 scale = counter.units.get(self.units.get(name, "").lower(), 1.0)
                 return self.metrics[name] * scale / (1e6 if counter.unit == "MB" else 1.0)
         return None

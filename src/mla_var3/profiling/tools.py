@@ -74,27 +74,38 @@ def run(command: Sequence[str], log: Path, timeout_s: float, env: Mapping[str, s
     name = Path(command[0]).name
     instead = INSTEAD.get(name, "use --mode timeline")
     try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=environ(env or {}), start_new_session=True,
-        )  # fmt: skip
+        status, text = watch(command, timeout_s, env or {})
     except OSError as error:
         raise UserError(f"{name} cannot be started ({error.strerror}): {instead}.") from error
+    log.write_text(text)
+    if status is None:
+        raise UserError(
+            f"{name} was not done after {timeout_s:g} s and was ended (its output: {log}): give it longer with "
+            f"--timeout, or {instead}."
+        )
+    return Ran(tuple(command), status, text, log)
+
+
+def watch(command: Sequence[str], timeout_s: float, env: Mapping[str, str]) -> tuple[int | None, str]:
+    """(status, everything printed) of a tool over another process; status None: it took longer, and all was ended.
+
+    All: a tool that is killed leaves the process it watches behind, and with it a kernel that hangs on the GPU.
+    Raises `OSError` when it cannot be started.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environ(env),
+        start_new_session=True,
+    )  # fmt: skip
     try:
         text, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         _end(process)
         text, _ = process.communicate()
-        log.write_text(text)
-        raise UserError(
-            f"{name} was not done after {timeout_s:g} s and was ended (its output: {log}): give it longer with "
-            f"--timeout, or {instead}."
-        ) from None
+        return None, text
     except BaseException:
         _end(process)
         raise
-    log.write_text(text)
-    return Ran(tuple(command), process.returncode, text, log)
+    return process.returncode, text
 
 
 def _end(process: subprocess.Popen[str]) -> None:

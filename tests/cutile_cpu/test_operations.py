@@ -31,13 +31,49 @@ def test_names_are_unique() -> None:
     assert len(NAMED) == len(CASES) > 400
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.expected is not None])
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.expected is not None and not case.refused])
 def test_against_torch(name: str) -> None:
     case = NAMED[name]
     before, got = interpret(case)
     assert case.expected is not None
     for one, want in zip(got, to_list(case.expected(*before)), strict=True):
         assert difference(case, one, want) == ""
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.refused])
+def test_what_tileiras_refuses_is_refused(name: str) -> None:
+    with pytest.raises(cutile_cpu.UnsupportedOperation, match=r"`//` of uint\d+, which tileiras refuses.*signed type"):
+        interpret(NAMED[name])
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
+def test_tileiras_refuses_it_for_every_gpu(gpu: str) -> None:
+    from io import BytesIO
+
+    from cuda.tile import compilation
+
+    def vector() -> Any:
+        return compilation.ArrayConstraint(
+            ct.uint32,
+            1,
+            index_dtype=ct.int32,
+            stride_lower_bound_incl=0,
+            alias_groups=(),
+            may_alias_internally=False,
+            stride_constant=(1,),
+        )
+
+    @ct.kernel
+    def halves(x, out):
+        ct.store(out, (0,), ct.load(x, (0,), (32,)) // ct.full((32,), 2, ct.uint32))
+
+    convention = compilation.CallingConvention.cutile_python_v2()
+    made = compilation.KernelSignature([vector(), vector()], convention)
+    try:
+        with pytest.raises(ct.TileError, match="not allowed with 'unsigned'"):
+            compilation.export_kernel(halves, [made], BytesIO(), gpu_code=gpu, output_format="cubin")
+    except FileNotFoundError:
+        pytest.skip("tileiras is not installed")
 
 
 @pytest.mark.parametrize("name", ["mma-f16", "atomic-add-int32", "gather-scatter", "atomic-tickets", "early-exits"])

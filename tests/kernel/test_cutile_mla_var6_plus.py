@@ -31,8 +31,8 @@ def names(problem: MlaProblem) -> list[Any]:
 
 
 def test_both_paths_run_at_once_and_the_ends_are_one_path() -> None:
-    assert names(BIG) == [["flash_mla_v1", "flash_attention"], "mla_var6_plus"]
-    assert names(BIG.replace(n=0)) == ["flash_mla_v1", "mla_var6_plus"]
+    assert names(BIG) == [["flash_mla", "flash_attention"], "mla_var6_plus"]
+    assert names(BIG.replace(n=0)) == ["flash_mla", "mla_var6_plus"]
     assert names(BIG.replace(n=4096)) == ["flash_attention"]
     paths = MlaVar6PlusPlan(BIG, device=H200).plan_empty().stages[0]
     assert isinstance(paths, ConcurrentKernels) and paths.validate(H200)
@@ -51,7 +51,7 @@ def test_refusals_say_why() -> None:
     for tiling, words in (
         (MlaVar6PlusTiling(tile_m=32), "tile_m = 32 is neither 64 nor 128."),
         (MlaVar6PlusTiling(tile_k=512), "tile_k = 512 is not one of 64, 128, 256."),
-        (MlaVar6PlusTiling(old_splits=300), "old_splits = 300 is outside 0..256."),
+        (MlaVar6PlusTiling(old_splits=300), "old_splits = 300 is outside 0..128."),
         (MlaVar6PlusTiling(new_tile_m=32), "new_tile_m = 32 is neither 64 nor 128."),
         (MlaVar6PlusTiling(new_tile_n=32), "(64, 32, 1, 1) is not one of"),
     ):

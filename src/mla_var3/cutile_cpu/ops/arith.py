@@ -15,6 +15,7 @@ import torch
 
 from mla_var3.cutile_cpu import rounding
 from mla_var3.cutile_cpu.dtypes import MASK64, Dtype, decode, tensor, wrap, wrap_scalar
+from mla_var3.cutile_cpu.errors import UnsupportedOperation
 from mla_var3.cutile_cpu.ops import Registers, Step, implements
 
 _SIGN = -(1 << 63)
@@ -187,6 +188,12 @@ def _mode(rounding_mode: Any) -> str:
 def _raw_binary_arith(op: Any, cx: Any) -> Step:
     dtype = cx.dtype(op.lhs)
     if dtype.kind == "int":
+        if op.fn == "floordiv" and not dtype.signed:
+            # It could be computed, but Tile IR's verifier refuses the kernel for every target.
+            raise UnsupportedOperation(
+                f"The cuTile interpreter does not run `//` of {dtype.name}, which tileiras refuses for every GPU, at "
+                f"{cx.where(op)}; convert to a signed type first, or shift."
+            )
         scalar, tile = int_arith(op.fn, dtype)
         return _binary_step(op, cx, scalar, tile, dtype)
     tile = _float_arith(op.fn, _mode(op.rounding_mode), op.flush_to_zero, op.propagate_nan, dtype)
@@ -335,6 +342,23 @@ def _unary_float(fn: str, mode: str, ftz: bool, dtype: Dtype) -> Callable[[torch
     return (lambda x: rounding.flush(base(rounding.flush(x)))) if ftz else base
 
 
+def _abs_of_bits(dtype: Dtype) -> tuple[Callable[[int], int], Callable[[torch.Tensor], torch.Tensor]]:
+    """(for Python values, for tensors) `abs` as tileiras makes it: it takes the bits of an unsigned integer as signed.
+
+    So abs of a uint8 of 200, the bits of -56, is 56. Documentation says nothing of it; on an H200 it is so.
+    """
+    half = 1 << (dtype.bits - 1)
+
+    def scalar(v: int) -> int:
+        return -v if v < 0 or v >= half else v
+
+    def tile(v: torch.Tensor) -> torch.Tensor:
+        # Held in 64 bits: of 64-bit integers the upper half is negative already.
+        return torch.where((v < 0) if dtype.bits == 64 else (v < 0) | (v >= half), -v, v)
+
+    return scalar, tile
+
+
 @implements("unaryop")
 def _unary(op: Any, cx: Any) -> Step:
     operand, result, dtype = cx.slot(op.operand), cx.result(op), cx.dtype(op.operand)
@@ -344,13 +368,12 @@ def _unary(op: Any, cx: Any) -> Step:
         scalar, tile = (operator.not_, torch.logical_not) if op.fn != "abs" else (bool, torch.clone)
     elif dtype.kind == "int":
         named: dict[str, Callable[[Any], Any]] = {
-            "abs": abs if dtype.signed else operator.pos,
             "neg": operator.neg,
             "invert": operator.invert,
             "bitwise_not": operator.invert,
         }
-        of = named[op.fn]
-        scalar, tile = (lambda v: wrap_scalar(of(v), dtype)), (lambda v: wrap(of(v), dtype))
+        of, of_tile = _abs_of_bits(dtype) if op.fn == "abs" else (named[op.fn], named[op.fn])
+        scalar, tile = (lambda v: wrap_scalar(of(v), dtype)), (lambda v: wrap(of_tile(v), dtype))
     else:
         tile = _unary_float(op.fn, _mode(op.rounding_mode), op.flush_to_zero, dtype)
         scalar = tile

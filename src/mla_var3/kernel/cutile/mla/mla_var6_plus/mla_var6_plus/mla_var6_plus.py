@@ -1,6 +1,6 @@
 """Decoding over a mixed cache in cuTile: the o oldest tokens as latents, the n newest decompressed, both at once.
 
-    q_latent ─► flash_mla_v1     over the paged latents   ─► o_latent (b, s, h, 512), lse ─┐
+    q_latent ─► flash_mla        over the paged latents   ─► o_latent (b, s, h, 512), lse ─┐
                                                                     at the same time       ├─► mla_var6_plus ─► out, lse
     q_heads  ─► flash_attention  over the n newest tokens ─► o_heads (b, s, h, 128), lse ──┘
 
@@ -30,7 +30,7 @@ from mla_var3.kernel.cutile.mla.flash_attention.flash_attention.flash_attention 
     FlashAttentionPlan,
     FlashAttentionTiling,
 )
-from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v1.flash_mla_v1 import FlashMlaV1Plan
+from mla_var3.kernel.cutile.mla.flash_mla.flash_mla.flash_mla import MAX_SPLITS, FlashMlaPlan
 from mla_var3.runtime import CtKernel, KernelPipeline, Tiling, Verdict
 from mla_var3.runtime.concurrent import ConcurrentKernels
 from mla_var3.runtime.mixed import MixedPlan, old_problem, takes_mixed
@@ -69,8 +69,8 @@ class MlaVar6PlusTiling(Tiling):
             return Verdict.no(f"tile_m = {self.tile_m} is neither 64 nor 128.")
         if self.tile_k not in (64, 128, 256):
             return Verdict.no(f"tile_k = {self.tile_k} is not one of 64, 128, 256.")
-        if not 0 <= self.old_splits <= 256:
-            return Verdict.no(f"old_splits = {self.old_splits} is outside 0..256.")
+        if not 0 <= self.old_splits <= MAX_SPLITS:
+            return Verdict.no(f"old_splits = {self.old_splits} is outside 0..{MAX_SPLITS}.")
         if self.new_tile_m not in (64, 128):
             return Verdict.no(f"new_tile_m = {self.new_tile_m} is neither 64 nor 128.")
         return self.new_tiling().validate(pd, device)
@@ -184,9 +184,9 @@ class MlaVar6PlusPlan(MixedPlan):
         return [x for x in (base, *others) if x.validate(self.problem, self.device)]
 
     # ------------------------------------------------------------ the two paths
-    def old_plan(self) -> FlashMlaV1Plan:
+    def old_plan(self) -> FlashMlaPlan:
         """The latent path's plan."""
-        plan = FlashMlaV1Plan(old_problem(self.problem), device=self.device)
+        plan = FlashMlaPlan(old_problem(self.problem), device=self.device)
         plan.compiled = self.compiled
         return plan.with_tiling(replace(plan.tiling, num_splits=self.tiling.old_splits))
 

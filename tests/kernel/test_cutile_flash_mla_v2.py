@@ -1,0 +1,243 @@
+"""cuTile's flash_mla_v2: a ring of three that nobody waits for, a join that transposes, right results."""
+
+# ruff: noqa: E402 - the imports below need what importorskip found
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+
+from mla_var3.device import Device
+from mla_var3.kernel.cutile.lib.columns import LAYOUTS, column_blocks
+from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v2.flash_mla_v2 import (
+    MAX_SPLITS,
+    FlashMlaV2Plan,
+    FlashMlaV2Tiling,
+    choose_splits,
+)
+from mla_var3.problem import MlaProblem
+from mla_var3.runtime.checking import bounds_for, compare
+from mla_var3.runtime.inputs import make_inputs
+
+H200 = Device.get("h200")
+RING = FlashMlaV2Tiling()
+FEW_HEADS = MlaProblem(b=128, t=4096, h=16)
+MASKED = MlaProblem(b=128, t=4096, h=8, s=2, causal=True)
+
+
+def waits_for_its_own_load(sass: str) -> bool:
+    """Whether a thread that asks for a TMA load then waits for that load's barrier, before it asks for another one."""
+    announced = ""
+    for line in sass.splitlines():
+        if found := re.search(r"SYNCS\.ARRIVE\.TRANS64 RZ, \[UR\d+\+(0x[0-9a-f]+)\]", line):
+            announced = found[1]
+        found = re.search(r"SYNCS\.PHASECHK\.TRANS64\.TRYWAIT P\d, \[UR\d+\+(0x[0-9a-f]+)\]", line)
+        if found and found[1] == announced:
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- what the compiler makes of it
+@pytest.mark.parametrize(
+    ("problem", "tiling"),
+    [
+        (FEW_HEADS, replace(RING, num_splits=1)),
+        (FEW_HEADS, replace(RING, num_splits=2)),
+        (FEW_HEADS.replace(h=8, dtype="fp16", page=128), replace(RING, num_splits=1)),
+        (FEW_HEADS.replace(causal=True), replace(RING, num_splits=1)),
+        (FEW_HEADS, replace(RING, occupancy=2, num_splits=2)),
+        (FEW_HEADS, replace(RING, pages=2, num_splits=1)),
+        (MASKED, replace(RING, occupancy=2, num_splits=1)),
+        (MASKED, replace(RING, occupancy=2, num_splits=2, tile_k=256)),
+    ],
+    ids=["whole", "parts", "eight-fp16", "causal-of-one", "two-blocks", "pairs", "masked", "masked-parts"],
+)
+def test_tilings_compile_to_hopper_code(problem: MlaProblem, tiling: FlashMlaV2Tiling, tmp_path: Path) -> None:
+    made = FlashMlaV2Plan(problem, tiling, H200).plan_empty().compile(tmp_path, H200, ("sass",))
+    main = made.stages[0] if made.stages else made
+    count, taken = main.resources.instructions, main.resources
+    assert made.warnings == ()
+    assert count["HMMA"] == 0 and count["STL"] == 0 and taken.spill_bytes == 0 and taken.stack_bytes == 0
+    # A wait for every product would be twice as many.
+    assert count["HGMMA"] % 68 == 0 and count["WARPGROUP"] < count["HGMMA"] / 2
+    assert taken.ctas_per_sm == tiling.occupancy and taken.smem <= H200.smem_per_block
+    if tiling.pages == tiling.occupancy == 1:
+        # Q, three tiles of latents, one of rope: an epilogue that needed more would have cost one of the three.
+        assert taken.smem > 2 * (16 * 576 + 3 * 64 * 512 + 64 * 64)
+    assert not waits_for_its_own_load(main.artefacts["sass"].read_text())
+
+
+def test_the_wait_is_seen_where_there_is_one(tmp_path: Path) -> None:
+    """Version 1 joins splits by an atomic, which makes its loads wait: what this version is there to avoid."""
+    from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v1.flash_mla_v1 import FlashMlaV1Plan
+
+    made = FlashMlaV1Plan(FEW_HEADS, device=H200).plan_empty().compile(tmp_path, H200, ("sass",))
+    assert waits_for_its_own_load(made.artefacts["sass"].read_text())
+
+
+def test_the_join_kernel_is_small() -> None:
+    main, join = FlashMlaV2Plan(MlaProblem(b=1, t=131072, h=16), device=H200).plan_empty().stages
+    assert main.name == "flash_mla_v2" and join.name == "combine_columns"
+    made = join.compile(None, H200)
+    assert made.warnings == () and made.resources.spill_bytes == 0 and made.resources.ctas_per_sm >= 3
+
+
+# ---------------------------------------------------------------- choices
+def test_refusals_say_why() -> None:
+    for tiling, words in (
+        (replace(RING, tile_k=96), "tile_k = 96 is not one of 64, 128, 256, 512."),
+        (replace(RING, pages=3), "pages = 3 is neither 1 nor 2."),
+        (replace(RING, occupancy=3), "1 warpgroups and 3 blocks an SM: each is 1 or 2."),
+        (replace(RING, num_splits=257), "num_splits = 257 is outside 0..256."),
+        (replace(RING, pages=2, occupancy=2), "2 blocks with Q and 2 tiles of tokens take 348160 bytes"),
+    ):
+        verdict = tiling.validate(FEW_HEADS, H200)
+        assert not verdict and words in verdict.reason
+    for options, words in (
+        ({"h": 128}, "for 16 query rows of a latent cache at most; the problem has 128"),
+        ({"page": 32}, "pages of 32 tokens"),
+        ({"k": 256}, "k = 256"),
+    ):
+        verdict = FlashMlaV2Plan(FEW_HEADS.replace(**options)).supported()
+        assert not verdict and words in verdict.reason
+
+
+@pytest.mark.parametrize("fields", [{"h": 1}, {"h": 16}, {"h": 3, "s": 4}, {"h": 8, "s": 2, "causal": True}], ids=str)
+def test_default_tilings_are_feasible(fields: dict[str, Any]) -> None:
+    plan = FlashMlaV2Plan(MlaProblem(**fields), device=H200)
+    assert plan.feasible()
+    configs = plan.autotune_configs()
+    assert configs[0] == plan.tiling and all(x.validate(plan.problem, H200) for x in configs)
+
+
+def test_splits_fill_the_device() -> None:
+    assert choose_splits(128, 64, 132, 1) == 1
+    assert choose_splits(32, 128, 132, 1) == 4
+    assert choose_splits(1, 2048, 132, 1) == 128
+    assert choose_splits(1, 0, 132, 1) == 1
+    for blocks in (1, 5, 131, 133, 300):
+        for tiles in (1, 17, 512):
+            for occupancy in (1, 2):
+                assert 1 <= choose_splits(blocks, tiles, 132, occupancy) <= min(tiles, MAX_SPLITS)
+
+
+def test_layouts_of_the_join_hold_every_number_of_splits() -> None:
+    held = {512 // columns: most for most, columns in LAYOUTS}
+    assert len(held) == len(LAYOUTS)
+    assert all(held[column_blocks(n)] >= n for n in range(1, MAX_SPLITS + 1))
+
+
+def test_sizes_do_not_change_the_signature() -> None:
+    def mangled(problem: MlaProblem) -> str:
+        kernel = FlashMlaV2Plan(problem, device=H200).plan_empty()
+        kernel = kernel.stages[0] if hasattr(kernel, "stages") else kernel
+        return kernel.signature_fn(kernel.tiling).with_mangled_symbol("x").symbol
+
+    one = {mangled(FEW_HEADS.replace(b=b, t=t)) for b, t in ((16, 64), (128, 4096), (7, 1))}
+    many = {mangled(FEW_HEADS.replace(b=b, t=t)) for b, t in ((1, 65536), (32, 8192))}
+    assert len(one) == len(many) == 1 and one != many
+
+
+# ---------------------------------------------------------------- in the interpreter
+EDGES = (0, 1, 63, 64, 65, 127, 130, 300)
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    cutile_cpu = pytest.importorskip("mla_var3.cutile_cpu")
+    with cutile_cpu.in_place_of_launch():
+        yield
+
+
+def problem_of(**fields: Any) -> MlaProblem:
+    return MlaProblem(**{"b": len(EDGES), "t": max(EDGES), "lengths": EDGES, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "knobs", "dist"),
+    [
+        ({"h": 16}, {"num_splits": 1}, "normal"),
+        ({"h": 16}, {"num_splits": 3, "pages": 2}, "just_masked"),
+        ({"h": 5}, {"num_splits": 3}, "below_zero"),
+        ({"h": 8, "s": 2, "causal": True}, {"num_splits": 2}, "just_masked"),
+        ({"h": 3, "s": 3, "causal": True}, {"num_splits": 1, "pages": 2, "occupancy": 1}, "last"),
+        ({"h": 12, "h_kv": 2, "page": 128}, {"num_splits": 2, "tile_k": 64}, "normal"),
+        ({"h": 16, "page": 256, "dtype": "fp16"}, {"num_splits": 1}, "last"),
+    ],
+    ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else x,
+)
+def test_edges_are_right_in_the_interpreter(
+    interpreted: None, fields: dict[str, Any], knobs: dict[str, Any], dist: str
+) -> None:
+    problem = problem_of(**fields)
+    plan = FlashMlaV2Plan(problem, device=H200)
+    plan = plan.with_tiling(replace(plan.tiling, **knobs))
+    inputs = make_inputs(problem, "cpu", seed=7, dist=dist)  # NaN behind every request's last token
+    kernel = plan.plan(*inputs)
+    bits = []
+    for _ in range(2):
+        for x in (*kernel.output_tensors, *kernel.workspace_tensors):
+            x.fill_(float("nan"))
+        out, lse = kernel()
+        bits.append((out.clone(), lse.clone()))
+    report = compare(out, lse, *plan.reference_fn(*inputs), bounds_for(dist))
+    assert report.ok, report.reason
+    assert all(torch.equal(x, y) for x, y in zip(*bits, strict=True))
+
+
+@pytest.mark.parametrize("splits", [9, 40, 140])
+def test_every_layout_of_the_join_is_right(interpreted: None, splits: int) -> None:
+    problem = MlaProblem(b=2, t=(64 * splits, 100), h=16)
+    plan = FlashMlaV2Plan(problem, replace(RING, num_splits=splits), H200)
+    inputs = make_inputs(problem, "cpu", seed=3)
+    out, lse = plan.plan(*inputs)()
+    report = compare(out, lse, *plan.reference_fn(*inputs), bounds_for("normal"))
+    assert report.ok, report.reason
+
+
+# ---------------------------------------------------------------- on a GPU
+GPU_CASES = {
+    "few": (problem_of(h=16), {"num_splits": 1}),
+    "few-long": (MlaProblem(b=2, t=9000, h=16), {}),
+    "longest": (MlaProblem(b=1, t=17000, h=16), {"num_splits": 256}),
+    "pairs": (problem_of(h=16), {"num_splits": 3, "pages": 2}),
+    "masked": (problem_of(h=4, s=2, causal=True), {}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_it_is_right_on_a_gpu(name: str) -> None:
+    from mla_var3.runtime.checking import check
+
+    problem, knobs = GPU_CASES[name]
+    plan = FlashMlaV2Plan(problem)
+    report = check(FlashMlaV2Plan, problem, replace(plan.tiling, **knobs))
+    assert report.ok, report.reason
+
+
+@pytest.mark.gpu
+def test_another_batch_compiles_nothing() -> None:
+    """A bind to sizes that need splits, after a plan that needed none, in a graph capture."""
+    many = MlaProblem(b=132, t=200, h=16)
+    few = MlaProblem(b=1, t=9000, h=16)
+    kernel = FlashMlaV2Plan(many).plan(*FlashMlaV2Plan(many).prepare_inputs("cuda", seed=1))
+    kernel()
+    plan = FlashMlaV2Plan(few)
+    inputs = plan.prepare_inputs("cuda", seed=2)
+    other = kernel.bind(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = other()
+    graph.replay()
+    torch.cuda.synchronize()
+    report = compare(out, lse, *plan.reference_fn(*inputs), bounds_for("flashmla"))
+    assert report.ok, report.reason

@@ -3,7 +3,8 @@
 How a time is taken
 -------------------
 A contender is bound to several input sets, together larger than `cold_mb`, and one graph holds calls over all of them
-in turn, so that no call finds its inputs in the L2. Events around a replay give its duration; divided by its calls, a
+in turn, so that no call finds its inputs in the L2. All of them write to the same outputs (`mla_var3.bench.buffers`).
+Events around a replay give its duration; divided by its calls, a
 sample. A spinning kernel in front lets the host queue everything before the device reaches the first event.
 
 burst       After a gap of `idle_ms` a few replays; the best is the round's sample. The chip is cool, at its top clock.
@@ -322,7 +323,7 @@ def method_text(
     """How an item was timed, for its record. limits_age_s: how long before, where the cell did not have its own."""
     what = "CUDA-graph replays" if graph else "loops of launches (the kernel cannot be captured)"
     inputs = f"{sets} input sets of {set_bytes / 1e6:.1f} MB ({settings.dist}, random pages, cold L2)"
-    parts = [f"{what} of {item.calls} calls rotating over {inputs}, {clock}"]
+    parts = [f"{what} of {item.calls} calls rotating over {inputs} and writing the same outputs, {clock}"]
     if settings.burst_rounds:
         parts.append(
             f"burst: best of {settings.burst_replays} replays after {settings.idle_ms:g} ms idle, a sample in each of "

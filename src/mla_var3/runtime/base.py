@@ -58,6 +58,14 @@ class BaseKernel(ABC):
         self.launch()
         return self.output_tensors
 
+    def written_tensors(self) -> tuple[Any, ...]:
+        """What a launch writes, as far as planning made it: outputs and workspaces."""
+        return (*self.output_tensors, *self.workspace_tensors)
+
+    def keep_results(self, keep: bool) -> None:  # noqa: B027 - optional to override
+        """keep=False: a launch keeps nothing alive that a library makes in the call. Nothing to do for our own
+        kernels, whose outputs are made when they are planned."""
+
     def bind(self, *inputs: Any) -> BaseKernel:
         """A kernel on other tensors of the same problem class, without planning or compiling again."""
         if self.plan is None:

@@ -61,7 +61,7 @@ class FlashInferPlan(PeerDecodePlan):
             natural = natural_lse(lse, base2=True)
             return out.view(b, s, h, LATENT), natural.view(b, s, h).transpose(1, 2).contiguous()
 
-        return Attached(call, read, keep=keep)
+        return Attached(call, read, keep=keep, outputs=(out, lse))
 
     def _shared(self, name: str, make: Callable[[], Any]) -> Any:
         """A buffer for all kernels bound through a plan: they are planned, and run, one after the other."""

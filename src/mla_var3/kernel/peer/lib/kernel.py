@@ -66,13 +66,16 @@ class Attached:
     """A library's call on given tensors.
 
     call: launches on torch's current stream. read: (out (b, s, h, columns), lse (b, h, s)) of the last call.
-    workspaces: tensors that only the call uses. keep: what must stay alive beside them.
+    workspaces: tensors that only the call uses. keep: what must stay alive beside them. outputs: what was made here for
+    the call to write. made: a list in which the call leaves what the library returned.
     """
 
     call: Callable[[], None]
     read: Callable[[], tuple[Any, ...]]
     workspaces: tuple[Any, ...] = ()
     keep: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
+    made: list[Any] | None = None
 
 
 class PeerKernel(BaseKernel):
@@ -81,6 +84,7 @@ class PeerKernel(BaseKernel):
     def __init__(self, name: str, attached: Attached | None, library: Library | None = None, **options: Any) -> None:
         self.attached = attached
         self.library = library
+        self._drops = False
         self._outputs: Sequence[Any] = ()
         super().__init__(name, **options)
         if attached is not None:
@@ -99,6 +103,16 @@ class PeerKernel(BaseKernel):
     def launch(self) -> None:
         assert self.attached is not None
         self.attached.call()
+        if self._drops and self.attached.made is not None:
+            self.attached.made[:] = [None] * len(self.attached.made)
+
+    def written_tensors(self) -> tuple[Any, ...]:
+        return () if self.attached is None else (*self.attached.outputs, *self.workspace_tensors)
+
+    def keep_results(self, keep: bool) -> None:
+        """keep=False: what the library returns is freed at once, so that the next call gets the same memory; it can
+        then not be read."""
+        self._drops = not keep
 
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
         raise UserError(f"{self.name} is a library's binary: there is nothing of it to compile here.")

@@ -38,4 +38,4 @@ class CudnnSdpaPlan(PeerPrefillPlan):
         def read() -> tuple[Any, ...]:
             return last[0].transpose(1, 2), natural_lse(last[1].reshape(b, h, s).float())
 
-        return Attached(call, read)
+        return Attached(call, read, made=last)

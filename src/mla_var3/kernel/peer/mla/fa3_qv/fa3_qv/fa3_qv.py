@@ -117,4 +117,4 @@ class Fa3QvPlan(PeerDecodePlan):
         def read() -> tuple[Any, ...]:
             return out.view(b, s, h, LATENT), natural_lse(last[0].view(h, b, s).transpose(0, 1).contiguous())
 
-        return Attached(call, read, keep=(metadata, starts))
+        return Attached(call, read, keep=(metadata, starts), outputs=(out,), made=last)

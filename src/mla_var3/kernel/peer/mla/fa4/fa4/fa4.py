@@ -38,4 +38,4 @@ class Fa4Plan(PeerPrefillPlan):
         def call() -> None:
             forward(q, k, v, softmax_scale=scale, causal=causal, out=out, lse=lse)
 
-        return Attached(call, lambda: (out, natural_lse(lse)))
+        return Attached(call, lambda: (out, natural_lse(lse)), outputs=(out, lse))

@@ -46,4 +46,4 @@ class FlashMlaLibPlan(PeerDecodePlan):
             )
 
         call()
-        return Attached(call, lambda: (last[0], natural_lse(last[1])), keep=(schedule, splits))
+        return Attached(call, lambda: (last[0], natural_lse(last[1])), keep=(schedule, splits), made=last)

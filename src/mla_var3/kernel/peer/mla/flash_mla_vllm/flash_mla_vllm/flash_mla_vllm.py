@@ -44,4 +44,4 @@ class FlashMlaVllmPlan(PeerDecodePlan):
         def call() -> None:
             last[:] = decode(*given, schedule, splits, None)[:2]
 
-        return Attached(call, lambda: (last[0], natural_lse(last[1])), keep=(schedule, splits))
+        return Attached(call, lambda: (last[0], natural_lse(last[1])), keep=(schedule, splits), made=last)

@@ -66,7 +66,7 @@ class TilelangMlaPlan(PeerDecodePlan):
         def read() -> tuple[Any, ...]:
             return last[0].unsqueeze(1), self.reference_fn(*inputs)[1].float()
 
-        return Attached(call, read, keep=(split, partial))
+        return Attached(call, read, keep=(split, partial), made=last)
 
 
 def _example(library: Library) -> Any:

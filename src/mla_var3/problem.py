@@ -175,6 +175,14 @@ class MlaProblem:
         return tuple(edges[i % len(edges)] for i in range(self.b))
 
     @property
+    def fill(self) -> float:
+        """Mean length over the longest one: 1 where all are equally long, and where none has a key."""
+        if self.lengths == "uniform":
+            return 1.0
+        lengths = self.seq_lens
+        return sum(lengths) / (len(lengths) * max(lengths)) if max(lengths) else 1.0
+
+    @property
     def scale(self) -> float:
         """Factor on q·k before the softmax: (d + p)^-1/2, the one of the decompressed heads."""
         return (self.d + self.p) ** -0.5

@@ -338,3 +338,23 @@ def test_the_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dispatch"]) == 0
     out = capsys.readouterr().out
     assert "build" in out and "show" in out
+
+
+# ---------------------------------------------------------------- lengths that differ
+def test_ragged_points_are_far_from_uniform_ones() -> None:
+    uniform, ragged = MlaProblem(b=128, t=4096), MlaProblem(b=128, t=8192, lengths={"name": "ragged", "seed": 1})
+    near, far = (cost.place_of(problem, H200) for problem in (uniform, ragged))
+    assert ragged.fill == pytest.approx(0.5, abs=0.05) and uniform.fill == 1.0
+    assert near.distance(far) == pytest.approx(1.0, abs=0.1)  # as many keys, half of the table's width
+    assert MlaProblem(b=2, t=1, lengths=[0, 0]).fill == 1.0
+
+
+def test_pick_hands_on_about_how_full_the_table_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[MlaProblem] = []
+    monkeypatch.setattr(selection, "choose", lambda problem, device: asked.append(problem))
+    for mean in (8192, 4000, 1000):
+        selection._pick.cache_clear()
+        pick(MlaProblem(b=16, t=8192, lengths=[8192, *[(mean * 16 - 8192) // 15] * 15]), H200)
+    selection._pick.cache_clear()
+    assert [problem.fill for problem in asked] == [1.0, pytest.approx(0.5, abs=0.01), pytest.approx(0.125, abs=0.01)]
+    assert asked[0].lengths == "uniform" and {problem.t for problem in asked} == {8192}

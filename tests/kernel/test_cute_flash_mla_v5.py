@@ -59,6 +59,23 @@ def test_parts_are_laid_out_as_the_output_is() -> None:
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(flat, parts, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("b", "h", "t", "parts"),
+    [(128, 128, 8192, 1), (64, 128, 8192, 2), (128, 64, 8192, 2), (128, 16, 8192, 2), (32, 128, 16384, 4)],
+)
+def test_unequal_requests_are_cut_as_measurements_want(b: int, h: int, t: int, parts: int) -> None:
+    ragged = MlaProblem(b=b, h=h, t=t, lengths={"name": "ragged", "seed": 1})
+    assert FlashMlaV5Plan(ragged, None, H200).num_splits(b, ragged.max_pages) == parts
+
+
+def test_equal_requests_are_cut_as_before() -> None:
+    equal = MlaProblem(b=64, h=128, t=8192)
+    before = FlashMlaV3Plan(equal, None, H200).num_splits(64, equal.max_pages)
+    assert FlashMlaV5Plan(equal, None, H200).num_splits(64, equal.max_pages) == before
+    asked = FlashMlaV5Plan(equal.replace(lengths={"name": "ragged", "seed": 1}), FlashMlaV5Tiling(num_splits=7), H200)
+    assert asked.num_splits(64, equal.max_pages) == 7
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3, 16, 17, 32, 33, 256])
 def test_groups_of_the_combine_fit_a_block(splits: int) -> None:
     most = most_splits(splits)

@@ -56,7 +56,7 @@ class PlainPlan(DecodePlan):
             return out, lse
 
         def parts(*given: Any) -> tuple[Any, Any]:
-            return self.partials(splits, *given)
+            return self.parts_of(splits, *given)
 
         options = {"input_tensors": inputs, "tiling": self.tiling, "plan": self}
         if splits == 1:
@@ -64,7 +64,7 @@ class PlainPlan(DecodePlan):
         main = TorchKernel(parts, output_tensors=partials, workspace_tensors=partials, **options)
         return KernelPipeline([main, TorchKernel(whole, output_tensors=outputs, **options)])
 
-    def partials(self, splits: int, q: Any, cache: Any, table: Any, lens: Any) -> tuple[Any, Any]:
+    def parts_of(self, splits: int, q: Any, cache: Any, table: Any, lens: Any) -> tuple[Any, Any]:
         pd, b = self.problem, q.shape[0]
         assert not pd.causal, "a run that is not the last has no causal edge"
         out = torch.full((splits, b, pd.h_kv, pd.rows, pd.k), float("nan"))

@@ -56,6 +56,25 @@ def test_computes_attention_with_the_scale_it_is_given(engine: CpuEngine, scale:
     assert same(call(engine, given, scale=scale), expected(given, 192**-0.5 if scale is None else scale))
 
 
+def test_a_mean_length_changes_no_result_and_plans_again_only_where_it_moves(engine: CpuEngine) -> None:
+    given = inputs()
+    for mean in (None, 66, 67.5, 129, 10**9):
+        assert same(call(engine, given, mean_length=mean), expected(given, 192**-0.5))
+    assert engine.planned == 4  # unknown; about 66, twice; about 129; as wide as the table
+    for wrong in (-1, float("nan"), float("inf"), "66", True):
+        with pytest.raises(UserError, match="mean_length"):
+            call(engine, given, mean_length=wrong)
+
+
+def test_a_fixed_cut_does_not_look_at_the_mean_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(decode_module, "way_for", lambda problem, *_, **__: seen.append(problem) or 1 / 0)
+    for options in ({}, {"mean_length": 3}):
+        with pytest.raises(ZeroDivisionError):
+            mla_decode(*inputs(), on=CpuEngine(), fixed_split=128, **options)
+    assert seen[0] == seen[1]
+
+
 def test_returns_out_alone_unless_the_lse_is_asked_for(engine: CpuEngine) -> None:
     given = inputs()
     out = call(engine, given, return_lse=False)

@@ -33,19 +33,22 @@ class Place:
     """Where a problem lies, in octaves: what decides how near to the limit a version comes.
 
     rows: query rows that share a latent cache. limit: least microseconds of the problem on the device. blocks: 64-row
-    blocks of work before any split. other: what makes a problem another kind (mask, dtype, page, latent width).
+    blocks of work before any split. fill: mean length over the longest. other: what makes a problem another kind (mask,
+    dtype, page, latent width).
     """
 
     rows: float
     limit: float
     blocks: float
+    fill: float
     other: tuple[bool, str, int, int, int]
 
     def distance(self, to: Place) -> float:
-        """Zero for the same place; an octave of rows counts 1, one of work or of blocks half."""
+        """Zero for the same place; an octave of rows or of fill counts 1, one of work or of blocks half."""
         work = (self.limit - to.limit) ** 2 + (self.blocks - to.blocks) ** 2
         kinds = sum(mine != theirs for mine, theirs in zip(self.other, to.other, strict=True))
-        return math.sqrt((self.rows - to.rows) ** 2 + 0.25 * work) + 0.5 * kinds
+        shape = (self.rows - to.rows) ** 2 + (self.fill - to.fill) ** 2
+        return math.sqrt(shape + 0.25 * work) + 0.5 * kinds
 
 
 def limit_us(problem: MlaProblem, device: Device, states: Sequence[str] = STATES) -> float:
@@ -74,7 +77,8 @@ def place_of(problem: MlaProblem, device: Device) -> Place:
     masked = problem.causal and problem.s > 1
     other = (masked, problem.dtype, problem.page_size, problem.k, problem.p)
     blocks = problem.b * problem.h_kv * -(-problem.rows // 64)
-    return Place(math.log2(problem.rows), math.log2(limit_us(problem, device)), math.log2(blocks), other)
+    limit = math.log2(limit_us(problem, device))
+    return Place(math.log2(problem.rows), limit, math.log2(blocks), math.log2(problem.fill), other)
 
 
 @dataclass(frozen=True)

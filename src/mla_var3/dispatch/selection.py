@@ -112,16 +112,22 @@ def choose(
 def pick(problem: MlaProblem, device: Device) -> Choice:
     """`choose` for the neighbourhood of the problem's sizes: asked again, it costs microseconds.
 
-    Sizes are taken to the nearest quarter of an octave (4096 stays 4096), lengths as if all were the longest.
+    Sizes are taken to the nearest quarter of an octave (4096 stays 4096), the mean length to the nearest half octave
+    under the longest.
     """
     shape = (neighbourhood(problem.b), neighbourhood(max(problem.t, 1)))
-    return _pick(problem.problem_class(), *shape, device)
+    halves = round(2 * math.log2(problem.fill))
+    return _pick(problem.problem_class(), *shape, halves, device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _pick(problem_class: Any, b: int, t: int, device: Device) -> Choice:
+def _pick(problem_class: Any, b: int, t: int, halves: int, device: Device) -> Choice:
     fields = {name: getattr(problem_class, name) for name in problem_class.__dataclass_fields__}
-    return choose(MlaProblem(b=b, t=t, **fields), device)
+    lengths: Any = "uniform"
+    if halves and b > 1:
+        rest = max(0, round((2 ** (halves / 2) * b - 1) * t / (b - 1)))
+        lengths = (t, *(rest,) * (b - 1))
+    return choose(MlaProblem(b=b, t=t, lengths=lengths, **fields), device)
 
 
 def neighbourhood(size: int) -> int:

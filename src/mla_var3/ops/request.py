@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,18 @@ _ALIGNMENT = 16  # bytes: vectors of query and output rows; numbers by themselve
 
 @dataclass(frozen=True)
 class ScaledProblem(MlaProblem):
-    """A problem whose factor on q·k is given, not that of its head dim. Compiled code does not depend on it."""
+    """A problem whose factor on q·k is given, not that of its head dim, and of whose lengths only the mean is known.
+    Compiled code depends on neither.
+
+    mean_length: expected mean of the lengths, None where all may be as long as the page table is wide.
+    """
 
     softmax_scale: float | None = None
+    mean_length: int | None = None
+
+    @property
+    def fill(self) -> float:
+        return 1.0 if self.mean_length is None else min(1.0, max(1, self.mean_length) / max(1, self.t))
 
     @property
     def scale(self) -> float:
@@ -36,6 +46,7 @@ def problem_of(
     head_dim_v: int,
     scale: float | None,
     causal: bool,
+    mean_length: float | None = None,
 ) -> ScaledProblem:
     """The problem of a call, with t the most tokens that its page table can name.
 
@@ -83,17 +94,41 @@ def problem_of(
     if kv_cache.is_cuda and kv_cache.data_ptr() % _CACHE_ALIGNMENT:
         raise UserError(f"kv_cache starts at an address that is not a multiple of {_CACHE_ALIGNMENT} bytes: align it.")
     sizes = (max(b, 1), s, page_table.shape[1] * page, h, h_kv, head_dim_v, width - head_dim_v)
-    return _problem(*sizes, bool(causal) and s > 1, page, dtypes[q.dtype], None if scale is None else float(scale))
+    mean = None if mean_length is None else _mean(mean_length, sizes[2])
+    return _problem(
+        *sizes, bool(causal) and s > 1, page, dtypes[q.dtype], None if scale is None else float(scale), mean
+    )
+
+
+def _mean(length: Any, most: int) -> int:
+    """A mean length to about 6 %, so that a batch that grows by a token is not a new problem."""
+    wrong = isinstance(length, bool) or not isinstance(length, int | float)
+    if wrong or not (math.isfinite(length) and length >= 0):
+        raise UserError(f"mean_length = {length!r} is not a number of tokens of at least 0.")
+    step = max(1, most // 16)
+    return min(most, max(1, round(length / step)) * step)
 
 
 @functools.lru_cache(maxsize=4096)
 def _problem(
-    b: int, s: int, t: int, h: int, h_kv: int, k: int, p: int, causal: bool, page: int, dtype: str, scale: float | None
+    b: int,
+    s: int,
+    t: int,
+    h: int,
+    h_kv: int,
+    k: int,
+    p: int,
+    causal: bool,
+    page: int,
+    dtype: str,
+    scale: float | None,
+    mean: int | None,
 ) -> ScaledProblem:
     """One object for equal problems: making and judging one takes longer than all else that a call does on the host."""
     return ScaledProblem(
-        b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale
-    )
+        b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale,
+        mean_length=mean,
+    )  # fmt: skip
 
 
 _SHAPES = {

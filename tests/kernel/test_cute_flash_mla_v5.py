@@ -68,6 +68,15 @@ def test_unequal_requests_are_cut_as_measurements_want(b: int, h: int, t: int, p
     assert FlashMlaV5Plan(ragged, None, H200).num_splits(b, ragged.max_pages) == parts
 
 
+def test_binding_keeps_what_is_known_of_the_lengths() -> None:
+    plan = FlashMlaV5Plan(MlaProblem(b=64, t=8192, lengths={"name": "ragged", "seed": 1}), None, H200)
+    inputs = [torch.zeros(64, 1, 128, 576, dtype=torch.bfloat16), torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16)]
+    inputs += [torch.zeros(64, 128, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)]
+    bound = plan.rebind(*inputs)
+    assert bound.problem.lengths == "uniform"
+    assert bound.num_splits(64, 128) == plan.num_splits(64, 128) == 2
+
+
 def test_equal_requests_are_cut_as_before() -> None:
     equal = MlaProblem(b=64, h=128, t=8192)
     before = FlashMlaV3Plan(equal, None, H200).num_splits(64, equal.max_pages)

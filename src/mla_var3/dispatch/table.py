@@ -187,14 +187,18 @@ def build(records: Iterable[Record]) -> Table:
     """A table from records: the newest passed one of each version, way of tuning, problem and device.
 
     Times are brought to the limits of devices.json by the limits of their own run, so that runs on different days and
-    chips can stand beside each other. What the dispatcher itself was measured with tells nothing new and is left out.
+    chips can stand beside each other. A version that the dispatcher had picked counts as any other where its knobs were
+    the version's own; what it was measured with otherwise is left out.
     """
+    counted = [record for record in records if _counts(record)]
+    own = {_named(r): r.tiling for r in counted if r.requested in (None, "default")}
     newest: dict[Any, Record] = {}
-    for record in records:
-        if not _counts(record):
+    for record in counted:
+        picked = getattr(record, "picked_by", None)
+        if picked and (record.requested != "dispatch" or own.get(_named(record)) != record.tiling):
             continue
-        asked = _asked(record)
-        key = (record.device, KernelId(**record.kernel.model_dump(include=_KERNEL)), asked, _problem(record))
+        asked = () if picked else _asked(record)
+        key = (record.device, _named(record), asked, _problem(record))
         if key not in newest or record.at >= newest[key].at:
             newest[key] = record
     grouped: dict[str, dict[tuple[KernelId, Any], list[Point]]] = {}
@@ -220,8 +224,12 @@ _KERNEL = {"language", "layer", "design", "version"}
 def _counts(record: Record) -> bool:
     known = any(device.key == record.device for device in Device.all())
     served = record.kernel.language not in NOT_SERVED and record.kernel.layer == "mla"
-    plain = not record.problem.get("n") and not getattr(record, "picked_by", None)
+    plain = not record.problem.get("n")
     return bool(known and served and plain and record.status == "passed" and record.time_us is not None)
+
+
+def _named(record: Record) -> KernelId:
+    return KernelId(**record.kernel.model_dump(include=_KERNEL))
 
 
 def _asked(record: Record) -> tuple[tuple[str, Any], ...]:

@@ -33,6 +33,8 @@ class KernelPlan(ABC):
         self.problem = problem
         self.device = device
         self.compiled: dict[Any, Any] = {}
+        # Mean length over the longest, as far as the host knows: binding keeps it, though it cannot see lengths.
+        self.fill = problem.fill
         self.tiling = self.default_tiling() if tiling is None else tiling
 
     # ------------------------------------------------------------ for subclasses
@@ -125,4 +127,5 @@ class KernelPlan(ABC):
     def _derive(self, problem: MlaProblem, tiling: Tiling) -> Self:
         other = type(self)(problem, tiling, self.device)
         other.compiled = self.compiled
+        other.fill = self.fill
         return other

@@ -140,7 +140,10 @@ def _add(
 
     job = groups.get(group(tiling)) or BundleJob(kernel, (), device.key, str(folder))
     groups[group(tiling)] = replace(job, points=(*job.points, (problem.to_record(), tiling.to_record())))
-    for other in case_problems(problem)[1:]:
+    cases = case_problems(problem)[1:]
+    # The check plans some cases and binds the others, which then have the page table's width in place of lengths.
+    bound = [c.replace(t=c.max_pages * c.page_size, lengths="uniform") for c in cases]
+    for other in dict.fromkeys((*cases, *bound)):
         # As the check does where a case does not allow the tiling.
         taken = tiling if tiling.validate(other, device) else plan_of(kernel)(other, None, device).tiling
         job = groups.get(group(taken)) or BundleJob(kernel, (), device.key, str(folder))

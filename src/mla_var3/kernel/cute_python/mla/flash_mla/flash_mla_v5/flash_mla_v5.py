@@ -246,13 +246,12 @@ class FlashMlaV5Plan(LatentPlan):
     )
 
     def num_splits(self, b: int, max_pages: int) -> int:
-        fill = self.problem.fill
-        if self.tiling.num_splits or not self.tiling.longest_first or fill >= RAGGED:
+        if self.tiling.num_splits or not self.tiling.longest_first or self.fill >= RAGGED:
             return super().num_splits(b, max_pages)
         shape, query_rows = Shape.of(self.problem), b * self.problem.s * self.problem.h
         blocks = b * shape.h_kv * shape.row_tiles
         return choose_ragged_splits(
-            blocks, self._pairs(max_pages), fill, query_rows, shape.k, host.target(self).num_sms
+            blocks, self._pairs(max_pages), self.fill, query_rows, shape.k, host.target(self).num_sms
         )  # fmt: skip
 
     def partials(self, q: Any, parts: int) -> tuple[Any, ...]:

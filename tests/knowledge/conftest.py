@@ -78,7 +78,7 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "src" / "kernel.py").write_text("")
     results = tmp_path / "results" / "h200"
     results.mkdir(parents=True)
-    for path in sorted((RESULTS / "h200").glob("2026-11-21-decode.jsonl")):
+    for path in sorted((RESULTS / "h200").glob("2026-11-21-decode-earlier.jsonl")):
         lines = [line for line in path.read_text().splitlines() if RECORD in line]
         (results / path.name).write_text("\n".join(lines) + "\n")
     pages = tmp_path / "docs" / "knowledge"

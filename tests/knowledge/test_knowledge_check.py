@@ -43,6 +43,19 @@ def test_text_around_the_tables_stays(project: Path) -> None:
     assert text.count("## Optimizations") == 1
 
 
+def test_a_page_that_was_removed_leaves_the_index(project: Path) -> None:
+    assert main(["check", "--root", str(project)]) == 0
+    page = project / "docs/knowledge/optimizations/flight.md"
+    other = page.with_name("soaring.md")
+    other.write_text(page.read_text().replace("Hold more in flight", "Soar"))
+    page.unlink()
+    assert main(["check", "--root", str(project)]) == 0
+    assert "flight.md" not in (project / "docs/knowledge/README.md").read_text()
+    readme = project / "docs/knowledge/README.md"
+    readme.write_text("See [it](optimizations/flight.md).\n\n" + readme.read_text())
+    assert main(["check", "--root", str(project)]) == 1
+
+
 # (what stands in the good entry, what stands there instead, part of the message)
 MISTAKES = [
     ("kind: optimization", "kind: optimisation", "2: kind 'optimisation' is unknown: did you mean 'optimization'?"),

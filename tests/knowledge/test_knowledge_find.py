@@ -14,7 +14,7 @@ from mla_var3.knowledge.check import check
 from mla_var3.knowledge.cli import main
 from mla_var3.knowledge.triggers import Facts
 
-RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200" / "2026-11-21-decode.jsonl"
+RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200" / "2026-11-21-decode-earlier.jsonl"
 
 
 def trigger(**entry: Any) -> triggers.Trigger:

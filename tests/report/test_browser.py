@@ -153,6 +153,9 @@ def test_filters_leave_only_what_passes(open_page: Open, shipped_page: Path) -> 
 
 def test_a_tile_shows_its_cell_on_hover_and_opens_it_on_a_click(open_page: Open, shipped_page: Path) -> None:
     tab = open_page(shipped_page)
+    # Scrolling hides what hovers, and its event comes a frame late.
+    tile(tab, CELL).scroll_into_view_if_needed()
+    tab.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     tile(tab, CELL).hover()
     hover = tab.locator("#hover")
     hover.wait_for(state="visible")

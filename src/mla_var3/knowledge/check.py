@@ -85,8 +85,11 @@ def check(root: Path) -> tuple[list[str], list[Page]]:
     overview = root / FOLDER / "README.md"
     if overview.is_file():
         page, findings = read(overview)
-        # Its generated part is compared by the index; what is written by hand has links.
-        mine = [f for f in _links(page, anchors) if "index.json" not in f.message]  # it is written after the check
+        # Its tables are written after the check, of pages that are there then; what is written by hand has links.
+        from mla_var3.knowledge.index import written_lines
+
+        tables = written_lines(overview.read_text(encoding="utf-8"))
+        mine = [f for f in _links(page, anchors) if f.line not in tables and "index.json" not in f.message]
         failures += [f"{overview.relative_to(root)}:{f.line}: {f.message}" for f in mine]
     titles: dict[str, Path] = {}
     for page in pages:

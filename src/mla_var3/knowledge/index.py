@@ -54,6 +54,14 @@ def render(index: dict[str, Any], before: str) -> str:
     return f"{head.rstrip()}\n\n{_BEGIN}\n{_tables(index)}\n{_END}\n{tail.lstrip()}"
 
 
+def written_lines(text: str) -> range:
+    """Line numbers of the part of a README that `render` writes; empty where there is none."""
+    lines = text.splitlines()
+    if _BEGIN not in lines or _END not in lines:
+        return range(0)
+    return range(lines.index(_BEGIN) + 1, lines.index(_END) + 2)
+
+
 def _tables(index: dict[str, Any]) -> str:
     lines: list[str] = []
     for kind, title in (("optimization", "Optimizations"), ("anti-pattern", "Anti-patterns")):

@@ -199,7 +199,7 @@ def test_every_picture_is_drawn_without_a_browser(tmp_path: Path, make: Any) -> 
         assert path.stat().st_size < 800_000
     map_text = written[0].read_text(encoding="utf-8")
     assert "128 heads × 1" in map_text
-    assert "cute-dsl/flash_mla_v1" in map_text
+    assert "cute-dsl/flash_mla_v5" in map_text
     (png,) = export.write_pictures(gathered, tmp_path, choice, ["cell"], ("png",))
     assert png.read_bytes().startswith(b"\x89PNG")
 

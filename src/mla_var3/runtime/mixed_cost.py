@@ -4,13 +4,19 @@ Per attending pair of a query row the latent form costs 2176 FLOPs and the decom
 request they read 1152 bytes and 640 for every head. So decompressed tokens trade arithmetic for reading: they pay where
 the latent path is bound by arithmetic and the memory has time left, which is where a request brings many query tokens.
 
-The two paths run at once. The model lets them share the device perfectly, each resource busy with the sum of both:
+The model has two ends between which a device lies, `Rates.overlap` of the way from the first to the second:
 
-    time = max(arithmetic of both, reading of both) + what starting, joining and projecting cost
+    one after the other   time = max(arithmetic, reading) of one path + the same of the other
+    shared perfectly      time = max(arithmetic of both, reading of both)
+
+and adds what starting, joining and projecting cost. On an H200 the measured share is 0: the paths are launched on two
+streams, but each kernel's block fills an SM, so the blocks of one wait for those of the other (devlog of
+cutile-dsl/mla_var6_plus). Time is then a straight line in n from all latent to all decompressed, and the best n is one
+of the two ends: n = 0 or n = t. With overlap = 1 the model says what a version that shares SMs could reach.
 
 Rows are counted as tiles hold them: few rows of the latent path are padded to 16, others to a multiple of 64; query
 tokens of the decompressed path to a multiple of 64. That is why a single query token never wants n > 0.
-`Rates` holds what share of a device's peaks the kernels are taken to reach; measure, then pass others.
+`Rates` holds what share of a device's peaks the kernels reach: measured on an H200. Elsewhere measure, and pass others.
 """
 
 from __future__ import annotations
@@ -32,21 +38,25 @@ STEP = 64
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of the device's peaks, and fixed costs in microseconds.
+    """Shares of the device's peaks, and fixed costs in microseconds, as b16 h128 t4096 showed on an H200 (cool chip).
 
-    latent: of the dense rate, by the latent path: cutile-dsl/flash_mla reached 474 of an H200's 989 TFLOP/s at
-    b128 h128. heads: by the decompressed path; taken to be the same, not measured. read: of the memory bandwidth:
-    3.9 of 4.8 TB/s, same kernel, b128 h16. latent_us, heads_us: start and end of a path, its splits joined. fork_us:
-    two streams instead of one. join_us: launch of the joining kernel, without its arithmetic and reading.
+    latent: of the dense rate, by the latent path; 470 to 490 of 989 TFLOP/s from 4 query tokens on. heads: by the
+    decompressed path, as cutile-dsl/flash_attention does at 8192 tokens; its own time at up to 64 query tokens is
+    reading. read: of the memory bandwidth, by the latent path; 3.9 of 4.8 TB/s at b128 h16. heads_read: by the
+    decompressed one, 4.55 of 4.8. latent_us, heads_us: start and end of a path, its splits joined. fork_us: what
+    a second path adds beside its own time. join_us: launch of the joining kernel, without its arithmetic and reading.
+    overlap: how far the paths share the device, 0 (one after the other) to 1 (perfectly).
     """
 
     latent: float = 0.48
-    heads: float = 0.48
+    heads: float = 0.68
     read: float = 0.81
+    heads_read: float = 0.95
     latent_us: float = 8.0
     heads_us: float = 5.0
-    fork_us: float = 4.0
+    fork_us: float = 15.0
     join_us: float = 4.0
+    overlap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,28 +89,35 @@ def predict(problem: MlaProblem, device: Device, n: int, rates: Rates | None = N
         raise UserError(f"{device.key} has no dense rate for {pd.dtype}: choose one of {', '.join(device.tflops)}.")
     if device.hbm_gbps is None:
         raise UserError(f"{device.key} has no memory bandwidth in devices.json: add it to predict times.")
-    flops_a_us, bytes_a_us = dense * 1e6, device.hbm_gbps * 1e3 * rates.read
+    if not 0 <= rates.overlap <= 1:
+        raise UserError(f"overlap = {rates.overlap} is outside 0..1.")
+    flops_a_us, bytes_a_us = dense * 1e6, device.hbm_gbps * 1e3
     e, rows = pd.element_bytes, pd.b * pd.s * pd.h
     old, new = sum(pd.seq_lens) - pd.b * n, pd.b * n
 
-    compute = old * _padded_rows(pd.s * pd.h) * 2 * (2 * pd.k + pd.p) / (flops_a_us * rates.latent)
-    compute += new * _up(pd.s, 64) * pd.h * 2 * (2 * pd.d + pd.p) / (flops_a_us * rates.heads)
-    moved = old * (pd.k + pd.p) * e + new * pd.h * (2 * pd.d + pd.p) * e + rows * pd.d * e
+    # Of the latent path with its projection, then of the decompressed one: arithmetic, reading.
+    paths: list[tuple[float, float]] = []
     fixed = 0.0
     if old:
-        moved += rows * (pd.k + pd.p) * e
+        flops = old * _padded_rows(pd.s * pd.h) * 2 * (2 * pd.k + pd.p)
+        moved = old * (pd.k + pd.p) * e + rows * (pd.k + pd.p) * e
+        # The joining kernel: reads what the latent path wrote, and W_UV; writes the output.
+        flops += rows * 2 * pd.d * pd.k
+        moved += (2 * rows + pd.h * pd.d) * pd.k * e + rows * pd.d * e
+        paths.append((flops / (flops_a_us * rates.latent), moved / (bytes_a_us * rates.read)))
         fixed += rates.latent_us + rates.join_us
-        # The joining kernel: reads what the latent path wrote, and W_UV.
-        compute += rows * 2 * pd.d * pd.k / (flops_a_us * rates.latent)
-        moved += (2 * rows + pd.h * pd.d) * pd.k * e
     if new:
-        moved += rows * (pd.d + pd.p) * e
+        flops = new * _up(pd.s, 64) * pd.h * 2 * (2 * pd.d + pd.p)
+        # Its output is the whole one's, or is written and read once more.
+        moved = new * pd.h * (2 * pd.d + pd.p) * e + rows * (pd.d + pd.p) * e + rows * pd.d * e * (2 if old else 1)
+        paths.append((flops / (flops_a_us * rates.heads), moved / (bytes_a_us * rates.heads_read)))
         fixed = max(fixed, rates.heads_us)
     if old and new:
-        moved += 2 * rows * pd.d * e
         fixed += rates.fork_us
-    memory = moved / bytes_a_us
-    return Prediction(n, max(compute, memory) + fixed, compute, memory)
+    compute, memory = sum(c for c, _ in paths), sum(m for _, m in paths)
+    apart = sum(max(path) for path in paths)
+    time = rates.overlap * max(compute, memory) + (1 - rates.overlap) * apart
+    return Prediction(n, time + fixed, compute, memory)
 
 
 def best_n(

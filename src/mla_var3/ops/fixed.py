@@ -285,12 +285,26 @@ def leaves_whole(plan_type: type[KernelPlan], plan: KernelPlan) -> Verdict:
 
 def leaves_halves(plan_type: type[KernelPlan], plan: KernelPlan) -> Verdict:
     """Whether a version's first stage leaves the partial results of two splits as `DecodePlan` describes them."""
-    if not issubclass(plan_type, DecodePlan):
+    if not isinstance(plan, DecodePlan):
         return Verdict.no("its partial results are not those that `DecodePlan` describes")
     verdict, kernel = _with_knob(plan_type, plan, HALVES)
     if verdict and len(getattr(kernel, "stages", ())) != 2:
         return Verdict.no("with num_splits = 2 it has no two stages with partial results between them")
-    return verdict
+    return _as_described(plan) if verdict else verdict
+
+
+def _as_described(plan: DecodePlan) -> Verdict:
+    """Whether a version's partial results have the form that `join` reads."""
+    import torch
+
+    pd = plan.problem
+    q = torch.empty((1, pd.s, pd.h, pd.k + pd.p), dtype=pd.torch_dtype, device="meta")
+    wanted = [(HALVES, 1, pd.h_kv, pd.rows, pd.k), (HALVES, 1, pd.h_kv, pd.rows)]
+    parts = plan.partials(q, HALVES)
+    if [tuple(x.shape) for x in parts] == wanted and all(x.dtype == torch.float32 for x in parts):
+        return Verdict.yes()
+    found = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in parts)
+    return Verdict.no(f"its partial results are of a form of its own ({found})")
 
 
 def with_splits(plan_type: type[KernelPlan], problem: MlaProblem, device: Device | None, splits: int) -> KernelPlan:

@@ -20,7 +20,7 @@ On N(0, 1) inputs (`NORMAL`) they follow from two facts. With u = 2^-8, bf16's u
     lse: a logit is a sum of products q·k, its float32 error scales with |q||k|: 1e-6 at spreads of 0.1, 1e-4 at 1.
          Relative: 8.01/65536.
 
-The dominant inputs have FlashMLA's values with one key ruling each row: FlashMLA's bounds with that 1.02e-5 (`DOMINATED`).
+The dominant inputs have FlashMLA's values with one key ruling each row: FlashMLA's bounds with that (`DOMINATED`).
 The bounds are the same for fp16, whose rounding is 8 times finer, as in FlashMLA's test.
 """
 

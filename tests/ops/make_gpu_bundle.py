@@ -63,10 +63,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def picked(problems: Iterable[MlaProblem]) -> Iterator[Wanted]:
-    """What `mla_decode` picks for each problem."""
+    """What `mla_decode` picks for each problem: it sees the page table's width and no lengths."""
     for problem in problems:
-        choice = pick(problem, DEVICE)
-        yield choice.kernel, choice.knobs, problem
+        seen = problem.replace(t=problem.max_pages * problem.page_size, lengths="uniform")
+        choice = pick(seen, DEVICE)
+        yield choice.kernel, choice.knobs, seen
 
 
 def whole(problems: Iterable[MlaProblem], part: int) -> Iterator[Wanted]:

@@ -3,9 +3,6 @@
 An attention kernel with query rows on the N side of the tensor cores holds its output as (512 columns, rows). Stored
 so, it needs no transposition, which costs shared memory that the kernel's loads can use; the transposition happens
 here, on the way out. One block takes some columns of all rows of a row tile, and all its splits at once.
-
-Partial results are float16, divided by a power of two of their row so that the largest lies between 1 and 2: half of
-the bytes, at a quarter of the rounding of the bf16 output. A row's log-sum-exp and that power lie beside each other.
 """
 
 from __future__ import annotations
@@ -29,9 +26,8 @@ LOG2E = 1.4426950408889634
 #: Below every log-sum-exp: the maximum of splits that are all empty.
 FLOOR = -1.0e30
 
-#: (splits that a block takes, its columns): the first that holds all splits is used. With 16 rows 2048 elements where
-#: splits are few (more become too many registers for a thread), 8192 where they are many. Columns tell them apart.
-LAYOUTS = ((4, 32), (16, 16), (64, 8), (128, 4), (256, 2))
+#: (splits that a block takes, its columns): the first that holds all splits is used. With 16 rows 8192 elements.
+LAYOUTS = ((8, 64), (32, 16), (128, 4), (256, 2))
 
 
 def join_columns(O_PART, LSE_PART, OUT, LSE, tiles, splits, SPLITS, COLUMNS, S, HKV, G, TS, TG):
@@ -45,38 +41,34 @@ def join_columns(O_PART, LSE_PART, OUT, LSE, tiles, splits, SPLITS, COLUMNS, S, 
     row = ct.arange(TM, dtype=ct.int32)
     lane = ct.arange(SPLITS, dtype=ct.int32)
     here = lane < splits
-    # Offsets are 32 bits: the plan sees to it that they suffice.
-    slot = (req * splits + lane) * tiles + x
+    slot = ct.astype((req * splits + lane) * tiles + x, ct.int64)
+    lse = LSE_PART.get_raw_memory().load_offset(
+        slot[:, None] * TM + row[None, :],
+        mask=ct.broadcast_to(here[:, None], (SPLITS, TM)),
+        padding_value=float("-inf"),
+    )
     column = part * COLUMNS + ct.arange(COLUMNS, dtype=ct.int32)
+    inner = column[:, None] * TM + row[None, :]
     o = O_PART.get_raw_memory().load_offset(
-        slot[:, None] * (512 * TM) + (part * COLUMNS * TM + ct.arange(COLUMNS * TM, dtype=ct.int32))[None, :],
-        mask=ct.broadcast_to(here[:, None], (SPLITS, COLUMNS * TM)),
+        slot[:, None, None] * (512 * TM) + inner[None, :, :],
+        mask=ct.broadcast_to(here[:, None, None], (SPLITS, COLUMNS, TM)),
         padding_value=0.0,
     )
-    o = ct.reshape(ct.astype(o, ct.float32), (SPLITS, COLUMNS, TM))
-    at = slot[:, None] * (2 * TM) + row[None, :]
-    mask = ct.broadcast_to(here[:, None], (SPLITS, TM))
-    lse = LSE_PART.get_raw_memory().load_offset(at, mask=mask, padding_value=float("-inf"))
-    power = LSE_PART.get_raw_memory().load_offset(at + TM, mask=mask, padding_value=0.0)
-    # Neither changes a result: they make the weights need all that is loaded. Otherwise the compiler asks for the
-    # partial results when it has made the weights, and they take a second trip to L2.
-    lse = lse + ct.minimum(power, 0.0)
-    floor = ct.reshape(ct.max(ct.max(ct.minimum(o, FLOOR), 0), 0), (1, TM))
-    top = ct.maximum(ct.max(lse, 0, keepdims=True), floor)
+    top = ct.maximum(ct.max(lse, 0, keepdims=True), FLOOR)
     weight = ct.exp2((lse - top) * LOG2E)
     total = ct.sum(weight, 0, keepdims=True)
     none = total == 0.0
     safe = ct.where(none, 1.0, total)
-    joined = ct.sum(o * (weight * power)[:, None, :], 0) * (1.0 / safe)
+    joined = ct.sum(o * (weight / safe)[:, None, :], 0)
     i_s = x // g_tiles // HKV * TS + row // TG
     head = x % g_tiles * TG + row % TG
     valid = (i_s < S) & (head < G)
     head = x // g_tiles % HKV * G + head
     at = ((req * S + i_s) * H + head) * 512
     OUT.get_raw_memory().store_offset(
-        at[:, None] + column[None, :],
-        ct.transpose(ct.astype(joined, OUT.dtype)),
-        mask=ct.broadcast_to(valid[:, None], (TM, COLUMNS)),
+        at[None, :] + column[:, None],
+        ct.astype(joined, OUT.dtype),
+        mask=ct.broadcast_to(valid[None, :], (COLUMNS, TM)),
     )
     if part == 0:
         whole = ct.reshape(ct.where(none, float("inf"), top + ct.log2(safe) * LN2), (TM,))
@@ -85,8 +77,8 @@ def join_columns(O_PART, LSE_PART, OUT, LSE, tiles, splits, SPLITS, COLUMNS, S, 
 
 @ct.kernel
 def combine_columns(
-    O_PART,  # handle of (b, splits, tiles, 512, TS · TG) float16, global
-    LSE_PART,  # handle of (b, splits, tiles, 2, TS · TG) float32: log-sum-exps, powers of two; global
+    O_PART,  # handle of (b, splits, tiles, 512, TS · TG) float32, global
+    LSE_PART,  # handle of (b, splits, tiles, TS · TG) float32, global
     OUT,  # handle of (b, S, HKV · G, 512), global
     LSE,  # handle of (b, HKV · G, S) float32, global
     splits: int,
@@ -120,9 +112,8 @@ def combine_columns_kernel(
     tiling: Any = None,
     plan: Any = None,
 ) -> CtKernel:
-    """A kernel that joins parts, (b, splits, tiles, 512, rows) float16 and (b, splits, tiles, 2, rows) float32 with the
-    log-sum-exps and the powers of two that the first are to be multiplied by, into whole, (b, s, h_kv · group, 512)
-    and (b, h_kv · group, s). With None for the tensors it compiles only. parts[0] has fewer than 2**31 elements.
+    """A kernel that joins parts (b, splits, tiles, 512, rows) and (b, splits, tiles, rows), both float32, into whole,
+    (b, s, h_kv · group, 512) and (b, h_kv · group, s). With None for the tensors it compiles only.
 
     row_shape: query tokens and heads of a row tile, both powers of two.
     """
@@ -137,7 +128,7 @@ def combine_columns_kernel(
         return (*(handle(x) for x in (*parts, *whole)), splits, *constants)
 
     def describe(_: Any) -> Any:
-        return signature([ct.float16, ct.float32, ct_dtype(dtype), ct.float32], [ct.int32], constants)
+        return signature([ct.float32, ct.float32, ct_dtype(dtype), ct.float32], [ct.int32], constants)
 
     return CtKernel(
         combine_columns,

@@ -14,8 +14,10 @@ before stood in the way, each seen in the code that cuTile made:
   each TMA load right after asking for it: one load in flight. Here a second kernel joins the splits.
 - Shared memory for the epilogue: a run-time branch between the output and a partial result keeps buffers for both, and
   transposing float32 partial results needs more. Each cost a stage of the ring. Here they are two compilations
-  (`WHOLE`), and partial results are stored as they lie, (512, rows); the joining kernel transposes. They are float16
-  relative to a power of two of their row: half of the bytes, and with float32 every product waits for itself.
+  (`WHOLE`), and partial results are stored as they lie, (512, rows); the joining kernel transposes. The two want loads
+  of different width: with 64 columns a load the first product starts when 8 KB are there, which makes the output's
+  compilation faster, but float32 partial results behind such a loop cost it a stage and make every product wait for
+  itself. They get one load of 512 columns.
 - A second loop for the last, partly filled tile (version 0) has buffers of its own, a third of the ring. As in version
   1 the last tile is a box that *ends* at the last valid token; its rows of negative index are zero-filled by TMA.
 - Masking by selection makes the compiler copy accumulators between the products in flight ("insufficient register
@@ -66,21 +68,21 @@ MAX_SPLITS = LAYOUTS[-1][0]
 class FlashMlaV2Tiling(Tiling):
     """Knobs of the kernel.
 
-    tile_k: latent columns of a load; 64, and the first product starts when 8 KB are there, up to 512. pages: tiles of
-    tokens that share a softmax, 1 or 2. num_warpgroups: of those that compute. occupancy: blocks an SM should hold;
-    with 2 each has one buffer. num_splits: parts that a request's tokens are split into; 0 chooses from the sizes when
-    the kernel is bound.
+    tile_k: latent columns of a load: 64, 128, 256 or 512; 0 takes 64 where a request is not split and 512 where it is.
+    pages: tiles of tokens that share a softmax, 1 or 2. num_warpgroups: of those that compute. occupancy: blocks an SM
+    should hold; with 2 each has one buffer. num_splits: parts that a request's tokens are split into; 0 chooses from
+    the sizes when the kernel is bound.
     """
 
-    tile_k: int = 64
+    tile_k: int = 0
     pages: int = 1
     num_warpgroups: int = 1
     occupancy: int = 1
     num_splits: int = 0
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
-        if self.tile_k not in (64, 128, 256, 512):
-            return Verdict.no(f"tile_k = {self.tile_k} is not one of 64, 128, 256, 512.")
+        if self.tile_k not in (0, 64, 128, 256, 512):
+            return Verdict.no(f"tile_k = {self.tile_k} is not one of 64, 128, 256, 512, or 0 for a choice.")
         if self.pages not in (1, 2):
             return Verdict.no(f"pages = {self.pages} is neither 1 nor 2.")
         if self.num_warpgroups not in (1, 2) or self.occupancy not in (1, 2):
@@ -116,8 +118,8 @@ def flash_mla_v2(
     KV,  # handle of (num_pages, PAGE, HKV, 576), global; same dtype
     PAGE_TABLE,  # handle of (b, max_pages) int32, global
     SEQ_LENS,  # handle of (b,) int32, global
-    OUT,  # WHOLE: handle of (b, S, HKV · G, 512), global; else of (b, splits, tiles, 512, TS · TG) float16
-    LSE,  # WHOLE: handle of (b, HKV · G, S) float32, global; else of (b, splits, tiles, 2, TS · TG) float32
+    OUT,  # WHOLE: handle of (b, S, HKV · G, 512), global; else of (b, splits, tiles, 512, TS · TG) float32
+    LSE,  # WHOLE: handle of (b, HKV · G, S) float32, global; else of (b, splits, tiles, TS · TG) float32
     scale: float,  # softmax scale · log2(e)
     b: int,
     max_pages: int,
@@ -227,20 +229,12 @@ def flash_mla_v2(
         X = ct.num_blocks(0)
         slot = req * splits + split
         parts = ct.Array.from_foreign(OUT.foreign_pointer, (b * splits, X, 512, TM), (X * TM * 512, TM * 512, TM, 1))
-        lse_parts = ct.Array.from_foreign(LSE.foreign_pointer, (b * splits, X, 2, TM), (X * 2 * TM, 2 * TM, TM, 1))
-        top = ct.zeros((1, TM), dtype=ct.float32)
-        for c in ct.static_iter(range(CHUNKS)):
-            top = ct.maximum(top, ct.max(ct.abs(accs[c]), 0, keepdims=True))
-        # The exponent of a row's largest, as a power of two that has an inverse.
-        power = ct.bitcast(ct.maximum(ct.bitcast(top * factor, ct.int32) & 0x7F800000, 0x01000000), ct.float32)
-        factor = factor / power
+        lse_parts = ct.Array.from_foreign(LSE.foreign_pointer, (b * splits, X, TM), (X * TM, TM, 1))
         for c in ct.static_iter(range(CHUNKS)):
             # A TMA store would need a buffer.
-            o = ct.reshape(ct.astype(accs[c] * factor, OUT.dtype), (1, 1, TK, TM))
-            ct.store(parts, (slot, x, c, 0), o, allow_tma=False)
-        lse = ct.where(empty, float("-inf"), lse)
-        ct.store(lse_parts, (slot, x, 0, 0), ct.reshape(lse, (1, 1, 1, TM)), allow_tma=False)
-        ct.store(lse_parts, (slot, x, 1, 0), ct.reshape(power, (1, 1, 1, TM)), allow_tma=False)
+            ct.store(parts, (slot, x, c, 0), ct.reshape(accs[c] * factor, (1, 1, TK, TM)), allow_tma=False)
+        lse = ct.reshape(ct.where(empty, float("-inf"), lse), (1, 1, TM))
+        ct.store(lse_parts, (slot, x, 0), lse, allow_tma=False)
 
 
 def ceil_pow2(x: int) -> int:
@@ -274,19 +268,14 @@ def choose_splits(blocks: int, tiles: int, sms: int, occupancy: int) -> int:
     """How many parts to split each request's tokens into.
 
     blocks: of the unsplit grid. tiles: of tokens in the longest request. Minimises the time of a simple model in
-    microseconds, fitted to an H200: blocks run in waves; of `active` blocks one takes 0.0161 · active a tile, its share
-    of the memory, and no less than about 1.2 (2.4 where two share an SM); the first wave takes 9 for its start and end,
-    further ones 5; joining takes 3 and 1 for every 128 partial results.
+    microseconds: blocks run in waves, a tile takes 2.1 for each of the blocks that share an SM (its share of the
+    memory), a wave 4 for its start and end, joining splits 4 and 1 for every 60 of them.
     """
     slots = sms * occupancy
 
-    def tile(active: int) -> float:
-        return float(((0.0161 * active) ** 4 + (1.2 * occupancy) ** 4) ** 0.25) if active else 0.0
-
     def cost(splits: int) -> float:
-        waves, rest = divmod(blocks * splits, slots)
-        reading = -(-tiles // splits) * (waves * tile(slots) + tile(rest))
-        return reading + 4 + 5 * (waves + bool(rest)) + (3 + blocks * splits / 128 if splits > 1 else 0)
+        waves = -(-blocks * splits // slots)
+        return waves * (-(-tiles // splits) * 2.1 * occupancy + 4) + (4 + splits / 60 if splits > 1 else 0)
 
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)
 
@@ -328,14 +317,11 @@ class FlashMlaV2Plan(KernelPlan):
     def num_splits(self, b: int, max_pages: int) -> int:
         """Splits of the bound kernel: the tiling's, or the model's for these sizes; lengths are not looked at."""
         tiles = max_pages * self.problem.page_size // TOKENS
-        blocks = b * self.row_tiles()
-        splits = self.tiling.num_splits
-        if not splits:
-            device = self.device or Device.detect()
-            sms = device.num_sms if device is not None else 132
-            splits = choose_splits(blocks, tiles, sms, self.tiling.occupancy)
-        # Offsets in the partial results are 32 bits.
-        return max(1, min(splits, tiles, (2**31 - 1) // max(1, blocks * LATENT * ROWS)))
+        if self.tiling.num_splits:
+            return min(self.tiling.num_splits, max(tiles, 1))
+        device = self.device or Device.detect()
+        sms = device.num_sms if device is not None else 132
+        return choose_splits(b * self.row_tiles(), tiles, sms, self.tiling.occupancy)
 
     # ------------------------------------------------------------ kernels
     def _main(self, inputs: tuple[Any, ...], results: tuple[Any, ...], splits: int) -> CtKernel:
@@ -349,7 +335,7 @@ class FlashMlaV2Plan(KernelPlan):
             pd.page_size,
             self.masked(),
             *self.row_shape(),
-            ti.tile_k,
+            ti.tile_k or (64 if whole else 512),
             ti.pages == 2,
             whole,
         ]
@@ -365,7 +351,7 @@ class FlashMlaV2Plan(KernelPlan):
 
         def describe(_: Any) -> Any:
             io = ct_dtype(pd.dtype)
-            handles = [io, io, ct.int32, ct.int32, io if whole else ct.float16, ct.float32]
+            handles = [io, io, ct.int32, ct.int32, io if whole else ct.float32, ct.float32]
             return signature(handles, [ct.float32, *[ct.int32] * 4], constants)
 
         def hints(_: Any) -> dict[str, Any]:
@@ -420,12 +406,12 @@ class FlashMlaV2Plan(KernelPlan):
         return out, torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=like.device)
 
     def _parts(self, b: int, splits: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """o_part (b, splits, tiles, 512, rows), lse_part (b, splits, tiles, 2, rows), as in `lib/columns.py`."""
+        """o_part (b, splits, tiles, 512, rows) and lse_part (b, splits, tiles, rows), uninitialised."""
         import torch
 
         shape = (b, splits, self.row_tiles())
-        o_part = torch.empty((*shape, LATENT, ROWS), dtype=torch.float16, device=like.device)
-        return o_part, torch.empty((*shape, 2, ROWS), dtype=torch.float32, device=like.device)
+        o_part = torch.empty((*shape, LATENT, ROWS), dtype=torch.float32, device=like.device)
+        return o_part, torch.empty((*shape, ROWS), dtype=torch.float32, device=like.device)
 
     def plan(self, *inputs: Any) -> CtKernel | KernelPipeline:
         import torch

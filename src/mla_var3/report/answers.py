@@ -45,9 +45,10 @@ def by_cell(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def winners(points: Iterable[Point], state: str) -> list[Winner]:
-    """One for each cell in which something was timed in that state. points: of one device."""
+    """One for each cell in which something was timed in that state. points: of one device. The fixed-split mode is no
+    contender: it runs the same versions, and where it cuts nothing it is one of them."""
     found = []
-    for block in by_cell(points).values():
+    for block in by_cell(p for p in points if p.kernel != "fixed_split").values():
         timed = sorted((p for p in block if p.us(state) < math.inf), key=lambda p: (p.us(state), p.name))
         if not timed:
             continue

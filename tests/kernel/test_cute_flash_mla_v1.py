@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import pytest
+from sass_hazards import overwritten_operands
 
 from mla_var3.device import Device
 from mla_var3.problem import MlaProblem
@@ -19,27 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = Device.get("h200")
-
-
-def overwritten_operands(sass: str) -> list[str]:
-    """Instructions that write a register in which a 64 x 256 product in flight may still read its A operand."""
-    live: set[int] = set()
-    found = []
-    for line in sass.splitlines():
-        matched = re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;", line)
-        if not matched:
-            continue
-        text = matched.group(1)
-        product = re.match(r"HGMMA\.64x256\S* R\d+, R(\d+), gdesc", text)
-        if product:
-            live |= set(range(int(product.group(1)), int(product.group(1)) + 4))
-        elif re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0|EXIT", text):
-            live.clear()
-        else:
-            written = re.match(r"(\S+) (?:U?PT?\d?, )?R(\d+)\b", text)
-            if written and not written.group(1).startswith(("ST", "HGMMA")) and int(written.group(2)) in live:
-                found.append(text)
-    return found
 
 
 def test_compiles_without_spills_on_the_fast_path(tmp_path: Path) -> None:

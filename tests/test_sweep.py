@@ -587,6 +587,8 @@ def test_ctrl_c_of_a_real_sweep_without_a_gpu(tmp_path: Path) -> None:
         [sys.executable, "-m", "mla_var3.cli", "sweep", *words],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Tests that run in the background of a shell inherit an ignored Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stderr is not None
     said = []

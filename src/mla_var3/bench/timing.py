@@ -258,15 +258,14 @@ def burst_turn(backend: Backend, item: Item, settings: BenchSettings) -> None:
     item.readings.setdefault("burst", []).append(reading)
 
 
-def settle_turn(backend: Backend, item: Item, settings: BenchSettings) -> None:
-    """A turn back to back that is not kept."""
-    backend.start(item.replay, max(4, math.ceil(settings.sustained_s * 1e6 / item.replay_us))).wait()
+def start_sustained(backend: Backend, item: Item, settings: BenchSettings) -> Pending:
+    """Queues replays back to back for `sustained_s`."""
+    return backend.start(item.replay, max(4, math.ceil(settings.sustained_s * 1e6 / item.replay_us)))
 
 
 def sustained_turn(backend: Backend, item: Item, settings: BenchSettings) -> None:
     """One turn of an item back to back; the second half of the time gives the samples."""
-    count = max(4, math.ceil(settings.sustained_s * 1e6 / item.replay_us))
-    pending = backend.start(item.replay, count)
+    pending = start_sustained(backend, item, settings)
     backend.idle(settings.sustained_s * 0.75)  # the host waits; the device works on what is queued
     reading = backend.sensors()
     taken = pending.wait()
@@ -299,7 +298,7 @@ def take_turns(
                 announce(item, state, number)
                 try:
                     if state == "sustained" and not (settled or item.is_limit):
-                        settle_turn(backend, item, settings)
+                        start_sustained(backend, item, settings).wait()
                         settled = True
                     turn(backend, item, settings)
                 except Exception as error:

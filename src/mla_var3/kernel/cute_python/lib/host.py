@@ -11,6 +11,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.runtime import CuteKernel
 from mla_var3.runtime.late import tensors_are_late
 
 if TYPE_CHECKING:
@@ -62,6 +63,34 @@ def function(plan: KernelPlan, name: str, compile_fn: Callable[..., CompiledKern
     from mla_var3.toolchain.aot import compiled_host
 
     return compiled_host(plan, name, compile_fn, device=target(plan)).handle
+
+
+def stage(
+    plan: KernelPlan,
+    kernel_fn: Any,
+    host_fn: Any,
+    name: str,
+    arguments_fn: Callable[[], Sequence[Any]],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    *scalars: Any,
+) -> CuteKernel:
+    """A kernel of the plan whose host function takes (inputs, outputs, scalars). Without outputs, compiles only.
+
+    arguments_fn: gives the fake arguments to compile from (`compiler`). name: what compiled code is kept under.
+    """
+    compile_fn = compiler(host_fn, arguments_fn, name)
+    call = function(plan, name, compile_fn) if outputs else None
+    return CuteKernel(
+        kernel_fn,
+        launcher(call, *inputs, *outputs, *scalars),
+        inputs,
+        outputs,
+        plan.tiling,
+        compile_fn=compile_fn,
+        name=name,
+        plan=plan,
+    )
 
 
 def launcher(call: Any, *arguments: Any) -> Callable[[Any], None]:

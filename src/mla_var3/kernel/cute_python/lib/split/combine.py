@@ -112,15 +112,4 @@ def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[
         (b,) = host.symbols(1)
         return fake_partials(host.element_type(pd.dtype), b, pd.s, pd.h, pd.h_kv, pd.k)
 
-    compile_fn = host.compiler(launch_combine, arguments, "combine")
-    call = host.function(plan, "combine", compile_fn) if outputs else None
-    return CuteKernel(
-        combine,
-        host.launcher(call, *partials, *outputs),
-        partials,
-        outputs,
-        plan.tiling,
-        compile_fn=compile_fn,
-        name="combine",
-        plan=plan,
-    )
+    return host.stage(plan, combine, launch_combine, "combine", arguments, partials, outputs)

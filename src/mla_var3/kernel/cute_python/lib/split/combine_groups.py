@@ -156,16 +156,6 @@ def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[
         (b,) = host.symbols(1)
         return (*fake_partials(host.element_type(pd.dtype), b, pd.s, pd.h, pd.h_kv, pd.k), groups)
 
-    name = f"combine_groups{groups}"
-    compile_fn = host.compiler(launch_combine_groups, arguments, name)
-    call = host.function(plan, name, compile_fn) if outputs else None
-    return CuteKernel(
-        combine_groups,
-        host.launcher(call, *partials, *outputs),
-        partials,
-        outputs,
-        plan.tiling,
-        compile_fn=compile_fn,
-        name=name,
-        plan=plan,
+    return host.stage(
+        plan, combine_groups, launch_combine_groups, f"combine_groups{groups}", arguments, partials, outputs
     )

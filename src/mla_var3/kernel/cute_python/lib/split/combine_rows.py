@@ -177,16 +177,4 @@ def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[
             most,
         )
 
-    name = f"combine_rows{most}"
-    compile_fn = host.compiler(launch_combine_rows, arguments, name)
-    call = host.function(plan, name, compile_fn) if outputs else None
-    return CuteKernel(
-        combine_rows,
-        host.launcher(call, *partials, *outputs),
-        partials,
-        outputs,
-        plan.tiling,
-        compile_fn=compile_fn,
-        name=name,
-        plan=plan,
-    )
+    return host.stage(plan, combine_rows, launch_combine_rows, f"combine_rows{most}", arguments, partials, outputs)

@@ -194,16 +194,5 @@ def merge_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[An
         (b,) = host.symbols(1)
         return (*combine.fake_partials(host.element_type(pd.dtype), b, pd.s, pd.h, pd.h_kv, pd.k), Int32(1), Int32(1))
 
-    compile_fn = host.compiler(launch_merge_splits, arguments, "merge_splits")
-    call = host.function(plan, "merge_splits", compile_fn) if outputs else None
     launch = arrange(partials[0].shape[0], pd.k) if outputs else ()
-    return CuteKernel(
-        merge_splits,
-        host.launcher(call, *partials, *outputs, *launch),
-        partials,
-        outputs,
-        plan.tiling,
-        compile_fn=compile_fn,
-        name="merge_splits",
-        plan=plan,
-    )
+    return host.stage(plan, merge_splits, launch_merge_splits, "merge_splits", arguments, partials, outputs, *launch)

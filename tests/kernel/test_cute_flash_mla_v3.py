@@ -13,12 +13,12 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
+from mla_var3.kernel.cute_python.lib.latent.loads import shared_loads
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.phased import steps
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v3.flash_mla_v3 import (
     FlashMlaV3Plan,
     FlashMlaV3Tiling,
-    shared_loads,
 )
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ BOX = TILE_N  # tokens and columns of one TMA box: a tile of tokens, one panel o
 EVICT_FIRST = 0x12F0000000000000
 
 
-def make_page_tma(kv_cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+def make_page_tma(kv_cache: cute.Tensor, shared: bool = False) -> tuple[cute.CopyAtom, cute.Tensor]:
     """TMA atom and tensor for boxes of the cache.
 
     kv_cache: (num_pages, page, h_kv, width), global memory, contiguous. The TMA tensor has modes
     (page, width, h_kv, num_pages), so a box is named by (token box, column box, head, page). A coordinate past the
-    end of a mode reads zeros.
+    end of a mode reads zeros. shared: boxes may go to several blocks of a cluster.
     """
     num_pages, page, h_kv, width = kv_cache.shape
     view = cute.make_tensor(
@@ -29,7 +29,9 @@ def make_page_tma(kv_cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         cute.make_layout((page, width, h_kv, num_pages), stride=(h_kv * width, 1, width, page * h_kv * width)),
     )
     layout = k_major_layout(kv_cache.element_type, (BOX, BOX))
-    atom, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, (BOX, BOX))
+    copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
+    # One multicast part: a box goes whole to each block.
+    atom, tensor = cpasync.make_tiled_tma_atom(copy, view, layout, (BOX, BOX), 1)
     return atom, tensor
 
 
@@ -79,31 +81,6 @@ def partition_boxes(
         cute.group_modes(boxes, 0, 2),
     )
     return boxes, panels
-
-
-@cute.jit
-def produce(
-    tma: cute.CopyAtom,
-    boxes: cute.Tensor,  # TMA, (box, token box, column box, page)
-    panels: cute.Tensor,  # shared memory, (box, column box, stage)
-    pages: cute.Tensor,  # (max_pages,) int32, global memory: this request's row of the page table
-    full: cute.Pointer,
-    empty: cute.Pointer,
-    first: Int32,
-    end: Int32,
-    num_tiles: Int32,
-    page_size: cutlass.Constexpr,
-    stage: cutlass.Constexpr,
-    columns: cutlass.Constexpr,
-):
-    """One warp keeps one part of one stage filled. An odd number of tiles ends with the last tile once more: it is
-    masked and its V zeroed like any token past the end, and no table entry past the end is read."""
-    per_page = page_size // TILE_N
-    for pair in cutlass.range(first, end, unroll=1):
-        tile = cutlass.min(2 * pair + stage, num_tiles - 1)
-        page = pages[tile // per_page]
-        cute.arch.mbarrier_wait(empty, ((pair - first) & 1) ^ 1)
-        load_panels(tma, boxes, panels, full, tile % per_page, page, columns, stage, EVICT_FIRST)
 
 
 @cute.jit

@@ -38,6 +38,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import output, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
+from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -56,7 +57,7 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
 )
 from mla_var3.kernel.cute_python.lib.latent.lazy import publish
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling
-from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, TILE_N, work_range
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, TILE_N, work_range
 from mla_var3.kernel.cute_python.lib.split import combine
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel
@@ -202,25 +203,17 @@ def flash_mla(
     empty = storage.empty.data_ptr()
     if warp == 0:
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(STAGES * shape.panels):
-                cute.arch.mbarrier_init(full + i, 1)
-            for i in cutlass.range_constexpr(2 * STAGES):
-                cute.arch.mbarrier_init(empty + i, WARPGROUP // 32)
+            loads.init_barriers(full, empty, shape, False)
         cpasync.prefetch_descriptor(tma)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        boxes, panels = paged.partition_boxes(tma, cache[None, None, kv_head, None], kv_base, shape, STAGES)
-        pages = page_table[batch, None]
-        for part in cutlass.range_constexpr(2 * STAGES):
-            if warp == CONSUMERS // 32 + part:
-                columns = shape.part(part // 2, part % 2)
-                paged.produce(
-                    tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                    shape.page, part // 2, columns,
-                )  # fmt: skip
+        loads.produce_parts(
+            tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
+            num_tiles, warp, row_tile, shape, False,
+        )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         if first < end:

@@ -45,6 +45,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import output, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync, release
+from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -63,7 +64,7 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
 )
 from mla_var3.kernel.cute_python.lib.latent.lazy import lazy_max, publish, scale_if_changed
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling
-from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, TILE_N, work_range
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, TILE_N, work_range
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 # Named barriers (0 is the block's own, those from 5 on are `lib.latent.consumer`'s).
@@ -217,10 +218,7 @@ def flash_mla_v1(
     empty = storage.empty.data_ptr()
     if warp == 0:
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(STAGES * shape.panels):
-                cute.arch.mbarrier_init(full + i, 1)
-            for i in cutlass.range_constexpr(2 * STAGES):
-                cute.arch.mbarrier_init(empty + i, WARPGROUP // 32)
+            loads.init_barriers(full, empty, shape, False)
         cpasync.prefetch_descriptor(tma)
     # On its way before anything is known of the request.
     first_row = row_tile * TILE_M
@@ -235,15 +233,10 @@ def flash_mla_v1(
 
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        boxes, panels = paged.partition_boxes(tma, cache[None, None, kv_head, None], kv_base, shape, STAGES)
-        pages = page_table[batch, None]
-        for part in cutlass.range_constexpr(2 * STAGES):
-            if warp == CONSUMERS // 32 + part:
-                columns = shape.part(part // 2, part % 2)
-                paged.produce(
-                    tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                    shape.page, part // 2, columns,
-                )  # fmt: skip
+        loads.produce_parts(
+            tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
+            num_tiles, warp, row_tile, shape, False,
+        )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         if first < end:

@@ -4,7 +4,7 @@ r"""Absorbed MLA decode for Hopper (sm_90a) where tensor work is the limit: two 
 
 Blocks, tiles, stages and the split of the output over two consumer warpgroups are flash_mla_v1's. What differs is the
 order of the work (`lib.phased.steps`), and who loads: where a request has an even number of row tiles, two of them form
-a cluster, and each asks for every second panel of the cache for both (`lib.phased.loads`). The loop asks L2 for as much
+a cluster, and each asks for every second panel of the cache for both (`lib.latent.loads`). The loop asks L2 for as much
 as it gives otherwise.
 
 Shared memory: Q 72 KiB, two stages of 72 KiB. Split-KV: grid (row tiles x h_kv, splits, b); with more than one split,
@@ -30,6 +30,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import output, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync
+from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -42,14 +43,9 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
     shared_storage,
 )
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling
-from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, Shape, work_range
-from mla_var3.kernel.cute_python.lib.phased import loads, steps
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, work_range
+from mla_var3.kernel.cute_python.lib.phased import steps
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-
-
-def shared_loads(shape: Shape) -> bool:
-    """Whether two row tiles of a request form a cluster and load the cache for each other."""
-    return shape.row_tiles % 2 == 0
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -73,7 +69,7 @@ def flash_mla_v3(
     block, split, batch = cute.arch.block_idx()
     row_tile = block % shape.row_tiles
     kv_head = block // shape.row_tiles
-    shares = shared_loads(shape)
+    shares = loads.shared_loads(shape)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
     storage = SmemAllocator().allocate(shared_storage(shape, dtype, ("row_max",)))
@@ -83,10 +79,7 @@ def flash_mla_v3(
     empty = storage.empty.data_ptr()
     if warp == 0:
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(STAGES * shape.panels):
-                cute.arch.mbarrier_init(full + i, 1)
-            for i in cutlass.range_constexpr(2 * STAGES):
-                cute.arch.mbarrier_init(empty + i, (2 if shares else 1) * WARPGROUP // 32)
+            loads.init_barriers(full, empty, shape, shares)
         cpasync.prefetch_descriptor(tma)
     # On its way before anything is known of the request.
     first_row = row_tile * TILE_M
@@ -108,15 +101,10 @@ def flash_mla_v3(
 
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        boxes, panels = paged.partition_boxes(tma, cache[None, None, kv_head, None], kv_base, shape, STAGES)
-        pages = page_table[batch, None]
-        for part in cutlass.range_constexpr(2 * STAGES):
-            if warp == CONSUMERS // 32 + part:
-                columns = shape.part(part // 2, part % 2)
-                loads.produce(
-                    tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                    row_tile % 2, shape.page, part // 2, columns, shares,
-                )  # fmt: skip
+        loads.produce_parts(
+            tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
+            num_tiles, warp, row_tile, shape, shares,
+        )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         if first < end:
@@ -166,8 +154,8 @@ def launch_flash_mla_v3(
     stream: CUstream,
 ):
     """Makes the TMA descriptor of the cache and launches one block a row tile, kv head, split and request."""
-    shares = shared_loads(shape)
-    tma, cache = (loads.make_shared_page_tma if shares else paged.make_page_tma)(kv_cache)
+    shares = loads.shared_loads(shape)
+    tma, cache = paged.make_page_tma(kv_cache, shares)
     flash_mla_v3(
         q, tma, cache, page_table, seq_lens, out, lse, partial_out, partial_lse,
         scale * math.log2(math.e), num_splits, shape,

@@ -28,7 +28,7 @@ from cutlass.memory import SmemAllocator
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python.lib import host, paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync
-from mla_var3.kernel.cute_python.lib.latent import ending, order
+from mla_var3.kernel.cute_python.lib.latent import ending, loads, order
 from mla_var3.kernel.cute_python.lib.latent.consumer import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -40,8 +40,8 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
     shared_storage,
 )
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling, takes_latent
-from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, Shape, work_range
-from mla_var3.kernel.cute_python.lib.phased import loads, steps
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, Shape, work_range
+from mla_var3.kernel.cute_python.lib.phased import steps
 from mla_var3.kernel.cute_python.lib.split import combine_rows
 from mla_var3.kernel.cute_python.lib.split.splits import (
     BLOCK_US,
@@ -55,11 +55,6 @@ from mla_var3.runtime import CuteKernel, Verdict
 
 if TYPE_CHECKING:
     from mla_var3.problem import MlaProblem
-
-
-def shared_loads(shape: Shape) -> bool:
-    """Whether two row tiles of a request form a cluster and load the cache for each other."""
-    return shape.row_tiles % 2 == 0
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -82,7 +77,7 @@ def flash_mla_v5(
     block, split, rank = cute.arch.block_idx()
     row_tile = block % shape.row_tiles
     kv_head = block // shape.row_tiles
-    shares = shared_loads(shape)
+    shares = loads.shared_loads(shape)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
     storage = SmemAllocator().allocate(shared_storage(shape, dtype, ("row_max",)))
@@ -92,10 +87,7 @@ def flash_mla_v5(
     empty = storage.empty.data_ptr()
     if warp == 0:
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(STAGES * shape.panels):
-                cute.arch.mbarrier_init(full + i, 1)
-            for i in cutlass.range_constexpr(2 * STAGES):
-                cute.arch.mbarrier_init(empty + i, (2 if shares else 1) * WARPGROUP // 32)
+            loads.init_barriers(full, empty, shape, shares)
         cpasync.prefetch_descriptor(tma)
     # On its way before anything is known of the requests: right if all are equally long.
     first_row = row_tile * TILE_M
@@ -126,15 +118,10 @@ def flash_mla_v5(
 
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        boxes, panels = paged.partition_boxes(tma, cache[None, None, kv_head, None], kv_base, shape, STAGES)
-        pages = page_table[batch, None]
-        for part in cutlass.range_constexpr(2 * STAGES):
-            if warp == CONSUMERS // 32 + part:
-                columns = shape.part(part // 2, part % 2)
-                loads.produce(
-                    tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                    row_tile % 2, shape.page, part // 2, columns, shares,
-                )  # fmt: skip
+        loads.produce_parts(
+            tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
+            num_tiles, warp, row_tile, shape, shares,
+        )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         if first < end:
@@ -181,8 +168,8 @@ def launch_flash_mla_v5(
     stream: CUstream,
 ):
     """Makes the TMA descriptor of the cache and launches one block a row tile, kv head, split and request."""
-    shares = shared_loads(shape)
-    tma, cache = (loads.make_shared_page_tma if shares else paged.make_page_tma)(kv_cache)
+    shares = loads.shared_loads(shape)
+    tma, cache = paged.make_page_tma(kv_cache, shares)
     flash_mla_v5(
         q, tma, cache, page_table, seq_lens, target, marks, scale * math.log2(math.e), num_splits, shape,
         longest_first,

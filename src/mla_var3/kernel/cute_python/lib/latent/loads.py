@@ -5,25 +5,33 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 
-from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N
-from mla_var3.kernel.cute_python.lib.paged import BOX, EVICT_FIRST, load_panels
-from mla_var3.kernel.cute_python.lib.wgmma import k_major_layout
+from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS
+from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_N, Shape
+from mla_var3.kernel.cute_python.lib.paged import BOX, EVICT_FIRST, load_panels, partition_boxes
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 BOTH = 0b11  # multicast mask of a cluster's two blocks
 
 
-def make_shared_page_tma(kv_cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """`paged.make_page_tma` for boxes that go to both blocks of a cluster."""
-    num_pages, page, h_kv, width = kv_cache.shape
-    view = cute.make_tensor(
-        kv_cache.iterator,
-        cute.make_layout((page, width, h_kv, num_pages), stride=(h_kv * width, 1, width, page * h_kv * width)),
-    )
-    layout = k_major_layout(kv_cache.element_type, (BOX, BOX))
-    # One multicast part: a box goes whole to each block, and the blocks take turns in asking for boxes.
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), view, layout, (BOX, BOX), 1)
+def shared_loads(shape: Shape) -> bool:
+    """Whether two row tiles of a request can form a cluster and load the cache for each other."""
+    return shape.row_tiles % 2 == 0
+
+
+@cute.jit
+def init_barriers(
+    full: cute.Pointer,  # mbarriers, shared memory: one a panel and stage
+    empty: cute.Pointer,  # mbarriers, shared memory: one a part and stage
+    shape: cutlass.Constexpr,
+    shares: cutlass.Constexpr,
+):
+    """One thread's work before the block's barrier: `full` waits for bytes, `empty` for the warps of a part's reader,
+    in both blocks with `shares`."""
+    for i in cutlass.range_constexpr(STAGES * shape.panels):
+        cute.arch.mbarrier_init(full + i, 1)
+    for i in cutlass.range_constexpr(2 * STAGES):
+        cute.arch.mbarrier_init(empty + i, (2 if shares else 1) * WARPGROUP // 32)
 
 
 @cute.jit
@@ -71,8 +79,9 @@ def produce(
     columns: cutlass.Constexpr,
     shares: cutlass.Constexpr,
 ):
-    """`paged.produce`, for a block alone or, with `shares`, for both of a cluster: `empty` then counts both blocks'
-    consumers.
+    """One warp keeps one part of one stage filled, for its block or, with `shares`, for both of a cluster: `empty` then
+    counts both blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
+    zeroed like any token past the end, and no table entry past the end is read.
 
     No block leaves while the other may still signal or write it, without a barrier at the end: parts are freed for a
     next pair only, each producer waits for every such signal before it loads that pair, and a block's consumers wait
@@ -87,3 +96,30 @@ def produce(
             load_shared_panels(tma, boxes, panels, full, tile % per_page, page, rank, columns, stage)
         else:
             load_panels(tma, boxes, panels, full, tile % per_page, page, columns, stage, EVICT_FIRST)
+
+
+@cute.jit
+def produce_parts(
+    tma: cute.CopyAtom,
+    cache: cute.Tensor,  # TMA, (page, width, num_pages) of one kv head
+    kv_base: cute.Pointer,  # shared memory: the first stage
+    pages: cute.Tensor,  # (max_pages,) int32, global memory: this request's row of the page table
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    first: Int32,
+    end: Int32,
+    num_tiles: Int32,
+    warp: Int32,  # of the block; the first ones are the consumers'
+    row_tile: Int32,
+    shape: cutlass.Constexpr,
+    shares: cutlass.Constexpr,
+):
+    """What the producing warpgroup does: one warp for each part of each stage (`produce`)."""
+    boxes, panels = partition_boxes(tma, cache, kv_base, shape, STAGES)
+    for part in cutlass.range_constexpr(2 * STAGES):
+        if warp == CONSUMERS // 32 + part:
+            columns = shape.part(part // 2, part % 2)
+            produce(
+                tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
+                row_tile % 2, shape.page, part // 2, columns, shares,
+            )  # fmt: skip

@@ -9,9 +9,10 @@ On the machine with the GPU:
     mkdir -p /tmp/peers && tar xJf peers.tar.xz -C /tmp/peers && . /tmp/peers/activate
     mla-var3 list          # the peers that are found have no remark beside them
 
-Only what is used is kept: shared objects out of wheels, and pure Python packages. Every wheel is pinned, with its
-SHA-256, in scripts/peers.lock.json, for a Python and a CUDA; pip checks it while downloading, and it is checked again
-here before anything is unpacked. `--update-lock` asks the index anew for the versions that the lock names.
+Only what is used is kept: shared objects out of wheels, and packages without their sources. Every file of the index
+is pinned, with its SHA-256, in scripts/peers.lock.json, for a Python and a CUDA; pip checks it while downloading, and
+it is checked again here before anything is unpacked. `--update-lock` asks the index anew for the versions that the lock
+names.
 
 peer             from                                                        size packed (xz)
 flash_mla_vllm   vllm wheel (250 MB, downloaded once): one shared object     0.9 MB
@@ -21,13 +22,20 @@ fa4              flash-attn-4, quack-kernels, einops; CuTe DSL is not        1 M
 flashinfer_fa3   sources in FlashInfer's wheel (65 MB), built here with      0.3 MB
 flashinfer_fa2   nvcc for sm_90a; and TVM-FFI to load them, which is         0.4 MB
                  used where none is installed                                1 MB
-flash_mla_lib    nothing: the index has no wheel of it; install flash_mla     -
-                 from its repository on the machine with the GPU
-tilelang_mla     the example file (--tilelang-example); tilelang itself      0
-                 (50 MB) is to be installed on the machine
+flash_mla_lib    built from a checkout (--flash-mla), for sm_90a, by its     3.5 MB
+                 own setup.py: needs nvcc, the toolkit's headers and the
+                 GPU machine's torch, so it is mostly run there
+tilelang_mla     tilelang's wheel (45 MB), what it imports, and one file     32 MB
+                 out of its source archive (92 MB, downloaded once); it
+                 compiles on the GPU machine, which needs nvcc
 cudnn_sdpa       nothing: it is in torch
 
-Those that need nvcc or a file are left out, with the reason, when it is not there and nobody named them.
+Those that need nvcc or a checkout are left out, with the reason, when it is not there and nobody named them.
+
+FlashMLA, where the GPU, its torch and nvcc are (90 s on 16 cores):
+
+    git clone --recursive https://github.com/deepseek-ai/FlashMLA && git -C FlashMLA checkout 9241ae3
+    scripts/fetch_peers.py flash_mla_lib --flash-mla FlashMLA && . out/peers/activate
 """
 
 from __future__ import annotations
@@ -35,13 +43,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +75,23 @@ export PYTHONPATH="$_peers/site${PYTHONPATH:+:$PYTHONPATH}"
 
 @dataclass(frozen=True)
 class Source:
-    """What a peer takes. wheels: distributions of the lock. members: files out of the first wheel, and where they go in
-    the fetched package; without any, the wheels are unpacked whole. builder: the method that builds it from sources."""
+    """What a peer takes. wheels: entries of the lock. members: files out of the first wheel, and where they go in the
+    fetched package; without any, the wheels are unpacked whole. builder: the method that builds or assembles it."""
 
     wheels: tuple[str, ...] = ()
     members: tuple[tuple[str, str], ...] = ()
     builder: str = ""
 
+
+#: TileLang's example, in its source archive and beside the packages that were fetched for it.
+EXAMPLE = "examples/deepseek_mla/example_mla_decode_paged.py"
+#: Which entries go before what is installed, as TileLang loads with no other releases, and which only fill gaps.
+TILELANG = {
+    "packages": ("tilelang", "z3-solver", "apache-tvm-ffi (tilelang)"),
+    "fallback": ("cloudpickle", "ml-dtypes", "psutil", "tqdm"),
+}
+#: What compiling with TileLang does not read.
+TILELANG_SKIPS = ("tilelang/3rdparty/tvm/src/", "z3/include/")
 
 SOURCES: dict[str, Source] = {
     "flash_mla_vllm": Source(("vllm",), (("vllm/_flashmla_C.abi3.so", "vllm/_flashmla_C.abi3.so"),)),
@@ -83,13 +102,31 @@ SOURCES: dict[str, Source] = {
     "fa4": Source(("flash-attn-4", "quack-kernels", "einops")),
     "flashinfer_fa3": Source(("flashinfer-python", "apache-tvm-ffi"), builder="flashinfer"),
     "flashinfer_fa2": Source(("flashinfer-python", "apache-tvm-ffi"), builder="flashinfer"),
-    "flash_mla_lib": Source(),
-    "tilelang_mla": Source(builder="tilelang"),
+    "flash_mla_lib": Source(builder="flash_mla"),
+    "tilelang_mla": Source(
+        ("tilelang (sources)", *TILELANG["packages"], *TILELANG["fallback"]),
+        builder="tilelang",
+    ),
     "cudnn_sdpa": Source(),
 }
 
 
 # ---------------------------------------------------------------- the lock
+# A key is a distribution, or one with a remark: "tilelang (sources)" is its source archive, "apache-tvm-ffi (tilelang)"
+# the release that another distribution needs.
+SOURCES_MARK = " (sources)"
+
+
+def distribution(entry: str) -> str:
+    """The distribution that an entry of the lock is of."""
+    return entry.split(" ", 1)[0]
+
+
+def _flags(entry: str, python: str) -> list[str]:
+    """What pip is told about an entry: a wheel for the other machine, or the source archive."""
+    return ["--no-binary", distribution(entry)] if entry.endswith(SOURCES_MARK) else _platform(python)
+
+
 def read_lock(path: Path, python: str, cuda: str) -> dict[str, dict[str, Any]]:
     """Distribution -> {version, filename, sha256} for a Python and a CUDA. Raises `UserError` for others."""
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -109,7 +146,7 @@ def update_lock(path: Path, python: str, cuda: str) -> None:
     for name, version in data["versions"].items():
         report = _pip(
             "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-",
-            "--target", "unused", *_platform(python), f"{name}=={version}",
+            "--target", "unused", *_flags(name, python), f"{distribution(name)}=={version}",
         )  # fmt: skip
         info = json.loads(report)["install"][0]["download_info"]
         sha256 = info["archive_info"]["hashes"]["sha256"]
@@ -192,17 +229,17 @@ class Fetcher:
                     archive.extractall(self.site)
 
     def wheel(self, name: str) -> Path:
-        """The pinned wheel of a distribution, downloaded unless it is in the cache, its hash checked either way."""
+        """The pinned file of an entry, downloaded unless it is in the cache, its hash checked either way."""
         entry = self.lock[name]
         path = self.cache / entry["filename"]
         if not path.is_file():
             self.cache.mkdir(parents=True, exist_ok=True)
             print(f"downloading {entry['filename']} ...", flush=True)
             with tempfile.NamedTemporaryFile("w", suffix=".txt") as pinned:
-                pinned.write(f"{name}=={entry['version']} --hash=sha256:{entry['sha256']}\n")
+                pinned.write(f"{distribution(name)}=={entry['version']} --hash=sha256:{entry['sha256']}\n")
                 pinned.flush()
                 flags = ["--quiet", "--no-deps", "--no-cache-dir", "--require-hashes", "--dest", str(self.cache)]
-                _pip("download", *flags, *_platform(self.python), "-r", pinned.name)
+                _pip("download", *flags, *_flags(name, self.python), "-r", pinned.name)
         found = sha256_of(path)
         if found != entry["sha256"]:
             raise UserError(f"{path} has SHA-256 {found}, the lock says {entry['sha256']}: delete it and fetch again.")
@@ -258,7 +295,7 @@ class Fetcher:
         data = self._flashinfer_data()
         loader = self._unpacked(self.wheel("apache-tvm-ffi"), ["tvm_ffi/"])
         # What is only needed for building stays here.
-        skip = shutil.ignore_patterns("include", "3rdparty", "src", "share", "cpp", "cython")
+        skip = shutil.ignore_patterns("include", "3rdparty", "src", "share", "cython")
         shutil.copytree(loader / "tvm_ffi", self.folder / "fallback/tvm_ffi", ignore=skip, dirs_exist_ok=True)
         ffi = loader / "tvm_ffi/include"
         kind = "_sm90" if backend == "fa3" else ""
@@ -286,20 +323,86 @@ class Fetcher:
             self._build(f"flashinfer/batch_mla_{backend}.so", sources, flags, version, "flashinfer-python")
 
     def _build_tilelang(self, peer: str) -> None:
-        if self.options.tilelang_example is None:
-            raise UserError(f"{peer} is TileLang's example_mla_decode_paged.py: name the file with --tilelang-example.")
-        path = Path(self.options.tilelang_example)
-        if not path.is_file():
-            raise UserError(f"there is no file {path}.")
-        with path.open("rb") as content:
-            self._keep("tilelang/example_mla_decode_paged.py", content, sha256_of(path)[:12], "tile-ai/tilelang")
+        given = self.options.tilelang_example
+        version = self.lock["tilelang"]["version"]
+        if given is None:
+            archive = self.wheel("tilelang (sources)")
+            with tarfile.open(archive) as sources:
+                name = f"tilelang-{version}/{EXAMPLE}"
+                try:
+                    content = sources.extractfile(name)
+                except KeyError:
+                    content = None
+                if content is None:
+                    raise UserError(f"{archive.name} has no {name}: the lock names another release.")
+                self._keep(f"tilelang/{Path(EXAMPLE).name}", content, version, f"{EXAMPLE} of {archive.name}")
+        else:
+            path = Path(given)
+            if not path.is_file():
+                raise UserError(f"there is no file {path}.")
+            with path.open("rb") as content:
+                origin = f"{path.name}, SHA-256 {sha256_of(path)[:12]}"
+                self._keep(f"tilelang/{Path(EXAMPLE).name}", content, version, origin)
+        for folder, entries in TILELANG.items():
+            for entry in entries:
+                with zipfile.ZipFile(self.wheel(entry)) as wheel:
+                    names = [x for x in wheel.namelist() if _compiles_tilelang(x)]
+                    wheel.extractall(self.package / "tilelang" / folder, names)
+
+    def _build_flash_mla(self, peer: str) -> None:
+        given = self.options.flash_mla
+        if given is None:
+            raise UserError(f"{peer} is built from a checkout of deepseek-ai/FlashMLA: name it with --flash-mla.")
+        checkout = Path(given)
+        for needed, why in (("setup.py", "no checkout of it"), ("csrc/cutlass/include", "without its submodule")):
+            if not (checkout / needed).exists():
+                raise UserError(f"{checkout} has no {needed}, so it is {why}: git clone --recursive.")
+        toolkit = self._toolkit()
+        here = f"{sys.version_info.major}.{sys.version_info.minor}"
+        if here != self.python:
+            raise UserError(f"{peer} is built for Python {self.python} by that Python; this is {here}: see --python.")
+        # CUDA 13 moved its C++ library; nvcc finds it, the host's compiler does not.
+        headers = [str(x) for x in (toolkit / "include/cccl", toolkit / "include") if x.is_dir()]
+        settings = {
+            "CUDA_HOME": str(toolkit),
+            "CPATH": os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])]),
+            "FLASH_MLA_DISABLE_SM100": "1",
+            "NVCC_THREADS": "1",
+        }
+        with tempfile.TemporaryDirectory() as work:
+            shutil.copytree(checkout, f"{work}/FlashMLA", symlinks=True, ignore=shutil.ignore_patterns("build", "*.so"))
+            print("compiling FlashMLA by its setup.py ...", flush=True)
+            wheels = f"{work}/wheels"
+            command = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", wheels]
+            _run([sys.executable, "-m", "pip", *command, f"{work}/FlashMLA"], {**os.environ, **settings})
+            with zipfile.ZipFile(next(Path(wheels).glob("*.whl"))) as wheel:
+                for old in self.site.glob("flash_mla*"):
+                    shutil.rmtree(old)
+                wheel.extractall(self.site)
+
+    def _toolkit(self) -> Path:
+        """The folder of the CUDA toolkit: CUDA_HOME, or where nvcc lies."""
+        home = os.environ.get("CUDA_HOME")
+        found = Path(home) if home else Path(self._nvcc()).resolve().parents[1]
+        if not (found / "include/cuda_runtime.h").is_file():
+            raise UserError(f"{found} is not a CUDA toolkit with its headers: set CUDA_HOME.")
+        return found
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
+def _compiles_tilelang(name: str) -> bool:
+    """Whether a file of TileLang's wheels is needed where it compiles."""
+    if name.startswith("tilelang/src/"):
+        return name.startswith("tilelang/src/tl_templates/")
+    outside = ".data/" in name  # programs and other files beside the packages
+    return not outside and not name.startswith(TILELANG_SKIPS)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(command, text=True, capture_output=True, check=False, env=environment)
     if done.returncode:
-        errors = [x for x in (done.stderr + done.stdout).splitlines() if "error" in x.lower()][:3]
-        raise UserError(f"{Path(command[0]).name} failed: {' | '.join(errors) or done.stderr[-300:]}")
+        errors = [x.strip()[:300] for x in (done.stderr + done.stdout).splitlines() if "error" in x.lower()][:3]
+        what = "pip wheel" if "pip" in command else Path(command[0]).name
+        raise UserError(f"{what} failed: {' | '.join(errors) or done.stderr[-300:]}")
 
 
 def pack(folder: Path, target: Path) -> int:
@@ -335,7 +438,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, metavar="FILE", help="write one archive (.tar.xz) to carry over")
     parser.add_argument("--fresh", action="store_true", help="empty the folder first, so that the pack holds no more")
     parser.add_argument("--nvcc", default="nvcc", help="CUDA's compiler, 12.9 or later (default: the one on PATH)")
-    parser.add_argument("--tilelang-example", metavar="FILE", help="examples/deepseek_mla/example_mla_decode_paged.py")
+    parser.add_argument("--flash-mla", metavar="CHECKOUT", help="of deepseek-ai/FlashMLA, with its submodule")
+    parser.add_argument("--tilelang-example", metavar="FILE", help=f"another {EXAMPLE} than the pinned release's")
     parser.add_argument("--lock", type=Path, default=LOCK, help=argparse.SUPPRESS)
     parser.add_argument("--update-lock", action="store_true", help="ask the index for the lock's versions, and stop")
     args = parser.parse_args(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -28,6 +29,10 @@ def script(repo_root: Path) -> ModuleType:
     return module
 
 
+def _entry(path: Path) -> dict[str, str]:
+    return {"version": "1.0", "filename": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
 @pytest.fixture
 def world(script: ModuleType, tmp_path: Path) -> Any:
     """A lock and a cache with small wheels of the right names."""
@@ -43,22 +48,41 @@ def world(script: ModuleType, tmp_path: Path) -> Any:
         "quack-kernels": {"quack/__init__.py": b""},
         "einops": {"einops/__init__.py": b""},
         "flashinfer-python": {"flashinfer/data/csrc/batch_mla_config.jinja": b"{{ dtype_q }}"},
-        "apache-tvm-ffi": {"tvm_ffi/__init__.py": b"here = 1\n", "tvm_ffi/include/a.h": b""},
+        "apache-tvm-ffi": {
+            "tvm_ffi/__init__.py": b"from . import cpp\nhere = 1\n",
+            "tvm_ffi/cpp/__init__.py": b"",
+            "tvm_ffi/include/a.h": b"",
+        },
+        "tilelang": {
+            "tilelang/__init__.py": b"",
+            "tilelang/src/tl_templates/cuda/copy.h": b"",
+            "tilelang/src/op/copy.cc": b"",
+            "tilelang/3rdparty/tvm/src/ir.cc": b"",
+            "tilelang/3rdparty/tvm/python/tvm/__init__.py": b"",
+        },
+        "z3-solver": {"z3/lib/libz3.so": b"z3", "z3/include/z3.h": b"", "z3_solver-1.0.data/data/bin/z3": b""},
+        "apache-tvm-ffi (tilelang)": {"tvm_ffi/__init__.py": b"older = 1\n"},
+        "cloudpickle": {"cloudpickle/__init__.py": b""},
+        "ml-dtypes": {"ml_dtypes/__init__.py": b""},
+        "psutil": {"psutil/__init__.py": b""},
+        "tqdm": {"tqdm/__init__.py": b""},
     }
     wheels = {}
     for name, files in members.items():
-        path = cache / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
+        path = cache / f"{name.replace('-', '_').replace(' ', '_')}-1.0-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as archive:
             for member, content in files.items():
                 archive.writestr(member, content)
-        wheels[name] = {
-            "version": "1.0",
-            "filename": path.name,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        }
+        wheels[name] = _entry(path)
+    sources = cache / "tilelang-1.0.tar.gz"
+    with tarfile.open(sources, "w:gz") as archive:
+        member = tarfile.TarInfo(f"tilelang-1.0/{script.EXAMPLE}")
+        member.size = len(b"the example")
+        archive.addfile(member, io.BytesIO(b"the example"))
+    wheels["tilelang (sources)"] = _entry(sources)
     lock = tmp_path / "lock.json"
     lock.write_text(json.dumps({"cuda": "cu13", "versions": {}, "targets": {"py3.12-cu13": wheels}}))
-    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None)
+    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None, flash_mla=None)
 
     def fetcher(**changes: Any) -> Any:
         given = {"python": "3.12", "cuda": "cu13", "options": options, **changes}
@@ -75,7 +99,9 @@ def test_the_lock_pins_every_wheel_by_hash(script: ModuleType) -> None:
         for name, entry in target.items():
             assert entry["version"] == data["versions"][name]
             assert len(entry["sha256"]) == 64 and int(entry["sha256"], 16)
-            assert entry["version"] in entry["filename"] and entry["filename"].endswith(".whl")
+            ending = ".tar.gz" if name.endswith("(sources)") else ".whl"
+            assert entry["version"] in entry["filename"] and entry["filename"].endswith(ending)
+            assert entry["filename"].lower().replace("_", "-").startswith(script.distribution(name))
     for source in script.SOURCES.values():
         assert set(source.wheels) <= set(wheels)
 
@@ -123,10 +149,13 @@ def test_activate_puts_the_site_on_the_path(world: Any) -> None:
 
 def test_the_loader_is_a_fallback(script: ModuleType, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer's object brings TVM-FFI, which is used where none is installed."""
-    options = SimpleNamespace(nvcc="true", tilelang_example=None)
+    options = SimpleNamespace(nvcc="true", tilelang_example=None, flash_mla=None)
     monkeypatch.setattr(script.Fetcher, "_build", lambda *args, **kwargs: None)
     world.fetcher(options=options).fetch(["flashinfer_fa3"], strict=True)
     assert not (world.folder / "fallback/tvm_ffi/include").exists(), "headers stay behind"
+    code = "import tvm_ffi; print(tvm_ffi.here)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=world.folder / "fallback", capture_output=True, check=False)
+    assert done.stdout.strip() == b"1", done.stderr
 
     from mla_var3.kernel.peer.lib import find, flashinfer
 
@@ -190,13 +219,140 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "flash_mla_vllm",
         "fa3_qv",
         "fa4",
-        "flash_mla_lib",
+        "tilelang_mla",
         "cudnn_sdpa",
     ]
     assert "no-such-nvcc" in result["flashinfer_fa3"]
-    assert "--tilelang-example" in result["tilelang_mla"]
-    with pytest.raises(UserError, match="--tilelang-example"):
+    assert "name it with --flash-mla" in result["flash_mla_lib"]
+    with pytest.raises(UserError, match="name it with --flash-mla"):
+        world.fetcher().fetch(["flash_mla_lib"], strict=True)
+
+
+def test_tilelang_comes_with_its_own_packages(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3.kernel.peer.lib import find
+
+    world.fetcher().fetch(["tilelang_mla"], strict=True)
+    home = world.folder / "site/mla_var3_peers/tilelang"
+    kept = sorted(str(x.relative_to(home)) for x in home.rglob("*") if x.is_file())
+    assert kept == [
+        "example_mla_decode_paged.py",
+        "fallback/cloudpickle/__init__.py",
+        "fallback/ml_dtypes/__init__.py",
+        "fallback/psutil/__init__.py",
+        "fallback/tqdm/__init__.py",
+        "packages/tilelang/3rdparty/tvm/python/tvm/__init__.py",
+        "packages/tilelang/__init__.py",
+        "packages/tilelang/src/tl_templates/cuda/copy.h",
+        "packages/tvm_ffi/__init__.py",
+        "packages/z3/lib/libz3.so",
+    ]
+    assert (home / "packages/tvm_ffi/__init__.py").read_text() == "older = 1\n"
+    monkeypatch.syspath_prepend(str(world.folder / "site"))
+    library = find.find("tilelang_mla")
+    assert library is not None and library.path.read_text() == "the example" and library.version == "1.0"
+    assert library.origin == "examples/deepseek_mla/example_mla_decode_paged.py of tilelang-1.0.tar.gz"
+    assert find.tilelang_packages(library) == home / "packages"
+
+
+def test_another_example_of_tilelang(script: ModuleType, world: Any) -> None:
+    mine = world.tmp / "mine.py"
+    mine.write_text("my own")
+    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=str(mine), flash_mla=None)
+    world.fetcher(options=options).fetch(["tilelang_mla"], strict=True)
+    home = world.folder / "site/mla_var3_peers"
+    assert (home / "tilelang/example_mla_decode_paged.py").read_text() == "my own"
+    entry = json.loads((home / "manifest.json").read_text())["files"]["tilelang/example_mla_decode_paged.py"]
+    assert entry["origin"] == f"mine.py, SHA-256 {hashlib.sha256(b'my own').hexdigest()[:12]}"
+    options.tilelang_example = str(world.tmp / "nowhere.py")
+    with pytest.raises(UserError, match="there is no file"):
+        world.fetcher(options=options).fetch(["tilelang_mla"], strict=True)
+
+
+def test_sources_without_the_example_are_another_release(script: ModuleType, world: Any) -> None:
+    with tarfile.open(world.cache / "tilelang-1.0.tar.gz", "w:gz"):
+        pass
+    data = json.loads(world.lock.read_text())
+    data["targets"]["py3.12-cu13"]["tilelang (sources)"] = _entry(world.cache / "tilelang-1.0.tar.gz")
+    world.lock.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"tilelang-1\.0\.tar\.gz has no .*: the lock names another release"):
         world.fetcher().fetch(["tilelang_mla"], strict=True)
+
+
+SETUP = """\
+import os, sys
+from setuptools import setup
+
+home = os.environ["CUDA_HOME"]
+if os.environ.get("BREAKS"):
+    sys.exit("fatal error: no such header")
+with open("flash_mla/flash_mla_interface.py", "w") as file:
+    file.write(repr([home, os.environ["CPATH"], os.environ["FLASH_MLA_DISABLE_SM100"]]))
+setup(name="flash_mla", version="1.0.0+abc", packages=["flash_mla"])
+"""
+
+
+@pytest.fixture
+def checkout(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A checkout that looks like FlashMLA's, a toolkit, and options that name them."""
+    folder, toolkit = world.tmp / "FlashMLA", world.tmp / "cuda"
+    for name, text in {"setup.py": SETUP, "flash_mla/__init__.py": "", "csrc/cutlass/include/cute.hpp": ""}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (toolkit / "include/cccl").mkdir(parents=True)
+    (toolkit / "include/cuda_runtime.h").write_text("")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.delenv("CPATH", raising=False)
+    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None, flash_mla=str(folder))
+    return SimpleNamespace(folder=folder, toolkit=toolkit, options=options)
+
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _for_this_python(world: Any) -> None:
+    data = json.loads(world.lock.read_text())
+    data["targets"][f"py{HERE}-cu13"] = data["targets"]["py3.12-cu13"]
+    world.lock.write_text(json.dumps(data))
+
+
+def test_flash_mla_is_built_by_its_own_setup(world: Any, checkout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3.kernel.peer.lib import find
+
+    _for_this_python(world)
+    stale = world.folder / "site/flash_mla/old.py"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("")
+    world.fetcher(python=HERE, options=checkout.options).fetch(["flash_mla_lib"], strict=True)
+    built = (world.folder / "site/flash_mla/flash_mla_interface.py").read_text()
+    include = checkout.toolkit / "include"
+    assert built == repr([str(checkout.toolkit), f"{include / 'cccl'}:{include}", "1"])
+    assert not stale.exists(), "of an earlier build nothing stays"
+    assert not (checkout.folder / "flash_mla/flash_mla_interface.py").exists(), "the checkout is not written to"
+    monkeypatch.syspath_prepend(str(world.folder / "site"))
+    library = find.find("flash_mla_lib")
+    assert library is not None and library.version == "1.0.0+abc" and library.kind == "package"
+
+
+def test_what_flash_mla_needs_is_said(world: Any, checkout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _for_this_python(world)
+
+    def error(python: str = HERE) -> str:
+        with pytest.raises(UserError) as caught:
+            world.fetcher(python=python, options=checkout.options).fetch(["flash_mla_lib"], strict=True)
+        return str(caught.value)
+
+    monkeypatch.setenv("BREAKS", "1")
+    assert "pip wheel failed: " in error() and "no such header" in error()
+    other = "3.12" if HERE != "3.12" else "3.11"
+    world_lock = json.loads(world.lock.read_text())
+    world_lock["targets"].setdefault(f"py{other}-cu13", world_lock["targets"]["py3.12-cu13"])
+    world.lock.write_text(json.dumps(world_lock))
+    assert f"is built for Python {other} by that Python; this is {HERE}" in error(other)
+    monkeypatch.setenv("CUDA_HOME", str(world.tmp))
+    assert "is not a CUDA toolkit with its headers: set CUDA_HOME" in error()
+    (checkout.folder / "csrc/cutlass/include/cute.hpp").unlink()
+    (checkout.folder / "csrc/cutlass/include").rmdir()
+    assert "without its submodule: git clone --recursive" in error()
 
 
 def test_the_pack_unpacks_to_the_same_files(script: ModuleType, world: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
-from mla_var3.kernel.peer.lib import flashinfer, kernel
+from mla_var3.kernel.peer.lib import find, flashinfer, kernel
 from mla_var3.problem import MlaProblem
 from mla_var3.runtime.checking import check
 from mla_var3.runtime.inputs import make_inputs
@@ -246,6 +246,118 @@ def test_flashinfer(
     monkeypatch.setitem(sys.modules, "flashinfer.mla", fake)
     _passes_the_check(f"flashinfer_{backend}", problem)
     assert state["backend"] == backend
+
+
+EXAMPLE = """
+import torch, tilelang
+
+made = []
+
+
+def mla_decode_tilelang(b, h, h_kv, longest, dv, dpe, n, m, splits, page{scale}):
+    made.append((b, h, h_kv, longest, dv, dpe, n, m, splits, page))
+
+    def kernel(q, q_pe, kv, k_pe, table, lens, glse, partial):
+        assert q.shape == (b, h, dv) and q_pe.shape == (b, h, dpe)
+        assert kv.shape == (b * longest, 1, dv) and k_pe.shape == (b * longest, 1, dpe)
+        assert table.shape == (b, longest // page) and lens.shape == (b,)
+        assert glse.shape == (b, h, splits) and partial.shape == (b, h, splits, dv)
+        assert all(x.is_contiguous() for x in (q, q_pe, kv, k_pe, table, lens, glse, partial))
+        assert splits == 1 or splits * n <= int(lens.min()), "a split without tokens"
+        out = torch.full((b, h, dv), float("nan"), dtype=q.dtype)
+        for i, length in enumerate(lens.tolist()):
+            if length:
+                at = torch.arange(length)
+                rows = table[i].long()[at // page] * page + at % page
+                keys = torch.cat([kv[rows, 0], k_pe[rows, 0]], -1).double()
+                p = (torch.cat([q[i], q_pe[i]], -1).double() @ keys.t() * softmax_scale).softmax(-1)
+                out[i] = (p @ keys[:, :dv]).to(q.dtype)
+        return out
+
+    return kernel
+"""
+
+
+@pytest.fixture
+def tilelang(fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """TileLang and its example in the fetched folder; returns the example's path."""
+
+    def make(scale: str = ", softmax_scale=None") -> Path:
+        fetched("tilelang/packages/tilelang/__init__.py", text="from tvm_ffi import mine\n")
+        fetched("tilelang/packages/tvm_ffi/__init__.py", text="mine = True\n")
+        text = EXAMPLE.replace("{scale}", scale)
+        return fetched("tilelang/example_mla_decode_paged.py", version="0.1.14", origin="its archive", text=text)
+
+    mine = ("tilelang", "tvm_ffi", "mla_var3_peers_tilelang_example")
+    for name in mine:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield make
+    for name in mine:
+        sys.modules.pop(name, None)
+
+
+def test_tilelang(tilelang: Callable[..., Path]) -> None:
+    path = tilelang()
+    library = find.find("tilelang_mla")
+    assert library is not None and (library.path, library.version, library.origin) == (path, "0.1.14", "its archive")
+    _passes_the_check("tilelang_mla", MlaProblem(b=3, t=150, h=16, dtype="fp16"))
+    made = sys.modules["mla_var3_peers_tilelang_example"].made
+    # b, heads, caches of heads, tokens, latent, rope, tokens and heads of a tile, splits, page
+    assert set(made) == {(2, 16, 1, 192, 512, 64, 64, 16, 2, 64), (8, 16, 1, 192, 512, 64, 64, 16, 1, 64)}
+
+
+def test_tilelang_takes_a_cache_of_more_pages_than_the_table(tilelang: Callable[..., Path]) -> None:
+    tilelang()
+    problem = MlaProblem(b=2, t=200, h=16, dtype="fp16")
+    q, cache, table, lens = make_inputs(problem, "cpu", seed=1, poison=False, spare_pages=3)
+    bound = _plan_type("tilelang_mla")(problem).plan(q, cache, table, lens)
+    out, _ = bound.bind(q, cache, table, lens)()
+    made = sys.modules["mla_var3_peers_tilelang_example"].made
+    assert [x[3] for x in made] == [6 * 64], "compiled once, for the pages there are and one more, so that all rows fit"
+    expected, _ = _attend(q, cache, table, lens, problem.scale, False)
+    assert float((out.double() - expected.double()).norm() / expected.double().norm()) < 2e-3
+
+
+def test_tilelang_says_what_it_cannot_do(
+    tilelang: Callable[..., Path], fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = MlaProblem(b=1, t=64, h=16, dtype="fp16")
+    inputs = make_inputs(problem, "cpu", poison=False)
+    tilelang(scale="")
+    with pytest.raises(UserError, match=r"softmax_scale, which .* is not: use a newer one"):
+        _plan_type("tilelang_mla")(problem).plan(*inputs)
+    for name in ("tilelang", "mla_var3_peers_tilelang_example"):
+        monkeypatch.delitem(sys.modules, name)
+    elsewhere = types.ModuleType("tvm_ffi")
+    elsewhere.__file__, elsewhere.__version__ = "/elsewhere/tvm_ffi/__init__.py", "0.1.15"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tvm_ffi", elsewhere)
+    with pytest.raises(UserError, match=r"has loaded TVM-FFI 0\.1\.15 .* a run of its own"):
+        _plan_type("tilelang_mla")(problem).plan(*inputs)
+    monkeypatch.delitem(sys.modules, "tvm_ffi")
+    fetched("tilelang/packages/tilelang/__init__.py", text="import no_such_module_of_tilelang")
+    with pytest.raises(UserError, match="does not load: No module named 'no_such_module_of_tilelang'"):
+        _plan_type("tilelang_mla")(problem).plan(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("problem", "fits"),
+    [({}, True), ({"h": 32}, True), ({"h": 8}, False), ({"h": 96}, False), ({"s": 2}, False), ({"page": 128}, False)],
+)
+def test_tilelang_takes_what_its_tiles_fit(problem: dict[str, Any], fits: bool, tilelang: Callable[..., Path]) -> None:
+    tilelang()
+    verdict = _plan_type("tilelang_mla").requires.accepts(MlaProblem(**{"b": 2, "t": 256, "dtype": "fp16", **problem}))
+    assert bool(verdict) == fits
+
+
+@pytest.mark.parametrize(
+    ("b", "h", "shortest", "splits"),
+    [(128, 128, 4096, 1), (1, 128, 65536, 66), (1, 16, 131072, 132), (1, 16, 200, 3), (1, 16, 0, 1), (8, 64, 4096, 16)],
+)
+def test_tilelang_splits_what_leaves_the_device_idle(b: int, h: int, shortest: int, splits: int) -> None:
+    from mla_var3.kernel.peer.mla.tilelang_mla.tilelang_mla.tilelang_mla import splits_for
+
+    assert splits_for(b, h, shortest, 132) == splits
 
 
 def test_page_indices_leave_out_garbage() -> None:

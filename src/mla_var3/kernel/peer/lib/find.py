@@ -13,8 +13,9 @@ A library is looked for in two places, in this order:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from mla_var3.errors import Unsupported
 
 FETCHED = "mla_var3_peers"
 FETCH = "scripts/fetch_peers.py"
+#: Environment variable: TileLang's example, for a tilelang that is installed without it.
+TILELANG_EXAMPLE = "MLA_VAR3_TILELANG_EXAMPLE"
 
 
 @dataclass(frozen=True)
@@ -137,18 +140,28 @@ def _cudnn_sdpa() -> Library | None:
 
 
 def _tilelang_mla() -> Library | None:
-    if not package_dirs("tilelang"):
+    name = "example_mla_decode_paged.py"
+    installed = package_dirs("tilelang")
+    example = _fetched("tilelang_mla", "example", f"tilelang/{name}")
+    if example is not None and tilelang_packages(example) is not None:
+        return example
+    if not installed:
         return None
-    example = _fetched("tilelang_mla", "example", "tilelang/example_mla_decode_paged.py")
+    version = version_of("tilelang")
     if example is not None:
-        return Library(
-            example.peer, example.kind, example.path, version_of("tilelang"), f"TileLang's example, {example.origin}"
-        )
-    for folder in package_dirs("tilelang"):
-        path = folder.parent / "examples" / "deepseek_mla" / "example_mla_decode_paged.py"
+        return replace(example, version=version, origin=f"TileLang's example, {example.origin}")
+    given = os.environ.get(TILELANG_EXAMPLE)
+    places = [Path(given)] if given else [x.parent / "examples" / "deepseek_mla" / name for x in installed]
+    for path in places:
         if path.is_file():
-            return Library("tilelang_mla", "example", path, version_of("tilelang"), "tilelang, a checkout")
+            return Library("tilelang_mla", "example", path, version, f"tilelang {version}, installed; {path}")
     return None
+
+
+def tilelang_packages(library: Library) -> Path | None:
+    """The folder of packages that was fetched beside TileLang's example; None where tilelang is an installed one."""
+    folder = library.path.parent / "packages"
+    return folder if (folder / "tilelang").is_dir() else None
 
 
 _LOOK: dict[str, Callable[[], Library | None]] = {
@@ -166,7 +179,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
 _HOW: dict[str, tuple[str, str]] = {
     "flash_mla_lib": (
         "FlashMLA",
-        "install flash_mla from its repository",
+        f"run {FETCH} flash_mla_lib --flash-mla CHECKOUT, or pip install --no-build-isolation CHECKOUT",
     ),
     "flash_mla_vllm": (
         "the FlashMLA extension of a vllm wheel (vllm/_flashmla_C.abi3.so)",
@@ -185,7 +198,7 @@ _HOW: dict[str, tuple[str, str]] = {
     "cudnn_sdpa": ("a torch with CUDA and cuDNN", "install torch's CUDA build"),
     "tilelang_mla": (
         "tilelang and its example examples/deepseek_mla/example_mla_decode_paged.py",
-        f"pip install tilelang, and run {FETCH} tilelang_mla --tilelang-example FILE",
+        f"run {FETCH} tilelang_mla, or pip install tilelang and name the file in {TILELANG_EXAMPLE}",
     ),
 }
 
@@ -195,6 +208,12 @@ PEERS: tuple[str, ...] = tuple(_LOOK)
 def find(peer: str) -> Library | None:
     """The library behind a peer, or None where it is not here. Looks again at every call: nothing is cached."""
     return _LOOK[peer]()
+
+
+def versions() -> dict[str, str]:
+    """Version of the library behind each peer that is here, and where it came from, for records."""
+    here = {peer: find(peer) for peer in PEERS}
+    return {peer: f"{library.version}, {library.origin}" for peer, library in here.items() if library is not None}
 
 
 def absent(peer: str) -> str | None:

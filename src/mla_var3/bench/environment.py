@@ -26,7 +26,9 @@ _QUERY = {
 
 
 def describe(gpu: bool = False) -> dict[str, Any]:
-    """Python, platform and packages; with `gpu`, also the current GPU's name, `chip`, driver, power limit and CUDA."""
+    """Python, platform, packages, the libraries behind peers; with `gpu`, also the current GPU's name, `chip`, driver,
+    power limit and CUDA."""
+    from mla_var3.kernel.peer.lib.find import versions
     from mla_var3.runtime.autotune import CODE_PACKAGES, package_versions
     from mla_var3.toolchain import aot
 
@@ -41,6 +43,9 @@ def describe(gpu: bool = False) -> dict[str, Any]:
     bundled = {k: v for folder in aot.bundle_dirs() for e in aot.entries_of(folder) for k, v in e["toolchain"].items()}
     if bundled:
         found["bundle_packages"] = bundled
+    # A peer that was fetched is no installed package.
+    if peers := versions():
+        found["peers"] = peers
     if gpu:
         import torch
 

@@ -32,6 +32,11 @@ def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "package_dirs", lambda name: [])
 
 
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "package_dirs", lambda name: [])
+
+
 def test_registry_and_finder_name_the_same_peers() -> None:
     assert {k.design for k in PEERS} == set(find.PEERS)
     assert all(k.layer == "mla" and k.version == 0 for k in PEERS)
@@ -81,6 +86,38 @@ def test_a_fetched_file_is_found_with_its_provenance(fetched: Callable[..., Path
         "origin": "a wheel",
     }
     assert find.find("fa3_qv") is None, "another file of the same wheel is another peer"
+
+
+def test_a_record_says_which_libraries_were_there(fetched: Callable[..., Path], nothing_installed: None) -> None:
+    from mla_var3.bench.environment import describe
+
+    assert "peers" not in describe()
+    fetched("vllm/_flashmla_C.abi3.so", version="0.25.1", origin="a wheel")
+    assert describe()["peers"] == {"flash_mla_vllm": "0.25.1, a wheel"}
+
+
+def test_tilelang_is_found_with_an_example_of_ones_own(
+    tmp_path: Path, fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, installed = tmp_path / "own.py", tmp_path / "installed" / "tilelang"
+    own.write_text("")
+    monkeypatch.setenv(find.TILELANG_EXAMPLE, str(own))
+    monkeypatch.setattr(find, "package_dirs", lambda name: [])
+    assert find.find("tilelang_mla") is None, "the example alone is not enough"
+    monkeypatch.setattr(find, "package_dirs", lambda name: [installed] if name == "tilelang" else [])
+    library = find.find("tilelang_mla")
+    assert library is not None and library.path == own and find.tilelang_packages(library) is None
+    monkeypatch.setenv(find.TILELANG_EXAMPLE, str(tmp_path / "nowhere.py"))
+    assert find.find("tilelang_mla") is None
+    monkeypatch.delenv(find.TILELANG_EXAMPLE)
+    checkout = installed.parent / "examples" / "deepseek_mla" / "example_mla_decode_paged.py"
+    checkout.parent.mkdir(parents=True)
+    checkout.write_text("")
+    library = find.find("tilelang_mla")
+    assert library is not None and library.path == checkout
+    fetched("tilelang/example_mla_decode_paged.py", origin="given")
+    library = find.find("tilelang_mla")
+    assert library is not None and library.origin == "TileLang's example, given"
 
 
 def test_an_installed_package_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,10 @@ class LatentPlan(DecodePlan):
         *partials, out, lse = combine.fake_partials(host.element_type(pd.dtype), b, pd.s, pd.h, pd.h_kv, pd.k)
         return (out, lse, *partials)
 
+    def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
+        """What the host function is given behind the tensors for b requests: floats as Float32, the others as Int32."""
+        return (self.problem.scale, splits)
+
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
         """The stage after the attention where requests are split."""
         return combine_groups.combine_kernel(self, partials, outputs, splits)
@@ -98,9 +102,10 @@ class LatentPlan(DecodePlan):
         name = type(self).__module__.rpartition(".")[2]
         compile_fn = host.compiler(self.host_fn, self.arguments, name)
         call = host.function(self, name, compile_fn) if inputs else None
+        scalars = self.scalars(inputs[0].shape[0], splits) if inputs else ()
         main = CuteKernel(
             self.kernel_fn,
-            host.launcher(call, *inputs, *self.results(outputs, partials, splits), self.problem.scale, splits),
+            host.launcher(call, *inputs, *self.results(outputs, partials, splits), *scalars),
             inputs,
             partials if splits > 1 else outputs,
             self.tiling,
@@ -148,7 +153,6 @@ class LatentPlan(DecodePlan):
             host.fake(Int32, b, width, align=4),
             host.fake(Int32, b, align=4),
             *results,
-            Float32(1.0),
-            Int32(1),
+            *(Float32(x) if isinstance(x, float) else Int32(x) for x in self.scalars(1, 1)),
             *self.constants(),
         )

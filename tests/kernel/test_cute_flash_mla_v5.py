@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 import torch
 
-from mla_var3.kernel.cute_python.lib.split.combine_rows import most_splits, num_groups
+from mla_var3.kernel.cute_python.lib.split.combine_rows import most_splits, num_groups, rows_together
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v3.flash_mla_v3 import FlashMlaV3Plan
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v5.flash_mla_v5 import FlashMlaV5Plan, FlashMlaV5Tiling
 
@@ -85,11 +85,12 @@ def test_equal_requests_are_cut_as_before() -> None:
     assert asked.num_splits(64, equal.max_pages) == 7
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 16, 17, 32, 33, 256])
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 256])
 def test_groups_of_the_combine_fit_a_block(splits: int) -> None:
     most = most_splits(splits)
     assert splits <= most
-    assert num_groups(most) * (512 // 8) <= 1024
+    assert num_groups(most) * rows_together(most) * (512 // 8) <= 1024
+    assert rows_together(most) == 1 or num_groups(most) == 1  # the groups' sums have room for one row
     assert most <= 16 * num_groups(most)
 
 

@@ -60,7 +60,7 @@ class Consumer:
     ) -> None:
         self.me, self.shape, self.dtype, self.thread = me, shape, dtype, thread
         self.kv_base, self.full, self.empty = kv_base, full, empty
-        self.scale_log2, self.seq_len, self.q_tile = scale_log2, seq_len, q_tile
+        self.scale_log2, self.seq_len, self.q_tile, self.first_row = scale_log2, seq_len, q_tile, first_row
 
         self.mma_s = wgmma.make_mma(dtype, TILE_N)
         self.mma_rs = wgmma.make_mma(dtype, shape.half, a_in_registers=True, b_major=OperandMajorMode.MN)

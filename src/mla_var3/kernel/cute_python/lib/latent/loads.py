@@ -63,6 +63,15 @@ def load_shared_panels(
 
 
 @cute.jit
+def guess_page(part: Int32, split: Int32, num_splits: Int32, width: Int32, shape: cutlass.Constexpr) -> Int32:
+    """Where in its row of the page table, `width` wide, a part begins if the request fills that row."""
+    per_page = shape.page // TILE_N
+    tiles = width * per_page
+    pairs = ((tiles + 1) // 2 + num_splits - 1) // num_splits
+    return cutlass.min(2 * split * pairs + part // 2, tiles - 1) // per_page
+
+
+@cute.jit
 def produce(
     tma: cute.CopyAtom,
     boxes: cute.Tensor,  # TMA, (box, token box, column box, page)
@@ -78,6 +87,8 @@ def produce(
     stage: cutlass.Constexpr,
     columns: cutlass.Constexpr,
     shares: cutlass.Constexpr,
+    guess: Int32 | None = None,  # an entry of `pages`
+    guessed: Int32 | None = None,  # what it holds, asked for earlier
 ):
     """One warp keeps one part of one stage filled, for its block or, with `shares`, for both of a cluster: `empty` then
     counts both blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
@@ -90,7 +101,12 @@ def produce(
     per_page = page_size // TILE_N
     for pair in cutlass.range(first, end, unroll=1):
         tile = cutlass.min(2 * pair + stage, num_tiles - 1)
-        page = pages[tile // per_page]
+        if cutlass.const_expr(guess is None):
+            page = pages[tile // per_page]
+        else:
+            page = guessed
+            if tile // per_page != guess:
+                page = pages[tile // per_page]
         cute.arch.mbarrier_wait(empty, ((pair - first) & 1) ^ 1)
         if cutlass.const_expr(shares):
             load_shared_panels(tma, boxes, panels, full, tile % per_page, page, rank, columns, stage)
@@ -113,6 +129,8 @@ def produce_parts(
     row_tile: Int32,
     shape: cutlass.Constexpr,
     shares: cutlass.Constexpr,
+    guess: Int32 | None = None,
+    guessed: Int32 | None = None,
 ):
     """What the producing warpgroup does: one warp for each part of each stage (`produce`)."""
     boxes, panels = partition_boxes(tma, cache, kv_base, shape, STAGES)
@@ -121,5 +139,5 @@ def produce_parts(
             columns = shape.part(part // 2, part % 2)
             produce(
                 tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                row_tile % 2, shape.page, part // 2, columns, shares,
+                row_tile % 2, shape.page, part // 2, columns, shares, guess, guessed,
             )  # fmt: skip

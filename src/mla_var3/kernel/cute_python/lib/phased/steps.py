@@ -30,8 +30,11 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
     write_p,
 )
 from mla_var3.kernel.cute_python.lib.latent.lazy import SLACK, lazy_max, publish
-from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, TILE_N
 
+# Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
+# the product with V works on padding as on rows, which a chip at its power limit pays for in clock.
+PADDING = 1.0e30
 RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
 
 # Named barriers (0 is the block's own, those from 5 on are `lib.latent.consumer`'s).
@@ -44,10 +47,11 @@ def resident_slices(slices: int) -> tuple[int, ...]:
 
 
 class PhasedConsumer(Consumer):
-    """A consumer, the running maximum of the rows (64,), and its resident slices of the query."""
+    """A consumer, the running maximum of the rows (64,), and its resident slices of the query. zero_padding: P is 0 in
+    rows past the request's."""
 
-    def __init__(self, me, shape, dtype, *common, row_max, shares, registers=()) -> None:
-        self.row_max, self.shares = row_max, shares
+    def __init__(self, me, shape, dtype, *common, row_max, shares, registers=(), zero_padding=False) -> None:
+        self.row_max, self.shares, self.zero_padding = row_max, shares, zero_padding
         self.mma_qs = wgmma.make_mma(dtype, TILE_N, a_in_registers=True)
         self.resident = resident_slices((shape.k + shape.p) // wgmma.MMA_K)
         # Ahead of the accumulators: behind them the code comes out otherwise than it was measured.
@@ -55,6 +59,14 @@ class PhasedConsumer(Consumer):
             cute.make_layout(((2, 2, 2), 1, max(len(self.resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
         )
         super().__init__(me, shape, dtype, *common, registers)
+
+
+@cute.jit
+def first_maximum(row: Int32, num_rows: cutlass.Constexpr) -> Float32:
+    """What the running maximum of a row begins with where padding has P = 0; `row_max` begins with the same."""
+    if cutlass.const_expr(num_rows % TILE_M == 0):
+        return Float32(softmax.NO_KEY)
+    return Float32(cutlass.select_(row < num_rows, Float32(softmax.NO_KEY), Float32(PADDING)))
 
 
 @cute.jit
@@ -265,6 +277,9 @@ def consume(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: In
     """All pairs of a block."""
     w.acc_o.fill(0.0)
     w.m.fill(softmax.NO_KEY)
+    if cutlass.const_expr(w.zero_padding):
+        for r in cutlass.range_constexpr(2):
+            w.m[r] = first_maximum(w.first_row + wgmma.acc_row(w.thread, r), w.shape.rows)
     w.total.fill(0.0)
     load_resident(w)
     if cutlass.const_expr(w.me == EVEN):

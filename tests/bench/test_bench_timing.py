@@ -100,18 +100,24 @@ def test_every_other_round_is_reversed() -> None:
     assert all(names == (list("cba") if n % 2 else list("abc")) for (_, n), names in order.items())
 
 
-def test_the_first_contender_behind_the_limits_settles_the_clock_first() -> None:
+def test_the_limits_stand_behind_the_contenders_and_the_first_of_those_behind_itself() -> None:
     chip = SimulatedBackend()
     both = LimitItems(chip, SETTINGS)
     contenders = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "ab"]
-    turns: list[str] = []
+    turns: dict[tuple[str, int], list[str]] = {}
+    settings = dataclasses.replace(SETTINGS, burst_rounds=1, sustained_rounds=2)
+    order = lambda i, s, n: turns.setdefault((s, n), []).append(i.name)  # noqa: E731
+    items = [*both.items, *contenders]
+    take_turns(chip, items, settings, order, fail)
+    matmul, read = (item.name for item in both.items)
+    assert turns["burst", 0] == [matmul, read, "a", "b"]
+    assert turns["sustained", 0] == ["a", "b", matmul, read] and turns["sustained", 1] == ["b", "a", read, matmul]
+
     chip.log.clear()
-    settings = dataclasses.replace(SETTINGS, burst_rounds=0)
-    take_turns(chip, [*both.items, *contenders], settings, lambda i, s, n: turns.append(i.name), fail)
+    take_turns(chip, items, dataclasses.replace(settings, burst_rounds=0, sustained_rounds=1), order, fail)
     starts = [entry for entry in chip.log if entry[0] == "start"]
-    assert len(turns) == 4 and len(starts) == 5  # one more than there are samples of
-    assert starts[2] == starts[3]  # the first contender's two turns
-    assert all(len(item.samples["sustained"]) > 1 for item in contenders)
+    assert len(starts) == 5 and starts[0] == starts[1]  # the first contender's two turns: one more than there are items
+    assert all(len(item.samples["sustained"]) > 1 for item in items)
 
 
 def test_an_item_that_raises_has_no_further_turn_and_no_time() -> None:

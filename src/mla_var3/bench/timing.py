@@ -9,13 +9,15 @@ sample. A spinning kernel in front lets the host queue everything before the dev
 
 burst       After a gap of `idle_ms` a few replays; the best is the round's sample. The chip is cool, at its top clock.
 sustained   Replays back to back for `sustained_s`; those of the second half are samples. The chip is at its power
-            limit. Behind the limits the first contender has a turn that is thrown away: the clock needs half a second
-            to recover from the matrix product, and whoever came next was seen 8 to 18 % slow.
+            limit. The first contender has a turn before that is thrown away, so that it finds the chip as the others
+            do: at work.
 
-In every round each item has its turn, the cell's limits (a large matrix product, a kernel that only reads) first
-among them, and every other round runs in reverse. So whatever drifts, drifts for all. With `limits_every_s` a cell may
-stand beside limits that many seconds old: from cell to cell of one run they moved by 0.1 % (burst) to 0.3 % (sustained)
-on an H200.
+In every round each item has its turn, the cell's limits (a large matrix product, a kernel that only reads) among them,
+and every other round runs in reverse. So whatever drifts, drifts for all. In burst the limits are first, in sustained
+last: their two very different loads upset the power limiter for most of a second, and even behind a turn that was
+thrown away a kernel was seen 7 to 11 % slower than the same one behind another contender. With `limits_every_s` a cell
+may stand beside limits that many seconds old: from cell to cell of one run they moved by 0.1 % (burst) to 0.3 %
+(sustained) on an H200.
 
 A call must not run beside the one before it: kernels launched with programmatic dependent launch can. `prepare`
 compares the graph with one that has a tiny kernel between calls, less what those cost alone. When calls turn out to
@@ -284,7 +286,8 @@ Failed = Callable[[Item, Exception], None]
 def take_turns(
     backend: Backend, items: Sequence[Item], settings: BenchSettings, announce: Announce, failed: Failed
 ) -> list[Item]:
-    """Runs all rounds of both states; returns the items that came through.
+    """Runs all rounds of both states, in sustained with the limits behind the contenders; returns the items that came
+    through.
 
     announce(item, state, round) is called before every turn. An item whose turn raises is given to `failed`, has no
     further turn, and its samples are dropped.
@@ -294,7 +297,10 @@ def take_turns(
     for state, (rounds, turn) in turns.items():
         for number in range(rounds):
             settled = False
-            for item in list(reversed(live) if number % 2 else live):
+            order = list(reversed(live) if number % 2 else live)
+            if state == "sustained":
+                order.sort(key=lambda item: item.is_limit)
+            for item in order:
                 announce(item, state, number)
                 try:
                     if state == "sustained" and not (settled or item.is_limit):
@@ -338,7 +344,7 @@ def method_text(
         before = f"{limits_age_s:.0f} s before in the same process"
         parts.append(f"contenders in turn, every other round reversed; {limits} {before}")
     else:
-        parts.append(f"contenders and {limits} in turn, every other round reversed")
+        parts.append(f"contenders and {limits} in turn, sustained ones last, every other round reversed")
     if item.overlap_us:
         parts.append(
             f"calls overlapped by {item.overlap_us:.1f} us, so a tiny kernel stands between them, "

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from mla_var3.device import Device
-from mla_var3.kernel.cutile.lib.columns import LAYOUTS, column_blocks
+from mla_var3.kernel.cutile.lib.sums import FLOOR, LAYOUTS, join_sums_kernel, layout
 from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v2.flash_mla_v2 import (
     MAX_SPLITS,
     FlashMlaV2Plan,
@@ -110,11 +110,16 @@ def test_the_wait_is_seen_where_there_is_one(tmp_path: Path) -> None:
     assert waits_for_its_own_load(made.artefacts["sass"].read_text())
 
 
-def test_the_join_kernel_is_small() -> None:
-    main, join = FlashMlaV2Plan(MlaProblem(b=1, t=131072, h=16), device=H200).plan_empty().stages
-    assert main.name == "flash_mla_v2" and join.name == "combine_columns"
+@pytest.mark.parametrize("splits", [most for most, _ in LAYOUTS])
+def test_the_join_kernel_is_small(splits: int) -> None:
+    """Beside the attention kernel's, its code stays in an SM's instruction cache (128 KB)."""
+    plan = FlashMlaV2Plan(MlaProblem(b=1, t=131072, h=16), replace(RING, num_splits=splits), H200)
+    main, join = plan.plan_empty().stages
+    assert main.name == "flash_mla_v2" and join.name == "join_sums"
     made = join.compile(None, H200)
     assert made.warnings == () and made.resources.spill_bytes == 0 and made.resources.ctas_per_sm >= 3
+    code = 16 * (made.resources.instructions["total"] + main.compile(None, H200).resources.instructions["total"])
+    assert code < 96 * 1024
 
 
 # ---------------------------------------------------------------- choices
@@ -156,10 +161,17 @@ def test_splits_fill_the_device() -> None:
                 assert 1 <= choose_splits(blocks, tiles, 132, occupancy) <= min(tiles, MAX_SPLITS)
 
 
+def test_offsets_of_partial_results_fit_32_bits() -> None:
+    plan = FlashMlaV2Plan(FEW_HEADS, replace(RING, num_splits=256), H200)
+    assert plan.num_splits(1, 1024) == 256
+    assert plan.num_splits(2000, 1024) == 131 and 2000 * 131 * 512 * 16 < 2**31 <= 2000 * 132 * 512 * 16
+
+
 def test_layouts_of_the_join_hold_every_number_of_splits() -> None:
-    held = {512 // columns: most for most, columns in LAYOUTS}
-    assert len(held) == len(LAYOUTS)
-    assert all(held[column_blocks(n)] >= n for n in range(1, MAX_SPLITS + 1))
+    assert layout(1) == LAYOUTS[0] and LAYOUTS[-1][0] == MAX_SPLITS
+    for n in range(1, MAX_SPLITS + 1):
+        most, columns = layout(n)
+        assert n <= most and 512 % columns == 0
 
 
 def test_sizes_do_not_change_the_signature() -> None:
@@ -220,7 +232,7 @@ def test_edges_are_right_in_the_interpreter(
     assert all(torch.equal(x, y) for x, y in zip(*bits, strict=True))
 
 
-@pytest.mark.parametrize("splits", [9, 40, 140])
+@pytest.mark.parametrize("splits", [6, 9, 40, 140])
 def test_every_layout_of_the_join_is_right(interpreted: None, splits: int) -> None:
     problem = MlaProblem(b=2, t=(64 * splits, 100), h=16)
     plan = FlashMlaV2Plan(problem, replace(RING, num_splits=splits), H200)
@@ -228,6 +240,46 @@ def test_every_layout_of_the_join_is_right(interpreted: None, splits: int) -> No
     out, lse = plan.plan(*inputs)()
     report = compare(out, lse, *plan.reference_fn(*inputs), bounds_for("normal"))
     assert report.ok, report.reason
+
+
+@pytest.mark.parametrize(
+    ("maxima", "seen"),
+    [
+        ((0.0, 3.0, -2.0), (True, True, True)),
+        ((0.0, 500.0, 400.0), (True, True, True)),  # relative to the first, the second overflows
+        ((500.0, 0.0, 100.0), (True, True, True)),
+        ((-3000.0, 2000.0, 1999.0), (True, True, True)),
+        ((0.0, 7.0, 300.0), (False, True, True)),  # the first has no key
+        ((0.0, 0.0, 5.0), (False, False, True)),
+        ((0.0, 0.0, 0.0), (False, False, False)),
+    ],
+    ids=str,
+)
+def test_the_join_survives_any_maxima(interpreted: None, maxima: tuple[float, ...], seen: tuple[bool, ...]) -> None:
+    """Every other row has these maxima and the rest equal ones, so that both ways meet in a block."""
+    splits, rows = len(maxima), 16
+    torch.manual_seed(5)
+    values = torch.randn(1, splits, 1, 512, rows)
+    scales = torch.empty(1, splits, 1, 2, rows)
+    for i in range(splits):
+        scales[0, i, 0, 0], scales[0, i, 0, 1] = 1.0, 1.0 + torch.rand(rows)
+        scales[0, i, 0, 0, ::2] = maxima[i] if seen[i] else FLOOR
+        if not seen[i]:
+            scales[0, i, 0, 1, ::2] = 0.0
+            values[0, i, ..., ::2] = 0.0
+    out, lse = torch.full((1, 1, rows, 512), float("nan")), torch.full((1, rows, 1), float("nan"))
+    join = join_sums_kernel(
+        (values, scales), (out, lse), s=1, h_kv=1, group=rows, row_shape=(1, rows), splits=splits, dtype="fp32"
+    )
+    join.launch()
+    m, sums = scales.double()[0, :, 0, 0], scales.double()[0, :, 0, 1]
+    top = m.max(0).values
+    weight = torch.exp2(m - top)
+    total = (weight * sums).sum(0)
+    want = (values.double()[0, :, 0] * weight[:, None, :]).sum(0) / torch.where(total == 0, 1.0, total)
+    assert torch.allclose(out[0, 0].double(), want.T, rtol=1e-5, atol=1e-6)
+    lses = torch.where(total == 0, float("inf"), (top + torch.log2(total)) * 0.6931471805599453)
+    assert torch.allclose(lse[0, :, 0].double(), lses, rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -36,8 +36,8 @@ import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
-from mla_var3.kernel.cutile.lib.columns import LAYOUTS, combine_columns_kernel
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
+from mla_var3.kernel.cutile.lib.sums import FLOOR, LAYOUTS, join_sums_kernel
 from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 
 if TYPE_CHECKING:
@@ -53,9 +53,6 @@ ROPE = 64
 WIDTH = LATENT + ROPE
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
-
-#: Running maximum before any key: finite, so that "maximum minus maximum" is never infinity minus infinity.
-FLOOR = -1.0e30
 
 #: Tokens of a tile: the M side of a warpgroup's product. Query rows of a tile: with 8, products wait for themselves.
 TOKENS = 64
@@ -119,7 +116,7 @@ def flash_mla_v2(
     PAGE_TABLE,  # handle of (b, max_pages) int32, global
     SEQ_LENS,  # handle of (b,) int32, global
     OUT,  # WHOLE: handle of (b, S, HKV · G, 512), global; else of (b, splits, tiles, 512, TS · TG) float32
-    LSE,  # WHOLE: handle of (b, HKV · G, S) float32, global; else of (b, splits, tiles, TS · TG) float32
+    LSE,  # WHOLE: handle of (b, HKV · G, S) float32, global; else of (b, splits, tiles, 2, TS · TG) float32
     scale: float,  # softmax scale · log2(e)
     b: int,
     max_pages: int,
@@ -212,11 +209,11 @@ def flash_mla_v2(
             accs = tuple(ct.mma(ct.transpose(ks2[c]), p16, accs[c]) for c in ct.static_iter(range(CHUNKS)))
 
     total = ct.sum(l, 0, keepdims=True)
-    empty = total == 0.0
-    safe = ct.where(empty, 1.0, total)
-    factor = 1.0 / safe
-    lse = (m + ct.log2(safe)) * LN2
     if WHOLE:
+        empty = total == 0.0
+        safe = ct.where(empty, 1.0, total)
+        factor = 1.0 / safe
+        lse = (m + ct.log2(safe)) * LN2
         o_strides = (S * H * 512, H * 512, G * 512, 512, 1)
         out = ct.Array.from_foreign(OUT.foreign_pointer, (b, S, HKV, G, 512), o_strides)
         lses = ct.Array.from_foreign(LSE.foreign_pointer, (b, S, HKV, G), (S * H, 1, G * S, S))
@@ -229,12 +226,12 @@ def flash_mla_v2(
         X = ct.num_blocks(0)
         slot = req * splits + split
         parts = ct.Array.from_foreign(OUT.foreign_pointer, (b * splits, X, 512, TM), (X * TM * 512, TM * 512, TM, 1))
-        lse_parts = ct.Array.from_foreign(LSE.foreign_pointer, (b * splits, X, TM), (X * TM, TM, 1))
+        scales = ct.Array.from_foreign(LSE.foreign_pointer, (b * splits, X, 2, TM), (X * 2 * TM, 2 * TM, TM, 1))
         for c in ct.static_iter(range(CHUNKS)):
             # A TMA store would need a buffer.
-            ct.store(parts, (slot, x, c, 0), ct.reshape(accs[c] * factor, (1, 1, TK, TM)), allow_tma=False)
-        lse = ct.reshape(ct.where(empty, float("-inf"), lse), (1, 1, TM))
-        ct.store(lse_parts, (slot, x, 0), lse, allow_tma=False)
+            ct.store(parts, (slot, x, c, 0), ct.reshape(accs[c], (1, 1, TK, TM)), allow_tma=False)
+        ct.store(scales, (slot, x, 0, 0), ct.reshape(m, (1, 1, 1, TM)), allow_tma=False)
+        ct.store(scales, (slot, x, 1, 0), ct.reshape(total, (1, 1, 1, TM)), allow_tma=False)
 
 
 def ceil_pow2(x: int) -> int:
@@ -317,15 +314,18 @@ class FlashMlaV2Plan(KernelPlan):
     def num_splits(self, b: int, max_pages: int) -> int:
         """Splits of the bound kernel: the tiling's, or the model's for these sizes; lengths are not looked at."""
         tiles = max_pages * self.problem.page_size // TOKENS
-        if self.tiling.num_splits:
-            return min(self.tiling.num_splits, max(tiles, 1))
-        device = self.device or Device.detect()
-        sms = device.num_sms if device is not None else 132
-        return choose_splits(b * self.row_tiles(), tiles, sms, self.tiling.occupancy)
+        blocks = b * self.row_tiles()
+        splits = self.tiling.num_splits
+        if not splits:
+            device = self.device or Device.detect()
+            sms = device.num_sms if device is not None else 132
+            splits = choose_splits(blocks, tiles, sms, self.tiling.occupancy)
+        # Offsets in the partial results are 32 bits.
+        return max(1, min(splits, tiles, (2**31 - 1) // max(1, blocks * LATENT * ROWS)))
 
     # ------------------------------------------------------------ kernels
     def _main(self, inputs: tuple[Any, ...], results: tuple[Any, ...], splits: int) -> CtKernel:
-        """The attention kernel: writes results, with one split (out, lse), else (o_part, lse_part)."""
+        """The attention kernel: writes results, with one split (out, lse), else parts as `lib/sums.py` takes them."""
         pd, ti = self.problem, self.tiling
         whole = splits == 1
         constants = [
@@ -375,7 +375,7 @@ class FlashMlaV2Plan(KernelPlan):
 
     def _combine(self, parts: Any, whole: Any, splits: int) -> CtKernel:
         pd = self.problem
-        return combine_columns_kernel(
+        return join_sums_kernel(
             parts,
             whole,
             s=pd.s,
@@ -406,12 +406,12 @@ class FlashMlaV2Plan(KernelPlan):
         return out, torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=like.device)
 
     def _parts(self, b: int, splits: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """o_part (b, splits, tiles, 512, rows) and lse_part (b, splits, tiles, rows), uninitialised."""
+        """Values (b, splits, tiles, 512, rows) and scales (b, splits, tiles, 2, rows), uninitialised."""
         import torch
 
         shape = (b, splits, self.row_tiles())
-        o_part = torch.empty((*shape, LATENT, ROWS), dtype=torch.float32, device=like.device)
-        return o_part, torch.empty((*shape, ROWS), dtype=torch.float32, device=like.device)
+        values = torch.empty((*shape, LATENT, ROWS), dtype=torch.float32, device=like.device)
+        return values, torch.empty((*shape, 2, ROWS), dtype=torch.float32, device=like.device)
 
     def plan(self, *inputs: Any) -> CtKernel | KernelPipeline:
         import torch
@@ -438,7 +438,8 @@ class FlashMlaV2Plan(KernelPlan):
     def _warm_other(self, inputs: tuple[Any, ...], splits: int) -> None:
         """Compiles what a later bind to other sizes may need and this one does not, by attending to no token.
 
-        One compilation writes the output, the other partial results: whichever `splits` does not ask for.
+        One compilation writes the output, the other partial results: whichever `splits` does not ask for; and the
+        joining kernel has one for each of its layouts.
         """
         import torch
 
@@ -447,11 +448,10 @@ class FlashMlaV2Plan(KernelPlan):
         if self.tiling.num_splits or not q.is_cuda or key in self.compiled or not q.shape[0]:
             return
         nothing = torch.zeros((1, 4), dtype=torch.int32, device=q.device)
-        few = (q[:1], kv_cache, nothing, nothing[0])
-        if splits == 1:
-            parts = self._parts(1, 2, q)
-            self._main(few, parts, 2).launch()
-            self._combine(parts, self._whole(1, q), 2).launch()
-        else:
-            self._main(few, self._whole(1, q), 1).launch()
+        few, whole = (q[:1], kv_cache, nothing, nothing[0]), self._whole(1, q)
+        self._main(few, *((self._parts(1, 2, q), 2) if splits == 1 else (whole, 1))).launch()
+        for most, _ in LAYOUTS:
+            parts = self._parts(1, most, q)
+            parts[1].zero_()
+            self._combine(parts, whole, most).launch()
         self.compiled[key] = True

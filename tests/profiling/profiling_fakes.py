@@ -42,12 +42,32 @@ def raw_csv(*, noise: bool = True) -> str:
     return "\n".join((["==PROF== Connected to process 7"] if noise else []) + rows) + "\n"
 
 
+#: As ncu 2025.3.1 printed it for `--print-source sass`, with fewer columns.
 SOURCE_CSV = """\
 "Kernel Name","flash_mla"
-"#","Address","Source","Warp Stall Sampling (All Samples)","stall_gmma","stall_wait"
-"1","0x10","HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4]","120","100","20"
-"2","0x20","WARPGROUP.DEPBAR.LE gsb0, 0x0","60","10","50"
-"3","0x30","EXIT","0","0","0"
+"Address","Source","Warp Stall Sampling (All Samples)","stall_long_sb","stall_wait","stall_wait (Not Issued)"
+"0x10","      HGMMA.64x256x16.F32.BF16 R24, gdesc[UR4]","120","100","20","9"
+"0x20","      WARPGROUP.DEPBAR.LE gsb0, 0x0","60","10","50","0"
+"0x30","      EXIT","0","0","0","0"
+"""
+
+#: And for `--print-source cuda,sass`: a file's lines, each above its instructions, and dots where some were left out.
+LINES_CSV = """\
+"File Path","/elsewhere/src/mla_var3/kernel/cute_python/lib/swapped/ring.py"
+"Function Name","flash_mla_v2_0"
+"Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_barrier","stall_long_sb"
+"1","print("a ring", "of panels")","-","-","0","0","0","0"
+"26","return moved - wrapped * slots, phase ^ wrapped","-","-","7","7","7","0"
+"","","0x40","      IMAD R1, R2, R3, R4","7","7","7","0"
+"","","...","...","-","-","-","-"
+"91","def zero_slot_rows(slot: cute.Pointer, first_row: Int32, thread: Int32):","-","-","50","50","3","40"
+"","","0x10","      SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R27+URZ], R24","10","10","3","0"
+"","","0x50","@!P0  BRA 0x7f991b7ba1e0","40","40","0","40"
+"File Path","/elsewhere/site-packages/nobody/here.py"
+"Function Name","flash_mla_v2_0"
+"Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_barrier","stall_long_sb"
+"5","","-","-","3","3","0","3"
+"","","0x60","      NOP","3","3","0","3"
 """
 
 NSYS_CSV = """\
@@ -92,7 +112,13 @@ def calls(folder: Path, name: str) -> list[list[str]]:
 
 
 def ncu(
-    folder: Path, said: str = "==PROF== Disconnected", *, report: bool = True, status: int = 0, csv: str = ""
+    folder: Path,
+    said: str = "==PROF== Disconnected",
+    *,
+    report: bool = True,
+    status: int = 0,
+    csv: str = "",
+    lines: str = "",
 ) -> Path:
     """An ncu that says `said`, writes a report or not, and answers --import with canned pages."""
     return install(
@@ -100,7 +126,8 @@ def ncu(
         "ncu",
         f"""\
         if "--import" in args:
-            print({(csv or raw_csv())!r} if option("--page") == "raw" else {SOURCE_CSV!r})
+            pages = {{"cuda,sass": {lines!r}, "sass": {SOURCE_CSV!r}}}
+            print({(csv or raw_csv())!r} if option("--page") == "raw" else pages[option("--print-source")])
             sys.exit(0)
         print({said!r})
         if {report!r}:

@@ -11,7 +11,7 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.profiling import ncu, nsys, spans, timeline
+from mla_var3.profiling import ncu, nsys, sources, spans, timeline
 from mla_var3.profiling.counters import COUNTERS, Launch, main_launch
 from mla_var3.profiling.facts import Facts, against, findings
 from mla_var3.profiling.roofline import roofline
@@ -65,9 +65,42 @@ def test_a_raw_page_without_kernels_is_no_launch(text: str) -> None:
 def test_the_source_page_gives_the_hottest_instructions() -> None:
     first, second = ncu.parse_source(fakes.SOURCE_CSV)
     assert first.where.startswith("HGMMA.64x256x16") and first.samples == 120
-    assert (first.stall, second.stall) == ("gmma", "wait")
+    assert (first.stall, second.stall) == ("long_scoreboard", "wait")
     assert first.share == pytest.approx(100 * 120 / 180)
     assert ncu.parse_source("nothing") == []
+
+
+def test_the_source_page_gives_the_hottest_lines_where_the_code_has_lines() -> None:
+    """Compiled elsewhere: the texts are those of this package, and a wait's instructions come back to the wait."""
+    wait, other, unknown = ncu.parse_source(fakes.LINES_CSV)
+    assert (wait.where, wait.samples, wait.stall) == ("swapped/ring.py:87", 50, "long_scoreboard")
+    assert wait.text == "cute.arch.mbarrier_wait(full, parity)"
+    assert (other.where, other.text) == ("swapped/ring.py:26", "return moved - wrapped * slots, phase ^ wrapped")
+    assert (unknown.where, unknown.text, unknown.samples) == ("here.py:5", "", 3)
+    assert wait.share == pytest.approx(100 * 50 / 60)
+
+
+def test_lines_of_a_place_that_is_not_here_are_found_in_the_package(tmp_path: Path) -> None:
+    own = Path(sources.__file__)
+    assert sources.find("/elsewhere/src/mla_var3/profiling/sources.py") == own
+    assert sources.find(str(own)) == own
+    assert sources.find("/elsewhere/lib/python3.9/site-packages/pytest/__init__.py") == Path(pytest.__file__)
+    assert sources.find("/elsewhere/src/mla_var3/profiling/gone.py") is None and sources.find("x.py") is None
+    assert sources.lines("/elsewhere/src/mla_var3/profiling/sources.py")[0].startswith('"""Source files that')
+    assert sources.lines("/elsewhere/gone.py") == ()
+    named = ["/a/mla_var3/kernel/cute_python/lib/latent/consumer.py", "/a/mla_var3/x/flash_mla/flash_mla.py", "/b/c.py"]
+    assert [sources.short(name) for name in named] == ["latent/consumer.py", "flash_mla.py", "c.py"]
+
+
+def test_what_the_compiler_counts_as_lines_below_a_wait_is_put_back() -> None:
+    texts = ["@cute.jit", "def f():", "    cute.arch.mbarrier_wait(a, 0)", "    b = 1", "", "    c = 2", "@cute.jit"]
+    assert sources.place("f.py", 3, "SYNCS.PHASECHK.TRANS64 P0", texts) == (3, "cute.arch.mbarrier_wait(a, 0)")
+    assert sources.place("f.py", 6, "SYNCS.PHASECHK.TRANS64 P0", texts)[0] == 3
+    assert sources.place("f.py", 6, "IADD3 R0", texts) == (6, "c = 2")  # code, and no instruction of a wait
+    assert sources.place("f.py", 5, "IADD3 R0", texts)[0] == 3
+    assert sources.place("f.py", 7, "IADD3 R0", texts)[0] == 3
+    assert sources.place("f.py", 1, "BRA", texts) == (1, sources.NO_LINE)
+    assert sources.place("f.py", 9, "NOP", texts) == (9, "") and sources.place("gone.py", 3, "NOP") == (3, "")
 
 
 # ---------------------------------------------------------------- ncu, NVIDIA's interface

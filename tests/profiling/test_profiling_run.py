@@ -218,7 +218,8 @@ def test_ncu_takes_every_section_with_source_lines_and_leaves_the_clocks_alone(g
     assert first[-4:-1] == [sys.executable, "-m", "mla_var3.profiling.target"]
     job = json.loads(Path(first[-1]).read_text())
     assert job["calls"] == 2 and job["kernel"]["language"] == "triton" and job["tiling"]["tile_m"]
-    assert [words[words.index("--page") + 1] for words in imports] == ["raw", "source"]
+    assert [words[words.index("--page") + 1] for words in imports] == ["raw", "source", "source"]
+    assert [words[-1] for words in imports[1:]] == ["cuda,sass", "sass"]  # lines, and where there are none instructions
     assert "## Where the warps wait" in outcome.report and "HGMMA.64x256x16" in outcome.report
     assert (outcome.folder / "ncu.ncu-rep").exists()
 

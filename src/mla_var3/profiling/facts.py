@@ -64,7 +64,13 @@ class Facts:
             "resources": None if self.compiled is None else self.compiled.to_record(),
             "warnings": [] if self.compiled is None else list(self.compiled.warnings),
             "launches": [
-                {"name": one.name, "figures": one.figures(), "stalls": dict(one.stalls()), "metrics": dict(one.metrics)}
+                {
+                    "name": one.name,
+                    "figures": one.figures(),
+                    "stalls": dict(one.stalls()),
+                    "hot": [asdict(row) for row in one.hot],
+                    "metrics": dict(one.metrics),
+                }
                 for one in self.launches
             ],
             "spans": [asdict(span) for span in self.spans],

@@ -10,12 +10,13 @@ import csv
 import io
 import re
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError
+from mla_var3.profiling import sources as files
 from mla_var3.profiling import tools
 from mla_var3.profiling.counters import METRICS, SECTIONS, Hot, Launch
 
@@ -23,6 +24,23 @@ from mla_var3.profiling.counters import METRICS, SECTIONS, Hot, Launch
 MAX_KERNELS = 64
 HOT = 12
 _SAMPLES = "smsp__pcsamp_warps_issue_stalled_"
+_SAMPLES_COLUMNS = ("Warp Stall Sampling (All Samples)", "# Samples", "Samples")
+_STALL = re.compile(r"stall_\w+")
+#: Columns whose reason has another name in the report's metrics.
+_CSV_STALLS = {
+    "stall_long_sb": "long_scoreboard",
+    "stall_short_sb": "short_scoreboard",
+    "stall_no_inst": "no_instructions",
+    "stall_lg": "lg_throttle",
+    "stall_math": "math_pipe_throttle",
+    "stall_mio": "mio_throttle",
+    "stall_tex": "tex_throttle",
+    "stall_imc": "imc_miss",
+    "stall_sleep": "sleeping",
+    "stall_dispatch": "dispatch_stall",
+}
+#: Bytes of an instruction, and how many instructions may lie between the test of an mbarrier and the branch on it.
+_BYTES, _WAIT_REACH = 16, 16
 
 
 # ---------------------------------------------------------------- running
@@ -124,8 +142,10 @@ def read(report: Path, exe: Path, timeout_s: float = 120.0) -> tuple[list[Launch
         why = "ncu-report is not installed (pip install ncu-report)"
     raw = tools.run(_import(exe, report, "raw"), report.with_suffix(".raw.csv"), timeout_s)
     launches = parse_raw(raw.text)
-    source = tools.run(_import(exe, report, "source"), report.with_suffix(".source.csv"), timeout_s)
-    hot = parse_source(source.text)
+    hot: list[Hot] = []
+    for view in ("cuda,sass", "sass"):  # the first is empty for code without line information
+        words = [*_import(exe, report, "source"), "--print-source", view]
+        hot = hot or parse_source(tools.run(words, report.with_suffix(".source.csv"), timeout_s).text)
     if hot and launches:
         from mla_var3.profiling.counters import main_launch
 
@@ -209,13 +229,26 @@ def _hot(action: Any, names: Iterable[str]) -> list[Hot]:
     return hottest({place: dict(stalls) for place, stalls in by_place.items()}, texts)
 
 
-def _place(action: Any, address: int, sources: dict[str, list[str]]) -> tuple[str, str]:
+def _place(action: Any, address: int, sources: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     info = action.source_info(address)
     if info is not None and info.line():
-        lines = sources.get(info.file_name(), [])
-        text = lines[info.line() - 1].strip() if 0 < info.line() <= len(lines) else ""
-        return f"{Path(info.file_name()).name}:{info.line()}", text
+        name, line = str(info.file_name()), int(info.line())
+        # The report holds the files that ncu found where the binary says they are: none of one compiled elsewhere.
+        line, text = files.place(name, line, _instruction(action, address), sources.get(name, ()))
+        return f"{files.short(name)}:{line}", text
     return f"0x{address & 0xFFFFF:05x}", str(action.sass_by_pc(address) or "").strip()
+
+
+def _instruction(action: Any, address: int) -> str:
+    """The instruction at an address; for a branch back on an mbarrier's predicate, the wait that it belongs to."""
+    text = str(action.sass_by_pc(address) or "").strip()
+    branch = re.match(r"@!(U?P\d+) +BRA\b", text)
+    if branch:
+        for back in range(1, _WAIT_REACH + 1):
+            before = str(action.sass_by_pc(address - _BYTES * back) or "").strip()
+            if re.search(rf"\bSYNCS\.PHASECHK\S* {branch[1]}\b", before):
+                return before
+    return text
 
 
 def hottest(by_place: dict[str, dict[str, int]], texts: dict[str, str], count: int = HOT) -> list[Hot]:
@@ -270,23 +303,44 @@ def parse_raw(text: str) -> list[Launch]:
 
 
 def parse_source(text: str) -> list[Hot]:
-    """The hottest rows of `--page source --csv`, by its samples column; empty when there is none."""
-    by_place: dict[str, dict[str, int]] = {}
+    """The hottest places of `--page source --csv`, by its samples column; empty when there is none.
+
+    With `--print-source cuda,sass` a file's lines stand above their instructions; without, there are instructions only.
+    """
+    by_place: dict[str, Tally[str]] = {}
     texts: dict[str, str] = {}
-    for header, *rows in _tables(text, "#"):
-        samples = _column(header, ("Warp Stall Sampling (All Samples)", "# Samples", "Samples"))
-        source = _column(header, ("Source",))
-        if samples is None or source is None:
-            continue
-        stalls = {index: name for index, name in enumerate(header) if name.startswith("stall_")}
-        for row in rows:
-            count = int(_number(row[samples]) or 0)
-            if count:
-                where = f"{row[source].strip()[:60]} (#{row[0]})"
-                reasons = {name: int(_number(row[index]) or 0) for index, name in stalls.items()}
-                first = max(reasons, key=lambda name: reasons[name], default="")
-                by_place[where] = {first.removeprefix("stall_"): count}
-    return hottest(by_place, texts)
+    name, line, header = "", 0, list[str]()
+    for raw in text.splitlines():
+        row = next(csv.reader(io.StringIO(raw))) if raw.startswith('"') else []
+        if row and row[0] == "File Path":
+            name, header = row[1], []
+        elif row and _column(row, _SAMPLES_COLUMNS) is not None:
+            header = row
+        elif header and len(row) >= len(header):
+            # A text that holds quotation marks comes unescaped, as too many fields: from the right they are in place.
+            ahead = len(row) - len(header)
+            cells = [row[0], ",".join(row[1 : ahead + 2]), *row[ahead + 2 :]]
+            if header[0] == "Line No" and cells[0]:
+                line = int(_number(cells[0]) or 0)
+                continue
+            samples = int(_number(cells[_column(header, _SAMPLES_COLUMNS) or 0]) or 0)
+            if not samples:
+                continue
+            last = len(header) - 1 - header[::-1].index("Source")
+            instruction = cells[last].strip()
+            if header[0] == "Line No":
+                line_at, said = files.place(name, line, instruction)
+                where = f"{files.short(name)}:{line_at}"
+            else:
+                where, said = f"{instruction[:60]} ({cells[0]})", ""
+            tally = by_place.setdefault(where, Tally())
+            for n, column in enumerate(header):
+                if _STALL.fullmatch(column) and (number := int(_number(cells[n]) or 0)):
+                    tally[_CSV_STALLS.get(column, column.removeprefix("stall_"))] += number
+                    samples -= number
+            tally[""] += max(samples, 0)  # some reasons have no column (2025.3: gmma)
+            texts[where] = said
+    return hottest({place: dict(stalls) for place, stalls in by_place.items()}, texts)
 
 
 def _column(header: Sequence[str], names: Sequence[str]) -> int | None:

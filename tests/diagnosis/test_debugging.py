@@ -17,7 +17,7 @@ import pytest
 
 from mla_var3 import cli
 from mla_var3.device import Device
-from mla_var3.diagnosis import debugging, sanitizer, watched
+from mla_var3.diagnosis import debugging, reports, sanitizer, watched
 from mla_var3.errors import UserError
 from mla_var3.kernel.__main__ import main as kernel_main
 from mla_var3.kernel.registry import KernelId
@@ -47,6 +47,19 @@ RACECHECK = """\
 =========
 watched: right: error of out 1.00e-03, of lse 1.00e-07
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+BARRIER = """\
+========= COMPUTE-SANITIZER
+========= Barrier error detected. Divergent thread(s) in block.
+=========     at flash_mla_v1_0+0x10ac0 in barriers.py:10
+=========     by thread (192,0,0) in block (0,1,1)
+=========
+========= Barrier error detected. Divergent thread(s) in block.
+=========     at flash_mla_v1_0+0x10ac0 in barriers.py:10
+=========     by thread (193,0,0) in block (0,1,1)
+=========
+========= Error: process didn't terminate successfully
+========= Target application returned an error
 """
 CLEAN = """\
 ========= COMPUTE-SANITIZER
@@ -101,6 +114,43 @@ def test_faults_are_told_once_with_their_place(tmp_path: Path, tool: Path) -> No
     assert called["env"]["CUTE_DSL_LINEINFO"] == called["env"]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
     assert str(Path(sanitizer.__file__).parents[2]) in called["env"]["PYTHONPATH"]
     assert json.loads((tmp_path / "job" / "job.json").read_text())["tiling"] == {"tile_m": 16}
+
+
+def test_one_kernel_of_a_call_is_watched_alone(tmp_path: Path, tool: Path) -> None:
+    fake(tool, CLEAN)
+    assert sanitized(tmp_path, "synccheck", only="combine").ok
+    words = json.loads((tool / "called.json").read_text())["words"]
+    assert words[words.index("--kernel-name") + 1] == "kernel_substring=combine"
+    # Of a tool of which some reports are known all must be printed: none may hide among those that are not.
+    assert int(words[words.index("--print-limit") + 1]) >= 100_000
+
+
+def test_a_known_report_that_ends_the_process_is_told_apart(
+    tmp_path: Path, tool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = BARRIER + "========= ERROR SUMMARY: 2 errors\n"
+    fake(tool, ended, 86)
+    monkeypatch.setattr(reports, "why_known", lambda name, report: "a copy each")
+    found = sanitized(tmp_path, "synccheck")
+    assert found.ok and found.errors == 0 and dict(found.known) == {"a copy each": 2} and not found.faults
+    text = "\n".join(sanitizer.lines(found, "k"))
+    assert text.startswith("k under synccheck: nothing new; the process ended before its result")
+    assert "2 known to be no fault: a copy each" in text and "--sanitize-kernel NAME" in text
+    fake(tool, BARRIER + "========= ERROR SUMMARY: 3 errors\n", 86)  # one of them was not printed
+    assert sanitized(tmp_path, "synccheck").errors == 1
+    monkeypatch.setattr(reports, "why_known", lambda name, report: None)
+    fake(tool, ended, 86)
+    found = sanitized(tmp_path, "synccheck")
+    assert not found.ok and found.errors == 2 and found.faults[0].count == 2
+    monkeypatch.setattr(reports, "why_known", lambda name, report: "a copy each")
+    fake(tool, ended + "watched: WRONG: out differs\n", 86)
+    assert not sanitized(tmp_path, "synccheck").ok
+
+
+def test_reports_that_were_not_printed_are_counted_once(tmp_path: Path, tool: Path) -> None:
+    more = "========= ERROR SUMMARY: 7 errors were not printed. Use --print-limit option to adjust\n"
+    fake(tool, MEMCHECK.replace("SUMMARY: 2 errors", "SUMMARY: 9 errors") + more, 86)
+    assert sanitized(tmp_path).errors == 9
 
 
 def test_a_race_with_a_right_result_is_a_fault(tmp_path: Path, tool: Path) -> None:
@@ -229,6 +279,7 @@ def test_kinds() -> None:
         (["--sanitize", "racechek"], "did you mean 'racecheck'"),
         (["--keep", "ptxx"], "did you mean 'ptx'"),
         (["--sanitize-timeout", "0", "--sanitize", "memcheck"], "must be above 0"),
+        (["--sanitize-kernel", "combine"], "give that as well"),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sanitize", metavar="TOOL", help=f"one call under compute-sanitizer: {', '.join(TOOLS)}; needs a GPU"
     )
+    group.add_argument(
+        "--sanitize-kernel", metavar="NAME", help="watch only the device functions whose names hold NAME"
+    )
     group.add_argument("--debug-out", default=OUT, metavar="DIR", help=f"where all of it goes (default {OUT})")
     group.add_argument(
         "--sanitize-timeout", type=float, default=TIMEOUT_S, metavar="S", help=f"longest run ({TIMEOUT_S:g} s)"
@@ -59,6 +62,8 @@ def prepare(args: argparse.Namespace) -> None:
     kinds(args.keep)
     if args.sanitize and args.sanitize not in TOOLS:
         raise UserError(f"--sanitize {args.sanitize!r} is unknown: {nearest(args.sanitize, TOOLS)}.")
+    if args.sanitize_kernel and not args.sanitize:
+        raise UserError("--sanitize-kernel says what --sanitize TOOL watches: give that as well.")
     if args.sanitize_timeout <= 0:
         raise UserError(f"--sanitize-timeout {args.sanitize_timeout:g} must be above 0.")
     if args.lineinfo and os.environ.get(_LINEINFO) != "1":
@@ -109,10 +114,11 @@ def sanitize(
     job = sanitizer.write_job(_folder(args, kernel, problem), kernel, problem, record)
     if device is None:
         env = {k: v for k, v in sanitizer.environment().items() if k != "PYTHONPATH"}
-        words = [*(f"{k}={v}" for k, v in env.items()), *sanitizer.command("compute-sanitizer", args.sanitize, job)]
+        command = sanitizer.command("compute-sanitizer", args.sanitize, job, args.sanitize_kernel)
+        words = [*(f"{k}={v}" for k, v in env.items()), *command]
         words[words.index(sys.executable)] = "python"
         raise UserError(f"--sanitize needs a GPU and there is none here; where there is one, run: {shlex.join(words)}")
-    found = sanitizer.run(args.sanitize, job, args.sanitize_timeout)
+    found = sanitizer.run(args.sanitize, job, args.sanitize_timeout, args.sanitize_kernel)
     print("\n".join(sanitizer.lines(found, f"{kernel.label} {problem.label}")))
     return found.ok
 

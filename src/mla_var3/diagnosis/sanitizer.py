@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.diagnosis import reports
+from mla_var3.diagnosis.reports import Report
 from mla_var3.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,11 +30,12 @@ TOOLS: Mapping[str, str] = {
 TIMEOUT_S = 900.0
 #: Where the tool lies when it is not on PATH, the newest last.
 _PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
+#: For the result of a process that gave none.
+ENDED = "the process ended before its result"
 #: What the tool ends with when it found something, apart from what the watched process ends with (0, 1 or 2).
 _FOUND = 86
-_LIMIT = 200
-_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (?P<count>\d+) (?P<what>.*)$", re.MULTILINE)
-_OTHER = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application")
+#: Reports that are printed. All, of a tool of which some are known: what is not printed cannot be told from a new one.
+_LIMIT, _ALL = 200, 100_000
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Sanitized:
-    """errors: by the tool's count. faults: what it said, the most frequent first. result: of the watched process."""
+    """errors: by the tool's count, without what is known to be no fault. known: that, why -> how often.
+
+    faults: what else it said, the most frequent first. result: of the watched process.
+    """
 
     tool: str
     errors: int
+    known: Mapping[str, int]
     faults: tuple[Fault, ...]
     result: str
     command: tuple[str, ...]
@@ -58,7 +65,9 @@ class Sanitized:
 
     @property
     def ok(self) -> bool:
-        return self.errors == 0 and self.result.startswith("right")
+        """Nothing new; and the result is right, where the tool did not end the process at a known report."""
+        ended = self.result == ENDED and sum(self.known.values()) > 0
+        return self.errors == 0 and (ended or self.result.startswith("right"))
 
 
 def find() -> Path | None:
@@ -70,9 +79,11 @@ def find() -> Path | None:
     return some[-1] if some else None
 
 
-def command(exe: str | Path, tool: str, job: Path) -> list[str]:
-    """The tool over one call of the job's version."""
-    options = ["--tool", tool, "--error-exitcode", str(_FOUND), "--print-limit", str(_LIMIT)]
+def command(exe: str | Path, tool: str, job: Path, only: str | None = None) -> list[str]:
+    """The tool over one call of the job's version. only: part of the names of the device functions to watch."""
+    limit = _ALL if any(known.tool == tool for known in reports.KNOWN) else _LIMIT
+    options = ["--tool", tool, "--error-exitcode", str(_FOUND), "--print-limit", str(limit)]
+    options += ["--kernel-name", f"kernel_substring={only}"] if only else []
     return [str(exe), *options, sys.executable, "-m", "mla_var3.diagnosis.watched", str(job)]
 
 
@@ -96,7 +107,7 @@ def write_job(
     return path
 
 
-def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S) -> Sanitized:
+def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S, only: str | None = None) -> Sanitized:
     """Runs the tool; its whole output is in `<tool>.log` beside the job. Raises `UserError` when it could not work."""
     exe = find()
     if exe is None:
@@ -105,14 +116,17 @@ def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S) -> Sanitized:
         )
     from mla_var3.profiling import tools
 
-    words, log = command(exe, tool, job), job.with_name(f"{tool}.log")
+    words, log = command(exe, tool, job, only), job.with_name(f"{tool}.log")
     try:
         status, said = tools.watch(words, timeout_s, environment())
     except OSError as error:
         raise UserError(f"compute-sanitizer cannot be started: {error.strerror}.") from error
     log.write_text(said, encoding="utf-8")
     if status is None:
-        seen = "".join(f"; until then: {' '.join(filter(None, (one.what, one.where)))}" for one in faults(said)[:1])
+        seen = "".join(
+            f"; until then: {' '.join(filter(None, (one.what, one.where)))}"
+            for one in collapsed(reports.read(said))[:1]
+        )
         raise UserError(
             f"{tool} was not done after {timeout_s:g} s and was ended ({log}): a kernel that hangs, or too large a "
             f"problem; make it smaller with --b and --t{seen}."
@@ -123,48 +137,45 @@ def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S) -> Sanitized:
 def judge(tool: str, text: str, words: Sequence[str], log: Path) -> Sanitized:
     """What the output says. Raises `UserError` when the tool gave no summary: then it has watched nothing."""
     result = next((m[1] for m in re.finditer(r"^watched: (.*)$", text, re.MULTILINE)), "")
-    summary = list(_SUMMARY.finditer(text))
-    if not summary:
+    counted = reports.total(text)
+    if counted is None:
         lines = [line for line in text.splitlines() if line.strip()]
         said = result or (lines[-1].strip("= ") if lines else "it printed nothing")
         raise UserError(f"{tool} gave no summary ({log}): {said}")
     if not re.match(r"right|WRONG|$", result):  # the sentence of a process that refused
         raise UserError(f"the watched process refused: {result}")
-    errors = sum(int(one["count"]) for one in summary)
-    return Sanitized(
-        tool, errors, tuple(faults(text)), result or "the process ended before its result", tuple(words), log
-    )
+    known, new = reports.split(tool, text)
+    errors = max(counted - known.total(), len(new))
+    return Sanitized(tool, errors, known, tuple(collapsed(new)), result or ENDED, tuple(words), log)
 
 
-def faults(text: str) -> list[Fault]:
-    """Each kind of fault once, with its place and the first thread that had it."""
-    blocks: list[list[str]] = []
-    for line in text.splitlines():
-        match = re.match(r"=========(\s*)(.*)$", line)
-        if match is None or not match[2]:
-            continue
-        if len(match[1]) <= 1:
-            blocks.append([match[2].strip()])
-        elif blocks:
-            blocks[-1].append(match[2].strip())
+def collapsed(new: Sequence[Report]) -> list[Fault]:
+    """Each kind of report once, with its place and the first thread that had it."""
     counts: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], str] = {}
-    for what, *rest in blocks:
-        if what.startswith(_OTHER):
-            continue
+    for one in new:
         # A race names its second access on the line below; all else its place.
-        places = [line for start in ("at ", "and ") for line in rest if line.startswith(start)]
+        places = [line for start in ("at ", "and ") for line in one.rest if line.startswith(start)]
         where = (places or [""])[0].removeprefix("at ")
-        key = (re.sub(r"\((\d+),\s*(\d+),\s*(\d+)\)", "(…)", what), where)
+        key = (re.sub(r"\((\d+),\s*(\d+),\s*(\d+)\)", "(…)", one.what), where)
         counts[key] += 1
-        first.setdefault(key, next((line for line in rest if line.startswith(("by thread", "Address"))), ""))
+        first.setdefault(key, next((line for line in one.rest if line.startswith(("by thread", "Address"))), ""))
     return [Fault(what, where, first[what, where], n) for (what, where), n in counts.most_common()]
 
 
 def lines(found: Sanitized, label: str) -> list[str]:
     """The verdict, and a line or two for each fault."""
     word = "clean" if found.errors == 0 else f"{found.errors} errors"
-    rows = [f"{label} under {found.tool}: {word}; the result is {found.result}"]
+    if found.errors == 0 and found.known:
+        word = "nothing new"
+    result = found.result if found.result == ENDED else f"the result is {found.result}"
+    rows = [f"{label} under {found.tool}: {word}; {result}"]
+    rows += [f"  {count} known to be no fault: {why}" for why, count in found.known.items()]
+    if found.known and found.result == ENDED:
+        rows.append(
+            "  the tool ends the process at such a report, and what comes after was not watched: another kernel of the "
+            "call is watched alone with --sanitize-kernel NAME"
+        )
     for fault in found.faults[:20]:
         times = f"{fault.count} × " if fault.count > 1 else ""
         rows.append(f"  {times}{fault.what}")

@@ -1,9 +1,10 @@
 """Compiles what the GPU tests of this folder run into a bundle, for a GPU machine that need not compile, or cannot.
 
-    python tests/ops/make_gpu_bundle.py DIR [random] [api] [ops] [serving] [sanitizer] [fixed] [--list]
+    python tests/ops/make_gpu_bundle.py DIR [random] [api] [ops] [serving] [sanitizer] [fixed] [--list] [--without LANG]
 
 Without names: all six. The tests find it when MLA_VAR3_BUNDLES names DIR. About 5 s of one core a class; --list says
-how many there are. The dispatcher's table and the versions' sources must be those of the machine that runs the tests.
+how many there are. The dispatcher's table and the versions' sources must be those of the machine that runs the tests,
+and so must the installed languages: `--without cutile-dsl` picks as a machine without cuTile does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--jobs", type=int, help="compiler processes; default: one a core")
     parser.add_argument("--list", action="store_true", help="compile nothing, count the classes")
+    parser.add_argument("--without", action="append", default=[], metavar="LANG", help="pick as if it were missing")
     args = parser.parse_args(words)
+    here = registry.missing
+    registry.missing = lambda what: "left out" if getattr(what, "language", what) in args.without else here(what)
     groups: dict[tuple[str, str, str], bundle.BundleJob] = {}
     refused: list[tuple[str, str]] = []
     seen: set[tuple[KernelId, str, MlaProblem]] = set()
@@ -63,9 +67,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def picked(problems: Iterable[MlaProblem]) -> Iterator[Wanted]:
-    """What `mla_decode` picks for each problem: it sees the page table's width and no lengths."""
+    """What `mla_decode` picks for each problem: it sees the page table's width, no lengths, no mask of one token."""
     for problem in problems:
-        seen = problem.replace(t=problem.max_pages * problem.page_size, lengths="uniform")
+        tokens = problem.max_pages * problem.page_size
+        seen = problem.replace(t=tokens, lengths="uniform", causal=problem.causal and problem.s > 1)
         choice = pick(seen, DEVICE)
         yield choice.kernel, choice.knobs, seen
 

@@ -53,7 +53,7 @@ def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_
     tree = tmp_path / "tree"
     shutil.copytree(repo_root / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
     found = patches(page)
-    assert set(found) == {"printing", "printing2", "memcheck", "racecheck", "synccheck"}
+    assert set(found) == {"printing", "printing2", "memcheck", "racecheck", "synccheck", "hang"}
     code: dict[str, str] = {"clean": sass(tree, tmp_path / "clean")[0]}
     said = {}
     for name, text in found.items():
@@ -78,6 +78,7 @@ def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_
     assert (count("clean", "BAR.SYNC"), count("racecheck", "BAR.SYNC")) == (2, 1)
     assert (count("clean", "ISETP"), count("memcheck", "ISETP")) == (23, 15)
     assert re.search(r"@!P\d BAR\.SYNC", code["synccheck"]) and not re.search(r"@!?P\d BAR\.SYNC", code["clean"])
+    assert "BAR.SYNC.DEFER_BLOCKING 0x1, 0x220" in code["hang"] and "BAR.SYNC.DEFER_BLOCKING 0x1," not in code["clean"]
     lines = {name: len(re.findall(r"^\s+/\*[0-9a-f]{4}\*/", text, re.MULTILINE)) for name, text in code.items()}
     assert (lines["clean"], lines["printing2"]) == (512, 536)
 

@@ -4,8 +4,8 @@
         --to results/h200/profiles
 
 Of each folder report.md, params.json and facts.json are copied to <to>/<mode>/<kernel>/<problem>/. The raw report and
-the binaries stay behind (tens of MB). facts.json keeps the named figures and the stall reasons of every launch, not its
-thousands of raw metrics. Paths of the machine are cut to their last part.
+the binaries stay behind (tens of MB). facts.json keeps the named figures, the stall reasons and the hottest lines of
+every launch, not its thousands of raw metrics. Paths of the machine are cut to their last part.
 """
 
 from __future__ import annotations

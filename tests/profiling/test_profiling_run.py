@@ -184,7 +184,14 @@ def test_annotation_without_the_device_says_what_compiling_can(tmp_path: Path) -
     assert made(below)["ran"] is False
 
 
-def test_resources_come_without_the_compiler_where_they_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UserError("there is no compiler here."), "there is no compiler here."),
+        (ModuleNotFoundError("No module named 'cutlass'", name="cutlass"), "cutlass is not installed"),
+    ],
+)
+def test_resources_come_without_the_compiler_where_they_are_kept(error: Exception, said: str, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     from mla_var3.profiling import run as module
@@ -195,14 +202,14 @@ def test_resources_come_without_the_compiler_where_they_are_kept(tmp_path: Path)
     class Kernel:
         def compile(self, out_dir: Path | None, device: Any) -> Any:
             if out_dir is not None:
-                raise UserError("there is no compiler here.")
+                raise error
             return kept
 
     facts = Facts("cute-dsl/flash_mla", {}, None)  # type: ignore[arg-type]
     plan: Any = SimpleNamespace(plan_empty=Kernel)
     module._compile(KernelId("cute-dsl", "mla", "flash_mla", 0), plan, Device.get("h200"), tmp_path, facts)
     assert facts.compiled is kept
-    assert facts.notes == ["no artefacts: there is no compiler here."]
+    assert facts.notes == [f"no artefacts: {said}"]
 
 
 # ---------------------------------------------------------------- ncu

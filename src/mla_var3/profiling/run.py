@@ -187,8 +187,9 @@ def _compile(kernel: KernelId, plan: KernelPlan, device: Device, folder: Path, f
         return
     try:
         facts.compiled = plan.plan_empty().compile(folder / "artefacts", device)
-    except UserError as error:
-        facts.notes.append(f"no artefacts: {error}")
+    except (UserError, ImportError) as error:
+        missing = f"{error.name} is not installed" if isinstance(error, ImportError) else str(error)
+        facts.notes.append(f"no artefacts: {missing}")
         # What a bundle or the cache has of it says the resources, without its compiler.
         with contextlib.suppress(UserError):
             facts.compiled = plan.plan_empty().compile(None, device)

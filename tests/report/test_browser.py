@@ -145,6 +145,9 @@ def test_filters_leave_only_what_passes(open_page: Open, shipped_page: Path) -> 
     assert "cutile-dsl/flash_mla" in tab.inner_text("#map-lead")
     tab.select_option("#phase", "prefill")
     tab.evaluate("report.settled()")
+    assert {w["kernel"] for w in tab.evaluate("report.winners()")} == {"cutile-dsl/flash_attention"}
+    tab.uncheck("#languages input[value=cutile-dsl]")
+    tab.evaluate("report.settled()")
     assert "Nothing was measured that passes the filters" in tab.inner_text("#map")
     tab.check("#languages input[value=peer]")
     tab.evaluate("report.settled()")

@@ -165,6 +165,15 @@ def _fastest(points: Iterable[Point], state: str) -> dict[tuple[int, str], Point
     return best
 
 
+def designs(points: Iterable[Point]) -> list[str]:
+    """Designs that are not a library's, those with the most versions first."""
+    versions: dict[str, set[tuple[str, int]]] = {}
+    for p in points:
+        if not p.is_peer:
+            versions.setdefault(p.design, set()).add((p.language, p.record.kernel.version))
+    return sorted(versions, key=lambda name: (-len(versions[name]), name))
+
+
 def ladders(points: Sequence[Point], design: str, cell: str, state: str) -> list[Ladder]:
     """One for each language that has the design on that cell. points: of one device, newest."""
     found = []
@@ -281,5 +290,5 @@ def compare(before: Sequence[Point], after: Sequence[Point], state: str) -> Comp
 
 __all__ = [
     "INSTRUCTION_KINDS", "STATES", "Comparison", "Ladder", "Move", "Roof", "Step", "Winner", "by_cell", "compare",
-    "geometric_mean", "instruction_mix", "ladders", "order", "overlap", "pairs", "panel", "roofs", "winners",
+    "designs", "geometric_mean", "instruction_mix", "ladders", "order", "overlap", "pairs", "panel", "roofs", "winners",
 ]  # fmt: skip

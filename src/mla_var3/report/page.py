@@ -144,7 +144,7 @@ def page_data(
         "compare": [sets.index(name) for name in compare] if compare else None,
         "devices": [{"key": key, "name": _device_name(key)} for key in gathered.devices],
         "languages": languages,
-        "designs": sorted({p.design for p in gathered.points if not p.is_peer}),
+        "designs": answers.designs(gathered.points),
         "kernels": [{"label": k.label, "code": k.code, "colour": k.colour, "light": k.light} for k in kernels.values()],
         "sets": sets,
         "cells": list(cells.values()),

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", metavar="KEY", help="of tables and pictures (default: the one with most records)")
     parser.add_argument("--cell", metavar="CELL", help="b128_s1_h128_t4096 (default: the one with most contenders)")
-    parser.add_argument("--design", metavar="NAME", help="of the ladder (default flash_mla)")
+    parser.add_argument("--design", metavar="NAME", help="of the ladder (default: the one with the most versions)")
     parser.add_argument("--languages", nargs=2, metavar="NAME", help="to compare (default cutile-dsl cute-dsl)")
     parser.add_argument("--compare", nargs=2, metavar="SET", help="two record files, folders, or sets of --show sets")
     parser.add_argument("--show", nargs="+", choices=SHOWS, default=[], help="tables on the terminal")
@@ -153,7 +153,7 @@ def _set(text: str, gathered: Gathered) -> str:
 
 
 def _choice(args: argparse.Namespace, gathered: Gathered, sets: tuple[str, str] | None) -> Choice:
-    from mla_var3.report.answers import by_cell
+    from mla_var3.report.answers import by_cell, designs
     from mla_var3.report.export import Choice
 
     device = args.device or gathered.devices[0]
@@ -164,10 +164,10 @@ def _choice(args: argparse.Namespace, gathered: Gathered, sets: tuple[str, str] 
     if args.cell and args.cell not in blocks:
         raise UserError(f"no record of cell {args.cell!r} on {device}: {nearest(args.cell, blocks)}.")
     most = max(blocks, key=lambda name: (len(blocks[name]), blocks[name][0].problem.rows))
-    designs = sorted({p.design for p in mine if not p.is_peer})
-    design = args.design or ("flash_mla" if "flash_mla" in designs or not designs else designs[0])
-    if args.design and design not in designs:
-        raise UserError(f"no record of design {design!r}: {nearest(design, designs)}.")
+    known = designs(mine)
+    design = args.design or (known[0] if known else "flash_mla")
+    if args.design and design not in known:
+        raise UserError(f"no record of design {design!r}: {nearest(design, known)}.")
     languages = sorted({p.language for p in mine})
     for name in args.languages or ():
         if name not in languages:

@@ -10,20 +10,19 @@ and a row whose splits are all empty has out = 0 and lse = +inf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cuda.tile as ct
 
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
+from mla_var3.kernel.cutile.lib.latent import LN2, LOG2E
 from mla_var3.runtime.ct_kernel import CtKernel
 
 if TYPE_CHECKING:
     import torch
 
 ConstInt = ct.Constant[int]
-
-LN2 = 0.6931471805599453
-LOG2E = 1.4426950408889634
 
 #: A block reads (splits, columns) of one row at once: FEW by all columns, or MANY by a quarter of them. It reads
 #: without TMA: with it a block took 98 KB of shared memory and an SM held one; without it, six.
@@ -94,50 +93,71 @@ def combine(
         LSE.get_raw_memory().store_offset(at_out, lse)
 
 
-def combine_kernel(
-    o_part: torch.Tensor | None,
-    lse_part: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
+def join_rows(
+    kernel: Any,
+    name: str,
+    blocks: Callable[[int], int],
+    constants: list[int],
+    tensors: tuple[torch.Tensor | None, ...],
     *,
     s: int,
     h: int,
-    width: int,
     dtype: str,
     tiling: Any = None,
     plan: Any = None,
 ) -> CtKernel:
-    """A kernel that combines o_part (b, splits, s, h, width) and lse_part (b, splits, s, h), both float32, into
-    out (b, s, h, width) and lse (b, h, s). With None for the tensors it compiles only. `width` is a power of two.
+    """A kernel over (s · h, blocks(splits), b) that takes handles of o_part, lse_part, out and lse, the number of
+    splits, s, h and `constants`. With None for the tensors it compiles only.
     """
-    constants = [s, h, width, FEW, MANY, COLUMN_BLOCKS]
+    constants = [s, h, *constants]
+    o_part, lse_part, out, lse = tensors
 
     def grid(_: Any) -> tuple[int, ...]:
-        return (s * h, 1 if o_part.shape[1] <= FEW else COLUMN_BLOCKS, out.shape[0])
+        return (s * h, blocks(o_part.shape[1]), out.shape[0])
 
     def args(_: Any) -> tuple[Any, ...]:
-        handles = [handle(t) for t in (o_part, lse_part, out, lse)]
-        return (*handles, o_part.shape[1], *constants)
+        return (*(handle(t) for t in (o_part, lse_part, out, lse)), o_part.shape[1], *constants)
 
     def describe(_: Any) -> Any:
         return signature([ct.float32, ct.float32, ct_dtype(dtype), ct.float32], [ct.int32], constants)
 
     bound = out is not None
     return CtKernel(
-        combine,
+        kernel,
         grid,
         args,
         [o_part, lse_part] if bound else [],
         [out, lse] if bound else [],
         tiling,
         signature_fn=describe,
-        name="combine",
+        name=name,
         plan=plan,
     )
 
 
-def warm_up(like: torch.Tensor, *, s: int, h: int, width: int, dtype: str) -> None:
-    """Compiles and loads `combine_kernel` for these sizes by combining one row of one split, on the current stream.
+def combine_kernel(
+    o_part: torch.Tensor | None,
+    lse_part: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    *,
+    width: int,
+    **rest: Any,
+) -> CtKernel:
+    """A kernel that combines o_part (b, splits, s, h, width) and lse_part (b, splits, s, h), both float32, into
+    out (b, s, h, width) and lse (b, h, s). With None for the tensors it compiles only. `width` is a power of two;
+    for the rest see `join_rows`.
+    """
+    constants = [width, FEW, MANY, COLUMN_BLOCKS]
+    tensors = (o_part, lse_part, out, lse)
+    return join_rows(
+        combine, "combine", lambda splits: 1 if splits <= FEW else COLUMN_BLOCKS, constants, tensors, **rest
+    )
+
+
+def warm_up(make: Callable[..., CtKernel], like: torch.Tensor, *, s: int, h: int, width: int, dtype: str) -> None:
+    """Compiles and loads the kernel of `make` (`combine_kernel`, say) by combining one row of one split, on the current
+    stream.
 
     like: a CUDA tensor of the output's dtype. After it a launch compiles nothing, also in a graph capture. It takes
     0.75 s, less when cuTile's cache on disk has the code, and 0.1 ms when the process has it.
@@ -146,7 +166,7 @@ def warm_up(like: torch.Tensor, *, s: int, h: int, width: int, dtype: str) -> No
 
     part = torch.zeros((1, 1, width), dtype=torch.float32, device=like.device)
     lse_part = torch.zeros(1, dtype=torch.float32, device=like.device)
-    kernel = combine_kernel(
+    kernel = make(
         part, lse_part, like.new_empty((1, width)), torch.empty_like(lse_part), s=s, h=h, width=width, dtype=dtype
     )
     kernel.grid_fn = lambda _: (1, 1, 1)

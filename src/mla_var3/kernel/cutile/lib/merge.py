@@ -16,19 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import cuda.tile as ct
 
-from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
-from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.kernel.cutile.lib.combine import join_rows
+from mla_var3.kernel.cutile.lib.latent import FLOOR, LN2, LOG2E
 
 if TYPE_CHECKING:
     import torch
 
+    from mla_var3.runtime.ct_kernel import CtKernel
+
 ConstInt = ct.Constant[int]
-
-LN2 = 0.6931471805599453
-LOG2E = 1.4426950408889634
-
-#: Below every log-sum-exp: the maximum of splits that are all empty.
-FLOOR = -1.0e30
 
 #: (splits that a block takes at once, blocks that share the columns of a row): the first that holds them all is used.
 LAYOUTS = ((8, 1), (32, 4), (128, 8), (256, 16))
@@ -142,52 +138,12 @@ def combine_splits_kernel(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     *,
-    s: int,
-    h: int,
     width: int,
-    dtype: str,
-    tiling: Any = None,
-    plan: Any = None,
+    **rest: Any,
 ) -> CtKernel:
     """A kernel that combines o_part (b, splits, s, h, width) and lse_part (b, splits, s, h), both float32, into
-    out (b, s, h, width) and lse (b, h, s). With None for the tensors it compiles only. `width` is a power of two.
+    out (b, s, h, width) and lse (b, h, s). With None for the tensors it compiles only. `width` is a power of two;
+    for the rest see `combine.join_rows`.
     """
-    constants = [s, h, width]
-
-    def grid(_: Any) -> tuple[int, ...]:
-        return (s * h, column_blocks(o_part.shape[1]), out.shape[0])
-
-    def args(_: Any) -> tuple[Any, ...]:
-        return (*(handle(x) for x in (o_part, lse_part, out, lse)), o_part.shape[1], *constants)
-
-    def describe(_: Any) -> Any:
-        return signature([ct.float32, ct.float32, ct_dtype(dtype), ct.float32], [ct.int32], constants)
-
-    bound = out is not None
-    return CtKernel(
-        combine_splits,
-        grid,
-        args,
-        [o_part, lse_part] if bound else [],
-        [out, lse] if bound else [],
-        tiling,
-        signature_fn=describe,
-        name="combine_splits",
-        plan=plan,
-    )
-
-
-def warm_up(like: torch.Tensor, *, s: int, h: int, width: int, dtype: str) -> None:
-    """Compiles and loads `combine_splits` for these sizes by combining one row of one split, on the current stream.
-
-    like: a CUDA tensor of the output's dtype. After it a launch compiles nothing, also in a graph capture.
-    """
-    import torch
-
-    part = torch.zeros((1, 1, width), dtype=torch.float32, device=like.device)
-    lse_part = torch.zeros(1, dtype=torch.float32, device=like.device)
-    kernel = combine_splits_kernel(
-        part, lse_part, like.new_empty((1, width)), torch.empty_like(lse_part), s=s, h=h, width=width, dtype=dtype
-    )
-    kernel.grid_fn = lambda _: (1, 1, 1)
-    kernel.launch()
+    tensors = (o_part, lse_part, out, lse)
+    return join_rows(combine_splits, "combine_splits", column_blocks, [width], tensors, **rest)

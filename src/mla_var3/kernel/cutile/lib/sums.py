@@ -18,18 +18,13 @@ from typing import TYPE_CHECKING, Any
 import cuda.tile as ct
 
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
+from mla_var3.kernel.cutile.lib.latent import FLOOR, LATENT, LN2
 from mla_var3.runtime.ct_kernel import CtKernel
 
 if TYPE_CHECKING:
     import torch
 
 ConstInt = ct.Constant[int]
-
-LATENT = 512
-LN2 = 0.6931471805599453
-
-#: Below every maximum of scores: what a split without a key leaves, with a sum of 0.
-FLOOR = -1.0e30
 
 #: Sums below it have not overflowed on the way.
 LARGE = 1.0e38

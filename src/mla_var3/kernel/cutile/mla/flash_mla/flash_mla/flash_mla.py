@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
 from mla_var3.kernel.cutile.lib.combine import combine_kernel, warm_up
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
-from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+from mla_var3.kernel.cutile.lib.latent import LatentPlan, ceil_pow2, takes_pages_of_16
+from mla_var3.runtime import CtKernel, KernelPipeline, Tiling, Verdict
 
 if TYPE_CHECKING:
     from mla_var3.problem import MlaProblem
@@ -283,26 +283,6 @@ def flash_mla(
         ct.store(lses, (slot, s_tile, head_kv, g_tile), ct.where(none, float("-inf"), lse))
 
 
-def _accepts(pd: MlaProblem) -> Verdict:
-    if (pd.k, pd.p) != (LATENT, ROPE):
-        return Verdict.no(f"written for latent 512 and rope 64; the problem has k = {pd.k}, p = {pd.p}.")
-    if pd.n:
-        return Verdict.no(f"attends to latent tokens only; the problem keeps n = {pd.n} decompressed ones.")
-    page = pd.page_size
-    if page & (page - 1) or page < 16:
-        return Verdict.no(f"pages of {page} tokens: cuTile tiles are powers of two, use pages of 16, 32, 64, …")
-    if pd.b * pd.s * pd.h * LATENT >= 2**31:
-        return Verdict.no(
-            f"b · s · h = {pd.b * pd.s * pd.h} query rows: output offsets are 32 bits, use under 4194304."
-        )
-    return Verdict.yes()
-
-
-def ceil_pow2(x: int) -> int:
-    """The smallest power of two that is at least x (x >= 1)."""
-    return 1 << (x - 1).bit_length()
-
-
 def choose_splits(blocks: int, tiles: int, sms: int) -> int:
     """How many parts to split each request's tokens into.
 
@@ -318,11 +298,13 @@ def choose_splits(blocks: int, tiles: int, sms: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)
 
 
-class FlashMlaPlan(KernelPlan):
+class FlashMlaPlan(LatentPlan):
     """Absorbed MLA decode in cuTile, base version."""
 
     tiling_type = FlashMlaTiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=_accepts)
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes_pages_of_16
+    )
     deterministic = True
 
     def default_tiling(self) -> FlashMlaTiling:
@@ -349,25 +331,8 @@ class FlashMlaPlan(KernelPlan):
         ]
         return list(dict.fromkeys(t for t in (base, *others, *splits) if t.validate(pd, self.device)))
 
-    # ------------------------------------------------------------ sizes
-    def row_shape(self) -> tuple[int, int]:
-        """(query tokens, heads of the group) of a tile of rows."""
-        tg = min(self.tiling.tile_m, ceil_pow2(self.problem.group))
-        return self.tiling.tile_m // tg, tg
-
-    def row_tiles(self) -> int:
-        """Tiles of query rows of one request, over all latent caches."""
-        ts, tg = self.row_shape()
-        pd = self.problem
-        return -(-pd.s // ts) * -(-pd.group // tg) * pd.h_kv
-
-    def num_splits(self, b: int, max_pages: int) -> int:
-        """Splits of the bound kernel: the tiling's, or the model's for these sizes; lengths are not looked at."""
-        tiles = max_pages * self.problem.page_size // self.tiling.tile_n
-        if self.tiling.num_splits:
-            return min(self.tiling.num_splits, max(tiles, 1))
-        device = self.device or Device.detect()
-        return choose_splits(b * self.row_tiles(), tiles, device.num_sms if device is not None else 132)
+    def choose_splits(self, blocks: int, tiles: int, sms: int) -> int:
+        return choose_splits(blocks, tiles, sms)
 
     # ------------------------------------------------------------ kernels
     def _constants(self) -> list[Any]:
@@ -409,21 +374,14 @@ class FlashMlaPlan(KernelPlan):
         import torch
 
         self.require()
-        q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
-        pd = self.problem
-        b = q.shape[0]
-        splits = self.num_splits(b, page_table.shape[1])
-        out = torch.empty((b, pd.s, pd.h, LATENT), dtype=q.dtype, device=q.device)
-        lse = torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=q.device)
+        q = inputs[0]
+        splits = self.bound_splits(inputs)
+        out, lse = self.whole(q.shape[0], q)
         if splits == 1:
             self._warm_combine(q)
             unused = torch.empty((2, 4), dtype=torch.float32, device=q.device)
             return self._main(inputs, (out, lse), tuple(unused), 1)
-        o_part = torch.empty((b, splits, pd.s, pd.h, LATENT), dtype=torch.float32, device=q.device)
-        lse_part = torch.empty((b, splits, pd.s, pd.h), dtype=torch.float32, device=q.device)
+        o_part, lse_part = self.row_parts(q.shape[0], splits, q)
         main = self._main(inputs, (out, lse), (o_part, lse_part), splits)
         joined = self._combine(o_part, lse_part, out, lse)
         return KernelPipeline(
@@ -450,7 +408,7 @@ class FlashMlaPlan(KernelPlan):
         pd = self.problem
         key = ("combine", pd.s, pd.h, pd.dtype, q.device)
         if self.tiling.num_splits != 1 and q.is_cuda and key not in self.compiled:
-            warm_up(q, s=pd.s, h=pd.h, width=LATENT, dtype=pd.dtype)
+            warm_up(combine_kernel, q, s=pd.s, h=pd.h, width=LATENT, dtype=pd.dtype)
             self.compiled[key] = True
 
     def _combine(self, o_part: Any, lse_part: Any, out: Any, lse: Any) -> CtKernel:

@@ -35,25 +35,17 @@ from typing import TYPE_CHECKING, Any
 import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
+from mla_var3.kernel.cutile.lib.combine import warm_up
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
-from mla_var3.kernel.cutile.lib.merge import combine_splits_kernel, last_to_arrive, merge_parts, warm_up
-from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+from mla_var3.kernel.cutile.lib.latent import FLOOR, LATENT, LN2, LOG2E, WIDTH, LatentPlan, ceil_pow2, takes_pages_of_16
+from mla_var3.kernel.cutile.lib.merge import combine_splits_kernel, last_to_arrive, merge_parts
+from mla_var3.runtime import CtKernel, KernelPipeline, Tiling, Verdict
 
 if TYPE_CHECKING:
     from mla_var3.problem import MlaProblem
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
-
-LATENT = 512
-ROPE = 64
-WIDTH = LATENT + ROPE
-LN2 = 0.6931471805599453
-LOG2E = 1.4426950408889634
-
-#: Running maximum before any key: finite, so that "maximum minus maximum" is never infinity minus infinity.
-FLOOR = -1.0e30
 
 #: Of the shared memory of a block: barriers, row statistics, descriptors.
 SMEM_MISC = 2048
@@ -272,26 +264,6 @@ def flash_mla_v1(
                 )
 
 
-def _accepts(pd: MlaProblem) -> Verdict:
-    if (pd.k, pd.p) != (LATENT, ROPE):
-        return Verdict.no(f"written for latent 512 and rope 64; the problem has k = {pd.k}, p = {pd.p}.")
-    if pd.n:
-        return Verdict.no(f"attends to latent tokens only; the problem keeps n = {pd.n} decompressed ones.")
-    page = pd.page_size
-    if page & (page - 1) or page < 16:
-        return Verdict.no(f"pages of {page} tokens: cuTile tiles are powers of two, use pages of 16, 32, 64, …")
-    if pd.b * pd.s * pd.h * LATENT >= 2**31:
-        return Verdict.no(
-            f"b · s · h = {pd.b * pd.s * pd.h} query rows: output offsets are 32 bits, use under 4194304."
-        )
-    return Verdict.yes()
-
-
-def ceil_pow2(x: int) -> int:
-    """The smallest power of two that is at least x (x >= 1)."""
-    return 1 << (x - 1).bit_length()
-
-
 def choose_splits(blocks: int, tiles: int, sms: int, tiling: FlashMlaV1Tiling) -> int:
     """How many parts to split each request's tokens into.
 
@@ -315,11 +287,13 @@ def choose_splits(blocks: int, tiles: int, sms: int, tiling: FlashMlaV1Tiling) -
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)
 
 
-class FlashMlaV1Plan(KernelPlan):
+class FlashMlaV1Plan(LatentPlan):
     """Absorbed MLA decode in cuTile, version 1."""
 
     tiling_type = FlashMlaV1Tiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=_accepts)
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes_pages_of_16
+    )
     deterministic = True
 
     def default_tiling(self) -> FlashMlaV1Tiling:
@@ -340,25 +314,8 @@ class FlashMlaV1Plan(KernelPlan):
         splits = [replace(base, num_splits=n) for n in (1, chosen // 2, chosen * 2) if 1 <= n <= MAX_SPLITS]
         return list(dict.fromkeys(x for x in (base, *others, *splits) if x.validate(self.problem, self.device)))
 
-    # ------------------------------------------------------------ sizes
-    def row_shape(self) -> tuple[int, int]:
-        """(query tokens, heads of the group) of a tile of rows."""
-        tg = min(self.tiling.tile_m, ceil_pow2(self.problem.group))
-        return self.tiling.tile_m // tg, tg
-
-    def row_tiles(self) -> int:
-        """Tiles of query rows of one request, over all latent caches."""
-        ts, tg = self.row_shape()
-        pd = self.problem
-        return -(-pd.s // ts) * -(-pd.group // tg) * pd.h_kv
-
-    def num_splits(self, b: int, max_pages: int) -> int:
-        """Splits of the bound kernel: the tiling's, or the model's for these sizes; lengths are not looked at."""
-        tiles = max_pages * self.problem.page_size // self.tiling.tile_n
-        if self.tiling.num_splits:
-            return min(self.tiling.num_splits, max(tiles, 1))
-        device = self.device or Device.detect()
-        return choose_splits(b * self.row_tiles(), tiles, device.num_sms if device is not None else 132, self.tiling)
+    def choose_splits(self, blocks: int, tiles: int, sms: int) -> int:
+        return choose_splits(blocks, tiles, sms, self.tiling)
 
     # ------------------------------------------------------------ kernels
     def _constants(self) -> list[Any]:
@@ -419,22 +376,15 @@ class FlashMlaV1Plan(KernelPlan):
         import torch
 
         self.require()
-        q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
-        pd = self.problem
-        b = q.shape[0]
-        splits = self.num_splits(b, page_table.shape[1])
-        out = torch.empty((b, pd.s, pd.h, LATENT), dtype=q.dtype, device=q.device)
-        lse = torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=q.device)
+        q = inputs[0]
+        b, splits = q.shape[0], self.bound_splits(inputs)
+        out, lse = self.whole(b, q)
         arrived = torch.zeros(max(4, b * self.row_tiles()), dtype=torch.int32, device=q.device)
         if splits == 1:
             self._warm_combine(q)
             unused = torch.empty((2, 4), dtype=torch.float32, device=q.device)
             return self._main(inputs, (out, lse), (*unused, arrived), 1, ())
-        o_part = torch.empty((b, splits, pd.s, pd.h, LATENT), dtype=torch.float32, device=q.device)
-        lse_part = torch.empty((b, splits, pd.s, pd.h), dtype=torch.float32, device=q.device)
+        o_part, lse_part = self.row_parts(b, splits, q)
         parts = (o_part, lse_part, arrived)
         main = self._main(inputs, (out, lse), parts, splits, parts)
         if splits <= self.tiling.merge_splits:
@@ -465,7 +415,7 @@ class FlashMlaV1Plan(KernelPlan):
         key = ("combine", pd.s, pd.h, pd.dtype, q.device)
         fixed = self.tiling.num_splits and self.tiling.num_splits <= self.tiling.merge_splits
         if not fixed and q.is_cuda and key not in self.compiled:
-            warm_up(q, s=pd.s, h=pd.h, width=LATENT, dtype=pd.dtype)
+            warm_up(combine_splits_kernel, q, s=pd.s, h=pd.h, width=LATENT, dtype=pd.dtype)
             self.compiled[key] = True
 
     def _combine(self, o_part: Any, lse_part: Any, out: Any, lse: Any) -> CtKernel:

@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
-from mla_var3.kernel.cutile.lib.sums import FLOOR, LAYOUTS, join_sums_kernel
-from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+from mla_var3.kernel.cutile.lib.latent import FLOOR, LATENT, LN2, LOG2E, WIDTH, LatentPlan, ceil_pow2, takes_latents
+from mla_var3.kernel.cutile.lib.sums import LAYOUTS, join_sums_kernel
+from mla_var3.runtime import CtKernel, KernelPipeline, Tiling, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,6 @@ if TYPE_CHECKING:
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
-
-LATENT = 512
-ROPE = 64
-WIDTH = LATENT + ROPE
-LN2 = 0.6931471805599453
-LOG2E = 1.4426950408889634
 
 #: Tokens of a tile: the M side of a warpgroup's product. Query rows of a tile: with 8, products wait for themselves.
 TOKENS = 64
@@ -234,16 +228,7 @@ def flash_mla_v2(
         ct.store(scales, (slot, x, 1, 0), ct.reshape(total, (1, 1, 1, TM)), allow_tma=False)
 
 
-def ceil_pow2(x: int) -> int:
-    """The smallest power of two that is at least x (x >= 1)."""
-    return 1 << (x - 1).bit_length()
-
-
 def _accepts(pd: MlaProblem) -> Verdict:
-    if (pd.k, pd.p) != (LATENT, ROPE):
-        return Verdict.no(f"written for latent 512 and rope 64; the problem has k = {pd.k}, p = {pd.p}.")
-    if pd.n:
-        return Verdict.no(f"attends to latent tokens only; the problem keeps n = {pd.n} decompressed ones.")
     page = pd.page_size
     if page & (page - 1) or page < TOKENS:
         return Verdict.no(
@@ -254,11 +239,7 @@ def _accepts(pd: MlaProblem) -> Verdict:
         return Verdict.no(
             f"for {ROWS} query rows of a latent cache at most; the problem has {rows}: use cutile-dsl/flash_mla."
         )
-    if pd.b * pd.s * pd.h * LATENT >= 2**31:
-        return Verdict.no(
-            f"b · s · h = {pd.b * pd.s * pd.h} query rows: output offsets are 32 bits, use under 4194304."
-        )
-    return Verdict.yes()
+    return takes_latents(pd)
 
 
 def choose_splits(blocks: int, tiles: int, sms: int, occupancy: int) -> int:
@@ -277,7 +258,7 @@ def choose_splits(blocks: int, tiles: int, sms: int, occupancy: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)
 
 
-class FlashMlaV2Plan(KernelPlan):
+class FlashMlaV2Plan(LatentPlan):
     """Absorbed MLA decode in cuTile for few query rows, version 2."""
 
     tiling_type = FlashMlaV2Tiling
@@ -302,26 +283,19 @@ class FlashMlaV2Plan(KernelPlan):
         return list(dict.fromkeys(x for x in (base, *others, *splits) if x.validate(self.problem, self.device)))
 
     # ------------------------------------------------------------ sizes
-    def row_shape(self) -> tuple[int, int]:
-        """(query tokens, heads of the group) of a tile of rows."""
-        tg = ceil_pow2(self.problem.group)
-        return ROWS // tg, tg
+    def tile_rows(self) -> int:
+        return ROWS
 
-    def row_tiles(self) -> int:
-        """Tiles of query rows of one request, over all latent caches."""
-        return -(-self.problem.s // self.row_shape()[0]) * self.problem.h_kv
+    def tile_tokens(self) -> int:
+        return TOKENS
+
+    def choose_splits(self, blocks: int, tiles: int, sms: int) -> int:
+        return choose_splits(blocks, tiles, sms, self.tiling.occupancy)
 
     def num_splits(self, b: int, max_pages: int) -> int:
-        """Splits of the bound kernel: the tiling's, or the model's for these sizes; lengths are not looked at."""
-        tiles = max_pages * self.problem.page_size // TOKENS
-        blocks = b * self.row_tiles()
-        splits = self.tiling.num_splits
-        if not splits:
-            device = self.device or Device.detect()
-            sms = device.num_sms if device is not None else 132
-            splits = choose_splits(blocks, tiles, sms, self.tiling.occupancy)
         # Offsets in the partial results are 32 bits.
-        return max(1, min(splits, tiles, (2**31 - 1) // max(1, blocks * LATENT * ROWS)))
+        most = (2**31 - 1) // max(1, b * self.row_tiles() * LATENT * ROWS)
+        return max(1, min(super().num_splits(b, max_pages), most))
 
     # ------------------------------------------------------------ kernels
     def _main(self, inputs: tuple[Any, ...], results: tuple[Any, ...], splits: int) -> CtKernel:
@@ -397,14 +371,6 @@ class FlashMlaV2Plan(KernelPlan):
             plan=self,
         )
 
-    def _whole(self, b: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (b, s, h, 512) and lse (b, h, s), uninitialised."""
-        import torch
-
-        pd = self.problem
-        out = torch.empty((b, pd.s, pd.h, LATENT), dtype=like.dtype, device=like.device)
-        return out, torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=like.device)
-
     def _parts(self, b: int, splits: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values (b, splits, tiles, 512, rows) and scales (b, splits, tiles, 2, rows), uninitialised."""
         import torch
@@ -414,16 +380,11 @@ class FlashMlaV2Plan(KernelPlan):
         return values, torch.empty((*shape, 2, ROWS), dtype=torch.float32, device=like.device)
 
     def plan(self, *inputs: Any) -> CtKernel | KernelPipeline:
-        import torch
-
         self.require()
-        q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
-        splits = self.num_splits(q.shape[0], page_table.shape[1])
+        q = inputs[0]
+        splits = self.bound_splits(inputs)
         self._warm_other(inputs, splits)
-        whole = self._whole(q.shape[0], q)
+        whole = self.whole(q.shape[0], q)
         if splits == 1:
             return self._main(inputs, whole, 1)
         parts = self._parts(q.shape[0], splits, q)
@@ -448,7 +409,7 @@ class FlashMlaV2Plan(KernelPlan):
         if self.tiling.num_splits or not q.is_cuda or key in self.compiled or not q.shape[0]:
             return
         nothing = torch.zeros((1, 4), dtype=torch.int32, device=q.device)
-        few, whole = (q[:1], kv_cache, nothing, nothing[0]), self._whole(1, q)
+        few, whole = (q[:1], kv_cache, nothing, nothing[0]), self.whole(1, q)
         self._main(few, *((self._parts(1, 2, q), 2) if splits == 1 else (whole, 1))).launch()
         for most, _ in LAYOUTS:
             parts = self._parts(1, most, q)

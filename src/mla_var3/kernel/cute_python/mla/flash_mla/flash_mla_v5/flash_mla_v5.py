@@ -23,23 +23,18 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.lib import paged, rows, softmax, wgmma
-from mla_var3.kernel.cute_python.lib.barriers import named_sync
-from mla_var3.kernel.cute_python.lib.latent import ending, loads, order
+from mla_var3.kernel.cute_python.lib import paged, rows, wgmma
+from mla_var3.kernel.cute_python.lib.latent import loads, order
 from mla_var3.kernel.cute_python.lib.latent.consumer import (
     CONSUMER_REGISTERS,
     CONSUMERS,
-    CONSUMERS_JOIN,
-    EVEN,
-    ODD,
     PRODUCER_REGISTERS,
     THREADS,
     shared_storage,
 )
 from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsPlan, PartsTiling
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, work_range
-from mla_var3.kernel.cute_python.lib.phased import steps
-from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+from mla_var3.kernel.cute_python.lib.phased import block as consumers
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -109,29 +104,10 @@ def flash_mla_v5(
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        if first < end:
-            one_a_row = cute.make_layout(TILE_M)
-            row_max = storage.row_max.get_tensor(one_a_row)
-            if thread < TILE_M:
-                row_max[thread] = softmax.NO_KEY
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.fence_view_async_shared()
-            named_sync(CONSUMERS_JOIN, CONSUMERS)
-            common = (q_tile, kv_base, full, empty, scale_log2, seq_len, first_row)
-            shared = {"row_max": row_max, "shares": shares, "registers": ending.result_registers(shape)}
-            if warp < WARPGROUP // 32:
-                w = steps.PhasedConsumer(EVEN, shape, dtype, thread, *common, **shared)
-                steps.consume(w, steps.even_step, first, end, least)
-            else:
-                w = steps.PhasedConsumer(ODD, shape, dtype, thread - WARPGROUP, *common, **shared)
-                steps.consume(w, steps.odd_step, first, end, least)
-            cute.arch.griddepcontrol_launch_dependents()  # `combine_rows` may start
-            sums = cute.make_tensor(storage.sums0.data_ptr(), cute.make_layout((TILE_M, 2)))  # and sums1 behind it
-            ending.finish(
-                shared["registers"], sums, kv_base, target, marks, index, kv_head, first_row, whole, shape, thread
-            )  # fmt: skip
-        else:
-            ending.store_empty(target, marks, index, kv_head, first_row, whole, shape, thread)
+        consumers.consume(
+            storage, q_tile, target, marks, scale_log2, seq_len, first, end, least, index, kv_head, first_row, whole,
+            warp, thread, shape, shares, zero_padding=False,
+        )  # fmt: skip
 
 
 flash_mla_v5.set_name_prefix("flash_mla_v5", remove_cutlass_symbol=True, keep_mangled_name=False)

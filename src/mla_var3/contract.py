@@ -136,7 +136,7 @@ def of_design(
     from mla_var3.device import Device
     from mla_var3.kernel import registry
     from mla_var3.problem import MlaProblem
-    from mla_var3.runtime.checking import check
+    from mla_var3.runtime.correctness.checking import check
     from mla_var3.sweep.cpu import use_interpreter
 
     version = registry.KernelId.parse(label)
@@ -489,7 +489,7 @@ def _target(args: argparse.Namespace) -> Contract:
         return load(path)
     contract = of_design(args.target, fields=fields, device=args.device)
     args.own_bounds = args.rtol is None and args.atol is None
-    # As in mla_var3.runtime.checking for inputs of this spread.
+    # As in mla_var3.runtime.correctness.checking for inputs of this spread.
     args.rtol = 2.01 / 128 if args.rtol is None else args.rtol
     args.atol = 8e-4 if args.atol is None else args.atol
     return contract

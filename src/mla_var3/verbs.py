@@ -131,7 +131,7 @@ def check(args: argparse.Namespace) -> int:
         kernels = list(dict.fromkeys([*kernels, choice.kernel]))
     if where == "cpu":
         print("no GPU here: checking on the CPU at small sizes" if args.device == "auto" else "checking on the CPU")
-    from mla_var3.runtime.checking import check as run_check
+    from mla_var3.runtime.correctness.checking import check as run_check
 
     asked = tiling_fields(args.tiling)
     cases = [case.strip() for case in args.cases.split(",")] if args.cases else None

@@ -9,7 +9,7 @@ from bench_fakes import FakeTiling
 
 from mla_var3.device import Requirement
 from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.oracle import mla_decode_reference
+from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
 
 class TorchRight(KernelPlan):

@@ -136,7 +136,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cases_that_an_interface_rules_out_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.runtime import checking
+    from mla_var3.runtime.correctness import checking
 
     asked: list[Any] = []
     monkeypatch.setattr(checking, "check", lambda *a, **k: asked.append(k["cases"]))

@@ -254,8 +254,8 @@ def test_the_watched_process_refuses_without_a_gpu(
 
 
 def test_the_watched_process_judges_with_the_oracle() -> None:
-    from mla_var3.runtime.inputs import make_inputs
-    from mla_var3.runtime.oracle import mla_decode_reference
+    from mla_var3.runtime.correctness.inputs import make_inputs
+    from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
     pd = MlaProblem(b=2, h=2, t=20)
     reference = mla_decode_reference(*make_inputs(pd, "cpu", seed=1), k=pd.k, scale=pd.scale, causal=False)

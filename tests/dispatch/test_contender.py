@@ -152,7 +152,7 @@ def test_bench_measures_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_check_checks_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from mla_var3.runtime import checking
+    from mla_var3.runtime.correctness import checking
 
     checked: list[Any] = []
 

@@ -16,7 +16,7 @@ from mla_var3.kernel.cutile.mla.flash_attention.flash_attention.flash_attention 
     FlashAttentionTiling,
 )
 from mla_var3.problem import MlaProblem
-from mla_var3.runtime.prefill import check_prefill, make_prefill_inputs, prefill_reference
+from mla_var3.runtime.correctness.prefill import check_prefill, make_prefill_inputs, prefill_reference
 
 H200 = Device.get("h200")
 CAUSAL = MlaProblem(b=1, s=8192, t=8192, causal=True)
@@ -96,7 +96,7 @@ def test_it_passes_the_check_in_the_interpreter(interpreted: Any, causal: bool) 
 @pytest.mark.parametrize("tiling", [FlashAttentionTiling(), WIDE_K, ONE_GROUP], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_both_loops_are_right_in_the_interpreter(interpreted: Any, tiling: FlashAttentionTiling, causal: bool) -> None:
-    from mla_var3.runtime.checking import bounds_for, compare
+    from mla_var3.runtime.correctness.checking import bounds_for, compare
 
     problem = MlaProblem(b=1, s=300, t=300, h=2, causal=causal, dtype="fp16")
     plan = FlashAttentionPlan(problem, tiling, H200)

@@ -163,7 +163,7 @@ GPU_PROBLEMS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_PROBLEMS)
 def test_it_is_right_on_a_gpu(name: str) -> None:
-    from mla_var3.runtime.checking import check
+    from mla_var3.runtime.correctness.checking import check
 
     report = check(FlashMlaPlan, GPU_PROBLEMS[name])
     assert report.ok, report.reason
@@ -172,7 +172,7 @@ def test_it_is_right_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 5])
 def test_a_graph_replays_over_changed_inputs(splits: int) -> None:
-    from mla_var3.runtime.checking import FLASHMLA, compare
+    from mla_var3.runtime.correctness.checking import FLASHMLA, compare
 
     problem = MlaProblem(b=3, t=900, h=16)
     plan = FlashMlaPlan(problem, FlashMlaTiling(True, 16, num_splits=splits))

@@ -21,8 +21,8 @@ from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v1.flash_mla_v1 import (
     choose_splits,
 )
 from mla_var3.problem import MlaProblem
-from mla_var3.runtime.checking import bounds_for, compare
-from mla_var3.runtime.inputs import make_inputs
+from mla_var3.runtime.correctness.checking import bounds_for, compare
+from mla_var3.runtime.correctness.inputs import make_inputs
 
 H200 = Device.get("h200")
 ROWS = FlashMlaV1Tiling()
@@ -188,7 +188,7 @@ GPU_CASES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_it_is_right_on_a_gpu(name: str) -> None:
-    from mla_var3.runtime.checking import check
+    from mla_var3.runtime.correctness.checking import check
 
     problem, knobs = GPU_CASES[name]
     plan = FlashMlaV1Plan(problem)

@@ -13,9 +13,9 @@ from mla_var3.kernel.cute_python.lib.decode import DecodePlan
 from mla_var3.ops import fixed
 from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling
 from mla_var3.problem import MlaProblem
-from mla_var3.runtime.checking import DOMINATED, FLASHMLA, NORMAL, compare
-from mla_var3.runtime.inputs import make_inputs, same_class
-from mla_var3.runtime.oracle import gather_tokens, mla_decode_reference
+from mla_var3.runtime.correctness.checking import DOMINATED, FLASHMLA, NORMAL, compare
+from mla_var3.runtime.correctness.inputs import make_inputs, same_class
+from mla_var3.runtime.correctness.oracle import gather_tokens, mla_decode_reference
 from mla_var3.runtime.pipeline import KernelPipeline
 from mla_var3.runtime.torch_kernel import TorchKernel
 from mla_var3.runtime.types import Tiling, Verdict

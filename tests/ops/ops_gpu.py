@@ -12,8 +12,8 @@ from mla_var3.device import Device
 from mla_var3.ops.decode import way_for
 from mla_var3.ops.fixed import HALVES, WHOLE
 from mla_var3.problem import MlaProblem
-from mla_var3.runtime.checking import Bounds, ErrorReport, compare
-from mla_var3.runtime.oracle import mla_decode_reference
+from mla_var3.runtime.correctness.checking import Bounds, ErrorReport, compare
+from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
 FLASH_MLA_SCALE = 576**-0.5
 

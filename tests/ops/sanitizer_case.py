@@ -70,9 +70,9 @@ def main(words: Sequence[str] | None = None) -> int:
         open_bundle(args.bundle)
     import torch
 
-    from mla_var3.runtime.checking import DOMINATED, compare
-    from mla_var3.runtime.inputs import make_inputs
-    from mla_var3.runtime.oracle import mla_decode_reference
+    from mla_var3.runtime.correctness.checking import DOMINATED, compare
+    from mla_var3.runtime.correctness.inputs import make_inputs
+    from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
     wrong = count = 0
     for name, problem, run in cases(args.kernels, args.fixed, args.ops):

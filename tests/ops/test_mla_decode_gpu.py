@@ -15,8 +15,8 @@ from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.ops.engine import Engine, capture_id  # noqa: E402
 from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling  # noqa: E402
 from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.checking import FLASHMLA, check  # noqa: E402
-from mla_var3.runtime.inputs import make_inputs  # noqa: E402
+from mla_var3.runtime.correctness.checking import FLASHMLA, check  # noqa: E402
+from mla_var3.runtime.correctness.inputs import make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from ops_gpu import compile_ahead, judge, same_bits  # noqa: E402
 
 from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.checking import bounds_for  # noqa: E402
-from mla_var3.runtime.inputs import DISTRIBUTIONS, make_inputs  # noqa: E402
+from mla_var3.runtime.correctness.checking import bounds_for  # noqa: E402
+from mla_var3.runtime.correctness.inputs import DISTRIBUTIONS, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.profiling import ncu, tools
+from mla_var3.profiling.modes import ncu, tools
 
 sys.path.insert(0, str(Path(__file__).parent))
 

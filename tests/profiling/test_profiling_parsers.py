@@ -11,9 +11,10 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.profiling import ncu, nsys, sources, spans, timeline
-from mla_var3.profiling.counters import COUNTERS, Launch, main_launch
+from mla_var3.profiling import sources
 from mla_var3.profiling.facts import Facts, against, findings
+from mla_var3.profiling.modes import ncu, nsys, spans, timeline
+from mla_var3.profiling.modes.counters import COUNTERS, Launch, main_launch
 from mla_var3.profiling.roofline import roofline
 
 H200 = Device.get("h200")

@@ -23,8 +23,9 @@ from mla_var3.kernel import registry
 from mla_var3.kernel.__main__ import main as kernel_main
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
-from mla_var3.profiling import MODES, folder, ncu, points, run, spans, target, timeline, tools
-from mla_var3.profiling.event import Timing
+from mla_var3.profiling import MODES, folder, points, run, target
+from mla_var3.profiling.modes import ncu, spans, timeline, tools
+from mla_var3.profiling.modes.event import Timing
 from mla_var3.profiling.request import Request, baseline_of, version_before
 from mla_var3.runtime.types import Verdict
 from mla_var3.sweep import config as sweep_config

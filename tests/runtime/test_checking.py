@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.checking import CASES, FLASHMLA, NORMAL, QUICK, check, compare  # noqa: E402
-from mla_var3.runtime.inputs import GARBAGE_PAGE, make_inputs, same_class  # noqa: E402
-from mla_var3.runtime.oracle import mla_decode_reference  # noqa: E402
+from mla_var3.runtime.correctness.checking import CASES, FLASHMLA, NORMAL, QUICK, check, compare  # noqa: E402
+from mla_var3.runtime.correctness.inputs import GARBAGE_PAGE, make_inputs, same_class  # noqa: E402
+from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
 
 BLOCK = 64
 

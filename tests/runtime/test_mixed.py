@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.mixed import make_mixed_inputs, mixed_reference, old_problem, takes_mixed  # noqa: E402
+from mla_var3.runtime.correctness.mixed import make_mixed_inputs, mixed_reference, old_problem, takes_mixed  # noqa: E402
+from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
+from mla_var3.runtime.correctness.prefill import prefill_reference  # noqa: E402
 from mla_var3.runtime.mixed_cost import Rates, best_n, predict  # noqa: E402
-from mla_var3.runtime.oracle import mla_decode_reference  # noqa: E402
-from mla_var3.runtime.prefill import prefill_reference  # noqa: E402
 
 H200 = Device.get("h200")
 SMALL = MlaProblem(b=2, s=3, t=90, h=2, n=20, causal=True)

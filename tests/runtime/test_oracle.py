@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime import oracle  # noqa: E402
-from mla_var3.runtime.inputs import (  # noqa: E402
+from mla_var3.runtime.correctness import oracle  # noqa: E402
+from mla_var3.runtime.correctness.inputs import (  # noqa: E402
     DISTRIBUTIONS,
     DOMINANT,
     GARBAGE_PAGE,

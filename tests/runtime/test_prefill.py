@@ -12,7 +12,7 @@ from mla_var3.device import Requirement
 from mla_var3.errors import UserError
 from mla_var3.problem import MlaProblem
 from mla_var3.runtime import TorchKernel
-from mla_var3.runtime.prefill import (
+from mla_var3.runtime.correctness.prefill import (
     CASES,
     PrefillPlan,
     check_prefill,

@@ -171,7 +171,7 @@ class CpuBackend:
 
 def _check(torch_device: str, plan_cls: Any, problem: MlaProblem, tiling: Any, device: Any, quick: bool) -> Any:
     """The check of a version; a plan that wraps a library may name cases that its interface rules out."""
-    from mla_var3.runtime.checking import CASES, QUICK, check
+    from mla_var3.runtime.correctness.checking import CASES, QUICK, check
 
     left_out = tuple(getattr(plan_cls, "leaves_out", ()))
     cases = None

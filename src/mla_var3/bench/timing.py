@@ -63,7 +63,7 @@ class Backend(Protocol):
     clock: str
 
     def check(self, plan_cls: Any, problem: MlaProblem, tiling: Any, device: Any, quick: bool) -> Any:
-        """The verdict of `mla_var3.runtime.checking.check`."""
+        """The verdict of `mla_var3.runtime.correctness.checking.check`."""
 
     def capture(self, calls: Sequence[Call], rotations: int, *, graph: bool = True, separated: bool = False) -> Any:
         """Something `start` can replay: `rotations` times all `calls` in order, warm. `separated`: with a tiny kernel

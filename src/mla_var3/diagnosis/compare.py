@@ -184,7 +184,7 @@ def _loops(versions: Sequence[Version]) -> list[str]:
 
 def _counters(versions: Sequence[Version]) -> list[str]:
     from mla_var3.diagnosis.verdict import command
-    from mla_var3.profiling.counters import COUNTERS
+    from mla_var3.profiling.modes.counters import COUNTERS
 
     with_counters = [v for v in versions if v.evidence.figures]
     if not with_counters:

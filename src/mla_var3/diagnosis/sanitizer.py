@@ -89,7 +89,7 @@ def command(exe: str | Path, tool: str, job: Path, only: str | None = None) -> l
 
 def environment() -> dict[str, str]:
     """Line information in what is compiled, and every tensor an allocation of its own, so that its end is one."""
-    from mla_var3.profiling import tools
+    from mla_var3.profiling.modes import tools
 
     return {**tools.target_env(line_info=True), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -114,7 +114,7 @@ def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S, only: str | None = N
         raise UserError(
             "compute-sanitizer is not here: it comes with the CUDA toolkit (package cuda-sanitizer); put it on PATH."
         )
-    from mla_var3.profiling import tools
+    from mla_var3.profiling.modes import tools
 
     words, log = command(exe, tool, job, only), job.with_name(f"{tool}.log")
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mla_var3.diagnosis.evidence import Evidence
-from mla_var3.profiling.counters import STALLS
+from mla_var3.profiling.modes.counters import STALLS
 
 _BUSY, _LOW = 60.0, 50.0
 _TRAFFIC = 1.15

@@ -190,7 +190,7 @@ _SHOWN = (
 
 def readings(evidence: Evidence) -> list[Reading]:
     """The counters that decide, then the resources, the clock and the power: what of them is known."""
-    from mla_var3.profiling.counters import COUNTERS, STALLS
+    from mla_var3.profiling.modes.counters import COUNTERS, STALLS
 
     titles = {c.key: (c.title, c.unit, c.digits) for c in COUNTERS}
     figures, device, rows = evidence.figures, evidence.device, []

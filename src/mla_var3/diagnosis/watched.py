@@ -34,7 +34,7 @@ def run(job: Mapping[str, Any]) -> tuple[bool, str]:
 
 def judge(found: Sequence[Any], reference: Sequence[Any], dist: str) -> tuple[bool, str]:
     """(right, a sentence) of outputs (out, lse) on the CPU."""
-    from mla_var3.runtime.checking import bounds_for, compare
+    from mla_var3.runtime.correctness.checking import bounds_for, compare
 
     verdict = compare(found[0], found[1], reference[0], reference[1], bounds_for(dist))
     if verdict.ok:

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     mean, dtype = float(out.abs().float().mean()), str(out.dtype).removeprefix("torch.")
     print(f"  ran: out {tuple(out.shape)} {dtype}, mean |out| {mean:.4g}")
     if args.check:
-        from mla_var3.runtime.checking import check
+        from mla_var3.runtime.correctness.checking import check
         from mla_var3.verbs import print_check
 
         report = check(plan_type, problem, tiling, where, hardware=device)

@@ -7,9 +7,10 @@
         resources: {HMMA: "> 0", HGMMA: "== 0"}
         times: {sustained / burst: "> 1.05"}
 
-`counters` are the keys of `mla_var3.profiling.counters` and `stall.NAME`, the share of a stall in per cent; `resources`
-those of a compiled kernel (instructions by their names); `problem` the fields of a problem and `rows` = s·h/h_kv;
-`times` are `of_limit` and `of_read` in per cent, and `burst`, `sustained`, `host` in microseconds. "a / b" is a ratio.
+`counters` are the keys of `mla_var3.profiling.modes.counters` and `stall.NAME`, the share of a stall in per cent;
+`resources` those of a compiled kernel (instructions by their names); `problem` the fields of a problem, and `rows`,
+which is s·h/h_kv; `times` are `of_limit` and `of_read` in per cent, and `burst`, `sustained`, `host` in microseconds.
+"a / b" is a ratio.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _known(group: str, name: str, names: tuple[str, ...]) -> None:
 
 def vocabulary() -> dict[str, tuple[str, ...]]:
     """Names of facts by group; instruction groups of `resources`, in capitals, come on top."""
-    from mla_var3.profiling.counters import COUNTERS, STALLS
+    from mla_var3.profiling.modes.counters import COUNTERS, STALLS
 
     counters = (*(c.key for c in COUNTERS), *(f"stall.{name}" for name in STALLS))
     return {"problem": _PROBLEM, "counters": counters, "resources": _RESOURCES, "times": _TIMES}

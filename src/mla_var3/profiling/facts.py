@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.profiling.counters import STALLS, Launch, main_launch
-from mla_var3.profiling.spans import Span, totals
+from mla_var3.profiling.modes.counters import STALLS, Launch, main_launch
+from mla_var3.profiling.modes.spans import Span, totals
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.profiling.event import Timing
+    from mla_var3.profiling.modes.event import Timing
     from mla_var3.profiling.roofline import Roofline
     from mla_var3.runtime.types import CompiledKernel
 

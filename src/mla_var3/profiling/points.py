@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
-from mla_var3.profiling import folder, tools
+from mla_var3.profiling import folder
+from mla_var3.profiling.modes import tools
 from mla_var3.profiling.request import Request, baseline_of
 
 if TYPE_CHECKING:

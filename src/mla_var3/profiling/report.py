@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.profiling.counters import COUNTERS, STALLS, Launch, main_launch
 from mla_var3.profiling.facts import Facts, against, findings
-from mla_var3.profiling.spans import Span, place, totals
+from mla_var3.profiling.modes.counters import COUNTERS, STALLS, Launch, main_launch
+from mla_var3.profiling.modes.spans import Span, place, totals
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

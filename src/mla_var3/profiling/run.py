@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import EXIT_USER_ERROR, UserError
 from mla_var3.kernel import registry
 from mla_var3.profiling import folder as folders
-from mla_var3.profiling import tools
 from mla_var3.profiling.facts import Facts
+from mla_var3.profiling.modes import tools
 from mla_var3.profiling.request import Request
 from mla_var3.profiling.roofline import roofline
 
@@ -205,13 +205,13 @@ def _compile(kernel: KernelId, plan: KernelPlan, device: Device, folder: Path, f
 def _in_process(request: Request, plan: KernelPlan, folder: Path, facts: Facts) -> None:
     import torch
 
-    from mla_var3.profiling.event import time_call
+    from mla_var3.profiling.modes.event import time_call
     from mla_var3.profiling.target import inputs_of
 
     kernel = plan.plan(*inputs_of(plan))
     facts.timing = time_call(kernel)
     if request.mode == "timeline":
-        from mla_var3.profiling import timeline
+        from mla_var3.profiling.modes import timeline
 
         facts.calls = max(request.launches, TIMELINE_CALLS)
         path = folder / _FILES["timeline"]
@@ -236,12 +236,12 @@ def _under_a_tool(request: Request, kernel: KernelId, plan: KernelPlan, folder: 
     facts.files["job of the profiled process"] = job
     report = folder / _FILES[request.mode]
     if request.mode == "nsys":
-        from mla_var3.profiling import nsys
+        from mla_var3.profiling.modes import nsys
 
         facts.spans, command = nsys.profile(report, job, timeout_s=request.timeout_s)
         facts.commands.append(command)
     else:
-        from mla_var3.profiling import ncu
+        from mla_var3.profiling.modes import ncu
 
         full = request.mode == "ncu"
         names = request.kernel_name or own_names(kernel, plan)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
-from mla_var3.runtime.mixed import takes_mixed
+from mla_var3.runtime.correctness.mixed import takes_mixed
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

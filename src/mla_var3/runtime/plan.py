@@ -56,14 +56,14 @@ class KernelPlan(ABC):
 
     # ------------------------------------------------------------ given
     def prepare_inputs(self, device: str = "cuda", **options: Any) -> tuple[Any, ...]:
-        """Fresh random inputs of the problem; see `mla_var3.runtime.inputs.make_inputs` for the options."""
-        from mla_var3.runtime.inputs import make_inputs
+        """Fresh random inputs of the problem; see `mla_var3.runtime.correctness.inputs.make_inputs` for the options."""
+        from mla_var3.runtime.correctness.inputs import make_inputs
 
         return make_inputs(self.problem, device, **options)
 
     def reference_fn(self, *inputs: Any) -> tuple[Any, ...]:
         """The oracle on these inputs: (out, lse) in higher precision."""
-        from mla_var3.runtime.oracle import mla_decode_reference
+        from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
         q, kv_cache, page_table, seq_lens = inputs
         pd = self.problem

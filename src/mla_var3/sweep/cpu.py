@@ -191,7 +191,7 @@ def run_one(
     import time
 
     from mla_var3.kernel.registry import get_plan
-    from mla_var3.runtime.checking import check
+    from mla_var3.runtime.correctness.checking import check
     from mla_var3.sweep.plan import knobs, own_knobs
 
     began = time.perf_counter()

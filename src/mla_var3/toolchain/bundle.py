@@ -133,7 +133,7 @@ def _add(
     device: Device,
     folder: Path,
 ) -> None:
-    from mla_var3.runtime.checking import case_problems
+    from mla_var3.runtime.correctness.checking import case_problems
 
     def group(of: Tiling) -> tuple[str, str, str]:
         return kernel, problem.problem_class().key(), json.dumps(aot.code_knobs(of), sort_keys=True, default=str)

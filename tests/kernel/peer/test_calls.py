@@ -19,9 +19,9 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.peer.lib import find, flashinfer, kernel
 from mla_var3.problem import MlaProblem
-from mla_var3.runtime.checking import check
-from mla_var3.runtime.inputs import make_inputs
-from mla_var3.runtime.oracle import mla_decode_reference
+from mla_var3.runtime.correctness.checking import check
+from mla_var3.runtime.correctness.inputs import make_inputs
+from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
 CASES_HERE = ("own", "edges", "planned")
 PROBLEM = MlaProblem(b=3, s=2, t=150, h=4, causal=True, dtype="fp16")

@@ -69,7 +69,7 @@ def test_each_peer_declares_what_it_does(kernel: registry.KernelId) -> None:
     assert isinstance(plan_type.allocates, bool)  # type: ignore[attr-defined]
     assert plan_type.formulation == ("decompressed" if kernel.design in PREFILL else "absorbed")
     for name in plan_type.leaves_out:  # type: ignore[attr-defined]
-        from mla_var3.runtime.checking import CASES
+        from mla_var3.runtime.correctness.checking import CASES
 
         assert name in CASES
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mla_var3.kernel.peer.lib import find
 from mla_var3.kernel.peer.lib.kernel import NoKnobs, PeerMixin
-from mla_var3.runtime.prefill import PrefillPlan, takes_prefill
+from mla_var3.runtime.correctness.prefill import PrefillPlan, takes_prefill
 from mla_var3.runtime.types import Verdict
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ import cuda.tile as ct
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
 from mla_var3.runtime import CtKernel, Tiling, Verdict
-from mla_var3.runtime.prefill import PrefillPlan, takes_prefill
+from mla_var3.runtime.correctness.prefill import PrefillPlan, takes_prefill
 
 if TYPE_CHECKING:
     from mla_var3.problem import MlaProblem

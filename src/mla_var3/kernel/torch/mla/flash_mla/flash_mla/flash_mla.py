@@ -15,7 +15,7 @@ import torch
 
 from mla_var3.device import Requirement
 from mla_var3.runtime import KernelPlan, Tiling, TorchKernel, Verdict
-from mla_var3.runtime.oracle import mla_decode_reference
+from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

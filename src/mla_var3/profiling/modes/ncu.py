@@ -17,8 +17,8 @@ from typing import Any
 
 from mla_var3.errors import UserError
 from mla_var3.profiling import sources as files
-from mla_var3.profiling import tools
-from mla_var3.profiling.counters import METRICS, SECTIONS, Hot, Launch
+from mla_var3.profiling.modes import tools
+from mla_var3.profiling.modes.counters import METRICS, SECTIONS, Hot, Launch
 
 #: Most kernels of one profile: an oracle made of torch operations has hundreds.
 MAX_KERNELS = 64
@@ -147,7 +147,7 @@ def read(report: Path, exe: Path, timeout_s: float = 120.0) -> tuple[list[Launch
         words = [*_import(exe, report, "source"), "--print-source", view]
         hot = hot or parse_source(tools.run(words, report.with_suffix(".source.csv"), timeout_s).text)
     if hot and launches:
-        from mla_var3.profiling.counters import main_launch
+        from mla_var3.profiling.modes.counters import main_launch
 
         first = main_launch(launches)
         launches = [

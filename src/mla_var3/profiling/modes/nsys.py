@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from mla_var3.errors import UserError
-from mla_var3.profiling import tools
-from mla_var3.profiling.spans import Span, ordered
+from mla_var3.profiling.modes import tools
+from mla_var3.profiling.modes.spans import Span, ordered
 
 _UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 

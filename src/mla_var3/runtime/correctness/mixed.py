@@ -36,7 +36,7 @@ from mla_var3.runtime.types import Verdict
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.problem import MlaProblem
-    from mla_var3.runtime.checking import CheckReport
+    from mla_var3.runtime.correctness.checking import CheckReport
     from mla_var3.runtime.types import Tiling
 
 
@@ -70,7 +70,7 @@ def make_mixed_inputs(
     """
     import torch
 
-    from mla_var3.runtime.inputs import make_inputs
+    from mla_var3.runtime.correctness.inputs import make_inputs
 
     takes_mixed(problem).require(UserError)
     pd, old = problem, old_problem(problem)
@@ -117,7 +117,7 @@ def mixed_reference(
     """The oracle in float64: one softmax over old and new logits of a head; out (b, s, h, d), lse (b, h, s)."""
     import torch
 
-    from mla_var3.runtime.oracle import gather_tokens
+    from mla_var3.runtime.correctness.oracle import gather_tokens
 
     b, s, h, _ = q_heads.shape
     d, k = w_uv.shape[1:]
@@ -189,7 +189,7 @@ class MixedPlan(KernelPlan):
         seeds: Sequence[int] | None = None,
         hardware: Device | None = None,
     ) -> CheckReport:
-        """What `mla_var3.runtime.checking.check` does for decode; see `check_mixed`."""
+        """What `mla_var3.runtime.correctness.checking.check` does for decode; see `check_mixed`."""
         return check_mixed(cls, problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
 
 
@@ -215,7 +215,7 @@ def _cases(problem: MlaProblem, on_gpu: bool, quick: bool) -> list[tuple[str, Ml
 
 
 #: The latent output is rounded to 16 bits before it meets W_UV, beside P and out: a third u²/12 = 1.3e-6 of cosine
-#: difference, and twice that in the bound, as `mla_var3.runtime.checking` has it for the other two.
+#: difference, and twice that in the bound, as `mla_var3.runtime.correctness.checking` has it for the other two.
 ROUNDED_ONCE_MORE = 2.5e-6
 
 
@@ -232,9 +232,9 @@ def check_mixed(
     """Runs a mixed plan on the problem and, unless quick, on ragged old tokens, n = 0 and o = 0; outputs start as NaN.
 
     Every call is repeated and must give the same bits; a second set of inputs is bound to the planned kernel. Bounds
-    are those of `mla_var3.runtime.checking`, with `ROUNDED_ONCE_MORE` on the cosine differences.
+    are those of `mla_var3.runtime.correctness.checking`, with `ROUNDED_ONCE_MORE` on the cosine differences.
     """
-    from mla_var3.runtime.checking import CaseResult, CheckReport
+    from mla_var3.runtime.correctness.checking import CaseResult, CheckReport
 
     takes_mixed(problem).require(UserError)
     seeds = tuple(seeds) if seeds is not None else (random.SystemRandom().randrange(1 << 30),)
@@ -262,7 +262,7 @@ def _judge(plan: Any, kernel: Any, inputs: Sequence[Any], dist: str) -> Any:
 
     import torch
 
-    from mla_var3.runtime.checking import bounds_for, compare
+    from mla_var3.runtime.correctness.checking import bounds_for, compare
 
     bounds = bounds_for(dist)
     bounds = replace(bounds, out_cos=bounds.out_cos + ROUNDED_ONCE_MORE, row_cos=bounds.row_cos + ROUNDED_ONCE_MORE)

@@ -23,7 +23,7 @@ from mla_var3.runtime.types import Verdict
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.problem import MlaProblem
-    from mla_var3.runtime.checking import CheckReport
+    from mla_var3.runtime.correctness.checking import CheckReport
     from mla_var3.runtime.types import Tiling
 
 DISTRIBUTIONS = ("flashmla", "normal")
@@ -71,7 +71,7 @@ def prefill_reference(
     """
     import torch
 
-    from mla_var3.runtime import oracle
+    from mla_var3.runtime.correctness import oracle
 
     b, s, h, width = q.shape
     t, d = v.shape[1], v.shape[3]
@@ -133,7 +133,7 @@ class PrefillPlan(KernelPlan):
         seeds: Sequence[int] | None = None,
         hardware: Device | None = None,
     ) -> CheckReport:
-        """What `mla_var3.runtime.checking.check` does for decode; see `check_prefill`."""
+        """What `mla_var3.runtime.correctness.checking.check` does for decode; see `check_prefill`."""
         return check_prefill(cls, problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
 
 
@@ -167,12 +167,12 @@ def check_prefill(
     seeds: Sequence[int] | None = None,
     hardware: Device | None = None,
 ) -> CheckReport:
-    """Runs a prefill plan through `CASES`, with the bounds of `mla_var3.runtime.checking`, and judges every result.
+    """Runs a prefill plan through `CASES`, with the bounds of `checking`, and judges every result.
 
     Outputs are filled with NaN before each call, the call is repeated and must give the same bits (unless the plan says
     that it is not deterministic), inputs must not change, and one more set of inputs is bound to the planned kernel.
     """
-    from mla_var3.runtime.checking import CaseResult, CheckReport
+    from mla_var3.runtime.correctness.checking import CaseResult, CheckReport
 
     takes_prefill(problem).require(UserError)
     on_gpu = str(device).startswith("cuda")
@@ -199,7 +199,7 @@ def check_prefill(
 def _judge(plan: Any, kernel: Any, inputs: Sequence[Any], dist: str) -> Any:
     import torch
 
-    from mla_var3.runtime.checking import ErrorReport, bounds_for, compare
+    from mla_var3.runtime.correctness.checking import ErrorReport, bounds_for, compare
 
     def wrong(reason: str) -> ErrorReport:
         return ErrorReport(False, reason, math.inf, math.inf)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError
-from mla_var3.profiling.spans import Span, ordered
+from mla_var3.profiling.modes.spans import Span, ordered
 
 #: Categories of the trace that are work of the device.
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

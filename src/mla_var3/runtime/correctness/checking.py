@@ -63,7 +63,7 @@ NORMAL = replace(DOMINATED, out_abs=8e-3, lse_abs=1e-4)
 
 
 def bounds_for(dist: str) -> Bounds:
-    """The bounds of an input distribution of `mla_var3.runtime.inputs`."""
+    """The bounds of an input distribution of `mla_var3.runtime.correctness.inputs`."""
     return {"flashmla": FLASHMLA, "normal": NORMAL}.get(dist, DOMINATED)
 
 
@@ -243,7 +243,7 @@ QUICK = ("own", "edges", "just_masked", "below_zero", "in_place")
 
 
 def _cases(problem: MlaProblem, on_gpu: bool) -> Iterator[_Case]:
-    from mla_var3.runtime.inputs import DOMINANT, same_class
+    from mla_var3.runtime.correctness.inputs import DOMINANT, same_class
 
     page, s = problem.page_size, problem.s
     longest = max(problem.seq_lens, default=0)
@@ -297,7 +297,7 @@ def check(
     """
     plan_cls, problem, tiling, hardware = _resolve(plan, problem, tiling, device, hardware)
     own = getattr(plan_cls, "check", None)
-    if own is not None:  # another kind of problem, with cases of its own (mla_var3.runtime.prefill)
+    if own is not None:  # another kind of problem, with cases of its own (mla_var3.runtime.correctness.prefill)
         report: CheckReport = own(problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
         return report
     wanted = tuple(cases) if cases is not None else QUICK if quick else tuple(CASES)
@@ -378,7 +378,7 @@ class _Session:
 
     def inputs(self, problem: MlaProblem, seed: int, dist: str = "flashmla") -> tuple[torch.Tensor, ...]:
         """Inputs as the plan's class wants them: a wrapped library may not bear every poison."""
-        from mla_var3.runtime.inputs import make_inputs
+        from mla_var3.runtime.correctness.inputs import make_inputs
 
         return make_inputs(problem, self.device, seed=seed, dist=dist, **getattr(self.plan_cls, "input_options", {}))
 
@@ -404,7 +404,7 @@ def _plain(session: _Session, case: _Case) -> ErrorReport:
 
 def _in_place(session: _Session, case: _Case) -> ErrorReport:
     """Binds to one input set, runs, then writes another one into the same tensors and runs the same kernel again."""
-    from mla_var3.runtime.inputs import same_class
+    from mla_var3.runtime.correctness.inputs import same_class
 
     first = case.problem.seq_lens
     inputs = session.inputs(case.problem, session.seed, case.dist)
@@ -420,7 +420,7 @@ def _far_pages(session: _Session, case: _Case) -> ErrorReport | None:
     """The same pages at the end of a cache of more than 2^31 elements; None where memory is short."""
     import torch
 
-    from mla_var3.runtime.inputs import GARBAGE_PAGE
+    from mla_var3.runtime.correctness.inputs import GARBAGE_PAGE
 
     q, cache, table, lens = session.inputs(case.problem, session.seed, case.dist)
     before = 2**31 // cache[0].numel() + 1
@@ -435,7 +435,7 @@ def _far_pages(session: _Session, case: _Case) -> ErrorReport | None:
 
 def _judge(session: _Session, case: _Case, kernel: Any, inputs: Sequence[torch.Tensor]) -> ErrorReport:
     """Runs twice over poisoned outputs, and compares with the oracle and with the first run."""
-    from mla_var3.runtime.oracle import mla_decode_reference
+    from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
     watched = [(x, x.clone()) for x in inputs if x.numel() < 2**31]
     _poison(kernel)

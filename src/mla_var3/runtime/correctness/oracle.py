@@ -35,7 +35,7 @@ def mla_decode_reference(
     causal: bool,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed attention of every request; see `mla_var3.runtime.inputs` for the inputs.
+    """Absorbed attention of every request; see `mla_var3.runtime.correctness.inputs` for the inputs.
 
     k: latent columns (the values). scale: factor on q·k. causal: query token i sees keys 0 .. len - s + i.
     compute_dtype: torch.float64, or torch.float32 above `FLOAT64_FLOPS`, unless given.

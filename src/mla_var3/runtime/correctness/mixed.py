@@ -24,8 +24,6 @@ with 0 < n < s the mask would reach into the old tokens, which is refused.
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -234,53 +232,10 @@ def check_mixed(
     Every call is repeated and must give the same bits; a second set of inputs is bound to the planned kernel. Bounds
     are those of `mla_var3.runtime.correctness.checking`, with `ROUNDED_ONCE_MORE` on the cosine differences.
     """
-    from mla_var3.runtime.correctness.checking import CaseResult, CheckReport
+    from mla_var3.runtime.correctness.planned import check_cases
 
     takes_mixed(problem).require(UserError)
-    seeds = tuple(seeds) if seeds is not None else (random.SystemRandom().randrange(1 << 30),)
-    results: list[CaseResult] = []
-    for base in seeds:
-        for index, (name, own, dist) in enumerate(_cases(problem, str(device).startswith("cuda"), quick)):
-            seed = base + 101 * index
-            plan = plan_cls(own, tiling, hardware)
-            inputs = make_mixed_inputs(own, device, seed=seed, dist=dist)
-            kernel = plan.plan(*inputs)
-            error = _judge(plan, kernel, inputs, dist)
-            results.append(CaseResult(name, error.ok, error.reason, seed, "plan", own.label, error))
-            if name == "normal":
-                other = make_mixed_inputs(own, device, seed=seed + 1, dist=dist)
-                error = _judge(plan, kernel.bind(*other), other, dist)
-                results.append(CaseResult("bound", error.ok, error.reason, seed + 1, "bind", own.label, error))
-    failed = [c for c in results if not c.ok]
-    reason = "; ".join(f"{c.name} {c.label} (seed {c.seed}): {c.reason}" for c in failed[:3])
-    worst = {key: max((getattr(c.error, key) for c in results), default=math.inf) for key in ("out", "lse")}
-    return CheckReport(not failed, reason, worst, results, tuple(seeds))
-
-
-def _judge(plan: Any, kernel: Any, inputs: Sequence[Any], dist: str) -> Any:
-    from dataclasses import replace
-
-    import torch
-
-    from mla_var3.runtime.correctness.checking import bounds_for, compare
-
-    bounds = bounds_for(dist)
-    bounds = replace(bounds, out_cos=bounds.out_cos + ROUNDED_ONCE_MORE, row_cos=bounds.row_cos + ROUNDED_ONCE_MORE)
-
-    def bits(x: Any) -> Any:  # the cache holds NaN behind each request's last token
-        return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
-
-    before = [x.clone() for x in inputs]
-    runs = []
-    for _ in range(2):
-        for x in (*kernel.output_tensors, *kernel.workspace_tensors):
-            if x.is_floating_point():
-                x.fill_(math.nan)
-        runs.append([x.clone() for x in kernel()])
-    (out, lse), (ref_out, ref_lse) = runs[0], plan.reference_fn(*inputs)
-    report = compare(out, lse, ref_out, ref_lse, bounds)
-    if not all(torch.equal(bits(x), bits(y)) for x, y in zip(inputs, before, strict=True)):
-        return replace(report, ok=False, reason="the call changed its inputs")
-    if report.ok and plan.deterministic and not all(torch.equal(bits(x), bits(y)) for x, y in zip(*runs, strict=True)):
-        return replace(report, ok=False, reason="two calls with the same inputs gave different bits")
-    return report
+    cases = _cases(problem, str(device).startswith("cuda"), quick)
+    return check_cases(
+        plan_cls, cases, make_mixed_inputs, tiling, device, seeds=seeds, hardware=hardware, cos_slack=ROUNDED_ONCE_MORE
+    )

@@ -11,8 +11,6 @@ FLOPs and bytes are those of the decompressed formulation, so a causal problem c
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -169,54 +167,12 @@ def check_prefill(
 ) -> CheckReport:
     """Runs a prefill plan through `CASES`, with the bounds of `checking`, and judges every result.
 
-    Outputs are filled with NaN before each call, the call is repeated and must give the same bits (unless the plan says
-    that it is not deterministic), inputs must not change, and one more set of inputs is bound to the planned kernel.
+    Outputs and workspaces are filled with NaN before each call, the call is repeated and must give the same bits
+    (unless the plan says that it is not deterministic), inputs must not change, and one more set of inputs is bound to
+    the planned kernel.
     """
-    from mla_var3.runtime.correctness.checking import CaseResult, CheckReport
+    from mla_var3.runtime.correctness.planned import check_cases
 
     takes_prefill(problem).require(UserError)
-    on_gpu = str(device).startswith("cuda")
-    seeds = tuple(seeds) if seeds is not None else (random.SystemRandom().randrange(1 << 30),)
-    results: list[CaseResult] = []
-    for base in seeds:
-        for index, (name, own, dist) in enumerate(_cases(problem, on_gpu, quick)):
-            seed = base + 101 * index
-            plan = plan_cls(own, tiling, hardware)
-            inputs = make_prefill_inputs(own, device, seed=seed, dist=dist)
-            kernel = plan.plan(*inputs)
-            error = _judge(plan, kernel, inputs, dist)
-            results.append(CaseResult(name, error.ok, error.reason, seed, "plan", own.label, error))
-            if name == "normal":
-                other = make_prefill_inputs(own, device, seed=seed + 1, dist=dist)
-                error = _judge(plan, kernel.bind(*other), other, dist)
-                results.append(CaseResult("bound", error.ok, error.reason, seed + 1, "bind", own.label, error))
-    failed = [c for c in results if not c.ok]
-    reason = "; ".join(f"{c.name} {c.label} (seed {c.seed}): {c.reason}" for c in failed[:3])
-    worst = {"out": max(c.error.out for c in results), "lse": max(c.error.lse for c in results)}
-    return CheckReport(not failed, reason, worst, results, tuple(seeds))
-
-
-def _judge(plan: Any, kernel: Any, inputs: Sequence[Any], dist: str) -> Any:
-    import torch
-
-    from mla_var3.runtime.correctness.checking import ErrorReport, bounds_for, compare
-
-    def wrong(reason: str) -> ErrorReport:
-        return ErrorReport(False, reason, math.inf, math.inf)
-
-    before = [x.clone() for x in inputs]
-    runs = []
-    for _ in range(2):
-        for x in kernel.output_tensors:
-            x.fill_(math.nan)
-        runs.append([x.clone() for x in kernel()])
-    if not all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True)):
-        return wrong("the call changed its inputs")
-    out, lse = runs[0]
-    if out.dtype != plan.problem.torch_dtype:
-        return wrong(f"out is {out.dtype}, expected {plan.problem.torch_dtype}")
-    ref_out, ref_lse = plan.reference_fn(*inputs)
-    report = compare(out, lse, ref_out, ref_lse, bounds_for(dist))
-    if report.ok and plan.deterministic and not all(torch.equal(x, y) for x, y in zip(*runs, strict=True)):
-        return wrong("two calls with the same inputs gave different bits")
-    return report
+    cases = _cases(problem, str(device).startswith("cuda"), quick)
+    return check_cases(plan_cls, cases, make_prefill_inputs, tiling, device, seeds=seeds, hardware=hardware)

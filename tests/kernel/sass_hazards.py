@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;")
-
 
 def overwritten_operands(sass: str) -> list[str]:
     """Instructions that write a register in which a product in flight with V may still read its A operand."""
@@ -26,16 +24,3 @@ def overwritten_operands(sass: str) -> list[str]:
             if written and not written.group(1).startswith(("ST", "HGMMA")) and int(written.group(2)) in live:
                 found.append(text)
     return found
-
-
-def product_loops(sass: str, most: int = 1000) -> list[list[str]]:
-    """The instructions of each innermost loop, at most `most` of them, with warpgroup products in it."""
-    found = [(int(m.group(1), 16), m.group(2)) for m in map(INSTRUCTION.match, sass.splitlines()) if m]
-    loops = []
-    for at, text in found:
-        back = re.search(r"\bBRA(?:\.\S+)? (?:\S+, )?0x([0-9a-f]+)", text)
-        if back and int(back.group(1), 16) < at:
-            body = [words for place, words in found if int(back.group(1), 16) <= place <= at]
-            if len(body) <= most and any("HGMMA" in words for words in body):
-                loops.append(body)
-    return loops

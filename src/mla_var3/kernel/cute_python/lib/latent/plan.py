@@ -72,10 +72,12 @@ class LatentPlan(DecodePlan):
 
     kernel_fn, host_fn: the version's device function and the host function that launches it with the tensors, scale,
     splits and Shape. Both are named after the version's module.
+    scalar_types: what the host function takes behind the tensors, as `scalars` gives them.
     """
 
     kernel_fn: ClassVar[Any]
     host_fn: ClassVar[Any]
+    scalar_types: ClassVar[tuple[type, ...]] = (Float32, Int32)
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes_latent
     )
@@ -91,7 +93,7 @@ class LatentPlan(DecodePlan):
         return (out, lse, *partials)
 
     def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
-        """What the host function is given behind the tensors for b requests: floats as Float32, the others as Int32."""
+        """What the host function is given behind the tensors for b requests."""
         return (self.problem.scale, splits)
 
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
@@ -153,6 +155,6 @@ class LatentPlan(DecodePlan):
             host.fake(Int32, b, width, align=4),
             host.fake(Int32, b, align=4),
             *results,
-            *(Float32(x) if isinstance(x, float) else Int32(x) for x in self.scalars(1, 1)),
+            *(kind(1) for kind in self.scalar_types),
             *self.constants(),
         )

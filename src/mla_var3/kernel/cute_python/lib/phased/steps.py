@@ -276,6 +276,7 @@ def odd_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.C
 def consume(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: Int32, least: Int32):
     """All pairs of a block."""
     w.acc_o.fill(0.0)
+    # Filled for all first: chosen in one loop, the machine code of both consumers comes out otherwise than measured.
     w.m.fill(softmax.NO_KEY)
     if cutlass.const_expr(w.zero_padding):
         for r in cutlass.range_constexpr(2):

@@ -177,6 +177,7 @@ class FlashMlaV6Plan(PartsPlan):
     tiling_type = FlashMlaV6Tiling
     kernel_fn = staticmethod(flash_mla_v6)
     host_fn = staticmethod(launch_flash_mla_v6)
+    scalar_types = (*PartsPlan.scalar_types, Int32)
 
     def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
         shape = Shape.of(self.problem)

@@ -9,8 +9,8 @@ brings the first into the second with W_UV, head by head, and joins them by thei
 
     out = (w_old · W_UV·o_latent + w_new · o_heads) / (w_old + w_new)        lse = max + log(w_old + w_new)
 
-`mla_var3.runtime.correctness.mixed` says what is computed, with its reference. n = 0 leaves out the second path (and
-flash_mla's projection), o = 0 the first and the joining (flash_attention). How the paths divide the device is left to
+`mla_var3.runtime.correctness.mixed` has the computation and its reference. n = 0 leaves out the second path (flash_mla
+and its projection), o = 0 the first and the joining (flash_attention). How the paths divide the device is left to
 its scheduler: the latent path is compute-bound when s is large, the other one reads 71 times as many bytes a token.
 
 Architecture: Hopper (sm_90a), through HGMMA, TMA and cuTile's own warp specialisation.

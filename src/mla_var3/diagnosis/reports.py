@@ -182,7 +182,7 @@ class Code:
             return False
         half = len(waits) // 2
         first, second = waits[:half], waits[half:]
-        border = second[0] - _reach(self, second[0])
+        border = _last_end(self, second[0])
         copies = (first, second) if write < border <= read else (second, first) if read < border <= write else None
         return copies is not None and _turn(copies[0], write) < _turn(copies[1], read)
 
@@ -192,10 +192,10 @@ def _turn(offsets: Sequence[int], at: int) -> int:
     return sum(offset < at for offset in offsets)
 
 
-def _reach(code: Code, at: int) -> int:
-    """Bytes from the last exit before an offset: where the copy that holds it begins."""
-    exits = [offset for offset, text in code.instructions.items() if offset < at and re.match(r"EXIT|BRA 0x", text)]
-    return at - max(exits, default=0)
+def _last_end(code: Code, at: int) -> int:
+    """Offset of the last exit or jump before one: the copy of the code that holds `at` lies behind it."""
+    ends = [offset for offset, text in code.instructions.items() if offset < at and re.match(r"EXIT|BRA 0x", text)]
+    return max(ends, default=0)
 
 
 @cache

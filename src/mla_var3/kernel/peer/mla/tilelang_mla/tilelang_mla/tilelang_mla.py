@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import sys
 from importlib import import_module, util
+from pathlib import Path
 from typing import Any
 
 from mla_var3.device import Device, Requirement
@@ -106,7 +107,7 @@ def _example(library: Library) -> Any:
     packages = find.tilelang_packages(library)
     if packages is not None and "tilelang" not in sys.modules:
         loaded = sys.modules.get("tvm_ffi")
-        if loaded is not None and packages not in _parents(loaded):
+        if loaded is not None and packages not in Path(loaded.__file__ or "").parents:
             raise UserError(
                 f"peer/tilelang_mla needs its own TVM-FFI, and this process has loaded {_version(loaded)} for another "
                 "kernel: measure it without those, in a run of its own."
@@ -124,12 +125,6 @@ def _example(library: Library) -> Any:
     spec.loader.exec_module(module)
     sys.modules[name] = module
     return module
-
-
-def _parents(module: Any) -> list[Any]:
-    from pathlib import Path
-
-    return list(Path(module.__file__ or "").parents)
 
 
 def _version(module: Any) -> str:

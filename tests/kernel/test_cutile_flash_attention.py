@@ -16,7 +16,7 @@ from mla_var3.kernel.cutile.mla.flash_attention.flash_attention.flash_attention 
     FlashAttentionTiling,
 )
 from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.prefill import check_prefill, make_prefill_inputs, prefill_reference
+from mla_var3.runtime.correctness.prefill import make_prefill_inputs, prefill_reference
 
 H200 = Device.get("h200")
 CAUSAL = MlaProblem(b=1, s=8192, t=8192, causal=True)
@@ -88,7 +88,7 @@ def interpreted() -> Any:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_it_passes_the_check_in_the_interpreter(interpreted: Any, causal: bool) -> None:
-    report = check_prefill(FlashAttentionPlan, MlaProblem(b=2, s=97, t=97, h=2, causal=causal), None, "cpu", seeds=(5,))
+    report = FlashAttentionPlan.check(MlaProblem(b=2, s=97, t=97, h=2, causal=causal), None, "cpu", seeds=(5,))
     assert report.ok, report.reason
     assert {"own", "short", "normal", "bound"} <= {case.name for case in report.cases}
 
@@ -116,5 +116,5 @@ def test_both_loops_are_right_in_the_interpreter(interpreted: Any, tiling: Flash
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiling", CONFIGS, ids=str)
 def test_it_is_right_on_a_gpu(tiling: FlashAttentionTiling) -> None:
-    report = check_prefill(FlashAttentionPlan, MlaProblem(b=2, s=700, t=700, h=16, causal=True), tiling)
+    report = FlashAttentionPlan.check(MlaProblem(b=2, s=700, t=700, h=16, causal=True), tiling)
     assert report.ok, report.reason

@@ -15,7 +15,6 @@ from mla_var3.runtime import TorchKernel
 from mla_var3.runtime.correctness.prefill import (
     CASES,
     PrefillPlan,
-    check_prefill,
     make_prefill_inputs,
     prefill_reference,
     takes_prefill,
@@ -106,7 +105,7 @@ def test_unknown_distributions_and_shapes_that_do_not_fit_are_named() -> None:
 
 
 def test_the_check_passes_the_oracle_in_every_case() -> None:
-    report = check_prefill(OraclePlan, PROBLEM, device="cpu", seeds=[2])
+    report = OraclePlan.check(PROBLEM, device="cpu", seeds=[2])
     assert report.ok, report.reason
     assert {c.name for c in report.cases} == set(CASES) and report.error["out"] < 1e-2
     assert OraclePlan.check(PROBLEM, device="cpu", quick=True).ok
@@ -146,7 +145,7 @@ class LeavesRows(OraclePlan):
     ],
 )
 def test_the_check_finds_what_is_wrong(plan: type[OraclePlan], words: str) -> None:
-    report = check_prefill(plan, PROBLEM, device="cpu", quick=True, seeds=[1])
+    report = plan.check(PROBLEM, device="cpu", quick=True, seeds=[1])
     assert not report.ok and words in report.reason
 
 

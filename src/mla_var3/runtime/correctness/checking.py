@@ -298,8 +298,8 @@ def check(
     plan_cls, problem, tiling, hardware = _resolve(plan, problem, tiling, device, hardware)
     own = getattr(plan_cls, "check", None)
     if own is not None:  # another kind of problem, with cases of its own (mla_var3.runtime.correctness.prefill)
-        report: CheckReport = own(problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
-        return report
+        found: CheckReport = own(problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
+        return found
     wanted = tuple(cases) if cases is not None else QUICK if quick else tuple(CASES)
     for name in wanted:
         if name not in CASES:
@@ -329,7 +329,7 @@ def check(
                 via = "plan" if case.fresh else "bind"
                 label = case.problem.label
                 results.append(CaseResult(case.name, verdict.ok, verdict.reason, seed, via, label, verdict))
-    return _report(results, tuple(seeds))
+    return report(results, tuple(seeds))
 
 
 def _resolve(
@@ -353,9 +353,11 @@ def _needs_bind(wanted: Sequence[str]) -> bool:
     return any(name not in ("own", "planned") for name in wanted)
 
 
-def _report(results: list[CaseResult], seeds: tuple[int, ...]) -> CheckReport:
+def report(results: list[CaseResult], seeds: tuple[int, ...], labels: bool = False) -> CheckReport:
+    """The verdict on all cases. labels: names their problems, for cases of one name and several problems."""
     failed = [c for c in results if not c.ok]
-    reason = "; ".join(f"{c.name} (seed {c.seed}): {c.reason}" for c in failed[:3])
+    names = [f"{c.name} {c.label}" if labels else c.name for c in failed]
+    reason = "; ".join(f"{name} (seed {c.seed}): {c.reason}" for name, c in list(zip(names, failed, strict=True))[:3])
     if len(failed) > 3:
         reason += f"; and {len(failed) - 3} more cases"
     error = {
@@ -434,9 +436,31 @@ def _far_pages(session: _Session, case: _Case) -> ErrorReport | None:
 
 
 def _judge(session: _Session, case: _Case, kernel: Any, inputs: Sequence[torch.Tensor]) -> ErrorReport:
-    """Runs twice over poisoned outputs, and compares with the oracle and with the first run."""
     from mla_var3.runtime.correctness.oracle import mla_decode_reference
 
+    pd = case.problem
+    return judge(
+        kernel,
+        inputs,
+        lambda: mla_decode_reference(*inputs, k=pd.k, scale=pd.scale, causal=pd.causal),
+        bounds_for(case.dist),
+        pd.torch_dtype,
+        session.deterministic,
+    )
+
+
+def judge(
+    kernel: Any,
+    inputs: Sequence[torch.Tensor],
+    reference_fn: Callable[[], tuple[Any, ...]],
+    bounds: Bounds,
+    dtype: torch.dtype,
+    deterministic: bool,
+) -> ErrorReport:
+    """Runs a kernel twice over poisoned outputs, and compares with the oracle and with the first run.
+
+    The inputs must not change (those over 2^31 elements are not watched); out must be of `dtype`.
+    """
     watched = [(x, x.clone()) for x in inputs if x.numel() < 2**31]
     _poison(kernel)
     kernel()
@@ -444,19 +468,18 @@ def _judge(session: _Session, case: _Case, kernel: Any, inputs: Sequence[torch.T
     out, lse = first
     if not all(_same_bits(x, before) for x, before in watched):
         return _wrong("the call changed its inputs")
-    if out.dtype != case.problem.torch_dtype:
-        return _wrong(f"out is {out.dtype}, expected {case.problem.torch_dtype}")
-    pd = case.problem
-    reference = mla_decode_reference(*inputs, k=pd.k, scale=pd.scale, causal=pd.causal)
-    verdict = compare(out, lse, *reference, bounds_for(case.dist))
+    if out.dtype != dtype:
+        return _wrong(f"out is {out.dtype}, expected {dtype}")
+    ref_out, ref_lse = reference_fn()
+    verdict = compare(out, lse, ref_out, ref_lse, bounds)
     if not verdict.ok:
         return verdict
     _poison(kernel)
     second_out, second_lse = kernel()
-    if session.deterministic and not (_same_bits(out, second_out) and _same_bits(lse, second_lse)):
+    if deterministic and not (_same_bits(out, second_out) and _same_bits(lse, second_lse)):
         return replace(verdict, ok=False, reason="two calls with the same inputs gave different bits")
-    if not session.deterministic:
-        again = compare(second_out, second_lse, *reference, bounds_for(case.dist))
+    if not deterministic:
+        again = compare(second_out, second_lse, ref_out, ref_lse, bounds)
         return verdict if again.ok else replace(again, reason=f"the second call: {again.reason}")
     return verdict
 

@@ -24,18 +24,14 @@ with 0 < n < s the mask would reach into the old tokens, which is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from mla_var3.errors import UserError
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.correctness.planned import PlannedPlan
 from mla_var3.runtime.types import Verdict
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.problem import MlaProblem
-    from mla_var3.runtime.correctness.checking import CheckReport
-    from mla_var3.runtime.types import Tiling
 
 
 def takes_mixed(problem: MlaProblem) -> Verdict:
@@ -144,53 +140,6 @@ def mixed_reference(
     return out, lse
 
 
-class MixedPlan(KernelPlan):
-    """Base of the plans of design `mla_var6_plus`; the module's docstring has inputs and outputs."""
-
-    formulation = "mixed"
-
-    def prepare_inputs(self, device: str = "cuda", **options: Any) -> tuple[Any, ...]:
-        """Fresh inputs; of the options only seed and dist have a meaning here."""
-        own = {name: options[name] for name in ("seed", "dist") if name in options}
-        return make_mixed_inputs(self.problem, device, **own)
-
-    def reference_fn(self, *inputs: Any) -> tuple[Any, ...]:
-        return mixed_reference(*inputs, scale=self.problem.scale, causal=self.problem.causal)
-
-    def rebind(self, *inputs: Any) -> Self:
-        """The plan for other tensors of the same problem class; b and the pages of a request may differ."""
-        q_latent, q_heads, kv_cache, page_table, old_lens, k_new, v_new, w_uv = inputs
-        pd, b = self.problem, q_heads.shape[0]
-        for name, x, want in (
-            ("q_latent", q_latent, (b, pd.s, pd.h, pd.k + pd.p)),
-            ("q_heads", q_heads, (b, pd.s, pd.h, pd.d + pd.p)),
-            ("k_new", k_new, (b, pd.n, pd.h, pd.d + pd.p)),
-            ("v_new", v_new, (b, pd.n, pd.h, pd.d)),
-            ("w_uv", w_uv, (pd.h, pd.d, pd.k)),
-            ("kv_cache", kv_cache, (kv_cache.shape[0], pd.page_size, 1, pd.k + pd.p)),
-            ("page_table", page_table, (b, page_table.shape[1])),
-            ("old_lens", old_lens, (b,)),
-        ):
-            if tuple(x.shape) != want:
-                raise UserError(f"cannot bind: {name} is {tuple(x.shape)}, and this kernel was planned for {want}.")
-        t = page_table.shape[1] * pd.page_size + pd.n
-        return self._derive(pd.replace(b=b, t=t, lengths="uniform"), self.tiling)
-
-    @classmethod
-    def check(
-        cls,
-        problem: MlaProblem,
-        tiling: Tiling | None = None,
-        device: str = "cuda",
-        *,
-        quick: bool = False,
-        seeds: Sequence[int] | None = None,
-        hardware: Device | None = None,
-    ) -> CheckReport:
-        """What `mla_var3.runtime.correctness.checking.check` does for decode; see `check_mixed`."""
-        return check_mixed(cls, problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
-
-
 def _cases(problem: MlaProblem, on_gpu: bool, quick: bool) -> list[tuple[str, MlaProblem, str]]:
     """(name, problem, distribution): the problem cut to what the oracle does in seconds, then its borders."""
     b, h = (min(problem.b, 4), min(problem.h, 16)) if on_gpu else (min(problem.b, 2), min(problem.h, 2))
@@ -217,25 +166,33 @@ def _cases(problem: MlaProblem, on_gpu: bool, quick: bool) -> list[tuple[str, Ml
 ROUNDED_ONCE_MORE = 2.5e-6
 
 
-def check_mixed(
-    plan_cls: Any,
-    problem: MlaProblem,
-    tiling: Tiling | None = None,
-    device: str = "cuda",
-    *,
-    quick: bool = False,
-    seeds: Sequence[int] | None = None,
-    hardware: Device | None = None,
-) -> CheckReport:
-    """Runs a mixed plan on the problem and, unless quick, on ragged old tokens, n = 0 and o = 0; outputs start as NaN.
+class MixedPlan(PlannedPlan):
+    """Base of the plans of design `mla_var6_plus`; the module's docstring has inputs and outputs."""
 
-    Every call is repeated and must give the same bits; a second set of inputs is bound to the planned kernel. Bounds
-    are those of `mla_var3.runtime.correctness.checking`, with `ROUNDED_ONCE_MORE` on the cosine differences.
-    """
-    from mla_var3.runtime.correctness.planned import check_cases
+    formulation = "mixed"
+    make_inputs = staticmethod(make_mixed_inputs)
+    takes = staticmethod(takes_mixed)
+    cases = staticmethod(_cases)
+    cos_slack = ROUNDED_ONCE_MORE
 
-    takes_mixed(problem).require(UserError)
-    cases = _cases(problem, str(device).startswith("cuda"), quick)
-    return check_cases(
-        plan_cls, cases, make_mixed_inputs, tiling, device, seeds=seeds, hardware=hardware, cos_slack=ROUNDED_ONCE_MORE
-    )
+    def reference_fn(self, *inputs: Any) -> tuple[Any, ...]:
+        return mixed_reference(*inputs, scale=self.problem.scale, causal=self.problem.causal)
+
+    def rebind(self, *inputs: Any) -> Self:
+        """The plan for other tensors of the same problem class; b and the pages of a request may differ."""
+        q_latent, q_heads, kv_cache, page_table, old_lens, k_new, v_new, w_uv = inputs
+        pd, b = self.problem, q_heads.shape[0]
+        for name, x, want in (
+            ("q_latent", q_latent, (b, pd.s, pd.h, pd.k + pd.p)),
+            ("q_heads", q_heads, (b, pd.s, pd.h, pd.d + pd.p)),
+            ("k_new", k_new, (b, pd.n, pd.h, pd.d + pd.p)),
+            ("v_new", v_new, (b, pd.n, pd.h, pd.d)),
+            ("w_uv", w_uv, (pd.h, pd.d, pd.k)),
+            ("kv_cache", kv_cache, (kv_cache.shape[0], pd.page_size, 1, pd.k + pd.p)),
+            ("page_table", page_table, (b, page_table.shape[1])),
+            ("old_lens", old_lens, (b,)),
+        ):
+            if tuple(x.shape) != want:
+                raise UserError(f"cannot bind: {name} is {tuple(x.shape)}, and this kernel was planned for {want}.")
+        t = page_table.shape[1] * pd.page_size + pd.n
+        return self._derive(pd.replace(b=b, t=t, lengths="uniform"), self.tiling)

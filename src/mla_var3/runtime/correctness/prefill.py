@@ -11,18 +11,15 @@ FLOPs and bytes are those of the decompressed formulation, so a causal problem c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.correctness.planned import PlannedPlan
 from mla_var3.runtime.types import Verdict
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.problem import MlaProblem
-    from mla_var3.runtime.correctness.checking import CheckReport
-    from mla_var3.runtime.types import Tiling
 
 DISTRIBUTIONS = ("flashmla", "normal")
 
@@ -91,51 +88,7 @@ def prefill_reference(
     return out, lse
 
 
-class PrefillPlan(KernelPlan):
-    """Base of the plans of design `flash_attention`: inputs (q, k, v), outputs (out (b, s, h, d), lse (b, h, s))."""
-
-    formulation = "decompressed"
-
-    def prepare_inputs(self, device: str = "cuda", **options: Any) -> tuple[Any, ...]:
-        """Fresh (q, k, v). Options of paged inputs (poison, pages) have no meaning here and are passed over."""
-        own = {name: options[name] for name in ("seed", "dist") if name in options}
-        return make_prefill_inputs(self.problem, device, **own)
-
-    def reference_fn(self, *inputs: Any) -> tuple[Any, ...]:
-        return prefill_reference(*inputs, scale=self.problem.scale, causal=self.problem.causal)
-
-    def rebind(self, *inputs: Any) -> Self:
-        """The plan for other (q, k, v) of the same problem class; b may differ."""
-        q, k, v = inputs
-        pd = self.problem
-        want = (pd.s, pd.h, pd.d + pd.p)
-        if tuple(q.shape[1:]) != want or tuple(k.shape) != tuple(q.shape) or tuple(v.shape) != (*q.shape[:3], pd.d):
-            raise UserError(
-                f"cannot bind: q, k and v are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, "
-                f"and this kernel was planned for (b, {want[0]}, {want[1]}, {want[2]} and {pd.d}); plan a new kernel."
-            )
-        if not q.dtype == k.dtype == v.dtype == pd.torch_dtype:
-            raise UserError(
-                f"cannot bind: the kernel was planned for {pd.dtype}, and q is {q.dtype}; plan a new kernel."
-            )
-        return self._derive(pd.replace(b=q.shape[0]), self.tiling)
-
-    @classmethod
-    def check(
-        cls,
-        problem: MlaProblem,
-        tiling: Tiling | None = None,
-        device: str = "cuda",
-        *,
-        quick: bool = False,
-        seeds: Sequence[int] | None = None,
-        hardware: Device | None = None,
-    ) -> CheckReport:
-        """What `mla_var3.runtime.correctness.checking.check` does for decode; see `check_prefill`."""
-        return check_prefill(cls, problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
-
-
-#: Cases of `check_prefill`, in order, and what each is for.
+#: Cases of a prefill plan's check, in order, and what each is for.
 CASES = {
     "own": "the problem as it is (on a CPU: cut down to a short prompt and a few heads)",
     "short": "prompts shorter than, equal to and just longer than a tile: 1, 63, 64, 65, 127, 129 tokens",
@@ -155,24 +108,29 @@ def _cases(problem: MlaProblem, on_gpu: bool, quick: bool) -> Iterator[tuple[str
     yield "normal", problem.replace(b=1, s=t, t=t, h=min(heads, 8)), "normal"
 
 
-def check_prefill(
-    plan_cls: Any,
-    problem: MlaProblem,
-    tiling: Tiling | None = None,
-    device: str = "cuda",
-    *,
-    quick: bool = False,
-    seeds: Sequence[int] | None = None,
-    hardware: Device | None = None,
-) -> CheckReport:
-    """Runs a prefill plan through `CASES`, with the bounds of `checking`, and judges every result.
+class PrefillPlan(PlannedPlan):
+    """Base of the plans of design `flash_attention`: inputs (q, k, v), outputs (out (b, s, h, d), lse (b, h, s))."""
 
-    Outputs and workspaces are filled with NaN before each call, the call is repeated and must give the same bits
-    (unless the plan says that it is not deterministic), inputs must not change, and one more set of inputs is bound to
-    the planned kernel.
-    """
-    from mla_var3.runtime.correctness.planned import check_cases
+    formulation = "decompressed"
+    make_inputs = staticmethod(make_prefill_inputs)
+    takes = staticmethod(takes_prefill)
+    cases = staticmethod(_cases)
 
-    takes_prefill(problem).require(UserError)
-    cases = _cases(problem, str(device).startswith("cuda"), quick)
-    return check_cases(plan_cls, cases, make_prefill_inputs, tiling, device, seeds=seeds, hardware=hardware)
+    def reference_fn(self, *inputs: Any) -> tuple[Any, ...]:
+        return prefill_reference(*inputs, scale=self.problem.scale, causal=self.problem.causal)
+
+    def rebind(self, *inputs: Any) -> Self:
+        """The plan for other (q, k, v) of the same problem class; b may differ."""
+        q, k, v = inputs
+        pd = self.problem
+        want = (pd.s, pd.h, pd.d + pd.p)
+        if tuple(q.shape[1:]) != want or tuple(k.shape) != tuple(q.shape) or tuple(v.shape) != (*q.shape[:3], pd.d):
+            raise UserError(
+                f"cannot bind: q, k and v are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}, "
+                f"and this kernel was planned for (b, {want[0]}, {want[1]}, {want[2]} and {pd.d}); plan a new kernel."
+            )
+        if not q.dtype == k.dtype == v.dtype == pd.torch_dtype:
+            raise UserError(
+                f"cannot bind: the kernel was planned for {pd.dtype}, and q is {q.dtype}; plan a new kernel."
+            )
+        return self._derive(pd.replace(b=q.shape[0]), self.tiling)

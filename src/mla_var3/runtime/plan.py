@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from mla_var3.runtime.base import BaseKernel
 
 
+def require_int32(**tensors: Any) -> None:
+    """Raises `UserError` for the first of these tensors that is not int32, by its name."""
+    import torch
+
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int32:
+            raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
+
+
 class KernelPlan(ABC):
     """One version of a design for one problem and tiling. Subclasses live one a file; the registry names them.
 

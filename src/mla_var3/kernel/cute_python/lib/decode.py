@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.plan import KernelPlan, require_int32
 
 if TYPE_CHECKING:
     from mla_var3.runtime.base import BaseKernel
@@ -35,9 +34,7 @@ class DecodePlan(KernelPlan):
 
         self.require()
         q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
+        require_int32(page_table=page_table, seq_lens=seq_lens)
         pd, b = self.problem, q.shape[0]
         splits = self.num_splits(b, page_table.shape[1])
         out = q.new_empty((b, pd.s, pd.h, pd.k))

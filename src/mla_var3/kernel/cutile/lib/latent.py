@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.device import Device
-from mla_var3.errors import UserError
 from mla_var3.runtime import KernelPlan, Verdict
+from mla_var3.runtime.plan import require_int32
 
 if TYPE_CHECKING:
     import torch
@@ -88,12 +88,8 @@ class LatentPlan(KernelPlan):
     # ------------------------------------------------------------ tensors
     def bound_splits(self, inputs: tuple[Any, ...]) -> int:
         """The splits for these inputs; refuses tables and lengths that are not int32."""
-        import torch
-
         q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
+        require_int32(page_table=page_table, seq_lens=seq_lens)
         return self.num_splits(q.shape[0], page_table.shape[1])
 
     def whole(self, b: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

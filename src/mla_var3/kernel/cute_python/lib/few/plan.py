@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutlass import Float32, Int32
 
-from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python.lib import host
 from mla_var3.kernel.cute_python.lib.few.schedule import clusters_of
 from mla_var3.runtime import CuteKernel
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.plan import KernelPlan, require_int32
 
 if TYPE_CHECKING:
     from mla_var3.kernel.cute_python.lib.few.join import PartShape
@@ -71,9 +70,7 @@ class FewPlan(KernelPlan):
 
         self.require()
         q, _, page_table, seq_lens = inputs
-        for name, tensor in (("page_table", page_table), ("seq_lens", seq_lens)):
-            if tensor.dtype != torch.int32:
-                raise UserError(f"{name} is {tensor.dtype}: pass it as torch.int32.")
+        require_int32(page_table=page_table, seq_lens=seq_lens)
         pd, b = self.problem, q.shape[0]
         splits, cluster = self.cut(b, page_table.shape[1])
         items = b * self.shape.h_kv * self.shape.row_tiles

@@ -25,6 +25,7 @@ from mla_var3.runtime import (
     Verdict,
 )
 from mla_var3.runtime.autotune import autotune, tuning_key
+from mla_var3.runtime.types import CompiledKernel, Resources
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,69 @@ def test_tuning_measures_skips_records_and_keeps(tmp_path: Path) -> None:
     again = autotune(toy(), cache_dir=tmp_path, measure=never, progress=False)
     assert again.from_cache and again.best == ToyTiling(2)
     assert kernel.autotune(cache_dir=tmp_path, measure=never, progress=False) == ToyTiling(2) == kernel.tiling
+
+
+class Picking(TorchKernel):
+    """As if its compiler chose the matrix instructions, and found none for tile_m = 4."""
+
+    compiler_picks_products = True
+
+    def compile(self, out_dir: Path | None, device: Device, keep: Any = ()) -> CompiledKernel:
+        few = self.tiling.tile_m == 4
+        count = {"HGMMA": 8, "FADD": 1100} if few else {"HGMMA": 200, "FADD": 50}
+        return CompiledKernel("toy", device.arch, Resources(instructions=count))
+
+
+class PickingPlan(ToyPlan):
+    """Wrong with tile_m = 8; the row without a token has infinities, equal ones."""
+
+    def plan(self, *inputs: Any) -> Picking:
+        factor = 1.1 if self.tiling.tile_m == 8 else 1.0
+
+        def work(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+            total = q.sum(2) * factor
+            total[0] = float("inf")
+            return (total,)
+
+        out = torch.empty(inputs[0].shape[0], inputs[0].shape[1], inputs[0].shape[3])
+        return Picking(work, name="toy", input_tensors=inputs, output_tensors=[out], tiling=self.tiling, plan=self)
+
+    def plan_empty(self) -> Picking:
+        return Picking(self._function(), name="toy", tiling=self.tiling, plan=self)
+
+
+def test_what_is_off_the_tensor_cores_or_wrong_gets_no_time(tmp_path: Path) -> None:
+    kernel = PickingPlan(PROBLEM, device=Device.get("h200")).plan(*inputs_of(2, 2))
+    timed = []
+
+    def measure(candidate: Any) -> float:
+        timed.append(candidate.tiling.tile_m)
+        return float(9 - candidate.tiling.tile_m)
+
+    result = autotune(kernel, cache_dir=tmp_path, measure=measure, progress=False)
+    assert timed == [1, 2] and result.best == ToyTiling(2)
+    said = {t.tiling["tile_m"]: (t.status, t.reason) for t in result.trials}
+    assert said[4][0] == "refused"
+    assert "falls off the tensor-core path of sm_90a: 8 warpgroup (HGMMA) and 1100 plain adds" in said[4][1]
+    assert "where another tiling has 200 and 50" in said[4][1]
+    assert said[8][0] == "incorrect" and "0.1 of its norm apart" in said[8][1]
+    assert said[16][0] == "infeasible"
+
+
+def test_all_tilings_are_measured_one_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A search of a kernel's own only where every tiling has it: a pipeline has none."""
+    ways = []
+    monkeypatch.setattr("mla_var3.runtime.autotune.graph_us", lambda kernel: ways.append("graph") or 1.0)
+    monkeypatch.setattr(Picking, "measure_us", lambda self: ways.append("own") or 1.0, raising=False)
+    kernel = PickingPlan(PROBLEM, device=Device.get("h200")).plan(*inputs_of(2, 2))
+    autotune(kernel, cache_dir=tmp_path / "own", progress=False)
+    assert ways == ["own", "own"]
+    whole = PickingPlan.plan_empty
+    split = lambda plan: whole(plan) if plan.tiling.tile_m == 1 else KernelPipeline([whole(plan)])  # noqa: E731
+    monkeypatch.setattr(PickingPlan, "plan_empty", split)
+    ways.clear()
+    autotune(kernel, cache_dir=tmp_path / "graph", progress=False)
+    assert ways == ["graph", "graph"]
 
 
 def test_tuning_stops_at_its_budget_and_keeps_no_partial_result(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature
 
 from mla_var3.toolchain.cutile import compile_cutile
+from mla_var3.toolchain.resources import off_tensor_cores
 
 H200 = Device.get("h200")
 ConstInt = ct.Constant[int]
@@ -62,6 +63,10 @@ def test_a_tile_with_too_few_rows_is_flagged_as_fallback() -> None:
     made = compile_cutile(tile_gemm, signature(32, 32, 32), device=H200)
     assert made.resources.instructions["HGMMA"] == 0 < made.resources.instructions["HMMA"]
     assert any("falls off the tensor-core path of sm_90a" in w and "no warpgroup" in w for w in made.warnings)
+    usual = compile_cutile(tile_gemm, signature(64, 64, 64), device=H200)
+    assert off_tensor_cores(made, usual, H200).startswith("tile_gemm falls off the tensor-core path of sm_90a: ")
+    assert off_tensor_cores(usual, None, H200) == "" == off_tensor_cores(usual, usual, H200)
+    assert off_tensor_cores(made, usual, Device.get("a100")) == ""
 
 
 def test_a_tile_too_large_for_the_registers_is_flagged_as_spilling() -> None:

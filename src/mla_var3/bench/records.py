@@ -109,7 +109,8 @@ class Record(_Part):
     after an idle gap: neither quite burst nor sustained.
     picked_by: what chose the version for this problem ("dispatch", "fixed_split"), where it was not named.
     overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
-    seconds: of each phase. warnings: what the compiler said. tuning: {from_cache, tried}. Unknown names are kept.
+    seconds: of each phase. warnings: what the compiler said. Unknown names are kept.
+    tuning: {from_cache, tried, trials}, a trial with tiling, status, reason and time_us (`runtime.autotune.Trial`).
     """
 
     id: str

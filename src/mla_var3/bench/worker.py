@@ -28,7 +28,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,16 +292,13 @@ class Worker:
             return timing.percentile(self.backend.start(replay, 6).wait(), 0.5) / len(calls)
 
         kernel = contender.plan.plan(*sets[0])
-        # A language with a search of its own (cuTile) keeps it; the others are measured as they will be timed.
-        result = autotune(
-            kernel,
-            budget_s=self.settings.tune_budget_s,
-            cache_dir=cache,
-            measure=None if hasattr(kernel, "measure_us") else measure,
-            progress=False,
-        )
-        tried = len(result.trials)
-        self.info(contender, tuning={"from_cache": result.from_cache, "tried": tried}, tiling=result.best.to_record())
+        # As they will be timed, also where a language has a search of its own: that one repeats one input set, and
+        # cannot time a tiling that splits.
+        budget_s = self.settings.tune_budget_s
+        result = autotune(kernel, budget_s=budget_s, cache_dir=cache, measure=measure, progress=False)
+        trials = [asdict(trial) for trial in result.trials]
+        tuning = {"from_cache": result.from_cache, "tried": len(trials), "trials": trials}
+        self.info(contender, tuning=tuning, tiling=result.best.to_record())
         contender.plan = contender.plan_cls(problem, result.best, self.device)
         self._feasible(contender)
 

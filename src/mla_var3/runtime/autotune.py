@@ -1,5 +1,9 @@
 """Autotuning: measure every feasible tiling, record those that fail, keep the result on disk.
 
+Before a tiling is timed, its compiled code is read where a compiler chooses the matrix instructions (cuTile): one that
+falls off the tensor-core path is refused by its instruction counts. And its result is compared with that of the first
+tiling that ran: a wrong one never gets a time.
+
 Results live as one JSON file a key under `cache_dir` (default: `$XDG_CACHE_HOME/mla_var3/tuning`). The key covers
 the problem class, the sizes b and t, the device, the kernel's source and the versions of what generates its code; a
 change in any of them tunes again.
@@ -15,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +30,10 @@ from mla_var3.runtime.types import Tiling
 
 if TYPE_CHECKING:
     from mla_var3.runtime.base import BaseKernel
+    from mla_var3.runtime.types import CompiledKernel
+
+#: Most that two tilings' results may be apart, of their norm: each has an error of some 2e-3 in bf16.
+SAME = 2e-2
 
 CODE_PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "cuda-tile", "nvidia-cuda-tileiras")
 
@@ -34,7 +42,10 @@ Measure = Callable[["BaseKernel"], float]
 
 @dataclass(frozen=True)
 class Trial:
-    """One tiling tried. status: measured, infeasible, failed or not reached (the budget ended). time_us: median."""
+    """One tiling tried. time_us: median.
+
+    status: measured; infeasible; refused, by its compiled code; incorrect; failed; not reached, as the budget ended.
+    """
 
     tiling: dict[str, Any]
     status: str
@@ -108,8 +119,11 @@ def _record(tiling: Any) -> Any:
 def measure_us(kernel: BaseKernel) -> float:
     """Median time of a call in microseconds: the kernel's own way if it has one, else replays of a CUDA graph."""
     own = getattr(kernel, "measure_us", None)
-    if own is not None:
-        return float(own())
+    return float(own()) if own is not None else graph_us(kernel)
+
+
+def graph_us(kernel: BaseKernel) -> float:
+    """Median time of a call in microseconds, by replays of a CUDA graph."""
     from triton.testing import do_bench_cudagraph
 
     kernel()  # compile and load outside the capture
@@ -137,10 +151,12 @@ def autotune(
     configs = kernel.configs()
     start = time.monotonic()
     trials: list[Trial] = []
+    gate = _Gate(kernel)
+    measure = measure or _way_of(kernel, configs)
     for i, tiling in enumerate(configs):
         late = time.monotonic() - start > budget_s
         reason = f"the budget of {budget_s:g} s ended before it"
-        trial = Trial(_record(tiling), "not reached", reason) if late else _try(kernel, tiling, measure or measure_us)
+        trial = Trial(_record(tiling), "not reached", reason) if late else _try(kernel, tiling, measure, gate)
         trials.append(trial)
         if progress:
             shown = f"{trial.time_us:.1f} us" if trial.time_us is not None else f"{trial.status}: {trial.reason}"
@@ -155,7 +171,76 @@ def autotune(
     return result
 
 
-def _try(kernel: BaseKernel, tiling: Any, measure: Measure) -> Trial:
+def _way_of(kernel: BaseKernel, configs: Sequence[Any]) -> Measure:
+    """One way of measuring for all tilings: the kernel's own only where each of them has it.
+
+    A tiling that splits is a pipeline, which cuTile's search cannot time; its graph replays and that search's launches,
+    each behind a flush of the L2, are not comparable.
+    """
+    if kernel.plan is None:
+        return measure_us
+    empty = [_empty(kernel, tiling) for tiling in configs]
+    return measure_us if all(hasattr(x, "measure_us") for x in empty if x is not None) else graph_us
+
+
+def _empty(kernel: BaseKernel, tiling: Any) -> BaseKernel | None:
+    """The kernel in this tiling without tensors; None where it has none or cannot be planned."""
+    if kernel.plan is None or not isinstance(tiling, Tiling):
+        return None
+    try:
+        return kernel.plan.with_tiling(tiling).plan_empty()
+    except UserError:
+        return None
+
+
+class _Gate:
+    """What a tiling must pass before it is timed: code on the tensor-core path, and the result of the first."""
+
+    def __init__(self, kernel: BaseKernel) -> None:
+        self.kernel = kernel
+        self.usual: CompiledKernel | None = None
+        self.expected: list[Any] | None = None
+
+    def refuses(self, tiling: Any) -> str:
+        """Why the compiled code is not worth timing; "" also where nobody can say (no compiler, no device named)."""
+        empty, device = _empty(self.kernel, tiling), getattr(self.kernel.plan, "device", None)
+        if empty is None or device is None or not empty.compiler_picks_products:
+            return ""
+        from mla_var3.toolchain.resources import off_tensor_cores
+
+        try:
+            compiled = empty.compile(None, device)
+        except Infeasible:
+            raise
+        except UserError:
+            return ""
+        reason = off_tensor_cores(compiled, self.usual, device)
+        if not reason and self.usual is None:
+            self.usual = compiled
+        return reason
+
+    def differs(self, candidate: BaseKernel) -> str:
+        """How the result differs from the first tiling's; "" when it does not, or is no tensor of floats."""
+        torch = sys.modules.get("torch")
+        outputs = [x for x in candidate.output_tensors if torch is not None and torch.is_tensor(x)]
+        if torch is None or not outputs or not all(x.is_floating_point() for x in outputs):
+            return ""
+        for x in outputs:
+            x.fill_(float("nan"))
+        candidate()
+        if self.expected is None:
+            self.expected = [x.clone() for x in outputs]
+            return ""
+        for number, (x, y) in enumerate(zip(outputs, self.expected, strict=True)):
+            x, y = x.double(), y.double()
+            apart = torch.where(x == y, 0.0, x - y)  # equal infinities: rows without a token
+            error = float(apart.norm() / torch.where(y.isfinite(), y, 0.0).norm().clamp_min(1e-30))
+            if not error <= SAME:
+                return f"output {number} is {error:.3g} of its norm apart from the first tiling's; {SAME:g} is allowed"
+        return ""
+
+
+def _try(kernel: BaseKernel, tiling: Any, measure: Measure, gate: _Gate) -> Trial:
     record = _record(tiling)
     plan = kernel.plan
     if isinstance(tiling, Tiling) and plan is not None:
@@ -163,8 +248,15 @@ def _try(kernel: BaseKernel, tiling: Any, measure: Measure) -> Trial:
         if not verdict:
             return Trial(record, "infeasible", verdict.reason)
     try:
+        refused = gate.refuses(tiling)
+        if refused:
+            return Trial(record, "refused", refused)
         with _quiet_gpu():
-            time_us = measure(kernel.retile(tiling))
+            candidate = kernel.retile(tiling)
+            wrong = gate.differs(candidate)
+            if wrong:
+                return Trial(record, "incorrect", wrong)
+            time_us = measure(candidate)
     except Infeasible as error:
         return Trial(record, "infeasible", str(error))
     except Exception as error:  # any failure of a candidate is that candidate's result

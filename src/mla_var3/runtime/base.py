@@ -90,6 +90,11 @@ class BaseKernel(ABC):
             return self.plan.algorithmic_flops_bytes(self.tiling)
         return (0, 0)
 
+    @property
+    def compiler_picks_products(self) -> bool:
+        """Whether the compiler chooses the matrix instructions, so that a tile's shape may miss the fast ones."""
+        return any(stage.compiler_picks_products for stage in getattr(self, "stages", ()))
+
     @abstractmethod
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
         """Compiles for `device` with no GPU; artefacts named in `keep` (ptx, cubin, sass, …) stay in `out_dir`."""

@@ -89,6 +89,10 @@ class CtKernel(BaseKernel):
         return _HINTED[key]
 
     @property
+    def compiler_picks_products(self) -> bool:
+        return True
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the tensors are on the CPU: the kernel is then interpreted (`mla_var3.cutile_cpu`), not compiled."""
         tensors = (*self.input_tensors, *self.output_tensors)

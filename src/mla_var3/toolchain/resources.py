@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.types import Resources
+from mla_var3.runtime.types import CompiledKernel, Resources
 from mla_var3.toolchain import sass as sass_
 
 if TYPE_CHECKING:
@@ -25,6 +25,11 @@ _BULK_LOADS = ("UTMALDG", "UBLKCP")
 # Kernels that overlap them have 0.1 to 0.5. Under a few products, one product a batch is all that there is to wait for.
 _SERIAL_SYNCS = 1.9
 _SERIAL_MIN = 4
+# cuTile does a product that fits no tensor-core instruction with plain adds and multiplications, and says nothing.
+# Tilings of one kernel that stay on the tensor cores differ by less: a quarter of the products (wider ones), a third
+# more adds. Those that leave had a sixth at most, or none, and ten times the adds.
+_FEW_PRODUCTS = 0.25
+_MANY_ADDS = 4.0
 
 
 def read(
@@ -114,3 +119,36 @@ def _slow_paths(count: Mapping[str, int], device: Device) -> list[str]:
         loads = f"{count.get('LDGSTS', 0)} LDGSTS, {count.get('LDG', 0)} LDG"
         found.append(f"loads its operands without TMA ({loads})")
     return found
+
+
+def off_tensor_cores(compiled: CompiledKernel, usual: CompiledKernel | None, device: Device) -> str:
+    """Why this code misses the device's fast tensor-core path, by its instruction counts; "" when it does not.
+
+    usual: the same kernel in a tiling that is on that path. A product that is done by plain arithmetic shows only
+    beside it: some kernels have no products at all.
+    """
+    if device.arch not in _FAST_MMA:
+        return ""
+    names, fast = _FAST_MMA[device.arch]
+    beside = {stage.name: stage.resources.instructions for stage in _stages(usual)}
+    for stage in _stages(compiled):
+        count = stage.resources.instructions
+        slow = next((p for p in _slow_paths(count, device) if p.startswith("falls off")), "")
+        if slow:
+            return f"{stage.name} {slow}"
+        (quick, adds), (most, few) = (_products_and_adds(c, names) for c in (count, beside.get(stage.name, {})))
+        if quick < _FEW_PRODUCTS * most and adds > _MANY_ADDS * few:
+            return (
+                f"{stage.name} falls off the tensor-core path of {device.arch}: {quick} {fast} and {adds} plain adds, "
+                f"where another tiling has {most} and {few}; check the tile's shape"
+            )
+    return ""
+
+
+def _stages(compiled: CompiledKernel | None) -> tuple[CompiledKernel, ...]:
+    return () if compiled is None else compiled.stages or (compiled,)
+
+
+def _products_and_adds(count: Mapping[str, int], names: tuple[str, ...]) -> tuple[int, int]:
+    adds = sum(count.get(name, 0) * wide for name, wide in (("FADD", 1), ("FFMA", 1), ("FADD2", 2), ("FFMA2", 2)))
+    return sum(count.get(name, 0) for name in names), adds

@@ -127,7 +127,7 @@ def test_refusals_say_why() -> None:
     for tiling, words in (
         (replace(RING, tile_k=96), "tile_k = 96 is not one of 64, 128, 256, 512, or 0 for a choice."),
         (replace(RING, pages=3), "pages = 3 is neither 1 nor 2."),
-        (replace(RING, occupancy=3), "1 warpgroups and 3 blocks an SM: each is 1 or 2."),
+        (replace(RING, occupancy=3), "1 warpgroups, 3 blocks an SM and clusters of 1: each is 1 or 2."),
         (replace(RING, num_splits=257), "num_splits = 257 is outside 0..256."),
         (replace(RING, pages=2, occupancy=2), "2 blocks with Q and 2 tiles of tokens take 348160 bytes"),
     ):
@@ -148,6 +148,19 @@ def test_default_tilings_are_feasible(fields: dict[str, Any]) -> None:
     assert plan.feasible()
     configs = plan.autotune_configs()
     assert configs[0] == plan.tiling and all(x.validate(plan.problem, H200) for x in configs)
+
+
+def test_the_search_refuses_what_leaves_the_tensor_cores() -> None:
+    """Clusters of two with two warpgroups: most products by plain arithmetic, of which the compiler says nothing."""
+    from mla_var3.toolchain.resources import off_tensor_cores
+
+    plan = FlashMlaV2Plan(FEW_HEADS, device=H200)
+    clusters = FlashMlaV2Tiling(tile_k=512, num_warpgroups=2, num_ctas=2)
+    assert clusters in plan.autotune_configs()
+    usual, off = (plan.with_tiling(x).plan_empty().compile(None, H200) for x in (plan.tiling, clusters))
+    assert off_tensor_cores(usual, None, H200) == ""
+    reason = off_tensor_cores(off, usual, H200)
+    assert re.search(r"^flash_mla_v2 falls off the tensor-core path of sm_90a: \d+ warpgroup", reason)
 
 
 def test_splits_fill_the_device() -> None:

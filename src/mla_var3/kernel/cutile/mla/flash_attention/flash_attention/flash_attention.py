@@ -24,7 +24,7 @@ Architecture: Hopper (sm_90a), through HGMMA, TMA and cuTile's own warp speciali
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import cuda.tile as ct
@@ -63,7 +63,7 @@ class FlashAttentionTiling(Tiling):
 
     tile_m: query tokens of a block. tile_n: keys of a tile. k_columns, v_columns: columns of K and of V that one load
     brings, 64 or 128 (K's last 64 are always a load of their own). num_warpgroups: of those that compute. occupancy:
-    blocks that an SM should hold.
+    blocks that an SM should hold. num_ctas: of a cluster, which cuTile spreads a tile over.
     """
 
     tile_m: int = 128
@@ -72,6 +72,7 @@ class FlashAttentionTiling(Tiling):
     v_columns: int = 128
     num_warpgroups: int = 2
     occupancy: int = 1
+    num_ctas: int = 1
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         shape = (self.tile_m, self.tile_n, self.num_warpgroups, self.occupancy)
@@ -81,6 +82,8 @@ class FlashAttentionTiling(Tiling):
         for name, value in (("k_columns", self.k_columns), ("v_columns", self.v_columns)):
             if value not in (64, 128):
                 return Verdict.no(f"{name} = {value} is neither 64 nor 128.")
+        if self.num_ctas not in (1, 2):
+            return Verdict.no(f"num_ctas = {self.num_ctas} is neither 1 nor 2.")
         smem = 2 * (KEY * self.tile_m + (KEY + VALUE) * self.tile_n) + SMEM_MISC
         if device is not None and self.occupancy * smem > device.smem_per_sm:
             return Verdict.no(
@@ -212,6 +215,7 @@ class FlashAttentionPlan(PrefillPlan):
             FlashAttentionTiling(64, 128, 64, 128, num_warpgroups=1),
             FlashAttentionTiling(64, 64, 64, 128, num_warpgroups=1, occupancy=2),
         )
+        tilings += tuple(replace(x, num_ctas=2) for x in tilings)
         return [x for x in tilings if x.validate(self.problem, self.device)]
 
     def _constants(self) -> list[Any]:
@@ -237,7 +241,8 @@ class FlashAttentionPlan(PrefillPlan):
             return signature([io, io, io, io, ct.float32], [ct.float32, *[ct.int32] * 3], self._constants())
 
         def hints(_: Any) -> dict[str, Any]:
-            return {"num_worker_warps": 4 * ti.num_warpgroups, "occupancy": ti.occupancy}
+            hints = {"num_worker_warps": 4 * ti.num_warpgroups, "occupancy": ti.occupancy}
+            return hints | ({"num_ctas": ti.num_ctas} if ti.num_ctas > 1 else {})
 
         return CtKernel(
             flash_attention,

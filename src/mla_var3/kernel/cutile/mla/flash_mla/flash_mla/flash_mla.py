@@ -54,6 +54,9 @@ SMEM_MISC = 2048
 
 MAX_SPLITS = 128
 
+#: Hints of a kernel that nobody asks to have others.
+USUAL = {"num_worker_warps": 8, "num_ctas": 1}
+
 
 @dataclass(frozen=True)
 class FlashMlaTiling(Tiling):
@@ -62,7 +65,8 @@ class FlashMlaTiling(Tiling):
     swapped: tokens on the M side of the tensor cores and query rows on N; otherwise rows on M. tile_m: query rows of a
     block, 64, or 16 when swapped. tile_n: tokens of a tile, a page or a divisor of one. tile_k: latent columns of a
     chunk; chunks are separate tiles to cuTile, which decides from their size how many are in flight. num_splits: parts
-    that a request's tokens are split into; 0 chooses from the sizes when the kernel is bound.
+    that a request's tokens are split into; 0 chooses from the sizes when the kernel is bound. num_warpgroups: of those
+    that compute. num_ctas: of a cluster, which cuTile spreads a tile over.
     """
 
     swapped: bool = False
@@ -70,6 +74,8 @@ class FlashMlaTiling(Tiling):
     tile_n: int = 64
     tile_k: int = 128
     num_splits: int = 0
+    num_warpgroups: int = 2
+    num_ctas: int = 1
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         page, side = pd.page_size, "swapped" if self.swapped else "with heads on M"
@@ -84,6 +90,8 @@ class FlashMlaTiling(Tiling):
             return Verdict.no(f"tile_n = {self.tile_n}: {side} it is one of {tokens}.")
         if self.tile_k not in (64, 128, 256, 512):
             return Verdict.no(f"tile_k = {self.tile_k} is not one of 64, 128, 256, 512.")
+        if not {self.num_warpgroups, self.num_ctas} <= {1, 2}:
+            return Verdict.no("num_warpgroups and num_ctas: each is 1 or 2.")
         if not 0 <= self.num_splits <= MAX_SPLITS:
             return Verdict.no(f"num_splits = {self.num_splits} is outside 0..{MAX_SPLITS}.")
         smem = 2 * WIDTH * (self.tile_m + self.tile_n) + 2 * self.tile_m * self.tile_n + SMEM_MISC
@@ -319,12 +327,9 @@ class FlashMlaPlan(LatentPlan):
 
     def autotune_configs(self) -> list[Tiling]:
         pd, base = self.problem, self.default_tiling()
-        others = [
-            FlashMlaTiling(True, 16),
-            FlashMlaTiling(True, 16, tile_k=64),
-            FlashMlaTiling(),
-            FlashMlaTiling(tile_k=64),
-        ]
+        shapes = [FlashMlaTiling(*side, tile_k=k) for side in ((True, 16), (False, 64)) for k in (128, 64, 512)]
+        hints = ({}, {"num_warpgroups": 1}, {"num_ctas": 2})
+        others = [replace(shape, **hint) for hint in hints for shape in shapes]
         chosen = self.with_tiling(base).num_splits(pd.b, pd.max_pages)
         splits = [
             replace(base, num_splits=n) for n in (1, chosen // 2, chosen * 2) if 1 <= n <= MAX_SPLITS and n != chosen
@@ -358,6 +363,10 @@ class FlashMlaPlan(LatentPlan):
             handles = [io, io, ct.int32, ct.int32, io, ct.float32, ct.float32, ct.float32]
             return signature(handles, [ct.float32, *[ct.int32] * 4], self._constants())
 
+        def hints(ti: Any) -> dict[str, Any]:
+            asked = {"num_worker_warps": 4 * ti.num_warpgroups, "num_ctas": ti.num_ctas}
+            return {name: n for name, n in asked.items() if n != USUAL[name]}
+
         return CtKernel(
             flash_mla,
             grid,
@@ -365,6 +374,7 @@ class FlashMlaPlan(LatentPlan):
             inputs,
             whole if splits == 1 else parts,
             self.tiling,
+            hints_fn=hints,
             signature_fn=describe,
             name="flash_mla",
             plan=self,

@@ -30,6 +30,7 @@ Architecture: Hopper (sm_90a), through HGMMA, TMA and cuTile's own warp speciali
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import cuda.tile as ct
@@ -61,8 +62,8 @@ class FlashMlaV2Tiling(Tiling):
 
     tile_k: latent columns of a load: 64, 128, 256 or 512; 0 takes 64 where a request is not split and 512 where it is.
     pages: tiles of tokens that share a softmax, 1 or 2. num_warpgroups: of those that compute. occupancy: blocks an SM
-    should hold; with 2 each has one buffer. num_splits: parts that a request's tokens are split into; 0 chooses from
-    the sizes when the kernel is bound.
+    should hold; with 2 each has one buffer. num_ctas: of a cluster, which cuTile spreads a tile over. num_splits: parts
+    that a request's tokens are split into; 0 chooses from the sizes when the kernel is bound.
     """
 
     tile_k: int = 0
@@ -70,14 +71,16 @@ class FlashMlaV2Tiling(Tiling):
     num_warpgroups: int = 1
     occupancy: int = 1
     num_splits: int = 0
+    num_ctas: int = 1
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         if self.tile_k not in (0, 64, 128, 256, 512):
             return Verdict.no(f"tile_k = {self.tile_k} is not one of 64, 128, 256, 512, or 0 for a choice.")
         if self.pages not in (1, 2):
             return Verdict.no(f"pages = {self.pages} is neither 1 nor 2.")
-        if self.num_warpgroups not in (1, 2) or self.occupancy not in (1, 2):
-            return Verdict.no(f"{self.num_warpgroups} warpgroups and {self.occupancy} blocks an SM: each is 1 or 2.")
+        if not {self.num_warpgroups, self.occupancy, self.num_ctas} <= {1, 2}:
+            given = f"{self.num_warpgroups} warpgroups, {self.occupancy} blocks an SM and clusters of {self.num_ctas}"
+            return Verdict.no(f"{given}: each is 1 or 2.")
         if not 0 <= self.num_splits <= MAX_SPLITS:
             return Verdict.no(f"num_splits = {self.num_splits} is outside 0..{MAX_SPLITS}.")
         smem = 2 * WIDTH * (ROWS + TOKENS * self.pages) + 8192
@@ -275,12 +278,18 @@ class FlashMlaV2Plan(LatentPlan):
 
     def autotune_configs(self) -> list[Tiling]:
         base = self.default_tiling()
-        others = [replace(base, tile_k=512), replace(base, tile_k=256, pages=2), replace(base, tile_k=512, occupancy=2)]
-        if self.masked():
-            others = [replace(base, tile_k=256)]
+        others: list[FlashMlaV2Tiling] = [replace(base, tile_k=256)]
+        if not self.masked():
+            # In clusters the hint of two blocks an SM changes nothing, or the products leave the tensor cores as well.
+            shapes = [x for x in product((1, 2), (1, 2), (1, 2), (1, 2)) if x[:2] != (2, 2)]
+            others = [
+                replace(base, tile_k=k, pages=pages, num_warpgroups=groups, occupancy=blocks, num_ctas=ctas)
+                for ctas, blocks, pages, groups in shapes
+                for k in (512, 256, 128, 64)
+            ]
         chosen = self.with_tiling(base).num_splits(self.problem.b, self.problem.max_pages)
         splits = [replace(base, num_splits=n) for n in (1, chosen // 2, chosen * 2) if 1 <= n <= MAX_SPLITS]
-        return list(dict.fromkeys(x for x in (base, *others, *splits) if x.validate(self.problem, self.device)))
+        return list(dict.fromkeys(x for x in (base, *splits, *others) if x.validate(self.problem, self.device)))
 
     # ------------------------------------------------------------ sizes
     def tile_rows(self) -> int:
@@ -330,9 +339,8 @@ class FlashMlaV2Plan(LatentPlan):
 
         def hints(_: Any) -> dict[str, Any]:
             # Without a hint cuTile plans for one block an SM.
-            return {"num_worker_warps": 4 * ti.num_warpgroups} | (
-                {"occupancy": ti.occupancy} if ti.occupancy > 1 else {}
-            )
+            asked = {"occupancy": ti.occupancy, "num_ctas": ti.num_ctas}
+            return {"num_worker_warps": 4 * ti.num_warpgroups} | {k: n for k, n in asked.items() if n > 1}
 
         return CtKernel(
             flash_mla_v2,

@@ -455,7 +455,7 @@ def test_bench_settings_and_their_mistakes(
     assert settings[-1][0].burst_rounds == 9
     assert settings[-1][0].cross_check_ms == 0
     sweep.main(["experiment=ladder", "kernels=triton/toy", "bench=tuned"])
-    assert settings[-1][1] == [True]
+    assert settings[-1][1] == [True, False], "the default tiling in turn with the tuned one"
     with pytest.raises(UserError, match="bench has no setting 'burst_round': did you mean 'burst_rounds'"):
         sweep.main(["bench.burst_round=9"])
     with pytest.raises(UserError, match="give one of them"):

@@ -123,6 +123,14 @@ class Sweep:
         asked = dict(point.asked) or None
         return Contender(point.kernel, asked, tune=tune, plan=point.plan, picked_by=point.picked_by)
 
+    def contenders(self, point: Point) -> list[Any]:
+        """The point's contender; of a tuned one the default tiling too, in turn with it on the same chip: two runs of
+        one tiling differ by more than a search often brings."""
+        from mla_var3.bench.cell import Contender
+
+        first = self.contender(point)
+        return [first, Contender(point.kernel, plan=point.plan)] if first.tune else [first]
+
     def key(self, point: Point, mode: str) -> str:
         """The point's `record_key`, as it was when first asked for: sources may be edited while a sweep runs."""
         from mla_var3.bench.cell import contender_key
@@ -190,22 +198,23 @@ class Sweep:
         todo = [p for p in points if p.runnable and not journal.finished(self.key(p, "time"))]
         if len(todo) < len([p for p in points if p.runnable]):
             say(f"resuming: {len([p for p in points if p.runnable]) - len(todo)} points are in {journal.path}")
-        cells = [(cell, [self.contender(p) for p in todo if p.problem == cell]) for cell in self.cells]
+        cells = [(cell, [c for p in todo if p.problem == cell for c in self.contenders(p)]) for cell in self.cells]
         cells = [(cell, contenders) for cell, contenders in cells if contenders]
         stream = measure_cells(cells, device, self.settings, experiment=self.config.experiment.name)
         began, budget_s = time.monotonic(), self.config.budget_s
         open_points = {cell: len(contenders) for cell, contenders in cells}
+        total = sum(open_points.values())
         try:
             for number, record in enumerate(stream, start=1):
                 journal.add(record)
                 passed = time.monotonic() - began
-                left = passed / number * (len(todo) - number)
-                say(f"[{number}/{len(todo)}, {left:.0f} s left] {record.problem_label} {describe(record)}")
+                left = passed / number * (total - number)
+                say(f"[{number}/{total}, {left:.0f} s left] {record.problem_label} {describe(record)}")
                 cell = MlaProblem.from_record(record.problem)
                 open_points[cell] = open_points.get(cell, 0) - 1
                 # Only between cells: the contenders of one are timed in turn, and their records come together.
-                if 0 < budget_s < passed and open_points[cell] <= 0 and number < len(todo):
-                    say(f"{budget_s:g} s are over: {len(todo) - number} points are left; go on with resume=true.")
+                if 0 < budget_s < passed and open_points[cell] <= 0 and number < total:
+                    say(f"{budget_s:g} s are over: {total - number} points are left; go on with resume=true.")
                     break
         finally:
             close = getattr(stream, "close", None)
@@ -318,13 +327,15 @@ class Sweep:
     # ------------------------------------------------------------ telling
     def report(self, points: Sequence[Point], mode: str, *, measured: bool) -> None:
         """The final tables: of this run, and of what it resumed."""
+        from mla_var3.bench.cell import contender_key
         from mla_var3.report import tables
 
         records = []
         for point in points:
-            found = self.journal(point.device.key, measured=measured).by_key.get(self.key(point, mode))
-            if found is not None:
-                records.append(found)
+            beside = self.contenders(point)[1:] if measured else []
+            keys = [self.key(point, mode), *(contender_key(point.problem, c, point.device, mode) for c in beside)]
+            known = self.journal(point.device.key, measured=measured).by_key
+            records += [known[key] for key in keys if key in known]
         device = self.target.device if self.config.experiment.targets == "device" else None
         if measured:
             timed = [r for r in records if r.time_us is not None or r.status in ("incorrect", "failed")]

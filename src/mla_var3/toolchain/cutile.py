@@ -15,6 +15,9 @@ from mla_var3.toolchain import artefacts, resources, sass
 if TYPE_CHECKING:
     from mla_var3.device import Device
 
+#: What compiling said, of kernels of which nothing is kept on disk: the tilings of a search share their join.
+_READ: dict[Any, CompiledKernel] = {}
+
 
 def compile_cutile(
     kernel: Any,
@@ -35,6 +38,9 @@ def compile_cutile(
 
     name = name or kernel_name(kernel)
     kinds = artefacts.wanted(out_dir, keep)
+    key = (kernel, signature.with_mangled_symbol(name).symbol, device.key, name)
+    if not kinds and key in _READ:
+        return _READ[key]
     gpu_code = device.arch.removesuffix("a")
     start = time.perf_counter()
     cubin = io.BytesIO()
@@ -54,7 +60,10 @@ def compile_cutile(
     (taken,) = resources.read(cubin.getvalue(), device, sass=text).values()
     kept = artefacts.save(name, out_dir, kinds, {"cubin": cubin.getvalue(), "sass": text, "tileir": bytecode})
     warnings = tuple(resources.problems(taken, device))
-    return CompiledKernel(name, device.arch, taken, kept, (), warnings, time.perf_counter() - start)
+    made = CompiledKernel(name, device.arch, taken, kept, (), warnings, time.perf_counter() - start)
+    if not kinds:
+        _READ[key] = made
+    return made
 
 
 def kernel_name(kernel: Any) -> str:

@@ -39,6 +39,7 @@ def messages(text: str, records: Records, require: Any = "all") -> list[str]:
         f"1.14x [r:{FAST} vs {SLOW} burst.speedup], or 113.5 % [r:{FAST} vs r:{SLOW} burst.speedup]",
         f"1.135× [r:{FAST} vs {SLOW} burst.limit_speedup]",
         f"9.2 us of host time [r:{FAST} host]",
+        f"231.0 us in the search [r:{FAST} tuning.trials.1.time_us]",
         f"220.2 us [r:{FAST[:6]} burst]",
         f"a figure at the end of a line, 220.2 us\n[r:{FAST} burst], and its record on the next",
         f"It was compiled [r:{COMPILED}].",

@@ -107,10 +107,15 @@ class Value:
 
 
 def path_value(record: Record, path: str) -> Value:
-    """The number at a dotted path. Raises `Unknown`, naming the fields there are, when there is none."""
+    """The number at a dotted path; of a list (`tuning.trials.3.time_us`) by its place, from 0.
+
+    Raises `Unknown`, naming the fields there are, when there is none.
+    """
     here: Any = record
     keys = path.split(".")
     for depth, key in enumerate(keys):
+        if isinstance(here, list):
+            here = {str(place): item for place, item in enumerate(here)}
         if not isinstance(here, Mapping) or key not in here:
             where = ".".join(keys[:depth]) or "the record"
             have = ", ".join(map(str, here)) if isinstance(here, Mapping) and here else "nothing"

@@ -29,7 +29,7 @@ PATH = Path(__file__).with_name("table.json")
 #: Never picked: torch is the oracle and reads lengths on the host, peers are other people's libraries.
 NOT_SERVED = ("torch", "peer")
 #: Experiments that time one version alone where others would be faster: beside nothing it would look like the choice.
-NOT_COMPARED = ("mla_var6_plus",)
+NOT_COMPARED = ("mla_var6_plus", "tuning")
 
 _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any recorded call took above its limit
 

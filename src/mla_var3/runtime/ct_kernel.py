@@ -99,19 +99,28 @@ class CtKernel(BaseKernel):
         return bool(tensors) and all(t.device.type == "cpu" for t in tensors)
 
     def launch(self) -> None:
+        # By identity: comparing the fields of two tilings takes 0.16 us of every launch.
+        if self._ready is None or self._ready[0] is not self.tiling:
+            args = tuple(self.args_fn(self.tiling))
+            self._ready = (self.tiling, self._launcher(), self.grid_fn(self.tiling), self.hinted(), args)
+        _, launch, grid, kernel, args = self._ready
+        launch(grid, kernel, args)
+
+    def _launcher(self) -> Callable[..., None]:
+        """What launches (grid, kernel, arguments): the GPU's current stream, or the interpreter."""
+        if self.on_cpu:
+            from mla_var3 import cutile_cpu
+
+            return cutile_cpu.launch
         import cuda.tile as ct
         import torch
 
-        if self._ready is None or self._ready[0] != self.tiling:
-            args = tuple(self.args_fn(self.tiling))
-            self._ready = (self.tiling, self.hinted(), self.grid_fn(self.tiling), args, self.on_cpu)
-        _, kernel, grid, args, on_cpu = self._ready
-        if on_cpu:
-            from mla_var3 import cutile_cpu
-
-            cutile_cpu.launch(grid, kernel, args)
-            return
-        ct.launch(torch.cuda.current_stream(), grid, kernel, args)
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a torch without CUDA has none
+        index = self.input_tensors[0].device.index if self.input_tensors else None
+        if raw is None or index is None:
+            return lambda grid, kernel, args: ct.launch(torch.cuda.current_stream(), grid, kernel, args)
+        # The same stream as a number: making torch's object of it takes 6.6 us on an H200's host.
+        return lambda grid, kernel, args: ct.launch(raw(index), grid, kernel, args)
 
     def measure_us(self) -> float:
         """Mean time of a call as cuTile's own search measures it, in microseconds."""

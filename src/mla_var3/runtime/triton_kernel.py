@@ -66,11 +66,13 @@ class TritonKernel(BaseKernel):
         return dict(self.options_fn(self.tiling)) if self.options_fn else {}
 
     def launch(self) -> None:
-        if self._ready is None or self._ready[0] != self.tiling:
+        # By identity: comparing the fields of two tilings takes 0.16 us, more than the rest of this function.
+        if self._ready is None or self._ready[0] is not self.tiling:
             keywords = {**self._meta(), **self._options()}
-            self._ready = (self.tiling, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)), keywords)
-        _, grid, args, keywords = self._ready
-        self.kernel_fn[grid](*args, **keywords)
+            run = self.kernel_fn[self.grid_fn(self.tiling)]
+            self._ready = (self.tiling, run, tuple(self.args_fn(self.tiling)), keywords)
+        _, run, args, keywords = self._ready
+        run(*args, **keywords)
 
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
         from mla_var3.toolchain.triton_ import compile_triton

@@ -170,6 +170,9 @@ class HostBackend:
             taken.append((time.perf_counter() - start) * 1e6)
         return _Now(taken)
 
+    def launches(self, call: Any) -> int | None:
+        return 1
+
     def sensors(self) -> dict[str, float]:
         return {"sm_mhz": 1980.0, "power_w": 100.0, "temperature_c": 40.0}
 
@@ -245,6 +248,9 @@ class SimulatedBackend:
             taken.append(us)
         self.busy_us = max(self.now_us, self.busy_us) + sum(taken)
         return _Now(taken)
+
+    def launches(self, call: Any) -> int | None:
+        return 2
 
     def idle(self, seconds: float) -> None:
         self.log.append(("idle", seconds))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 
 import pytest
 
+from mla_var3.bench import timing
 from mla_var3.bench.calibrate import measure_all
 from mla_var3.bench.cell import BenchSettings, Contender, measure_cell
+from mla_var3.bench.cuda_backend import CudaBackend
 from mla_var3.bench.records import Record
 from mla_var3.device import Device
 from mla_var3.kernel import registry
@@ -70,7 +74,7 @@ def test_a_record_of_a_gpu_is_whole(device: Device) -> None:
     assert burst is not None and hot is not None and hot.n >= 5
     assert burst.p10 <= burst.median <= burst.p90
     assert record.environment["clocks"]["burst"]["sm_mhz"] > 0
-    assert record.host_us and record.plan_us
+    assert record.host_us and record.plan_us and record.launches
     assert record.cross_check_us == pytest.approx(burst.median, rel=0.25)
 
 
@@ -87,3 +91,27 @@ def test_the_limits_are_near_what_was_measured_before(device: Device) -> None:
     found = measure_all(settings=dataclasses.replace(BenchSettings(), sustained_s=0.2))
     assert found["burst"].read_gbps == pytest.approx(known.value, rel=0.06)
     assert found["sustained"].matmul_tflops <= found["burst"].matmul_tflops * 1.02
+
+
+@pytest.mark.parametrize(
+    ("problem", "launches"), [(MlaProblem(b=128, h=16), 1), (MlaProblem(b=1, h=128), 2)], ids=("one", "with a combine")
+)
+def test_a_launch_of_a_bound_cute_kernel_costs_the_host_less_than_5_us(
+    device: Device, problem: MlaProblem, launches: int
+) -> None:
+    if reason := registry.missing("cute-dsl"):
+        pytest.skip(reason)
+    found = [k for k in registry.all_kernels() if (k.language, k.design) == ("cute-dsl", "flash_mla")]
+    plan = registry.get_plan(max(found, key=lambda k: k.version))(problem, None, device)
+    if not device.can_run(plan.requires, problem):
+        pytest.skip(f"{device.key} does not run it")
+    kernel, backend = plan.plan(*plan.prepare_inputs("cuda")), CudaBackend()
+    kernel()
+    assert backend.launches(kernel) == launches
+    least = math.inf
+    for _ in range(5):  # what slows the host for seconds is no part of a launch
+        least = min(least, timing.host_us(backend, kernel, 32 * timing.HOST_QUEUE) / launches)
+        if least < 5.0:
+            return
+        time.sleep(1.0)
+    raise AssertionError(f"{least:.2f} us a launch, {launches} in a call")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -116,8 +117,44 @@ def test_the_limits_stand_behind_the_contenders_and_the_first_of_those_behind_it
     chip.log.clear()
     take_turns(chip, items, dataclasses.replace(settings, burst_rounds=0, sustained_rounds=1), order, fail)
     starts = [entry for entry in chip.log if entry[0] == "start"]
-    assert len(starts) == 5 and starts[0] == starts[1]  # the first contender's two turns: one more than there are items
+    assert len(starts) == 5 and starts[0][1] == starts[1][1]  # the first contender is at work before its own turn
+    assert starts[0][2] == pytest.approx(settings.settle_s / settings.sustained_s * starts[1][2], abs=4)
+    assert all(start[3] == 1.0 for start in starts[1:])  # a hot chip, for every turn
     assert all(len(item.samples["sustained"]) > 1 for item in items)
+
+
+def test_every_sustained_turn_may_stand_behind_a_rest() -> None:
+    chip = SimulatedBackend()
+    both = LimitItems(chip, SETTINGS)
+    contenders = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "ab"]
+    settings = dataclasses.replace(SETTINGS, burst_rounds=1, rest_s=0.7)
+    chip.log.clear()
+    take_turns(chip, [*both.items, *contenders], settings, nobody, fail)
+    log = [entry for entry in chip.log if entry[0] == "start" or entry[1] == 0.7]
+    sustained = log[4:]  # behind a burst turn of each
+    assert [entry[0] for entry in sustained] == ["idle", "start"] * 4
+    assert [entry[1] for entry in sustained[1::2]] == [item.replay for item in (*contenders, *both.items)]
+    assert all(entry[3] == 0.0 for entry in sustained[1::2])  # a cool chip, each time
+    words = timing.method_text(contenders[0], 1, 1, settings, graph=True, clock="")
+    assert "each behind 0.7 s of rest" in words and "not kept" not in words
+    assert "behind 1.6 s of its replays that are not kept" in timing.method_text(
+        contenders[0], 1, 1, SETTINGS, graph=True, clock=""
+    )
+
+
+def test_the_host_s_time_is_the_best_batch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = [9.0] * timing.HOST_QUEUE + [4.0] * timing.HOST_QUEUE + [6.0] * 10
+    clock, times = [0], iter(took)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: clock[0])
+    waits: list[int] = []
+    chip = SimulatedBackend()
+    monkeypatch.setattr(chip, "synchronize", lambda: waits.append(clock[0]))
+
+    def call() -> None:
+        clock[0] += round(1e3 * next(times))
+
+    assert timing.host_us(chip, call, len(took)) == 4.0
+    assert len(waits) == 4 and next(times, None) is None
 
 
 def test_an_item_that_raises_has_no_further_turn_and_no_time() -> None:

@@ -117,6 +117,7 @@ def test_the_newest_passed_record_of_a_point_counts() -> None:
             record(KernelId("peer", "mla", "other"), 1.0, **cell),
             record(MANY, 1.0, at="2026-01-04T00:00:00Z", device="unheard-of", **cell),
             record(MANY, 1.0, at="2026-01-04T00:00:00Z", experiment="mla_var6_plus", **cell),
+            record(MANY, 1.0, at="2026-01-04T00:00:00Z", experiment="host_cost", **cell),
         ]
     )
     (recipe,) = table.devices["h200"].recipes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import time
@@ -93,6 +94,21 @@ class CudaBackend:
             event.record()
         return _Pending(events)
 
+    def launches(self, call: Call) -> int | None:
+        self.torch.cuda.synchronize()
+        stream = self.torch.cuda.current_stream()
+        try:
+            captured = self.torch.cuda.CUDAGraph(keep_graph=True)
+            with self.torch.cuda.graph(captured):
+                call()
+            count = ctypes.c_size_t()
+            graph = ctypes.c_void_p(captured.raw_cuda_graph())
+            failed = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(graph, None, ctypes.byref(count))
+        except Exception:  # a torch that does not keep graphs (under 2.8), or a call that cannot be captured
+            self.torch.cuda.set_stream(stream)
+            return None
+        return None if failed else int(count.value)
+
     def sensors(self) -> dict[str, float]:
         return self._sensors.read()
 
@@ -148,6 +164,9 @@ class CpuBackend:
 
     def start(self, replay: Any, count: int) -> Any:
         raise UserError("nothing is timed on a CPU: use mode check or compile.")
+
+    def launches(self, call: Call) -> int | None:
+        return None
 
     def sensors(self) -> dict[str, float]:
         return {}

@@ -104,6 +104,7 @@ class Record(_Part):
 
     key: what `resume` compares (`record_key`). requested: "default", "tuned", or the tiling fields that were asked for.
     mode: how far it was meant to go: time, check or compile. flops, bytes: of one call, algorithmic.
+    launches: kernels (and copies) that one call puts on the device, counted in its graph; host_us covers them all.
     plan_us: host and device time of binding to other tensors (planning and metadata, no compiling).
     cross_check_us: `triton.testing.do_bench_cudagraph` on the same rotating input sets, last of all,
     after an idle gap: neither quite burst nor sustained.
@@ -136,6 +137,7 @@ class Record(_Part):
     picked_by: str | None = None
     flops: int | None = None
     bytes: int | None = None
+    launches: int | None = None
     plan_us: float | None = None
     cross_check_us: float | None = None
     overlap_us: float | None = None

@@ -9,6 +9,8 @@ from typing import Any
 
 from mla_var3.errors import UserError, nearest
 
+#: Experiments that time few calls, in one state, for something else than speed: no table of the fastest counts them.
+ASIDE = ("host_cost",)
 MODES = ("time", "check", "compile")
 
 
@@ -41,10 +43,13 @@ class BenchSettings:
     sustained_s: float = 0.4  #: back-to-back replays in one turn; its second half is used
     sustained_rounds: int = 1  #: turns, in reversed order every other one. 0 leaves sustained out
 
+    settle_s: float = 1.6  #: replays back to back that are thrown away before the first contender's sustained turn
+    rest_s: float = 0.0  #: above 0: every sustained turn stands behind a rest this long, and none behind `settle_s`
+
     limits_every_s: float = 0.0  #: a cell takes the run's limits of the same process if younger; 0: each has its own
 
     # ---- beside
-    host_calls: int = 30  #: launches whose host time is taken
+    host_calls: int = 30  #: calls whose host time is taken
     cross_check_ms: float = 5.0  #: length of the graph of `do_bench_cudagraph`, replayed 10 times; 0 leaves it out
     overlap_probe: bool = True  #: look for calls that run beside the one before, and prevent it
     tune_budget_s: float = 60.0  #: no new tiling is tried after this
@@ -118,6 +123,7 @@ _FAST: dict[str, Any] = {
     "burst_rounds": 3,
     "idle_ms": 20.0,
     "sustained_s": 0.3,
+    "settle_s": 1.0,
     "host_calls": 15,
     "cross_check_ms": 0.0,
 }

@@ -9,15 +9,22 @@ sample. A spinning kernel in front lets the host queue everything before the dev
 
 burst       After a gap of `idle_ms` a few replays; the best is the round's sample. The chip is cool, at its top clock.
 sustained   Replays back to back for `sustained_s`; those of the second half are samples. The chip is at its power
-            limit. The first contender has a turn before that is thrown away, so that it finds the chip as the others
-            do: at work.
+            limit. The first contender is at work `settle_s` before its turn, so that it finds the chip as the others
+            do.
 
 In every round each item has its turn, the cell's limits (a large matrix product, a kernel that only reads) among them,
 and every other round runs in reverse. So whatever drifts, drifts for all. In burst the limits are first, in sustained
 last: their two very different loads upset the power limiter for most of a second, and even behind a turn that was
 thrown away a kernel was seen 7 to 11 % slower than the same one behind another contender. With `limits_every_s` a cell
-may stand beside limits that many seconds old: from cell to cell of one run they moved by 0.1 % (burst) to 0.3 %
-(sustained) on an H200.
+may stand beside limits that many seconds old: from cell to cell of one run on an H200 they moved by 0.1 % in burst, and
+sustained the product by 3 % either way.
+
+The limiter swings (results/h200/traces/2026-11-21-power_limiter.txt): a chip that goes from rest to 700 W keeps a high
+clock for 0.6 to 0.8 s, loses a fifth to a quarter of it for 0.2 s, again a little 0.8 s later, and then wanders by 2 to
+3 % about its mean. A turn of 0.4 s behind one of 0.4 s lies in the dip: its kernel looks up to 15 % slow. Hence
+`settle_s`. What is measured then is a chip that stays at work, as a server's does, and a turn is still uncertain by the
+wandering; more `sustained_rounds` lessen that. With `rest_s` every turn ends before the dip instead, 1 to 5 % faster
+than at work, as a kernel does that is measured alone for 0.4 s.
 
 A call must not run beside the one before it: kernels launched with programmatic dependent launch can. `prepare`
 compares the graph with one that has a tiny kernel between calls, less what those cost alone. When calls turn out to
@@ -27,6 +34,7 @@ overlap, the second graph is the one that is timed.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +49,8 @@ STATES = ("burst", "sustained")
 
 #: Most calls in one graph, so that capturing stays a matter of milliseconds.
 MAX_GRAPH_CALLS = 4096
+#: Calls between two waits for the device, where it is the host that is timed: fewer than a queue holds.
+HOST_QUEUE = 100
 #: Buffers of the two limits (`mla_var3.bench.calibrate`), and what a process with its libraries takes.
 LIMIT_BYTES = (2 << 30) + 3 * 8192 * 8192 * 2
 CONTEXT_BYTES = 1 << 30
@@ -71,6 +81,9 @@ class Backend(Protocol):
 
     def start(self, replay: Any, count: int) -> Pending:
         """Queues `count` replays back to back."""
+
+    def launches(self, call: Call) -> int | None:
+        """How many kernels (and copies) a call puts on the device; None where that cannot be counted."""
 
     def sensors(self) -> dict[str, float]:
         """sm_mhz, mem_mhz, power_w, temperature_c, as far as they can be read."""
@@ -237,15 +250,29 @@ def _overlap(backend: Backend, once: Any, calls: Sequence[Call], idle_s: float) 
 
 
 def host_us(backend: Backend, call: Call, count: int) -> float:
-    """Median time the host spends in one launch, in microseconds."""
-    backend.synchronize()
-    taken = []
-    for _ in range(count):
-        start = time.perf_counter_ns()
-        call()
-        taken.append((time.perf_counter_ns() - start) / 1e3)
-    backend.synchronize()
-    return percentile(taken, 0.5)
+    """Time the host spends in one call with all its kernels, in microseconds, on a queue that has room.
+
+    More than one batch of `HOST_QUEUE`: each on another core, and the least of their medians. On the H200's machine
+    everything that a thread does, plain Python too, takes 1.5 times as long for seconds at a time, whatever it is.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if count > HOST_QUEUE and hasattr(os, "sched_getaffinity") else []
+    medians = []
+    try:
+        for number, first in enumerate(range(0, count, HOST_QUEUE)):
+            if cores:
+                os.sched_setaffinity(0, {cores[number % len(cores)]})
+            backend.synchronize()
+            taken = []
+            for _ in range(min(HOST_QUEUE, count - first)):
+                start = time.perf_counter_ns()
+                call()
+                taken.append((time.perf_counter_ns() - start) / 1e3)
+            medians.append(percentile(taken, 0.5))
+        backend.synchronize()
+    finally:
+        if cores:
+            os.sched_setaffinity(0, cores)
+    return min(medians)
 
 
 # ---------------------------------------------------------------- turns
@@ -260,14 +287,14 @@ def burst_turn(backend: Backend, item: Item, settings: BenchSettings) -> None:
     item.readings.setdefault("burst", []).append(reading)
 
 
-def start_sustained(backend: Backend, item: Item, settings: BenchSettings) -> Pending:
-    """Queues replays back to back for `sustained_s`."""
-    return backend.start(item.replay, max(4, math.ceil(settings.sustained_s * 1e6 / item.replay_us)))
+def start_sustained(backend: Backend, item: Item, seconds: float) -> Pending:
+    """Queues replays back to back for that long."""
+    return backend.start(item.replay, max(4, math.ceil(seconds * 1e6 / item.replay_us)))
 
 
 def sustained_turn(backend: Backend, item: Item, settings: BenchSettings) -> None:
     """One turn of an item back to back; the second half of the time gives the samples."""
-    pending = start_sustained(backend, item, settings)
+    pending = start_sustained(backend, item, settings.sustained_s)
     backend.idle(settings.sustained_s * 0.75)  # the host waits; the device works on what is queued
     reading = backend.sensors()
     taken = pending.wait()
@@ -303,8 +330,11 @@ def take_turns(
             for item in order:
                 announce(item, state, number)
                 try:
-                    if state == "sustained" and not (settled or item.is_limit):
-                        start_sustained(backend, item, settings).wait()
+                    if state == "sustained" and settings.rest_s:
+                        backend.synchronize()
+                        backend.idle(settings.rest_s)
+                    elif state == "sustained" and not (settled or item.is_limit):
+                        start_sustained(backend, item, settings.settle_s).wait()
                         settled = True
                     turn(backend, item, settings)
                 except Exception as error:
@@ -337,7 +367,12 @@ def method_text(
     if settings.sustained_rounds:
         parts.append(
             f"sustained: second half of {settings.sustained_s:g} s of back-to-back replays, "
-            f"{settings.sustained_rounds} turns, the first contender's behind a turn that is not kept"
+            f"{settings.sustained_rounds} turns, "
+            + (
+                f"each behind {settings.rest_s:g} s of rest"
+                if settings.rest_s
+                else f"the first contender's behind {settings.settle_s:g} s of its replays that are not kept"
+            )
         )
     limits = "limits (bf16 8192^3 product, a kernel that reads 2 GiB)"
     if limits_age_s:

@@ -52,7 +52,7 @@ NOT_COMPILED = ("torch", "peer")
 GPU_ONLY = ("cute-dsl", "peer")
 #: What `info` events say that belongs in the record of a contender however it ends.
 KEPT = ("tiling", "resources", "error", "warnings", "tuning")
-TIMED = ("host_us", "plan_us", "cross_check_us", "overlap_us")
+TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us")
 
 
 class Stop(Exception):
@@ -404,6 +404,9 @@ class Worker:
             self.backend, str(contender.slot), contender.calls, self.settings, graph=bool(plan.graph_capturable)
         )
         contender.facts["host_us"] = timing.host_us(self.backend, first, self.settings.host_calls)
+        launches = self.backend.launches(first) if plan.graph_capturable else None
+        if launches is not None:
+            contender.facts["launches"] = launches
 
     def _timed(self, contender: Contender, inputs: _Inputs, limits_age_s: float) -> None:
         item, plan, settings = contender.item, contender.plan, self.settings

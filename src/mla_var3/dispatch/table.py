@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.bench.settings import ASIDE
 from mla_var3.device import Device
 from mla_var3.dispatch import model
 from mla_var3.errors import UserError
@@ -29,7 +30,7 @@ PATH = Path(__file__).with_name("table.json")
 #: Never picked: torch is the oracle and reads lengths on the host, peers are other people's libraries.
 NOT_SERVED = ("torch", "peer")
 #: Experiments that time one version alone where others would be faster: beside nothing it would look like the choice.
-NOT_COMPARED = ("mla_var6_plus", "tuning")
+NOT_COMPARED = ("mla_var6_plus", "tuning", *ASIDE)
 
 _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any recorded call took above its limit
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
+from mla_var3.bench.settings import ASIDE
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.problem import MlaProblem
@@ -260,6 +261,7 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
     points: list[Point] = []
     seen: dict[str, Record] = {}
     twice: list[str] = []
+    aside: list[str] = []
     for record in sorted(records, key=lambda r: r.at):
         try:
             problem = MlaProblem.from_record(record.problem)
@@ -269,6 +271,9 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
             continue
         if record.time_us is None or not any(getattr(record.time_us, s) for s in STATES):
             untimed.setdefault((record.status, record.kernel.label), []).append(_why(record))
+            continue
+        if record.experiment in ASIDE:
+            aside.append(f"{record.kernel.label} on {cell}")
             continue
         if record.id in seen and seen[record.id] == record:
             twice.append(record.id)
@@ -286,6 +291,9 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
         result.left_out.append(_left("timed records", older, why, older))
     if twice:
         result.left_out.append(_left("records", twice, "the same record stands in two files; it counts once", twice))
+    if aside:
+        why = f"they are of {' and '.join(ASIDE)}, which times few calls, for what launches cost the host"
+        result.left_out.append(_left("timed records", aside, why, aside))
     result.left_out += _untimed(untimed)
     result.left_out += _reservations(result)
     return result

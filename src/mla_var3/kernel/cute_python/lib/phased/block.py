@@ -34,7 +34,8 @@ def consume(
     thread: Int32,  # 0..255
     shape: cutlass.Constexpr,
     shares: cutlass.Constexpr,
-    zero_padding: cutlass.Constexpr,  # P is 0 in rows past the request's
+    zero_padding: cutlass.Constexpr,  # as for `steps.PhasedConsumer`
+    frees_first: cutlass.Constexpr = False,
 ):
     """Pairs first..end-1, and the block's results or its part of them; blocks of the next kernel may start before."""
     dtype = q_tile.element_type
@@ -52,14 +53,17 @@ def consume(
         kv_base, full, empty = storage.stages.data_ptr(), storage.full.data_ptr(), storage.empty.data_ptr()
         common = (q_tile, kv_base, full, empty, scale_log2, seq_len, first_row)
         registers = ending.result_registers(shape)
-        shared = {"row_max": row_max, "shares": shares, "registers": registers, "zero_padding": zero_padding}
+        shared = {
+            "row_max": row_max, "shares": shares, "registers": registers, "zero_padding": zero_padding,
+            "frees_first": frees_first,
+        }  # fmt: skip
         if warp < WARPGROUP // 32:
             w = steps.PhasedConsumer(EVEN, shape, dtype, thread, *common, **shared)
             steps.consume(w, steps.even_step, first, end, least)
         else:
             w = steps.PhasedConsumer(ODD, shape, dtype, thread - WARPGROUP, *common, **shared)
             steps.consume(w, steps.odd_step, first, end, least)
-        cute.arch.griddepcontrol_launch_dependents()  # `combine_rows` may start
+        cute.arch.griddepcontrol_launch_dependents()  # the combine may start
         sums = cute.make_tensor(storage.sums0.data_ptr(), cute.make_layout((TILE_M, 2)))  # and sums1 behind it
         ending.finish(registers, sums, kv_base, target, marks, index, kv_head, first_row, whole, shape, thread)
     else:

@@ -48,10 +48,12 @@ def resident_slices(slices: int) -> tuple[int, ...]:
 
 class PhasedConsumer(Consumer):
     """A consumer, the running maximum of the rows (64,), and its resident slices of the query. zero_padding: P is 0 in
-    rows past the request's."""
+    rows past the request's. frees_first: the odd one frees the even stage before it issues its next product."""
 
-    def __init__(self, me, shape, dtype, *common, row_max, shares, registers=(), zero_padding=False) -> None:
-        self.row_max, self.shares, self.zero_padding = row_max, shares, zero_padding
+    def __init__(
+        self, me, shape, dtype, *common, row_max, shares, registers=(), zero_padding=False, frees_first=False
+    ) -> None:
+        self.row_max, self.shares, self.zero_padding, self.frees_first = row_max, shares, zero_padding, frees_first
         self.mma_qs = wgmma.make_mma(dtype, TILE_N, a_in_registers=True)
         self.resident = resident_slices((shape.k + shape.p) // wgmma.MMA_K)
         # Ahead of the accumulators: behind them the code comes out otherwise than it was measured.
@@ -230,12 +232,20 @@ def even_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.
 
 @cute.jit
 def odd_product(w: cutlass.Constexpr, p: cute.Tensor, more: cutlass.Constexpr):
-    """O_R += P1·V1_R while P0·V0_R may still run; P1 goes to the other consumer meanwhile; releases both stages."""
+    """O_R += P1·V1_R while P0·V0_R may still run; P1 goes to the other consumer meanwhile; releases both stages.
+
+    With `frees_first` it waits for P0·V0_R before: that ends about when the softmax does, and what takes the even
+    stage's place is asked for the sooner."""
+    if cutlass.const_expr(w.frees_first):
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(more):
+            free(w, EVEN)
     wgmma.gemm_issue(w.mma_rs, w.acc_o, wgmma.as_a_operand(p), w.frag_v[ODD], range(4))
     send_p(w, p)
-    warpgroup.wait_group(1)
-    if cutlass.const_expr(more):
-        free(w, EVEN)
+    if cutlass.const_expr(not w.frees_first):
+        warpgroup.wait_group(1)
+        if cutlass.const_expr(more):
+            free(w, EVEN)
     warpgroup.wait_group(0)
     if cutlass.const_expr(more):
         free(w, ODD)

@@ -103,6 +103,25 @@ def test_newest_record_of_a_cell(project: Path, entry: Path) -> None:
     assert "records: [eeee00001111]" in entry.read_text()
 
 
+def test_records_that_time_for_something_else_are_left_out(
+    project: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "all_kernels", lambda: (V0, V1))
+    records = next((project / "results").rglob("*.jsonl"))
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    aside = [
+        {**r, "id": r["id"][::-1], "experiment": "host_cost", "at": "2099-01-01T00:00:00Z"}
+        for r in lines
+        if r.get("time_us")
+    ]
+    assert len(aside) >= 2
+    records.write_text("".join(json.dumps(r) + "\n" for r in [*lines, *aside]))
+    _new(project, "--force")
+    text = entry.read_text()
+    assert f"[r:{FAST} vs {SLOW} burst.speedup sustained.speedup]" in text
+    assert not any(r["id"] in text for r in aside)
+
+
 def test_cite_prints_figures_that_check_accepts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cite", FAST, "--root", str(project)]) == 0
     assert main(["cite", FAST, SLOW, "--root", str(project)]) == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from mla_var3.bench.settings import ASIDE
 from mla_var3.devlog import skips, tables
 from mla_var3.devlog.check import is_of, load_records, source_name
 from mla_var3.devlog.citations import find_record
@@ -55,7 +56,8 @@ def _own(kernel: KernelId, by_id: dict[str, Any], chosen: Sequence[str], files: 
 
             ids = {record.id for record in load(files).records}
             pool = [record for record in pool if record["id"] in ids]
-        found += tables.newest(record for record in pool if is_of(record, kernel))
+        told = (record for record in pool if files or record.get("experiment") not in ASIDE)
+        found += tables.newest(record for record in told if is_of(record, kernel))
     return list({record["id"]: record for record in found}.values())
 
 
@@ -69,9 +71,8 @@ def _before(kernel: KernelId, by_id: dict[str, Any], own: Sequence[Record]) -> l
     ]
     if not earlier:
         return []
-    before = {
-        tables.cell(r): r for r in tables.newest(r for r in by_id.values() if is_of(r, earlier[-1])) if r["time_us"]
-    }
+    told = (r for r in by_id.values() if is_of(r, earlier[-1]) and r.get("experiment") not in ASIDE)
+    before = {tables.cell(r): r for r in tables.newest(told) if r["time_us"]}
     return [
         (record, before[tables.cell(record)]) for record in own if record["time_us"] and tables.cell(record) in before
     ]

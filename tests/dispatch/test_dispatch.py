@@ -186,6 +186,38 @@ def test_the_table_lands_near_the_best_where_it_was_not_told() -> None:
         assert found["worst"]["ratio"] < 1.25, found
 
 
+def test_a_superseded_version_never_stands_before_the_newer_one(toys: None) -> None:
+    """FEW comes after MANY and is as fast wherever both were measured, but for one cell that no neighbour knows of."""
+    everywhere = {8: 1.2, 16: 1.2, 32: 1.2, 128: 1.2}
+    old, new = grid({MANY: everywhere}), grid({FEW: dict.fromkeys(everywhere, 1.1)})
+    device = tables.build([*old, *new]).devices["h200"]
+    assert {a.kernel: b.kernel for a, b in device.superseded.items()} == {MANY: FEW}
+
+    # Where only the old one was measured, its own point is the nearest: the newer one stands before it all the same.
+    alone = record(MANY, 1.0, b=64, h=64, t=512)
+    device = tables.build([*old, *new, alone]).devices["h200"]
+    ranked = selection.rank(device, MlaProblem(b=64, h=64, t=512), H200)
+    assert [choice.kernel for choice in ranked] == [FEW, MANY]
+    assert ranked[1].us is not None and ranked[0].us is not None and ranked[1].us < ranked[0].us
+
+    # What the newer one refuses goes to the older one, and not to a version that nobody measured.
+    assert choose(MlaProblem(b=4, h=128, t=4096), H200, table=tables.build([*old, *new])).kernel == MANY
+
+
+@pytest.mark.parametrize(
+    ("newer", "kept"),
+    [
+        ({8: 1.1, 16: 1.1, 128: 1.1}, False),
+        ({8: 1.1, 16: 1.1, 128: 1.4}, True),  # slower somewhere
+        ({8: 1.25, 16: 1.25, 128: 1.25}, True),  # a little slower everywhere
+        ({8: 1.1, 16: 1.1}, True),  # not measured at a third of the problems
+    ],
+)
+def test_a_version_is_superseded_only_where_nothing_is_lost(newer: dict[int, float], kept: bool) -> None:
+    records = grid({MANY: {8: 1.2, 16: 1.2, 128: 1.2}, FEW: newer})
+    assert (not tables.build(records).devices["h200"].superseded) is kept
+
+
 # ---------------------------------------------------------------- picking
 @pytest.mark.parametrize(
     ("problem", "kernel"),

@@ -179,7 +179,10 @@ def rank(
 
     def doubted(recipe: Recipe) -> float:
         guess = guesses[recipe]
-        return guess.us * math.exp(model.DOUBT * (guess.distance - nearest))
+        us = guess.us * math.exp(model.DOUBT * (guess.distance - nearest))
+        newer = measured.superseded.get(recipe)
+        # Never in front of the version that is the faster wherever both were measured, only behind it.
+        return max(us, math.nextafter(doubted(newer), math.inf)) if newer in guesses else us
 
     where = "" if measured.device == device.key else f", from measurements on {measured.device}"
     choices = []

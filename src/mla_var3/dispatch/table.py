@@ -32,6 +32,10 @@ NOT_SERVED = ("torch", "peer")
 #: Experiments that time one version alone where others would be faster: beside nothing it would look like the choice.
 NOT_COMPARED = ("mla_var6_plus", "tuning", *ASIDE)
 
+#: A newer version of a design supersedes one where it was measured at this share of its problems, is the faster on
+#: average, and nowhere slower by more than what chips and runs differ by.
+_SHARED, _SLACK = 0.9, 1.06
+
 _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any recorded call took above its limit
 
 
@@ -71,6 +75,20 @@ class Recipe:
         return any(_close(point.problem, problem) for point in self.points)
 
 
+def _same_design(new: KernelId, old: KernelId) -> bool:
+    same = (new.language, new.layer, new.design) == (old.language, old.layer, old.design)
+    return same and new.version > old.version
+
+
+def _leaves_nothing(new: Recipe, old: Recipe) -> bool:
+    """Whether `new` is as fast as `old`, by what was measured of both."""
+    times = {point.problem: point.us for point in new.points}
+    ratios = [times[point.problem] / point.us for point in old.points if point.problem in times]
+    if len(ratios) < max(3, _SHARED * len(old.points)):
+        return False
+    return max(ratios) <= _SLACK and sum(map(math.log, ratios)) <= 0.0
+
+
 def _close(a: MlaProblem, b: MlaProblem) -> bool:
     same = a.problem_class() == b.problem_class()
     return same and all(abs(math.log(max(x, 1) / max(y, 1))) < 0.1 for x, y in ((a.b, b.b), (a.t, b.t)))
@@ -97,6 +115,18 @@ class DeviceTable:
     def _point(self, point: Point) -> tuple[model.Place, float, str]:
         limit = model.limit_us(point.problem, self.hardware)
         return model.place_of(point.problem, self.hardware), point.us / (limit + self.floor_us), point.record
+
+    @functools.cached_property
+    def superseded(self) -> dict[Recipe, Recipe]:
+        """Versions that a newer one of their language and design has left nothing to be picked for, and that one: the
+        newest of them. They stay in the table for what the newer one refuses."""
+        plain = [recipe for recipe in self.recipes if not recipe.tiling]
+        found = {}
+        for old in plain:
+            newer = [new for new in plain if _same_design(new.kernel, old.kernel) and _leaves_nothing(new, old)]
+            if newer:
+                found[old] = max(newer, key=lambda recipe: recipe.kernel.version)
+        return found
 
     @functools.cached_property
     def _places(self) -> dict[Recipe, list[tuple[model.Place, float, str]]]:

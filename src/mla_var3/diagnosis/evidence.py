@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
+from mla_var3.bench.settings import ASIDE
 from mla_var3.diagnosis import profiles
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
@@ -225,7 +226,8 @@ def load_records(more: Iterable[Path] = ()) -> list[dict[str, Any]]:
 def record_of(
     records: Iterable[Record], kernel: KernelId, problem: MlaProblem, device: str, tiling: Mapping[str, Any] | None
 ) -> Record | None:
-    """The newest timed record of that point; with a tiling, one of these knobs, where there is any."""
+    """The newest timed record of that point; with a tiling, one of these knobs, where there is any. None of an
+    experiment that times for something else than speed."""
     wanted = problem.to_record()
     mine = [
         record
@@ -235,6 +237,7 @@ def record_of(
         and KernelId(**{name: record["kernel"][name] for name in kernel.to_record()}) == kernel
         and dict(record["problem"]) == wanted
         and not record.get("picked_by")
+        and record.get("experiment") not in ASIDE
     ]
     if tiling:
         mine = [r for r in mine if dict(r.get("tiling") or {}) == dict(tiling)]

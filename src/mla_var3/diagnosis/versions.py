@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.bench.settings import ASIDE
 from mla_var3.diagnosis import loops
 from mla_var3.diagnosis.evidence import Evidence, Record, load_records, of_kernel
 from mla_var3.diagnosis.profiles import Profile, known
@@ -146,6 +147,7 @@ def records_of(
                     if r["device"] == device and r.get("time_us") and dict(r["problem"]) == wanted
                     and KernelId(**{n: r["kernel"][n] for n in version.kernel.to_record()}) == version.kernel
                     and not r.get("picked_by") and (not knobs or _same(r.get("tiling"), knobs))
+                    and r.get("experiment") not in ASIDE
                 ),
                 key=lambda r: str(r["at"]),
                 reverse=True,

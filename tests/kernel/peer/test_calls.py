@@ -289,12 +289,14 @@ def tilelang(fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> I
         return fetched("tilelang/example_mla_decode_paged.py", version="0.1.14", origin="its archive", text=text)
 
     mine = ("tilelang", "tvm_ffi", "mla_var3_peers_tilelang_example")
-    for name in mine:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = {name: sys.modules.pop(name, None) for name in mine}
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield make
-    for name in mine:
+    monkeypatch.undo()  # what a test put in place of these modules; then they are as they were
+    for name, module in before.items():
         sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
 
 
 def test_tilelang(tilelang: Callable[..., Path]) -> None:

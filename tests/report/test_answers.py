@@ -164,7 +164,7 @@ def test_lines_of_code_leave_out_comments_blank_lines_and_docstrings() -> None:
 
 def test_the_devlogs_verdicts_are_found() -> None:
     entry = sources.entries()["cute-dsl/flash_mla_v1"]
-    assert entry.verdict == "kept"
+    assert entry.verdict == "superseded"
     assert entry.path == "devlogs/flash_mla/cute-dsl-v1.md"
     assert "[r:" not in entry.why
     assert entry.sections[0][0] == "Location"

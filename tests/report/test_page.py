@@ -39,7 +39,7 @@ def test_the_page_of_the_shipped_records_holds_them_all() -> None:
     ids = {row[data["cols"].index("id")] for row in data["rows"]}
     assert ids == {p.record.id for p in gathered.points}
     assert {c["name"] for c in data["cells"]} == {p.cell for p in gathered.points}
-    assert data["entries"]["cute-dsl/flash_mla_v1"]["verdict"] == "kept"
+    assert data["entries"]["cute-dsl/flash_mla_v1"]["verdict"] == "superseded"
     assert data["sources"]["cute-dsl/flash_mla_v1"]["own"] > 100
     assert [roof["kind"] for roof in data["roofs"]["h200"]["burst"]] == ["measured", "data sheet"]
 

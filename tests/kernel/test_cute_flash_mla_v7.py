@@ -85,6 +85,19 @@ def test_combine_computes_its_addresses_before_it_waits(tmp_path: Path, splits: 
     assert behind[1].startswith("LDG.E.128"), behind[:4]
 
 
+@pytest.mark.parametrize("h", [1, 16, 128])
+def test_the_sums_of_a_block_fit_the_memory_it_asks_for(h: int) -> None:
+    """Whatever number of splits is asked for; asking for less would let blocks write over each other's."""
+    most = 0
+    for tokens in (1, 2, 5, 8, 16, 40, 132, 600):
+        for k in (256, 384, 512):
+            for splits in (2, 5, 9, 17, 33, 65, 129, MAX_SPLITS):
+                cut = cut_work(tokens, h, k, splits, H200)
+                assert cut.smem is None or cut.sums_bytes <= cut.smem <= H200.smem_per_block, cut
+                most = max(most, cut.sums_bytes)
+    assert most == 1024 * 32  # 1024 threads, eight columns each
+
+
 @pytest.mark.parametrize("k", [256, 384, 512])
 def test_a_piece_lies_in_one_half_of_a_row(k: int) -> None:
     for splits in (2, 8, 64):

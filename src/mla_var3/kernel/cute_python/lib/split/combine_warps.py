@@ -16,7 +16,7 @@ Parts are those of `lib.latent.ending`. The order of every sum is fixed, so resu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -78,6 +78,11 @@ class Cut:
         return max(2, self.vector // self.groups)
 
     @property
+    def sums_bytes(self) -> int:
+        """What the sums of a block's warps take in shared memory."""
+        return 4 * self.columns * self.groups * self.units if self.groups > 1 else 0
+
+    @property
     def name(self) -> str:
         return f"combine_warps{self.most}x{self.vector}x{self.units}x{self.per_sm}"
 
@@ -101,12 +106,12 @@ def cut_work(tokens: int, h: int, k: int, splits: int, device: Device) -> Cut:
     units = min(units, pieces)
     blocks = tokens * -(-pieces // units)
     per_sm = next((n for n in (1, 2, 4, 8) if blocks <= n * device.num_sms), 0)
-    smem = None
-    if per_sm:
-        # One byte more than lets another block in, in whole kilobytes.
-        least = device.smem_per_sm // (per_sm + 1) - device.smem_reserved_per_block + 1
-        smem = min(-(-least // 1024) * 1024, device.smem_per_block)
-    return Cut(most, vector, units, per_sm, smem)
+    cut = Cut(most, vector, units, per_sm, None)
+    if not per_sm:
+        return cut
+    # One byte more than lets another block in, in whole kilobytes.
+    least = device.smem_per_sm // (per_sm + 1) - device.smem_reserved_per_block + 1
+    return replace(cut, smem=max(cut.sums_bytes, min(-(-least // 1024) * 1024, device.smem_per_block)))
 
 
 @cute.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -53,6 +55,15 @@ def row_exp2(acc_s: cute.Tensor, r: cutlass.Constexpr, scale_log2: Float32, shif
         even = even + rows[r, j]
         odd = odd + rows[r, j + 1]
     return even + odd
+
+
+@cute.jit
+def natural_lse(total: Float32, shift: Float32) -> Float32:
+    """ln(total · 2^shift); +inf, which says that a row has no key, where total is 0."""
+    value = Float32.inf
+    if total > 0.0:
+        value = (cute.math.log2(total, fastmath=True) + shift) * math.log(2.0)
+    return value
 
 
 @cute.jit

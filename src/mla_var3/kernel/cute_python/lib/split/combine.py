@@ -6,7 +6,6 @@ One block a query row, one thread for four columns. Splits without keys have lse
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -16,7 +15,7 @@ from cutlass import Float32, Int64
 
 from mla_var3.kernel.cute_python.lib import host
 from mla_var3.kernel.cute_python.lib.rows import row_vector
-from mla_var3.kernel.cute_python.lib.softmax import exp2
+from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:
@@ -70,10 +69,7 @@ def combine(
     target = cute.zipped_divide(row_vector(out, batch, kv_head, row, group, k), (VECTOR,))
     cute.autovec_copy(packed, target[None, thread])
     if thread == 0:
-        value = Float32.inf
-        if total > 0.0:
-            value = (cute.math.log2(total, fastmath=True) + shift) * math.log(2.0)
-        lse[batch, kv_head * group + row % group, row // group] = value
+        lse[batch, kv_head * group + row % group, row // group] = natural_lse(total, shift)
 
 
 combine.set_name_prefix("combine", remove_cutlass_symbol=True, keep_mangled_name=False)

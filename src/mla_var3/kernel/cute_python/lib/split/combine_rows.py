@@ -28,6 +28,7 @@ from mla_var3.runtime import CuteKernel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mla_var3.problem import MlaProblem
     from mla_var3.runtime.plan import KernelPlan
 
 VECTOR = 8  # 16-bit elements in 16 bytes
@@ -193,19 +194,22 @@ def launch_combine_rows(
     )
 
 
+def fake_parts(pd: MlaProblem) -> tuple[Any, ...]:
+    """(parts, marks, out, lse) to compile from; the numbers of requests and of splits are given at the call."""
+    b, n = host.symbols(2)
+    return (
+        host.fake(Float16, n, b, pd.s, pd.h, pd.k),
+        host.fake(Float32, n, b, pd.h, pd.s, MARKS),
+        host.fake(host.element_type(pd.dtype), b, pd.s, pd.h, pd.k),
+        host.fake(Float32, b, pd.h, pd.s, align=4),
+    )
+
+
 def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
     """The second stage: (parts, marks) into outputs (out, lse). Without them, compiles only."""
     pd, most = plan.problem, most_splits(splits)
 
     def arguments() -> tuple[Any, ...]:
-        b, n = host.symbols(2)
-        kind = host.element_type(pd.dtype)
-        return (
-            host.fake(Float16, n, b, pd.s, pd.h, pd.k),
-            host.fake(Float32, n, b, pd.h, pd.s, MARKS),
-            host.fake(kind, b, pd.s, pd.h, pd.k),
-            host.fake(Float32, b, pd.h, pd.s, align=4),
-            most,
-        )
+        return (*fake_parts(pd), most)
 
     return host.stage(plan, combine_rows, launch_combine_rows, f"combine_rows{most}", arguments, partials, outputs)

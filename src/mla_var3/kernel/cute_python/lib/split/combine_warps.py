@@ -15,7 +15,6 @@ Parts are those of `lib.latent.ending`. The order of every sum is fixed, so resu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,9 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import host
 from mla_var3.kernel.cute_python.lib.latent.ending import MARKS
-from mla_var3.kernel.cute_python.lib.softmax import exp2
+from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
+from mla_var3.kernel.cute_python.lib.split import merge
+from mla_var3.kernel.cute_python.lib.split.combine_rows import fake_parts
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.runtime import CuteKernel
 
@@ -131,14 +132,6 @@ def warp_max(value: Float32) -> Float32:
 
 
 @cute.jit
-def warp_sum(value: Float32) -> Float32:
-    """Sum over a warp, the same bits in every lane."""
-    for i in cutlass.range_constexpr(5):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset=1 << i)
-    return value
-
-
-@cute.jit
 def make_weights(
     marks: cute.Tensor,  # (MARKS, n) fp32, registers: of this lane's splits; the first is -inf without keys
     half: Int32,
@@ -238,7 +231,7 @@ def combine_warps(
             words[i, j] = words[i, j] if weight > 0.0 else Int32(0)
         for i in cutlass.range_constexpr(vector):
             acc[i] = acc[i] + weight * Float32(values[i, j])
-    total = warp_sum(total)
+    total = merge.warp_all(total, False)
     inverse = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
 
     first = row * k + piece * cut.columns  # of the output, this piece's
@@ -264,10 +257,7 @@ def combine_warps(
             to = out.iterator + cute.assume(first + at * width, divby=width)
             store(ours, inverse, cute.make_tensor(to, cute.make_layout(width)))
     if there and piece == 0 and group == 0 and lane == 0:
-        value = Float32.inf
-        if total > 0.0:
-            value = (cute.math.log2(total, fastmath=True) + shift) * math.log(2.0)
-        lse[batch, head, token] = value
+        lse[batch, head, token] = natural_lse(total, shift)
 
 
 combine_warps.set_name_prefix("combine_warps", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -301,14 +291,6 @@ def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[
     cut = cut_work(requests * pd.s, pd.h, pd.k, splits, host.target(plan))
 
     def arguments() -> tuple[Any, ...]:
-        b, n = host.symbols(2)
-        kind = host.element_type(pd.dtype)
-        return (
-            host.fake(Float16, n, b, pd.s, pd.h, pd.k),
-            host.fake(Float32, n, b, pd.h, pd.s, MARKS),
-            host.fake(kind, b, pd.s, pd.h, pd.k),
-            host.fake(Float32, b, pd.h, pd.s, align=4),
-            cut,
-        )
+        return (*fake_parts(pd), cut)
 
     return host.stage(plan, combine_warps, launch_combine_warps, cut.name, arguments, partials, outputs)

@@ -8,7 +8,6 @@ output is not used. Sums are in a fixed order, so results are the same bits ever
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -19,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import host
 from mla_var3.kernel.cute_python.lib.rows import row_vector
-from mla_var3.kernel.cute_python.lib.softmax import exp2
+from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
 from mla_var3.kernel.cute_python.lib.split import combine
 from mla_var3.runtime import CuteKernel
 
@@ -150,10 +149,7 @@ def merge_splits(
         target = cute.zipped_divide(row_vector(out, batch, kv_head, row, group, k), (VECTOR,))
         cute.autovec_copy(packed, target[None, columns * 32 + lane])
         if columns == 0 and lane == 0:
-            value = Float32.inf
-            if total > 0.0:
-                value = (cute.math.log2(total, fastmath=True) + shift) * math.log(2.0)
-            lse[batch, kv_head * group + row % group, row // group] = value
+            lse[batch, kv_head * group + row % group, row // group] = natural_lse(total, shift)
 
 
 merge_splits.set_name_prefix("merge_splits", remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -115,7 +115,7 @@ class CtKernel(BaseKernel):
         import cuda.tile as ct
         import torch
 
-        # Torch's object of the stream takes 6.6 us on an H200's host; its number, which cuTile takes too, was not run.
+        # Making this object takes 6.6 us on an H200's host. cuTile takes the stream's number too: to be run on a GPU.
         return lambda grid, kernel, args: ct.launch(torch.cuda.current_stream(), grid, kernel, args)
 
     def measure_us(self) -> float:

@@ -3,7 +3,7 @@ r"""Absorbed MLA decode for Hopper (sm_90a): flash_mla_v5 with an earlier start,
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
 
 Loop, endings, parts and their combine are flash_mla_v5's (`lib.phased`, `lib.latent.ending`, `lib.split.combine_rows`).
-What differs is what a block does until its first scores, and what padding costs:
+What differs is what a block does until its first scores (`lib.phased.early`), and what padding costs:
 
     start     lengths, and the page where a request's part begins if it fills the page table, are asked for in the first
               instructions; barriers are announced before the query is asked for, so that the loads of the cache do not
@@ -24,27 +24,16 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.lib import host, paged, rows, wgmma
-from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
-from mla_var3.kernel.cute_python.lib.latent import loads, order
-from mla_var3.kernel.cute_python.lib.latent.consumer import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    THREADS,
-    shared_storage,
-)
+from mla_var3.kernel.cute_python.lib import host, paged
+from mla_var3.kernel.cute_python.lib.latent import loads
+from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
 from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsPlan, PartsTiling
-from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, Shape, work_range
-from mla_var3.kernel.cute_python.lib.phased import block as consumers
+from mla_var3.kernel.cute_python.lib.latent.shape import Shape
+from mla_var3.kernel.cute_python.lib.phased import early
+
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
-BARRIERS_MADE = 8  # named barrier of a block without a cluster, behind `lib.latent.consumer`'s
-
-
 @cute.kernel
 def flash_mla_v6(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
@@ -60,75 +49,10 @@ def flash_mla_v6(
     shape: cutlass.Constexpr,
     longest_first: cutlass.Constexpr,
 ):
-    dtype = q.element_type
-    thread, _, _ = cute.arch.thread_idx()
-    block, split, rank = cute.arch.block_idx()
-    # Asked for before anything else: right if blocks take the requests in the order of the batch.
-    seq_len = seq_lens[rank]
-    row_tile = block % shape.row_tiles
-    kv_head = block // shape.row_tiles
-    shares = loads.shared_loads(shape)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    guess, guessed = Int32(-1), Int32(0)
-    if warp >= CONSUMERS // 32:
-        guess = loads.guess_page(warp - CONSUMERS // 32, split, num_splits, page_table.shape[1], shape)
-        guessed = page_table[rank, guess]
-    q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
-    storage = SmemAllocator().allocate(shared_storage(shape, dtype, ("row_max",)))
-    q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-    kv_base = storage.stages.data_ptr()
-    full = storage.full.data_ptr()
-    empty = storage.empty.data_ptr()
-    if warp == 0:
-        with cute.arch.elect_one():
-            loads.init_barriers(full, empty, shape, shares)
-        cpasync.prefetch_descriptor(tma)
-        cute.arch.mbarrier_init_fence()
-    # The producers wait for the barriers, and not for the query to be asked for.
-    if cutlass.const_expr(shares):
-        cute.arch.cluster_arrive_relaxed()
-    elif warp < CONSUMERS // 32:
-        named_arrive(BARRIERS_MADE, THREADS)
-    first_row = row_tile * TILE_M
-    if warp < CONSUMERS // 32:
-        rows.issue_query_rows(
-            q, q_tile, rank, kv_head, first_row, shape.rows, shape.group, thread, CONSUMERS
-        )  # fmt: skip
-    batch = rank
-    if cutlass.const_expr(longest_first):
-        if ordered != 0:
-            batch = order.request_at(rank, seq_lens, thread % 32)
-            if batch != rank and warp < CONSUMERS // 32:
-                cute.arch.cp_async_wait_group(0)
-                rows.issue_query_rows(
-                    q, q_tile, batch, kv_head, first_row, shape.rows, shape.group, thread, CONSUMERS
-                )  # fmt: skip
-    index, whole = split * seq_lens.shape[0] + batch, num_splits == 1
-    if batch != rank:
-        seq_len = seq_lens[batch]
-    first, end, num_tiles, least = work_range(seq_len, row_tile, split, num_splits, shape)
-    if cutlass.const_expr(shares):
-        if cutlass.const_expr(shape.causal):
-            # Both blocks of a cluster take the tiles of the one that sees more keys.
-            first, end, num_tiles, _ = work_range(seq_len, row_tile | 1, split, num_splits, shape)
-        cute.arch.cluster_wait()
-
-    if warp >= CONSUMERS // 32:
-        if cutlass.const_expr(not shares):
-            named_sync(BARRIERS_MADE, THREADS)
-        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        if batch != rank:
-            guess = Int32(-1)
-        loads.produce_parts(
-            tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
-            num_tiles, warp, row_tile, shape, shares, guess, guessed,
-        )  # fmt: skip
-    else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        consumers.consume(
-            storage, q_tile, target, marks, scale_log2, seq_len, first, end, least, index, kv_head, first_row, whole,
-            warp, thread, shape, shares, zero_padding=True,
-        )  # fmt: skip
+    early.run(
+        q, tma, cache, page_table, seq_lens, target, marks, scale_log2, num_splits, ordered, shape, longest_first,
+        frees_first=False,
+    )  # fmt: skip
 
 
 flash_mla_v6.set_name_prefix("flash_mla_v6", remove_cutlass_symbol=True, keep_mangled_name=False)

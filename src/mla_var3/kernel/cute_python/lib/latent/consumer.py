@@ -137,8 +137,16 @@ def write_p(w: cutlass.Constexpr, p_frag: cute.Tensor):
 
 
 @cute.jit
-def run_pairs(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: Int32, least: Int32):
-    """All pairs of a block. Pairs before `plain` need no mask; the last one always takes the masking path."""
+def run_pairs(
+    w: cutlass.Constexpr,
+    step: cutlass.Constexpr,
+    first: Int32,
+    end: Int32,
+    least: Int32,
+    asks: cutlass.Constexpr = False,
+):
+    """All pairs of a block. Pairs before `plain` need no mask; the last one takes the masking path, with `asks` only
+    where it has to: of a request in several parts, one part's."""
     plain = end - 1
     if cutlass.const_expr(w.shape.causal):
         plain = cutlass.max(cutlass.min(least // (2 * TILE_N), end - 1), first)
@@ -147,7 +155,14 @@ def run_pairs(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: 
     if cutlass.const_expr(w.shape.causal):
         for pair in cutlass.range(plain, end - 1, unroll=1):
             step(w, pair, (pair - first) & 1, masked=True, more=True)
-    step(w, end - 1, (end - 1 - first) & 1, masked=True, more=False)
+    parity = (end - 1 - first) & 1
+    if cutlass.const_expr(asks):
+        if end * (2 * TILE_N) <= least:
+            step(w, end - 1, parity, masked=False, more=False)
+        else:
+            step(w, end - 1, parity, masked=True, more=False)
+    else:
+        step(w, end - 1, parity, masked=True, more=False)
 
 
 @cute.jit

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float16, Float32, Int32
 
 from mla_var3.kernel.cute_python.lib import softmax
 from mla_var3.kernel.cute_python.lib.barriers import named_sync
-from mla_var3.kernel.cute_python.lib.latent import ending
+from mla_var3.kernel.cute_python.lib.latent import ending, fragments
 from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, CONSUMERS_JOIN, EVEN, ODD
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M
 from mla_var3.kernel.cute_python.lib.phased import steps
@@ -36,6 +36,8 @@ def consume(
     shares: cutlass.Constexpr,
     zero_padding: cutlass.Constexpr,  # as for `steps.PhasedConsumer`
     frees_first: cutlass.Constexpr = False,
+    as_fragments: cutlass.Constexpr = False,  # parts as in `lib.latent.fragments`, and a last pair without keys to
+    # mask takes the other pairs' path
 ):
     """Pairs first..end-1, and the block's results or its part of them; blocks of the next kernel may start before."""
     dtype = q_tile.element_type
@@ -59,12 +61,22 @@ def consume(
         }  # fmt: skip
         if warp < WARPGROUP // 32:
             w = steps.PhasedConsumer(EVEN, shape, dtype, thread, *common, **shared)
-            steps.consume(w, steps.even_step, first, end, least)
+            steps.consume(w, steps.even_step, first, end, least, as_fragments)
         else:
             w = steps.PhasedConsumer(ODD, shape, dtype, thread - WARPGROUP, *common, **shared)
-            steps.consume(w, steps.odd_step, first, end, least)
+            steps.consume(w, steps.odd_step, first, end, least, as_fragments)
         cute.arch.griddepcontrol_launch_dependents()  # the combine may start
         sums = cute.make_tensor(storage.sums0.data_ptr(), cute.make_layout((TILE_M, 2)))  # and sums1 behind it
-        ending.finish(registers, sums, kv_base, target, marks, index, kv_head, first_row, whole, shape, thread)
-    else:
+        if cutlass.const_expr(not as_fragments):
+            ending.finish(registers, sums, kv_base, target, marks, index, kv_head, first_row, whole, shape, thread)
+        elif whole:
+            ending.finish(registers, sums, kv_base, target, marks, index, kv_head, first_row, True, shape, thread)
+        else:
+            parts = cute.recast_ptr(target.iterator, dtype=Float16)
+            fragments.store_part(registers, parts, marks.iterator, index, kv_head, first_row // TILE_M, shape, thread)
+    elif cutlass.const_expr(not as_fragments):
         ending.store_empty(target, marks, index, kv_head, first_row, whole, shape, thread)
+    elif whole:
+        ending.store_empty(target, marks, index, kv_head, first_row, True, shape, thread)
+    else:
+        fragments.store_no_keys(marks.iterator, index, kv_head, first_row // TILE_M, shape, thread)

@@ -44,6 +44,7 @@ def run(
     shape: cutlass.Constexpr,
     longest_first: cutlass.Constexpr,
     frees_first: cutlass.Constexpr,  # as for `steps.PhasedConsumer`
+    as_fragments: cutlass.Constexpr = False,  # as for `block.consume`
 ):
     """The block of a row tile and kv head (x), split (y) and request (z) of the grid; P is 0 in rows of padding."""
     dtype = q.element_type
@@ -113,5 +114,5 @@ def run(
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consumers.consume(
             storage, q_tile, target, marks, scale_log2, seq_len, first, end, least, index, kv_head, first_row, whole,
-            warp, thread, shape, shares, zero_padding=True, frees_first=frees_first,
+            warp, thread, shape, shares, zero_padding=True, frees_first=frees_first, as_fragments=as_fragments,
         )  # fmt: skip

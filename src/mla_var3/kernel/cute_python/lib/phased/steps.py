@@ -283,7 +283,14 @@ def odd_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.C
 
 
 @cute.jit
-def consume(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: Int32, least: Int32):
+def consume(
+    w: cutlass.Constexpr,
+    step: cutlass.Constexpr,
+    first: Int32,
+    end: Int32,
+    least: Int32,
+    asks: cutlass.Constexpr = False,
+):
     """All pairs of a block."""
     w.acc_o.fill(0.0)
     # Filled for all first: chosen in one loop, the machine code of both consumers comes out otherwise than measured.
@@ -295,4 +302,4 @@ def consume(w: cutlass.Constexpr, step: cutlass.Constexpr, first: Int32, end: In
     load_resident(w)
     if cutlass.const_expr(w.me == EVEN):
         even_scores(w, Int32(0), drain=False)
-    run_pairs(w, step, first, end, least)
+    run_pairs(w, step, first, end, least, asks)

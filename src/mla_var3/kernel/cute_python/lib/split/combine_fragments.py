@@ -1,0 +1,335 @@
+"""Combining parts that lie in the order of the accumulators (`lib.latent.fragments`).
+
+out = Σ wᵢ Xᵢ / Σ (wᵢ sᵢ + wᵢ' sᵢ') with w = 2^(A - max), ' the other consumer's: a warp takes 8 / fine rows of one
+vector, and of those a share of the parts; `fine` parts lie beside each other in its lanes. Each lane knows all marks of
+its own row and of its own parts, so that nothing is exchanged before the sums: those are relative to the maximum of
+each share, and the last step, over the shares, brings them together. As in `combine_warps`, addresses are computed
+before the wait, and blocks spread evenly over the SMs. The order of every sum is fixed: results are the same bits every
+run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float16, Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from mla_var3.kernel.cute_python.lib import host
+from mla_var3.kernel.cute_python.lib.latent.fragments import (
+    COLUMNS,
+    GROUP,
+    MARKS,
+    VECTOR,
+    Fragments,
+    row_marks,
+    vector_at,
+)
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, Shape
+from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
+from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
+from mla_var3.runtime import CuteKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mla_var3.device import Device
+    from mla_var3.runtime.plan import KernelPlan
+
+WARP = 32
+SHARE = 4  # parts of a lane, where 16 warps are enough for that
+AHEAD = 8  # parts of a lane in flight together
+MOST_WARPS = 16  # that share a unit
+WIDE = 2  # vectors of a lane, where there are enough of them
+WARPS = 8  # of a block, where there is that much to do
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work is cut; the code is made for it.
+
+    most: splits. warps: that share the parts of a unit. fine: parts beside each other in a warp. wide: vectors of a
+    lane. units: of 8 / fine rows by 32 · wide columns, a block. per_sm: blocks an SM may hold, or 0 for as many as fit.
+    smem: bytes of shared memory of a block, None for what it needs.
+    """
+
+    most: int
+    warps: int
+    fine: int
+    wide: int
+    units: int
+    per_sm: int
+    smem: int | None
+
+    @property
+    def shares(self) -> int:
+        return self.warps * self.fine
+
+    @property
+    def share(self) -> int:
+        """Parts of a lane."""
+        return -(-self.most // self.shares)
+
+    @property
+    def lanes(self) -> int:
+        """Of a part."""
+        return WARP // self.fine
+
+    @property
+    def smem_bytes(self) -> int:
+        """What the sums and the marks of all shares take in shared memory."""
+        return 4 * self.units * self.shares * (self.lanes * VECTOR + 2 * GROUP // self.fine) if self.shares > 1 else 0
+
+    @property
+    def name(self) -> str:
+        return f"combine_fragments{self.most}x{self.warps}x{self.fine}x{self.wide}x{self.units}x{self.per_sm}"
+
+
+def cut_work(blocks: int, sizes: Fragments, splits: int, device: Device) -> Cut:
+    """The cut for `blocks` blocks of the attention kernel, each in `splits` parts.
+
+    Measured on an H200, all else equal: two vectors a lane 56.5 us and one 57.0 at b16 s1 h128 t8192; 2, 4 and 8 parts
+    a lane 10.37, 10.32 and 10.57 at b1 s1 h128 t4096; units of 8, 4 and 2 rows 42.8, 42.6 and 42.4 at b1 s1 h16
+    t131072.
+    """
+    most = next(n for n in (2, 4, 8, 16, 32, 64, 128, MAX_SPLITS) if n >= splits)
+    pieces = 2 * sizes.groups * sizes.vectors
+    fine = next((f for f in (1, 2) if blocks * pieces * f >= device.num_sms), 4)
+    while fine > 1 and (SHARE * fine > most or most == MAX_SPLITS):
+        fine //= 2
+    warps = min(-(-most // (SHARE * fine)), MOST_WARPS)
+    wide = WIDE if warps * fine == 1 and blocks * pieces >= WIDE * WARPS * device.num_sms else 1
+    pieces = pieces * fine // wide
+    units = max(1, WARPS // warps)
+    if warps >= WARPS and warps * fine * SHARE >= most:  # with more parts a lane, 1024 threads would spill them
+        units = min(max(1, -(-blocks * pieces // device.num_sms)), WARP // warps)
+    units = min(units, pieces)
+    made = blocks * -(-pieces // units)
+    per_sm = next((n for n in (1, 2, 4, 8) if made <= n * device.num_sms), 0)
+    cut = Cut(most, warps, fine, wide, units, per_sm, None)
+    if not per_sm:
+        return cut
+    # One byte more than lets another block in, in whole kilobytes.
+    least = device.smem_per_sm // (per_sm + 1) - device.smem_reserved_per_block + 1
+    return replace(cut, smem=max(cut.smem_bytes, min(-(-least // 1024) * 1024, device.smem_per_block)))
+
+
+@cute.jit
+def transpose(words: cute.Tensor, lane: Int32):
+    """(4,) words of the four lanes of a row: word i of lane j becomes word j of lane i."""
+    for bit in cutlass.range_constexpr(2):
+        step = 1 << bit
+        odd = (lane >> bit) & 1
+        for i in cutlass.range_constexpr(4):
+            if cutlass.const_expr(i & step == 0):
+                sent = cutlass.select_(odd > 0, words[i], words[i + step])
+                came = cute.arch.shuffle_sync_bfly(sent, offset=step)
+                words[i] = cutlass.select_(odd > 0, came, words[i])
+                words[i + step] = cutlass.select_(odd > 0, words[i + step], came)
+
+
+@cute.jit
+def rounded(values: cute.Tensor, inverse: Float32, dtype: cutlass.Constexpr) -> cute.Tensor:
+    """values · inverse, rounded once."""
+    packed = cute.make_rmem_tensor(cute.size(values), dtype)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        packed[i] = (values[i] * inverse).to(dtype)
+    return packed
+
+
+@cute.kernel
+def combine_fragments(
+    parts: cute.Tensor,  # fp16, global memory: (split, request, block, consumer, row group, vector, thread, 8)
+    marks: cute.Tensor,  # fp32, global memory: (split, request, block, row, consumer, MARKS)
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
+    lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
+    splits: Int32,
+    cut: cutlass.Constexpr,
+    shape: cutlass.Constexpr,
+):
+    thread, _, _ = cute.arch.thread_idx()
+    block, tile, batch = cute.arch.block_idx()
+    sizes = Fragments.of(shape)
+    b = out.shape[0]
+    rows = GROUP // cut.fine  # of a unit
+    across = sizes.vectors // cut.wide
+    units = 2 * sizes.groups * across * cut.fine  # of a block of the attention kernel
+    lane = thread % WARP
+    warp = cute.arch.make_warp_uniform(thread // WARP)
+    mine = warp // cut.warps
+    unit = block * cut.units + mine
+    there = unit < units
+    unit = cutlass.min(unit, units - 1)
+    sub, vector = unit % cut.fine, unit // cut.fine % across * cut.wide
+    group, me = unit // (cut.fine * across) % sizes.groups, unit // (cut.fine * across * sizes.groups)
+    share = warp % cut.warps * cut.fine + lane // cut.lanes
+    place = sub * cut.lanes + lane % cut.lanes  # in the vector
+    my_row = group * GROUP + place // 4  # in the tile
+
+    # Past the last split its own are read once more: those weigh nothing.
+    which = [
+        Int64(cutlass.min(share + j * cut.shares, splits - 1) * b + batch) * sizes.blocks + tile
+        for j in range(cut.share)
+    ]
+    of_marks = [row_marks(marks.iterator, part, my_row, sizes) for part in which]
+    of_parts = [
+        [vector_at(parts.iterator, part, me, group, vector + i, place, sizes) for i in range(cut.wide)]
+        for part in which
+    ]
+    addresses = Int64(0)
+    for source in (*of_marks, *(x for vectors in of_parts for x in vectors)):
+        addresses = addresses | source.iterator.toint()
+    wait_with(addresses)
+
+    ahead = min(cut.share, AHEAD)
+    most, total = -Float32.inf, Float32(0.0)
+    acc = cute.make_rmem_tensor((VECTOR, cut.wide), Float32)
+    acc.fill(0.0)
+    for begin in cutlass.range_constexpr(0, cut.share, ahead):
+        found = cute.make_rmem_tensor((MARKS, ahead), Float32)
+        values = cute.make_rmem_tensor((VECTOR, cut.wide, ahead), Float16)
+        for j in cutlass.range_constexpr(ahead):
+            cute.autovec_copy(of_marks[begin + j], found[None, j])
+            for i in cutlass.range_constexpr(cut.wide):
+                cute.autovec_copy(of_parts[begin + j][i], values[None, i, j])
+        before = most
+        for j in cutlass.range_constexpr(ahead):
+            inside = share + (begin + j) * cut.shares < splits
+            for c in cutlass.range_constexpr(2):
+                found[2 * c, j] = cutlass.select_(inside, found[2 * c, j], -Float32.inf)
+                most = cute.arch.fmax(most, found[2 * c, j])
+        shift = cutlass.select_(most > -Float32.inf, most, Float32(0.0))
+        if cutlass.const_expr(begin > 0):
+            older = exp2(before - shift)
+            total = total * older
+            acc.store(acc.load() * older)
+        words = cute.recast_tensor(values, Int32)
+        for j in cutlass.range_constexpr(ahead):
+            left, right = exp2(found[0, j] - shift), exp2(found[2, j] - shift)
+            total = total + (left * found[1, j] + right * found[3, j])
+            weight = cutlass.select_(me > 0, right, left)
+            for i in cutlass.range_constexpr(cut.wide):
+                for n in cutlass.range_constexpr(VECTOR // 2):
+                    # Without keys a part was not written: it may be NaN.
+                    words[n, i, j] = cutlass.select_(weight > 0.0, words[n, i, j], Int32(0))
+                for n in cutlass.range_constexpr(VECTOR):
+                    acc[n, i] = acc[n, i] + weight * Float32(values[n, i, j])
+
+    first_row = tile % shape.row_tiles * TILE_M
+    kv_head = tile // shape.row_tiles
+    if cutlass.const_expr(cut.shares == 1):
+        row = first_row + my_row
+        head, token = kv_head * shape.group + row % shape.group, row // shape.group
+        inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+        for i in cutlass.range_constexpr(cut.wide):
+            packed = rounded(acc[None, i], inverse, out.element_type)
+            transpose(cute.recast_tensor(packed, Int32), lane)
+            if there and row < shape.rows:
+                column = me * shape.half + (vector + i) * COLUMNS + place % 4 * VECTOR
+                offset = ((Int64(batch) * shape.s + token) * shape.h + head) * shape.k + column
+                target = out.iterator + cute.assume(offset, divby=VECTOR)
+                cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(VECTOR)))
+        if there and row < shape.rows:
+            if me == 0 and vector == 0 and place % 4 == 0:
+                lse[batch, head, token] = natural_lse(total, shift)
+    else:
+        width = max(2, VECTOR // cut.shares)  # columns of a thread in the last step
+        memory = SmemAllocator()
+        sums = memory.allocate_tensor(Float32, cute.make_layout((cut.lanes * VECTOR, cut.shares, cut.units)), 16)
+        stats = memory.allocate_tensor(Float32, cute.make_layout((2, rows, cut.shares, cut.units)), 16)
+        own = cute.zipped_divide(sums[None, share, mine], (VECTOR,))[None, lane % cut.lanes]
+        cute.autovec_copy(acc[None, 0], own)
+        if lane % 4 == 0:
+            stat = cute.make_rmem_tensor(2, Float32)
+            stat[0], stat[1] = most, total
+            cute.autovec_copy(stat, stats[None, lane % cut.lanes // 4, share, mine])
+        cute.arch.sync_threads()
+        at = warp % cut.warps * WARP + lane
+        pairs = VECTOR // width  # threads on a lane's vector
+        of_lane, first = at // pairs, at % pairs
+        place = sub * cut.lanes + of_lane
+        row = first_row + group * GROUP + place // 4
+        if there and at < cut.lanes * pairs and row < shape.rows:
+            best = stats[0, of_lane // 4, 0, mine]
+            for g in cutlass.range_constexpr(1, cut.shares):
+                best = cute.arch.fmax(best, stats[0, of_lane // 4, g, mine])
+            shift = best if best > -Float32.inf else Float32(0.0)
+            total = Float32(0.0)
+            ours = cute.make_rmem_tensor((2, width // 2), Float32)
+            ours.fill(0.0)
+            for g in cutlass.range_constexpr(cut.shares):
+                weight = exp2(stats[0, of_lane // 4, g, mine] - shift)
+                total = total + weight * stats[1, of_lane // 4, g, mine]
+                two = cute.zipped_divide(sums[None, g, mine], (2,))
+                for i in cutlass.range_constexpr(width // 2):
+                    # Pairs next to each other are in threads next to each other: a row's stores fill whole sectors.
+                    theirs = cute.make_rmem_tensor(2, Float32)
+                    cute.autovec_copy(two[None, of_lane * (VECTOR // 2) + first + i * pairs], theirs)
+                    for n in cutlass.range_constexpr(2):
+                        ours[n, i] = ours[n, i] + weight * theirs[n]
+            inverse = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+            head, token = kv_head * shape.group + row % shape.group, row // shape.group
+            column = me * shape.half + vector * COLUMNS + place % 4 * 2
+            offset = ((Int64(batch) * shape.s + token) * shape.h + head) * shape.k + column
+            for i in cutlass.range_constexpr(width // 2):
+                target = out.iterator + cute.assume(offset + (first + i * pairs) * 8, divby=2)
+                packed = rounded(ours[None, i], inverse, out.element_type)
+                cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(2)))
+            if me == 0 and vector == 0 and place % 4 == 0 and first == 0:
+                lse[batch, head, token] = natural_lse(total, shift)
+
+
+combine_fragments.set_name_prefix("combine_fragments", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+@cute.jit
+def launch_combine_fragments(
+    parts: cute.Tensor,
+    marks: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    splits: Int32,
+    cut: cutlass.Constexpr,
+    shape: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Host function: a block for some units of a block of the attention kernel, `cut.warps` warps each."""
+    sizes = Fragments.of(shape)
+    units = 2 * sizes.groups * (sizes.vectors // cut.wide) * cut.fine
+    combine_fragments(parts, marks, out, lse, splits, cut, shape).launch(
+        grid=((units + cut.units - 1) // cut.units, sizes.blocks, out.shape[0]),
+        block=(WARP * cut.units * cut.warps, 1, 1),
+        smem=cut.smem,
+        stream=stream,
+        use_pdl=True,
+    )
+
+
+def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
+    """The second stage: (parts, marks) into outputs (out, lse). Without them, compiles only."""
+    pd = plan.problem
+    shape = Shape.of(pd)
+    sizes = Fragments.of(shape)
+    requests = outputs[0].shape[0] if outputs else pd.b
+    cut = cut_work(requests * sizes.blocks, sizes, splits, host.target(plan))
+
+    def arguments() -> tuple[Any, ...]:
+        b, elements, floats = host.symbols(3)
+        return (
+            host.fake(Float16, elements),
+            host.fake(Float32, floats),
+            host.fake(host.element_type(pd.dtype), b, pd.s, pd.h, pd.k),
+            host.fake(Float32, b, pd.h, pd.s, align=4),
+            Int32(1),
+            cut,
+            shape,
+        )
+
+    return host.stage(
+        plan, combine_fragments, launch_combine_fragments, cut.name, arguments, partials, outputs, splits
+    )  # fmt: skip

@@ -255,23 +255,27 @@ def combine_fragments(
         place = sub * cut.lanes + of_lane
         row = first_row + group * GROUP + place // 4
         if there and at < cut.lanes * pairs and row < shape.rows:
-            best = stats[0, of_lane // 4, 0, mine]
+            stat = cute.make_rmem_tensor((2, cut.shares), Float32)
+            theirs = cute.make_rmem_tensor((2, width // 2, cut.shares), Float32)
+            for g in cutlass.range_constexpr(cut.shares):
+                cute.autovec_copy(stats[None, of_lane // 4, g, mine], stat[None, g])
+                two = cute.zipped_divide(sums[None, g, mine], (2,))
+                for i in cutlass.range_constexpr(width // 2):
+                    # Pairs next to each other are in threads next to each other: a row's stores fill whole sectors.
+                    cute.autovec_copy(two[None, of_lane * (VECTOR // 2) + first + i * pairs], theirs[None, i, g])
+            best = stat[0, 0]
             for g in cutlass.range_constexpr(1, cut.shares):
-                best = cute.arch.fmax(best, stats[0, of_lane // 4, g, mine])
+                best = cute.arch.fmax(best, stat[0, g])
             shift = best if best > -Float32.inf else Float32(0.0)
             total = Float32(0.0)
             ours = cute.make_rmem_tensor((2, width // 2), Float32)
             ours.fill(0.0)
             for g in cutlass.range_constexpr(cut.shares):
-                weight = exp2(stats[0, of_lane // 4, g, mine] - shift)
-                total = total + weight * stats[1, of_lane // 4, g, mine]
-                two = cute.zipped_divide(sums[None, g, mine], (2,))
+                weight = exp2(stat[0, g] - shift)
+                total = total + weight * stat[1, g]
                 for i in cutlass.range_constexpr(width // 2):
-                    # Pairs next to each other are in threads next to each other: a row's stores fill whole sectors.
-                    theirs = cute.make_rmem_tensor(2, Float32)
-                    cute.autovec_copy(two[None, of_lane * (VECTOR // 2) + first + i * pairs], theirs)
                     for n in cutlass.range_constexpr(2):
-                        ours[n, i] = ours[n, i] + weight * theirs[n]
+                        ours[n, i] = ours[n, i] + weight * theirs[n, i, g]
             inverse = cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
             head, token = kv_head * shape.group + row % shape.group, row // shape.group
             column = me * shape.half + vector * COLUMNS + place % 4 * 2
@@ -298,13 +302,18 @@ def launch_combine_fragments(
     shape: cutlass.Constexpr,
     stream: CUstream,
 ):
-    """Host function: a block for some units of a block of the attention kernel, `cut.warps` warps each."""
+    """Host function: a block for some units of a block of the attention kernel, `cut.warps` warps each.
+
+    One block an SM is all that is promised: without that, ptxas saves registers by asking for half of the parts once
+    their weights are known, a second way to L2 and back.
+    """
     sizes = Fragments.of(shape)
     units = 2 * sizes.groups * (sizes.vectors // cut.wide) * cut.fine
     combine_fragments(parts, marks, out, lse, splits, cut, shape).launch(
         grid=((units + cut.units - 1) // cut.units, sizes.blocks, out.shape[0]),
         block=(WARP * cut.units * cut.warps, 1, 1),
         smem=cut.smem,
+        min_blocks_per_mp=1,
         stream=stream,
         use_pdl=True,
     )

@@ -15,7 +15,8 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
+from mla_var3.kernel.cute_python.lib.latent.fragments import LEAST, TOP, Fragments
+from mla_var3.kernel.cute_python.lib.latent.lazy import SLACK
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.split.combine_fragments import AHEAD, WARP, cut_work
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
@@ -47,6 +48,14 @@ def test_compiles_to_a_loop_as_long_as_version_7_has(tmp_path: Path, h: int) -> 
     # A part's vectors go straight from registers to memory, 512 bytes a warp: 8 of each half of the rows.
     for v in range(1, 8):
         assert len(re.findall(rf"STG\.E\.128 desc\S+\.64\+{512 * v:#x}\]", sass)) == 2
+
+
+def test_marks_of_a_half_that_is_zeros_stay_in_range() -> None:
+    """Its sum is told relative to the least exponent; the other half's elements may be as large as 2^64."""
+    tokens, largest, smallest_normal = 2.0**24, 3.4e38, 2.0**-126
+    assert tokens * 2.0**SLACK * 2.0 ** (TOP - LEAST) < largest
+    assert smallest_normal < 2.0 ** (LEAST - 64)
+    assert 2.0 ** (LEAST - 28) * 2.0 ** (TOP - LEAST) >= 2.0**-14  # fp16's smallest normal number
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ VECTOR = 8  # elements of a thread's vector: 16 bytes
 COLUMNS = 4 * VECTOR  # of a vector, over the four threads of a row
 MARKS = 4  # float32 of a row: two of each consumer
 TOP = 14  # exponent that the sum of a row's magnitudes is brought to
-LEAST = -100  # exponent of a row that is all zeros; sums relative to it stay in float32's range
+# Exponent of a row that is all zeros, or nearly. Down to a 2^28th of it no precision of fp16 is lost, and sums of
+# probabilities relative to it stay in float32's range, also where one half of V is zeros and the other is not.
+LEAST = -40
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, Shape
 from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
 from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
+from mla_var3.kernel.cute_python.lib.split.spread import spread
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:
@@ -109,14 +110,9 @@ def cut_work(blocks: int, sizes: Fragments, splits: int, device: Device) -> Cut:
     if warps >= WARPS and warps * fine * SHARE >= most:  # with more parts a lane, 1024 threads would spill them
         units = min(max(1, -(-blocks * pieces // device.num_sms)), WARP // warps)
     units = min(units, pieces)
-    made = blocks * -(-pieces // units)
-    per_sm = next((n for n in (1, 2, 4, 8) if made <= n * device.num_sms), 0)
+    per_sm, smem = spread(blocks * -(-pieces // units), device)
     cut = Cut(most, warps, fine, wide, units, per_sm, None)
-    if not per_sm:
-        return cut
-    # One byte more than lets another block in, in whole kilobytes.
-    least = device.smem_per_sm // (per_sm + 1) - device.smem_reserved_per_block + 1
-    return replace(cut, smem=max(cut.smem_bytes, min(-(-least // 1024) * 1024, device.smem_per_block)))
+    return replace(cut, smem=max(cut.smem_bytes, smem)) if per_sm else cut
 
 
 @cute.jit

@@ -30,6 +30,7 @@ from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
 from mla_var3.kernel.cute_python.lib.split import merge
 from mla_var3.kernel.cute_python.lib.split.combine_rows import fake_parts
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
+from mla_var3.kernel.cute_python.lib.split.spread import spread
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:
@@ -106,13 +107,9 @@ def cut_work(tokens: int, h: int, k: int, splits: int, device: Device) -> Cut:
         units = min(max(1, -(-tokens * pieces // device.num_sms)), WARP // groups)
     units = min(units, pieces)
     blocks = tokens * -(-pieces // units)
-    per_sm = next((n for n in (1, 2, 4, 8) if blocks <= n * device.num_sms), 0)
+    per_sm, smem = spread(blocks, device)
     cut = Cut(most, vector, units, per_sm, None)
-    if not per_sm:
-        return cut
-    # One byte more than lets another block in, in whole kilobytes.
-    least = device.smem_per_sm // (per_sm + 1) - device.smem_reserved_per_block + 1
-    return replace(cut, smem=max(cut.sums_bytes, min(-(-least // 1024) * 1024, device.smem_per_block)))
+    return replace(cut, smem=max(cut.sums_bytes, smem)) if per_sm else cut
 
 
 @cute.jit

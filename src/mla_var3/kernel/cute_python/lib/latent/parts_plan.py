@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python.lib import host
@@ -112,3 +112,14 @@ class PartsPlan(LatentPlan):
 
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
         return combine_rows.combine_kernel(self, partials, outputs, splits)
+
+
+class OrderedPlan(PartsPlan):
+    """`PartsPlan` of the versions whose blocks look for the longest request only where some wait for others to end."""
+
+    scalar_types = (*PartsPlan.scalar_types, Int32)
+
+    def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
+        shape = Shape.of(self.problem)
+        waits = b * splits * shape.row_tiles * shape.h_kv > host.target(self).num_sms
+        return (*super().scalars(b, splits), int(waits))

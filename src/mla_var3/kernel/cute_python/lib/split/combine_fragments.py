@@ -33,7 +33,7 @@ from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, Shape
 from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
 from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
-from mla_var3.kernel.cute_python.lib.split.spread import spread
+from mla_var3.kernel.cute_python.lib.split.spread import most_splits, spread
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def cut_work(blocks: int, sizes: Fragments, splits: int, device: Device) -> Cut:
     a lane 10.37, 10.32 and 10.57 at b1 s1 h128 t4096; units of 8, 4 and 2 rows 42.8, 42.6 and 42.4 at b1 s1 h16
     t131072.
     """
-    most = next(n for n in (2, 4, 8, 16, 32, 64, 128, MAX_SPLITS) if n >= splits)
+    most = most_splits(splits)
     pieces = 2 * sizes.groups * sizes.vectors
     fine = next((f for f in (1, 2) if blocks * pieces * f >= device.num_sms), 4)
     while fine > 1 and (SHARE * fine > most or most == MAX_SPLITS):

@@ -30,7 +30,7 @@ from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
 from mla_var3.kernel.cute_python.lib.split import merge
 from mla_var3.kernel.cute_python.lib.split.combine_rows import fake_parts
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
-from mla_var3.kernel.cute_python.lib.split.spread import spread
+from mla_var3.kernel.cute_python.lib.split.spread import most_splits, spread
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def cut_work(tokens: int, h: int, k: int, splits: int, device: Device) -> Cut:
     38.7 us, spread evenly 37.3; b8 s2 h16 t8192 27.8 and 27.1; b1 s1 h16 t131072 (16 rows, 128 parts) 45.0 in pieces
     of 256 columns and 43.9 in pieces of 128 or 64.
     """
-    most = next(n for n in (2, 4, 8, 16, 32, 64, 128, MAX_SPLITS) if n >= splits)
+    most = most_splits(splits)
     widths = [v for v in (8, 4, 2) if k // 2 % (WARP * v) == 0]
     vector = next((v for v in widths if 3 * tokens * h * k // (WARP * v) >= device.num_sms), widths[-1])
     pieces = h * k // (WARP * vector)  # of a token

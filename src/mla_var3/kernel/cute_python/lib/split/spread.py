@@ -1,11 +1,18 @@
-"""Spreading the blocks of a combine evenly over the SMs. Needs no GPU."""
+"""For how many splits a combine is made, and its blocks spread evenly over the SMs. Needs no GPU."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
+
 if TYPE_CHECKING:
     from mla_var3.device import Device
+
+
+def most_splits(splits: int) -> int:
+    """The number of splits up to which the code is made that serves `splits`: less of it for fewer."""
+    return next(most for most in (2, 4, 8, 16, 32, 64, 128, MAX_SPLITS) if most >= splits)
 
 
 def spread(blocks: int, device: Device) -> tuple[int, int]:

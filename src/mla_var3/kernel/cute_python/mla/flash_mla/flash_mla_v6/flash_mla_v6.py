@@ -25,11 +25,10 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from mla_var3.kernel.cute_python.lib import host, paged
+from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsPlan, PartsTiling
-from mla_var3.kernel.cute_python.lib.latent.shape import Shape
+from mla_var3.kernel.cute_python.lib.latent.parts_plan import OrderedPlan, PartsTiling
 from mla_var3.kernel.cute_python.lib.phased import early
 
 
@@ -95,15 +94,9 @@ class FlashMlaV6Tiling(PartsTiling):
     """The tiling of `PartsPlan`."""
 
 
-class FlashMlaV6Plan(PartsPlan):
+class FlashMlaV6Plan(OrderedPlan):
     """Plan of flash_mla_v6."""
 
     tiling_type = FlashMlaV6Tiling
     kernel_fn = staticmethod(flash_mla_v6)
     host_fn = staticmethod(launch_flash_mla_v6)
-    scalar_types = (*PartsPlan.scalar_types, Int32)
-
-    def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
-        shape = Shape.of(self.problem)
-        waits = b * splits * shape.row_tiles * shape.h_kv > host.target(self).num_sms
-        return (*super().scalars(b, splits), int(waits))

@@ -23,11 +23,10 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from mla_var3.kernel.cute_python.lib import host, paged
+from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsPlan, PartsTiling
-from mla_var3.kernel.cute_python.lib.latent.shape import Shape
+from mla_var3.kernel.cute_python.lib.latent.parts_plan import OrderedPlan, PartsTiling
 from mla_var3.kernel.cute_python.lib.phased import early
 from mla_var3.kernel.cute_python.lib.split import combine_warps
 
@@ -99,18 +98,12 @@ class FlashMlaV7Tiling(PartsTiling):
     """The tiling of `PartsPlan`."""
 
 
-class FlashMlaV7Plan(PartsPlan):
+class FlashMlaV7Plan(OrderedPlan):
     """Plan of flash_mla_v7."""
 
     tiling_type = FlashMlaV7Tiling
     kernel_fn = staticmethod(flash_mla_v7)
     host_fn = staticmethod(launch_flash_mla_v7)
-    scalar_types = (*PartsPlan.scalar_types, Int32)
-
-    def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
-        shape = Shape.of(self.problem)
-        waits = b * splits * shape.row_tiles * shape.h_kv > host.target(self).num_sms
-        return (*super().scalars(b, splits), int(waits))
 
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
         return combine_warps.combine_kernel(self, partials, outputs, splits)

@@ -27,7 +27,7 @@ from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.latent import fragments, loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
 from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsPlan, PartsTiling
+from mla_var3.kernel.cute_python.lib.latent.parts_plan import OrderedPlan, PartsTiling
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.phased import early
@@ -101,7 +101,7 @@ class FlashMlaV8Tiling(PartsTiling):
     """The tiling of `PartsPlan`."""
 
 
-class FlashMlaV8Plan(PartsPlan):
+class FlashMlaV8Plan(OrderedPlan):
     """Plan of flash_mla_v8."""
 
     # The combine takes every width that the kernel does.
@@ -109,12 +109,6 @@ class FlashMlaV8Plan(PartsPlan):
     tiling_type = FlashMlaV8Tiling
     kernel_fn = staticmethod(flash_mla_v8)
     host_fn = staticmethod(launch_flash_mla_v8)
-    scalar_types = (*PartsPlan.scalar_types, Int32)
-
-    def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
-        shape = Shape.of(self.problem)
-        waits = b * splits * shape.row_tiles * shape.h_kv > host.target(self).num_sms
-        return (*super().scalars(b, splits), int(waits))
 
     def partials(self, q: Any, parts: int) -> tuple[Any, ...]:
         """Memory for parts and marks, a multiple of what the output's and the log-sum-exp's shapes take."""

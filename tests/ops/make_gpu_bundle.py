@@ -94,7 +94,7 @@ def random_part() -> Iterator[Wanted]:
 def api_part() -> Iterator[Wanted]:
     import test_flash_mla_api_gpu as tests
 
-    yield from picked(problem for each in tests.CLASSES for problem in tests.batches(*each))
+    yield from picked(tests.PROBLEMS)
 
 
 def ops_part() -> Iterator[Wanted]:

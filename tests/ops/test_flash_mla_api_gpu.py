@@ -45,9 +45,17 @@ def batches(s: int, h: int, h_kv: int, causal: bool, dtype: str) -> list[MlaProb
     return [MlaProblem(b=len(lengths), t=max(lengths), lengths=lengths, **fields) for lengths in lists]
 
 
+CAPTURED = [
+    MlaProblem(s=s, h=h, causal=causal, b=9, t=3000, lengths=[3000, 0, 64, 65, 1, 2999, 129, 700, 1024])
+    for s, h, causal in ((1, 128, False), (1, 16, False), (2, 128, True), (4, 16, True))
+]
+SCALED = MlaProblem(b=3, h=16, t=500)
+PROBLEMS = [*(problem for each in CLASSES for problem in batches(*each)), *CAPTURED, SCALED]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    compile_ahead(problem for each in CLASSES for problem in batches(*each))
+    compile_ahead(PROBLEMS)
 
 
 def attend(given: tuple[Any, ...], causal: bool, meta: Any = None) -> tuple[Any, Any]:
@@ -69,10 +77,10 @@ def test_as_flash_mla_asks(each: tuple[int, int, int, bool, str]) -> None:
         assert not out[empty].any() and torch.isposinf(lse[empty]).all()
 
 
-@pytest.mark.parametrize(("s", "h", "causal"), [(1, 128, False), (1, 16, False), (2, 128, True), (4, 16, True)])
-def test_a_captured_call_follows_lengths_pages_and_queries(s: int, h: int, causal: bool) -> None:
+@pytest.mark.parametrize("problem", CAPTURED, ids=lambda p: p.label)
+def test_a_captured_call_follows_lengths_pages_and_queries(problem: MlaProblem) -> None:
     """One graph, replayed on what was written into its tensors since: the same bits as a call, under one metadata."""
-    problem = MlaProblem(s=s, h=h, causal=causal, b=9, t=3000, lengths=[3000, 0, 64, 65, 1, 2999, 129, 700, 1024])
+    causal = problem.causal
     given = make_inputs(problem, "cuda", seed=1)
     meta, _ = flash_mla.get_mla_metadata()
     attend(given, causal, meta)
@@ -93,7 +101,7 @@ def test_a_captured_call_follows_lengths_pages_and_queries(s: int, h: int, causa
 
 
 def test_a_scale_of_the_callers() -> None:
-    given = make_inputs(MlaProblem(b=3, h=16, t=500), "cuda")
+    given = make_inputs(SCALED, "cuda")
     q, cache, table, lens = given
     both = flash_mla.flash_mla_with_kvcache(
         q, cache, table, lens, 512, flash_mla.get_mla_metadata()[0], softmax_scale=0.3

@@ -1,5 +1,5 @@
 """`PartsPlan`: what the plans of the versions share that store parts as `lib.latent.ending` does and join them with
-`lib.split.combine_rows`, and take the longest requests first."""
+`lib.split.combine_rows`, and take the longest requests first. `FragmentsPlan`: the same with `lib.latent.fragments`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from cutlass import Float32, Int32
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python.lib import host
-from mla_var3.kernel.cute_python.lib.latent import ending
+from mla_var3.kernel.cute_python.lib.latent import ending, fragments
+from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling, takes_latent
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
-from mla_var3.kernel.cute_python.lib.split import combine_rows
+from mla_var3.kernel.cute_python.lib.split import combine_fragments, combine_rows
 from mla_var3.kernel.cute_python.lib.split.splits import (
     BLOCK_US,
     COMBINE_BYTES_PER_US,
@@ -77,10 +78,9 @@ class PartsPlan(LatentPlan):
     def num_splits(self, b: int, max_pages: int) -> int:
         if self.tiling.num_splits or not self.tiling.longest_first or self.fill >= RAGGED:
             return super().num_splits(b, max_pages)
-        shape, query_rows = Shape.of(self.problem), b * self.problem.s * self.problem.h
-        blocks = b * shape.h_kv * shape.row_tiles
+        pd = self.problem
         return choose_ragged_splits(
-            blocks, self._pairs(max_pages), self.fill, query_rows, shape.k, host.target(self).num_sms
+            self.blocks(b), self._pairs(max_pages), self.fill, b * pd.s * pd.h, pd.k, host.target(self).num_sms
         )  # fmt: skip
 
     def partials(self, q: Any, parts: int) -> tuple[Any, ...]:
@@ -120,6 +120,46 @@ class OrderedPlan(PartsPlan):
     scalar_types = (*PartsPlan.scalar_types, Int32)
 
     def scalars(self, b: int, splits: int) -> tuple[float | int, ...]:
-        shape = Shape.of(self.problem)
-        waits = b * splits * shape.row_tiles * shape.h_kv > host.target(self).num_sms
+        waits = self.blocks(b) * splits > host.target(self).num_sms
         return (*super().scalars(b, splits), int(waits))
+
+
+class FragmentsPlan(OrderedPlan):
+    """`OrderedPlan` of the versions that store parts as `lib.latent.fragments` describes.
+
+    Whole results and parts are written through the same two arguments, so a kernel is compiled once for both.
+    """
+
+    # The combine takes every width that the kernel does.
+    requires = LatentPlan.requires
+
+    def partials(self, q: Any, parts: int) -> tuple[Any, ...]:
+        """Memory for parts and marks, a multiple of what the output's and the log-sum-exp's shapes take."""
+        import torch
+
+        pd = self.problem
+        sizes = Fragments.of(Shape.of(pd))
+        count = parts * q.shape[0] * sizes.blocks
+        elements, floats = pd.s * pd.h * pd.k, pd.s * pd.h * fragments.MARKS
+        return (
+            q.new_empty((-(-count * sizes.elements // elements) * elements,), dtype=torch.float16),
+            q.new_empty((-(-count * sizes.marks // floats) * floats,), dtype=torch.float32),
+        )
+
+    def result_arguments(self, b: Any) -> tuple[Any, ...]:
+        pd = self.problem
+        parts, rows, width = host.symbols(3)
+        return (
+            host.fake(host.element_type(pd.dtype), parts, pd.s, pd.h, pd.k),
+            host.fake(Float32, rows, pd.h, width, align=4),
+        )
+
+    def results(self, outputs: Sequence[Any], partials: Sequence[Any], splits: int) -> Sequence[Any]:
+        if splits == 1 or not outputs:
+            return outputs
+        pd, (parts, marks) = self.problem, partials
+        shaped = parts.view(outputs[0].dtype).view(-1, pd.s, pd.h, pd.k)
+        return shaped, marks.view(-1, pd.h, pd.s * fragments.MARKS)
+
+    def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
+        return combine_fragments.combine_kernel(self, partials, outputs, splits)

@@ -133,9 +133,13 @@ class LatentPlan(DecodePlan):
         """Parts of each request's keys: the tiling's, or the model's for requests as long as the page table is wide."""
         if self.tiling.num_splits:
             return self.tiling.num_splits
+        pd = self.problem
+        return choose_splits(self.blocks(b), self._pairs(max_pages), b * pd.s * pd.h, pd.k, host.target(self).num_sms)
+
+    def blocks(self, b: int) -> int:
+        """Blocks of the grid for b requests, without a split."""
         shape = Shape.of(self.problem)
-        blocks, query_rows = b * shape.h_kv * shape.row_tiles, b * shape.s * shape.h
-        return choose_splits(blocks, self._pairs(max_pages), query_rows, shape.k, host.target(self).num_sms)
+        return b * shape.h_kv * shape.row_tiles
 
     def _pairs(self, max_pages: int) -> int:
         return -(-max_pages * self.problem.page_size // (2 * TILE_N))

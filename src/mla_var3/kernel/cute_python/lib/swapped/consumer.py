@@ -48,8 +48,8 @@ def block_threads(shape: SwappedShape) -> int:
     return shape.consumers * WARPGROUP + (WARPGROUP if redistributes(shape) else 32)
 
 
-def shared_storage(shape: SwappedShape, dtype: type) -> type:
-    """The block's shared memory."""
+def shared_storage(shape: SwappedShape, dtype: type, boards: tuple[str, ...] = ()) -> type:
+    """The block's shared memory. boards: more of them, a float32 for each consumer, warp and query row."""
 
     def array(kind: type, size: int) -> Any:
         return cute.struct.MemRange[kind, size]
@@ -62,6 +62,7 @@ def shared_storage(shape: SwappedShape, dtype: type) -> type:
         "items": array(Int32, work.DEPTH),  # work items on their way to the consumers
         "boards": cute.struct.Align[array(Float32, consumers * WARPS * n), 16],  # maxima of the warps, then sums
         "maxima": cute.struct.Align[array(Float32, consumers * n), 16],  # running maxima at the end of an item
+        **{name: cute.struct.Align[array(Float32, consumers * WARPS * n), 16] for name in boards},
         "query": cute.struct.Align[array(dtype, n * (shape.k + shape.p)), 1024],
         "p": cute.struct.Align[array(dtype, consumers * n * TOKENS), 1024],
         "ring": cute.struct.Align[array(dtype, shape.slots * ring.SLOT_ELEMENTS), 1024],
@@ -112,10 +113,9 @@ class Consumer:
 
 
 @cute.jit
-def scale_outputs(w: cutlass.Constexpr):
-    """Multiplies the outputs with the columns' factors, unless all of a warp's are 1."""
-    if cutlass.const_expr(redistributes(w.shape)):
-        # With so many registers in use, a branch here makes ptxas wait after every MMA.
+def scale_outputs(w: cutlass.Constexpr, branches: cutlass.Constexpr):
+    """Multiplies the outputs with the columns' factors; where it `branches`, unless all of a warp's are 1."""
+    if cutlass.const_expr(not branches):
         for i in cutlass.range_constexpr(w.shape.latent_panels):
             swapped.scale_columns(w.acc_o[i], w.factor)
     else:
@@ -128,8 +128,19 @@ def scale_outputs(w: cutlass.Constexpr):
 
 
 @cute.jit
-def step(w: cutlass.Constexpr, tile: Int32, slot: Int32, phase: Int32, seq_len: Int32, least: Int32, first_row: Int32):
-    """One tile of this consumer, whose first panel is at (slot, phase) of the ring."""
+def step(
+    w: cutlass.Constexpr,
+    tile: Int32,
+    slot: Int32,
+    phase: Int32,
+    seq_len: Int32,
+    least: Int32,
+    first_row: Int32,
+    lazy: cutlass.Constexpr = False,
+):
+    """One tile of this consumer, whose first panel is at (slot, phase) of the ring. lazy: as for `column_softmax`."""
+    # Where registers are redistributed they are scarce: with a branch here ptxas waits after every MMA in flash_mla_v2.
+    branches = cutlass.const_expr(lazy or not redistributes(w.shape))
     shape = w.shape
     warpgroup.fence()
     for i in cutlass.range_constexpr(shape.panels):
@@ -143,8 +154,7 @@ def step(w: cutlass.Constexpr, tile: Int32, slot: Int32, phase: Int32, seq_len: 
         release(w.empty + place)
 
     first_token = tile * TOKENS
-    if cutlass.const_expr(redistributes(shape)):
-        # Masks every tile: as in `scale_outputs`, a branch around it costs more.
+    if cutlass.const_expr(not branches):
         swapped.mask_tokens(w.acc_s, w.thread, first_token, seq_len, first_row, shape)
     else:
         if first_token + TOKENS > least:
@@ -153,12 +163,14 @@ def step(w: cutlass.Constexpr, tile: Int32, slot: Int32, phase: Int32, seq_len: 
         for i in cutlass.range_constexpr(shape.latent_panels):
             place, _ = ring.at(slot, phase, i, shape.slots)
             ring.zero_slot_rows(w.ring + place * ring.SLOT_ELEMENTS, seq_len - first_token, w.thread)
-    swapped.column_softmax(w.acc_s, w.m, w.total, w.factor, w.board, shape.tile_n, w.scale_log2, w.thread, JOIN + w.me)
+    swapped.column_softmax(
+        w.acc_s, w.m, w.total, w.factor, w.board, shape.tile_n, w.scale_log2, w.thread, JOIN + w.me, lazy
+    )
     cute.copy(w.copy, w.copy.retile(wgmma.to_dtype(w.acc_s, w.dtype)), w.p_target)
     cute.arch.fence_view_async_shared()
     named_sync(JOIN + w.me, WARPGROUP)
 
-    scale_outputs(w)
+    scale_outputs(w, branches)
     warpgroup.fence()
     for i in cutlass.range_constexpr(shape.latent_panels):
         place, _ = ring.at(slot, phase, i, shape.slots)
@@ -206,12 +218,13 @@ def exchange(w: cutlass.Constexpr):
 
 
 @cute.jit
-def stage(w: cutlass.Constexpr):
-    """Rounds this consumer's part of the output columns into the memory of q, one row of the output after the other."""
+def stage(w: cutlass.Constexpr, dtype: cutlass.Constexpr):
+    """Rounds this consumer's part of the output columns to a 16-bit type, into the memory of q, one row of the output
+    after the other."""
     panels = w.shape.finished_by(w.me)
     for i in cutlass.range_constexpr(len(panels)):
         target = swapped.transposed_panel(w.query, panels[i] * w.shape.tile_n * PANEL, w.dtype, w.shape.tile_n)
-        source = wgmma.to_dtype(w.acc_o[panels[i]], w.dtype)
+        source = cute.recast_tensor(wgmma.to_dtype(w.acc_o[panels[i]], dtype), w.dtype)
         cute.copy(w.copy, w.copy.retile(source), w.copy.partition_D(target))
 
 
@@ -261,7 +274,7 @@ def finish(
 
     panels = shape.finished_by(w.me)
     if num_splits == 1:
-        stage(w)
+        stage(w, w.dtype)
         named_sync(JOIN + w.me, WARPGROUP)
         swapped.store_outputs(
             w.query, out, panels[0], len(panels), n, batch, kv_head, first_row, shape.rows, shape.group, w.thread

@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from mla_var3.kernel.cute_python.lib import rows
 from mla_var3.kernel.cute_python.lib.barriers import named_sync
+from mla_var3.kernel.cute_python.lib.latent.lazy import lazy_max
 from mla_var3.kernel.cute_python.lib.softmax import exp2
 from mla_var3.kernel.cute_python.lib.wgmma import (
     MMA_K,
@@ -219,6 +220,7 @@ def column_softmax(
     scale_log2: Float32,
     thread: Int32,  # 0..127
     barrier: cutlass.Constexpr,  # named barrier of this warpgroup
+    lazy: cutlass.Constexpr = False,  # as for `lib.latent.lazy`: the maximum may lag behind by 2^8
 ):
     """One step of the online softmax down the columns of a warpgroup's accumulator."""
     columns = as_columns(acc_s)
@@ -230,7 +232,8 @@ def column_softmax(
     named_sync(barrier, WARPGROUP)
     collect(best, board, n, WARPS, thread, True)
     for c in cutlass.range_constexpr(count):
-        new = cute.arch.fmax(m[c], best[c] * scale_log2)
+        new = best[c] * scale_log2
+        new = lazy_max(m[c], new) if cutlass.const_expr(lazy) else cute.arch.fmax(m[c], new)
         factor[c] = exp2(m[c] - new)
         m[c] = new
         for i in cutlass.range_constexpr(2):

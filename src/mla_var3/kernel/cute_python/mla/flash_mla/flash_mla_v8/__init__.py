@@ -1,1 +1,1 @@
-"""Base version."""
+"""Version 8: parts stored as they lie in registers."""

@@ -16,27 +16,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
-from mla_var3.kernel.cute_python.lib import host, paged
-from mla_var3.kernel.cute_python.lib.latent import fragments, loads
+from mla_var3.kernel.cute_python.lib import paged
+from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
-from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import OrderedPlan, PartsTiling
-from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan
-from mla_var3.kernel.cute_python.lib.latent.shape import Shape
+from mla_var3.kernel.cute_python.lib.latent.parts_plan import FragmentsPlan, PartsTiling
 from mla_var3.kernel.cute_python.lib.phased import early
-from mla_var3.kernel.cute_python.lib.split import combine_fragments
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mla_var3.runtime import CuteKernel
+    pass
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -101,42 +95,9 @@ class FlashMlaV8Tiling(PartsTiling):
     """The tiling of `PartsPlan`."""
 
 
-class FlashMlaV8Plan(OrderedPlan):
+class FlashMlaV8Plan(FragmentsPlan):
     """Plan of flash_mla_v8."""
 
-    # The combine takes every width that the kernel does.
-    requires = LatentPlan.requires
     tiling_type = FlashMlaV8Tiling
     kernel_fn = staticmethod(flash_mla_v8)
     host_fn = staticmethod(launch_flash_mla_v8)
-
-    def partials(self, q: Any, parts: int) -> tuple[Any, ...]:
-        """Memory for parts and marks, a multiple of what the output's and the log-sum-exp's shapes take."""
-        import torch
-
-        pd, shape = self.problem, Shape.of(self.problem)
-        sizes = Fragments.of(shape)
-        count = parts * q.shape[0] * sizes.blocks
-        elements, floats = pd.s * pd.h * pd.k, pd.s * pd.h * fragments.MARKS
-        return (
-            q.new_empty((-(-count * sizes.elements // elements) * elements,), dtype=torch.float16),
-            q.new_empty((-(-count * sizes.marks // floats) * floats,), dtype=torch.float32),
-        )
-
-    def result_arguments(self, b: Any) -> tuple[Any, ...]:
-        pd = self.problem
-        parts, rows, width = host.symbols(3)
-        return (
-            host.fake(host.element_type(pd.dtype), parts, pd.s, pd.h, pd.k),
-            host.fake(Float32, rows, pd.h, width, align=4),
-        )
-
-    def results(self, outputs: Sequence[Any], partials: Sequence[Any], splits: int) -> Sequence[Any]:
-        if splits == 1 or not outputs:
-            return outputs
-        pd, (parts, marks) = self.problem, partials
-        shaped = parts.view(outputs[0].dtype).view(-1, pd.s, pd.h, pd.k)
-        return shaped, marks.view(-1, pd.h, pd.s * fragments.MARKS)
-
-    def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
-        return combine_fragments.combine_kernel(self, partials, outputs, splits)

@@ -1,0 +1,312 @@
+r"""Absorbed MLA decode for Hopper (sm_90a) and few query rows: flash_mla_v2 with flash_mla_v8's start and parts.
+
+    Sᵀ (64 tokens x n) = K · Qᵀ     softmax down the columns     Oᵀ (512 x n) += Vᵀ · P       n = 8, 16 or 32 rows
+
+Tiles, ring and products are flash_mla_v2's (`lib.swapped`). What differs is what a call pays once:
+
+    start     length and first page are asked for in the first instructions; no division where nothing is split
+    maximum   lags behind by up to 2^8, so that outputs are rarely scaled
+    ending    `lib.swapped.ending`: the consumers meet once; parts are fp16, as flash_mla_v8's
+    combine   `lib.split.combine_fragments`
+    blocks    one a kv head, split and request; where more than run at once, the longest requests first
+
+All addresses and counts come from `seq_lens` on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float16, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python.lib import paged
+from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
+from mla_var3.kernel.cute_python.lib.latent import order
+from mla_var3.kernel.cute_python.lib.latent.parts_plan import FragmentsPlan
+from mla_var3.kernel.cute_python.lib.latent.shape import Shape
+from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
+from mla_var3.kernel.cute_python.lib.swapped import ending, ring, swapped
+from mla_var3.kernel.cute_python.lib.swapped.consumer import (
+    ROW_TILES,
+    SMEM_BYTES,
+    START,
+    Consumer,
+    block_threads,
+    fixed_bytes,
+    most_slots,
+    redistributes,
+    reset,
+    shared_storage,
+    step,
+)
+from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+from mla_var3.runtime import Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+# Two consumers with 32 rows each need more registers than a third of the file; then the producer is a warpgroup too.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+
+
+# ------------------------------------------------------------------------------------------------ device
+@cute.jit
+def tiles_of(seq_len: Int32, split: Int32, num_splits: Int32, shape: cutlass.Constexpr):
+    """(first tile, end tile, keys that every query may see); parts of one size, the last one shorter."""
+    _, end, least = swapped.work_range(seq_len, Int32(0), Int32(0), Int32(1), shape)
+    first = Int32(0)
+    if num_splits > 1:  # a division takes a tenth of a microsecond, and the first load waits for it
+        each = (end + num_splits - 1) // num_splits
+        first = cutlass.min(split * each, end)
+        end = cutlass.min(first + each, end)
+    return first, end, least
+
+
+@cute.jit
+def produce(
+    tma: cute.CopyAtom,
+    cache: cute.Tensor,
+    pages: cute.Tensor,
+    base: cute.Pointer,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    kv_head: Int32,
+    first: Int32,
+    end: Int32,
+    guess: Int32,
+    page: Int32,
+    shape: cutlass.Constexpr,
+):
+    """One warp fills the ring with the block's tiles. page: entry `guess` of the request's row of the page table."""
+    boxes, slots = ring.partition(tma, cache, base, shape.slots)
+    per_page = shape.page // TOKENS
+    slot, phase = Int32(0), Int32(0)
+    if first < end:
+        if first // per_page != guess:
+            page = pages[first // per_page]
+        for tile in cutlass.range(first, end, unroll=1):
+            # Asked for a tile ahead, so that its latency is not in the way. The last one asks for itself again.
+            following = pages[cutlass.min(tile + 1, end - 1) // per_page]
+            ring.fill_tile(
+                tma, boxes, slots, full, empty, tile % per_page, kv_head, page, slot, phase,
+                tuple(range(shape.panels)), shape.slots, paged.EVICT_FIRST,
+            )  # fmt: skip
+            slot, phase = ring.at(slot, phase, shape.panels, shape.slots)
+            page = following
+
+
+@cute.kernel
+def flash_mla_v9(
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    target: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous: the output, or memory for its parts
+    marks: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous: log-sum-exp, or memory for the marks of parts
+    scale_log2: Float32,
+    num_splits: Int32,
+    ordered: Int32,  # not 0: more blocks than run at once, which take the longest requests first
+    shape: cutlass.Constexpr,
+    latent: cutlass.Constexpr,  # the same problem as the combine sees it
+    longest_first: cutlass.Constexpr,
+):
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    kv_head, split, rank = cute.arch.block_idx()
+    # Asked for before anything else: right if blocks take the requests in the order of the batch.
+    seq_len = seq_lens[rank]
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    guess, page = Int32(0), Int32(0)
+    if warp >= shape.consumers * WARPS:
+        # Where the part begins if the request fills its row of the page table: read beside the length, not after it.
+        tokens = page_table.shape[1] * shape.page
+        guessed, _, _ = tiles_of(Int32(tokens), split, num_splits, shape)
+        guess = cutlass.min(guessed * TOKENS // shape.page, page_table.shape[1] - 1)
+        page = page_table[rank, guess]
+    storage = SmemAllocator().allocate(shared_storage(shape, dtype, (ending.MAGNITUDES,)))
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    threads = shape.consumers * WARPGROUP
+    batch = rank
+    if warp == shape.consumers * WARPS:
+        # The producer makes the barriers itself, so that its first loads need not wait for the others.
+        cpasync.prefetch_descriptor(tma)
+        lane = thread % 32
+        for i in cutlass.range_constexpr(-(-shape.slots // 32)):
+            if lane + 32 * i < shape.slots:
+                cute.arch.mbarrier_init(full + (lane + 32 * i), 1)
+                cute.arch.mbarrier_init(empty + (lane + 32 * i), WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        named_arrive(START, threads + 32)
+    if cutlass.const_expr(longest_first):
+        if ordered != 0:
+            batch = order.request_at(rank, seq_lens, thread % 32)
+            seq_len = seq_lens[batch]
+    first, end, least = tiles_of(seq_len, split, num_splits, shape)
+
+    if warp >= shape.consumers * WARPS:
+        if cutlass.const_expr(redistributes(shape)):
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        if warp == shape.consumers * WARPS:
+            if batch != rank:
+                guess = Int32(-1)
+            produce(
+                tma, cache, page_table[batch, None], storage.ring.data_ptr(), full, empty, kv_head, first, end,
+                guess, page, shape,
+            )  # fmt: skip
+    else:
+        if cutlass.const_expr(redistributes(shape)):
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        swapped.load_queries(
+            q, storage.query.data_ptr(), shape.tile_n, batch, kv_head, Int32(0), shape.rows, shape.group, thread,
+            threads,
+        )  # fmt: skip
+        cute.arch.fence_view_async_shared()
+        named_sync(START, threads + 32)
+        magnitudes = getattr(storage, ending.MAGNITUDES).data_ptr()
+        for me in cutlass.range_constexpr(shape.consumers):
+            if warp // WARPS == me:
+                w = Consumer(me, shape, dtype, thread - me * WARPGROUP, storage, scale_log2)
+                reset(w)
+                slot, phase = Int32(0), Int32(0)
+                for tile in cutlass.range(first, end, unroll=1):
+                    if (tile - first) % shape.consumers == me:
+                        step(w, tile, slot, phase, seq_len, least, Int32(0), lazy=True)
+                    slot, phase = ring.at(slot, phase, shape.panels, shape.slots)
+                cute.arch.griddepcontrol_launch_dependents()  # the combine may start
+                if num_splits == 1:
+                    ending.finish_whole(w, target, marks, batch, kv_head, end - first, magnitudes)
+                else:
+                    ending.finish_part(
+                        w, cute.recast_ptr(target.iterator, dtype=Float16), marks.iterator,
+                        split * seq_lens.shape[0] + batch, kv_head, end - first, magnitudes, latent,
+                    )  # fmt: skip
+
+
+flash_mla_v9.set_name_prefix("flash_mla_v9", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_flash_mla_v9(
+    q: cute.Tensor,
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    target: cute.Tensor,
+    marks: cute.Tensor,
+    scale: Float32,
+    num_splits: Int32,
+    ordered: Int32,
+    shape: cutlass.Constexpr,
+    latent: cutlass.Constexpr,
+    longest_first: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Makes the TMA descriptor of the cache and launches one block a kv head, split and request."""
+    tma, cache = paged.make_page_tma(kv_cache)
+    flash_mla_v9(
+        q, tma, cache, page_table, seq_lens, target, marks, scale * math.log2(math.e), num_splits, ordered,
+        shape, latent, longest_first,
+    ).launch(
+        grid=(shape.h_kv, num_splits, q.shape[0]),
+        block=(block_threads(shape), 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def _takes(pd: MlaProblem) -> Verdict:
+    if pd.k % 128 or not 128 <= pd.k <= 512:
+        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: consumers share out 64-column panels")
+    if pd.p != PANEL:
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
+    if pd.n:
+        return Verdict.no(f"flash_mla_v9 reads latent tokens only; the problem has n = {pd.n} decompressed ones")
+    if pd.page_size % TOKENS:
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TOKENS}")
+    if pd.rows > ROW_TILES[-1]:
+        return Verdict.no(
+            f"s·h/h_kv = {pd.rows} query rows share a cache; a block has room for {ROW_TILES[-1]}: use flash_mla_v8"
+        )
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class FlashMlaV9Tiling(Tiling):
+    """0 means: chosen for the problem.
+
+    tile_n: query rows of a block (8, 16 or 32). num_pipeline_stages: 64 x 64 panels in the ring. num_splits: parts of
+    each request's keys. longest_first: where more blocks than run at once, they take the longest requests first.
+    """
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
+
+    tile_n: int = 0
+    num_pipeline_stages: int = 0
+    num_splits: int = 0
+    longest_first: bool = True
+
+    def resolved(self, pd: MlaProblem) -> FlashMlaV9Tiling:
+        """With tile_n and num_pipeline_stages chosen."""
+        tile_n = self.tile_n or next((n for n in ROW_TILES if n >= pd.rows), ROW_TILES[-1])
+        slots = self.num_pipeline_stages or most_slots(tile_n, ending.CONSUMERS, pd.k + pd.p, pd.element_bytes)
+        return replace(self, tile_n=tile_n, num_pipeline_stages=slots)
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        if self.tile_n not in (0, *ROW_TILES):
+            return Verdict.no(f"tile_n = {self.tile_n}, and this version is written for 8, 16 and 32")
+        if not 0 <= self.num_splits <= MAX_SPLITS:
+            return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
+        if not (taken := _takes(pd)):
+            return taken
+        full = self.resolved(pd)
+        if full.tile_n < pd.rows:
+            return Verdict.no(f"tile_n = {full.tile_n} must hold the {pd.rows} query rows that share a cache")
+        panels = (pd.k + pd.p) // PANEL
+        if full.num_pipeline_stages < panels * ending.CONSUMERS:
+            return Verdict.no(
+                f"num_pipeline_stages = {full.num_pipeline_stages} panels must hold the {panels} of a tile for each of "
+                f"{ending.CONSUMERS} consumers"
+            )
+        smem = full.num_pipeline_stages * ring.SLOT_BYTES
+        smem += fixed_bytes(full.tile_n, ending.CONSUMERS, pd.k + pd.p, pd.element_bytes)
+        limit = SMEM_BYTES if device is None else device.smem_per_block
+        if smem > limit:
+            return Verdict.no(
+                f"{smem:,} bytes of shared memory for q and {full.num_pipeline_stages} panels are over the {limit:,} "
+                f"that a block may have"
+            )
+        return Verdict.yes()
+
+
+class FlashMlaV9Plan(FragmentsPlan):
+    """One compiled kernel a problem class, tile_n and slots; b, lengths, page table width and splits are arguments."""
+
+    tiling_type = FlashMlaV9Tiling
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=_takes)
+    kernel_fn = staticmethod(flash_mla_v9)
+    host_fn = staticmethod(launch_flash_mla_v9)
+
+    @property
+    def shape(self) -> SwappedShape:
+        tiling = self.tiling.resolved(self.problem)
+        return SwappedShape.of(self.problem, tiling.tile_n, ending.CONSUMERS, tiling.num_pipeline_stages)
+
+    def blocks(self, b: int) -> int:
+        return b * self.shape.h_kv
+
+    def constants(self) -> tuple[Any, ...]:
+        return (self.shape, Shape.of(self.problem), self.tiling.longest_first)

@@ -101,10 +101,11 @@ def test_a_launch_of_a_bound_cute_kernel_costs_the_host_less_than_5_us(
 ) -> None:
     if reason := registry.missing("cute-dsl"):
         pytest.skip(reason)
-    found = [k for k in registry.all_kernels() if (k.language, k.design) == ("cute-dsl", "flash_mla")]
+    versions = [k for k in registry.all_kernels() if (k.language, k.design) == ("cute-dsl", "flash_mla")]
+    found = [k for k in versions if device.can_run(registry.get_plan(k).requires, problem)]
+    if not found:
+        pytest.skip(f"{device.key} runs none")
     plan = registry.get_plan(max(found, key=lambda k: k.version))(problem, None, device)
-    if not device.can_run(plan.requires, problem):
-        pytest.skip(f"{device.key} does not run it")
     kernel, backend = plan.plan(*plan.prepare_inputs("cuda")), CudaBackend()
     kernel()
     assert backend.launches(kernel) == launches

@@ -26,6 +26,7 @@ EXCHANGE_VECTOR = 4
 
 # Named barriers (0 is the block's own): one of all consumers, one of all and the producer, one of each consumer.
 JOIN_ALL, START, JOIN = 1, 2, 3
+STEP_BARRIERS = 2  # of a consumer's own that it passes with each tile
 
 
 def fixed_bytes(tile_n: int, consumers: int, columns: int, element_bytes: int) -> int:
@@ -71,10 +72,28 @@ def shared_storage(shape: SwappedShape, dtype: type, boards: tuple[str, ...] = (
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
-class Consumer:
-    """What a consumer warpgroup works with: descriptors, registers, barriers. Python holds it; nothing is copied."""
+def accumulator(shape: SwappedShape, dtype: type) -> cute.Tensor:
+    """(registers of 64 x n) fp32, of one product."""
+    mma = swapped.make_mma(dtype, shape.tile_n, OperandMajorMode.K)
+    return cute.make_rmem_tensor(mma.partition_shape_C((TOKENS, shape.tile_n)), Float32)
 
-    def __init__(self, me, shape, dtype, thread, storage, scale_log2) -> None:
+
+class Results:
+    """What a consumer has when its tiles are done, in registers. Python holds it; nothing is copied."""
+
+    def __init__(self, shape: SwappedShape, dtype: type) -> None:
+        self.acc_o = [accumulator(shape, dtype) for _ in range(shape.latent_panels)]
+        self.m = cute.make_rmem_tensor(shape.tile_n // 4, Float32)  # running maximum of columns, times scale_log2
+        self.total = cute.make_rmem_tensor(shape.tile_n // 4, Float32)  # this thread's part of the sums of the own P
+
+
+class Consumer:
+    """What a consumer warpgroup works with: descriptors, registers, barriers. Python holds it; nothing is copied.
+
+    results: registers of the caller, of which the first hold the panels that this consumer finishes.
+    """
+
+    def __init__(self, me, shape, dtype, thread, storage, scale_log2, results=None) -> None:
         self.me, self.shape, self.dtype, self.thread, self.scale_log2 = me, shape, dtype, thread, scale_log2
         n = shape.tile_n
         self.full, self.empty = storage.full.data_ptr(), storage.empty.data_ptr()
@@ -99,17 +118,12 @@ class Consumer:
         self.copy = swapped.transposed_copy(dtype, self.mma_s, n, thread)
         self.p_target = self.copy.partition_D(swapped.transposed_panel(p_base, 0, dtype, n))
 
-        def accumulator() -> cute.Tensor:
-            return cute.make_rmem_tensor(self.mma_s.partition_shape_C((TOKENS, n)), Float32)
-
-        def per_column() -> cute.Tensor:
-            return cute.make_rmem_tensor(n // 4, Float32)
-
-        self.acc_s = accumulator()
-        self.acc_o = [accumulator() for _ in range(shape.latent_panels)]
-        self.m = per_column()  # running maximum of the columns, times scale_log2
-        self.total = per_column()  # this thread's part of the sums of the own P
-        self.factor = per_column()
+        self.acc_s = accumulator(shape, dtype)
+        first = shape.finished_by(me)[0] if results else 0
+        results = results or Results(shape, dtype)
+        self.m, self.total = results.m, results.total
+        self.acc_o = [results.acc_o[(i - first) % shape.latent_panels] for i in range(shape.latent_panels)]  # by panel
+        self.factor = cute.make_rmem_tensor(n // 4, Float32)
 
 
 @cute.jit
@@ -218,13 +232,12 @@ def exchange(w: cutlass.Constexpr):
 
 
 @cute.jit
-def stage(w: cutlass.Constexpr, dtype: cutlass.Constexpr):
-    """Rounds this consumer's part of the output columns to a 16-bit type, into the memory of q, one row of the output
-    after the other."""
+def stage(w: cutlass.Constexpr):
+    """Rounds this consumer's part of the output columns into the memory of q, one row of the output after the other."""
     panels = w.shape.finished_by(w.me)
     for i in cutlass.range_constexpr(len(panels)):
         target = swapped.transposed_panel(w.query, panels[i] * w.shape.tile_n * PANEL, w.dtype, w.shape.tile_n)
-        source = cute.recast_tensor(wgmma.to_dtype(w.acc_o[panels[i]], dtype), w.dtype)
+        source = wgmma.to_dtype(w.acc_o[panels[i]], w.dtype)
         cute.copy(w.copy, w.copy.retile(source), w.copy.partition_D(target))
 
 
@@ -274,7 +287,7 @@ def finish(
 
     panels = shape.finished_by(w.me)
     if num_splits == 1:
-        stage(w, w.dtype)
+        stage(w)
         named_sync(JOIN + w.me, WARPGROUP)
         swapped.store_outputs(
             w.query, out, panels[0], len(panels), n, batch, kv_head, first_row, shape.rows, shape.group, w.thread
@@ -302,8 +315,8 @@ def finish(
 
 @cute.jit
 def reset(w: cutlass.Constexpr):
-    """Empty outputs and sums."""
-    for i in cutlass.range_constexpr(w.shape.latent_panels):
+    """Empty outputs and sums, of a `Consumer` or of its `Results`."""
+    for i in cutlass.range_constexpr(len(w.acc_o)):
         w.acc_o[i].fill(0.0)
     w.m.fill(softmax.NO_KEY)
     w.total.fill(0.0)

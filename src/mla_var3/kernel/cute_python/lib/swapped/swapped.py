@@ -295,7 +295,7 @@ def load_queries(
 def store_outputs(
     tile: cute.Pointer,  # shared memory: n x 64 panels, 16-bit
     out: cute.Tensor,  # (b, s, h, width), global memory
-    first_panel: cutlass.Constexpr,
+    first_panel: Int32,
     num_panels: cutlass.Constexpr,
     n: cutlass.Constexpr,
     batch: Int32,

@@ -35,10 +35,13 @@ from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.kernel.cute_python.lib.swapped import ending, ring, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import (
+    JOIN,
     ROW_TILES,
     SMEM_BYTES,
     START,
+    STEP_BARRIERS,
     Consumer,
+    Results,
     block_threads,
     fixed_bytes,
     most_slots,
@@ -174,24 +177,30 @@ def flash_mla_v9(
         )  # fmt: skip
         cute.arch.fence_view_async_shared()
         named_sync(START, threads + 32)
-        magnitudes = getattr(storage, ending.MAGNITUDES).data_ptr()
+        # Of both consumers, which take turns at the tiles in code of their own and end in the same.
+        results = Results(shape, dtype)
+        reset(results)
         for me in cutlass.range_constexpr(shape.consumers):
             if warp // WARPS == me:
-                w = Consumer(me, shape, dtype, thread - me * WARPGROUP, storage, scale_log2)
-                reset(w)
+                w = Consumer(me, shape, dtype, thread - me * WARPGROUP, storage, scale_log2, results)
                 slot, phase = Int32(0), Int32(0)
                 for tile in cutlass.range(first, end, unroll=1):
                     if (tile - first) % shape.consumers == me:
                         step(w, tile, slot, phase, seq_len, least, Int32(0), lazy=True)
                     slot, phase = ring.at(slot, phase, shape.panels, shape.slots)
-                cute.arch.griddepcontrol_launch_dependents()  # the combine may start
-                if num_splits == 1:
-                    ending.finish_whole(w, target, marks, batch, kv_head, end - first, magnitudes)
-                else:
-                    ending.finish_part(
-                        w, cute.recast_ptr(target.iterator, dtype=Float16), marks.iterator,
-                        split * seq_lens.shape[0] + batch, kv_head, end - first, magnitudes, latent,
-                    )  # fmt: skip
+                if cutlass.const_expr(me == 1):
+                    # The first one has a tile more. racecheck follows barriers of all only where each consumer has
+                    # passed as many of its own.
+                    if (end - first) % shape.consumers == 1:
+                        for _ in cutlass.range_constexpr(STEP_BARRIERS):
+                            named_sync(JOIN + me, WARPGROUP)
+        cute.arch.griddepcontrol_launch_dependents()  # the combine may start
+        e = ending.Ending(results, shape, dtype, storage, thread, end - first)
+        if num_splits == 1:
+            ending.finish_whole(e, target, marks, batch, kv_head)
+        else:
+            parts = cute.recast_ptr(target.iterator, dtype=Float16)
+            ending.finish_part(e, parts, marks.iterator, split * seq_lens.shape[0] + batch, kv_head, latent)
 
 
 flash_mla_v9.set_name_prefix("flash_mla_v9", remove_cutlass_symbol=True, keep_mangled_name=False)

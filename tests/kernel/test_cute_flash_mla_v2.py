@@ -14,7 +14,8 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from mla_var3.kernel.cute_python.lib.split import merge
 from mla_var3.kernel.cute_python.lib.split.memory_splits import choose_splits
-from mla_var3.kernel.cute_python.lib.swapped.consumer import SMEM_BYTES, most_slots
+from mla_var3.kernel.cute_python.lib.swapped.consumer import most_slots
+from mla_var3.kernel.cute_python.lib.swapped.limits import SMEM_BYTES
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v2.flash_mla_v2 import FlashMlaV2Plan, FlashMlaV2Tiling
 
 H200 = Device.get("h200")

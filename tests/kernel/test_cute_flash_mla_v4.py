@@ -12,8 +12,9 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from mla_var3.kernel.cute_python.lib.few import schedule
 from mla_var3.kernel.cute_python.lib.few.join import PartShape
-from mla_var3.kernel.cute_python.lib.few.pair import SMEM_BYTES, fixed_bytes, most_slots
+from mla_var3.kernel.cute_python.lib.few.pair import fixed_bytes, most_slots
 from mla_var3.kernel.cute_python.lib.swapped import ring
+from mla_var3.kernel.cute_python.lib.swapped.limits import SMEM_BYTES
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v4.flash_mla_v4 import FlashMlaV4Plan, FlashMlaV4Tiling
 from mla_var3.toolchain.aot import code_knobs
 

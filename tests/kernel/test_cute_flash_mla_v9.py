@@ -98,4 +98,4 @@ def test_few_requests_fill_the_chip_and_many_are_whole() -> None:
     assert splits(b=128, t=4096) == 1
     assert splits(b=32, t=8192) == 4
     assert splits(b=1, t=131072) == 128
-    assert 1 <= splits(b=1, t=64) <= 1
+    assert splits(b=1, t=64) == 1

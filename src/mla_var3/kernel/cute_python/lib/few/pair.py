@@ -23,14 +23,12 @@ from mla_var3.kernel.cute_python.lib import softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync, release
 from mla_var3.kernel.cute_python.lib.few import join
 from mla_var3.kernel.cute_python.lib.swapped import ring, swapped
-from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
+from mla_var3.kernel.cute_python.lib.swapped.limits import SMEM_BYTES
+from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, VECTOR, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import MMA_K, WARPGROUP
 
-ROW_TILES = (8, 16, 32)
 CONSUMERS = 2
 THREADS = CONSUMERS * WARPGROUP
-SMEM_BYTES = 232_448  # of a Hopper block
-VECTOR = 4
 
 # Named barriers (0 is the block's own): both consumers, consumers and producer, each consumer.
 BOTH, START, JOIN = 1, 2, 3
@@ -113,11 +111,6 @@ class Consumer:
         self.factor = per_column()
 
 
-def vectors_of(acc: cute.Tensor, n: int) -> cute.Tensor:
-    """An accumulator as (4, n / 8)."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, n // 8), stride=(1, VECTOR)))
-
-
 @cute.jit
 def column_softmax(w: cutlass.Constexpr):
     """One step of the online softmax down the columns of the scores. Its barrier is of both consumers: behind it both
@@ -160,7 +153,7 @@ def scores(w: cutlass.Constexpr, slot: Int32, phase: Int32):
         )
     warpgroup.commit_group()
     warpgroup.wait_group(0)
-    mine = vectors_of(w.acc_s, shape.tile_n)
+    mine = swapped.vectors_of(w.acc_s)
     for j in cutlass.range_constexpr(shape.tile_n // 8):
         cute.autovec_copy(mine[None, j], w.exchange[None, w.thread, j, w.me])
     named_sync(BOTH, THREADS)
@@ -268,7 +261,7 @@ def leave_part(w: cutlass.Constexpr, part: cutlass.Constexpr, cluster: Int32, ra
                          stride=(1, VECTOR, VECTOR * WARPGROUP, n * PANEL)),
     )  # fmt: skip
     for i in cutlass.range_constexpr(len(w.own)):
-        mine = vectors_of(w.acc_o[i], n)
+        mine = swapped.vectors_of(w.acc_o[i])
         for j in cutlass.range_constexpr(n // 8):
             cute.autovec_copy(mine[None, j], vectors[None, w.thread, j, w.own[i]])
     if cutlass.const_expr(w.me == 0):

@@ -17,12 +17,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from mla_var3.kernel.cute_python.lib import rows, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync, release
 from mla_var3.kernel.cute_python.lib.swapped import ring, swapped, work
-from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
+from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES, SMEM_BYTES
+from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, VECTOR, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-
-ROW_TILES = (8, 16, 32)
-SMEM_BYTES = 232_448  # of a Hopper block
-EXCHANGE_VECTOR = 4
 
 # Named barriers (0 is the block's own): one of all consumers, one of all and the producer, one of each consumer.
 JOIN_ALL, START, JOIN = 1, 2, 3
@@ -37,6 +34,10 @@ def fixed_bytes(tile_n: int, consumers: int, columns: int, element_bytes: int) -
 def most_slots(tile_n: int, consumers: int, columns: int, element_bytes: int) -> int:
     """Slots of the ring that fit a block."""
     return (SMEM_BYTES - fixed_bytes(tile_n, consumers, columns, element_bytes)) // ring.SLOT_BYTES
+
+
+# Two consumers with 32 rows each need more registers than a third of the file; then the producer is a warpgroup too.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 
 def redistributes(shape: SwappedShape) -> bool:
@@ -200,33 +201,29 @@ def step(
 def exchange(w: cutlass.Constexpr):
     """Adds the two consumers' outputs, half of the columns each, through the memory of q (n KiB, read by nobody)."""
     half = w.shape.latent_panels // 2
-    vectors = w.shape.tile_n // 2 // EXCHANGE_VECTOR  # of a panel, a thread
+    vectors = w.shape.tile_n // 2 // VECTOR  # of a panel, a thread
     view = cute.make_tensor(
         cute.recast_ptr(w.query, dtype=Float32),
         cute.make_layout(
-            (EXCHANGE_VECTOR, WARPGROUP, vectors, half),
-            stride=(1, EXCHANGE_VECTOR, EXCHANGE_VECTOR * WARPGROUP, EXCHANGE_VECTOR * WARPGROUP * vectors),
+            (VECTOR, WARPGROUP, vectors, half),
+            stride=(1, VECTOR, VECTOR * WARPGROUP, VECTOR * WARPGROUP * vectors),
         ),
     )
-    part = cute.make_rmem_tensor(EXCHANGE_VECTOR, Float32)
+    part = cute.make_rmem_tensor(VECTOR, Float32)
     for giver in cutlass.range_constexpr(2):
         given = w.shape.finished_by(1 - giver)
         for i in cutlass.range_constexpr(half):
-            acc = cute.make_tensor(
-                w.acc_o[given[i]].iterator, cute.make_layout((EXCHANGE_VECTOR, vectors), stride=(1, EXCHANGE_VECTOR))
-            )
+            acc = swapped.vectors_of(w.acc_o[given[i]])
             for j in cutlass.range_constexpr(vectors):
                 if cutlass.const_expr(w.me == giver):
                     cute.autovec_copy(acc[None, j], view[None, w.thread, j, i])
         named_sync(JOIN_ALL, 2 * WARPGROUP)
         for i in cutlass.range_constexpr(half):
-            acc = cute.make_tensor(
-                w.acc_o[given[i]].iterator, cute.make_layout((EXCHANGE_VECTOR, vectors), stride=(1, EXCHANGE_VECTOR))
-            )
+            acc = swapped.vectors_of(w.acc_o[given[i]])
             for j in cutlass.range_constexpr(vectors):
                 if cutlass.const_expr(w.me != giver):
                     cute.autovec_copy(view[None, w.thread, j, i], part)
-                    for e in cutlass.range_constexpr(EXCHANGE_VECTOR):
+                    for e in cutlass.range_constexpr(VECTOR):
                         acc[e, j] = acc[e, j] + part[e]
         named_sync(JOIN_ALL, 2 * WARPGROUP)
 

@@ -24,8 +24,8 @@ from mla_var3.kernel.cute_python.lib.barriers import named_sync
 from mla_var3.kernel.cute_python.lib.latent import fragments
 from mla_var3.kernel.cute_python.lib.rows import CHUNK
 from mla_var3.kernel.cute_python.lib.swapped import ring, swapped
-from mla_var3.kernel.cute_python.lib.swapped.consumer import EXCHANGE_VECTOR, JOIN_ALL
-from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, WARPS
+from mla_var3.kernel.cute_python.lib.swapped.consumer import JOIN_ALL
+from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, VECTOR, WARPS
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 CONSUMERS = 2
@@ -72,16 +72,10 @@ def given_panel(e: cutlass.Constexpr, slot: Int32, i: cutlass.Constexpr) -> cute
     place, _ = ring.at(slot, Int32(0), i, e.shape.slots)
     base = e.ring + cute.assume(place * ring.SLOT_ELEMENTS, divby=ring.SLOT_ELEMENTS)
     layout = cute.make_layout(
-        (EXCHANGE_VECTOR, WARPGROUP, e.shape.tile_n // 2 // EXCHANGE_VECTOR),
-        stride=(1, EXCHANGE_VECTOR, EXCHANGE_VECTOR * WARPGROUP),
+        (VECTOR, WARPGROUP, e.shape.tile_n // 2 // VECTOR),
+        stride=(1, VECTOR, VECTOR * WARPGROUP),
     )
     return cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
-
-
-def vectors_of(acc: cute.Tensor) -> cute.Tensor:
-    """A panel's accumulators as (4, vector): two columns by two rows each."""
-    layout = cute.make_layout((EXCHANGE_VECTOR, cute.size(acc) // EXCHANGE_VECTOR), stride=(1, EXCHANGE_VECTOR))
-    return cute.make_tensor(acc.iterator, layout)
 
 
 @cute.jit
@@ -109,12 +103,12 @@ def join(e: cutlass.Constexpr, bounded: cutlass.Constexpr):
     """
     shape = e.shape
     n, columns = shape.tile_n, shape.tile_n // 4
-    vectors = n // 2 // EXCHANGE_VECTOR
+    vectors = n // 2 // VECTOR
     other = 1 - e.me
     mine = last_slot(e.count, e.me, shape.slots, shape.panels)
     theirs = last_slot(e.count, other, shape.slots, shape.panels)
     for i in cutlass.range_constexpr(e.half):
-        target, source = given_panel(e, mine, i), vectors_of(e.given[i])
+        target, source = given_panel(e, mine, i), swapped.vectors_of(e.given[i])
         for j in cutlass.range_constexpr(vectors):
             cute.autovec_copy(source[None, j], target[None, e.thread, j])
     warp = e.me * WARPS + e.thread // 32
@@ -128,7 +122,7 @@ def join(e: cutlass.Constexpr, bounded: cutlass.Constexpr):
     # Past it no product of the block is under way, either: the memory of q is free.
     named_sync(JOIN_ALL, CONSUMERS * WARPGROUP)
 
-    part = cute.make_rmem_tensor((EXCHANGE_VECTOR, vectors, e.half), Float32)
+    part = cute.make_rmem_tensor((VECTOR, vectors, e.half), Float32)
     for i in cutlass.range_constexpr(e.half):
         source = given_panel(e, theirs, i)
         for j in cutlass.range_constexpr(vectors):
@@ -157,9 +151,9 @@ def join(e: cutlass.Constexpr, bounded: cutlass.Constexpr):
             e.factor[c] = e.factor[c] * e.scale[c]
             e.their_factor[c] = e.their_factor[c] * e.scale[c]
     for i in cutlass.range_constexpr(e.half):
-        acc = vectors_of(e.kept[i])
+        acc = swapped.vectors_of(e.kept[i])
         for j in cutlass.range_constexpr(vectors):
-            for x in cutlass.range_constexpr(EXCHANGE_VECTOR):
+            for x in cutlass.range_constexpr(VECTOR):
                 c = 2 * j + x % 2
                 acc[x, j] = acc[x, j] * e.factor[c] + part[x, j, i] * e.their_factor[c]
 

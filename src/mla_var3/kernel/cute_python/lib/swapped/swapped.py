@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 TOKENS = 64  # of a tile: one warpgroup MMA
 PANEL = 64  # columns of a panel: 128 bytes, one row of the shared memory swizzle
 WARPS = WARPGROUP // 32
+VECTOR = 4  # accumulators of a vector: 16 bytes
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ def as_columns(acc: cute.Tensor) -> cute.Tensor:
     """View of an m64nN accumulator (pairs of columns, rows 8 apart, groups of columns) as (N/4 columns, 2 rows)."""
     groups = cute.size(acc) // 4
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, groups), 2), stride=((1, 4), 2)))
+
+
+def vectors_of(acc: cute.Tensor) -> cute.Tensor:
+    """View of an m64nN accumulator as (4, N/8): two columns by two rows each, which go to shared memory at once."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, cute.size(acc) // VECTOR), stride=(1, VECTOR)))
 
 
 def acc_column(thread: Int32, c: int) -> Int32:

@@ -34,11 +34,11 @@ from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
 from mla_var3.kernel.cute_python.lib.decode import DecodePlan
 from mla_var3.kernel.cute_python.lib.split import combine, merge
 from mla_var3.kernel.cute_python.lib.split.memory_splits import choose_splits
-from mla_var3.kernel.cute_python.lib.swapped import ring, swapped, work
+from mla_var3.kernel.cute_python.lib.swapped import limits, ring, swapped, work
 from mla_var3.kernel.cute_python.lib.swapped.consumer import (
+    CONSUMER_REGISTERS,
     JOIN_ALL,
-    ROW_TILES,
-    SMEM_BYTES,
+    PRODUCER_REGISTERS,
     START,
     Consumer,
     block_threads,
@@ -50,6 +50,7 @@ from mla_var3.kernel.cute_python.lib.swapped.consumer import (
     shared_storage,
     step,
 )
+from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES
 from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPipeline, Tiling, Verdict
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from mla_var3.problem import MlaProblem
 
 MAX_ROW_TILES = 4
-# Two consumers with 32 rows each need more registers than a third of the file; then the producer is a warpgroup too.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 
 # ------------------------------------------------------------------------------------------------ device
@@ -277,14 +276,8 @@ def launch_flash_mla_v2(
 
 # ------------------------------------------------------------------------------------------------ plan
 def _takes(pd: MlaProblem) -> Verdict:
-    if pd.k % 128 or not 128 <= pd.k <= 512:
-        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: consumers share out 64-column panels")
-    if pd.p != PANEL:
-        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
-    if pd.n:
-        return Verdict.no(f"flash_mla_v2 reads latent tokens only; the problem has n = {pd.n} decompressed ones")
-    if pd.page_size % TOKENS:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TOKENS}")
+    if not (taken := limits.takes_panels(pd, "flash_mla_v2")):
+        return taken
     if pd.rows > MAX_ROW_TILES * ROW_TILES[-1]:
         return Verdict.no(
             f"s·h/h_kv = {pd.rows} query rows share a cache; over {MAX_ROW_TILES * ROW_TILES[-1]} of them every "
@@ -312,7 +305,7 @@ class FlashMlaV2Tiling(Tiling):
 
     def resolved(self, pd: MlaProblem) -> FlashMlaV2Tiling:
         """With tile_n, num_consumers and num_pipeline_stages chosen."""
-        tile_n = self.tile_n or next((n for n in ROW_TILES if n >= pd.rows), ROW_TILES[-1])
+        tile_n = self.tile_n or limits.row_tile(pd.rows)
         consumers = self.num_consumers or 2
         slots = self.num_pipeline_stages or most_slots(tile_n, consumers, pd.k + pd.p, pd.element_bytes)
         return replace(self, tile_n=tile_n, num_consumers=consumers, num_pipeline_stages=slots)
@@ -337,15 +330,8 @@ class FlashMlaV2Tiling(Tiling):
                 f"num_pipeline_stages = {full.num_pipeline_stages} panels must hold the {panels} of a tile for each of "
                 f"{full.num_consumers} consumers"
             )
-        smem = full.num_pipeline_stages * ring.SLOT_BYTES
-        smem += fixed_bytes(full.tile_n, full.num_consumers, pd.k + pd.p, pd.element_bytes)
-        limit = SMEM_BYTES if device is None else device.smem_per_block
-        if smem > limit:
-            return Verdict.no(
-                f"{smem:,} bytes of shared memory for q and {full.num_pipeline_stages} panels are over the {limit:,} "
-                f"that a block may have"
-            )
-        return Verdict.yes()
+        fixed = fixed_bytes(full.tile_n, full.num_consumers, pd.k + pd.p, pd.element_bytes)
+        return limits.fits_block(full.num_pipeline_stages, fixed, device)
 
 
 class FlashMlaV2Plan(DecodePlan):

@@ -30,11 +30,9 @@ from cutlass.memory import SmemAllocator
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
-from mla_var3.kernel.cute_python.lib.few import join, pair, produce, schedule
+from mla_var3.kernel.cute_python.lib.few import join, pair, schedule
 from mla_var3.kernel.cute_python.lib.few.pair import (
     BOTH,
-    ROW_TILES,
-    SMEM_BYTES,
     START,
     THREADS,
     Consumer,
@@ -43,7 +41,8 @@ from mla_var3.kernel.cute_python.lib.few.pair import (
     shared_storage,
 )
 from mla_var3.kernel.cute_python.lib.few.plan import FewPlan
-from mla_var3.kernel.cute_python.lib.swapped import ring, swapped
+from mla_var3.kernel.cute_python.lib.swapped import limits, produce, ring, swapped
+from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES
 from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import Tiling, Verdict
@@ -209,14 +208,8 @@ def launch_flash_mla_v4(
 
 # ------------------------------------------------------------------------------------------------ plan
 def _takes(pd: MlaProblem) -> Verdict:
-    if pd.k % 128 or not 128 <= pd.k <= 512:
-        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: consumers share out 64-column panels")
-    if pd.p != PANEL:
-        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
-    if pd.n:
-        return Verdict.no(f"flash_mla_v4 reads latent tokens only; the problem has n = {pd.n} decompressed ones")
-    if pd.page_size % TOKENS:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TOKENS}")
+    if not (taken := limits.takes_panels(pd, "flash_mla_v4")):
+        return taken
     if pd.rows > MAX_ROW_TILES * ROW_TILES[-1]:
         return Verdict.no(
             f"s·h/h_kv = {pd.rows} query rows share a cache; over {MAX_ROW_TILES * ROW_TILES[-1]} of them every "
@@ -242,7 +235,7 @@ class FlashMlaV4Tiling(Tiling):
 
     def resolved(self, pd: MlaProblem) -> FlashMlaV4Tiling:
         """With tile_n and num_pipeline_stages chosen."""
-        tile_n = self.tile_n or next((n for n in ROW_TILES if n >= pd.rows), ROW_TILES[-1])
+        tile_n = self.tile_n or limits.row_tile(pd.rows)
         slots = self.num_pipeline_stages or most_slots(tile_n, pd.k + pd.p, pd.element_bytes)
         return replace(self, tile_n=tile_n, num_pipeline_stages=slots)
 
@@ -263,14 +256,8 @@ class FlashMlaV4Tiling(Tiling):
             return Verdict.no(
                 f"num_pipeline_stages = {full.num_pipeline_stages} must hold the {panels} panels of a tile"
             )
-        smem = full.num_pipeline_stages * ring.SLOT_BYTES + fixed_bytes(full.tile_n, pd.k + pd.p, pd.element_bytes)
-        limit = SMEM_BYTES if device is None else device.smem_per_block
-        if smem > limit:
-            return Verdict.no(
-                f"{smem:,} bytes of shared memory for q and {full.num_pipeline_stages} panels are over the {limit:,} "
-                f"that a block may have"
-            )
-        return Verdict.yes()
+        fixed = fixed_bytes(full.tile_n, pd.k + pd.p, pd.element_bytes)
+        return limits.fits_block(full.num_pipeline_stages, fixed, device)
 
 
 class FlashMlaV4Plan(FewPlan):

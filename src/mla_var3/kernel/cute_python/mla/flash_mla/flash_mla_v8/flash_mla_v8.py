@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -28,9 +27,6 @@ from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
 from mla_var3.kernel.cute_python.lib.latent.parts_plan import FragmentsPlan, PartsTiling
 from mla_var3.kernel.cute_python.lib.phased import early
-
-if TYPE_CHECKING:
-    pass
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel

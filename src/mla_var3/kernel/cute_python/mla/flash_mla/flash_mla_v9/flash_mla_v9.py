@@ -23,7 +23,6 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float16, Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
@@ -33,11 +32,11 @@ from mla_var3.kernel.cute_python.lib.latent import order
 from mla_var3.kernel.cute_python.lib.latent.parts_plan import FragmentsPlan
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
-from mla_var3.kernel.cute_python.lib.swapped import ending, ring, swapped
+from mla_var3.kernel.cute_python.lib.swapped import ending, limits, produce, ring, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import (
+    CONSUMER_REGISTERS,
     JOIN,
-    ROW_TILES,
-    SMEM_BYTES,
+    PRODUCER_REGISTERS,
     START,
     STEP_BARRIERS,
     Consumer,
@@ -50,6 +49,7 @@ from mla_var3.kernel.cute_python.lib.swapped.consumer import (
     shared_storage,
     step,
 )
+from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES
 from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.runtime import Tiling, Verdict
@@ -57,9 +57,6 @@ from mla_var3.runtime import Tiling, Verdict
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.problem import MlaProblem
-
-# Two consumers with 32 rows each need more registers than a third of the file; then the producer is a warpgroup too.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 
 # ------------------------------------------------------------------------------------------------ device
@@ -73,39 +70,6 @@ def tiles_of(seq_len: Int32, split: Int32, num_splits: Int32, shape: cutlass.Con
         first = cutlass.min(split * each, end)
         end = cutlass.min(first + each, end)
     return first, end, least
-
-
-@cute.jit
-def produce(
-    tma: cute.CopyAtom,
-    cache: cute.Tensor,
-    pages: cute.Tensor,
-    base: cute.Pointer,
-    full: cute.Pointer,
-    empty: cute.Pointer,
-    kv_head: Int32,
-    first: Int32,
-    end: Int32,
-    guess: Int32,
-    page: Int32,
-    shape: cutlass.Constexpr,
-):
-    """One warp fills the ring with the block's tiles. page: entry `guess` of the request's row of the page table."""
-    boxes, slots = ring.partition(tma, cache, base, shape.slots)
-    per_page = shape.page // TOKENS
-    slot, phase = Int32(0), Int32(0)
-    if first < end:
-        if first // per_page != guess:
-            page = pages[first // per_page]
-        for tile in cutlass.range(first, end, unroll=1):
-            # Asked for a tile ahead, so that its latency is not in the way. The last one asks for itself again.
-            following = pages[cutlass.min(tile + 1, end - 1) // per_page]
-            ring.fill_tile(
-                tma, boxes, slots, full, empty, tile % per_page, kv_head, page, slot, phase,
-                tuple(range(shape.panels)), shape.slots, paged.EVICT_FIRST,
-            )  # fmt: skip
-            slot, phase = ring.at(slot, phase, shape.panels, shape.slots)
-            page = following
 
 
 @cute.kernel
@@ -143,14 +107,7 @@ def flash_mla_v9(
     batch = rank
     if warp == shape.consumers * WARPS:
         # The producer makes the barriers itself, so that its first loads need not wait for the others.
-        cpasync.prefetch_descriptor(tma)
-        lane = thread % 32
-        for i in cutlass.range_constexpr(-(-shape.slots // 32)):
-            if lane + 32 * i < shape.slots:
-                cute.arch.mbarrier_init(full + (lane + 32 * i), 1)
-                cute.arch.mbarrier_init(empty + (lane + 32 * i), WARPS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
+        produce.make_barriers(tma, full, empty, shape.slots, WARPS, thread % 32)
         named_arrive(START, threads + 32)
     if cutlass.const_expr(longest_first):
         if ordered != 0:
@@ -164,9 +121,9 @@ def flash_mla_v9(
         if warp == shape.consumers * WARPS:
             if batch != rank:
                 guess = Int32(-1)
-            produce(
-                tma, cache, page_table[batch, None], storage.ring.data_ptr(), full, empty, kv_head, first, end,
-                guess, page, shape,
+            produce.produce(
+                tma, cache, page_table[batch, None], guess, page, kv_head, first, end, storage.ring.data_ptr(), full,
+                empty, tuple(range(shape.panels)), shape.slots, shape.page // TOKENS, paged.EVICT_FIRST,
             )  # fmt: skip
     else:
         if cutlass.const_expr(redistributes(shape)):
@@ -238,14 +195,8 @@ def launch_flash_mla_v9(
 
 # ------------------------------------------------------------------------------------------------ plan
 def _takes(pd: MlaProblem) -> Verdict:
-    if pd.k % 128 or not 128 <= pd.k <= 512:
-        return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: consumers share out 64-column panels")
-    if pd.p != PANEL:
-        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
-    if pd.n:
-        return Verdict.no(f"flash_mla_v9 reads latent tokens only; the problem has n = {pd.n} decompressed ones")
-    if pd.page_size % TOKENS:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the tile of {TOKENS}")
+    if not (taken := limits.takes_panels(pd, "flash_mla_v9")):
+        return taken
     if pd.rows > ROW_TILES[-1]:
         return Verdict.no(
             f"s·h/h_kv = {pd.rows} query rows share a cache; a block has room for {ROW_TILES[-1]}: use flash_mla_v8"
@@ -270,7 +221,7 @@ class FlashMlaV9Tiling(Tiling):
 
     def resolved(self, pd: MlaProblem) -> FlashMlaV9Tiling:
         """With tile_n and num_pipeline_stages chosen."""
-        tile_n = self.tile_n or next((n for n in ROW_TILES if n >= pd.rows), ROW_TILES[-1])
+        tile_n = self.tile_n or limits.row_tile(pd.rows)
         slots = self.num_pipeline_stages or most_slots(tile_n, ending.CONSUMERS, pd.k + pd.p, pd.element_bytes)
         return replace(self, tile_n=tile_n, num_pipeline_stages=slots)
 
@@ -290,15 +241,8 @@ class FlashMlaV9Tiling(Tiling):
                 f"num_pipeline_stages = {full.num_pipeline_stages} panels must hold the {panels} of a tile for each of "
                 f"{ending.CONSUMERS} consumers"
             )
-        smem = full.num_pipeline_stages * ring.SLOT_BYTES
-        smem += fixed_bytes(full.tile_n, ending.CONSUMERS, pd.k + pd.p, pd.element_bytes)
-        limit = SMEM_BYTES if device is None else device.smem_per_block
-        if smem > limit:
-            return Verdict.no(
-                f"{smem:,} bytes of shared memory for q and {full.num_pipeline_stages} panels are over the {limit:,} "
-                f"that a block may have"
-            )
-        return Verdict.yes()
+        fixed = fixed_bytes(full.tile_n, ending.CONSUMERS, pd.k + pd.p, pd.element_bytes)
+        return limits.fits_block(full.num_pipeline_stages, fixed, device)
 
 
 class FlashMlaV9Plan(FragmentsPlan):

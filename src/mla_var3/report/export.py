@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,8 @@ def render(spec: dict[str, Any], kind: str) -> bytes:
     if kind == "png":
         return bytes(vl_convert.vegalite_to_png(spec, vl_version=version, scale=2))
     svg: str = vl_convert.vegalite_to_svg(spec, vl_version=version)
+    # Coordinates come with up to 14 digits; a hundredth of a pixel is enough. Texts have three at most.
+    svg = re.sub(r"-?\d+\.\d{4,}", lambda found: f"{float(found[0]):.2f}", svg)
     return svg.replace("currentColor", "#1b1f24").encode()
 
 

@@ -63,12 +63,23 @@ def load_shared_panels(
 
 
 @cute.jit
-def guess_page(part: Int32, split: Int32, num_splits: Int32, width: Int32, shape: cutlass.Constexpr) -> Int32:
+def guess_page(
+    part: Int32,
+    split: Int32,
+    num_splits: Int32,
+    width: Int32,
+    shape: cutlass.Constexpr,
+    by_tiles: cutlass.Constexpr = False,
+) -> Int32:
     """Where in its row of the page table, `width` wide, a part begins if the request fills that row."""
     per_page = shape.page // TILE_N
     tiles = width * per_page
     pairs = ((tiles + 1) // 2 + num_splits - 1) // num_splits
-    return cutlass.min(2 * split * pairs + part // 2, tiles - 1) // per_page
+    tile = 2 * split * pairs + part // 2
+    if cutlass.const_expr(by_tiles):
+        if tiles <= num_splits:
+            tile = split
+    return cutlass.min(tile, tiles - 1) // per_page
 
 
 @cute.jit
@@ -89,6 +100,7 @@ def produce(
     shares: cutlass.Constexpr,
     guess: Int32 | None = None,  # an entry of `pages`
     guessed: Int32 | None = None,  # what it holds, asked for earlier
+    alone: cutlass.Boolean | None = None,  # not None and true: first and end are tiles, of the even stage
 ):
     """One warp keeps one part of one stage filled, for its block or, with `shares`, for both of a cluster: `empty` then
     counts both blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
@@ -99,8 +111,14 @@ def produce(
     for all panels of the last one, whichever block asked for them.
     """
     per_page = page_size // TILE_N
+    tiles = Int32(2)  # of a step
+    if cutlass.const_expr(alone is not None):
+        if alone:
+            tiles = Int32(1)
+            if cutlass.const_expr(stage == 1):
+                end = first
     for pair in cutlass.range(first, end, unroll=1):
-        tile = cutlass.min(2 * pair + stage, num_tiles - 1)
+        tile = cutlass.min(tiles * pair + stage, num_tiles - 1)
         if cutlass.const_expr(guess is None):
             page = pages[tile // per_page]
         else:
@@ -131,6 +149,7 @@ def produce_parts(
     shares: cutlass.Constexpr,
     guess: Int32 | None = None,
     guessed: Int32 | None = None,
+    alone: cutlass.Boolean | None = None,
 ):
     """What the producing warpgroup does: one warp for each part of each stage (`produce`)."""
     boxes, panels = partition_boxes(tma, cache, kv_base, shape, STAGES)
@@ -139,5 +158,5 @@ def produce_parts(
             columns = shape.part(part // 2, part % 2)
             produce(
                 tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                row_tile % 2, shape.page, part // 2, columns, shares, guess, guessed,
+                row_tile % 2, shape.page, part // 2, columns, shares, guess, guessed, alone,
             )  # fmt: skip

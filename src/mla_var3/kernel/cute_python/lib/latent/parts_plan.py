@@ -14,7 +14,7 @@ from mla_var3.kernel.cute_python.lib import host
 from mla_var3.kernel.cute_python.lib.latent import ending, fragments
 from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling, takes_latent
-from mla_var3.kernel.cute_python.lib.latent.shape import Shape
+from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.split import combine_fragments, combine_rows
 from mla_var3.kernel.cute_python.lib.split.splits import (
     BLOCK_US,
@@ -22,6 +22,7 @@ from mla_var3.kernel.cute_python.lib.split.splits import (
     COMBINE_US,
     MAX_SPLITS,
     PAIR_US,
+    choose_short_splits,
 )
 from mla_var3.runtime import CuteKernel, Verdict
 
@@ -76,12 +77,18 @@ class PartsPlan(LatentPlan):
     )
 
     def num_splits(self, b: int, max_pages: int) -> int:
-        if self.tiling.num_splits or not self.tiling.longest_first or self.fill >= RAGGED:
-            return super().num_splits(b, max_pages)
+        if self.tiling.num_splits:
+            return self.tiling.num_splits
+        if not self.tiling.longest_first or self.fill >= RAGGED:
+            return self.equal_splits(b, max_pages)
         pd = self.problem
         return choose_ragged_splits(
             self.blocks(b), self._pairs(max_pages), self.fill, b * pd.s * pd.h, pd.k, host.target(self).num_sms
         )  # fmt: skip
+
+    def equal_splits(self, b: int, max_pages: int) -> int:
+        """`num_splits` for requests that are all as long as the page table is wide, or taken to be."""
+        return super().num_splits(b, max_pages)
 
     def partials(self, q: Any, parts: int) -> tuple[Any, ...]:
         import torch
@@ -163,3 +170,12 @@ class FragmentsPlan(OrderedPlan):
 
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
         return combine_fragments.combine_kernel(self, partials, outputs, splits)
+
+
+class ShortPartsPlan(FragmentsPlan):
+    """`FragmentsPlan` of the versions whose shortest part is one tile."""
+
+    def equal_splits(self, b: int, max_pages: int) -> int:
+        pd = self.problem
+        tiles = -(-max_pages * pd.page_size // TILE_N)
+        return choose_short_splits(self.blocks(b), tiles, b * pd.s * pd.h, pd.k, host.target(self).num_sms)

@@ -11,7 +11,7 @@ from mla_var3.kernel.cute_python.lib.barriers import named_sync
 from mla_var3.kernel.cute_python.lib.latent import ending, fragments
 from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, CONSUMERS_JOIN, EVEN, ODD
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M
-from mla_var3.kernel.cute_python.lib.phased import steps
+from mla_var3.kernel.cute_python.lib.phased import short, steps
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 
@@ -38,8 +38,11 @@ def consume(
     frees_first: cutlass.Constexpr = False,
     as_fragments: cutlass.Constexpr = False,  # parts as in `lib.latent.fragments`, and a last pair without keys to
     # mask takes the other pairs' path
+    alone: cutlass.Boolean | None = None,  # `short.consume`, where not None
+    apart: cutlass.Constexpr = False,  # as for `short.consume`
 ):
-    """Pairs first..end-1, and the block's results or its part of them; blocks of the next kernel may start before."""
+    """Pairs first..end-1, or a single tile, and the block's results or its part of them; blocks of the next kernel may
+    start before."""
     dtype = q_tile.element_type
     if first < end:
         one_a_row = cute.make_layout(TILE_M)
@@ -61,10 +64,16 @@ def consume(
         }  # fmt: skip
         if warp < WARPGROUP // 32:
             w = steps.PhasedConsumer(EVEN, shape, dtype, thread, *common, **shared)
-            steps.consume(w, steps.even_step, first, end, least, as_fragments)
+            if cutlass.const_expr(alone is None):
+                steps.consume(w, steps.even_step, first, end, least, as_fragments)
+            else:
+                short.consume(w, first, end, least, alone, apart)
         else:
             w = steps.PhasedConsumer(ODD, shape, dtype, thread - WARPGROUP, *common, **shared)
-            steps.consume(w, steps.odd_step, first, end, least, as_fragments)
+            if cutlass.const_expr(alone is None):
+                steps.consume(w, steps.odd_step, first, end, least, as_fragments)
+            else:
+                short.consume(w, first, end, least, alone, apart)
         cute.arch.griddepcontrol_launch_dependents()  # the combine may start
         sums = cute.make_tensor(storage.sums0.data_ptr(), cute.make_layout((TILE_M, 2)))  # and sums1 behind it
         if cutlass.const_expr(not as_fragments):

@@ -25,6 +25,7 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
 )
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, work_range
 from mla_var3.kernel.cute_python.lib.phased import block as consumers
+from mla_var3.kernel.cute_python.lib.phased import short
 
 BARRIERS_MADE = 8  # named barrier of a block without a cluster, behind `lib.latent.consumer`'s
 
@@ -45,6 +46,8 @@ def run(
     longest_first: cutlass.Constexpr,
     frees_first: cutlass.Constexpr,  # as for `steps.PhasedConsumer`
     as_fragments: cutlass.Constexpr = False,  # as for `block.consume`
+    by_tiles: cutlass.Constexpr = False,  # where there are as many parts as tiles, each is one
+    apart: cutlass.Constexpr = False,  # as for `short.consume`, with by_tiles
 ):
     """The block of a row tile and kv head (x), split (y) and request (z) of the grid; P is 0 in rows of padding."""
     dtype = q.element_type
@@ -58,7 +61,7 @@ def run(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     guess, guessed = Int32(-1), Int32(0)
     if warp >= CONSUMERS // 32:
-        guess = loads.guess_page(warp - CONSUMERS // 32, split, num_splits, page_table.shape[1], shape)
+        guess = loads.guess_page(warp - CONSUMERS // 32, split, num_splits, page_table.shape[1], shape, by_tiles)
         guessed = page_table[rank, guess]
     q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
     storage = SmemAllocator().allocate(shared_storage(shape, dtype, ("row_max",)))
@@ -93,11 +96,18 @@ def run(
     index, whole = split * seq_lens.shape[0] + batch, num_splits == 1
     if batch != rank:
         seq_len = seq_lens[batch]
-    first, end, num_tiles, least = work_range(seq_len, row_tile, split, num_splits, shape)
+    alone = None
+    if cutlass.const_expr(by_tiles):
+        first, end, num_tiles, least, alone = short.part_range(seq_len, row_tile, split, num_splits, shape)
+    else:
+        first, end, num_tiles, least = work_range(seq_len, row_tile, split, num_splits, shape)
     if cutlass.const_expr(shares):
         if cutlass.const_expr(shape.causal):
             # Both blocks of a cluster take the tiles of the one that sees more keys.
-            first, end, num_tiles, _ = work_range(seq_len, row_tile | 1, split, num_splits, shape)
+            if cutlass.const_expr(by_tiles):
+                first, end, num_tiles, _, alone = short.part_range(seq_len, row_tile | 1, split, num_splits, shape)
+            else:
+                first, end, num_tiles, _ = work_range(seq_len, row_tile | 1, split, num_splits, shape)
         cute.arch.cluster_wait()
 
     if warp >= CONSUMERS // 32:
@@ -108,11 +118,12 @@ def run(
             guess = Int32(-1)
         loads.produce_parts(
             tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
-            num_tiles, warp, row_tile, shape, shares, guess, guessed,
+            num_tiles, warp, row_tile, shape, shares, guess, guessed, alone,
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consumers.consume(
             storage, q_tile, target, marks, scale_log2, seq_len, first, end, least, index, kv_head, first_row, whole,
             warp, thread, shape, shares, zero_padding=True, frees_first=frees_first, as_fragments=as_fragments,
+            alone=alone, apart=apart,
         )  # fmt: skip

@@ -283,6 +283,19 @@ def odd_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.C
 
 
 @cute.jit
+def reset(w: cutlass.Constexpr):
+    """What a consumer begins with: no keys, and its resident slices of the query."""
+    w.acc_o.fill(0.0)
+    # Filled for all first: chosen in one loop, the machine code of both consumers comes out otherwise than measured.
+    w.m.fill(softmax.NO_KEY)
+    if cutlass.const_expr(w.zero_padding):
+        for r in cutlass.range_constexpr(2):
+            w.m[r] = first_maximum(w.first_row + wgmma.acc_row(w.thread, r), w.shape.rows)
+    w.total.fill(0.0)
+    load_resident(w)
+
+
+@cute.jit
 def consume(
     w: cutlass.Constexpr,
     step: cutlass.Constexpr,
@@ -292,14 +305,7 @@ def consume(
     asks: cutlass.Constexpr = False,
 ):
     """All pairs of a block."""
-    w.acc_o.fill(0.0)
-    # Filled for all first: chosen in one loop, the machine code of both consumers comes out otherwise than measured.
-    w.m.fill(softmax.NO_KEY)
-    if cutlass.const_expr(w.zero_padding):
-        for r in cutlass.range_constexpr(2):
-            w.m[r] = first_maximum(w.first_row + wgmma.acc_row(w.thread, r), w.shape.rows)
-    w.total.fill(0.0)
-    load_resident(w)
+    reset(w)
     if cutlass.const_expr(w.me == EVEN):
         even_scores(w, Int32(0), drain=False)
     run_pairs(w, step, first, end, least, asks)

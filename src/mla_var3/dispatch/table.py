@@ -7,6 +7,7 @@ names versions because records do; nothing in the code does.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ from mla_var3.problem import MlaProblem
 if TYPE_CHECKING:
     from mla_var3.bench.records import Record
 
-SCHEMA = 1
+SCHEMA = 2
 PATH = Path(__file__).with_name("table.json")
 
 #: Never picked: torch is the oracle and reads lengths on the host, peers are other people's libraries.
@@ -33,22 +34,24 @@ NOT_SERVED = ("torch", "peer")
 NOT_COMPARED = ("mla_var6_plus", "tuning", *ASIDE)
 
 #: A newer version of a design supersedes one where it was measured at this share of its problems, is the faster on
-#: average, and nowhere slower by more than what chips and runs differ by.
-_SHARED, _SLACK = 0.9, 1.06
+#: average, and nowhere slower by more than what chips and runs differ by, or, in one run, than what turns do.
+_SHARED, _SLACK, _TURNS = 0.9, 1.06, 1.01
 
 _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any recorded call took above its limit
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. us: geometric mean of the burst and the sustained median, for the limits of devices.json."""
+    """One measurement. us: geometric mean of the burst and the sustained median, for the limits of devices.json. run:
+    what it shares with the measurements that it took turns with; empty where it is not known."""
 
     record: str
     problem: MlaProblem
     us: float
+    run: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {"record": self.record, "us": self.us, "problem": self.problem.to_record()}
+        return {"record": self.record, "us": self.us, "run": self.run, "problem": self.problem.to_record()}
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ def _same_design(new: KernelId, old: KernelId) -> bool:
 
 def _leaves_nothing(new: Recipe, old: Recipe) -> bool:
     """Whether `new` is as fast as `old`, by what was measured of both."""
-    times = {point.problem: point.us for point in new.points}
-    ratios = [times[point.problem] / point.us for point in old.points if point.problem in times]
-    if len(ratios) < max(3, _SHARED * len(old.points)):
+    other = {point.problem: point for point in new.points}
+    pairs = [(other[point.problem], point) for point in old.points if point.problem in other]
+    if len(pairs) < max(3, _SHARED * len(old.points)):
         return False
-    return max(ratios) <= _SLACK and sum(map(math.log, ratios)) <= 0.0
+    if any(a.us > (_TURNS if a.run and a.run == b.run else _SLACK) * b.us for a, b in pairs):
+        return False
+    return sum(math.log(a.us / b.us) for a, b in pairs) <= 0.0
 
 
 def _close(a: MlaProblem, b: MlaProblem) -> bool:
@@ -200,7 +205,8 @@ class Table:
 
 def _recipe(item: Mapping[str, Any]) -> Recipe:
     points = [
-        Point(point["record"], MlaProblem.from_record(point["problem"]), float(point["us"])) for point in item["points"]
+        Point(point["record"], MlaProblem.from_record(point["problem"]), float(point["us"]), point["run"])
+        for point in item["points"]
     ]
     return Recipe(KernelId(**item["kernel"]), tuple(item["tiling"].items()), tuple(points))
 
@@ -239,7 +245,9 @@ def build(records: Iterable[Record]) -> Table:
     for (device, kernel, asked, problem), record in newest.items():
         us = _time_us(record, problem)
         limit = model.limit_us(problem, Device.get(device))
-        grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(Point(record.id, problem, round(us, 3)))
+        grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(
+            Point(record.id, problem, round(us, 3), _run(record))
+        )
         excess.setdefault(device, []).append(us - limit)
     tables = {}
     for device, groups in grouped.items():
@@ -275,6 +283,13 @@ def _asked(record: Record) -> tuple[tuple[str, Any], ...]:
 
 def _problem(record: Record) -> MlaProblem:
     return MlaProblem.from_record(record.problem)
+
+
+def _run(record: Record) -> str:
+    """Limits are measured beside the contenders, and no two measurements of them agree to the last digit."""
+    if record.limits is None:
+        return ""
+    return hashlib.sha256(record.limits.model_dump_json(exclude={"age_s"}).encode()).hexdigest()[:8]
 
 
 def _time_us(record: Record, problem: MlaProblem) -> float:

@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.lib import softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync
-from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, EVEN, hide_past_end, run_pairs
+from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, EVEN, EVEN_JOIN, hide_past_end, run_pairs
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N, work_range
 from mla_var3.kernel.cute_python.lib.phased.steps import (
     P0_READY,
@@ -41,6 +41,7 @@ from mla_var3.kernel.cute_python.lib.phased.steps import (
     reset,
     send_p,
 )
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 
 @cute.jit
@@ -155,6 +156,11 @@ def consume(
             only_tile(w, first * TILE_N, masked=False)
         else:
             only_tile(w, first * TILE_N, masked=True)
+        if cutlass.const_expr(w.me == EVEN):
+            # The odd one waits for P0 and, in front of it, for S0. The same number of waits, behind all that counts,
+            # keeps racecheck's count of both consumers' barriers together (docs/debugging.md).
+            for _ in cutlass.range_constexpr(1 if apart else 2):
+                named_sync(EVEN_JOIN + w.me, WARPGROUP)
     elif cutlass.const_expr(apart):
         run_pairs(w, even_step_apart if w.me == EVEN else odd_step_apart, first, end, least, True)
     else:

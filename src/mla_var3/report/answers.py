@@ -90,9 +90,16 @@ def panel(problem: MlaProblem) -> str:
 
 
 def overlap(a: Point, b: Point, state: str) -> bool:
-    """Whether the p10..p90 ranges of two points of one run touch."""
+    """Whether the p10..p90 ranges of two points of one run touch, to the digits that the page has of them."""
     one, two = a.stats(state), b.stats(state)
-    return one is not None and two is not None and one.p10 <= two.p90 and two.p10 <= one.p90
+    if one is None or two is None:
+        return False
+    return rounded(one.p10) <= rounded(two.p90) and rounded(two.p10) <= rounded(one.p90)
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: more than any measurement carries, in half the bytes."""
+    return float(f"{value:.6g}")
 
 
 # ---------------------------------------------------------------- roofline

@@ -240,8 +240,7 @@ def _point(p: Point) -> dict[str, Any]:
 
 
 def _round(value: float | None) -> float | None:
-    """Six significant digits: more than any of them carries, in half the bytes."""
-    return None if value is None else _finite(float(f"{value:.6g}"))
+    return None if value is None else _finite(answers.rounded(value))
 
 
 def _finite(value: float) -> float | None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.lib import softmax, wgmma
+from mla_var3.kernel.cute_python.lib import wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync
 from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, EVEN, EVEN_JOIN, hide_past_end, run_pairs
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N, work_range
@@ -31,15 +31,12 @@ from mla_var3.kernel.cute_python.lib.phased.steps import (
     S0_ISSUED,
     even_scores,
     even_step,
-    exponentials,
     follow,
     free,
-    grow,
-    grows,
     issue_panel,
+    make_p,
     odd_step,
     reset,
-    send_p,
 )
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
@@ -69,17 +66,7 @@ def issue_scores(w: cutlass.Constexpr, parity: Int32):
 def own_tile(w: cutlass.Constexpr, first_token: Int32, masked: cutlass.Constexpr, more: cutlass.Constexpr):
     """Softmax of the scores in acc_s, P to the other consumer, and this one's product with V. `more`: the stage is
     loaded again."""
-    if cutlass.const_expr(masked):
-        softmax.mask_columns(w.acc_s, w.thread, first_token, w.limits)
-    if grows(w):
-        factor = cute.make_rmem_tensor(2, Float32)
-        grow(w, factor)
-        wgmma.scale_rows(w.acc_o, factor)
-    exponentials(w)
-    p = wgmma.to_dtype(w.acc_s, w.dtype)
-    send_p(w, p)
-    if cutlass.const_expr(masked):
-        hide_past_end(w, w.me, first_token)
+    p = make_p(w, first_token, masked)
     wgmma.gemm_issue(w.mma_rs, w.acc_o, wgmma.as_a_operand(p), w.frag_v[w.me], range(4))
     warpgroup.wait_group(0)
     if cutlass.const_expr(more):

@@ -201,10 +201,11 @@ def send_p(w: cutlass.Constexpr, p_frag: cute.Tensor):
 
 
 @cute.jit
-def even_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.Constexpr, more: cutlass.Constexpr):
-    """The even consumer's part of a pair of tiles; S of the even tile is in acc_s. `more`: makes the next pair's S."""
+def make_p(w: cutlass.Constexpr, first_token: Int32, masked: cutlass.Constexpr):
+    """Softmax of the scores in acc_s, of this consumer's own tile, and P to the other one; nothing is in flight. Gives
+    P, and leaves V of the tile without rows past the end."""
     if cutlass.const_expr(masked):
-        softmax.mask_columns(w.acc_s, w.thread, pair * (2 * TILE_N), w.limits)
+        softmax.mask_columns(w.acc_s, w.thread, first_token, w.limits)
     if grows(w):
         factor = cute.make_rmem_tensor(2, Float32)
         grow(w, factor)
@@ -213,7 +214,14 @@ def even_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.
     p = wgmma.to_dtype(w.acc_s, w.dtype)
     send_p(w, p)
     if cutlass.const_expr(masked):
-        hide_past_end(w, EVEN, pair * (2 * TILE_N))
+        hide_past_end(w, w.me, first_token)
+    return p
+
+
+@cute.jit
+def even_step(w: cutlass.Constexpr, pair: Int32, parity: Int32, masked: cutlass.Constexpr, more: cutlass.Constexpr):
+    """The even consumer's part of a pair of tiles; S of the even tile is in acc_s. `more`: makes the next pair's S."""
+    p = make_p(w, pair * (2 * TILE_N), masked)
     named_sync(S1_ISSUED, CONSUMERS)
     wgmma.gemm_issue(w.mma_rs, w.acc_o, wgmma.as_a_operand(p), w.frag_v[EVEN], range(4))
     warpgroup.wait_group(0)

@@ -178,13 +178,13 @@ def test_the_shipped_table_is_that_of_the_shipped_records() -> None:
 
 def test_the_table_lands_near_the_best_where_it_was_not_told() -> None:
     """Leave one cell out, pick from the others: within 3 % of the best version there on average, and over 25 % behind
-    it in one at most: b16 h128 t512, where version 8 cuts as badly as no neighbour tells."""
+    it in one cell, b16 h128 t512, where version 8 cuts as badly as no neighbour tells."""
     for device in tables.load().devices.values():
         held = selection.hold_out(device)
         found = selection.summary(held)
         assert found["cells"] >= 15
         assert found["mean_ratio"] < 1.03, found
-        assert sum(cell.ratio > 1.25 for cell in held) <= 1, found
+        assert {cell.problem.label for cell in held if cell.ratio >= 1.25} <= {"b16_s1_h128_t512"}, found
         assert found["worst"]["ratio"] < 1.4, found
 
 

@@ -48,7 +48,7 @@ class Point:
     record: str
     problem: MlaProblem
     us: float
-    run: str = ""
+    run: str
 
     def to_json(self) -> dict[str, Any]:
         return {"record": self.record, "us": self.us, "run": self.run, "problem": self.problem.to_record()}

@@ -73,10 +73,14 @@ def test_the_source_page_gives_the_hottest_instructions() -> None:
 
 def test_the_source_page_gives_the_hottest_lines_where_the_code_has_lines() -> None:
     """Compiled elsewhere: the texts are those of this package, and a wait's instructions come back to the wait."""
-    wait, other, unknown = ncu.parse_source(fakes.LINES_CSV)
-    assert (wait.where, wait.samples, wait.stall) == ("swapped/ring.py:87", 50, "long_scoreboard")
+    ring = sources.lines("/elsewhere/src/mla_var3/kernel/cute_python/lib/swapped/ring.py")
+    waits = 1 + ring.index("    cute.arch.mbarrier_wait(full, parity)")
+    code = 1 + ring.index("    return moved - wrapped * slots, phase ^ wrapped")
+    below = 1 + ring.index("def zero_slot_rows(slot: cute.Pointer, first_row: Int32, thread: Int32):")
+    wait, other, unknown = ncu.parse_source(fakes.lines_csv(code, below))
+    assert (wait.where, wait.samples, wait.stall) == (f"swapped/ring.py:{waits}", 50, "long_scoreboard")
     assert wait.text == "cute.arch.mbarrier_wait(full, parity)"
-    assert (other.where, other.text) == ("swapped/ring.py:26", "return moved - wrapped * slots, phase ^ wrapped")
+    assert (other.where, other.text) == (f"swapped/ring.py:{code}", "return moved - wrapped * slots, phase ^ wrapped")
     assert (unknown.where, unknown.text, unknown.samples) == ("here.py:5", "", 3)
     assert wait.share == pytest.approx(100 * 50 / 60)
 

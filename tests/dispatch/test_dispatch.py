@@ -125,6 +125,27 @@ def test_the_newest_passed_record_of_a_point_counts() -> None:
     assert [point.us for point in recipe.points] == [50.0]
 
 
+def test_a_time_beside_others_counts_before_a_newer_one_alone() -> None:
+    def limits(tflops: float) -> dict[str, Any]:
+        return {s: {"matmul_tflops": tflops, "read_gbps": 4600.0, "limit_us": 20.0} for s in cost.STATES}
+
+    cell = {"b": 2, "t": 4096, "h": 16}
+    old = {"at": "2026-01-01T00:00:00Z", "limits": limits(800.0), **cell}
+    beside = [record(MANY, 40.0, **old), record(FEW, 45.0, **old)]
+    alone = record(MANY, 50.0, at="2026-01-02T00:00:00Z", limits=limits(801.0), **cell)
+    unknown = record(MANY, 55.0, at="2026-01-03T00:00:00Z", limits=None, **cell)
+
+    def kept(*records: Record) -> str:
+        recipes = tables.build(records).devices["h200"].recipes
+        return next(recipe.points[0].record for recipe in recipes if recipe.kernel == MANY)
+
+    assert kept(*beside, alone) == beside[0].id
+    assert kept(beside[0], alone) == alone.id  # neither had company
+    assert kept(*beside, alone, unknown) == beside[0].id  # without limits nobody knows of a run
+    newer = record(MANY, 60.0, at="2026-01-04T00:00:00Z", limits=old["limits"], **cell)
+    assert kept(*beside, alone, newer) == newer.id
+
+
 def test_a_pick_counts_where_it_ran_with_the_versions_own_knobs() -> None:
     cell, own, other = {"b": 2, "t": 4096, "h": 16}, {"tile": 1}, {"tile": 2}
     named = record(MANY, 50.0, at="2026-01-02T00:00:00Z", tiling=own, **cell)

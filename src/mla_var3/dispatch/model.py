@@ -10,6 +10,7 @@ is slow to start, carries that with it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class Place:
         return math.sqrt(shape + 0.25 * work) + 0.5 * kinds
 
 
+# A hold-out asks for this and `place_of` of every point once for each problem that it leaves out.
+@functools.lru_cache(maxsize=8192)
 def limit_us(problem: MlaProblem, device: Device, states: Sequence[str] = STATES) -> float:
     """Least time of a problem in microseconds, the geometric mean over the states: by measured ceilings of the device
     where there are any, else by its data sheet. Raises `UserError` for a device that has neither."""
@@ -73,6 +76,7 @@ def has_peaks(device: Device) -> bool:
     return bool(tflops and (device.ceiling("read_gbps", STATES[0]) or device.hbm_gbps))
 
 
+@functools.lru_cache(maxsize=8192)
 def place_of(problem: MlaProblem, device: Device) -> Place:
     """Where a problem lies on a device."""
     masked = problem.causal and problem.s > 1

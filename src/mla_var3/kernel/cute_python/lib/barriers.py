@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 def named_sync(barrier: int, threads: int) -> None:
@@ -20,3 +23,22 @@ def release(empty: cute.Pointer):
     """One arrival by this warp at an `empty` mbarrier that counts warps."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(empty)
+
+
+@dsl_user_op
+def named_any(barrier: int, threads: int, holds: Boolean, *, loc=None, ip=None) -> Boolean:
+    """`named_sync` that tells each of the threads whether `holds` for any of them (PTX `barrier.red.or`)."""
+    # The NVVM operation reduces at barrier 0 only.
+    result = llvm.inline_asm(
+        T.i32(),
+        [Int32(holds).ir_value(loc=loc, ip=ip)],
+        "{.reg .pred in, any; setp.ne.b32 in, $1, 0; "
+        f"barrier.cta.red.or.pred.aligned any, {int(barrier)}, {threads}, in; selp.b32 $0, 1, 0, any;}}",
+        "=r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(result) != 0

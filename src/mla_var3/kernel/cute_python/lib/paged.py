@@ -16,22 +16,22 @@ BOX = TILE_N  # tokens and columns of one TMA box: a tile of tokens, one panel o
 EVICT_FIRST = 0x12F0000000000000
 
 
-def make_page_tma(kv_cache: cute.Tensor, shared: bool = False) -> tuple[cute.CopyAtom, cute.Tensor]:
+def make_page_tma(kv_cache: cute.Tensor, shared: bool = False, tokens: int = BOX) -> tuple[cute.CopyAtom, cute.Tensor]:
     """TMA atom and tensor for boxes of the cache.
 
     kv_cache: (num_pages, page, h_kv, width), global memory, contiguous. The TMA tensor has modes
     (page, width, h_kv, num_pages), so a box is named by (token box, column box, head, page). A coordinate past the
-    end of a mode reads zeros. shared: boxes may go to several blocks of a cluster.
+    end of a mode reads zeros. shared: boxes may go to several blocks of a cluster. tokens: of a box.
     """
     num_pages, page, h_kv, width = kv_cache.shape
     view = cute.make_tensor(
         kv_cache.iterator,
         cute.make_layout((page, width, h_kv, num_pages), stride=(h_kv * width, 1, width, page * h_kv * width)),
     )
-    layout = k_major_layout(kv_cache.element_type, (BOX, BOX))
+    layout = k_major_layout(kv_cache.element_type, (tokens, BOX))
     copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
     # One multicast part: a box goes whole to each block.
-    atom, tensor = cpasync.make_tiled_tma_atom(copy, view, layout, (BOX, BOX), 1)
+    atom, tensor = cpasync.make_tiled_tma_atom(copy, view, layout, (tokens, BOX), 1)
     return atom, tensor
 
 

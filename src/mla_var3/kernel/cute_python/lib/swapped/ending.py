@@ -12,8 +12,6 @@ largest, times its weight. One barrier serves these, too. As marks, consumer 0 h
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
@@ -25,10 +23,10 @@ from mla_var3.kernel.cute_python.lib.latent import fragments
 from mla_var3.kernel.cute_python.lib.rows import CHUNK
 from mla_var3.kernel.cute_python.lib.swapped import ring, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import JOIN_ALL
+from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS
 from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, VECTOR, WARPS
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
-CONSUMERS = 2
 MAGNITUDES = "magnitudes"  # board of `consumer.shared_storage`
 
 
@@ -172,6 +170,27 @@ def stage(e: cutlass.Constexpr, dtype: cutlass.Constexpr):
 
 
 @cute.jit
+def store_whole(
+    e: cutlass.Constexpr,  # an ending whose results are staged, whose maxima and sums are of both consumers
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory
+    batch: Int32,
+    kv_head: Int32,
+):
+    """Writes the results of a block with all rows of a kv head."""
+    shape = e.shape
+    swapped.store_outputs(
+        e.query, out, e.me * e.half, e.half, shape.tile_n, batch, kv_head, Int32(0), shape.rows, shape.group, e.thread
+    )
+    if e.me == 0 and e.thread < 4:
+        for c in cutlass.range_constexpr(shape.tile_n // 4):
+            row = swapped.acc_column(e.thread, c)
+            if row < shape.rows:
+                value = softmax.natural_lse(e.total[c], e.m[c])
+                lse[batch, kv_head * shape.group + row % shape.group, row // shape.group] = value
+
+
+@cute.jit
 def finish_whole(
     e: cutlass.Constexpr,
     out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory
@@ -180,19 +199,9 @@ def finish_whole(
     kv_head: Int32,
 ):
     """The results of a block with all rows of a kv head."""
-    shape = e.shape
     join(e, bounded=False)
     stage(e, e.dtype)
-    swapped.store_outputs(
-        e.query, out, e.me * e.half, e.half, shape.tile_n, batch, kv_head, Int32(0), shape.rows, shape.group, e.thread
-    )
-    if e.me == 0 and e.thread < 4:
-        for c in cutlass.range_constexpr(shape.tile_n // 4):
-            row = swapped.acc_column(e.thread, c)
-            if row < shape.rows:
-                value = (e.m[c] + cute.math.log2(e.total[c], fastmath=True)) * math.log(2.0)
-                value = value if e.total[c] > 0.0 else Float32.inf
-                lse[batch, kv_head * shape.group + row % shape.group, row // shape.group] = value
+    store_whole(e, out, lse, batch, kv_head)
 
 
 @cute.jit

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mla_var3.problem import MlaProblem
 
 ROW_TILES = (8, 16, 32)
+CONSUMERS = 2  # of versions 9 and later; version 2's tiling has them as a knob
 SMEM_BYTES = 232_448  # of a Hopper block
 
 

@@ -32,10 +32,12 @@ def partition(
     cache: cute.Tensor,  # TMA, (page, width, h_kv, num_pages)
     base: cute.Pointer,  # shared memory: the ring
     slots: cutlass.Constexpr,
+    tokens: cutlass.Constexpr = BOX,  # of a box
 ):
-    """(TMA boxes (box, token box, column box, kv head, page), slots (box, slot)) of `cute.copy`."""
+    """(TMA boxes (box, token box, column box, kv head, page), slots (box, box of the slot, slot)) of `cute.copy`."""
     ring = smem_view(base, 0, k_major_layout(base.dtype, (BOX, BOX, slots)))
-    boxes = cute.flat_divide(cache, (BOX, BOX))
+    ring = cute.flat_divide(ring, (tokens, BOX))[None, None, None, 0, None]
+    boxes = cute.flat_divide(cache, (tokens, BOX))
     ring, boxes = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(ring, 0, 2), cute.group_modes(boxes, 0, 2)
     )
@@ -46,7 +48,7 @@ def partition(
 def fill_tile(
     tma: cute.CopyAtom,
     boxes: cute.Tensor,
-    ring: cute.Tensor,
+    ring: cute.Tensor,  # of `partition`, with whole panels for boxes
     full: cute.Pointer,  # mbarriers, one a slot
     empty: cute.Pointer,  # mbarriers, one a slot
     token_box: Int32,
@@ -68,9 +70,9 @@ def fill_tile(
             cute.arch.mbarrier_arrive_and_expect_tx(full + place, SLOT_BYTES)
         source = boxes[None, token_box, order[i], kv_head, page]
         if cutlass.const_expr(policy is None):
-            cute.copy(tma, source, ring[None, place], tma_bar_ptr=full + place)
+            cute.copy(tma, source, ring[None, 0, place], tma_bar_ptr=full + place)
         else:
-            cute.copy(tma, source, ring[None, place], tma_bar_ptr=full + place, cache_policy=Int64(policy))
+            cute.copy(tma, source, ring[None, 0, place], tma_bar_ptr=full + place, cache_policy=Int64(policy))
 
 
 @cute.jit

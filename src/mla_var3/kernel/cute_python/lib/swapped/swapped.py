@@ -99,6 +99,18 @@ def work_range(seq_len: Int32, row_tile: Int32, split: Int32, num_splits: Int32,
     return split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits, least
 
 
+@cute.jit
+def part_range(seq_len: Int32, split: Int32, num_splits: Int32, shape: cutlass.Constexpr):
+    """(first tile, end tile, keys that every query may see); parts of one size, the last one shorter."""
+    _, end, least = work_range(seq_len, Int32(0), Int32(0), Int32(1), shape)
+    first = Int32(0)
+    if num_splits > 1:  # a division takes a tenth of a microsecond, and the first load waits for it
+        each = (end + num_splits - 1) // num_splits
+        first = cutlass.min(split * each, end)
+        end = cutlass.min(first + each, end)
+    return first, end, least
+
+
 # ------------------------------------------------------------------------------------------------ MMAs
 def make_mma(dtype: type, n: int, a_major: OperandMajorMode) -> cute.TiledMma:
     """A 64 x n x 16 tiled MMA of one warpgroup, both operands in shared memory, B K-major, fp32 accumulators."""

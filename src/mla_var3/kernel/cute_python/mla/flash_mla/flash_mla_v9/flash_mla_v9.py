@@ -16,8 +16,7 @@ All addresses and counts come from `seq_lens` on the device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -25,14 +24,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float16, Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
 from mla_var3.kernel.cute_python.lib.latent import order
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import FragmentsPlan
-from mla_var3.kernel.cute_python.lib.latent.shape import Shape
-from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
-from mla_var3.kernel.cute_python.lib.swapped import ending, limits, produce, ring, swapped
+from mla_var3.kernel.cute_python.lib.swapped import ending, produce, ring, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import (
     CONSUMER_REGISTERS,
     JOIN,
@@ -42,36 +37,17 @@ from mla_var3.kernel.cute_python.lib.swapped.consumer import (
     Consumer,
     Results,
     block_threads,
-    fixed_bytes,
-    most_slots,
     redistributes,
     reset,
     shared_storage,
     step,
 )
-from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES
-from mla_var3.kernel.cute_python.lib.swapped.swapped import PANEL, TOKENS, WARPS, SwappedShape
+from mla_var3.kernel.cute_python.lib.swapped.plan import PanelPlan, PanelTiling
+from mla_var3.kernel.cute_python.lib.swapped.swapped import TOKENS, WARPS
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-from mla_var3.runtime import Tiling, Verdict
-
-if TYPE_CHECKING:
-    from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
 
 
 # ------------------------------------------------------------------------------------------------ device
-@cute.jit
-def tiles_of(seq_len: Int32, split: Int32, num_splits: Int32, shape: cutlass.Constexpr):
-    """(first tile, end tile, keys that every query may see); parts of one size, the last one shorter."""
-    _, end, least = swapped.work_range(seq_len, Int32(0), Int32(0), Int32(1), shape)
-    first = Int32(0)
-    if num_splits > 1:  # a division takes a tenth of a microsecond, and the first load waits for it
-        each = (end + num_splits - 1) // num_splits
-        first = cutlass.min(split * each, end)
-        end = cutlass.min(first + each, end)
-    return first, end, least
-
-
 @cute.kernel
 def flash_mla_v9(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
@@ -98,7 +74,7 @@ def flash_mla_v9(
     if warp >= shape.consumers * WARPS:
         # Where the part begins if the request fills its row of the page table: read beside the length, not after it.
         tokens = page_table.shape[1] * shape.page
-        guessed, _, _ = tiles_of(Int32(tokens), split, num_splits, shape)
+        guessed, _, _ = swapped.part_range(Int32(tokens), split, num_splits, shape)
         guess = cutlass.min(guessed * TOKENS // shape.page, page_table.shape[1] - 1)
         page = page_table[rank, guess]
     storage = SmemAllocator().allocate(shared_storage(shape, dtype, (ending.MAGNITUDES,)))
@@ -113,7 +89,7 @@ def flash_mla_v9(
         if ordered != 0:
             batch = order.request_at(rank, seq_lens, thread % 32)
             seq_len = seq_lens[batch]
-    first, end, least = tiles_of(seq_len, split, num_splits, shape)
+    first, end, least = swapped.part_range(seq_len, split, num_splits, shape)
 
     if warp >= shape.consumers * WARPS:
         if cutlass.const_expr(redistributes(shape)):
@@ -194,72 +170,14 @@ def launch_flash_mla_v9(
 
 
 # ------------------------------------------------------------------------------------------------ plan
-def _takes(pd: MlaProblem) -> Verdict:
-    if not (taken := limits.takes_panels(pd, "flash_mla_v9")):
-        return taken
-    if pd.rows > ROW_TILES[-1]:
-        return Verdict.no(
-            f"s·h/h_kv = {pd.rows} query rows share a cache; a block has room for {ROW_TILES[-1]}: use flash_mla_v8"
-        )
-    return Verdict.yes()
-
-
 @dataclass(frozen=True)
-class FlashMlaV9Tiling(Tiling):
-    """0 means: chosen for the problem.
-
-    tile_n: query rows of a block (8, 16 or 32). num_pipeline_stages: 64 x 64 panels in the ring. num_splits: parts of
-    each request's keys. longest_first: where more blocks than run at once, they take the longest requests first.
-    """
-
-    launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
-
-    tile_n: int = 0
-    num_pipeline_stages: int = 0
-    num_splits: int = 0
-    longest_first: bool = True
-
-    def resolved(self, pd: MlaProblem) -> FlashMlaV9Tiling:
-        """With tile_n and num_pipeline_stages chosen."""
-        tile_n = self.tile_n or limits.row_tile(pd.rows)
-        slots = self.num_pipeline_stages or most_slots(tile_n, ending.CONSUMERS, pd.k + pd.p, pd.element_bytes)
-        return replace(self, tile_n=tile_n, num_pipeline_stages=slots)
-
-    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
-        if self.tile_n not in (0, *ROW_TILES):
-            return Verdict.no(f"tile_n = {self.tile_n}, and this version is written for 8, 16 and 32")
-        if not 0 <= self.num_splits <= MAX_SPLITS:
-            return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
-        if not (taken := _takes(pd)):
-            return taken
-        full = self.resolved(pd)
-        if full.tile_n < pd.rows:
-            return Verdict.no(f"tile_n = {full.tile_n} must hold the {pd.rows} query rows that share a cache")
-        panels = (pd.k + pd.p) // PANEL
-        if full.num_pipeline_stages < panels * ending.CONSUMERS:
-            return Verdict.no(
-                f"num_pipeline_stages = {full.num_pipeline_stages} panels must hold the {panels} of a tile for each of "
-                f"{ending.CONSUMERS} consumers"
-            )
-        fixed = fixed_bytes(full.tile_n, ending.CONSUMERS, pd.k + pd.p, pd.element_bytes)
-        return limits.fits_block(full.num_pipeline_stages, fixed, device)
+class FlashMlaV9Tiling(PanelTiling):
+    """The tiling of `PanelPlan`."""
 
 
-class FlashMlaV9Plan(FragmentsPlan):
-    """One compiled kernel a problem class, tile_n and slots; b, lengths, page table width and splits are arguments."""
+class FlashMlaV9Plan(PanelPlan):
+    """Plan of flash_mla_v9."""
 
     tiling_type = FlashMlaV9Tiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=_takes)
     kernel_fn = staticmethod(flash_mla_v9)
     host_fn = staticmethod(launch_flash_mla_v9)
-
-    @property
-    def shape(self) -> SwappedShape:
-        tiling = self.tiling.resolved(self.problem)
-        return SwappedShape.of(self.problem, tiling.tile_n, ending.CONSUMERS, tiling.num_pipeline_stages)
-
-    def blocks(self, b: int) -> int:
-        return b * self.shape.h_kv
-
-    def constants(self) -> tuple[Any, ...]:
-        return (self.shape, Shape.of(self.problem), self.tiling.longest_first)

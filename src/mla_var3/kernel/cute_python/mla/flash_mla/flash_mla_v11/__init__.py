@@ -1,1 +1,1 @@
-"""Version 9: swapped operands with an early start and an ending in which the consumers meet once."""
+"""Version 11: flash_mla_v9 with consumers that share P, and first loads that leave sooner."""

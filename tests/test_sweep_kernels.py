@@ -1,9 +1,23 @@
-"""Which versions a sweep's patterns name."""
+"""Which versions a sweep's patterns name, and in which tilings they run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.bench import cell
+from mla_var3.bench.records import Record
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
 from mla_var3.sweep import config as sweep_config
-from mla_var3.sweep.plan import chosen_kernels
+from mla_var3.sweep import run as sweep
+from mla_var3.sweep.plan import chosen_kernels, expand, find_target
+
+H200 = Device.get("h200")
 
 
 def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
@@ -15,3 +29,61 @@ def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
     assert not any("flash_attention" in label or "mla_var6_plus" in label for label in decode)
     assert labels("experiment=prefill") >= {"peer/fa4", "peer/cudnn_sdpa"}
     assert "peer/fa4" in labels("experiment=decode", "kernels=peer/fa4,torch/flash_mla")
+
+
+def asked(*words: str) -> list[tuple[str, dict[str, Any]]]:
+    config = sweep_config.compose(["experiment=ladder", "problem.b=1", *words])
+    return [(point.kernel.label, point.asked) for point in expand(config, find_target(config, None))]
+
+
+def test_every_version_runs_in_each_of_the_tilings_that_it_tells_apart() -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    words = ("kernels=cute-dsl/flash_mla_v8,cute-dsl/flash_mla_v10", "tiling.num_splits=2")
+    apart = "tilings=[{apart: true},{apart: false, num_splits: 4},{}]"
+    assert asked(*words, apart) == [
+        ("cute-dsl/flash_mla_v8", {"num_splits": 2}),
+        ("cute-dsl/flash_mla_v8", {"num_splits": 4}),
+        ("cute-dsl/flash_mla_v10", {"num_splits": 2, "apart": True}),
+        ("cute-dsl/flash_mla_v10", {"num_splits": 4, "apart": False}),
+        ("cute-dsl/flash_mla_v10", {"num_splits": 2}),
+    ]
+    assert asked(*words) == [(f"cute-dsl/flash_mla_{v}", {"num_splits": 2}) for v in ("v8", "v10")]
+    both = asked("kernels=cute-dsl/flash_mla_v*", "kernels.newest=true", "tilings=[{apart: true},{}]")
+    assert ("cute-dsl/flash_mla_v8", {}) not in both
+    assert ("cute-dsl/flash_mla_v10", {}) in both and ("cute-dsl/flash_mla_v10", {"apart": True}) in both
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("tilings=[num_splits]", r"tilings\[0\] = 'num_splits' is not a mapping of knobs: write 'tilings="),
+        ("tilings=[{num_split: 1}]", r"no chosen kernel has a knob tiling\.num_split: did you mean 'num_splits'"),
+        ("tilings={num_splits: 1}", "tilings"),
+    ],
+)
+def test_mistakes_in_tilings(word: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        asked("kernels=torch/flash_mla,triton/flash_mla", word)
+
+
+def test_tilings_are_contenders_of_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one call of the worker, hence in turn, and each with a key of its own, so that resuming tells them apart."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    seen: list[list[tuple[str, str]]] = []
+
+    def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Record]:
+        for problem, contenders in cells:
+            keys = [cell.contender_key(problem, contender, device) for contender in contenders]
+            assert len(set(keys)) == len(keys)
+            seen.append([(contender.kernel.label, str(contender.requested)) for contender in contenders])
+        return iter(())
+
+    monkeypatch.setattr(cell, "measure_cells", measure_cells)
+    monkeypatch.setattr(registry, "missing", lambda kernel: None)
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: H200))
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=ladder", "problem.b=1", "kernels=cute-dsl/flash_mla_v8", "tilings=[{num_splits: 8},{}]"]
+    assert sweep.main(words) == 0
+    assert seen == [[("cute-dsl/flash_mla_v8", "{'num_splits': 8}"), ("cute-dsl/flash_mla_v8", "default")]]
+    with pytest.raises(UserError, match="give one of them"):
+        sweep.main([*words, "bench.tune=true"])

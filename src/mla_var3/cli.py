@@ -58,6 +58,7 @@ groups (conf/<group>/*.yaml; a conf/ folder where you start adds to them):
 keys:
   problem.b=64             set a field in every cell: b s t h h_kv k p d n causal page dtype lengths
   tiling.num_splits=4      set a knob in every kernel that has it
+  tilings=[...]            run every kernel in each of these, in turn: 'tilings=[{{num_splits: 4}},{{}}]'
   bench.burst_rounds=9     a field of BenchSettings; bench.tune=true tries a version's tilings first
   profile.launches=3       a field of the chosen profile; each passed point is profiled after all were timed
   part=1/4                 every 4th cell from the 1st; the other parts later, with resume=true

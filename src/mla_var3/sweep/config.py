@@ -123,6 +123,7 @@ class ProfileConfig:
 class SweepConfig:
     """Everything a sweep is told; `conf/sweep.yaml` has a comment for each key.
 
+    tilings: mappings of knobs, over `tiling`; every version is run in each of them, in turn, as a contender of its own.
     bench: `tune`, and fields of `mla_var3.bench.settings.BenchSettings`. part: "k/n", every n-th cell from the k-th.
     budget_s: no cell is begun after this many seconds of measuring; 0: all of them.
     """
@@ -135,6 +136,7 @@ class SweepConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     problem: ProblemConfig = field(default_factory=ProblemConfig)
     tiling: dict[str, Any] = field(default_factory=dict)
+    tilings: list[Any] = field(default_factory=list)
     part: str = "1/1"
     resume: bool = False
     budget_s: float = 0.0
@@ -179,6 +181,11 @@ def typed(cfg: Any) -> SweepConfig:
     ):
         if value not in choices:
             raise UserError(f"{key} = {value!r} is unknown: {nearest(value, choices)}.")
+    for index, knobs in enumerate(config.tilings):
+        if not isinstance(knobs, dict):
+            raise UserError(
+                f"tilings[{index}] = {knobs!r} is not a mapping of knobs: write 'tilings=[{{num_splits: 1}},{{}}]'."
+            )
     return config
 
 

@@ -226,28 +226,49 @@ def expand(
     if kernels is None:
         kernels = chosen_kernels(config)
     pickers = [word for word in PICKERS if word in config.kernels.patterns]
-    _check_knobs(kernels, config.tiling, pickers)
+    variants = [{**config.tiling, **knobs} for knobs in config.tilings] or [config.tiling]
+    for asked in variants:
+        _check_knobs(kernels, asked, pickers)
     points = []
     for problem in expand_cells(config) if cells is None else cells:
         for kernel in kernels:
             claimed = config.experiment.targets == "claimed"
             devices = (claimed_devices(kernel) or [target.device]) if claimed else [target.device]
-            points += [prepare(problem, kernel, device, config.tiling, tuned=tuned) for device in devices]
+            for device in devices:
+                points += in_each(problem, kernel, device, variants, tuned=tuned)
         points += [p for word in pickers if (p := picked(word, problem, target.device, config.tiling)) is not None]
     return newest(points) if config.kernels.newest else points
 
 
 def newest(points: Sequence[Point]) -> list[Point]:
-    """Of each cell, device, language and design the newest version that takes the problem, else the newest of all."""
+    """Of each cell, device, language, design and tiling the newest version that takes the problem, else the newest."""
     best: dict[Any, Point] = {}
     for point in points:
         k = point.kernel
-        key = (point.problem, point.device.key, k.language, k.layer, k.design, point.picked_by)
+        asked = tuple(sorted(point.asked.items()))
+        key = (point.problem, point.device.key, k.language, k.layer, k.design, point.picked_by, asked)
         rank = (point.status not in ("skipped", "infeasible"), k.version)
         known = best.get(key)
         if known is None or rank > (known.status not in ("skipped", "infeasible"), known.kernel.version):
             best[key] = point
     return list(best.values())
+
+
+def in_each(
+    problem: MlaProblem,
+    kernel: KernelId,
+    device: Device,
+    variants: Sequence[Mapping[str, Any]],
+    *,
+    tuned: bool = False,
+) -> list[Point]:
+    """A point for each of the variants that the kernel tells apart: it takes the knobs that it has."""
+    points: list[Point] = []
+    for asked in variants:
+        point = prepare(problem, kernel, device, asked, tuned=tuned)
+        if all(point.asked != other.asked for other in points):
+            points.append(point)
+    return points
 
 
 def prepare(

@@ -94,8 +94,8 @@ class Sweep:
         self.target: Target = find_target(config, detected)
         self.cells: list[MlaProblem] = expand_cells(config)
         self.kernels = chosen_kernels(config)
-        if self.tune and config.tiling:
-            raise UserError("tiling.* sets a knob and bench.tune=true searches for it: give one of them.")
+        if self.tune and (config.tiling or config.tilings):
+            raise UserError("tiling.* and tilings set knobs and bench.tune=true searches for them: give one of them.")
         self.measures = self.target.present and config.experiment.mode == "measure"
         if config.profile.mode != DISABLED:
             self._can_profile()

@@ -95,6 +95,7 @@ MISTAKES = [
     ("None with", "```text\n@cute.kernel\ndef f(): ...\n```\nNone with", "kernel code in a block that is not"),
     ("None with", "```python\nx = 1\n```\nNone with", "a python block names what it is compiled for"),
     ("None with", "```python sm_90a expct=HGMMA\nx = 1\n```\nNone with", "'expct=HGMMA' is unknown"),
+    ("None with", "```python sm_90a absent=LDLL\nx = 1\n```\nNone with", "'LDLL' is an instruction that nobody counts"),
     ("None with", "```python host\n@cute.jit\ndef f(): pass\n```\nNone with", "a host block compiles nothing"),
     ("None with", "```python sm_90a\nx = = 1\n```\nNone with", "this is not Python"),
     ("None with", "```text\nNone with", "this fenced block is never closed"),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from mla_var3.devlog.citations import Finding
 from mla_var3.errors import nearest
 from mla_var3.knowledge.page import Fence, Page
+from mla_var3.toolchain.sass import is_counted
 
 ARCHS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120a")
 HOST = "host"
@@ -107,6 +108,9 @@ def _block(fence: Fence) -> tuple[Block | None, list[Finding]]:
         tuple(filter(None, fields.get("absent", "").split(","))),
         None if raises is None else (kind.strip(), part.strip()),
     )
+    for name in (*block.expect, *block.absent):
+        if not is_counted(name):
+            return None, [Finding(fence.line, f"{name!r} is an instruction that nobody counts (toolchain/sass.py)")]
     if block.arch == HOST and (block.kernels or block.hosts or block.expect or block.absent):
         return None, [Finding(fence.line, "a host block compiles nothing: name an architecture for device code")]
     return block, []

@@ -35,7 +35,7 @@ HEADLINE = (
 )
 _ALSO = re.compile(
     "IGMMA|IMMA|QMMA|OMMA|DMMA|UTMAREDG|UTMAPF|UTMACMDFLUSH|ACQBULK|LDG|STG|LDS|STS|LDSM|STSM|LDTM|STTM|ATOM[GS]?|RED|"
-    "SHFL|FENCE|MEMBAR|ERRBAR|DEPBAR|WARPSYNC|FFMA2?|FMUL2?|FADD2?|HFMA2|F2FP"
+    "SHFL|FENCE|MEMBAR|ERRBAR|DEPBAR|WARPSYNC|FFMA2?|FMUL2?|FADD2?|HFMA2|F2FP|I2F|NANOSLEEP"
 )
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.[A-Za-z0-9_]+)*)", re.MULTILINE)
 _FUNCTION = re.compile(r"^\s*Function : (\S+)", re.MULTILINE)
@@ -122,6 +122,11 @@ def functions(sass: str) -> dict[str, str]:
 
 def _opcodes(sass: str) -> Iterator[tuple[str, str]]:
     return ((match[1], match[2]) for match in _LINE.finditer(sass))
+
+
+def is_counted(name: str) -> bool:
+    """Whether `count_instructions` counts a group of this name where it occurs."""
+    return name in HEADLINE or name == "UCGABAR" or _ALSO.fullmatch(name) is not None
 
 
 def count_instructions(sass: str) -> dict[str, int]:

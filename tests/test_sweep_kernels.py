@@ -51,6 +51,11 @@ def test_every_version_runs_in_each_of_the_tilings_that_it_tells_apart() -> None
     both = asked("kernels=cute-dsl/flash_mla_v*", "kernels.newest=true", "tilings=[{apart: true},{}]")
     assert ("cute-dsl/flash_mla_v8", {}) not in both
     assert ("cute-dsl/flash_mla_v10", {}) in both and ("cute-dsl/flash_mla_v10", {"apart": True}) in both
+    # An older version that lacks the knob is no other tiling's newest.
+    newest = [("cute-dsl/flash_mla_v10", {"apart": True})]
+    versions = "kernels=cute-dsl/flash_mla_v8,cute-dsl/flash_mla_v10"
+    assert asked(versions, "kernels.newest=true", "tiling.apart=true") == newest
+    assert asked(versions, "kernels.newest=true", "tilings=[{apart: true}]") == newest
 
 
 @pytest.mark.parametrize(

@@ -229,46 +229,31 @@ def expand(
     variants = [{**config.tiling, **knobs} for knobs in config.tilings] or [config.tiling]
     for asked in variants:
         _check_knobs(kernels, asked, pickers)
-    points = []
+    claimed = config.experiment.targets == "claimed"
+    devices = {k: (claimed and claimed_devices(k)) or [target.device] for k in kernels}
+    points: list[Point] = []
     for problem in expand_cells(config) if cells is None else cells:
-        for kernel in kernels:
-            claimed = config.experiment.targets == "claimed"
-            devices = (claimed_devices(kernel) or [target.device]) if claimed else [target.device]
-            for device in devices:
-                points += in_each(problem, kernel, device, variants, tuned=tuned)
+        found: dict[Any, Point] = {}  # a version that lacks a knob does not tell all variants apart
+        for asked in variants:
+            some = [prepare(problem, k, device, asked, tuned=tuned) for k in kernels for device in devices[k]]
+            for point in newest(some) if config.kernels.newest else some:
+                found.setdefault((point.kernel, point.device.key, repr(sorted(point.asked.items()))), point)
+        points += sorted(found.values(), key=lambda point: kernels.index(point.kernel))
         points += [p for word in pickers if (p := picked(word, problem, target.device, config.tiling)) is not None]
-    return newest(points) if config.kernels.newest else points
+    return points
 
 
 def newest(points: Sequence[Point]) -> list[Point]:
-    """Of each cell, device, language, design and tiling the newest version that takes the problem, else the newest."""
+    """Of each cell, device, language and design the newest version that takes the problem, else the newest of all."""
     best: dict[Any, Point] = {}
     for point in points:
         k = point.kernel
-        asked = tuple(sorted(point.asked.items()))
-        key = (point.problem, point.device.key, k.language, k.layer, k.design, point.picked_by, asked)
+        key = (point.problem, point.device.key, k.language, k.layer, k.design, point.picked_by)
         rank = (point.status not in ("skipped", "infeasible"), k.version)
         known = best.get(key)
         if known is None or rank > (known.status not in ("skipped", "infeasible"), known.kernel.version):
             best[key] = point
     return list(best.values())
-
-
-def in_each(
-    problem: MlaProblem,
-    kernel: KernelId,
-    device: Device,
-    variants: Sequence[Mapping[str, Any]],
-    *,
-    tuned: bool = False,
-) -> list[Point]:
-    """A point for each of the variants that the kernel tells apart: it takes the knobs that it has."""
-    points: list[Point] = []
-    for asked in variants:
-        point = prepare(problem, kernel, device, asked, tuned=tuned)
-        if all(point.asked != other.asked for other in points):
-            points.append(point)
-    return points
 
 
 def prepare(

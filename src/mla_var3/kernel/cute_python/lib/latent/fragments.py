@@ -102,6 +102,12 @@ def exponent_of(acc_o: cute.Tensor, r: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
+def bounded_exponent(magnitude: Float32) -> Int32:
+    """The exponent of a magnitude, LEAST to 127: NaN and inf of a caller's V take the largest."""
+    return cutlass.min(cutlass.max((magnitude.bitcast(Int32) >> 23) - 127, LEAST), 127)
+
+
+@cute.jit
 def power_of_two(exponent: Int32) -> Float32:
     """2^exponent, for -126 to 127."""
     return ((exponent + 127) << 23).bitcast(Float32)

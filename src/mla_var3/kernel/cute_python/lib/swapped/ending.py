@@ -142,9 +142,7 @@ def join(e: cutlass.Constexpr, bounded: cutlass.Constexpr):
         swapped.collect(e.scale, e.magnitudes + own_rows, n, WARPS, e.thread, True)
         swapped.collect(their_sum, e.magnitudes + their_rows, n, WARPS, e.thread, True)
         for c in cutlass.range_constexpr(columns):
-            bound = e.scale[c] * e.factor[c] + their_sum[c] * e.their_factor[c]
-            # NaN and inf of a caller's V take the largest exponent.
-            exponent = cutlass.min(cutlass.max((bound.bitcast(Int32) >> 23) - 127, fragments.LEAST), 127)
+            exponent = fragments.bounded_exponent(e.scale[c] * e.factor[c] + their_sum[c] * e.their_factor[c])
             e.scale[c] = fragments.power_of_two(fragments.TOP - exponent)
             e.factor[c] = e.factor[c] * e.scale[c]
             e.their_factor[c] = e.their_factor[c] * e.scale[c]

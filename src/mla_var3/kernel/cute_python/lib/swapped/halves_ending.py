@@ -121,8 +121,7 @@ def finish_part(
     swapped.collect(found, e.magnitudes + own_rows, n, WARPS, e.thread, False)
     swapped.collect(e.total, e.boards + own_rows, n, WARPS, e.thread, False)
     for c in cutlass.range_constexpr(count):
-        # NaN and inf of a caller's V take the largest exponent.
-        exponent = cutlass.min(cutlass.max((found[c].bitcast(Int32) >> 23) - 127, fragments.LEAST), 127)
+        exponent = fragments.bounded_exponent(found[c])
         e.factor[c] = fragments.power_of_two(fragments.TOP - exponent)
         row = swapped.acc_column(e.thread, c)
         if e.thread < 4 and row < sizes.groups * fragments.GROUP:

@@ -42,3 +42,21 @@ def named_any(barrier: int, threads: int, holds: Boolean, *, loc=None, ip=None) 
         ip=ip,
     )
     return Int32(result) != 0
+
+
+@dsl_user_op
+def wait(barrier: cute.Pointer, parity: Int32, *, loc=None, ip=None) -> None:
+    """`cute.arch.mbarrier_wait` without a time after which it asks again: ptxas makes two instructions of it. Of the
+    other it makes a second try, for all waits of a kernel beside the first or for all at the end of the code, by rules
+    that could not be found; beside the first it cost a loop of products 6 %."""
+    llvm.inline_asm(
+        None,
+        [barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(parity).ir_value(loc=loc, ip=ip)],
+        "{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra again;}",
+        "r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )

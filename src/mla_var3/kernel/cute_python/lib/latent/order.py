@@ -19,6 +19,33 @@ AT_ONCE = 8  # lengths that a lane reads together
 
 
 @cute.jit
+def ask_lengths(seq_lens: cute.Tensor, lane: Int32, ordered: Int32) -> cute.Tensor:
+    """(AT_ONCE,) registers: the lengths of requests lane, lane + 32, ..., the last one's past the end of the batch;
+    zeros where `ordered` is 0. Nothing waits for them here."""
+    lengths = cute.make_rmem_tensor(AT_ONCE, Int32)
+    lengths.fill(0)
+    if ordered != 0:
+        for i in cutlass.range_constexpr(AT_ONCE):
+            lengths[i] = seq_lens[cutlass.min(lane + i * WARP, seq_lens.shape[0] - 1)]
+    return lengths
+
+
+@cute.jit
+def request_of(rank: Int32, seq_lens: cute.Tensor, lane: Int32, lengths: cute.Tensor) -> Int32:
+    """`request_at`, with the first lengths known (`ask_lengths`): where there are no others and all are the same, as in
+    a batch that starts together, in a few instructions."""
+    most, fewest = lengths[0], lengths[0]
+    for i in cutlass.range_constexpr(1, AT_ONCE):
+        most, fewest = cutlass.max(most, lengths[i]), cutlass.min(fewest, lengths[i])
+    most = cute.arch.warp_redux_sync(most, kind="max")
+    fewest = cute.arch.warp_redux_sync(fewest, kind="min")
+    found = rank
+    if most > fewest or seq_lens.shape[0] > AT_ONCE * WARP:
+        found = request_at(rank, seq_lens, lane)
+    return found
+
+
+@cute.jit
 def load_steps(seq_lens: cute.Tensor, first: Int32, lane: Int32) -> cute.Tensor:
     """(AT_ONCE,) registers: the steps of requests first + lane, first + lane + 32, …; -1 past the end of the batch.
 

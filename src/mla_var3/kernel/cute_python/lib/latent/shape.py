@@ -82,8 +82,8 @@ class Shape:
 
 
 @cute.jit
-def work_range(seq_len: Int32, row_tile: Int32, split: Int32, num_splits: Int32, shape: cutlass.Constexpr):
-    """(first pair, end pair, number of tiles, keys that every row of the tile may see) of a block."""
+def visible(seq_len: Int32, row_tile: Int32, shape: cutlass.Constexpr):
+    """(keys that some row of a tile may see, keys that every row may see)."""
     most = cutlass.max(seq_len, 0)
     least = most
     if cutlass.const_expr(shape.causal):
@@ -91,6 +91,13 @@ def work_range(seq_len: Int32, row_tile: Int32, split: Int32, num_splits: Int32,
         first_token = (row_tile * TILE_M) // shape.group
         least = cutlass.max(most - shape.s + 1 + first_token, 0)
         most = cutlass.max(most - shape.s + 1 + last_token, 0)
+    return most, least
+
+
+@cute.jit
+def work_range(seq_len: Int32, row_tile: Int32, split: Int32, num_splits: Int32, shape: cutlass.Constexpr):
+    """(first pair, end pair, number of tiles, keys that every row of the tile may see) of a block."""
+    most, least = visible(seq_len, row_tile, shape)
     num_tiles = (most + TILE_N - 1) // TILE_N
     num_pairs = (num_tiles + 1) // 2
     per_split = (num_pairs + num_splits - 1) // num_splits

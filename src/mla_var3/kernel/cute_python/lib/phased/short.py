@@ -58,7 +58,7 @@ def issue_scores(w: cutlass.Constexpr, parity: Int32):
     """Issues S = Q·Kᵀ of the consumer's own tile, each panel as soon as it is there."""
     panels = (*w.shape.part(w.me, w.me), *w.shape.part(w.me, 1 - w.me))
     for i in cutlass.range_constexpr(len(panels)):
-        cute.arch.mbarrier_wait(w.full + (w.me * w.shape.panels + panels[i]), parity)
+        w.wait(w.full + (w.me * w.shape.panels + panels[i]), parity)
         issue_panel(w, panels[i], i == 0)
 
 

@@ -51,8 +51,19 @@ class PhasedConsumer(Consumer):
     rows past the request's. frees_first: the odd one frees the even stage before it issues its next product."""
 
     def __init__(
-        self, me, shape, dtype, *common, row_max, shares, registers=(), zero_padding=False, frees_first=False
+        self,
+        me,
+        shape,
+        dtype,
+        *common,
+        row_max,
+        shares,
+        registers=(),
+        zero_padding=False,
+        frees_first=False,
+        wait=cute.arch.mbarrier_wait,
     ) -> None:
+        self.wait = wait
         self.row_max, self.shares, self.zero_padding, self.frees_first = row_max, shares, zero_padding, frees_first
         self.mma_qs = wgmma.make_mma(dtype, TILE_N, a_in_registers=True)
         self.resident = resident_slices((shape.k + shape.p) // wgmma.MMA_K)
@@ -120,7 +131,7 @@ def even_scores(w: cutlass.Constexpr, parity: Int32, drain: cutlass.Constexpr):
     in flight: its part of the stage is released as soon as it ends."""
     panels = (*w.shape.part(EVEN, EVEN), *w.shape.part(EVEN, ODD))
     for i in cutlass.range_constexpr(len(panels)):
-        cute.arch.mbarrier_wait(w.full + panels[i], parity)
+        w.wait(w.full + panels[i], parity)
         issue_panel(w, panels[i], i == 0)
         if cutlass.const_expr(drain and i == 0):
             warpgroup.wait_group(1)
@@ -135,7 +146,7 @@ def issue_odd_scores(w: cutlass.Constexpr, parity: Int32):
     named_sync(S0_ISSUED, CONSUMERS)
     panels = (*w.shape.part(ODD, ODD), *w.shape.part(ODD, EVEN))
     for i in cutlass.range_constexpr(len(panels)):
-        cute.arch.mbarrier_wait(w.full + (w.shape.panels + panels[i]), parity)
+        w.wait(w.full + (w.shape.panels + panels[i]), parity)
         issue_panel(w, panels[i], i == 0)
     named_arrive(S1_ISSUED, CONSUMERS)
 

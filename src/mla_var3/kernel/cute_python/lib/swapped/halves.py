@@ -203,8 +203,10 @@ def own_tile(w: cutlass.Constexpr, tile: Int32, slot: Int32, phase: Int32):
         w.total[c] = w.total[c] + (columns[c, 0] + columns[c, 1])
     cute.copy(w.copy, w.copy.retile(wgmma.to_dtype(w.acc_s, w.dtype)), w.p_target)
     cute.arch.fence_view_async_shared()
-    named_arrive(P_READY + w.me, CONSUMERS * WARPGROUP)
+    # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own warps
+    # comes before the arrival, and reports it where none does (docs/debugging.md).
     named_sync(JOIN + w.me, WARPGROUP)
+    named_arrive(P_READY + w.me, CONSUMERS * WARPGROUP)
     multiply(w, w.me, slot, phase)
 
 

@@ -23,10 +23,11 @@ from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 
 class Ending:
-    """What both consumers work with at the end of a block. Python holds it; nothing is copied. thread: 0..255."""
+    """What both consumers work with at the end of a block. Python holds it; nothing is copied. thread: 0..255. sends:
+    lanes add up columns by sending each other what they do not keep."""
 
-    def __init__(self, results, shape, dtype, storage, thread) -> None:
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, results, shape, dtype, storage, thread, sends=False) -> None:
+        self.shape, self.dtype, self.sends = shape, dtype, sends
         self.me, self.thread = thread // WARPGROUP, thread % WARPGROUP
         self.half = shape.latent_panels // CONSUMERS
         self.kept, self.m, self.total = results.acc_o, results.m, results.total
@@ -47,12 +48,16 @@ def join_own(e: Ending) -> None:
 
 
 @cute.jit
-def publish_sums(e: cutlass.Constexpr):
-    """This warp's sums of the probabilities of its consumer's own tiles, on the board."""
-    for c in cutlass.range_constexpr(e.shape.tile_n // 4):
-        e.total[c] = swapped.over_lanes(e.total[c], False)
-    row = swapped.board_row(e.boards, e.shape.tile_n, e.me * WARPS + e.thread // 32)
-    swapped.publish(e.total, row, e.thread)
+def publish_sums(e: cutlass.Constexpr, values: cute.Tensor, board: cute.Pointer):
+    """A thread's values of its columns, added up over the warp, on the warp's row of a board of both consumers."""
+    if cutlass.const_expr(not e.sends):
+        for c in cutlass.range_constexpr(e.shape.tile_n // 4):
+            values[c] = swapped.over_lanes(values[c], False)
+    row = swapped.board_row(board, e.shape.tile_n, e.me * WARPS + e.thread // 32)
+    if cutlass.const_expr(e.sends):
+        swapped.publish_sums(values, row, e.thread)
+    else:
+        swapped.publish(values, row, e.thread)
 
 
 @cute.jit
@@ -81,7 +86,7 @@ def finish_whole(
     """The results of a block with all rows of a kv head."""
     shape = e.shape
     n, count = shape.tile_n, shape.tile_n // 4
-    publish_sums(e)
+    publish_sums(e, e.total, e.boards)
     named_sync(JOIN_ALL, CONSUMERS * WARPGROUP)
     swapped.collect(e.total, e.boards, n, CONSUMERS * WARPS, e.thread, False)
     for c in cutlass.range_constexpr(count):
@@ -111,11 +116,8 @@ def finish_part(
         for c in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 found[c] = found[c] + cute.math.absf(columns[c, r])
-    for c in cutlass.range_constexpr(count):
-        found[c] = swapped.over_lanes(found[c], False)
-    warp = e.thread // 32
-    swapped.publish(found, swapped.board_row(e.magnitudes, n, e.me * WARPS + warp), e.thread)
-    publish_sums(e)
+    publish_sums(e, found, e.magnitudes)
+    publish_sums(e, e.total, e.boards)
     join_own(e)
     own_rows = cute.assume(e.me * (WARPS * n), divby=n)
     swapped.collect(found, e.magnitudes + own_rows, n, WARPS, e.thread, False)
@@ -130,6 +132,7 @@ def finish_part(
             target = cute.zipped_divide(fragments.row_marks(marks, part, row, sizes), (2,))[None, e.me]
             cute.autovec_copy(pair, target)
     stage(e, Float16)
+    warp = e.thread // 32
     # Half of a panel's columns is a vector, so that a warp's are every fourth, at offsets that the compiler knows.
     lane = e.thread % 32
     row = lane // 4

@@ -1,0 +1,206 @@
+r"""Absorbed MLA decode for Hopper (sm_90a) and few query rows: flash_mla_v9 with consumers that share P.
+
+    Sᵀ (64 tokens x n) = K · Qᵀ     softmax down the columns     Oᵀ (512 x n) += Vᵀ · P       n = 8, 16 or 32 rows
+
+Tiles and ring are flash_mla_v9's, parts and combine flash_mla_v8's, the number of parts flash_mla_v10's. What differs:
+
+    products   each consumer makes the scores of every second tile, and has half of the latent columns of all
+               (`lib.swapped.halves`), so that no outputs are added up in the end (`lib.swapped.halves_ending`), and at
+               32 rows no registers are moved
+    start      the first loads leave a microsecond earlier (`lib.swapped.first_loads`)
+    boxes      at 32 rows TMA boxes are 32 tokens tall, and those of neighbouring columns follow each other
+
+All addresses and counts come from `seq_lens` on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float16, Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from mla_var3.kernel.cute_python.lib import paged
+from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
+from mla_var3.kernel.cute_python.lib.latent import fragments, order
+from mla_var3.kernel.cute_python.lib.latent.parts_plan import ShortPartsPlan
+from mla_var3.kernel.cute_python.lib.split.divide import inverse_of
+from mla_var3.kernel.cute_python.lib.swapped import ending, first_loads, halves, halves_ending, swapped
+from mla_var3.kernel.cute_python.lib.swapped.consumer import START, shared_storage
+from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS, ROW_TILES
+from mla_var3.kernel.cute_python.lib.swapped.plan import PanelPlan, PanelTiling
+from mla_var3.kernel.cute_python.lib.swapped.swapped import TOKENS, WARPS
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
+from mla_var3.runtime import Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+
+THREADS = CONSUMERS * WARPGROUP + 32  # the producer is one warp
+# Tokens of a TMA box. Side by side at b128 s1 t4096, in boxes of 32: 32 heads -0.2 to -0.7 % burst and -0.4 to -1.2 %
+# hot, 16 heads +0.1 to +0.9 % (the trace of the devlog).
+BOX, BOX_OF_MOST_ROWS = paged.BOX, 32
+
+
+def spans_of(panels: int, tokens: int) -> tuple[int, ...]:
+    """Panels of a tile that are loaded together: all in turn; or, where boxes are shorter, the first tokens of half of
+    them ahead of the others."""
+    return (panels,) if tokens == BOX else (panels - panels // 2, panels // 2)
+
+
+# ------------------------------------------------------------------------------------------------ device
+@cute.kernel
+def flash_mla_v13(
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    tma: cute.CopyAtom,  # a box of the cache, `tokens` x 64
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    target: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous: the output, or memory for its parts
+    marks: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous: log-sum-exp, or memory for the marks of parts
+    scale_log2: Float32,
+    num_splits: Int32,
+    inverse: Int32,
+    ordered: Int32,  # not 0: more blocks than run at once, which take the longest requests first
+    shape: cutlass.Constexpr,
+    latent: cutlass.Constexpr,  # the same problem as the combine sees it
+    longest_first: cutlass.Constexpr,
+    tokens: cutlass.Constexpr,  # of a TMA box
+):
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    kv_head, split, rank = cute.arch.block_idx()
+    # Asked for before anything else: right if blocks take the requests in the order of the batch.
+    seq_len = seq_lens[rank]
+    if cutlass.const_expr(longest_first):
+        lengths = order.ask_lengths(seq_lens, thread % 32, ordered)
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    guess, page = Int32(0), Int32(0)
+    if warp >= CONSUMERS * WARPS:
+        # Where the part begins if the request fills its row of the page table: read beside the length, not after it.
+        capacity = page_table.shape[1] * shape.page
+        guessed, _ = first_loads.part_of(Int32(capacity) // TOKENS, split, num_splits, inverse)
+        guess = cutlass.min(guessed * TOKENS // shape.page, page_table.shape[1] - 1)
+        # A lane each: of a value that is the same in all, ptxas makes a uniform register at once, and waits for it in
+        # front of the barriers (0.7 us).
+        page = page_table[rank, cutlass.min(guess + thread % 32, page_table.shape[1] - 1)]
+    storage = SmemAllocator().allocate(shared_storage(shape, dtype, (ending.MAGNITUDES,)))
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    threads = CONSUMERS * WARPGROUP
+    batch = rank
+    if warp == CONSUMERS * WARPS:
+        # The producer makes the barriers itself, so that its first loads need not wait for the others.
+        first_loads.make_barriers(tma, full, empty, shape.slots, WARPS)
+        named_arrive(START, threads + 32)
+    if cutlass.const_expr(longest_first):
+        if ordered != 0:
+            batch = order.request_of(rank, seq_lens, thread % 32, lengths)
+            seq_len = seq_lens[batch]
+    # Waited for behind the jump over that, whose code then comes at the same time.
+    page = cute.arch.shuffle_sync(page, 0)
+    _, end, least = swapped.work_range(seq_len, Int32(0), Int32(0), Int32(1), shape)
+    first, end = first_loads.part_of(end, split, num_splits, inverse)
+
+    if warp >= CONSUMERS * WARPS:
+        if batch != rank:
+            guess = Int32(-1)
+        first_loads.produce(
+            tma, cache, page_table[batch, None], guess, page, kv_head, first, end, storage.ring.data_ptr(), full,
+            empty, shape.slots, shape.page // TOKENS, paged.EVICT_FIRST, tokens,
+            spans_of(shape.panels, tokens),
+        )  # fmt: skip
+    else:
+        swapped.load_queries(
+            q, storage.query.data_ptr(), shape.tile_n, batch, kv_head, Int32(0), shape.rows, shape.group, thread,
+            threads,
+        )  # fmt: skip
+        cute.arch.fence_view_async_shared()
+        named_sync(START, threads + 32)
+        # Of both consumers, in code of their own; they end in the same.
+        results = halves.Results(shape, dtype)
+        for me in cutlass.range_constexpr(CONSUMERS):
+            if warp // WARPS == me:
+                w = halves.HalfConsumer(
+                    me, shape, dtype, thread - me * WARPGROUP, storage, scale_log2, seq_len, least, results
+                )
+                halves.consume(w, first, end)
+        cute.arch.griddepcontrol_launch_dependents()  # the combine may start
+        e = halves_ending.Ending(results, shape, dtype, storage, thread, sends=True)
+        if num_splits == 1:
+            halves_ending.finish_whole(e, target, marks, batch, kv_head)
+        else:
+            parts = cute.recast_ptr(target.iterator, dtype=Float16)
+            index = split * seq_lens.shape[0] + batch
+            if first < end:
+                halves_ending.finish_part(e, parts, marks.iterator, index, kv_head, latent)
+            else:
+                fragments.store_no_keys(marks.iterator, index, kv_head, Int32(0), latent, thread)
+
+
+flash_mla_v13.set_name_prefix("flash_mla_v13", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_flash_mla_v13(
+    q: cute.Tensor,
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    target: cute.Tensor,
+    marks: cute.Tensor,
+    scale: Float32,
+    num_splits: Int32,
+    ordered: Int32,
+    shape: cutlass.Constexpr,
+    latent: cutlass.Constexpr,
+    longest_first: cutlass.Constexpr,
+    tokens: cutlass.Constexpr,  # of a TMA box
+    stream: CUstream,
+):
+    """Makes the TMA descriptor of the cache and launches one block a kv head, split and request."""
+    tma, cache = paged.make_page_tma(kv_cache, tokens=tokens)
+    flash_mla_v13(
+        q, tma, cache, page_table, seq_lens, target, marks, scale * math.log2(math.e), num_splits,
+        inverse_of(num_splits), ordered, shape, latent, longest_first, tokens,
+    ).launch(
+        grid=(shape.h_kv, num_splits, q.shape[0]),
+        block=(THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ plan
+@dataclass(frozen=True)
+class FlashMlaV13Tiling(PanelTiling):
+    """The tiling of `PanelPlan`. box_tokens: tokens of a TMA box (32 or 64); 0: 32 with 32 rows, else 64."""
+
+    box_tokens: int = 0
+
+    def resolved(self, pd: MlaProblem) -> FlashMlaV13Tiling:
+        full = super().resolved(pd)
+        return replace(full, box_tokens=self.box_tokens or (BOX_OF_MOST_ROWS if full.tile_n == ROW_TILES[-1] else BOX))
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        if self.box_tokens not in (0, BOX_OF_MOST_ROWS, BOX):
+            return Verdict.no(f"box_tokens = {self.box_tokens} is not 0 (chosen), {BOX_OF_MOST_ROWS} or {BOX}")
+        return super().validate(pd, device)
+
+
+class FlashMlaV13Plan(PanelPlan, ShortPartsPlan):
+    """Plan of flash_mla_v13: a part may be a single tile."""
+
+    tiling_type = FlashMlaV13Tiling
+    kernel_fn = staticmethod(flash_mla_v13)
+    host_fn = staticmethod(launch_flash_mla_v13)
+
+    def constants(self) -> tuple[Any, ...]:
+        return (*super().constants(), self.resolved.box_tokens)

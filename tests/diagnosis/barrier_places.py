@@ -9,12 +9,13 @@ Each of 256 threads writes a word of shared memory, waits, and reads the word of
     two   each has a copy of the code, so two places wait at the same barrier, one for each warpgroup
     none  two copies, and nobody waits: a real race
     give  two copies and two barriers; at each one warpgroup arrives (bar.arrive) and the other one waits
+    pass  the first half of that, for one round: the first warpgroup writes and arrives, the other one waits and reads
 
 Options: `rounds=N` repeats it; `peel=1` gives the last round a copy of its own; `again=same` takes one barrier both
 before reading and after; `late=0|1` delays that warpgroup; `own=1` lets the first warpgroup meet at a barrier of its
-own as well; `more=exit` adds a third one that ends at once, `more=start` one that lets the others start;
-`sync=barrier.sync` is the form that a diverged warp may use. It needs libcuda and nothing else: the driver compiles
-the PTX. Ends with 1 when a thread read a wrong word.
+own before it writes, `own=2` behind it as well; `more=exit` adds a third one that ends at once, `more=start` one that
+lets the others start; `sync=barrier.sync` is the form that a diverged warp may use. It needs libcuda and nothing else:
+the driver compiles the PTX. Ends with 1 when a thread read a wrong word.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def ptx(places: str, options: Mapping[str, str]) -> str:
         read = f"ld.volatile.shared.u32 %word, [%theirs]; xor.b32 %word, %word, {others}; add.u32 %sum, %sum, %word;"
         if places == "none":
             steps = [write, read]
+        elif places == "pass":
+            steps = [write, f"bar.arrive 5, {everyone};"] if who == FIRST else [f"bar.sync 5, {everyone};", read]
         elif places != "give":
             steps = [write, before, read, after]
         elif who == FIRST:
@@ -48,8 +51,10 @@ def ptx(places: str, options: Mapping[str, str]) -> str:
         else:
             steps = [f"bar.sync 5, {everyone};", read, write, f"bar.arrive 6, {everyone};"]
         sleep = ["nanosleep.u32 20000;"] if options.get("late") == str(who) else []
-        own = [f"bar.sync 8, {GROUP};"] if "own" in options and who == FIRST else []
-        return "\n    ".join([*sleep, *own, *steps, "add.u32 %round, %round, 1;"])
+        own = f"bar.sync 8, {GROUP};"
+        if "own" in options and who == FIRST:
+            steps = [own, write, own, *steps[1:]] if options["own"] == "2" else [own, *steps]
+        return "\n    ".join([*sleep, *steps, "add.u32 %round, %round, 1;"])
 
     def part(who: int) -> str:
         peel = "peel" in options
@@ -106,8 +111,10 @@ END:
 """
 
 
-def expected(rounds: int) -> list[int]:
-    return [sum((thread ^ GROUP) + n for n in range(rounds)) for thread in range(2 * GROUP)]
+def expected(places: str, rounds: int) -> list[int]:
+    """By thread; with `pass` the first warpgroup reads nothing."""
+    readers = range(GROUP if places == "pass" else 0, 2 * GROUP)
+    return [sum((t ^ GROUP) + n for n in range(rounds)) if t in readers else 0 for t in range(2 * GROUP)]
 
 
 def run(code: str, rounds: int, threads: int) -> list[int]:
@@ -144,7 +151,7 @@ def main(words: Sequence[str]) -> int:
     if "ptx" in options:
         print(code)
         return 0
-    right = run(code, rounds, (3 if "more" in options else 2) * GROUP) == expected(rounds)
+    right = run(code, rounds, (3 if "more" in options else 2) * GROUP) == expected(places, rounds)
     print("right" if right else "WRONG")
     return 0 if right else 1
 

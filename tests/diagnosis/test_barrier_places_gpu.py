@@ -26,6 +26,9 @@ KERNEL = Path(__file__).with_name("barrier_places.py")
         ("synccheck", "give rounds=6", False, True),
         ("racecheck", "give rounds=6", True, True),  # right, and reported: one arrives, the other waits
         ("racecheck", "one rounds=6", False, True),
+        ("racecheck", "pass", False, True),
+        ("racecheck", "pass own=1", True, True),  # right, and reported: the writer has passed a barrier of its own
+        ("racecheck", "pass own=2", False, True),  # another one between its write and its arrival
         ("racecheck", "none", True, False),  # a real race
     ],
 )

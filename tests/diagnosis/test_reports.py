@@ -260,6 +260,11 @@ def test_the_smallest_kernels_have_what_they_are_about(tmp_path: Path) -> None:
     assert [len(each.barriers(5, "SYNC")) for each in (one, two, none, give)] == [1, 2, 0, 1]
     assert [len(each.barriers(5, "ARV")) for each in (one, two, none, give)] == [0, 0, 0, 1]
     assert len(code("two", sync="barrier.sync").barriers(5, "SYNC")) == 2
+    for own, between in (("1", 0), ("2", 1)):
+        handed = code("pass", own=own)
+        (store,), (arrival,) = memory(handed, "STS"), handed.barriers(5, "ARV")
+        assert sum(store < at < arrival for at in handed.barriers(8, "SYNC")) == between
+        assert len(handed.barriers(8, "SYNC")) == int(own)
     stores, loads = memory(two, "STS"), memory(two, "LDS")
     assert (
         len(stores) == len(loads) == 2 and two.ordered(stores[0], loads[1], 5) and two.ordered(stores[1], loads[0], 5)

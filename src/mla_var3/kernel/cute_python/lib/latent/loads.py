@@ -101,7 +101,6 @@ def produce(
     guess: Int32 | None = None,  # an entry of `pages`
     guessed: Int32 | None = None,  # what it holds, asked for earlier
     alone: cutlass.Boolean | None = None,  # not None and true: first and end are tiles, of the even stage
-    begun: cutlass.Constexpr = False,  # somebody has asked for the first pair
 ):
     """One warp keeps one part of one stage filled, for its block or, with `shares`, for both of a cluster: `empty` then
     counts both blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
@@ -118,7 +117,7 @@ def produce(
             tiles = Int32(1)
             if cutlass.const_expr(stage == 1):
                 end = first
-    for pair in cutlass.range(first + 1 if begun else first, end, unroll=1):
+    for pair in cutlass.range(first, end, unroll=1):
         tile = cutlass.min(tiles * pair + stage, num_tiles - 1)
         if cutlass.const_expr(guess is None):
             page = pages[tile // per_page]
@@ -151,7 +150,6 @@ def produce_parts(
     guess: Int32 | None = None,
     guessed: Int32 | None = None,
     alone: cutlass.Boolean | None = None,
-    begun: cutlass.Constexpr = False,
 ):
     """What the producing warpgroup does: one warp for each part of each stage (`produce`)."""
     boxes, panels = partition_boxes(tma, cache, kv_base, shape, STAGES)
@@ -160,5 +158,5 @@ def produce_parts(
             columns = shape.part(part // 2, part % 2)
             produce(
                 tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                row_tile % 2, shape.page, part // 2, columns, shares, guess, guessed, alone, begun,
+                row_tile % 2, shape.page, part // 2, columns, shares, guess, guessed, alone,
             )  # fmt: skip

@@ -108,6 +108,7 @@ MEASURED = grid({MANY: {8: 1.5, 16: 1.4, 128: 1.1}, FEW: {8: 1.1, 16: 1.15}})
 # ---------------------------------------------------------------- the table
 def test_the_newest_passed_record_of_a_point_counts() -> None:
     cell = {"b": 2, "t": 4096, "h": 16}
+    cool = {"median": 1.0, "p10": 1.0, "p90": 1.0, "n": 5}
     table = tables.build(
         [
             record(MANY, 50.0, at="2026-01-02T00:00:00Z", **cell),
@@ -118,6 +119,7 @@ def test_the_newest_passed_record_of_a_point_counts() -> None:
             record(MANY, 1.0, at="2026-01-04T00:00:00Z", device="unheard-of", **cell),
             record(MANY, 1.0, at="2026-01-04T00:00:00Z", experiment="mla_var6_plus", **cell),
             record(MANY, 1.0, at="2026-01-04T00:00:00Z", experiment="host_cost", **cell),
+            record(MANY, 1.0, at="2026-01-04T00:00:00Z", time_us={"burst": cool, "sustained": None}, **cell),
         ]
     )
     (recipe,) = table.devices["h200"].recipes

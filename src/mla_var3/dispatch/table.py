@@ -224,7 +224,8 @@ def load(path: Path | None = None) -> Table:
 # ---------------------------------------------------------------- making
 def build(records: Iterable[Record]) -> Table:
     """A table from records: the newest passed one of each version, way of tuning, problem and device. One that took
-    turns with other versions counts before one that was timed alone, which was seen 3 % slower at the power limit.
+    turns with other versions counts before one that was timed alone, which was seen 3 % slower at the power limit. Times
+    of one state alone do not count: beside means of both a cool chip's would win.
 
     Times are brought to the limits of devices.json by the limits of their own run, so that runs on different days and
     chips can stand beside each other. A version that the dispatcher had picked counts as any other where its knobs were
@@ -272,7 +273,9 @@ def _counts(record: Record) -> bool:
     served = record.kernel.language not in NOT_SERVED and record.kernel.layer == "mla"
     plain = not record.problem.get("n")
     compared = record.experiment not in NOT_COMPARED
-    return bool(known and served and plain and compared and record.status == "passed" and record.time_us is not None)
+    times = record.time_us if record.status == "passed" else None
+    both = times is not None and times.burst is not None and times.sustained is not None
+    return bool(known and served and plain and compared and both)
 
 
 def _named(record: Record) -> KernelId:
@@ -299,12 +302,9 @@ def _run(record: Record) -> str:
 
 def _time_us(record: Record, problem: MlaProblem) -> float:
     """Geometric mean of the states' medians; the part of it that the limit explains is taken at devices.json's."""
-    assert record.time_us is not None
     logs = []
     for state in ("burst", "sustained"):
         stats, limits = getattr(record.time_us, state), getattr(record.limits, state, None)
-        if stats is None:
-            continue
         us = float(stats.median)
         if limits is not None:
             here = model.limit_us(problem, Device.get(record.device), (state,))

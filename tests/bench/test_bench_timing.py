@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import Any
 
@@ -239,3 +240,20 @@ def test_settings_say_what_is_wrong() -> None:
         BenchSettings(mode="tim")
     assert BenchSettings(worker_env={"A": 1}).worker_env == (("A", "1"),)  # type: ignore[arg-type]
     assert BenchSettings(tune_budget_s=5000.0).limit_s("tune") == 5120.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("commit", 4390220, "text: '\"4390220\"' on a command line"),
+        ("burst_rounds", "three", "a whole number"),
+        ("burst_rounds", 1.5, "a whole number"),
+        ("burst_rounds", True, "a whole number"),
+        ("sustained_s", "1 s", "a number"),
+        ("overlap_probe", 1, "true or false"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"bench setting {name} = {value!r} is not right: give {wanted}.")):
+        BenchSettings.of({name: value})
+    assert BenchSettings(sustained_s=1).sustained_s == 1  # a whole number is a number

@@ -74,6 +74,8 @@ class BenchSettings:
     worker_env: tuple[tuple[str, str], ...] = ()  #: environment variables of the worker, as pairs
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field, getattr(self, field.name))
         if self.mode not in MODES:
             raise UserError(f"bench mode {self.mode!r} is unknown: {nearest(self.mode, MODES)}.")
         env: Any = self.worker_env
@@ -117,6 +119,22 @@ class BenchSettings:
 
     def to_record(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def _check_type(field: dataclasses.Field[Any], value: Any) -> None:
+    """Refuses a value of another type than the default's: a command line makes numbers of what looks like one."""
+    if field.name == "worker_env" or (value is None and field.default is None):
+        return
+    if isinstance(field.default, bool):
+        right, what = isinstance(value, bool), "true or false"
+    elif isinstance(field.default, int):
+        right, what = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif isinstance(field.default, float):
+        right, what = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    else:
+        right, what = isinstance(value, str), f"text: '\"{value}\"' on a command line"
+    if not right:
+        raise UserError(f"bench setting {field.name} = {value!r} is not right: give {what}.")
 
 
 _FAST: dict[str, Any] = {

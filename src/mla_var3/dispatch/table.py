@@ -224,8 +224,8 @@ def load(path: Path | None = None) -> Table:
 # ---------------------------------------------------------------- making
 def build(records: Iterable[Record]) -> Table:
     """A table from records: the newest passed one of each version, way of tuning, problem and device. One that took
-    turns with other versions counts before one that was timed alone, which was seen 3 % slower at the power limit. Times
-    of one state alone do not count: beside means of both a cool chip's would win.
+    turns with other versions counts before one that was timed alone, which was seen 3 % slower at the power limit. A
+    record of one state alone does not count: beside means of both, a cool chip's time would win.
 
     Times are brought to the limits of devices.json by the limits of their own run, so that runs on different days and
     chips can stand beside each other. A version that the dispatcher had picked counts as any other where its knobs were

@@ -111,6 +111,8 @@ def from_files(files: Sequence[Path]) -> Table:
         print(f"warning: {problem}", file=sys.stderr)
     table = tables.build(found.records)
     if not table.devices:
-        raise UserError("these records hold no times, burst and sustained, of versions that could be picked: measure some first.")
+        raise UserError(
+            "these records hold no times, burst and sustained, of versions that could be picked: measure some first."
+        )
     held = {key: selection.summary(selection.hold_out(device)) for key, device in table.devices.items()}
     return dataclasses.replace(table, held_out=held)

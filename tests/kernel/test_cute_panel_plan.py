@@ -14,9 +14,10 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v9.flash_mla_v9 import FlashMlaV9Plan
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v11.flash_mla_v11 import FlashMlaV11Plan
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v13.flash_mla_v13 import FlashMlaV13Plan
 
 H200 = Device.get("h200")
-PLANS = pytest.mark.parametrize("plan", [FlashMlaV9Plan, FlashMlaV11Plan])
+PLANS = pytest.mark.parametrize("plan", [FlashMlaV9Plan, FlashMlaV11Plan, FlashMlaV13Plan])
 
 
 @PLANS

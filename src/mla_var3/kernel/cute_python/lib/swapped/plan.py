@@ -1,5 +1,6 @@
 """`PanelPlan`: what the plans of versions with swapped operands share that store parts as `lib.latent.fragments` does:
-two consumers, a block a kv head, split and request, and a ring of 64 x 64 panels."""
+two consumers, a block a kv head, split and request, and a ring of 64 x 64 panels. `BoxPlan`: with TMA boxes of 32 or 64
+tokens, and parts that may be a single tile."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import FragmentsPlan
+from mla_var3.kernel.cute_python.lib.latent.parts_plan import FragmentsPlan, ShortPartsPlan
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
+from mla_var3.kernel.cute_python.lib.paged import BOX
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.kernel.cute_python.lib.swapped import limits
 from mla_var3.kernel.cute_python.lib.swapped.consumer import fixed_bytes, most_slots
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
 
     from mla_var3.device import Device
     from mla_var3.problem import MlaProblem
+
+# Tokens of a TMA box. Side by side at b128 s1 t4096, in boxes of 32: 32 heads -0.2 to -0.7 % burst and -0.4 to -1.2 %
+# hot, 16 heads +0.1 to +0.9 % (results/h200/traces/2026-11-22-flash_mla_v11.txt, parts 3 and 4).
+BOX_OF_MOST_ROWS = 32
+
+
+def spans_of(panels: int, tokens: int) -> tuple[int, ...]:
+    """Panels of a tile that are loaded together: all in turn; or, where boxes are shorter, the first tokens of half of
+    them ahead of the others."""
+    return (panels,) if tokens == BOX else (panels - panels // 2, panels // 2)
 
 
 def takes_rows(pd: MlaProblem) -> Verdict:
@@ -95,3 +107,26 @@ class PanelPlan(FragmentsPlan):
 
     def constants(self) -> tuple[Any, ...]:
         return (self.shape, Shape.of(self.problem), self.tiling.longest_first)
+
+
+@dataclass(frozen=True)
+class BoxTiling(PanelTiling):
+    """box_tokens: tokens of a TMA box (32 or 64); 0: 32 with 32 rows, else 64."""
+
+    box_tokens: int = 0
+
+    def resolved(self, pd: MlaProblem) -> Self:
+        full = super().resolved(pd)
+        return replace(full, box_tokens=self.box_tokens or (BOX_OF_MOST_ROWS if full.tile_n == ROW_TILES[-1] else BOX))
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        if self.box_tokens not in (0, BOX_OF_MOST_ROWS, BOX):
+            return Verdict.no(f"box_tokens = {self.box_tokens} is not 0 (chosen), {BOX_OF_MOST_ROWS} or {BOX}")
+        return super().validate(pd, device)
+
+
+class BoxPlan(PanelPlan, ShortPartsPlan):
+    """`PanelPlan` whose boxes may be shorter than a panel, and a part a single tile."""
+
+    def constants(self) -> tuple[Any, ...]:
+        return (*super().constants(), self.resolved.box_tokens)

@@ -16,8 +16,7 @@ All addresses and counts come from `seq_lens` on the device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -28,30 +27,14 @@ from cutlass.memory import SmemAllocator
 from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
 from mla_var3.kernel.cute_python.lib.latent import fragments, order
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import ShortPartsPlan
 from mla_var3.kernel.cute_python.lib.swapped import ending, first_loads, halves, halves_ending, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import START, shared_storage
-from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS, ROW_TILES
-from mla_var3.kernel.cute_python.lib.swapped.plan import PanelPlan, PanelTiling
+from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS
+from mla_var3.kernel.cute_python.lib.swapped.plan import BoxPlan, BoxTiling, spans_of
 from mla_var3.kernel.cute_python.lib.swapped.swapped import TOKENS, WARPS
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-from mla_var3.runtime import Verdict
-
-if TYPE_CHECKING:
-    from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
-
 
 THREADS = CONSUMERS * WARPGROUP + 32  # the producer is one warp
-# Tokens of a TMA box. Side by side at b128 s1 t4096, in boxes of 32: 32 heads -0.2 to -0.7 % burst and -0.4 to -1.2 %
-# hot, 16 heads +0.1 to +0.9 % (the trace of the devlog).
-BOX, BOX_OF_MOST_ROWS = paged.BOX, 32
-
-
-def spans_of(panels: int, tokens: int) -> tuple[int, ...]:
-    """Panels of a tile that are loaded together: all in turn; or, where boxes are shorter, the first tokens of half of
-    them ahead of the others."""
-    return (panels,) if tokens == BOX else (panels - panels // 2, panels // 2)
 
 
 # ------------------------------------------------------------------------------------------------ device
@@ -174,27 +157,13 @@ def launch_flash_mla_v11(
 
 # ------------------------------------------------------------------------------------------------ plan
 @dataclass(frozen=True)
-class FlashMlaV11Tiling(PanelTiling):
-    """The tiling of `PanelPlan`. box_tokens: tokens of a TMA box (32 or 64); 0: 32 with 32 rows, else 64."""
-
-    box_tokens: int = 0
-
-    def resolved(self, pd: MlaProblem) -> FlashMlaV11Tiling:
-        full = super().resolved(pd)
-        return replace(full, box_tokens=self.box_tokens or (BOX_OF_MOST_ROWS if full.tile_n == ROW_TILES[-1] else BOX))
-
-    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
-        if self.box_tokens not in (0, BOX_OF_MOST_ROWS, BOX):
-            return Verdict.no(f"box_tokens = {self.box_tokens} is not 0 (chosen), {BOX_OF_MOST_ROWS} or {BOX}")
-        return super().validate(pd, device)
+class FlashMlaV11Tiling(BoxTiling):
+    """The tiling of `BoxPlan`."""
 
 
-class FlashMlaV11Plan(PanelPlan, ShortPartsPlan):
-    """Plan of flash_mla_v11: a part may be a single tile."""
+class FlashMlaV11Plan(BoxPlan):
+    """Plan of flash_mla_v11."""
 
     tiling_type = FlashMlaV11Tiling
     kernel_fn = staticmethod(flash_mla_v11)
     host_fn = staticmethod(launch_flash_mla_v11)
-
-    def constants(self) -> tuple[Any, ...]:
-        return (*super().constants(), self.resolved.box_tokens)

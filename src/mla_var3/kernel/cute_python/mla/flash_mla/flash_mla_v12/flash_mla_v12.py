@@ -1,11 +1,9 @@
-r"""Absorbed MLA decode for Hopper (sm_90a): flash_mla_v8 with parts of a single tile, and an order for hot chips.
+r"""Absorbed MLA decode for Hopper (sm_90a): flash_mla_v10 with less in front of its first load, and not faster for it.
 
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
 
-Start, loop, endings and combine are flash_mla_v8's. What differs is in `lib.phased.short`:
-
-    single    where a request has as many parts as tiles, a part is one tile and not a pair whose other half is padding
-    apart     with one row tile a request and a batch that fills the chip, the consumers wait for each other's P alone
+Loop, loads, endings and combine are flash_mla_v10's. What differs is in `lib.phased.prompt`: each producer warp makes
+its own mbarriers, nothing is waited for before it is needed, and nothing is divided.
 
 Shared memory: Q 72 KiB, two stages of 72 KiB. Split-KV: grid (row tiles x h_kv, splits, b). All addresses and counts
 come from `seq_lens` on the device.

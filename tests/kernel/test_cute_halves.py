@@ -1,4 +1,4 @@
-"""cute-dsl/flash_mla_v13 without a GPU: what it compiles to, in which order it starts, what it refuses."""
+"""cute-dsl/flash_mla_v11 and v13 without a GPU: what they compile to, in which order they start, how they split."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.diagnosis.loops import inner_loops
-from mla_var3.errors import Infeasible, Unsupported
+from mla_var3.errors import Infeasible
 from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from mla_var3.kernel.cute_python.lib.latent.order import AT_ONCE
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v13.flash_mla_v13 import (
-    FlashMlaV13Plan,
-    FlashMlaV13Tiling,
-    spans_of,
-)
+from mla_var3.kernel.cute_python.lib.swapped.halves import P_READY
+from mla_var3.kernel.cute_python.lib.swapped.plan import spans_of
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v11.flash_mla_v11 import FlashMlaV11Plan
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v13.flash_mla_v13 import FlashMlaV13Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = Device.get("h200")
 PANELS = 9
+PLANS = pytest.mark.parametrize("plan", [FlashMlaV11Plan, FlashMlaV13Plan])
 
 
-def sass_of(folder: Path, fields: dict[str, Any], **tiling: Any) -> tuple[Any, str]:
-    plan = FlashMlaV13Plan(MlaProblem(t=512, **fields), FlashMlaV13Tiling(num_splits=2, **tiling), H200)
-    main, second = plan.plan_empty().compile(folder, H200, keep=("sass",)).stages
+def sass_of(plan: Any, folder: Path, fields: dict[str, Any], **tiling: Any) -> tuple[Any, str]:
+    made = plan(MlaProblem(t=512, **fields), plan.tiling_type(num_splits=2, **tiling), H200).plan_empty()
+    main, second = made.compile(folder, H200, keep=("sass",)).stages
     assert second.resources.spill_bytes == 0
     return main, main.artefacts["sass"].read_text()
 
 
+def instructions(sass: str) -> list[str]:
+    return [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
+
+
+@PLANS
 @pytest.mark.parametrize("fields", [{"h": 8}, {"h": 16, "s": 2, "causal": True}, {"h": 16, "dtype": "fp16"}])
-def test_compiles_without_spills_or_waits(tmp_path: Path, fields: dict[str, Any]) -> None:
-    main, sass = sass_of(tmp_path, fields)
+def test_compiles_without_spills_or_waits(plan: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
+    main, sass = sass_of(plan, tmp_path, fields)
     resources = main.resources
     assert (resources.spill_bytes, resources.stack_bytes, main.warnings) == (0, 0, ())
     # A consumer makes 9 panels x 4 of scores, and 4 x 4 of the output with its own P and with the other's; the odd one
@@ -48,31 +53,37 @@ def test_compiles_without_spills_or_waits(tmp_path: Path, fields: dict[str, Any]
     assert len(loops) == 2 and all(loop.counts()["NANOSLEEP"] == 0 for loop in loops)
     # Whether a maximum moves is asked at a barrier, by each consumer.
     assert len(re.findall(r"BAR\.RED\.OR", sass)) == 2
+    # Before a consumer tells the other one that its P is there, its own warps meet: racecheck follows no other order.
+    lines = [line for line in instructions(sass) if "BAR." in line or "STS" in line]
+    told = [i for i, line in enumerate(lines) if re.search(rf"BAR\.ARV (0x{P_READY:x}|0x{P_READY + 1:x}),", line)]
+    assert len(told) == 2 and all(re.search(r"BAR\.SYNC\S* 0x[34], 0x80", lines[i - 1]) for i in told)
 
 
-def test_barriers_are_made_by_one_lane_and_do_not_wait_for_the_page(tmp_path: Path) -> None:
-    _, sass = sass_of(tmp_path, {"h": 16})
-    lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
+@PLANS
+def test_barriers_are_made_by_one_lane_and_do_not_wait_for_the_page(plan: Any, tmp_path: Path) -> None:
+    _, sass = sass_of(plan, tmp_path, {"h": 16})
+    lines = instructions(sass)
     made = [i for i, line in enumerate(lines) if "SYNCS.EXCH.64" in line]
     slots = (2 * PANELS, 40)
     assert slots[0] <= len(made) // 2 <= slots[1]  # full and empty of each slot, none in a loop over lanes
     assert made[-1] - made[0] == len(made) - 1
+    # Length and page are asked for ahead; by version 13 all lengths, too, where blocks may be put in another order.
     loads = [i for i, line in enumerate(lines[: made[0]]) if "LDG" in line]
-    assert (
-        len(loads) == 2 + AT_ONCE
-    )  # length and page are asked for ahead, and all lengths where blocks are put in order
-    for asked in loads:
+    assert len(loads) == 2 + (AT_ONCE if plan is FlashMlaV13Plan else 0)
+    for asked in loads if plan is FlashMlaV13Plan else loads[1:]:
         register = re.search(r"LDG\.E (R\d+),", lines[asked])
         assert register is not None
         used = next(i for i in range(asked + 1, len(lines)) if re.search(rf"\b{register.group(1)}\b", lines[i]))
         assert used > made[-1]
     load = next(i for i, line in enumerate(lines) if "UTMALDG" in line)
-    assert not any("I2F" in line or "MUFU.RCP" in line for line in lines[:load])  # no division
+    divides = any("I2F" in line or "MUFU.RCP" in line for line in lines[:load])
+    assert divides == (plan is FlashMlaV11Plan)
 
 
-def test_the_loop_over_panels_is_a_loop(tmp_path: Path) -> None:
+@PLANS
+def test_the_loop_over_panels_is_a_loop(plan: Any, tmp_path: Path) -> None:
     for tokens, loads in ((64, 1), (32, 4)):  # with two spans of panels and two rows of boxes, four places
-        main, _ = sass_of(tmp_path / str(tokens), {"h": 16}, box_tokens=tokens)
+        main, _ = sass_of(plan, tmp_path / str(tokens), {"h": 16}, box_tokens=tokens)
         assert main.resources.instructions["UTMALDG"] == loads
 
 
@@ -85,26 +96,11 @@ def test_boxes_are_short_where_rows_are_many() -> None:
         assert sum(spans_of(panels, 64)) == sum(spans_of(panels, 32)) == panels
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [({"k": 500}, "k = 500"), ({"p": 32}, "p = 32"), ({"page": 48}, "48"), ({"n": 64}, "n = 64"),
-     ({"h": 64}, "flash_mla_v8"), ({"h": 16, "s": 3}, "flash_mla_v8"), ({"dtype": "fp32"}, "fp32")],
-)  # fmt: skip
-def test_refuses_with_a_reason(fields: dict[str, Any], word: str) -> None:
-    with pytest.raises(Unsupported, match=word):
-        FlashMlaV13Plan(MlaProblem(**{"h": 16, **fields}), None, H200).require()
-
-
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [({"tile_n": 24}, "tile_n = 24"), ({"tile_n": 8}, "16 query rows"), ({"num_splits": 257}, "num_splits"),
-     ({"num_pipeline_stages": 17}, "9 of a tile for each of 2"), ({"num_pipeline_stages": 40}, "shared memory"),
-     ({"box_tokens": 16}, "box_tokens = 16")],
-)  # fmt: skip
-def test_tiling_says_why_not(fields: dict[str, int], word: str) -> None:
-    assert word in FlashMlaV13Tiling(**fields).validate(MlaProblem(h=16), H200).reason
+def test_a_box_has_32_or_64_tokens() -> None:
+    tiling = FlashMlaV13Plan.tiling_type(box_tokens=16)
+    assert "box_tokens = 16" in tiling.validate(MlaProblem(h=16), H200).reason
     with pytest.raises(Infeasible):
-        FlashMlaV13Plan(MlaProblem(h=16), FlashMlaV13Tiling(**fields), H200).require()
+        FlashMlaV13Plan(MlaProblem(h=16), tiling, H200).require()
 
 
 def test_parts_may_be_single_tiles_and_many_requests_are_whole() -> None:

@@ -197,6 +197,9 @@ def test_every_picture_is_drawn_without_a_browser(tmp_path: Path, make: Any) -> 
         assert "currentColor" not in text, "a picture file has no page whose colour it could take"
         assert not re.search(r'(?:href|src)="(?!#)', text)
         assert path.stat().st_size < 800_000
+        drawn, used = re.findall(r'<path id="(mark\d+)"', text), re.findall(r'<use [^>]*href="#(mark\d+)"', text)
+        assert set(drawn) == set(used) and all(used.count(mark) > 20 for mark in drawn)
+    assert "<use " in next(path for path in written if "roofline" in path.name).read_text(encoding="utf-8")
     map_text = written[0].read_text(encoding="utf-8")
     assert "128 heads × 1" in map_text
     shortest = (p for p in gathered.points if p.cell == "b1_s1_h128_t4096")

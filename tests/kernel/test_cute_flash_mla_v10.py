@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from sass_hazards import overwritten_operands
+from reading_sass import overwritten_operands
 
 from mla_var3.device import Device
 from mla_var3.diagnosis.loops import inner_loops

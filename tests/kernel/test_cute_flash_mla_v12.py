@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sass_hazards import overwritten_operands
+from reading_sass import first_at, instructions, overwritten_operands, used_at
 
 from mla_var3.device import Device
 from mla_var3.diagnosis.loops import inner_loops
@@ -25,20 +24,16 @@ if TYPE_CHECKING:
 H200 = Device.get("h200")
 
 
-def sass_of(folder: Path, fields: dict[str, Any], **tiling: Any) -> list[str]:
+def sass_of(folder: Path, fields: dict[str, Any]) -> list[str]:
     """The kernel's instructions, in the order of its code."""
-    plan = FlashMlaV12Plan(MlaProblem(t=512, **fields), FlashMlaV12Tiling(num_splits=1, **tiling), H200)
+    plan = FlashMlaV12Plan(MlaProblem(t=512, **fields), FlashMlaV12Tiling(num_splits=1), H200)
     main = plan.plan_empty().compile(folder, H200, keep=("sass",))
     sass = main.artefacts["sass"].read_text()
     assert (main.resources.registers, main.resources.spill_bytes, main.warnings) == (168, 0, ())
     assert overwritten_operands(sass) == []
     loops = [loop for loop in inner_loops(sass) if loop.counts()["HGMMA"]]
     assert loops and all(loop.counts()["NANOSLEEP"] == 0 for loop in loops)
-    return [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
-
-
-def first(lines: list[str], pattern: str, start: int = 0) -> int:
-    return next(i for i in range(start, len(lines)) if re.search(pattern, lines[i]))
+    return instructions(sass)
 
 
 @pytest.mark.parametrize("fields", [{"h": 128}, {"h": 64}, {"h": 128, "s": 2, "causal": True}])
@@ -48,12 +43,9 @@ def test_the_first_load_waits_for_the_length_and_the_page_alone(tmp_path: Path, 
     assert len(made) == 6  # of one part: four panels, the rope's, and one to free them by
     asked = [i for i, line in enumerate(lines[: made[0]]) if "LDG" in line]
     assert len(asked) == 2 + AT_ONCE  # the length and the page, and all lengths where blocks are put in order
-    for i in asked:
-        register = re.search(r"LDG\.E (R\d+),", lines[i])
-        assert register is not None
-        assert first(lines, rf"\b{register.group(1)}\b", i + 1) > made[-1]
+    assert all(used_at(lines, i) > made[-1] for i in asked)
     shuffles = [i for i, line in enumerate(lines) if "SHFL.IDX" in line][-2:]
-    load = first(lines, "UTMALDG")
+    load = first_at(lines, "UTMALDG")
     assert shuffles[0] < load < shuffles[0] + 140
     assert not any("I2F" in line or "MUFU.RCP" in line for line in lines[:load])  # no division
 

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from reading_sass import first_at, instructions, used_at
 
 from mla_var3.device import Device
 from mla_var3.diagnosis.loops import inner_loops
@@ -33,10 +34,6 @@ def sass_of(plan: Any, folder: Path, fields: dict[str, Any], **tiling: Any) -> t
     main, second = made.compile(folder, H200, keep=("sass",)).stages
     assert second.resources.spill_bytes == 0
     return main, main.artefacts["sass"].read_text()
-
-
-def instructions(sass: str) -> list[str]:
-    return [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
 
 
 @PLANS
@@ -70,12 +67,8 @@ def test_barriers_are_made_by_one_lane_and_do_not_wait_for_the_page(plan: Any, t
     # Length and page are asked for ahead; by version 13 all lengths, too, where blocks may be put in another order.
     loads = [i for i, line in enumerate(lines[: made[0]]) if "LDG" in line]
     assert len(loads) == 2 + (AT_ONCE if plan is FlashMlaV13Plan else 0)
-    for asked in loads if plan is FlashMlaV13Plan else loads[1:]:
-        register = re.search(r"LDG\.E (R\d+),", lines[asked])
-        assert register is not None
-        used = next(i for i in range(asked + 1, len(lines)) if re.search(rf"\b{register.group(1)}\b", lines[i]))
-        assert used > made[-1]
-    load = next(i for i, line in enumerate(lines) if "UTMALDG" in line)
+    assert all(used_at(lines, i) > made[-1] for i in (loads if plan is FlashMlaV13Plan else loads[1:]))
+    load = first_at(lines, "UTMALDG")
     divides = any("I2F" in line or "MUFU.RCP" in line for line in lines[:load])
     assert divides == (plan is FlashMlaV11Plan)
 

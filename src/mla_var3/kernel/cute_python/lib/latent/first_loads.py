@@ -10,17 +10,14 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N
-from mla_var3.kernel.cute_python.lib.split.divide import divide
+from mla_var3.kernel.cute_python.lib.split.divide import part_of
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 
 @cute.jit
-def part_of(num_tiles: Int32, split: Int32, num_splits: Int32, inverse: Int32):
+def pairs_of(num_tiles: Int32, split: Int32, num_splits: Int32, inverse: Int32):
     """(first, end, alone) of a block's part: pairs of tiles, or, `alone`, tiles, of which it has one or none."""
-    num_pairs = (num_tiles + 1) >> 1
-    each = divide(num_pairs + num_splits - 1, inverse)
-    first = cutlass.min(split * each, num_pairs)
-    end = cutlass.min(first + each, num_pairs)
+    first, end = part_of((num_tiles + 1) >> 1, split, num_splits, inverse)
     alone = num_tiles <= num_splits
     if alone:
         first = cutlass.min(split, num_tiles)
@@ -33,7 +30,7 @@ def guess_page(stage: Int32, split: Int32, num_splits: Int32, inverse: Int32, wi
     """Where in its row of the page table, `width` wide, a part begins if the request fills that row."""
     per_page = shape.page // TILE_N
     tiles = width * per_page
-    first, _, alone = part_of(tiles, split, num_splits, inverse)
+    first, _, alone = pairs_of(tiles, split, num_splits, inverse)
     tile = 2 * first + stage
     if alone:
         tile = first

@@ -19,14 +19,20 @@ AT_ONCE = 8  # lengths that a lane reads together
 
 
 @cute.jit
+def read_lengths(lengths: cute.Tensor, seq_lens: cute.Tensor, first: Int32):
+    """Into `lengths`, (AT_ONCE,) registers: those of requests first, first + 32, ...; past the end of the batch the
+    last one's. All are in flight together."""
+    for i in cutlass.range_constexpr(AT_ONCE):
+        lengths[i] = seq_lens[cutlass.min(first + i * WARP, seq_lens.shape[0] - 1)]
+
+
+@cute.jit
 def ask_lengths(seq_lens: cute.Tensor, lane: Int32, ordered: Int32) -> cute.Tensor:
-    """(AT_ONCE,) registers: the lengths of requests lane, lane + 32, ..., the last one's past the end of the batch;
-    zeros where `ordered` is 0. Nothing waits for them here."""
+    """The first lengths that `lane` reads, or zeros where `ordered` is 0. Nothing waits for them here."""
     lengths = cute.make_rmem_tensor(AT_ONCE, Int32)
     lengths.fill(0)
     if ordered != 0:
-        for i in cutlass.range_constexpr(AT_ONCE):
-            lengths[i] = seq_lens[cutlass.min(lane + i * WARP, seq_lens.shape[0] - 1)]
+        read_lengths(lengths, seq_lens, lane)
     return lengths
 
 
@@ -54,8 +60,7 @@ def load_steps(seq_lens: cute.Tensor, first: Int32, lane: Int32) -> cute.Tensor:
     """
     b = seq_lens.shape[0]
     lengths = cute.make_rmem_tensor(AT_ONCE, Int32)
-    for i in cutlass.range_constexpr(AT_ONCE):
-        lengths[i] = seq_lens[cutlass.min(first + lane + i * WARP, b - 1)]
+    read_lengths(lengths, seq_lens, first + lane)
     for i in cutlass.range_constexpr(AT_ONCE):
         steps = (cutlass.max(lengths[i], 0) + (STEP - 1)) // STEP
         lengths[i] = Int32(cutlass.select_(first + lane + i * WARP < b, steps, Int32(-1)))

@@ -108,8 +108,8 @@ def run(
     if cutlass.const_expr(shares and shape.causal):
         # Both blocks of a cluster take the tiles of the one that sees more keys.
         most, _ = visible(seq_len, row_tile | 1, shape)
-    num_tiles = (most + TILE_N - 1) >> 6
-    first, end, alone = first_loads.part_of(num_tiles, split, num_splits, inverse)
+    num_tiles = (most + TILE_N - 1) >> (TILE_N.bit_length() - 1)
+    first, end, alone = first_loads.pairs_of(num_tiles, split, num_splits, inverse)
 
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

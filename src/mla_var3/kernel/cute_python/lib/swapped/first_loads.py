@@ -13,16 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from mla_var3.kernel.cute_python.lib.split.divide import divide
 from mla_var3.kernel.cute_python.lib.swapped import ring
-
-
-@cute.jit
-def part_of(num_tiles: Int32, split: Int32, num_splits: Int32, inverse: Int32):
-    """(first tile, end tile) of a part; parts of one size, the last one shorter. inverse: of `lib.split.divide`."""
-    each = divide(num_tiles + num_splits - 1, inverse)
-    first = cutlass.min(split * each, num_tiles)
-    return first, cutlass.min(first + each, num_tiles)
 
 
 @cute.jit

@@ -100,9 +100,16 @@ def work_range(seq_len: Int32, row_tile: Int32, split: Int32, num_splits: Int32,
 
 
 @cute.jit
+def tiles_of(seq_len: Int32, shape: cutlass.Constexpr):
+    """(tiles, keys that every query may see) of a request whose rows are all in one tile."""
+    _, end, least = work_range(seq_len, Int32(0), Int32(0), Int32(1), shape)
+    return end, least
+
+
+@cute.jit
 def part_range(seq_len: Int32, split: Int32, num_splits: Int32, shape: cutlass.Constexpr):
     """(first tile, end tile, keys that every query may see); parts of one size, the last one shorter."""
-    _, end, least = work_range(seq_len, Int32(0), Int32(0), Int32(1), shape)
+    end, least = tiles_of(seq_len, shape)
     first = Int32(0)
     if num_splits > 1:  # a division takes a tenth of a microsecond, and the first load waits for it
         each = (end + num_splits - 1) // num_splits

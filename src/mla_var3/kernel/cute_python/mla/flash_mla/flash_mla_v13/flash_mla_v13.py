@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
 from mla_var3.kernel.cute_python.lib.latent import fragments, order
-from mla_var3.kernel.cute_python.lib.split.divide import inverse_of
+from mla_var3.kernel.cute_python.lib.split.divide import inverse_of, part_of
 from mla_var3.kernel.cute_python.lib.swapped import ending, first_loads, halves, halves_ending, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import START, shared_storage
 from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS
@@ -67,7 +67,7 @@ def flash_mla_v13(
     if warp >= CONSUMERS * WARPS:
         # Where the part begins if the request fills its row of the page table: read beside the length, not after it.
         capacity = page_table.shape[1] * shape.page
-        guessed, _ = first_loads.part_of(Int32(capacity) // TOKENS, split, num_splits, inverse)
+        guessed, _ = part_of(Int32(capacity) // TOKENS, split, num_splits, inverse)
         guess = cutlass.min(guessed * TOKENS // shape.page, page_table.shape[1] - 1)
         # A lane each: of a value that is the same in all, ptxas makes a uniform register at once, and waits for it in
         # front of the barriers (0.7 us).
@@ -86,8 +86,8 @@ def flash_mla_v13(
             seq_len = seq_lens[batch]
     # Waited for behind the jump over that, whose code then comes at the same time.
     page = cute.arch.shuffle_sync(page, 0)
-    _, end, least = swapped.work_range(seq_len, Int32(0), Int32(0), Int32(1), shape)
-    first, end = first_loads.part_of(end, split, num_splits, inverse)
+    num_tiles, least = swapped.tiles_of(seq_len, shape)
+    first, end = part_of(num_tiles, split, num_splits, inverse)
 
     if warp >= CONSUMERS * WARPS:
         if batch != rank:

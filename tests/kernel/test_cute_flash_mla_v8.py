@@ -18,7 +18,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from mla_var3.kernel.cute_python.lib.latent.fragments import LEAST, TOP, Fragments
 from mla_var3.kernel.cute_python.lib.latent.lazy import SLACK
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
-from mla_var3.kernel.cute_python.lib.split.combine_fragments import AHEAD, WARP, cut_work
+from mla_var3.kernel.cute_python.lib.split.cut import AHEAD, WARP, cut_work
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v7.flash_mla_v7 import FlashMlaV7Plan, FlashMlaV7Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v8.flash_mla_v8 import FlashMlaV8Plan, FlashMlaV8Tiling

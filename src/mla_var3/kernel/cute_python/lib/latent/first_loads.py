@@ -26,14 +26,26 @@ def pairs_of(num_tiles: Int32, split: Int32, num_splits: Int32, inverse: Int32):
 
 
 @cute.jit
-def guess_page(stage: Int32, split: Int32, num_splits: Int32, inverse: Int32, width: Int32, shape: cutlass.Constexpr):
+def guess_page(
+    stage: Int32,
+    split: Int32,
+    num_splits: Int32,
+    inverse: Int32,
+    width: Int32,
+    shape: cutlass.Constexpr,
+    singles: cutlass.Constexpr = True,  # parts may be single tiles
+):
     """Where in its row of the page table, `width` wide, a part begins if the request fills that row."""
     per_page = shape.page // TILE_N
     tiles = width * per_page
-    first, _, alone = pairs_of(tiles, split, num_splits, inverse)
-    tile = 2 * first + stage
-    if alone:
-        tile = first
+    if cutlass.const_expr(singles):
+        first, _, alone = pairs_of(tiles, split, num_splits, inverse)
+        tile = 2 * first + stage
+        if alone:
+            tile = first
+    else:
+        first, _ = part_of((tiles + 1) >> 1, split, num_splits, inverse)
+        tile = 2 * first + stage
     return cutlass.min(tile, tiles - 1) // per_page
 
 

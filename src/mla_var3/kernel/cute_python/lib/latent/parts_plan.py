@@ -16,6 +16,7 @@ from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
 from mla_var3.kernel.cute_python.lib.latent.plan import LatentPlan, LatentTiling, takes_latent
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.split import combine_fragments, combine_rows
+from mla_var3.kernel.cute_python.lib.split.cut import Room
 from mla_var3.kernel.cute_python.lib.split.splits import (
     BLOCK_US,
     COMBINE_BYTES_PER_US,
@@ -168,8 +169,13 @@ class FragmentsPlan(OrderedPlan):
         shaped = parts.view(outputs[0].dtype).view(-1, pd.s, pd.h, pd.k)
         return shaped, marks.view(-1, pd.h, pd.s * fragments.MARKS)
 
+    def room(self, requests: int, splits: int) -> Room | None:
+        """Where the combine's blocks go so that the next call's blocks may come before they end; None: nowhere."""
+        return None
+
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
-        return combine_fragments.combine_kernel(self, partials, outputs, splits)
+        requests = outputs[0].shape[0] if outputs else self.problem.b
+        return combine_fragments.combine_kernel(self, partials, outputs, splits, self.room(requests, splits))
 
 
 class ShortPartsPlan(FragmentsPlan):

@@ -10,7 +10,6 @@ run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -32,87 +31,13 @@ from mla_var3.kernel.cute_python.lib.latent.fragments import (
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, Shape
 from mla_var3.kernel.cute_python.lib.softmax import exp2, natural_lse
 from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
-from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
-from mla_var3.kernel.cute_python.lib.split.spread import most_splits, spread
+from mla_var3.kernel.cute_python.lib.split.cut import AHEAD, WARP, Room, cut_beside, cut_work
 from mla_var3.runtime import CuteKernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mla_var3.device import Device
     from mla_var3.runtime.plan import KernelPlan
-
-WARP = 32
-SHARE = 4  # parts of a lane, where 16 warps are enough for that
-AHEAD = 8  # parts of a lane in flight together
-MOST_WARPS = 16  # that share a unit
-WIDE = 2  # vectors of a lane, where there are enough of them
-WARPS = 8  # of a block, where there is that much to do
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the work is cut; the code is made for it.
-
-    most: splits. warps: that share the parts of a unit. fine: parts beside each other in a warp. wide: vectors of a
-    lane. units: of 8 / fine rows by 32 · wide columns, a block. per_sm: blocks an SM may hold, or 0 for as many as fit.
-    smem: bytes of shared memory of a block, None for what it needs.
-    """
-
-    most: int
-    warps: int
-    fine: int
-    wide: int
-    units: int
-    per_sm: int
-    smem: int | None
-
-    @property
-    def shares(self) -> int:
-        return self.warps * self.fine
-
-    @property
-    def share(self) -> int:
-        """Parts of a lane."""
-        return -(-self.most // self.shares)
-
-    @property
-    def lanes(self) -> int:
-        """Of a part."""
-        return WARP // self.fine
-
-    @property
-    def smem_bytes(self) -> int:
-        """What the sums and the marks of all shares take in shared memory."""
-        return 4 * self.units * self.shares * (self.lanes * VECTOR + 2 * GROUP // self.fine) if self.shares > 1 else 0
-
-    @property
-    def name(self) -> str:
-        return f"combine_fragments{self.most}x{self.warps}x{self.fine}x{self.wide}x{self.units}x{self.per_sm}"
-
-
-def cut_work(blocks: int, sizes: Fragments, splits: int, device: Device) -> Cut:
-    """The cut for `blocks` blocks of the attention kernel, each in `splits` parts.
-
-    Measured on an H200, all else equal: two vectors a lane 56.5 us and one 57.0 at b16 s1 h128 t8192; 2, 4 and 8 parts
-    a lane 10.37, 10.32 and 10.57 at b1 s1 h128 t4096; units of 8, 4 and 2 rows 42.8, 42.6 and 42.4 at b1 s1 h16
-    t131072.
-    """
-    most = most_splits(splits)
-    pieces = 2 * sizes.groups * sizes.vectors
-    fine = next((f for f in (1, 2) if blocks * pieces * f >= device.num_sms), 4)
-    while fine > 1 and (SHARE * fine > most or most == MAX_SPLITS):
-        fine //= 2
-    warps = min(-(-most // (SHARE * fine)), MOST_WARPS)
-    wide = WIDE if warps * fine == 1 and blocks * pieces >= WIDE * WARPS * device.num_sms else 1
-    pieces = pieces * fine // wide
-    units = max(1, WARPS // warps)
-    if warps >= WARPS and warps * fine * SHARE >= most:  # with more parts a lane, 1024 threads would spill them
-        units = min(max(1, -(-blocks * pieces // device.num_sms)), WARP // warps)
-    units = min(units, pieces)
-    per_sm, smem = spread(blocks * -(-pieces // units), device)
-    cut = Cut(most, warps, fine, wide, units, per_sm, None)
-    return replace(cut, smem=max(cut.smem_bytes, smem)) if per_sm else cut
 
 
 @cute.jit
@@ -150,6 +75,8 @@ def combine_fragments(
 ):
     thread, _, _ = cute.arch.thread_idx()
     block, tile, batch = cute.arch.block_idx()
+    if cutlass.const_expr(cut.lets_go):
+        cute.arch.griddepcontrol_launch_dependents()
     sizes = Fragments.of(shape)
     b = out.shape[0]
     rows = GROUP // cut.fine  # of a unit
@@ -307,7 +234,7 @@ def launch_combine_fragments(
     units = 2 * sizes.groups * (sizes.vectors // cut.wide) * cut.fine
     combine_fragments(parts, marks, out, lse, splits, cut, shape).launch(
         grid=((units + cut.units - 1) // cut.units, sizes.blocks, out.shape[0]),
-        block=(WARP * cut.units * cut.warps, 1, 1),
+        block=(cut.threads, 1, 1),
         smem=cut.smem,
         min_blocks_per_mp=1,
         stream=stream,
@@ -315,13 +242,17 @@ def launch_combine_fragments(
     )
 
 
-def combine_kernel(plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
-    """The second stage: (parts, marks) into outputs (out, lse). Without them, compiles only."""
+def combine_kernel(
+    plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[Any], splits: int, room: Room | None = None
+) -> CuteKernel:
+    """The second stage: (parts, marks) into outputs (out, lse). Without them, compiles only. room: where its blocks
+    leave the SMs of the attention kernel to the next call's; None: its blocks spread over all SMs."""
     pd = plan.problem
     shape = Shape.of(pd)
     sizes = Fragments.of(shape)
     requests = outputs[0].shape[0] if outputs else pd.b
-    cut = cut_work(requests * sizes.blocks, sizes, splits, host.target(plan))
+    work = (requests * sizes.blocks, sizes, splits, host.target(plan))
+    cut = cut_work(*work) if room is None else cut_beside(*work, room)
 
     def arguments() -> tuple[Any, ...]:
         b, elements, floats = host.symbols(3)

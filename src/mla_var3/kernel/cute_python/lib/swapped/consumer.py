@@ -36,6 +36,16 @@ def most_slots(tile_n: int, consumers: int, columns: int, element_bytes: int) ->
     return (SMEM_BYTES - fixed_bytes(tile_n, consumers, columns, element_bytes)) // ring.SLOT_BYTES
 
 
+def storage_bytes(shape: SwappedShape, element_bytes: int, boards: int = 0) -> int:
+    """What `shared_storage` takes, with so many boards more; needs no compiler."""
+    n, consumers = shape.tile_n, shape.consumers
+    barriers = 8 * (2 * shape.slots + 2 * work.DEPTH) + 4 * work.DEPTH
+    total = -(-barriers // 16) * 16 + 4 * consumers * n * (WARPS * (1 + boards) + 1)
+    for tile in (n * (shape.k + shape.p), consumers * n * TOKENS, shape.slots * ring.SLOT_ELEMENTS):
+        total = -(-total // 1024) * 1024 + tile * element_bytes
+    return total
+
+
 # Two consumers with 32 rows each need more registers than a third of the file; then the producer is a warpgroup too.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 

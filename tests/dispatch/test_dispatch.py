@@ -148,6 +148,35 @@ def test_a_time_beside_others_counts_before_a_newer_one_alone() -> None:
     assert kept(*beside, alone, newer) == newer.id
 
 
+def test_runs_are_linked_by_what_both_timed() -> None:
+    """The chip of the second run takes a fifth longer: what was last timed on the first one gains nothing by it."""
+    timed = [("a", "one", 1, 10.0), ("b", "one", 1, 9.5), ("a", "two", 2, 12.0), ("c", "two", 2, 11.0)]
+    level = tables.levelled(timed)
+    assert level == pytest.approx({"a": 12.0, "b": 11.4, "c": 11.0})
+    # Alone, or in a run that nobody knows, a time links nothing; runs that share nothing keep their own times.
+    assert tables.levelled([*timed, ("b", "three", 3, 1.0), ("c", "", 4, 1.0)]) == pytest.approx(level)
+    apart = [("d", "four", 4, 5.0), ("e", "four", 4, 6.0)]
+    assert tables.levelled([*timed, *apart]) == pytest.approx({**level, "d": 5.0, "e": 6.0})
+    assert tables.levelled([("a", "one", 1, 10.0)]) == {}
+
+
+def test_a_good_chip_does_not_decide(toys: None) -> None:
+    def limits(tflops: float) -> dict[str, Any]:
+        return {s: {"matmul_tflops": tflops, "read_gbps": 4600.0, "limit_us": 20.0} for s in cost.STATES}
+
+    cell = {"b": 2, "t": 4096, "h": 16}
+    good = {"at": "2026-01-01T00:00:00Z", "limits": limits(800.0), **cell}
+    bad = {"at": "2026-01-02T00:00:00Z", "limits": limits(700.0), **cell}
+    records = [
+        record(MANY, 40.0, **good),
+        record(FEW, 39.0, **good),
+        record(MANY, 44.0, **bad),
+        record(NEW, 41.0, **bad),
+    ]
+    chosen = choose(MlaProblem(**cell), H200, table=tables.build(records))
+    assert chosen.kernel == NEW
+
+
 def test_a_pick_counts_where_it_ran_with_the_versions_own_knobs() -> None:
     cell, own, other = {"b": 2, "t": 4096, "h": 16}, {"tile": 1}, {"tile": 2}
     named = record(MANY, 50.0, at="2026-01-02T00:00:00Z", tiling=own, **cell)

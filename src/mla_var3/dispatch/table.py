@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +42,9 @@ _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any rec
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. us: geometric mean of the burst and the sustained median, for the limits of devices.json. run:
-    what it shares with the measurements that it took turns with; empty where it is not known."""
+    """One measurement. us: geometric mean of the burst and the sustained median, for the limits of devices.json, as it
+    would be on the chip of the newest run that can be told of (`levelled`). run: what it shares with the measurements
+    that it took turns with; empty where it is not known."""
 
     record: str
     problem: MlaProblem
@@ -228,8 +229,9 @@ def build(records: Iterable[Record]) -> Table:
     record of one state alone does not count: beside means of both, a cool chip's time would win.
 
     Times are brought to the limits of devices.json by the limits of their own run, so that runs on different days and
-    chips can stand beside each other. A version that the dispatcher had picked counts as any other where its knobs were
-    the version's own; what it was measured with otherwise is left out.
+    chips can stand beside each other, and runs of the same problem that have versions in common by those (`levelled`).
+    A version that the dispatcher had picked counts as any other where its knobs were the version's own; what it was
+    measured with otherwise is left out.
     """
     counted = [(record, _run(record)) for record in records if _counts(record)]
     own = {_named(r): r.tiling for r, _ in counted if r.requested in (None, "default")}
@@ -237,19 +239,24 @@ def build(records: Iterable[Record]) -> Table:
     for record, run in counted:
         turns.setdefault(run, set()).add(_named(record))
     newest: dict[Any, tuple[bool, Any, Record, str]] = {}  # beside others, when
+    timed: dict[Any, list[tuple[Any, str, Any, float]]] = {}  # of a device and problem: what, run, when, us
     for record, run in counted:
         picked = getattr(record, "picked_by", None)
         if picked and (record.requested != "dispatch" or own.get(_named(record)) != record.tiling):
             continue
         asked = () if picked else _asked(record)
         key = (record.device, _named(record), asked, _problem(record))
+        problem = key[-1]
+        timed.setdefault((record.device, problem), []).append((key, run, record.at, _time_us(record, problem)))
         worth = (bool(run) and len(turns[run]) > 1, record.at)
         if key not in newest or worth >= newest[key][:2]:
             newest[key] = (*worth, record, run)
     grouped: dict[str, dict[tuple[KernelId, Any], list[Point]]] = {}
     excess: dict[str, list[float]] = {}
-    for (device, kernel, asked, problem), (_, _, record, run) in newest.items():
-        us = _time_us(record, problem)
+    level = {key: us for found in timed.values() for key, us in levelled(found).items()}
+    for key, (_, _, record, run) in newest.items():
+        device, kernel, asked, problem = key
+        us = level.get(key, _time_us(record, problem))
         limit = model.limit_us(problem, Device.get(device))
         grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(
             Point(record.id, problem, round(us, 3), run)
@@ -263,6 +270,43 @@ def build(records: Iterable[Record]) -> Table:
         )
         tables[device] = DeviceTable(device, round(max(1.0, min(excess[device])), 2), recipes)
     return Table(tables)
+
+
+def levelled(timed: Sequence[tuple[Any, str, Any, float]]) -> dict[Any, float]:
+    """Times of one problem, (what, run, when, us), as they would be in one run: the newest of those that are linked.
+
+    A chip at its power limit is up to 6 % slower than another one, and the limits of memory do not show it: a version
+    that was last measured on a good chip would stand before those that were faster beside it. So log us is taken as
+    a[what] + b[run], fitted to all that was timed; runs are linked by what they have in common. What took no turn with
+    anything (a run of its own, or none that is known) is not in the result.
+    """
+    import numpy as np
+
+    runs = {run for _, run, _, _ in timed if run}
+    several = {run for run in runs if len({what for what, other, _, _ in timed if other == run}) > 1}
+    rows = [entry for entry in timed if entry[1] in several]
+    group: dict[Any, Any] = {}  # union of what and runs that are linked, by their first
+
+    def first(node: Any) -> Any:
+        while group.setdefault(node, node) != node:
+            node = group[node]
+        return node
+
+    for what, run, _, _ in rows:
+        group[first(("what", what))] = first(("run", run))
+    found: dict[Any, float] = {}
+    for root in {first(("run", run)) for _, run, _, _ in rows}:
+        part = [entry for entry in rows if first(("run", entry[1])) == root]
+        names = list(dict.fromkeys(what for what, *_ in part))
+        places = list(dict.fromkeys(run for _, run, _, _ in part))
+        matrix = np.zeros((len(part), len(names) + len(places)))
+        for i, (what, run, _, _) in enumerate(part):
+            matrix[i, names.index(what)] = matrix[i, len(names) + places.index(run)] = 1.0
+        fitted = np.linalg.lstsq(matrix, np.log([us for *_, us in part]), rcond=None)[0]
+        newest = max(part, key=lambda entry: entry[2])[1]
+        level = fitted[len(names) + places.index(newest)]
+        found |= {name: math.exp(fitted[i] + level) for i, name in enumerate(names)}
+    return found
 
 
 _KERNEL = {"language", "layer", "design", "version"}

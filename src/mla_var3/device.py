@@ -37,7 +37,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
 
 _REG_UNIT = 256  # registers are handed to a warp in units of 256
 _SMEM_UNIT = 128  # bytes of shared memory, likewise
-_SUBPARTITIONS = 4  # warps of a CTA are spread over the SM's four register files
+SUBPARTITIONS = 4  # warps of a CTA are spread over the SM's four register files
 
 
 @dataclass(frozen=True)
@@ -173,15 +173,15 @@ class Device:
         if registers:
             # A warp's registers lie in one of the SM's four partitions, and a CTA's warps are spread evenly over them.
             per_warp = _round_up(registers * 32, _REG_UNIT)
-            if per_warp * _round_up(warps, _SUBPARTITIONS) > self.regs_per_sm:
+            if per_warp * _round_up(warps, SUBPARTITIONS) > self.regs_per_sm:
                 return 0
-            limits.append(self.regs_per_sm // _SUBPARTITIONS // per_warp * _SUBPARTITIONS // warps)
+            limits.append(self.regs_per_sm // SUBPARTITIONS // per_warp * SUBPARTITIONS // warps)
         return min(limits)
 
     def max_registers(self, threads: int) -> int:
         """Most registers a thread can have at launch with `threads` threads in the CTA (384 threads: 168)."""
-        warps = _round_up(-(-threads // 32), _SUBPARTITIONS)
-        per_warp = self.regs_per_sm // _SUBPARTITIONS // (warps // _SUBPARTITIONS)
+        warps = _round_up(-(-threads // 32), SUBPARTITIONS)
+        per_warp = self.regs_per_sm // SUBPARTITIONS // (warps // SUBPARTITIONS)
         return min(self.max_regs_per_thread, per_warp // _REG_UNIT * _REG_UNIT // 32)
 
     def ceiling(self, quantity: str, state: str) -> Ceiling | None:

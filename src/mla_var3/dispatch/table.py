@@ -37,6 +37,8 @@ NOT_COMPARED = ("mla_var6_plus", "tuning", *ASIDE)
 #: average, and nowhere slower by more than what chips and runs differ by, or, in one run, than what turns do.
 _SHARED, _SLACK, _TURNS = 0.9, 1.06, 1.01
 
+Timed = tuple[Any, str, Any, float]  # what, run, when, us
+
 _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any recorded call took above its limit
 
 
@@ -238,25 +240,26 @@ def build(records: Iterable[Record]) -> Table:
     turns: dict[str, set[KernelId]] = {}
     for record, run in counted:
         turns.setdefault(run, set()).add(_named(record))
-    newest: dict[Any, tuple[bool, Any, Record, str]] = {}  # beside others, when
-    timed: dict[Any, list[tuple[Any, str, Any, float]]] = {}  # of a device and problem: what, run, when, us
+    newest: dict[Any, tuple[bool, Any, Record, str, float]] = {}  # beside others, when
+    timed: dict[Any, list[Timed]] = {}  # of a device and problem
     for record, run in counted:
         picked = getattr(record, "picked_by", None)
         if picked and (record.requested != "dispatch" or own.get(_named(record)) != record.tiling):
             continue
         asked = () if picked else _asked(record)
-        key = (record.device, _named(record), asked, _problem(record))
-        problem = key[-1]
-        timed.setdefault((record.device, problem), []).append((key, run, record.at, _time_us(record, problem)))
+        problem = _problem(record)
+        key = (record.device, _named(record), asked, problem)
+        us = _time_us(record, problem)
+        timed.setdefault((record.device, problem), []).append((key, run, record.at, us))
         worth = (bool(run) and len(turns[run]) > 1, record.at)
         if key not in newest or worth >= newest[key][:2]:
-            newest[key] = (*worth, record, run)
+            newest[key] = (*worth, record, run, us)
     grouped: dict[str, dict[tuple[KernelId, Any], list[Point]]] = {}
     excess: dict[str, list[float]] = {}
     level = {key: us for found in timed.values() for key, us in levelled(found).items()}
-    for key, (_, _, record, run) in newest.items():
+    for key, (_, _, record, run, own_us) in newest.items():
         device, kernel, asked, problem = key
-        us = level.get(key, _time_us(record, problem))
+        us = level.get(key, own_us)
         limit = model.limit_us(problem, Device.get(device))
         grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(
             Point(record.id, problem, round(us, 3), run)
@@ -272,41 +275,42 @@ def build(records: Iterable[Record]) -> Table:
     return Table(tables)
 
 
-def levelled(timed: Sequence[tuple[Any, str, Any, float]]) -> dict[Any, float]:
-    """Times of one problem, (what, run, when, us), as they would be in one run: the newest of those that are linked.
+def levelled(timed: Sequence[Timed]) -> dict[Any, float]:
+    """Times of one problem as they would be in one run: the newest of those that are linked.
 
     A chip at its power limit is up to 6 % slower than another one, and the limits of memory do not show it: a version
     that was last measured on a good chip would stand before those that were faster beside it. So log us is taken as
     a[what] + b[run], fitted to all that was timed; runs are linked by what they have in common. What took no turn with
     anything (a run of its own, or none that is known) is not in the result.
     """
+    by_run: dict[str, list[Timed]] = {}
+    for entry in timed:
+        by_run.setdefault(entry[1], []).append(entry)
+    # What was timed, and its entries, of runs that have some of it in common.
+    linked: list[tuple[set[Any], list[Timed]]] = []
+    for run, entries in by_run.items():
+        names = {what for what, *_ in entries}
+        if not run or len(names) == 1:
+            continue
+        joined = [other for other in linked if not names.isdisjoint(other[0])]
+        linked = [other for other in linked if names.isdisjoint(other[0])]
+        linked.append((names.union(*(theirs for theirs, _ in joined)), sum((rows for _, rows in joined), entries)))
+    return {what: us for _, entries in linked for what, us in _at_newest(entries).items()}
+
+
+def _at_newest(timed: Sequence[Timed]) -> dict[Any, float]:
+    """The fit of `levelled` to runs that are linked, at the newest one's level."""
     import numpy as np
 
-    runs = {run for _, run, _, _ in timed if run}
-    several = {run for run in runs if len({what for what, other, _, _ in timed if other == run}) > 1}
-    rows = [entry for entry in timed if entry[1] in several]
-    group: dict[Any, Any] = {}  # union of what and runs that are linked, by their first
-
-    def first(node: Any) -> Any:
-        while group.setdefault(node, node) != node:
-            node = group[node]
-        return node
-
-    for what, run, _, _ in rows:
-        group[first(("what", what))] = first(("run", run))
-    found: dict[Any, float] = {}
-    for root in {first(("run", run)) for _, run, _, _ in rows}:
-        part = [entry for entry in rows if first(("run", entry[1])) == root]
-        names = list(dict.fromkeys(what for what, *_ in part))
-        places = list(dict.fromkeys(run for _, run, _, _ in part))
-        matrix = np.zeros((len(part), len(names) + len(places)))
-        for i, (what, run, _, _) in enumerate(part):
-            matrix[i, names.index(what)] = matrix[i, len(names) + places.index(run)] = 1.0
-        fitted = np.linalg.lstsq(matrix, np.log([us for *_, us in part]), rcond=None)[0]
-        newest = max(part, key=lambda entry: entry[2])[1]
-        level = fitted[len(names) + places.index(newest)]
-        found |= {name: math.exp(fitted[i] + level) for i, name in enumerate(names)}
-    return found
+    names = list(dict.fromkeys(what for what, *_ in timed))
+    runs = list(dict.fromkeys(run for _, run, _, _ in timed))
+    matrix = np.zeros((len(timed), len(names) + len(runs)))
+    for i, (what, run, _, _) in enumerate(timed):
+        matrix[i, names.index(what)] = matrix[i, len(names) + runs.index(run)] = 1.0
+    fitted = np.linalg.lstsq(matrix, np.log([us for *_, us in timed]), rcond=None)[0]
+    newest = max(timed, key=lambda entry: entry[2])[1]
+    level = fitted[len(names) + runs.index(newest)]
+    return {what: math.exp(fitted[i] + level) for i, what in enumerate(names)}
 
 
 _KERNEL = {"language", "layer", "design", "version"}

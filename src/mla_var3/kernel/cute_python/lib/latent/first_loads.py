@@ -15,13 +15,22 @@ from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 
 @cute.jit
-def pairs_of(num_tiles: Int32, split: Int32, num_splits: Int32, inverse: Int32):
-    """(first, end, alone) of a block's part: pairs of tiles, or, `alone`, tiles, of which it has one or none."""
+def pairs_of(
+    num_tiles: Int32,
+    split: Int32,
+    num_splits: Int32,
+    inverse: Int32,
+    singles: cutlass.Constexpr = True,  # parts may be single tiles
+):
+    """(first, end, alone) of a block's part: pairs of tiles, or, `alone`, tiles, of which it has one or none; None for
+    `alone` where it is never so."""
     first, end = part_of((num_tiles + 1) >> 1, split, num_splits, inverse)
-    alone = num_tiles <= num_splits
-    if alone:
-        first = cutlass.min(split, num_tiles)
-        end = cutlass.min(split + 1, num_tiles)
+    alone = None
+    if cutlass.const_expr(singles):
+        alone = num_tiles <= num_splits
+        if alone:
+            first = cutlass.min(split, num_tiles)
+            end = cutlass.min(split + 1, num_tiles)
     return first, end, alone
 
 
@@ -33,19 +42,16 @@ def guess_page(
     inverse: Int32,
     width: Int32,
     shape: cutlass.Constexpr,
-    singles: cutlass.Constexpr = True,  # parts may be single tiles
+    singles: cutlass.Constexpr = True,  # as for `pairs_of`
 ):
     """Where in its row of the page table, `width` wide, a part begins if the request fills that row."""
     per_page = shape.page // TILE_N
     tiles = width * per_page
+    first, _, alone = pairs_of(tiles, split, num_splits, inverse, singles)
+    tile = 2 * first + stage
     if cutlass.const_expr(singles):
-        first, _, alone = pairs_of(tiles, split, num_splits, inverse)
-        tile = 2 * first + stage
         if alone:
             tile = first
-    else:
-        first, _ = part_of((tiles + 1) >> 1, split, num_splits, inverse)
-        tile = 2 * first + stage
     return cutlass.min(tile, tiles - 1) // per_page
 
 

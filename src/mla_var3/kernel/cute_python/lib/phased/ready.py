@@ -25,7 +25,6 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, TILE_N, visible
 from mla_var3.kernel.cute_python.lib.phased import block as consumers
 from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
-from mla_var3.kernel.cute_python.lib.split.divide import part_of
 
 
 @cute.jit
@@ -102,11 +101,7 @@ def run(
         # Both blocks of a cluster take the tiles of the one that sees more keys.
         most, _ = visible(seq_len, row_tile | 1, shape)
     num_tiles = (most + TILE_N - 1) >> (TILE_N.bit_length() - 1)
-    alone = None
-    if cutlass.const_expr(singles):
-        first, end, alone = first_loads.pairs_of(num_tiles, split, num_splits, inverse)
-    else:
-        first, end = part_of((num_tiles + 1) >> 1, split, num_splits, inverse)
+    first, end, alone = first_loads.pairs_of(num_tiles, split, num_splits, inverse, singles)
 
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

@@ -81,7 +81,7 @@ def combine_fragments(
     b = out.shape[0]
     rows = GROUP // cut.fine  # of a unit
     across = sizes.vectors // cut.wide
-    units = 2 * sizes.groups * across * cut.fine  # of a block of the attention kernel
+    units = cut.units_of(sizes)
     lane = thread % WARP
     warp = cute.arch.make_warp_uniform(thread // WARP)
     mine = warp // cut.warps
@@ -231,9 +231,8 @@ def launch_combine_fragments(
     their weights are known, a second way to L2 and back.
     """
     sizes = Fragments.of(shape)
-    units = 2 * sizes.groups * (sizes.vectors // cut.wide) * cut.fine
     combine_fragments(parts, marks, out, lse, splits, cut, shape).launch(
-        grid=((units + cut.units - 1) // cut.units, sizes.blocks, out.shape[0]),
+        grid=(cut.blocks_of(sizes), sizes.blocks, out.shape[0]),
         block=(cut.threads, 1, 1),
         smem=cut.smem,
         min_blocks_per_mp=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mla_var3.device import SUBPARTITIONS
 from mla_var3.kernel.cute_python.lib.latent.fragments import GROUP, VECTOR
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.kernel.cute_python.lib.split.spread import most_splits, spread
@@ -19,7 +20,6 @@ AHEAD = 8  # parts of a lane in flight together
 MOST_WARPS = 16  # that share a unit
 WIDE = 2  # vectors of a lane, where there are enough of them
 WARPS = 8  # of a block, where there is that much to do
-REGISTER_FILES = 4  # of an SM, each of every fourth warp of a block
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,14 @@ class Cut:
         """What the sums and the marks of all shares take in shared memory."""
         return 4 * self.units * self.shares * (self.lanes * VECTOR + 2 * GROUP // self.fine) if self.shares > 1 else 0
 
+    def units_of(self, sizes: Fragments) -> int:
+        """Units of a block of the attention kernel."""
+        return 2 * sizes.groups * (sizes.vectors // self.wide) * self.fine
+
+    def blocks_of(self, sizes: Fragments) -> int:
+        """Blocks of the combine for a block of the attention kernel."""
+        return -(-self.units_of(sizes) // self.units)
+
     @property
     def name(self) -> str:
         sizes = (self.most, self.warps, self.fine, self.wide, self.units, self.per_sm)
@@ -122,7 +130,7 @@ class Room:
         if self.sms < 1:
             return False
         each = -(-blocks // self.sms)
-        warps = each * -(-cut.units * cut.warps // REGISTER_FILES)
+        warps = each * -(-cut.units * cut.warps // SUBPARTITIONS)
         smem = each * (cut.smem_bytes + device.smem_reserved_per_block)
         return smem <= self.smem and warps * WARP * cut.registers <= self.registers
 
@@ -132,7 +140,6 @@ def cut_beside(blocks: int, sizes: Fragments, splits: int, device: Device, room:
     call, which may come while the combine runs. Where no number of parts a lane does that, `cut_work`."""
     for of_lane in (SHARE, 2 * SHARE, 4 * SHARE):
         cut = cut_work(blocks, sizes, splits, device, of_lane)
-        pieces = 2 * sizes.groups * (sizes.vectors // cut.wide) * cut.fine
-        if room.holds(cut, blocks * -(-pieces // cut.units), device):
+        if room.holds(cut, blocks * cut.blocks_of(sizes), device):
             return replace(cut, per_sm=0, smem=None, lets_go=True)
     return cut_work(blocks, sizes, splits, device)

@@ -24,11 +24,12 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float16, Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from mla_var3.device import SUBPARTITIONS
 from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
 from mla_var3.kernel.cute_python.lib.latent import fragments, order
 from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
-from mla_var3.kernel.cute_python.lib.split.cut import REGISTER_FILES, WARP, Room
+from mla_var3.kernel.cute_python.lib.split.cut import WARP, Room
 from mla_var3.kernel.cute_python.lib.split.divide import inverse_of, part_of
 from mla_var3.kernel.cute_python.lib.swapped import ending, first_loads, halves, halves_ending, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import START, shared_storage, storage_bytes
@@ -204,7 +205,7 @@ class FlashMlaV14Plan(BoxPlan):
         us for 24.3 at b8 s2 h16 t8192, 9.2 for 9.4 at b4 h32 t2048."""
         device, shape = host.target(self), self.shape
         smem = storage_bytes(shape, self.problem.element_bytes, len(BOARDS)) + device.smem_reserved_per_block
-        registers = device.regs_per_sm // REGISTER_FILES
+        registers = device.regs_per_sm // SUBPARTITIONS
         if shape.tile_n < ROW_TILES[-1]:
-            registers -= -(-THREADS // WARP // REGISTER_FILES) * WARP * REGISTERS[shape.tile_n]
+            registers -= -(-THREADS // WARP // SUBPARTITIONS) * WARP * REGISTERS[shape.tile_n]
         return Room(device.num_sms, registers, device.smem_per_sm - smem)

@@ -22,13 +22,14 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
+from mla_var3.device import SUBPARTITIONS
 from mla_var3.kernel.cute_python.lib import host, paged
 from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
 from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsTiling, ShortPartsPlan
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_N
 from mla_var3.kernel.cute_python.lib.phased import ready
-from mla_var3.kernel.cute_python.lib.split.cut import REGISTER_FILES, Room
+from mla_var3.kernel.cute_python.lib.split.cut import Room
 from mla_var3.kernel.cute_python.lib.split.divide import inverse_of
 from mla_var3.runtime import Tiling
 
@@ -122,7 +123,7 @@ class FlashMlaV15Plan(ShortPartsPlan):
     def room(self, requests: int, splits: int) -> Room:
         """The SMs that this version's blocks leave: it takes all registers of its own."""
         device = host.target(self)
-        registers = device.regs_per_sm // REGISTER_FILES
+        registers = device.regs_per_sm // SUBPARTITIONS
         return Room(device.num_sms - self.blocks(requests) * splits, registers, device.smem_per_sm)
 
     def constants(self) -> tuple[Any, ...]:

@@ -138,6 +138,18 @@ def test_tables_of_the_readme_and_of_docs(project: Path) -> None:
     assert check(project, [project / "README.md"]) == ([], [])
 
 
+def test_a_row_names_the_kernel_of_its_record(project: Path) -> None:
+    head = "| cell | kernel | us | r |\n|---|---|---|---|\n"
+    page = project / "README.md"
+    page.write_text(head + f"| a | triton/flash_mla_v1 | 220.2 | [r:{FAST} burst] |\n")
+    assert check(project) == ([], [])
+    page.write_text(head + f"| a | triton/flash_mla_v16 | 220.2 | [r:{FAST} burst] |\n")
+    failures, _ = check(project)
+    assert failures == [
+        f"README.md:3: [r:{FAST} burst] is a record of triton/flash_mla_v1, and its row names triton/flash_mla_v16"
+    ]
+
+
 def test_root(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project / "devlogs" / "flash_mla")
     assert find_root() == project

@@ -14,6 +14,8 @@ error) the nearest number. A citation without expressions covers nothing and onl
 A figure is a number with a unit of `values.UNITS`, or a number in a table column whose header names one: "burst (us)",
 "TFLOP/s". The record's value, rounded to the digits that are written, must be what is written. Fenced blocks of code,
 HTML comments and link targets hold no figures; inline code holds figures, and no citations.
+
+A table row that names kernels (cute-dsl/flash_mla_v1) names that of each record that it cites.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Literal
 
 from mla_var3.devlog import values
 from mla_var3.devlog.values import Record, Unknown, Value
+from mla_var3.kernel.registry import LANGUAGES, KernelId
 
 Require = Literal["all", "tables", "none"]
 
@@ -43,6 +46,7 @@ _CODE_FENCES = frozenset(
     ("bash", "sh", "shell", "console", "python", "py", "yaml", "toml", "json", "c", "cpp", "ptx", "diff")
 )
 _MIN_PREFIX = 6
+_KERNELS = re.compile(rf"(?<![\w/.-])(?:{'|'.join(LANGUAGES)})/[a-z]\w*")
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,8 @@ def check_text(
             line = segment.line(match.start())
             findings += (Finding(line, message) for message in _check_citation(match, before, records))
             previous = match.end()
+            if segment.table:
+                findings += (Finding(line, m) for m in _misnamed(match, segment.text[: match.start()], records))
         if require == "all" or (require == "tables" and segment.table):
             findings += (
                 Finding(segment.line(n.start), f"{n} has no record beside it: add [r:ID expression] after it")
@@ -260,6 +266,20 @@ def _check_citation(match: re.Match[str], before: list[_Number], records: Mappin
         if value is not None:
             pairs.append((number, expression, value))
     yield from _differences(reversed(pairs), match[0])
+
+
+def _misnamed(match: re.Match[str], before: str, records: Mapping[str, Record]) -> Iterator[str]:
+    """Whether the kernels that a row names before a citation lack the record's. An unknown record is told elsewhere."""
+    body, named = _BODY.fullmatch(match["body"]), _KERNELS.findall(before)
+    if not body or not named:
+        return
+    try:
+        kernel = find_record(records, body["id"])["kernel"]
+    except Unknown:
+        return
+    label = KernelId(*(kernel[name] for name in ("language", "layer", "design", "version"))).label
+    if label not in named:
+        yield f"{match[0]} is a record of {label}, and its row names {', '.join(named)}"
 
 
 def _differences(pairs: Iterable[tuple[_Number, str, Value]], citation: str) -> Iterator[str]:

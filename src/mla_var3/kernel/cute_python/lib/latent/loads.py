@@ -6,12 +6,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
-from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS
+from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
+from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, EVEN, ODD, THREADS
 from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.paged import BOX, EVICT_FIRST, load_panels, partition_boxes
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
 BOTH = 0b11  # multicast mask of a cluster's two blocks
+EVEN_ASKED = 9  # named barrier of the producers: the even tile of the first pair has been asked for
+
+# When the odd tile of a block's first pair is asked for: with the even one; once that has been asked for; or, where
+# the block has no other pair, once it is there. All blocks of a call start at once, and the memory answers in any order
+# what they ask for together, while the first scores wait for one tile.
+TOGETHER, ASKED, THERE = range(3)
 
 
 def shared_loads(shape: Shape) -> bool:
@@ -101,6 +108,8 @@ def produce(
     guess: Int32 | None = None,  # an entry of `pages`
     guessed: Int32 | None = None,  # what it holds, asked for earlier
     alone: cutlass.Boolean | None = None,  # not None and true: first and end are tiles, of the even stage
+    odd_tile: cutlass.Constexpr = TOGETHER,  # when it is asked for; other than at once, only where `alone` is None
+    last_even: cute.Pointer | None = None,  # mbarrier, shared memory: of the even tile's panel that is read last
 ):
     """One warp keeps one part of one stage filled, for its block or, with `shares`, for both of a cluster: `empty` then
     counts both blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
@@ -115,7 +124,7 @@ def produce(
     if cutlass.const_expr(alone is not None):
         if alone:
             tiles = Int32(1)
-            if cutlass.const_expr(stage == 1):
+            if cutlass.const_expr(stage == ODD):
                 end = first
     for pair in cutlass.range(first, end, unroll=1):
         tile = cutlass.min(tiles * pair + stage, num_tiles - 1)
@@ -126,10 +135,19 @@ def produce(
             if tile // per_page != guess:
                 page = pages[tile // per_page]
         cute.arch.mbarrier_wait(empty, ((pair - first) & 1) ^ 1)
+        if cutlass.const_expr(odd_tile != TOGETHER and stage == ODD):
+            if pair == first:
+                named_sync(EVEN_ASKED, THREADS - CONSUMERS)
+            if cutlass.const_expr(odd_tile == THERE):
+                if pair == first and first + 1 == end:
+                    cute.arch.mbarrier_wait(last_even, 0)
         if cutlass.const_expr(shares):
             load_shared_panels(tma, boxes, panels, full, tile % per_page, page, rank, columns, stage)
         else:
             load_panels(tma, boxes, panels, full, tile % per_page, page, columns, stage, EVICT_FIRST)
+        if cutlass.const_expr(odd_tile != TOGETHER and stage == EVEN):
+            if pair == first:
+                named_arrive(EVEN_ASKED, THREADS - CONSUMERS)
 
 
 @cute.jit
@@ -150,13 +168,16 @@ def produce_parts(
     guess: Int32 | None = None,
     guessed: Int32 | None = None,
     alone: cutlass.Boolean | None = None,
+    odd_tile: cutlass.Constexpr = TOGETHER,
 ):
     """What the producing warpgroup does: one warp for each part of each stage (`produce`)."""
     boxes, panels = partition_boxes(tma, cache, kv_base, shape, STAGES)
+    last_even = full + shape.part(EVEN, ODD)[-1]
     for part in cutlass.range_constexpr(2 * STAGES):
         if warp == CONSUMERS // 32 + part:
             columns = shape.part(part // 2, part % 2)
             produce(
                 tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
                 row_tile % 2, shape.page, part // 2, columns, shares, guess, guessed, alone,
+                odd_tile, last_even,
             )  # fmt: skip

@@ -26,6 +26,7 @@ from mla_var3.kernel.cute_python.lib.latent.consumer import (
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, work_range
 from mla_var3.kernel.cute_python.lib.phased import block as consumers
 from mla_var3.kernel.cute_python.lib.phased import short
+from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
 
 BARRIERS_MADE = 8  # named barrier of a block without a cluster, behind `lib.latent.consumer`'s
 
@@ -48,13 +49,17 @@ def run(
     as_fragments: cutlass.Constexpr = False,  # as for `block.consume`
     by_tiles: cutlass.Constexpr = False,  # where there are as many parts as tiles, each is one
     apart: cutlass.Constexpr = False,  # as for `short.consume`, with by_tiles
+    odd_tile: cutlass.Constexpr = loads.TOGETHER,  # as for `loads.produce`
+    dependent: cutlass.Constexpr = False,  # launched so that it may be there before the kernel before it has ended
 ):
     """The block of a row tile and kv head (x), split (y) and request (z) of the grid; P is 0 in rows of padding."""
     dtype = q.element_type
     thread, _, _ = cute.arch.thread_idx()
     block, split, rank = cute.arch.block_idx()
-    # Asked for before anything else: right if blocks take the requests in the order of the batch.
-    seq_len = seq_lens[rank]
+    seq_len = Int32(0)
+    if cutlass.const_expr(not dependent):
+        # Asked for before anything else: right if blocks take the requests in the order of the batch.
+        seq_len = seq_lens[rank]
     row_tile = block % shape.row_tiles
     kv_head = block // shape.row_tiles
     shares = loads.shared_loads(shape)
@@ -62,7 +67,8 @@ def run(
     guess, guessed = Int32(-1), Int32(0)
     if warp >= CONSUMERS // 32:
         guess = loads.guess_page(warp - CONSUMERS // 32, split, num_splits, page_table.shape[1], shape, by_tiles)
-        guessed = page_table[rank, guess]
+        if cutlass.const_expr(not dependent):
+            guessed = page_table[rank, guess]
     q_layout = wgmma.k_major_layout(dtype, (TILE_M, shape.k + shape.p))
     storage = SmemAllocator().allocate(shared_storage(shape, dtype, ("row_max",)))
     q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
@@ -79,6 +85,14 @@ def run(
         cute.arch.cluster_arrive_relaxed()
     elif warp < CONSUMERS // 32:
         named_arrive(BARRIERS_MADE, THREADS)
+    if cutlass.const_expr(dependent):
+        of_page = page_table[rank, None].iterator + cutlass.max(guess, 0)
+        of_length = seq_lens.iterator + rank
+        # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+        wait_with(of_page.toint() | of_length.toint())
+        seq_len = cute.make_tensor(of_length, cute.make_layout(1))[0]
+        if warp >= CONSUMERS // 32:
+            guessed = cute.make_tensor(of_page, cute.make_layout(1))[0]
     first_row = row_tile * TILE_M
     if warp < CONSUMERS // 32:
         rows.issue_query_rows(
@@ -118,7 +132,7 @@ def run(
             guess = Int32(-1)
         loads.produce_parts(
             tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
-            num_tiles, warp, row_tile, shape, shares, guess, guessed, alone,
+            num_tiles, warp, row_tile, shape, shares, guess, guessed, alone, odd_tile,
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)

@@ -1,0 +1,83 @@
+"""cute-dsl/flash_mla_v16 without a GPU: one tile is asked for first, and the loop is version 8's."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from reading_sass import first_at, instructions, overwritten_operands
+
+from mla_var3.device import Device
+from mla_var3.diagnosis.loops import inner_loops
+from mla_var3.problem import MlaProblem
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+
+from mla_var3.kernel.cute_python.lib.latent.loads import EVEN_ASKED
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v8.flash_mla_v8 import FlashMlaV8Plan, FlashMlaV8Tiling
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v16.flash_mla_v16 import FlashMlaV16Plan, FlashMlaV16Tiling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+H200 = Device.get("h200")
+MEMORY = r"\b(LDG|LDGSTS|UTMALDG|STG|ATOMG|RED)\b"
+
+
+def compiled(plan: Any, folder: Path) -> tuple[list[str], list[Any]]:
+    """Instructions of the attention kernel, and its loops of products."""
+    main = plan.plan_empty().compile(folder, H200, keep=("sass",)).stages[0]
+    sass = main.artefacts["sass"].read_text()
+    assert (main.resources.registers, main.resources.spill_bytes, main.warnings) == (168, 0, ())
+    assert overwritten_operands(sass) == []
+    return instructions(sass), [loop for loop in inner_loops(sass) if loop.counts()["HGMMA"]]
+
+
+def asks_for_one_tile_first(lines: list[str]) -> None:
+    """Of the four producers in the code, the even stage's two tell of their loads, and the odd stage's two wait."""
+    told = [i for i, line in enumerate(lines) if re.search(rf"BAR\.ARV {EVEN_ASKED:#x}, 0x80", line)]
+    waited = [i for i, line in enumerate(lines) if re.search(rf"BAR\.SYNC\S* {EVEN_ASKED:#x}, 0x80", line)]
+    loads = [i for i, line in enumerate(lines) if "UTMALDG" in line]
+    assert len(told) == len(waited) == 2 and told[1] < waited[0]
+    for begin, end in zip([0, told[0]], told, strict=True):
+        assert any(begin < i < end for i in loads)
+    for begin, end in zip(waited, [waited[1], len(lines)], strict=True):
+        assert any(begin < i < end for i in loads)
+    assert not any(told[1] < i < waited[0] for i in loads)
+
+
+def test_one_tile_is_asked_for_first_and_the_loop_is_version_8s(tmp_path: Path) -> None:
+    problem = MlaProblem(h=128, t=4096)
+    lines, loops = compiled(FlashMlaV16Plan(problem, FlashMlaV16Tiling(num_splits=2), H200), tmp_path)
+    asks_for_one_tile_first(lines)
+    assert not any("ACQBULK" in line for line in lines)
+    _, older = compiled(FlashMlaV8Plan(problem, FlashMlaV8Tiling(num_splits=2), H200), tmp_path)
+    for old, new in zip(older, loops, strict=True):
+        assert len(new.near) == len(old.near) and new.counts()["HGMMA"] == old.counts()["HGMMA"]
+        assert new.counts()["NANOSLEEP"] == 0
+
+
+def test_a_dependent_touches_no_memory_ahead_of_its_wait(tmp_path: Path) -> None:
+    problem = MlaProblem(h=64, t=4096, dtype="fp16")
+    plan = FlashMlaV16Plan(problem, FlashMlaV16Tiling(num_splits=32, dependent=True), H200)
+    lines, loops = compiled(plan, tmp_path)
+    asks_for_one_tile_first(lines)
+    waits = [i for i, line in enumerate(lines) if "ACQBULK" in line]
+    made = [i for i, line in enumerate(lines) if "SYNCS.EXCH.64" in line]
+    assert len(waits) == 1 and made[-1] < waits[0] < first_at(lines, MEMORY)
+    assert loops and all(loop.counts()["NANOSLEEP"] == 0 for loop in loops)
+    assert not any("POPC" in line for line in lines)  # nor does it look for its place among the requests
+
+
+def test_blocks_are_dependents_where_a_part_is_a_pair() -> None:
+    def chosen(**fields: Any) -> tuple[int, bool]:
+        plan = FlashMlaV16Plan(MlaProblem(**fields), None, H200)
+        return plan.num_splits(plan.problem.b, plan.problem.max_pages), bool(plan.tiling.dependent)
+
+    assert chosen(b=1, h=128, t=4096) == (32, True)
+    assert chosen(b=1, h=128, t=1024) == (8, True)  # never more parts than pairs
+    assert chosen(b=32, h=128, t=4096) == (2, False)
+    assert chosen(b=64, h=128, t=128) == (1, False)
+    verdict = FlashMlaV16Tiling(num_splits=300).validate(MlaProblem(), H200)
+    assert not verdict and "num_splits" in verdict.reason

@@ -1,4 +1,5 @@
-"""cute-dsl/flash_mla_v16 without a GPU: one tile is asked for first, and the loop is version 8's."""
+"""cute-dsl/flash_mla_v16 and v17 without a GPU: one tile is asked for first, the loop is version 8's, and who loads for
+whom."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from mla_var3.kernel.cute_python.lib.latent.loads import EVEN_ASKED
+from mla_var3.kernel.cute_python.lib.latent.loads import EVEN_ASKED, shared_loads
+from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v8.flash_mla_v8 import FlashMlaV8Plan, FlashMlaV8Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v16.flash_mla_v16 import FlashMlaV16Plan, FlashMlaV16Tiling
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v17.flash_mla_v17 import FlashMlaV17Plan, FlashMlaV17Tiling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,3 +84,17 @@ def test_blocks_are_dependents_where_a_part_is_a_pair() -> None:
     assert chosen(b=64, h=128, t=128) == (1, False)
     verdict = FlashMlaV16Tiling(num_splits=300).validate(MlaProblem(), H200)
     assert not verdict and "num_splits" in verdict.reason
+
+
+def test_four_row_tiles_of_version_17_load_for_each_other(tmp_path: Path) -> None:
+    def arrivals(plan: Any) -> int:
+        """Warps' signals to the blocks of the cluster that a part of a stage is free."""
+        lines, _ = compiled(plan, tmp_path)
+        assert sum("UTMALDG" in line and "MULTICAST" in line for line in lines) == 18
+        return sum("SYNCS.ARRIVE.TRANS64.RED" in line for line in lines)
+
+    problem = MlaProblem(h=128, s=2, t=4096)
+    two = arrivals(FlashMlaV16Plan(problem, FlashMlaV16Tiling(num_splits=2), H200))
+    assert arrivals(FlashMlaV17Plan(problem, FlashMlaV17Tiling(num_splits=2), H200)) == 2 * two > 0
+    sizes = {s: [shared_loads(Shape.of(MlaProblem(h=64, s=s)), most) for most in (2, 4)] for s in (1, 2, 4, 6, 8)}
+    assert sizes == {1: [0, 0], 2: [2, 2], 4: [2, 4], 6: [2, 2], 8: [2, 4]}

@@ -1,4 +1,4 @@
-"""Filling the two stages, by one block for itself or by the two blocks of a cluster for both."""
+"""Filling the two stages, by one block for itself or by the blocks of a cluster, two or four, for all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.paged import BOX, EVICT_FIRST, load_panels, partition_boxes
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
-BOTH = 0b11  # multicast mask of a cluster's two blocks
 EVEN_ASKED = 9  # named barrier of the producers: the even tile of the first pair has been asked for
 
 # When the odd tile of a block's first pair is asked for: with the even one; once that has been asked for; or, where
@@ -21,9 +20,10 @@ EVEN_ASKED = 9  # named barrier of the producers: the even tile of the first pai
 TOGETHER, ASKED, THERE = range(3)
 
 
-def shared_loads(shape: Shape) -> bool:
-    """Whether two row tiles of a request can form a cluster and load the cache for each other."""
-    return shape.row_tiles % 2 == 0
+def shared_loads(shape: Shape, most: int = 2) -> int:
+    """How many row tiles of a request form a cluster and load the cache for each other: 2, or 4 if `most` allows; 0
+    where that leaves some over."""
+    return next((blocks for blocks in (4, 2) if blocks <= most and shape.row_tiles % blocks == 0), 0)
 
 
 @cute.jit
@@ -34,11 +34,11 @@ def init_barriers(
     shares: cutlass.Constexpr,
 ):
     """One thread's work before the block's barrier: `full` waits for bytes, `empty` for the warps of a part's reader,
-    in both blocks with `shares`."""
+    in all blocks with `shares`."""
     for i in cutlass.range_constexpr(STAGES * shape.panels):
         cute.arch.mbarrier_init(full + i, 1)
     for i in cutlass.range_constexpr(2 * STAGES):
-        cute.arch.mbarrier_init(empty + i, (2 if shares else 1) * WARPGROUP // 32)
+        cute.arch.mbarrier_init(empty + i, max(shares, 1) * WARPGROUP // 32)
 
 
 @cute.jit
@@ -49,22 +49,23 @@ def load_shared_panels(
     full: cute.Pointer,  # mbarriers of the stage, shared memory: one a panel
     token_box: Int32,
     page: Int32,
-    rank: Int32,  # of this block in its cluster of two
+    rank: Int32,  # of this block in its cluster
     columns: cutlass.Constexpr,  # which column boxes, a tuple
     stage: cutlass.Constexpr,
+    blocks: cutlass.Constexpr,  # of the cluster
 ):
-    """`paged.load_panels` by two blocks for both: each expects every panel and asks for every second one."""
+    """`paged.load_panels` by the blocks of a cluster for all: each expects every panel and asks for its share."""
     for i in cutlass.range_constexpr(len(columns)):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + columns[i], BOX * BOX * 2)
     for i in cutlass.range_constexpr(len(columns)):
-        if rank == columns[i] % 2:
+        if rank == columns[i] % blocks:
             cute.copy(
                 atom,
                 boxes[None, token_box, columns[i], page],
                 panels[None, columns[i], stage],
                 tma_bar_ptr=full + columns[i],
-                mcast_mask=Int16(BOTH),
+                mcast_mask=Int16((1 << blocks) - 1),
                 cache_policy=Int64(EVICT_FIRST),
             )
 
@@ -111,8 +112,8 @@ def produce(
     odd_tile: cutlass.Constexpr = TOGETHER,  # when it is asked for; other than at once, only where `alone` is None
     last_even: cute.Pointer | None = None,  # mbarrier, shared memory: of the even tile's panel that is read last
 ):
-    """One warp keeps one part of one stage filled, for its block or, with `shares`, for both of a cluster: `empty` then
-    counts both blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
+    """One warp keeps one part of one stage filled, for its block or, with `shares`, for all of a cluster: `empty` then
+    counts all blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
     zeroed like any token past the end, and no table entry past the end is read.
 
     No block leaves while the other may still signal or write it, without a barrier at the end: parts are freed for a
@@ -142,7 +143,7 @@ def produce(
                 if pair == first and first + 1 == end:
                     cute.arch.mbarrier_wait(last_even, 0)
         if cutlass.const_expr(shares):
-            load_shared_panels(tma, boxes, panels, full, tile % per_page, page, rank, columns, stage)
+            load_shared_panels(tma, boxes, panels, full, tile % per_page, page, rank, columns, stage, shares)
         else:
             load_panels(tma, boxes, panels, full, tile % per_page, page, columns, stage, EVICT_FIRST)
         if cutlass.const_expr(odd_tile != TOGETHER and stage == EVEN):
@@ -178,6 +179,6 @@ def produce_parts(
             columns = shape.part(part // 2, part % 2)
             produce(
                 tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                row_tile % 2, shape.page, part // 2, columns, shares, guess, guessed, alone,
+                row_tile % max(shares, 1), shape.page, part // 2, columns, shares, guess, guessed, alone,
                 odd_tile, last_even,
             )  # fmt: skip

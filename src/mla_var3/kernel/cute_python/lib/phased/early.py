@@ -50,6 +50,7 @@ def run(
     by_tiles: cutlass.Constexpr = False,  # where there are as many parts as tiles, each is one
     apart: cutlass.Constexpr = False,  # as for `short.consume`, with by_tiles
     odd_tile: cutlass.Constexpr = loads.TOGETHER,  # as for `loads.produce`
+    most: cutlass.Constexpr = 2,  # blocks of a cluster
     dependent: cutlass.Constexpr = False,  # launched so that it may be there before the kernel before it has ended
 ):
     """The block of a row tile and kv head (x), split (y) and request (z) of the grid; P is 0 in rows of padding."""
@@ -62,7 +63,7 @@ def run(
         seq_len = seq_lens[rank]
     row_tile = block % shape.row_tiles
     kv_head = block // shape.row_tiles
-    shares = loads.shared_loads(shape)
+    shares = loads.shared_loads(shape, most)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     guess, guessed = Int32(-1), Int32(0)
     if warp >= CONSUMERS // 32:
@@ -117,11 +118,12 @@ def run(
         first, end, num_tiles, least = work_range(seq_len, row_tile, split, num_splits, shape)
     if cutlass.const_expr(shares):
         if cutlass.const_expr(shape.causal):
-            # Both blocks of a cluster take the tiles of the one that sees more keys.
+            # All blocks of a cluster take the tiles of the one that sees most keys.
+            last = row_tile | (shares - 1)
             if cutlass.const_expr(by_tiles):
-                first, end, num_tiles, _, alone = short.part_range(seq_len, row_tile | 1, split, num_splits, shape)
+                first, end, num_tiles, _, alone = short.part_range(seq_len, last, split, num_splits, shape)
             else:
-                first, end, num_tiles, _ = work_range(seq_len, row_tile | 1, split, num_splits, shape)
+                first, end, num_tiles, _ = work_range(seq_len, last, split, num_splits, shape)
         cute.arch.cluster_wait()
 
     if warp >= CONSUMERS // 32:

@@ -114,13 +114,13 @@ def issue_panel(w: cutlass.Constexpr, panel: cutlass.Constexpr, zero_init: cutla
 
 @cute.jit
 def free(w: cutlass.Constexpr, stage: cutlass.Constexpr):
-    """This warp no longer reads this consumer's part of a stage: tells the block's producer and, where two blocks
-    share what they load, the other's."""
+    """This warp no longer reads this consumer's part of a stage: tells the block's producer and, where blocks
+    share what they load, the others'."""
     part = w.empty + (2 * stage + w.me)
     if cutlass.const_expr(w.shares):
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(part, 0)
-            cute.arch.mbarrier_arrive(part, 1)
+            for block in cutlass.range_constexpr(w.shares):
+                cute.arch.mbarrier_arrive(part, block)
     else:
         release(part)
 

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from reading_sass import first_at, instructions, overwritten_operands
+from reading_sass import instructions, overwritten_operands, waits_first
 
 from mla_var3.device import Device
 from mla_var3.diagnosis.loops import inner_loops
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = Device.get("h200")
-MEMORY = r"\b(LDG|LDGSTS|UTMALDG|STG|ATOMG|RED)\b"
 
 
 def compiled(plan: Any, folder: Path) -> tuple[list[str], list[Any]]:
@@ -66,9 +65,7 @@ def test_a_dependent_touches_no_memory_ahead_of_its_wait(tmp_path: Path) -> None
     plan = FlashMlaV16Plan(problem, FlashMlaV16Tiling(num_splits=32, dependent=True), H200)
     lines, loops = compiled(plan, tmp_path)
     asks_for_one_tile_first(lines)
-    waits = [i for i, line in enumerate(lines) if "ACQBULK" in line]
-    made = [i for i, line in enumerate(lines) if "SYNCS.EXCH.64" in line]
-    assert len(waits) == 1 and made[-1] < waits[0] < first_at(lines, MEMORY)
+    waits_first(lines)
     assert loops and all(loop.counts()["NANOSLEEP"] == 0 for loop in loops)
     assert not any("POPC" in line for line in lines)  # nor does it look for its place among the requests
 

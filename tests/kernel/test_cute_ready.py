@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from reading_sass import first_at, instructions, overwritten_operands
+from reading_sass import MEMORY, first_at, instructions, overwritten_operands, waits_first
 
 from mla_var3.device import Device
 from mla_var3.diagnosis.loops import inner_loops
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = Device.get("h200")
-MEMORY = r"\b(LDG|LDGSTS|UTMALDG|STG|ATOMG|RED)\b"
 
 
 def cut_of(plan: Any, requests: int, splits: int) -> Cut:
@@ -54,21 +53,16 @@ def compiled(plan: Any, folder: Path, fields: dict[str, Any], **tiling: Any) -> 
     return made, (main, second), instructions(sass)
 
 
-def waits_first(lines: list[str]) -> None:
-    """Barriers are made ahead of the one wait for the kernel before, and memory is not touched; nothing is divided
-    behind it."""
-    waits = [i for i, line in enumerate(lines) if "ACQBULK" in line]
-    assert len(waits) == 1
-    made = [i for i, line in enumerate(lines) if "SYNCS.EXCH.64" in line]
-    assert made and made[-1] < waits[0] < first_at(lines, MEMORY)
-    load = first_at(lines, "UTMALDG")
-    assert not any("I2F" in line or "MUFU.RCP" in line for line in lines[waits[0] : load])
+def divides_nothing(lines: list[str]) -> None:
+    """Barriers are made ahead of the one wait for the kernel before, and nothing is divided behind it."""
+    wait, load = waits_first(lines), first_at(lines, "UTMALDG")
+    assert not any("I2F" in line or "MUFU.RCP" in line for line in lines[wait:load])
 
 
 @pytest.mark.parametrize("fields", [{"h": 8}, {"h": 16, "dtype": "fp16"}, {"h": 16, "s": 2, "causal": True}])
 def test_few_rows_wait_first_and_leave_room(tmp_path: Path, fields: dict[str, Any]) -> None:
     plan, (main, second), lines = compiled(FlashMlaV14Plan, tmp_path, fields)
-    waits_first(lines)
+    divides_nothing(lines)
     # The next kernel's blocks are let come behind the products.
     assert first_at(lines, "PREEXIT") > max(i for i, line in enumerate(lines) if "HGMMA" in line)
     shape = plan.shape
@@ -86,7 +80,7 @@ def test_few_rows_wait_first_and_leave_room(tmp_path: Path, fields: dict[str, An
 @pytest.mark.parametrize(("h", "singles"), [(128, False), (64, True)])
 def test_many_rows_wait_first(tmp_path: Path, h: int, singles: bool) -> None:
     _, (main, _), lines = compiled(FlashMlaV15Plan, tmp_path, {"h": h}, singles=singles)
-    waits_first(lines)
+    divides_nothing(lines)
     assert main.resources.registers == 168
 
 

@@ -69,7 +69,7 @@ def make_barriers(
     stage = full + (part >> 1) * shape.panels
     own = cutlass.const_expr(len(shape.left))
     with cute.arch.elect_one():
-        cute.arch.mbarrier_init(empty + part, (2 if shares else 1) * WARPGROUP // 32)
+        cute.arch.mbarrier_init(empty + part, max(shares, 1) * WARPGROUP // 32)
         for i in cutlass.range_constexpr(own):
             cute.arch.mbarrier_init(stage + (part & 1) * own + i, 1)
         if (part >> 1) != (part & 1):  # the part with the rope's box (`Shape.part`)

@@ -16,9 +16,7 @@ come from `seq_lens` on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -28,9 +26,8 @@ from cutlass import Float32, Int32
 from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsTiling, ShortPartsPlan
 from mla_var3.kernel.cute_python.lib.phased import early
-from mla_var3.runtime import Tiling
+from mla_var3.kernel.cute_python.lib.phased.plan import PairsPlan, PairsTiling
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -96,30 +93,13 @@ def launch_flash_mla_v16(
 
 # ------------------------------------------------------------------------------------------------ plan
 @dataclass(frozen=True)
-class FlashMlaV16Tiling(PartsTiling):
-    """The tiling of `ShortPartsPlan`. dependent: blocks may be there before the kernel before has ended, take requests
-    in the order of the batch, and with a single pair ask for the odd tile when the even one has come."""
-
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {**PartsTiling.choices, "dependent": (False, True)}
-
-    dependent: bool = False
+class FlashMlaV16Tiling(PairsTiling):
+    """The tiling of `PairsPlan`."""
 
 
-class FlashMlaV16Plan(ShortPartsPlan):
+class FlashMlaV16Plan(PairsPlan):
     """Plan of flash_mla_v16."""
 
     tiling_type = FlashMlaV16Tiling
     kernel_fn = staticmethod(flash_mla_v16)
     host_fn = staticmethod(launch_flash_mla_v16)
-
-    def default_tiling(self) -> Tiling:
-        """Dependents where the model of splits takes as many parts as there are pairs."""
-        pd = self.problem
-        splits = self.equal_splits(pd.b, pd.max_pages)
-        return self.tiling_type(dependent=1 < splits == self._pairs(pd.max_pages))
-
-    def equal_splits(self, b: int, max_pages: int) -> int:
-        return min(super().equal_splits(b, max_pages), self._pairs(max_pages))
-
-    def constants(self) -> tuple[Any, ...]:
-        return (*super().constants(), self.tiling.dependent)

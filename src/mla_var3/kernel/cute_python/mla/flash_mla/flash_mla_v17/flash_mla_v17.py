@@ -26,9 +26,8 @@ from cutlass import Float32, Int32
 from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.latent import loads
 from mla_var3.kernel.cute_python.lib.latent.consumer import THREADS
-from mla_var3.kernel.cute_python.lib.latent.parts_plan import PartsTiling, ShortPartsPlan
 from mla_var3.kernel.cute_python.lib.phased import early
-from mla_var3.runtime import Tiling
+from mla_var3.kernel.cute_python.lib.phased.plan import PairsPlan, PairsTiling
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -96,36 +95,20 @@ def launch_flash_mla_v17(
 
 # ------------------------------------------------------------------------------------------------ plan
 @dataclass(frozen=True)
-class FlashMlaV17Tiling(PartsTiling):
-    """The tiling of `ShortPartsPlan`. dependent: blocks may be there before the kernel before has ended, take requests
-    in the order of the batch, and with a single pair ask for the odd tile when the even one has come. cluster: its
-    blocks, at most."""
+class FlashMlaV17Tiling(PairsTiling):
+    """The tiling of `PairsPlan`. cluster: its blocks, at most."""
 
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **PartsTiling.choices,
-        "dependent": (False, True),
-        "cluster": (2, 4),
-    }
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {**PairsTiling.choices, "cluster": (2, 4)}
 
-    dependent: bool = False
     cluster: int = 4
 
 
-class FlashMlaV17Plan(ShortPartsPlan):
+class FlashMlaV17Plan(PairsPlan):
     """Plan of flash_mla_v17."""
 
     tiling_type = FlashMlaV17Tiling
     kernel_fn = staticmethod(flash_mla_v17)
     host_fn = staticmethod(launch_flash_mla_v17)
 
-    def default_tiling(self) -> Tiling:
-        """Dependents where the model of splits takes as many parts as there are pairs."""
-        pd = self.problem
-        splits = self.equal_splits(pd.b, pd.max_pages)
-        return self.tiling_type(dependent=1 < splits == self._pairs(pd.max_pages))
-
-    def equal_splits(self, b: int, max_pages: int) -> int:
-        return min(super().equal_splits(b, max_pages), self._pairs(max_pages))
-
     def constants(self) -> tuple[Any, ...]:
-        return (*super().constants(), self.tiling.dependent, self.tiling.cluster)
+        return (*super().constants(), self.tiling.cluster)

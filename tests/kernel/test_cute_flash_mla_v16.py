@@ -15,7 +15,7 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from mla_var3.kernel.cute_python.lib.latent.loads import EVEN_ASKED, shared_loads
+from mla_var3.kernel.cute_python.lib.latent.loads import EVEN_ASKED, EVEN_ASKED_THREADS, shared_loads
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v8.flash_mla_v8 import FlashMlaV8Plan, FlashMlaV8Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v16.flash_mla_v16 import FlashMlaV16Plan, FlashMlaV16Tiling
@@ -37,11 +37,16 @@ def compiled(plan: Any, folder: Path) -> tuple[list[str], list[Any]]:
 
 
 def asks_for_one_tile_first(lines: list[str]) -> None:
-    """Of the four producers in the code, the even stage's two tell of their loads, and the odd stage's two wait."""
-    told = [i for i, line in enumerate(lines) if re.search(rf"BAR\.ARV {EVEN_ASKED:#x}, 0x80", line)]
-    waited = [i for i, line in enumerate(lines) if re.search(rf"BAR\.SYNC\S* {EVEN_ASKED:#x}, 0x80", line)]
+    """Of the four producers in the code, the even stage's two tell of their loads, and the odd stage's two wait, each
+    at a barrier of its own."""
+    ids = rf"0x({EVEN_ASKED:x}|{EVEN_ASKED + 1:x}), {EVEN_ASKED_THREADS:#x}"
+    telling = [i for i, line in enumerate(lines) if re.search(rf"BAR\.ARV {ids}", line)]
+    waited = [i for i, line in enumerate(lines) if re.search(rf"BAR\.SYNC\S* {ids}", line)]
+    assert len({re.search(ids, lines[i]).group(1) for i in waited}) == len(waited) == 2  # type: ignore[union-attr]
+    assert len(telling) == 4
+    told = telling[1::2]
     loads = [i for i, line in enumerate(lines) if "UTMALDG" in line]
-    assert len(told) == len(waited) == 2 and told[1] < waited[0]
+    assert told[1] < waited[0]
     for begin, end in zip([0, told[0]], told, strict=True):
         assert any(begin < i < end for i in loads)
     for begin, end in zip(waited, [waited[1], len(lines)], strict=True):

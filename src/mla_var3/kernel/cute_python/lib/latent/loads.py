@@ -7,12 +7,15 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
-from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, EVEN, ODD, THREADS
+from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, EVEN, ODD
 from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.paged import BOX, EVICT_FIRST, load_panels, partition_boxes
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 
-EVEN_ASKED = 9  # named barrier of the producers: the even tile of the first pair has been asked for
+# Named barriers, one for each producer of odd tiles: the even tile of the first pair has been asked for, in both parts.
+# With one for both, two places of the code would wait at it, to which synccheck objects.
+EVEN_ASKED = 9
+EVEN_ASKED_THREADS = 3 * 32  # the producers of the even tiles, and one of the odd ones
 
 # When the odd tile of a block's first pair is asked for: with the even one; once that has been asked for; or, where
 # the block has no other pair, once it is there. All blocks of a call start at once, and the memory answers in any order
@@ -104,6 +107,7 @@ def produce(
     rank: Int32,
     page_size: cutlass.Constexpr,
     stage: cutlass.Constexpr,
+    part: cutlass.Constexpr,  # of the stage
     columns: cutlass.Constexpr,
     shares: cutlass.Constexpr,
     guess: Int32 | None = None,  # an entry of `pages`
@@ -138,7 +142,7 @@ def produce(
         cute.arch.mbarrier_wait(empty, ((pair - first) & 1) ^ 1)
         if cutlass.const_expr(odd_tile != TOGETHER and stage == ODD):
             if pair == first:
-                named_sync(EVEN_ASKED, THREADS - CONSUMERS)
+                named_sync(EVEN_ASKED + part, EVEN_ASKED_THREADS)
             if cutlass.const_expr(odd_tile == THERE):
                 if pair == first and first + 1 == end:
                     cute.arch.mbarrier_wait(last_even, 0)
@@ -148,7 +152,8 @@ def produce(
             load_panels(tma, boxes, panels, full, tile % per_page, page, columns, stage, EVICT_FIRST)
         if cutlass.const_expr(odd_tile != TOGETHER and stage == EVEN):
             if pair == first:
-                named_arrive(EVEN_ASKED, THREADS - CONSUMERS)
+                for waiting in cutlass.range_constexpr(2):
+                    named_arrive(EVEN_ASKED + waiting, EVEN_ASKED_THREADS)
 
 
 @cute.jit
@@ -179,6 +184,6 @@ def produce_parts(
             columns = shape.part(part // 2, part % 2)
             produce(
                 tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
-                row_tile % max(shares, 1), shape.page, part // 2, columns, shares, guess, guessed, alone,
-                odd_tile, last_even,
+                row_tile % max(shares, 1), shape.page, part // 2, part % 2, columns, shares, guess, guessed,
+                alone, odd_tile, last_even,
             )  # fmt: skip

@@ -16,9 +16,12 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v9.flash_mla_v9 import 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v11.flash_mla_v11 import FlashMlaV11Plan
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v13.flash_mla_v13 import FlashMlaV13Plan
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v14.flash_mla_v14 import FlashMlaV14Plan
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v18.flash_mla_v18 import FlashMlaV18Plan
 
 H200 = Device.get("h200")
-PLANS = pytest.mark.parametrize("plan", [FlashMlaV9Plan, FlashMlaV11Plan, FlashMlaV13Plan, FlashMlaV14Plan])
+PLANS = pytest.mark.parametrize(
+    "plan", [FlashMlaV9Plan, FlashMlaV11Plan, FlashMlaV13Plan, FlashMlaV14Plan, FlashMlaV18Plan]
+)
 
 
 @PLANS

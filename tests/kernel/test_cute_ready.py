@@ -1,8 +1,9 @@
-"""cute-dsl/flash_mla_v14 and v15 without a GPU: what comes ahead of the wait for the kernel before, and who fits beside
-whom."""
+"""cute-dsl/flash_mla_v14, v15, v18 without a GPU: what comes ahead of the wait for the kernel before, who fits beside
+whom, and where a thread stores what it has."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,23 +15,25 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
+from mla_var3.kernel.cute_python.lib import wgmma
+from mla_var3.kernel.cute_python.lib.latent import fragments
 from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
 from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.split.cut import WARP, Cut, Room, cut_beside, cut_work
+from mla_var3.kernel.cute_python.lib.swapped import swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import storage_bytes
+from mla_var3.kernel.cute_python.lib.swapped.ready_plan import BOARDS, REGISTERS, THREADS
+from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v13.flash_mla_v13 import FlashMlaV13Plan
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v14.flash_mla_v14 import (
-    BOARDS,
-    REGISTERS,
-    THREADS,
-    FlashMlaV14Plan,
-)
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v14.flash_mla_v14 import FlashMlaV14Plan
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v15.flash_mla_v15 import FlashMlaV15Plan
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v18.flash_mla_v18 import FlashMlaV18Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = Device.get("h200")
+FEW_ROWS = ((8, 16, 1), (16, 32, 8), (128, 16, 1))  # splits, h, b
 
 
 def cut_of(plan: Any, requests: int, splits: int) -> Cut:
@@ -59,9 +62,10 @@ def divides_nothing(lines: list[str]) -> None:
     assert not any("I2F" in line or "MUFU.RCP" in line for line in lines[wait:load])
 
 
+@pytest.mark.parametrize("kind", [FlashMlaV14Plan, FlashMlaV18Plan])
 @pytest.mark.parametrize("fields", [{"h": 8}, {"h": 16, "dtype": "fp16"}, {"h": 16, "s": 2, "causal": True}])
-def test_few_rows_wait_first_and_leave_room(tmp_path: Path, fields: dict[str, Any]) -> None:
-    plan, (main, second), lines = compiled(FlashMlaV14Plan, tmp_path, fields)
+def test_few_rows_wait_first_and_leave_room(tmp_path: Path, kind: Any, fields: dict[str, Any]) -> None:
+    plan, (main, second), lines = compiled(kind, tmp_path, fields)
     divides_nothing(lines)
     # The next kernel's blocks are let come behind the products.
     assert first_at(lines, "PREEXIT") > max(i for i, line in enumerate(lines) if "HGMMA" in line)
@@ -84,14 +88,26 @@ def test_many_rows_wait_first(tmp_path: Path, h: int, singles: bool) -> None:
     assert main.resources.registers == 168
 
 
-@pytest.mark.parametrize(("splits", "h", "b"), [(8, 16, 1), (16, 32, 8), (128, 16, 1), (32, 128, 1)])
-def test_the_combine_has_the_registers_that_room_is_kept_for(tmp_path: Path, splits: int, h: int, b: int) -> None:
-    kind = FlashMlaV14Plan if h <= 32 else FlashMlaV15Plan
+@pytest.mark.parametrize(
+    ("kind", "splits", "h", "b"),
+    [
+        *(
+            (kind, *work)
+            for kind in (FlashMlaV14Plan, FlashMlaV18Plan)
+            for work in ((8, 16, 1), (16, 32, 8), (128, 16, 1))
+        ),
+        (FlashMlaV15Plan, 32, 128, 1),
+    ],
+)
+def test_the_combine_has_the_registers_that_room_is_kept_for(
+    tmp_path: Path, kind: Any, splits: int, h: int, b: int
+) -> None:
     plan: Any = kind(MlaProblem(b=b, h=h, t=8192), kind.tiling_type(num_splits=splits), H200)
     second = plan.plan_empty().stages[1]
     made = second.compile(tmp_path, H200, keep=("sass",))
     cut = cut_of(plan, b, splits)
-    assert second.name == cut.name and made.resources.registers <= cut.registers and made.resources.spill_bytes == 0
+    assert second.name == cut.name + "t" * plan.turned
+    assert made.resources.registers <= cut.registers and made.resources.spill_bytes == 0
     lines = instructions(made.artefacts["sass"].read_text())
     assert cut.lets_go and first_at(lines, "PREEXIT") < first_at(lines, "ACQBULK") < first_at(lines, MEMORY)
 
@@ -132,3 +148,24 @@ def test_parts_are_single_tiles_where_there_are_as_many() -> None:
 
     assert singles(b=1, h=128, t=1024) and singles(b=1, h=64, t=4096)
     assert not singles(b=1, h=128, t=4096) and not singles(b=2, h=128, t=2048)
+
+
+def test_a_thread_stores_what_it_has_of_a_row() -> None:
+    """Turned, the row and columns of a vector's elements are those of the accumulators that a thread has."""
+    sizes = Fragments.of(Shape.of(MlaProblem(h=32)))
+    seen = set()
+    for thread in range(WARPGROUP):
+        for c, panel, half in product(range(8), range(4), range(2)):
+            lane, vector, element = thread % 32, c % 2 * 4 + thread // 32, 2 * panel + half
+            row = fragments.turned_row(lane, vector, sizes) + c // 2 * fragments.GROUP
+            column = fragments.turned_column(element, vector, sizes) + lane // 4
+            assert (row, column) == (swapped.acc_column(thread, c), panel * 64 + wgmma.acc_row(thread, half))
+            seen.add((row, column))
+    assert len(seen) == 32 * 256
+    assert fragments.turns(512) and not any(fragments.turns(k) for k in (128, 256, 384))
+
+
+def test_narrow_caches_have_parts_that_are_rows(tmp_path: Path) -> None:
+    for k, name in ((512, "t"), (256, "")):
+        plan = FlashMlaV18Plan(MlaProblem(h=16, k=k, t=512), FlashMlaV18Plan.tiling_type(num_splits=2), H200)
+        assert plan.plan_empty().stages[1].name.endswith("g" + name)

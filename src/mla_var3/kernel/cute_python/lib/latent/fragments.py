@@ -8,6 +8,10 @@ A row group is the eight rows that a warp's threads hold in one half of their ac
 consumer is 32 of its columns: thread 4 i + j holds row i and, from each of the columns 32 v + 8 g + 2 j (g = 0 to 3)
 on, two. A block's part is (consumer, row group, vector, thread, 8) of fp16.
 
+Turned is the order of a block whose accumulators have query rows for columns (`lib.swapped`). Of a row group, vector
+(i, w) is rows i, i + 2, i + 4 and i + 6 in the columns that warp w of the consumer finishes: thread 4 l + j holds row
+2 j + i and, from each of its four panels, columns 16 w + l and 16 w + l + 8.
+
 fp16, whatever the output is: the sum of a row's magnitudes is brought to [2^14, 2^15), which bounds its largest
 element, and the largest of k / 2 elements is at most 2^8 below. A rounding is 2^-12 of an element that matters, as in
 `lib.latent.ending`. The marks of a row, (consumer, 2) of float32: A, its maximum in the log2 domain plus the exponent
@@ -35,6 +39,9 @@ TOP = 14  # exponent that the sum of a row's magnitudes is brought to
 # Exponent of a row that is all zeros, or nearly. Down to a 2^28th of it no precision of fp16 is lost, and sums of
 # probabilities relative to it stay in float32's range, also where one half of V is zeros and the other is not.
 LEAST = -40
+CONSUMERS = 2  # warpgroups of a block, each with half of the columns
+TURNED_ROWS = 4  # of a warp's vector, turned
+TURNED_WARPS = 4  # whose vectors a row group has twice, turned
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,22 @@ def vector_at(
     place = ((consumer * sizes.groups + group) * sizes.vectors + vector) * 32 + lane
     offset = part * sizes.elements + place * VECTOR
     return cute.make_tensor(parts + cute.assume(offset, divby=VECTOR), cute.make_layout(VECTOR))
+
+
+def turns(k: int) -> bool:
+    """Whether parts of k latent columns can lie turned: a thread has a vector of a row."""
+    return k // CONSUMERS // 32 == VECTOR
+
+
+def turned_row(lane: Int32, vector: Int32, sizes: Fragments) -> Int32:
+    """The row of a row group that a lane's vector belongs to, turned."""
+    return lane % 4 * 2 + vector // (sizes.vectors // 2)
+
+
+def turned_column(element: Int32, vector: Int32, sizes: Fragments) -> Int32:
+    """The column, of a consumer's, from which on the eight lanes with the same lane % 4 hold one each as `element` of
+    their vectors, turned."""
+    return element // 2 * 64 + vector % (sizes.vectors // 2) * 16 + element % 2 * 8
 
 
 @cute.jit

@@ -173,9 +173,16 @@ class FragmentsPlan(OrderedPlan):
         """Where the combine's blocks go so that the next call's blocks may come before they end; None: nowhere."""
         return None
 
+    @property
+    def turned(self) -> bool:
+        """Whether parts lie as accumulators whose columns are query rows."""
+        return False
+
     def combine(self, partials: Sequence[Any], outputs: Sequence[Any], splits: int) -> CuteKernel:
         requests = outputs[0].shape[0] if outputs else self.problem.b
-        return combine_fragments.combine_kernel(self, partials, outputs, splits, self.room(requests, splits))
+        return combine_fragments.combine_kernel(
+            self, partials, outputs, splits, self.room(requests, splits), self.turned
+        )
 
 
 class ShortPartsPlan(FragmentsPlan):

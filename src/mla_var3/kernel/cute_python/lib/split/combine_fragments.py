@@ -23,9 +23,13 @@ from mla_var3.kernel.cute_python.lib.latent.fragments import (
     COLUMNS,
     GROUP,
     MARKS,
+    TURNED_ROWS,
+    TURNED_WARPS,
     VECTOR,
     Fragments,
     row_marks,
+    turned_column,
+    turned_row,
     vector_at,
 )
 from mla_var3.kernel.cute_python.lib.latent.shape import TILE_M, Shape
@@ -41,17 +45,30 @@ if TYPE_CHECKING:
 
 
 @cute.jit
-def transpose(words: cute.Tensor, lane: Int32):
-    """(4,) words of the four lanes of a row: word i of lane j becomes word j of lane i."""
+def transpose(words: cute.Tensor, lane: Int32, apart: cutlass.Constexpr = 1):
+    """(4,) words of four lanes, `apart` from each other: word i of lane j becomes word j of lane i."""
     for bit in cutlass.range_constexpr(2):
         step = 1 << bit
         odd = (lane >> bit) & 1
         for i in cutlass.range_constexpr(4):
             if cutlass.const_expr(i & step == 0):
                 sent = cutlass.select_(odd > 0, words[i], words[i + step])
-                came = cute.arch.shuffle_sync_bfly(sent, offset=step)
+                came = cute.arch.shuffle_sync_bfly(sent, offset=step * apart)
                 words[i] = cutlass.select_(odd > 0, came, words[i])
                 words[i + step] = cutlass.select_(odd > 0, words[i + step], came)
+
+
+@cute.jit
+def turn(words: cute.Tensor, lane: Int32):
+    """(4,) words, eight 16-bit elements, of the eight lanes with the same lane % 4: element i of the j-th of them
+    becomes element j of the i-th."""
+    odd = (lane >> 2) & 1
+    for i in cutlass.range_constexpr(4):
+        came = cute.arch.shuffle_sync_bfly(words[i], offset=4)
+        low = (words[i] & 0xFFFF) | (came << 16)
+        high = ((came >> 16) & 0xFFFF) | (words[i] & Int32(-65536))
+        words[i] = cutlass.select_(odd > 0, high, low)
+    transpose(words, lane >> 3, 8)
 
 
 @cute.jit
@@ -72,6 +89,7 @@ def combine_fragments(
     splits: Int32,
     cut: cutlass.Constexpr,
     shape: cutlass.Constexpr,
+    turned: cutlass.Constexpr,  # the order of parts whose accumulators have rows of the query for columns
 ):
     thread, _, _ = cute.arch.thread_idx()
     block, tile, batch = cute.arch.block_idx()
@@ -79,7 +97,7 @@ def combine_fragments(
         cute.arch.griddepcontrol_launch_dependents()
     sizes = Fragments.of(shape)
     b = out.shape[0]
-    rows = GROUP // cut.fine  # of a unit
+    rows = TURNED_ROWS if turned else GROUP // cut.fine  # of a unit
     across = sizes.vectors // cut.wide
     units = cut.units_of(sizes)
     lane = thread % WARP
@@ -93,6 +111,8 @@ def combine_fragments(
     share = warp % cut.warps * cut.fine + lane // cut.lanes
     place = sub * cut.lanes + lane % cut.lanes  # in the vector
     my_row = group * GROUP + place // 4  # in the tile
+    if cutlass.const_expr(turned):
+        my_row = group * GROUP + turned_row(place, vector, sizes)
 
     # Past the last split its own are read once more: those weigh nothing.
     which = [
@@ -151,14 +171,22 @@ def combine_fragments(
         inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
         for i in cutlass.range_constexpr(cut.wide):
             packed = rounded(acc[None, i], inverse, out.element_type)
-            transpose(cute.recast_tensor(packed, Int32), lane)
+            if cutlass.const_expr(turned):
+                turn(cute.recast_tensor(packed, Int32), lane)
+            else:
+                transpose(cute.recast_tensor(packed, Int32), lane)
             if there and row < shape.rows:
                 column = me * shape.half + (vector + i) * COLUMNS + place % 4 * VECTOR
+                if cutlass.const_expr(turned):
+                    column = me * shape.half + turned_column(place // 4, vector + i, sizes)
                 offset = ((Int64(batch) * shape.s + token) * shape.h + head) * shape.k + column
                 target = out.iterator + cute.assume(offset, divby=VECTOR)
                 cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(VECTOR)))
         if there and row < shape.rows:
-            if me == 0 and vector == 0 and place % 4 == 0:
+            tells = vector == 0 and place % 4 == 0
+            if cutlass.const_expr(turned):
+                tells = vector % TURNED_WARPS == 0 and place // 4 == 0
+            if me == 0 and tells:
                 lse[batch, head, token] = natural_lse(total, shift)
     else:
         width = max(2, VECTOR // cut.shares)  # columns of a thread in the last step
@@ -167,25 +195,37 @@ def combine_fragments(
         stats = memory.allocate_tensor(Float32, cute.make_layout((2, rows, cut.shares, cut.units)), 16)
         own = cute.zipped_divide(sums[None, share, mine], (VECTOR,))[None, lane % cut.lanes]
         cute.autovec_copy(acc[None, 0], own)
-        if lane % 4 == 0:
+        if lane % cut.lanes // 4 == 0 if turned else lane % 4 == 0:
             stat = cute.make_rmem_tensor(2, Float32)
             stat[0], stat[1] = most, total
-            cute.autovec_copy(stat, stats[None, lane % cut.lanes // 4, share, mine])
+            told = lane % 4 if turned else lane % cut.lanes // 4
+            cute.autovec_copy(stat, stats[None, told, share, mine])
         cute.arch.sync_threads()
         at = warp % cut.warps * WARP + lane
         pairs = VECTOR // width  # threads on a lane's vector
         of_lane, first = at // pairs, at % pairs
         place = sub * cut.lanes + of_lane
         row = first_row + group * GROUP + place // 4
+        # Turned, a thread has pairs of columns that lie beside each other in two lanes.
+        a_row, beside = cut.lanes * pairs // TURNED_ROWS, cut.lanes // 8
+        if cutlass.const_expr(turned):
+            of_lane, first = at // a_row, at % a_row  # one of the four lanes that have the first columns of the rows
+            row = first_row + group * GROUP + turned_row(of_lane, vector, sizes)
         if there and at < cut.lanes * pairs and row < shape.rows:
             stat = cute.make_rmem_tensor((2, cut.shares), Float32)
             theirs = cute.make_rmem_tensor((2, width // 2, cut.shares), Float32)
             for g in cutlass.range_constexpr(cut.shares):
-                cute.autovec_copy(stats[None, of_lane // 4, g, mine], stat[None, g])
+                cute.autovec_copy(stats[None, of_lane if turned else of_lane // 4, g, mine], stat[None, g])
                 two = cute.zipped_divide(sums[None, g, mine], (2,))
                 for i in cutlass.range_constexpr(width // 2):
                     # Pairs next to each other are in threads next to each other: a row's stores fill whole sectors.
-                    cute.autovec_copy(two[None, of_lane * (VECTOR // 2) + first + i * pairs], theirs[None, i, g])
+                    if cutlass.const_expr(turned):
+                        pair = first + i * a_row
+                        source = (of_lane + pair % beside * 8) * VECTOR + pair // beside
+                        for n in cutlass.range_constexpr(2):
+                            theirs[n, i, g] = sums[source + n * (4 * VECTOR), g, mine]
+                    else:
+                        cute.autovec_copy(two[None, of_lane * (VECTOR // 2) + first + i * pairs], theirs[None, i, g])
             best = stat[0, 0]
             for g in cutlass.range_constexpr(1, cut.shares):
                 best = cute.arch.fmax(best, stat[0, g])
@@ -204,10 +244,19 @@ def combine_fragments(
             column = me * shape.half + vector * COLUMNS + place % 4 * 2
             offset = ((Int64(batch) * shape.s + token) * shape.h + head) * shape.k + column
             for i in cutlass.range_constexpr(width // 2):
-                target = out.iterator + cute.assume(offset + (first + i * pairs) * 8, divby=2)
+                at_column = offset + (first + i * pairs) * 8
+                if cutlass.const_expr(turned):
+                    pair = first + i * a_row
+                    column = me * shape.half + turned_column(pair // beside, vector, sizes)
+                    column = column + sub * (cut.lanes // 4) + pair % beside * 2
+                    at_column = ((Int64(batch) * shape.s + token) * shape.h + head) * shape.k + column
+                target = out.iterator + cute.assume(at_column, divby=2)
                 packed = rounded(ours[None, i], inverse, out.element_type)
                 cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(2)))
-            if me == 0 and vector == 0 and place % 4 == 0 and first == 0:
+            tells = vector == 0 and place % 4 == 0 and first == 0
+            if cutlass.const_expr(turned):
+                tells = vector % TURNED_WARPS == 0 and sub == 0 and first == 0
+            if me == 0 and tells:
                 lse[batch, head, token] = natural_lse(total, shift)
 
 
@@ -223,6 +272,7 @@ def launch_combine_fragments(
     splits: Int32,
     cut: cutlass.Constexpr,
     shape: cutlass.Constexpr,
+    turned: cutlass.Constexpr,
     stream: CUstream,
 ):
     """Host function: a block for some units of a block of the attention kernel, `cut.warps` warps each.
@@ -231,7 +281,7 @@ def launch_combine_fragments(
     their weights are known, a second way to L2 and back.
     """
     sizes = Fragments.of(shape)
-    combine_fragments(parts, marks, out, lse, splits, cut, shape).launch(
+    combine_fragments(parts, marks, out, lse, splits, cut, shape, turned).launch(
         grid=(cut.blocks_of(sizes), sizes.blocks, out.shape[0]),
         block=(cut.threads, 1, 1),
         smem=cut.smem,
@@ -242,16 +292,24 @@ def launch_combine_fragments(
 
 
 def combine_kernel(
-    plan: KernelPlan, partials: Sequence[Any], outputs: Sequence[Any], splits: int, room: Room | None = None
+    plan: KernelPlan,
+    partials: Sequence[Any],
+    outputs: Sequence[Any],
+    splits: int,
+    room: Room | None = None,
+    turned: bool = False,
 ) -> CuteKernel:
     """The second stage: (parts, marks) into outputs (out, lse). Without them, compiles only. room: where its blocks
-    leave the SMs of the attention kernel to the next call's; None: its blocks spread over all SMs."""
+    leave the SMs of the attention kernel to the next call's; None: its blocks spread over all SMs. turned: the order of
+    the parts (`lib.latent.fragments`)."""
     pd = plan.problem
     shape = Shape.of(pd)
     sizes = Fragments.of(shape)
     requests = outputs[0].shape[0] if outputs else pd.b
     work = (requests * sizes.blocks, sizes, splits, host.target(plan))
     cut = cut_work(*work) if room is None else cut_beside(*work, room)
+
+    name = f"{cut.name}t" if turned else cut.name
 
     def arguments() -> tuple[Any, ...]:
         b, elements, floats = host.symbols(3)
@@ -263,8 +321,9 @@ def combine_kernel(
             Int32(1),
             cut,
             shape,
+            turned,
         )
 
     return host.stage(
-        plan, combine_fragments, launch_combine_fragments, cut.name, arguments, partials, outputs, splits
+        plan, combine_fragments, launch_combine_fragments, name, arguments, partials, outputs, splits
     )  # fmt: skip

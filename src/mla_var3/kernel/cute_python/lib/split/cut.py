@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mla_var3.device import SUBPARTITIONS
-from mla_var3.kernel.cute_python.lib.latent.fragments import GROUP, VECTOR
+from mla_var3.kernel.cute_python.lib.latent.fragments import GROUP, TURNED_ROWS, VECTOR
 from mla_var3.kernel.cute_python.lib.split.splits import MAX_SPLITS
 from mla_var3.kernel.cute_python.lib.split.spread import most_splits, spread
 
@@ -72,7 +72,11 @@ class Cut:
     @property
     def smem_bytes(self) -> int:
         """What the sums and the marks of all shares take in shared memory."""
-        return 4 * self.units * self.shares * (self.lanes * VECTOR + 2 * GROUP // self.fine) if self.shares > 1 else 0
+        return (
+            4 * self.units * self.shares * (self.lanes * VECTOR + 2 * max(GROUP // self.fine, TURNED_ROWS))
+            if self.shares > 1
+            else 0
+        )
 
     def units_of(self, sizes: Fragments) -> int:
         """Units of a block of the attention kernel."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from mla_var3.kernel.cute_python.lib import wgmma
@@ -103,6 +103,7 @@ def finish_part(
     index: Int32,  # split · b + request
     kv_head: Int32,
     latent: cutlass.Constexpr,  # the problem as a `lib.latent.shape.Shape`, of one row tile
+    turned: cutlass.Constexpr = False,  # the order of the part (`lib.latent.fragments`)
 ):
     """This consumer's half of the part of a block with all rows of a kv head, and its marks."""
     shape = e.shape
@@ -131,6 +132,34 @@ def finish_part(
             pair[0], pair[1] = e.m[c] + Float32(exponent - fragments.TOP), e.total[c] * e.factor[c]
             target = cute.zipped_divide(fragments.row_marks(marks, part, row, sizes), (2,))[None, e.me]
             cute.autovec_copy(pair, target)
+    if cutlass.const_expr(turned):
+        store_turned(e, parts, part, sizes)
+    else:
+        store_staged(e, parts, part, sizes)
+
+
+@cute.jit
+def store_turned(e: cutlass.Constexpr, parts: cute.Pointer, part: Int64, sizes: cutlass.Constexpr):
+    """This consumer's columns as they lie: what a thread has of one row are a vector."""
+    # All rounded first: one by one, ptxas gives the loop of products 116 registers for 72 with 8 rows.
+    kept = []
+    for i in cutlass.range_constexpr(e.half):
+        swapped.scale_columns(e.kept[i], e.factor)
+        kept.append(swapped.as_columns(wgmma.to_dtype(e.kept[i], Float16)))
+    base = fragments.vector_at(parts, part, e.me, Int32(0), e.thread // 32, e.thread % 32, sizes).iterator
+    values = cute.make_rmem_tensor(fragments.VECTOR, Float16)
+    for c in cutlass.range_constexpr(2 * sizes.groups):
+        for i in cutlass.range_constexpr(e.half):
+            for r in cutlass.range_constexpr(2):
+                values[2 * i + r] = kept[i][c, r]
+        offset = (c // 2 * sizes.vectors + c % 2 * fragments.TURNED_WARPS) * (32 * fragments.VECTOR)
+        cute.autovec_copy(values, cute.make_tensor(base + offset, cute.make_layout(fragments.VECTOR)))
+
+
+@cute.jit
+def store_staged(e: cutlass.Constexpr, parts: cute.Pointer, part: Int64, sizes: cutlass.Constexpr):
+    """This consumer's columns as rows, by way of shared memory."""
+    n = e.shape.tile_n
     stage(e, Float16)
     warp = e.thread // 32
     # Half of a panel's columns is a vector, so that a warp's are every fourth, at offsets that the compiler knows.

@@ -15,37 +15,18 @@ All addresses and counts come from `seq_lens` on the device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float16, Float32, Int32
-from cutlass.memory import SmemAllocator
+from cutlass import Float32, Int32
 
-from mla_var3.device import SUBPARTITIONS
-from mla_var3.kernel.cute_python.lib import host, paged
-from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
-from mla_var3.kernel.cute_python.lib.latent import fragments, order
-from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
-from mla_var3.kernel.cute_python.lib.split.cut import WARP, Room
-from mla_var3.kernel.cute_python.lib.split.divide import inverse_of, part_of
-from mla_var3.kernel.cute_python.lib.swapped import ending, first_loads, halves, halves_ending, swapped
-from mla_var3.kernel.cute_python.lib.swapped.consumer import START, shared_storage, storage_bytes
-from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS, ROW_TILES
-from mla_var3.kernel.cute_python.lib.swapped.plan import BoxPlan, BoxTiling, spans_of
-from mla_var3.kernel.cute_python.lib.swapped.swapped import TOKENS, WARPS
-from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from mla_var3.problem import MlaProblem
-
-THREADS = CONSUMERS * WARPGROUP + 32  # the producer is one warp
-BOARDS = (ending.MAGNITUDES,)
-REGISTERS = {8: 72, 16: 112}  # that a thread is given, by query rows of the block
+from mla_var3.kernel.cute_python.lib import paged
+from mla_var3.kernel.cute_python.lib.split.divide import inverse_of
+from mla_var3.kernel.cute_python.lib.swapped import ready
+from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES
+from mla_var3.kernel.cute_python.lib.swapped.ready_plan import THREADS, ReadyPlan, ReadyTiling
 
 
 # ------------------------------------------------------------------------------------------------ device
@@ -67,79 +48,10 @@ def flash_mla_v14(
     longest_first: cutlass.Constexpr,
     tokens: cutlass.Constexpr,  # of a TMA box
 ):
-    dtype = q.element_type
-    thread, _, _ = cute.arch.thread_idx()
-    kv_head, split, rank = cute.arch.block_idx()
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    storage = SmemAllocator().allocate(shared_storage(shape, dtype, BOARDS))
-    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-    threads = CONSUMERS * WARPGROUP
-    if warp == CONSUMERS * WARPS:
-        # The producer makes the barriers itself, so that its first loads need not wait for the others.
-        first_loads.make_barriers(tma, full, empty, shape.slots, WARPS)
-    # Where the part begins if the request fills its row of the page table: read beside the length, not after it.
-    width = page_table.shape[1]
-    guessed, _ = part_of(Int32(width * shape.page) // TOKENS, split, num_splits, inverse)
-    guess = cutlass.min(guessed * TOKENS // shape.page, width - 1)
-    # A lane each: of a value that is the same in all, ptxas makes a uniform register at once, and waits for it.
-    of_page = page_table[rank, None].iterator + cutlass.min(guess + thread % 32, width - 1)
-    # Right if blocks take the requests in the order of the batch.
-    of_length = seq_lens.iterator + rank
-    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
-    wait_with(of_page.toint() | of_length.toint())
-    seq_len = seq_lens[rank]
-    if cutlass.const_expr(longest_first):
-        lengths = order.ask_lengths(seq_lens, thread % 32, ordered)
-    page = Int32(0)
-    if warp >= CONSUMERS * WARPS:
-        page = cute.make_tensor(of_page, cute.make_layout(1))[0]
-        named_arrive(START, threads + 32)
-    batch = rank
-    if cutlass.const_expr(longest_first):
-        if ordered != 0:
-            batch = order.request_of(rank, seq_lens, thread % 32, lengths)
-            seq_len = seq_lens[batch]
-    # Waited for behind the jump over that, whose code then comes at the same time.
-    page = cute.arch.shuffle_sync(page, 0)
-    num_tiles, least = swapped.tiles_of(seq_len, shape)
-    first, end = part_of(num_tiles, split, num_splits, inverse)
-
-    if warp >= CONSUMERS * WARPS:
-        if batch != rank:
-            guess = Int32(-1)
-        first_loads.produce(
-            tma, cache, page_table[batch, None], guess, page, kv_head, first, end, storage.ring.data_ptr(), full,
-            empty, shape.slots, shape.page // TOKENS, paged.EVICT_FIRST, tokens,
-            spans_of(shape.panels, tokens),
-        )  # fmt: skip
-    else:
-        swapped.load_queries(
-            q, storage.query.data_ptr(), shape.tile_n, batch, kv_head, Int32(0), shape.rows, shape.group, thread,
-            threads,
-        )  # fmt: skip
-        cute.arch.fence_view_async_shared()
-        named_sync(START, threads + 32)
-        # Of both consumers, in code of their own; they end in the same.
-        results = halves.Results(shape, dtype)
-        for me in cutlass.range_constexpr(CONSUMERS):
-            if warp // WARPS == me:
-                w = halves.HalfConsumer(
-                    me, shape, dtype, thread - me * WARPGROUP, storage, scale_log2, seq_len, least, results
-                )
-                halves.consume(w, first, end)
-        # The combine may come, or the next call. Let go at a block's start, the next call of a short request is there
-        # before this one has begun: 0.1 us slower (b1 h16 t512).
-        cute.arch.griddepcontrol_launch_dependents()
-        e = halves_ending.Ending(results, shape, dtype, storage, thread, sends=True)
-        if num_splits == 1:
-            halves_ending.finish_whole(e, target, marks, batch, kv_head)
-        else:
-            parts = cute.recast_ptr(target.iterator, dtype=Float16)
-            index = split * seq_lens.shape[0] + batch
-            if first < end:
-                halves_ending.finish_part(e, parts, marks.iterator, index, kv_head, latent)
-            else:
-                fragments.store_no_keys(marks.iterator, index, kv_head, Int32(0), latent, thread)
+    ready.run(
+        q, tma, cache, page_table, seq_lens, target, marks, scale_log2, num_splits, inverse, ordered, shape, latent,
+        longest_first, tokens,
+    )  # fmt: skip
 
 
 flash_mla_v14.set_name_prefix("flash_mla_v14", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -184,28 +96,13 @@ def launch_flash_mla_v14(
 
 # ------------------------------------------------------------------------------------------------ plan
 @dataclass(frozen=True)
-class FlashMlaV14Tiling(BoxTiling):
-    """The tiling of `BoxPlan`; with one panel less in the ring, whose memory is the combine's."""
-
-    def resolved(self, pd: MlaProblem) -> Self:
-        full = super().resolved(pd)
-        return full if self.num_pipeline_stages else replace(full, num_pipeline_stages=full.num_pipeline_stages - 1)
+class FlashMlaV14Tiling(ReadyTiling):
+    """The tiling of `ReadyPlan`."""
 
 
-class FlashMlaV14Plan(BoxPlan):
+class FlashMlaV14Plan(ReadyPlan):
     """Plan of flash_mla_v14."""
 
     tiling_type = FlashMlaV14Tiling
     kernel_fn = staticmethod(flash_mla_v14)
     host_fn = staticmethod(launch_flash_mla_v14)
-
-    def room(self, requests: int, splits: int) -> Room:
-        """Beside this version's blocks, on any SM. With 32 rows their registers leave none, and the combine's blocks
-        take turns with the attention's; letting those come SM by SM is still faster than after the last of them: 24.2
-        us for 24.3 at b8 s2 h16 t8192, 9.2 for 9.4 at b4 h32 t2048."""
-        device, shape = host.target(self), self.shape
-        smem = storage_bytes(shape, self.problem.element_bytes, len(BOARDS)) + device.smem_reserved_per_block
-        registers = device.regs_per_sm // SUBPARTITIONS
-        if shape.tile_n < ROW_TILES[-1]:
-            registers -= -(-THREADS // WARP // SUBPARTITIONS) * WARP * REGISTERS[shape.tile_n]
-        return Room(device.num_sms, registers, device.smem_per_sm - smem)

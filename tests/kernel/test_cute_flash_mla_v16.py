@@ -1,5 +1,5 @@
-"""cute-dsl/flash_mla_v16 and v17 without a GPU: one tile is asked for first, the loop is version 8's, and who loads for
-whom."""
+"""cute-dsl/flash_mla_v16, v17 and v19 without a GPU: one tile is asked for first, the loop is version 8's, who loads
+for whom, and in which boxes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v8.flash_mla_v8 import FlashMlaV8Plan, FlashMlaV8Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v16.flash_mla_v16 import FlashMlaV16Plan, FlashMlaV16Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v17.flash_mla_v17 import FlashMlaV17Plan, FlashMlaV17Tiling
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v19.flash_mla_v19 import FlashMlaV19Plan, FlashMlaV19Tiling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,3 +101,16 @@ def test_four_row_tiles_of_version_17_load_for_each_other(tmp_path: Path) -> Non
     assert arrivals(FlashMlaV17Plan(problem, FlashMlaV17Tiling(num_splits=2), H200)) == 2 * two > 0
     sizes = {s: [shared_loads(Shape.of(MlaProblem(h=64, s=s)), most) for most in (2, 4)] for s in (1, 2, 4, 6, 8)}
     assert sizes == {1: [0, 0], 2: [2, 2], 4: [2, 4], 6: [2, 2], 8: [2, 4]}
+
+
+def test_version_19_asks_for_whole_tokens_behind_its_first_pair(tmp_path: Path) -> None:
+    """Of the four producers, two of a stage: loops of one box of a panel for each of four panels, and of one box of
+    whole tokens; two of them, a panel of rope columns. Loops have the products of version 16's."""
+    problem = MlaProblem(h=128, t=4096)
+    lines, loops = compiled(FlashMlaV19Plan(problem, FlashMlaV19Tiling(num_splits=2), H200), tmp_path)
+    asked = [line for line in lines if "UTMALDG" in line]
+    assert len(asked) == sum("MULTICAST" in line for line in asked) == 4 * 4 + 4 + 2
+    assert sum("UTMALDG.4D" in line for line in asked) == 4  # whole tokens: column, panel, token, page
+    asks_for_one_tile_first(lines)
+    assert [loop.counts()["HGMMA"] for loop in loops] == [48, 44]  # as in versions 8 and 16
+    assert all(loop.counts()["NANOSLEEP"] == 0 for loop in loops)

@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from mla_var3.kernel.cute_python.lib import output, paged, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync, release
+from mla_var3.kernel.cute_python.lib.latent import tokens
 from mla_var3.kernel.cute_python.lib.latent.lazy import publish
 from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
@@ -56,8 +57,10 @@ class Consumer:
     """What a consumer warpgroup works with: descriptors, registers, barriers. Python holds it; nothing is copied."""
 
     def __init__(
-        self, me, shape, dtype, thread, q_tile, kv_base, full, empty, scale_log2, seq_len, first_row, registers=()
-    ) -> None:
+        self, me, shape, dtype, thread, q_tile, kv_base, full, empty, scale_log2, seq_len, first_row, registers=(),
+        tile=None,
+    ) -> None:  # fmt: skip
+        self.tile = tile
         self.me, self.shape, self.dtype, self.thread = me, shape, dtype, thread
         self.kv_base, self.full, self.empty = kv_base, full, empty
         self.scale_log2, self.seq_len, self.q_tile, self.first_row = scale_log2, seq_len, q_tile, first_row
@@ -65,7 +68,7 @@ class Consumer:
         self.mma_s = wgmma.make_mma(dtype, TILE_N)
         self.mma_rs = wgmma.make_mma(dtype, shape.half, a_in_registers=True, b_major=OperandMajorMode.MN)
         self.mma_ss = wgmma.make_mma(dtype, shape.half, b_major=OperandMajorMode.MN)
-        tile = wgmma.k_major_layout(dtype, (TILE_N, shape.k + shape.p))
+        keys = wgmma.k_major_layout(dtype, (TILE_N, shape.k + shape.p))
         values = wgmma.mn_major_layout(dtype, (shape.half, TILE_N))
         square = wgmma.k_major_layout(dtype, (TILE_M, TILE_N))
         staging = wgmma.k_major_layout(dtype, (TILE_M, shape.half))
@@ -76,12 +79,15 @@ class Consumer:
             return i * shape.stage_elements
 
         self.frag_q = self.mma_s.make_fragment_A(scores.partition_A(q_tile))
-        own = wgmma.smem_view(kv_base, stage(me), tile)
-        self.frag_k = self.mma_s.make_fragment_B(scores.partition_B(own))
-        self.frag_v = [
-            self.mma_ss.make_fragment_B(ours.partition_B(wgmma.smem_view(kv_base, stage(i) + half, values)))
-            for i in (EVEN, ODD)
-        ]
+        if tile is None:
+            own = wgmma.smem_view(kv_base, stage(me), keys)
+            self.frag_k = self.mma_s.make_fragment_B(scores.partition_B(own))
+            of_v = [wgmma.smem_view(kv_base, stage(i) + half, values) for i in (EVEN, ODD)]
+        else:
+            of_k = tile.keys(kv_base + stage(me))
+            self.frag_k = [self.mma_s.make_fragment_B(scores.partition_B(view)) for view in of_k]
+            of_v = [tile.values(kv_base + (stage(i) + half)) for i in (EVEN, ODD)]
+        self.frag_v = [self.mma_ss.make_fragment_B(ours.partition_B(view)) for view in of_v]
         theirs = wgmma.smem_view(kv_base, stage(1 - me) + panel, square)
         self.frag_p = self.mma_ss.make_fragment_A(ours.partition_A(theirs))
         self.p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), self.mma_s).get_slice(thread)
@@ -101,6 +107,10 @@ class Consumer:
             if shape.causal:
                 limit = seq_len - shape.s + 1 + (first_row + wgmma.acc_row(thread, r)) // shape.group
             self.limits[r] = limit
+
+    def keys(self, k: int) -> cute.Tensor:
+        """The descriptors of 16 columns of the own tile."""
+        return self.frag_k[None, None, k] if self.tile is None else self.tile.block(self.frag_k, k)
 
 
 @cute.jit
@@ -123,8 +133,12 @@ def make_scores(w: cutlass.Constexpr, parity: Int32, drain: cutlass.Constexpr):
 @cute.jit
 def hide_past_end(w: cutlass.Constexpr, stage: cutlass.Constexpr, first_token: Int32):
     """Zeroes this consumer's half of V in the rows of a stage that lie past the end of the request."""
-    columns = w.shape.right if w.me else w.shape.left
-    paged.zero_rows(w.kv_base + stage * w.shape.stage_elements, w.seq_len - first_token, w.thread, columns)
+    base = w.kv_base + stage * w.shape.stage_elements
+    if cutlass.const_expr(w.tile is None):
+        columns = w.shape.right if w.me else w.shape.left
+        paged.zero_rows(base, w.seq_len - first_token, w.thread, columns)
+    else:
+        tokens.zero_rows(base + w.me * w.tile.half, w.seq_len - first_token, w.thread, w.shape)
     cute.arch.fence_view_async_shared()
     named_sync(EVEN_JOIN + w.me, WARPGROUP)
 

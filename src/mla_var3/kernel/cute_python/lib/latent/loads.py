@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
+from mla_var3.kernel.cute_python.lib.latent import tokens
 from mla_var3.kernel.cute_python.lib.latent.consumer import CONSUMERS, EVEN, ODD
 from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.paged import BOX, EVICT_FIRST, load_panels, partition_boxes
@@ -115,6 +116,7 @@ def produce(
     alone: cutlass.Boolean | None = None,  # not None and true: first and end are tiles, of the even stage
     odd_tile: cutlass.Constexpr = TOGETHER,  # when it is asked for; other than at once, only where `alone` is None
     last_even: cute.Pointer | None = None,  # mbarrier, shared memory: of the even tile's panel that is read last
+    source: cutlass.Constexpr = None,  # a `tokens.TokenSource`: other boxes than `boxes`
 ):
     """One warp keeps one part of one stage filled, for its block or, with `shares`, for all of a cluster: `empty` then
     counts all blocks' consumers. An odd number of tiles ends with the last tile once more: it is masked and its V
@@ -146,7 +148,9 @@ def produce(
             if cutlass.const_expr(odd_tile == THERE):
                 if pair == first and first + 1 == end:
                     cute.arch.mbarrier_wait(last_even, 0)
-        if cutlass.const_expr(shares):
+        if cutlass.const_expr(source is not None):
+            tokens.load(source, full, tile % per_page, page, rank, pair == first)
+        elif cutlass.const_expr(shares):
             load_shared_panels(tma, boxes, panels, full, tile % per_page, page, rank, columns, stage, shares)
         else:
             load_panels(tma, boxes, panels, full, tile % per_page, page, columns, stage, EVICT_FIRST)
@@ -175,6 +179,7 @@ def produce_parts(
     guessed: Int32 | None = None,
     alone: cutlass.Boolean | None = None,
     odd_tile: cutlass.Constexpr = TOGETHER,
+    by_tokens: cutlass.Constexpr = None,  # of one kv head (`tokens.TokenBoxes`): tiles come in boxes of whole tokens
 ):
     """What the producing warpgroup does: one warp for each part of each stage (`produce`)."""
     boxes, panels = partition_boxes(tma, cache, kv_base, shape, STAGES)
@@ -182,8 +187,11 @@ def produce_parts(
     for part in cutlass.range_constexpr(2 * STAGES):
         if warp == CONSUMERS // 32 + part:
             columns = shape.part(part // 2, part % 2)
+            source = None
+            if cutlass.const_expr(by_tokens is not None):
+                source = tokens.TokenSource(by_tokens, kv_base, shape, part // 2, part % 2, shares, tma, boxes, panels)
             produce(
                 tma, boxes, panels, pages, full + part // 2 * shape.panels, empty + part, first, end, num_tiles,
                 row_tile % max(shares, 1), shape.page, part // 2, part % 2, columns, shares, guess, guessed,
-                alone, odd_tile, last_even,
+                alone, odd_tile, last_even, source,
             )  # fmt: skip

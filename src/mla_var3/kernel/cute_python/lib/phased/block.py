@@ -41,6 +41,7 @@ def consume(
     alone: cutlass.Boolean | None = None,  # `short.consume`, where not None
     apart: cutlass.Constexpr = False,  # as for `short.consume`
     wait: cutlass.Constexpr = cute.arch.mbarrier_wait,
+    tile: cutlass.Constexpr = None,  # how stages lie, where not as panels: `lib.latent.tokens.TokenTile`
 ):
     """Pairs first..end-1, or a single tile, and the block's results or its part of them; blocks of the next kernel may
     start before."""
@@ -61,7 +62,7 @@ def consume(
         registers = ending.result_registers(shape)
         shared = {
             "row_max": row_max, "shares": shares, "registers": registers, "zero_padding": zero_padding,
-            "frees_first": frees_first, "wait": wait,
+            "frees_first": frees_first, "wait": wait, "tile": tile,
         }  # fmt: skip
         if warp < WARPGROUP // 32:
             w = steps.PhasedConsumer(EVEN, shape, dtype, thread, *common, **shared)

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.lib import rows, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_arrive, named_sync
-from mla_var3.kernel.cute_python.lib.latent import loads, order
+from mla_var3.kernel.cute_python.lib.latent import loads, order, tokens
 from mla_var3.kernel.cute_python.lib.latent.consumer import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -52,6 +52,7 @@ def run(
     odd_tile: cutlass.Constexpr = loads.TOGETHER,  # as for `loads.produce`
     most: cutlass.Constexpr = 2,  # blocks of a cluster
     dependent: cutlass.Constexpr = False,  # launched so that it may be there before the kernel before it has ended
+    by_tokens: cutlass.Constexpr = None,  # a `tokens.TokenBoxes`: tiles come in boxes of whole tokens
 ):
     """The block of a row tile and kv head (x), split (y) and request (z) of the grid; P is 0 in rows of padding."""
     dtype = q.element_type
@@ -80,6 +81,9 @@ def run(
         with cute.arch.elect_one():
             loads.init_barriers(full, empty, shape, shares)
         cpasync.prefetch_descriptor(tma)
+        if cutlass.const_expr(by_tokens is not None):
+            cpasync.prefetch_descriptor(by_tokens.small)
+            cpasync.prefetch_descriptor(by_tokens.whole)
         cute.arch.mbarrier_init_fence()
     # The producers wait for the barriers, and not for the query to be asked for.
     if cutlass.const_expr(shares):
@@ -126,6 +130,7 @@ def run(
                 first, end, num_tiles, _ = work_range(seq_len, last, split, num_splits, shape)
         cute.arch.cluster_wait()
 
+    of_head = None if by_tokens is None else by_tokens.of_head(kv_head)
     if warp >= CONSUMERS // 32:
         if cutlass.const_expr(not shares):
             named_sync(BARRIERS_MADE, THREADS)
@@ -134,12 +139,12 @@ def run(
             guess = Int32(-1)
         loads.produce_parts(
             tma, cache[None, None, kv_head, None], kv_base, page_table[batch, None], full, empty, first, end,
-            num_tiles, warp, row_tile, shape, shares, guess, guessed, alone, odd_tile,
+            num_tiles, warp, row_tile, shape, shares, guess, guessed, alone, odd_tile, of_head,
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consumers.consume(
             storage, q_tile, target, marks, scale_log2, seq_len, first, end, least, index, kv_head, first_row, whole,
             warp, thread, shape, shares, zero_padding=True, frees_first=frees_first, as_fragments=as_fragments,
-            alone=alone, apart=apart,
+            alone=alone, apart=apart, tile=None if by_tokens is None else tokens.TokenTile(shape, dtype),
         )  # fmt: skip

@@ -62,6 +62,7 @@ class PhasedConsumer(Consumer):
         zero_padding=False,
         frees_first=False,
         wait=cute.arch.mbarrier_wait,
+        tile=None,
     ) -> None:
         self.wait = wait
         self.row_max, self.shares, self.zero_padding, self.frees_first = row_max, shares, zero_padding, frees_first
@@ -71,7 +72,7 @@ class PhasedConsumer(Consumer):
         self.q_regs = cute.make_rmem_tensor(
             cute.make_layout(((2, 2, 2), 1, max(len(self.resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
         )
-        super().__init__(me, shape, dtype, *common, registers)
+        super().__init__(me, shape, dtype, *common, registers, tile)
 
 
 @cute.jit
@@ -104,9 +105,9 @@ def issue_panel(w: cutlass.Constexpr, panel: cutlass.Constexpr, zero_init: cutla
         k = blocks[i]
         if cutlass.const_expr(k in w.resident):
             q = w.q_regs[None, None, w.resident.index(k)]
-            cute.gemm(from_registers, w.acc_s, q, w.frag_k[None, None, k], w.acc_s)
+            cute.gemm(from_registers, w.acc_s, q, w.keys(k), w.acc_s)
         else:
-            cute.gemm(from_smem, w.acc_s, w.frag_q[None, None, k], w.frag_k[None, None, k], w.acc_s)
+            cute.gemm(from_smem, w.acc_s, w.frag_q[None, None, k], w.keys(k), w.acc_s)
         from_smem.set(warpgroup.Field.ACCUMULATE, True)
         from_registers.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

@@ -89,13 +89,16 @@ def zero_rows(
     first_row: Int32,
     thread: Int32,  # 0..127, one warpgroup
     columns: cutlass.Constexpr,  # which panels, a tuple
+    places: cutlass.Constexpr = None,  # layout (8 elements, 8 chunks, row, panel), where panels lie otherwise
 ):
     """Zeroes rows first_row..63 (all when it is negative) of some panels: what a page holds past the end may be NaN.
 
     The swizzle only permutes 16-byte chunks within a row, so whole rows need no address arithmetic. The caller fences
     (async proxy) and joins the warpgroup before the next MMA reads the tile.
     """
-    view = cute.make_tensor(tile, cute.make_layout((8, 8, BOX, max(columns) + 1), stride=(1, 8, BOX, BOX * BOX)))
+    if cutlass.const_expr(places is None):
+        places = cute.make_layout((8, 8, BOX, max(columns) + 1), stride=(1, 8, BOX, BOX * BOX))
+    view = cute.make_tensor(tile, places)
     zeros = cute.make_rmem_tensor(8, tile.dtype)
     zeros.fill(0.0)
     for row in cutlass.range(cutlass.max(first_row, 0) + thread // 8, BOX, 16, unroll=1):

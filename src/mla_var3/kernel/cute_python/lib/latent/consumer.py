@@ -15,7 +15,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from mla_var3.kernel.cute_python.lib import output, paged, softmax, wgmma
 from mla_var3.kernel.cute_python.lib.barriers import named_sync, release
-from mla_var3.kernel.cute_python.lib.latent import tokens
 from mla_var3.kernel.cute_python.lib.latent.lazy import publish
 from mla_var3.kernel.cute_python.lib.latent.shape import STAGES, TILE_M, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.wgmma import WARPGROUP
@@ -138,7 +137,8 @@ def hide_past_end(w: cutlass.Constexpr, stage: cutlass.Constexpr, first_token: I
         columns = w.shape.right if w.me else w.shape.left
         paged.zero_rows(base, w.seq_len - first_token, w.thread, columns)
     else:
-        tokens.zero_rows(base + w.me * w.tile.half, w.seq_len - first_token, w.thread, w.shape)
+        half = base + w.me * w.tile.half
+        paged.zero_rows(half, w.seq_len - first_token, w.thread, w.shape.left, w.tile.places)
     cute.arch.fence_view_async_shared()
     named_sync(EVEN_JOIN + w.me, WARPGROUP)
 

@@ -39,7 +39,6 @@ TOP = 14  # exponent that the sum of a row's magnitudes is brought to
 # Exponent of a row that is all zeros, or nearly. Down to a 2^28th of it no precision of fp16 is lost, and sums of
 # probabilities relative to it stay in float32's range, also where one half of V is zeros and the other is not.
 LEAST = -40
-CONSUMERS = 2  # warpgroups of a block, each with half of the columns
 TURNED_ROWS = 4  # of a warp's vector, turned
 TURNED_WARPS = 4  # whose vectors a row group has twice, turned
 
@@ -66,6 +65,11 @@ class Fragments:
     def marks(self) -> int:
         """float32 of a block's part."""
         return self.groups * GROUP * MARKS
+
+    @property
+    def turns(self) -> bool:
+        """Whether parts can lie turned: a thread then has a vector of a row."""
+        return self.vectors == 2 * TURNED_WARPS
 
 
 def part_index(index: Int32, kv_head: Int32, row_tile: Int32, shape: Shape) -> Int64:
@@ -94,11 +98,6 @@ def vector_at(
     place = ((consumer * sizes.groups + group) * sizes.vectors + vector) * 32 + lane
     offset = part * sizes.elements + place * VECTOR
     return cute.make_tensor(parts + cute.assume(offset, divby=VECTOR), cute.make_layout(VECTOR))
-
-
-def turns(k: int) -> bool:
-    """Whether parts of k latent columns can lie turned: a thread has a vector of a row."""
-    return k // CONSUMERS // 32 == VECTOR
 
 
 def turned_row(lane: Int32, vector: Int32, sizes: Fragments) -> Int32:

@@ -62,6 +62,7 @@ class TokenTile:
         of_rows, of_columns = (PANEL, shape.half * GROUP), (1, GROUP * PANEL)
         self.keys_layout = cute.make_layout((rows, columns), stride=(of_rows, of_columns))
         self.values_layout = cute.make_layout((columns, rows), stride=(of_columns, of_rows))
+        self.places = cute.make_layout((8, 8, rows, columns[1]), stride=(1, 8, of_rows, of_columns[1]))
 
     def _view(self, base: cute.Pointer, kind: warpgroup.SmemLayoutAtomKind, layout: cute.Layout) -> cute.Tensor:
         swizzle = warpgroup.make_smem_layout_atom(kind, self.dtype).inner
@@ -82,19 +83,6 @@ class TokenTile:
         """The descriptors of 16 columns, of fragments of `keys`."""
         of_half = self.shape.half // wgmma.MMA_K
         return fragments[k // of_half][None, None, k % of_half]
-
-
-@cute.jit
-def zero_rows(half: cute.Pointer, first_row: Int32, thread: Int32, shape: cutlass.Constexpr):
-    """`paged.zero_rows` of half a stage."""
-    panels = cutlass.const_expr(shape.half // PANEL)
-    strides = (1, 8, (PANEL, shape.half * GROUP), GROUP * PANEL)
-    view = cute.make_tensor(half, cute.make_layout((8, 8, (GROUP, GROUPS), panels), stride=strides))
-    zeros = cute.make_rmem_tensor(8, half.dtype)
-    zeros.fill(0.0)
-    for row in cutlass.range(cutlass.max(first_row, 0) + thread // 8, TILE_N, 16, unroll=1):
-        for i in cutlass.range_constexpr(panels):
-            cute.autovec_copy(zeros, view[None, thread % 8, row, i])
 
 
 class TokenSource:

@@ -19,7 +19,7 @@ from mla_var3.kernel.cute_python.lib.split.combine_warps import wait_with
 from mla_var3.kernel.cute_python.lib.split.divide import part_of
 from mla_var3.kernel.cute_python.lib.swapped import first_loads, halves, halves_ending, swapped
 from mla_var3.kernel.cute_python.lib.swapped.consumer import START, shared_storage
-from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS
+from mla_var3.kernel.cute_python.lib.swapped.limits import CONSUMERS, ROW_TILES
 from mla_var3.kernel.cute_python.lib.swapped.plan import spans_of
 from mla_var3.kernel.cute_python.lib.swapped.ready_plan import BOARDS
 from mla_var3.kernel.cute_python.lib.swapped.swapped import TOKENS, WARPS
@@ -119,3 +119,13 @@ def run(
                 halves_ending.finish_part(e, parts, marks.iterator, index, kv_head, latent, turned)
             else:
                 fragments.store_no_keys(marks.iterator, index, kv_head, Int32(0), latent, thread)
+
+
+@cute.jit
+def dependent(num_splits: Int32, shape: cutlass.Constexpr) -> Int32:
+    """Whether the blocks are programmatic dependents of the kernel before, 1 or 0. Whole results of 32 rows are not:
+    b128 h32 took 142.1 us as one and 141.2 otherwise."""
+    launched = Int32(1)
+    if cutlass.const_expr(shape.tile_n == ROW_TILES[-1]):
+        launched = Int32(cutlass.select_(num_splits > 1, Int32(1), Int32(0)))
+    return launched

@@ -25,7 +25,6 @@ from cutlass import Float32, Int32
 from mla_var3.kernel.cute_python.lib import paged
 from mla_var3.kernel.cute_python.lib.split.divide import inverse_of
 from mla_var3.kernel.cute_python.lib.swapped import ready
-from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES
 from mla_var3.kernel.cute_python.lib.swapped.ready_plan import THREADS, ReadyPlan, ReadyTiling
 
 
@@ -75,12 +74,7 @@ def launch_flash_mla_v14(
     tokens: cutlass.Constexpr,  # of a TMA box
     stream: CUstream,
 ):
-    """Makes the TMA descriptor of the cache and launches one block a kv head, split and request, as a programmatic
-    dependent of the kernel before. Whole results of 32 rows are not: b128 h32 took 142.1 us as one and 141.2 otherwise.
-    """
-    dependent = Int32(1)
-    if cutlass.const_expr(shape.tile_n == ROW_TILES[-1]):
-        dependent = Int32(cutlass.select_(num_splits > 1, Int32(1), Int32(0)))
+    """Makes the TMA descriptor of the cache and launches one block a kv head, split and request."""
     tma, cache = paged.make_page_tma(kv_cache, tokens=tokens)
     flash_mla_v14(
         q, tma, cache, page_table, seq_lens, target, marks, scale * math.log2(math.e), num_splits,
@@ -90,7 +84,7 @@ def launch_flash_mla_v14(
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
-        use_pdl=dependent,
+        use_pdl=ready.dependent(num_splits, shape),
     )  # fmt: skip
 
 

@@ -19,10 +19,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
 from mla_var3.kernel.cute_python.lib import paged
-from mla_var3.kernel.cute_python.lib.latent.fragments import turns
+from mla_var3.kernel.cute_python.lib.latent.fragments import Fragments
+from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.lib.split.divide import inverse_of
 from mla_var3.kernel.cute_python.lib.swapped import ready
-from mla_var3.kernel.cute_python.lib.swapped.limits import ROW_TILES
 from mla_var3.kernel.cute_python.lib.swapped.ready_plan import THREADS, ReadyPlan, ReadyTiling
 
 
@@ -47,7 +47,7 @@ def flash_mla_v18(
 ):
     ready.run(
         q, tma, cache, page_table, seq_lens, target, marks, scale_log2, num_splits, inverse, ordered, shape, latent,
-        longest_first, tokens, turned=turns(shape.k),
+        longest_first, tokens, turned=Fragments.of(latent).turns,
     )  # fmt: skip
 
 
@@ -72,12 +72,7 @@ def launch_flash_mla_v18(
     tokens: cutlass.Constexpr,  # of a TMA box
     stream: CUstream,
 ):
-    """Makes the TMA descriptor of the cache and launches one block a kv head, split and request, as a programmatic
-    dependent of the kernel before. Whole results of 32 rows are not: b128 h32 took 142.1 us as one and 141.2 otherwise.
-    """
-    dependent = Int32(1)
-    if cutlass.const_expr(shape.tile_n == ROW_TILES[-1]):
-        dependent = Int32(cutlass.select_(num_splits > 1, Int32(1), Int32(0)))
+    """Makes the TMA descriptor of the cache and launches one block a kv head, split and request."""
     tma, cache = paged.make_page_tma(kv_cache, tokens=tokens)
     flash_mla_v18(
         q, tma, cache, page_table, seq_lens, target, marks, scale * math.log2(math.e), num_splits,
@@ -87,7 +82,7 @@ def launch_flash_mla_v18(
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
-        use_pdl=dependent,
+        use_pdl=ready.dependent(num_splits, shape),
     )  # fmt: skip
 
 
@@ -106,4 +101,4 @@ class FlashMlaV18Plan(ReadyPlan):
 
     @property
     def turned(self) -> bool:
-        return turns(self.problem.k)
+        return Fragments.of(Shape.of(self.problem)).turns

@@ -82,7 +82,8 @@ def launch_flash_mla_v19(
     shares = loads.shared_loads(shape)
     tma, cache = paged.make_page_tma(kv_cache, shares)
     flash_mla_v19(
-        q, tma, cache, *tokens.make_tma(kv_cache, shape, bool(shares)), page_table, seq_lens, target, marks,
+        q, tma, cache, *tokens.make_tma(kv_cache, shape, bool(shares)),
+        *tokens.make_small_tma(kv_cache, bool(shares)), page_table, seq_lens, target, marks,
         scale * math.log2(math.e), num_splits, ordered, shape, longest_first, dependent,
     ).launch(
         grid=(shape.row_tiles * shape.h_kv, num_splits, q.shape[0]),

@@ -223,7 +223,11 @@ def test_kernels_are_groups_names_or_wildcards(toys: Path) -> None:
 
     assert chosen("kernels=cute") == ["cute-dsl/toy", "cute-dsl/toy_v1"]
     assert chosen("kernels=base") == ["cute-dsl/toy", "triton/toy"]
-    assert chosen("kernels=triton/toy_v1,cute-dsl/toy") == ["cute-dsl/toy", "triton/toy_v1"]
+    assert chosen("kernels=triton/toy_v1,cute-dsl/toy") == ["triton/toy_v1", "cute-dsl/toy"]
+    assert chosen("kernels=triton/toy_v1,*/toy*") == [
+        "triton/toy_v1",
+        *(k.label for k in sorted(TOYS) if k.label != "triton/toy_v1"),
+    ]
     assert not sweep_config.compose(["experiment=quickstart", "kernels=triton/*"]).kernels.newest
     assert sweep_config.compose(["kernels=newest"]).kernels.newest
     assert not sweep_config.compose(["experiment=quickstart"]).kernels.newest

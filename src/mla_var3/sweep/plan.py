@@ -126,7 +126,8 @@ def _problem(fields: dict[str, Any]) -> MlaProblem:
 
 # ---------------------------------------------------------------- kernels
 def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[KernelId]:
-    """Versions that a pattern names. A pattern that names none is a `UserError` with the nearest.
+    """Versions that a pattern names, in the order of the patterns, which is that of their turns: at the power limit a
+    kernel's time depends on what ran before it. A pattern that names none is a `UserError` with the nearest.
 
     Words of `PICKERS` name none by themselves: alone, they leave the list empty.
     """
@@ -139,7 +140,7 @@ def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list
         raise UserError("this installation has no kernel versions: reinstall mla-var3.")
     chosen: list[KernelId] = []
     for pattern in patterns:
-        some = [k for k in kernels if _matches(k, pattern)]
+        some = sorted(k for k in kernels if _matches(k, pattern))
         if not some:
             choices = {k.label for k in kernels} | {k.module_name for k in kernels} | set(PICKERS)
             raise UserError(f"no kernel matches {pattern!r}: {nearest(pattern, choices)}.")
@@ -147,7 +148,7 @@ def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list
     left = [k for k in chosen if not any(_matches(k, pattern) for pattern in exclude)]
     if not left:
         raise UserError("kernels.exclude leaves no kernel: shorten it.")
-    return sorted(left)
+    return left
 
 
 def chosen_kernels(config: SweepConfig) -> list[KernelId]:

@@ -12,6 +12,7 @@ import pytest
 from mla_var3 import cli, paths
 from mla_var3.bench.records import Record, load
 from mla_var3.device import Device, Requirement
+from mla_var3.devlog.entry import entry_path
 from mla_var3.dispatch import choose, pick, selection, survey
 from mla_var3.dispatch import model as cost
 from mla_var3.dispatch import table as tables
@@ -228,6 +229,23 @@ def test_the_shipped_table_is_that_of_the_shipped_records() -> None:
     assert points and {p.record for p in points} <= ids
 
 
+def test_a_version_that_its_devlog_rejects_is_not_in_the_table(toys: None, tmp_path: Path, monkeypatch: Any) -> None:
+    """Whether it was faster or not; what it was measured beside stays."""
+    records = tmp_path / "some.jsonl"
+    records.write_text("".join(record.model_dump_json() + "\n" for record in MEASURED))
+
+    def kernels() -> set[KernelId]:
+        return {recipe.kernel for recipe in from_files([records]).devices["h200"].recipes}
+
+    monkeypatch.setattr(paths, "repo_root", lambda: tmp_path)
+    assert {FEW, MANY} <= kernels()
+    for verdict, kept in (("kept", True), ("rejected", False)):
+        entry = entry_path(tmp_path, MANY)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.write_text(f"---\nverdict: {verdict}\n---\n")
+        assert (MANY in kernels()) is kept and FEW in kernels()
+
+
 def test_the_table_lands_near_the_best_where_it_was_not_told() -> None:
     """Leave one cell out, pick from the others: within 3 % of the best version there on average, and over 25 % behind
     it in one cell, b16 h128 t512, where version 8 cuts as badly as no neighbour tells."""
@@ -310,7 +328,7 @@ def test_a_measured_cell_is_predicted_as_measured(toys: None) -> None:
     for choice in chosen[:2]:
         assert choice.us == pytest.approx(times[choice.kernel.label], rel=0.02)
         assert "measured here" in choice.reason
-    assert chosen[2].us is None and "nobody measured" in chosen[2].reason
+    assert chosen[2].us is None and "has no time of it" in chosen[2].reason
     assert [r.label for r in refused] == [ODD.label] and "waits for the device" in refused[0].reason
 
 

@@ -157,7 +157,7 @@ def _candidates(
     order = {language: i for i, language in enumerate(_UNMEASURED)}
     unmeasured.sort(key=lambda k: (order.get(k.language, len(order)), -k.version, k.label))
     for kernel in unmeasured:
-        reason = "nobody measured it, so it is taken only where no measured version takes the problem"
+        reason = "the table has no time of it, so it is taken only where no measured version takes the problem"
         ranked.append(Choice(kernel, (), None, reason))
     for choice in ranked:
         yield choice, _verdict(choice, problem, device, accepts)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,7 +225,7 @@ def load(path: Path | None = None) -> Table:
 
 
 # ---------------------------------------------------------------- making
-def build(records: Iterable[Record]) -> Table:
+def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Table:
     """A table from records: the newest passed one of each version, way of tuning, problem and device. One that took
     turns with other versions counts before one that was timed alone, which was seen 3 % slower at the power limit. A
     record of one state alone does not count: beside means of both, a cool chip's time would win.
@@ -233,7 +233,8 @@ def build(records: Iterable[Record]) -> Table:
     Times are brought to the limits of devices.json by the limits of their own run, so that runs on different days and
     chips can stand beside each other, and runs of the same problem that have versions in common by those (`levelled`).
     A version that the dispatcher had picked counts as any other where its knobs were the version's own; what it was
-    measured with otherwise is left out.
+    measured with otherwise is left out. rejected: versions that are not to be picked; their times still tell how much
+    faster one chip was than another.
     """
     counted = [(record, _run(record)) for record in records if _counts(record)]
     own = {_named(r): r.tiling for r, _ in counted if r.requested in (None, "default")}
@@ -259,6 +260,8 @@ def build(records: Iterable[Record]) -> Table:
     level = {key: us for found in timed.values() for key, us in levelled(found).items()}
     for key, (_, _, record, run, own_us) in newest.items():
         device, kernel, asked, problem = key
+        if kernel in rejected:
+            continue
         us = level.get(key, own_us)
         limit = model.limit_us(problem, Device.get(device))
         grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(

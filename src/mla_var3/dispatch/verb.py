@@ -103,13 +103,19 @@ def _build(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 
 def from_files(files: Sequence[Path]) -> Table:
-    """The table of record files or folders, with what holding out found; unreadable lines are reported."""
+    """The table of record files or folders, with what holding out found; unreadable lines are reported. A version that
+    this checkout's devlog rejects is left out: it may have been the faster in a cell or two, by what turns differ."""
     from mla_var3.bench.records import load
+    from mla_var3.devlog.entry import entry_path, parse
+    from mla_var3.kernel import registry
 
     found = load(files)
     for problem in found.problems:
         print(f"warning: {problem}", file=sys.stderr)
-    table = tables.build(found.records)
+    root = paths.repo_root()
+    entries = {} if root is None else {kernel: entry_path(root, kernel) for kernel in registry.all_kernels()}
+    rejected = {kernel for kernel, path in entries.items() if path.exists() and parse(path)[0].verdict == "rejected"}
+    table = tables.build(found.records, rejected)
     if not table.devices:
         raise UserError(
             "these records hold no times, burst and sustained, of versions that could be picked: measure some first."

@@ -190,6 +190,29 @@ def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> No
     assert against_libraries(records[:2]) == ""
 
 
+def test_table_of_picks(record_of: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the dispatcher picks stands in the row, the fastest or not; a cell without a record of it is left out."""
+    from mla_var3 import dispatch
+    from mla_var3.devlog.tables import against_libraries
+
+    records = [
+        record_of("aaaa00001111", burst=250.0),
+        record_of("aaaa00002222", kernel=V1, burst=200.0),
+        record_of("aaaa00003333", kernel=KernelId("peer", "mla", "fa3_qv", 0), burst=225.0),
+    ]
+    asked = []
+
+    def choose(picked: KernelId) -> Callable[..., Any]:
+        return lambda problem, device: asked.append((problem.label, device.key)) or picked
+
+    monkeypatch.setattr(dispatch, "choose", choose(KernelId("triton", "mla", "flash_mla", 0)))
+    row = against_libraries(records, picks=True).splitlines()[2]
+    assert row.startswith("| b128_s1_h128_t4096 | triton/flash_mla | 250 |") and "| 0.900 |" in row
+    assert asked == [("b128_s1_h128_t4096", "h200")]
+    monkeypatch.setattr(dispatch, "choose", choose(KernelId("triton", "mla", "flash_mla", 2)))
+    assert against_libraries(records, picks=True) == ""
+
+
 def test_table_against_libraries_of_another_run(record_of: Callable[..., dict[str, Any]]) -> None:
     """A library that was measured on a slower chip is compared by its distance to that run's limit."""
     from mla_var3.devlog.citations import check_text

@@ -48,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument(
         "--libraries", action="store_true", help="a row a cell: the fastest here against the fastest library"
     )
+    table.add_argument(
+        "--picks", action="store_true", help="a row a cell: what the dispatcher picks against the fastest library"
+    )
     table.set_defaults(run=_table)
     render = verbs.add_parser("render", help="a design's history as one HTML page, with its ladder as a picture")
     render.add_argument("design", nargs="?", help="default: a page for each design that has entries")
@@ -121,9 +124,10 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
     for problem in loaded.problems:
         print(problem, file=sys.stderr)
     records = [record.model_dump() for record in loaded.records]
-    text = (
-        against_libraries(records) if arguments.libraries else comparison(records, arguments.cells, arguments.kernels)
-    )
+    if arguments.libraries or arguments.picks:
+        text = against_libraries(records, arguments.picks)
+    else:
+        text = comparison(records, arguments.cells, arguments.kernels)
     if not text:
         raise UserError("no record there has a time: give others, or measure with mla-var3 sweep on a GPU machine.")
     print(text)

@@ -87,8 +87,9 @@ def select(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequen
     return sorted(timed, key=lambda r: (order.index(cell(r)), _fastest(r)))
 
 
-def against_libraries(records: Iterable[Record]) -> str:
-    """One row a cell: the fastest kernel of this project in burst, and how it compares with the fastest library.
+def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
+    """One row a cell: the fastest kernel of this project in burst, and how it compares with the fastest library. picks:
+    the one that the dispatcher picks in its place; a cell without a record of it is left out.
 
     Newest records may be of different runs, so each time counts as a share of its own run's limit.
     """
@@ -98,7 +99,9 @@ def against_libraries(records: Iterable[Record]) -> str:
     rows = []
     for block in blocks.values():
         block.sort(key=_nearest)
-        ours = next((r for r in block if r["kernel"]["language"] != "peer"), None)
+        mine = [r for r in block if r["kernel"]["language"] != "peer"]
+        wanted = _picked(block[0]) if picks else None
+        ours = next((r for r in mine if wanted in (None, label(r))), None)
         library = next((r for r in block if r["kernel"]["language"] == "peer"), None)
         if ours is None or library is None:
             continue
@@ -107,7 +110,13 @@ def against_libraries(records: Iterable[Record]) -> str:
         ratios = f"[r:{ours['id']} vs {library['id']} {' '.join(c[2] for c in _ACROSS_RUNS)}]"
         row = [problem_label(ours), label(ours), *(_text(ours, None, c) for c in own), times]
         rows.append([*row, label(library), *(_text(ours, library, c) for c in _ACROSS_RUNS), ratios])
-    header = ["cell", "fastest here", *(TIMES[i][0] for i in (0, 1, 4, 5)), "record", "fastest library"]
+    header = [
+        "cell",
+        "picked" if picks else "fastest here",
+        *(TIMES[i][0] for i in (0, 1, 4, 5)),
+        "record",
+        "fastest library",
+    ]
     return _grid([*header, *(c[0] for c in _ACROSS_RUNS), "records"], rows) if rows else ""
 
 
@@ -139,6 +148,14 @@ def of_pairs(pairs: Sequence[tuple[Record, Record]]) -> str:
 def _fastest(record: Record) -> float:
     times = record["time_us"]
     return next((float(times[s]["median"]) for s in values.STATES if times.get(s)), float("inf"))
+
+
+def _picked(record: Record) -> str:
+    """What the dispatcher picks for a record's problem and device."""
+    from mla_var3.device import Device
+    from mla_var3.dispatch import choose
+
+    return choose(MlaProblem.from_record(record["problem"]), Device.get(record["device"])).label
 
 
 def _nearest(record: Record) -> float:

@@ -194,6 +194,7 @@ def test_table_of_picks(record_of: Callable[..., dict[str, Any]], monkeypatch: p
     """What the dispatcher picks stands in the row, the fastest or not; a cell without a record of it is left out."""
     from mla_var3 import dispatch
     from mla_var3.devlog.tables import against_libraries
+    from mla_var3.dispatch.selection import Choice
 
     records = [
         record_of("aaaa00001111", burst=250.0),
@@ -203,7 +204,8 @@ def test_table_of_picks(record_of: Callable[..., dict[str, Any]], monkeypatch: p
     asked = []
 
     def choose(picked: KernelId) -> Callable[..., Any]:
-        return lambda problem, device: asked.append((problem.label, device.key)) or picked
+        choice = Choice(picked, (), None, "")
+        return lambda problem, device: asked.append((problem.label, device.key)) or choice
 
     monkeypatch.setattr(dispatch, "choose", choose(KernelId("triton", "mla", "flash_mla", 0)))
     row = against_libraries(records, picks=True).splitlines()[2]

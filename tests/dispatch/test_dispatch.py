@@ -229,7 +229,7 @@ def test_the_shipped_table_is_that_of_the_shipped_records() -> None:
     assert points and {p.record for p in points} <= ids
 
 
-def test_a_version_that_its_devlog_rejects_is_not_in_the_table(toys: None, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_version_that_its_devlog_rejects_is_not_in_the_table(tmp_path: Path, monkeypatch: Any) -> None:
     """Whether it was faster or not; what it was measured beside stays."""
     records = tmp_path / "some.jsonl"
     records.write_text("".join(record.model_dump_json() + "\n" for record in MEASURED))

@@ -1,4 +1,4 @@
-"""cute-dsl/flash_mla_v16, v17, v19 and v20 without a GPU: one tile is asked for first, the loop is version 8's, who
+"""cute-dsl/flash_mla_v16, v17 and v20 without a GPU: one tile is asked for first, the loop is version 8's, who
 loads for whom, and in which boxes."""
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from mla_var3.kernel.cute_python.lib.latent.shape import Shape
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v8.flash_mla_v8 import FlashMlaV8Plan, FlashMlaV8Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v16.flash_mla_v16 import FlashMlaV16Plan, FlashMlaV16Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v17.flash_mla_v17 import FlashMlaV17Plan, FlashMlaV17Tiling
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v19.flash_mla_v19 import FlashMlaV19Plan, FlashMlaV19Tiling
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v20.flash_mla_v20 import FlashMlaV20Plan, FlashMlaV20Tiling
 
 if TYPE_CHECKING:
@@ -104,17 +103,13 @@ def test_four_row_tiles_of_version_17_load_for_each_other(tmp_path: Path) -> Non
     assert sizes == {1: [0, 0], 2: [2, 2], 4: [2, 4], 6: [2, 2], 8: [2, 4]}
 
 
-@pytest.mark.parametrize(
-    ("plan", "small"), [((FlashMlaV19Plan, FlashMlaV19Tiling), 4 * 4), ((FlashMlaV20Plan, FlashMlaV20Tiling), 0)]
-)
-def test_versions_19_and_20_ask_for_whole_tokens(plan: tuple[Any, Any], small: int, tmp_path: Path) -> None:
-    """Of the four producers, two of a stage: a loop of one box of whole tokens; two of them, a panel of rope columns;
-    in version 19, for the first pair, loops of one box of a panel for each of four panels. Loops have the products of
-    version 16's."""
+def test_version_20_asks_for_whole_tokens(tmp_path: Path) -> None:
+    """Of the four producers, two of a stage: a loop of one box of whole tokens; two of them, a panel of rope columns.
+    Loops have the products of version 16's."""
     problem = MlaProblem(h=128, t=4096)
-    lines, loops = compiled(plan[0](problem, plan[1](num_splits=2), H200), tmp_path)
+    lines, loops = compiled(FlashMlaV20Plan(problem, FlashMlaV20Tiling(num_splits=2), H200), tmp_path)
     asked = [line for line in lines if "UTMALDG" in line]
-    assert len(asked) == sum("MULTICAST" in line for line in asked) == small + 4 + 2
+    assert len(asked) == sum("MULTICAST" in line for line in asked) == 4 + 2
     assert sum("UTMALDG.4D" in line for line in asked) == 4  # whole tokens: column, panel, token, page
     asks_for_one_tile_first(lines)
     assert [loop.counts()["HGMMA"] for loop in loops] == [48, 44]  # as in versions 8 and 16

@@ -155,7 +155,7 @@ def _picked(record: Record) -> str:
     from mla_var3.device import Device
     from mla_var3.dispatch import choose
 
-    return choose(MlaProblem.from_record(record["problem"]), Device.get(record["device"])).label
+    return choose(MlaProblem.from_record(record["problem"]), Device.get(record["device"])).kernel.label
 
 
 def _nearest(record: Record) -> float:

@@ -237,19 +237,19 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
     faster one chip was than another.
     """
     counted = [(record, _run(record)) for record in records if _counts(record)]
-    own = {_named(r): r.tiling for r, _ in counted if r.requested in (None, "default")}
+    own = {named(r): r.tiling for r, _ in counted if r.requested in (None, "default")}
     turns: dict[str, set[KernelId]] = {}
     for record, run in counted:
-        turns.setdefault(run, set()).add(_named(record))
+        turns.setdefault(run, set()).add(named(record))
     newest: dict[Any, tuple[bool, Any, Record, str, float]] = {}  # beside others, when
     timed: dict[Any, list[Timed]] = {}  # of a device and problem
     for record, run in counted:
         picked = getattr(record, "picked_by", None)
-        if picked and (record.requested != "dispatch" or own.get(_named(record)) != record.tiling):
+        if picked and (record.requested != "dispatch" or own.get(named(record)) != record.tiling):
             continue
         asked = () if picked else _asked(record)
         problem = _problem(record)
-        key = (record.device, _named(record), asked, problem)
+        key = (record.device, named(record), asked, problem)
         us = _time_us(record, problem)
         timed.setdefault((record.device, problem), []).append((key, run, record.at, us))
         worth = (bool(run) and len(turns[run]) > 1, record.at)
@@ -329,7 +329,8 @@ def _counts(record: Record) -> bool:
     return bool(known and served and plain and compared and both)
 
 
-def _named(record: Record) -> KernelId:
+def named(record: Record) -> KernelId:
+    """The version that a record is of."""
     return KernelId(**record.kernel.model_dump(include=_KERNEL))
 
 

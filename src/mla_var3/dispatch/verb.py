@@ -107,13 +107,13 @@ def from_files(files: Sequence[Path]) -> Table:
     this checkout's devlog rejects is left out: it may have been the faster in a cell or two, by what turns differ."""
     from mla_var3.bench.records import load
     from mla_var3.devlog.entry import entry_path, parse
-    from mla_var3.kernel import registry
 
     found = load(files)
     for problem in found.problems:
         print(f"warning: {problem}", file=sys.stderr)
     root = paths.repo_root()
-    entries = {} if root is None else {kernel: entry_path(root, kernel) for kernel in registry.all_kernels()}
+    measured = {tables.named(record) for record in found.records}
+    entries = {} if root is None else {kernel: entry_path(root, kernel) for kernel in measured}
     rejected = {kernel for kernel, path in entries.items() if path.exists() and parse(path)[0].verdict == "rejected"}
     table = tables.build(found.records, rejected)
     if not table.devices:

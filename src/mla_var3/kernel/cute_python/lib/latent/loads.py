@@ -149,7 +149,7 @@ def produce(
                 if pair == first and first + 1 == end:
                     cute.arch.mbarrier_wait(last_even, 0)
         if cutlass.const_expr(source is not None):
-            tokens.load(source, full, tile % per_page, page, rank, pair == first)
+            tokens.load(source, full, tile % per_page, page, rank)
         elif cutlass.const_expr(shares):
             load_shared_panels(tma, boxes, panels, full, tile % per_page, page, rank, columns, stage, shares)
         else:

@@ -2,8 +2,8 @@
 
 Half of a token's latent columns, 512 bytes in one piece, 8 tokens a box: 4 KiB that lie within 9 of memory, where a
 panel of 64 tokens takes 128 bytes of each of 72 KiB. Such reads cost less power (2 % of a kernel that only reads). A
-box that comes whole lets its products begin late, so a block's first pair may come in boxes of 8 tokens by 64 columns,
-a panel behind the other, into the same places.
+box that comes whole lets its products begin late; a first pair in boxes of 8 tokens by 64 columns, so that they need
+not, took another 1 to 2 % (version 19, of which the devlog is left).
 
 A half of a stage is (group of 8 tokens, panel, token, column), 1024 bytes a group and panel, with the swizzle of 128
 byte rows; the rope panel behind the two is a panel of 64 tokens, as elsewhere.
@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from mla_var3.kernel.cute_python.lib import paged, wgmma
+from mla_var3.kernel.cute_python.lib import wgmma
 from mla_var3.kernel.cute_python.lib.latent.shape import PANEL, TILE_N, Shape
 from mla_var3.kernel.cute_python.lib.paged import BOX, EVICT_FIRST
 
@@ -27,24 +27,15 @@ GROUPS = TILE_N // GROUP  # of a tile
 
 
 class TokenBoxes:
-    """TMA atoms and tensors of the cache: boxes of half a token's latent columns, modes (page, 64, panel, h_kv,
-    num_pages), and, where a first pair comes in small ones, of 64 columns (`make_small_tma`). Python holds it; nothing
-    is copied."""
+    """TMA atom and tensor of the cache: boxes of half a token's latent columns, modes (page, 64, panel, h_kv,
+    num_pages). Python holds it; nothing is copied."""
 
-    def __init__(
-        self,
-        whole: cute.CopyAtom,
-        cache: cute.Tensor,
-        small: cute.CopyAtom | None = None,
-        columns: cute.Tensor | None = None,
-    ) -> None:
-        self.whole, self.cache, self.small, self.columns = whole, cache, small, columns
+    def __init__(self, whole: cute.CopyAtom, cache: cute.Tensor) -> None:
+        self.whole, self.cache = whole, cache
 
     def of_head(self, kv_head: Int32) -> TokenBoxes:
         """The same of one kv head, without that mode."""
-        cache = self.cache[None, None, None, kv_head, None]
-        columns = None if self.small is None else self.columns[None, None, kv_head, None]
-        return TokenBoxes(self.whole, cache, self.small, columns)
+        return TokenBoxes(self.whole, self.cache[None, None, None, kv_head, None])
 
 
 def make_tma(kv_cache: cute.Tensor, shape: Shape, shared: bool) -> tuple[Any, ...]:
@@ -57,11 +48,6 @@ def make_tma(kv_cache: cute.Tensor, shape: Shape, shared: bool) -> tuple[Any, ..
     box = (GROUP, PANEL, shape.half // PANEL)
     copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
     return cpasync.make_tiled_tma_atom(copy, view, wgmma.k_major_layout(kv_cache.element_type, box), box, 1)
-
-
-def make_small_tma(kv_cache: cute.Tensor, shared: bool) -> tuple[Any, ...]:
-    """Atom and tensor of boxes of 8 tokens by 64 columns."""
-    return paged.make_page_tma(kv_cache, shared, GROUP)
 
 
 class TokenTile:
@@ -109,24 +95,13 @@ class TokenSource:
         half = kv_base + (stage * shape.stage_elements + part * shape.half * TILE_N)
         count, alone = shape.half // PANEL, cute.make_layout(1)
         cut = (GROUP, PANEL, count)
-
-        def places(sizes: tuple[int, ...]) -> cute.Tensor:
-            return wgmma.smem_view(half, 0, wgmma.k_major_layout(half.dtype, sizes))
-
         # Groups behind each other, each with its panels behind each other.
-        groups = cute.flat_divide(places((GROUP, PANEL, count * GROUPS)), cut)[None, None, None, 0, 0, None]
+        places = wgmma.smem_view(half, 0, wgmma.k_major_layout(half.dtype, (GROUP, PANEL, count * GROUPS)))
+        groups = cute.flat_divide(places, cut)[None, None, None, 0, 0, None]
         sources = cute.flat_divide(by_tokens.cache, cut)[None, None, None, None, 0, part, None]
         self.whole = by_tokens.whole
         self.groups, self.boxes = cpasync.tma_partition(
             self.whole, 0, alone, cute.group_modes(groups, 0, 3), cute.group_modes(sources, 0, 3)
-        )
-        self.small = by_tokens.small
-        if self.small is None:
-            return
-        cells = cute.flat_divide(places((GROUP, PANEL, count, GROUPS)), (GROUP, PANEL))[None, None, 0, 0, None, None]
-        sources = cute.flat_divide(by_tokens.columns, (GROUP, BOX))
-        self.cells, self.small_boxes = cpasync.tma_partition(
-            self.small, 0, alone, cute.group_modes(cells, 0, 2), cute.group_modes(sources, 0, 2)
         )
 
 
@@ -147,34 +122,15 @@ def ask(
 
 
 @cute.jit
-def load_small(
+def load(
     to: cutlass.Constexpr,  # a `TokenSource`
     full: cute.Pointer,  # mbarriers of the stage, shared memory: one a panel
     token_box: Int32,
     page: Int32,
     rank: Int32,  # of this block in its cluster
 ):
-    """Half a tile panel by panel, each with its mbarrier."""
-    columns, blocks = to.columns, max(to.shares, 1)
-    for i in cutlass.range_constexpr(len(columns)):
-        barrier = full + columns[i]
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, TILE_N * PANEL * 2)
-        for turn in cutlass.range(GROUPS // blocks, unroll=1):
-            group = turn * blocks + rank
-            source = to.small_boxes[None, token_box * GROUPS + group, columns[i], page]
-            ask(to.small, source, to.cells[None, i, group], barrier, to.shares)
-
-
-@cute.jit
-def load_whole(
-    to: cutlass.Constexpr,  # a `TokenSource`
-    full: cute.Pointer,  # mbarriers of the stage, shared memory: one a panel
-    token_box: Int32,
-    page: Int32,
-    rank: Int32,  # of this block in its cluster
-):
-    """Half a tile. The mbarrier of its first panel stands for all of them."""
+    """One warp's boxes of a 64-token tile. Each panel's mbarrier completes a phase, in the order in which the panels
+    are read; that of a half's first panel stands for all of the half."""
     columns, blocks = to.columns, max(to.shares, 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + columns[0], TILE_N * to.shape.half * 2)
@@ -184,29 +140,10 @@ def load_whole(
         group = turn * blocks + rank
         source = to.boxes[None, token_box * GROUPS + group, page]
         ask(to.whole, source, to.groups[None, group], full + columns[0], to.shares)
-
-
-@cute.jit
-def load(
-    to: cutlass.Constexpr,  # a `TokenSource`
-    full: cute.Pointer,  # mbarriers of the stage, shared memory: one a panel
-    token_box: Int32,
-    page: Int32,
-    rank: Int32,  # of this block in its cluster
-    opening: cutlass.Boolean,  # the first tile of the block
-):
-    """One warp's boxes of a 64-token tile. Each panel's mbarrier completes a phase, in the order in which the panels
-    are read."""
-    if cutlass.const_expr(to.small is None):
-        load_whole(to, full, token_box, page, rank)
-    elif opening:
-        load_small(to, full, token_box, page, rank)
-    else:
-        load_whole(to, full, token_box, page, rank)
     if cutlass.const_expr(to.with_rope):
         rope = cutlass.const_expr(to.shape.rope)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + rope, BOX * BOX * 2)
-        if rank == to.stage % max(to.shares, 1):
+        if rank == to.stage % blocks:
             source = to.rope_boxes[None, token_box, rope, page]
             ask(to.rope, source, to.rope_panels[None, rope, to.stage], full + rope, to.shares)

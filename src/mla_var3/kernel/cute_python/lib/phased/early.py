@@ -82,8 +82,6 @@ def run(
             loads.init_barriers(full, empty, shape, shares)
         cpasync.prefetch_descriptor(tma)
         if cutlass.const_expr(by_tokens is not None):
-            if cutlass.const_expr(by_tokens.small is not None):
-                cpasync.prefetch_descriptor(by_tokens.small)
             cpasync.prefetch_descriptor(by_tokens.whole)
         cute.arch.mbarrier_init_fence()
     # The producers wait for the barriers, and not for the query to be asked for.

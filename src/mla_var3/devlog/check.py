@@ -15,8 +15,6 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 
-_KERNEL_FIELDS = ("language", "layer", "design", "version")
-
 
 def find_root(given: Path | None = None) -> Path:
     """The folder with `devlogs/` and `results/`: as given, else the current folder or the nearest above it, else the
@@ -126,4 +124,4 @@ def _stale(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, An
 
 def is_of(record: Record, kernel: KernelId) -> bool:
     """Whether a record is one of that version."""
-    return bool(KernelId(**{name: record["kernel"][name] for name in _KERNEL_FIELDS}) == kernel)
+    return KernelId.from_record(record["kernel"]) == kernel

@@ -234,7 +234,7 @@ def record_of(
         for record in records
         if record["device"] == device
         and record.get("time_us")
-        and KernelId(**{name: record["kernel"][name] for name in kernel.to_record()}) == kernel
+        and KernelId.from_record(record["kernel"]) == kernel
         and dict(record["problem"]) == wanted
         and not record.get("picked_by")
         and record.get("experiment") not in ASIDE
@@ -264,7 +264,7 @@ def of_record(identity: str, records: Iterable[Record] | None = None, *, alone: 
         record = find_record({str(r["id"]): r for r in records}, identity)
     except Unknown as error:
         raise UserError(f"{error}: give a kernel, a record's id, or the folder of a profile.") from error
-    kernel = KernelId(**{name: record["kernel"][name] for name in ("language", "layer", "design", "version")})
+    kernel = KernelId.from_record(record["kernel"])
     problem, device = MlaProblem.from_record(record["problem"]), str(record["device"])
     profile = None if alone else _same_knobs(profiles.known(kernel, problem, device), record.get("tiling"))
     return _joined(kernel, problem, device, profile, record)
@@ -293,15 +293,12 @@ def of_kernel(
     if not evidence.resources and not evidence.times and compile_it:
         _compile(evidence)
     if evidence.record is None and evidence.profile is None:
-        cells = sorted({_cell(r) for r in records if r.get("time_us") and _is(r, kernel) and r["device"] == device})
+        timed = [r for r in records if r.get("time_us") and r["device"] == device]
+        cells = sorted({_cell(r) for r in timed if KernelId.from_record(r["kernel"]) == kernel})
         if cells:
             some = ", ".join(cells[:6]) + (", ..." if len(cells) > 6 else "")
             evidence.notes.append(f"{kernel.label} was timed on {device} on other problems: {some}")
     return evidence
-
-
-def _is(record: Record, kernel: KernelId) -> bool:
-    return KernelId(**{name: record["kernel"][name] for name in kernel.to_record()}) == kernel
 
 
 def _cell(record: Record) -> str:

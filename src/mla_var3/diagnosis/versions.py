@@ -145,7 +145,7 @@ def records_of(
                     r
                     for r in records
                     if r["device"] == device and r.get("time_us") and dict(r["problem"]) == wanted
-                    and KernelId(**{n: r["kernel"][n] for n in version.kernel.to_record()}) == version.kernel
+                    and KernelId.from_record(r["kernel"]) == version.kernel
                     and not r.get("picked_by") and (not knobs or _same(r.get("tiling"), knobs))
                     and r.get("experiment") not in ASIDE
                 ),

@@ -211,7 +211,7 @@ def _recipe(item: Mapping[str, Any]) -> Recipe:
         Point(point["record"], MlaProblem.from_record(point["problem"]), float(point["us"]), point["run"])
         for point in item["points"]
     ]
-    return Recipe(KernelId(**item["kernel"]), tuple(item["tiling"].items()), tuple(points))
+    return Recipe(KernelId.from_record(item["kernel"]), tuple(item["tiling"].items()), tuple(points))
 
 
 @functools.lru_cache(maxsize=4)
@@ -316,9 +316,6 @@ def _at_newest(timed: Sequence[Timed]) -> dict[Any, float]:
     return {what: math.exp(fitted[i] + level) for i, what in enumerate(names)}
 
 
-_KERNEL = {"language", "layer", "design", "version"}
-
-
 def _counts(record: Record) -> bool:
     known = any(device.key == record.device for device in Device.all())
     served = record.kernel.language not in NOT_SERVED and record.kernel.layer == "mla"
@@ -331,7 +328,7 @@ def _counts(record: Record) -> bool:
 
 def named(record: Record) -> KernelId:
     """The version that a record is of."""
-    return KernelId(**record.kernel.model_dump(include=_KERNEL))
+    return KernelId.from_record(record.kernel.model_dump())
 
 
 def _asked(record: Record) -> tuple[tuple[str, Any], ...]:

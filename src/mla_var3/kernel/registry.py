@@ -7,6 +7,7 @@ Walking looks at files and folders only, so listing imports no kernel language. 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, util
@@ -60,6 +61,11 @@ class KernelId:
 
     def to_record(self) -> dict[str, Any]:
         return {"language": self.language, "layer": self.layer, "design": self.design, "version": self.version}
+
+    @classmethod
+    def from_record(cls, fields: Mapping[str, Any]) -> KernelId:
+        """The version that a record's `kernel` names; what else stands there is passed over."""
+        return cls(fields["language"], fields["layer"], fields["design"], fields["version"])
 
     @classmethod
     def parse(cls, text: str) -> KernelId:

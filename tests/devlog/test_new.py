@@ -11,7 +11,7 @@ import pytest
 
 from mla_var3.devlog.check import check
 from mla_var3.devlog.cli import main
-from mla_var3.errors import UserError
+from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 
@@ -212,6 +212,12 @@ def test_table_of_picks(record_of: Callable[..., dict[str, Any]], monkeypatch: p
     assert row.startswith("| b128_s1_h128_t4096 | triton/flash_mla | 250 |") and "| 0.900 |" in row
     assert asked == [("b128_s1_h128_t4096", "h200")]
     monkeypatch.setattr(dispatch, "choose", choose(KernelId("triton", "mla", "flash_mla", 2)))
+    assert against_libraries(records, picks=True) == ""
+
+    def refuse(problem: Any, device: Any) -> Any:
+        raise Unsupported(f"no version takes {problem.label}.")
+
+    monkeypatch.setattr(dispatch, "choose", refuse)
     assert against_libraries(records, picks=True) == ""
 
 

@@ -45,10 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("files", nargs="*", type=Path, metavar="FILE", help="record files or folders; default: results/")
     table.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="only these; wildcards allowed")
     table.add_argument("--kernels", nargs="+", default=[], metavar="KERNEL", help="only these; wildcards allowed")
-    table.add_argument(
+    against = table.add_mutually_exclusive_group()
+    against.add_argument(
         "--libraries", action="store_true", help="a row a cell: the fastest here against the fastest library"
     )
-    table.add_argument(
+    against.add_argument(
         "--picks", action="store_true", help="a row a cell: what the dispatcher picks against the fastest library"
     )
     table.set_defaults(run=_table)
@@ -128,6 +129,8 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
         text = against_libraries(records, arguments.picks)
     else:
         text = comparison(records, arguments.cells, arguments.kernels)
+    if not text and arguments.picks:
+        raise UserError("no record of what the dispatcher picks is there, beside a library: give others.")
     if not text:
         raise UserError("no record there has a time: give others, or measure with mla-var3 sweep on a GPU machine.")
     print(text)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mla_var3.devlog import values
 from mla_var3.devlog.values import Record, Unknown
+from mla_var3.errors import Unsupported
 from mla_var3.problem import MlaProblem
 
 #: (header, unit, expression, significant digits): one column each.
@@ -89,7 +90,8 @@ def select(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequen
 
 def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
     """One row a cell: the fastest kernel of this project in burst, and how it compares with the fastest library. picks:
-    the one that the dispatcher picks in its place; a cell without a record of it is left out.
+    the one that the dispatcher picks in its place; a cell that it takes nothing for, or without a record of the pick,
+    is left out.
 
     Newest records may be of different runs, so each time counts as a share of its own run's limit.
     """
@@ -100,8 +102,10 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
     for block in blocks.values():
         block.sort(key=_nearest)
         mine = [r for r in block if r["kernel"]["language"] != "peer"]
-        wanted = _picked(block[0]) if picks else None
-        ours = next((r for r in mine if wanted in (None, label(r))), None)
+        if picks:
+            picked = _picked(block[0])
+            mine = [r for r in mine if label(r) == picked]
+        ours = next(iter(mine), None)
         library = next((r for r in block if r["kernel"]["language"] == "peer"), None)
         if ours is None or library is None:
             continue
@@ -110,13 +114,8 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
         ratios = f"[r:{ours['id']} vs {library['id']} {' '.join(c[2] for c in _ACROSS_RUNS)}]"
         row = [problem_label(ours), label(ours), *(_text(ours, None, c) for c in own), times]
         rows.append([*row, label(library), *(_text(ours, library, c) for c in _ACROSS_RUNS), ratios])
-    header = [
-        "cell",
-        "picked" if picks else "fastest here",
-        *(TIMES[i][0] for i in (0, 1, 4, 5)),
-        "record",
-        "fastest library",
-    ]
+    whose = "picked" if picks else "fastest here"
+    header = ["cell", whose, *(TIMES[i][0] for i in (0, 1, 4, 5)), "record", "fastest library"]
     return _grid([*header, *(c[0] for c in _ACROSS_RUNS), "records"], rows) if rows else ""
 
 
@@ -150,12 +149,15 @@ def _fastest(record: Record) -> float:
     return next((float(times[s]["median"]) for s in values.STATES if times.get(s)), float("inf"))
 
 
-def _picked(record: Record) -> str:
-    """What the dispatcher picks for a record's problem and device."""
+def _picked(record: Record) -> str | None:
+    """What the dispatcher picks for a record's problem and device; None where no version takes them."""
     from mla_var3.device import Device
     from mla_var3.dispatch import choose
 
-    return choose(MlaProblem.from_record(record["problem"]), Device.get(record["device"])).kernel.label
+    try:
+        return choose(MlaProblem.from_record(record["problem"]), Device.get(record["device"])).kernel.label
+    except Unsupported:
+        return None
 
 
 def _nearest(record: Record) -> float:

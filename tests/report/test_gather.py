@@ -10,6 +10,7 @@ import pytest
 
 from mla_var3 import cli, verbs
 from mla_var3.bench.records import RecordStore
+from mla_var3.bench.settings import ASIDE
 from mla_var3.errors import UserError
 from mla_var3.problem import MlaProblem
 from mla_var3.report.gather import Gathered, arrange, cell_name, command, gather
@@ -43,10 +44,11 @@ def test_records_without_a_time_are_counted_by_kernel_and_reason(make: Any) -> N
     assert "1 records of cute-dsl/flash_mla: skipped: too many rows" in said(found)
 
 
-def test_what_was_timed_for_the_host_s_sake_hides_no_measurement(make: Any) -> None:
-    found = arrange([make(us=100, day="2026-11-21"), make(us=90, day="2026-11-22", experiment="host_cost")])
+@pytest.mark.parametrize("experiment", ASIDE)
+def test_what_was_timed_for_something_else_hides_no_measurement(make: Any, experiment: str) -> None:
+    found = arrange([make(us=100, day="2026-11-21"), make(us=90, day="2026-11-22", experiment=experiment)])
     assert [(p.us("burst"), p.newest) for p in found.points] == [(100, True)]
-    assert "1 timed records: they are of host_cost" in said(found)
+    assert f"1 timed records: they are of {experiment}, which {ASIDE[experiment]}" in said(found)
 
 
 def test_a_newer_record_replaces_an_older_one_and_that_is_said(make: Any) -> None:

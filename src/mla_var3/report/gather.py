@@ -261,7 +261,7 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
     points: list[Point] = []
     seen: dict[str, Record] = {}
     twice: list[str] = []
-    aside: list[str] = []
+    aside: dict[str, list[str]] = {}
     for record in sorted(records, key=lambda r: r.at):
         try:
             problem = MlaProblem.from_record(record.problem)
@@ -273,7 +273,7 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
             untimed.setdefault((record.status, record.kernel.label), []).append(_why(record))
             continue
         if record.experiment in ASIDE:
-            aside.append(f"{record.kernel.label} on {cell}")
+            aside.setdefault(record.experiment, []).append(f"{record.kernel.label} on {cell}")
             continue
         if record.id in seen and seen[record.id] == record:
             twice.append(record.id)
@@ -291,9 +291,9 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
         result.left_out.append(_left("timed records", older, why, older))
     if twice:
         result.left_out.append(_left("records", twice, "the same record stands in two files; it counts once", twice))
-    if aside:
-        why = f"they are of {' and '.join(ASIDE)}, which times few calls, for what launches cost the host"
-        result.left_out.append(_left("timed records", aside, why, aside))
+    for experiment, found in aside.items():
+        why = f"they are of {experiment}, which {ASIDE[experiment]}"
+        result.left_out.append(_left("timed records", found, why, found))
     result.left_out += _untimed(untimed)
     result.left_out += _reservations(result)
     return result

@@ -520,7 +520,9 @@ def test_without_a_gpu_kernels_are_compiled_for_the_target(
 
     old = measured(Contender(TOYS[2]), MlaProblem(b=128, t=4096), H200, us=220.25)
     old.at = "2026-01-02T03:04:05Z"
-    (shipped / "h200" / "2026-01-02-decode.jsonl").write_text(old.to_json() + "\n")
+    aside = measured(Contender(TOYS[2]), MlaProblem(b=128, t=4096), H200, us=333.25)
+    aside.at, aside.experiment = "2026-01-03T03:04:05Z", "one_turn"
+    (shipped / "h200" / "2026-01-02-decode.jsonl").write_text(old.to_json() + "\n" + aside.to_json() + "\n")
     monkeypatch.setattr(paths, "shipped_results_dir", lambda: shipped)
 
     assert sweep.main(["experiment=quickstart", "kernels=triton"]) == 0
@@ -536,7 +538,7 @@ def test_without_a_gpu_kernels_are_compiled_for_the_target(
     assert "measured 2026-11-21" in out
     assert "Recorded on NVIDIA H200" in out
     assert "2026-01-02" in out
-    assert "220.2" in out
+    assert "220.2" in out and "333.2" not in out, "what was timed for something else stands aside"
     assert "the compiling process died (signal 11)" in out
 
     before = len(jobs)

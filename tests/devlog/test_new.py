@@ -104,7 +104,7 @@ def test_newest_record_of_a_cell(project: Path, entry: Path) -> None:
 
 
 def test_records_that_time_for_something_else_are_left_out(
-    project: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "all_kernels", lambda: (V0, V1))
     records = next((project / "results").rglob("*.jsonl"))
@@ -120,6 +120,13 @@ def test_records_that_time_for_something_else_are_left_out(
     text = entry.read_text()
     assert f"[r:{FAST} vs {SLOW} burst.speedup sustained.speedup]" in text
     assert not any(r["id"] in text for r in aside)
+
+    capsys.readouterr()
+    assert main(["table", "--root", str(project)]) == 0
+    text = capsys.readouterr().out
+    assert FAST in text and not any(r["id"] in text for r in aside)
+    assert main(["table", "--root", str(project), str(records)]) == 0
+    assert aside[0]["id"] in capsys.readouterr().out, "a file that is named is read as it is"
 
 
 def test_cite_prints_figures_that_check_accepts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

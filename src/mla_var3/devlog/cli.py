@@ -119,12 +119,13 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
 
 def _table(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.bench.records import load
+    from mla_var3.bench.settings import ASIDE
     from mla_var3.devlog.tables import against_libraries, comparison
 
     loaded = load(arguments.files or [root / "results"])
     for problem in loaded.problems:
         print(problem, file=sys.stderr)
-    records = [record.model_dump() for record in loaded.records]
+    records = [r.model_dump() for r in loaded.records if arguments.files or r.experiment not in ASIDE]
     if arguments.libraries or arguments.picks:
         text = against_libraries(records, arguments.picks)
     else:

@@ -369,12 +369,14 @@ class Sweep:
     def recorded(self, device: Device) -> None:
         """Shipped measurements of these cells on the device, newest of each kernel, marked as recorded."""
         from mla_var3.bench.records import load
+        from mla_var3.bench.settings import ASIDE
         from mla_var3.problem import MlaProblem
         from mla_var3.report import tables
 
+        aside = set(ASIDE) - {self.config.experiment.name}
         folder = paths.shipped_results_dir() / device.key
         wanted = set(self.cells)
-        found = load(folder).records if folder.is_dir() else []
+        found = [r for r in load(folder).records if r.experiment not in aside] if folder.is_dir() else []
         mine = [r for r in found if r.status == "passed" and r.time_us and MlaProblem.from_record(r.problem) in wanted]
         print()
         if not mine:

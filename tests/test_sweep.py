@@ -237,6 +237,29 @@ def test_kernels_are_groups_names_or_wildcards(toys: Path) -> None:
         chosen("kernels=triton/toi")
 
 
+def test_a_version_can_be_kept_to_some_cells(toys: Path) -> None:
+    def labels(*words: str) -> list[list[str]]:
+        config = sweep_config.compose(
+            ["experiment=quickstart", "kernels=base", "experiment.cells=[{s: 1},{s: 2}]", *words]
+        )
+        target = sweep_plan.find_target(config, None)
+        points = sweep_plan.expand(config, target)
+        return [[p.kernel.label for p in points if p.problem.s == s] for s in (1, 2)]
+
+    both = ["cute-dsl/toy", "triton/toy"]
+    assert labels() == [both, both]
+    assert labels("kernels.only=[{kernels: 'triton/*', s: 1}]") == [both, ["cute-dsl/toy"]]
+    assert labels("kernels.only=[{kernels: 'triton/*', s: 1, h: 3}]") == [["cute-dsl/toy"], ["cute-dsl/toy"]]
+    assert sweep_config.compose(["experiment=one_turn"]).kernels.only
+    assert not sweep_config.compose(["experiment=one_turn", "kernels=peer/fa3_qv"]).kernels.only
+    with pytest.raises(UserError, match=r"kernels.only leaves no kernel for b1_s2_h128_t4096: shorten it"):
+        labels("kernels.only=[{kernels: '*', s: 1}]", "problem.b=1", "problem.t=4096")
+    with pytest.raises(UserError, match=r"kernels.only\[0\] names 'heads', no field of a cell"):
+        labels("kernels.only=[{kernels: '*', heads: 1}]")
+    with pytest.raises(UserError, match=r"kernels.only\[0\] = .* is no rule: write"):
+        labels("kernels.only=[toy]")
+
+
 # ---------------------------------------------------------------- points
 def test_points_carry_their_verdict(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = MlaProblem(b=2, t=128)

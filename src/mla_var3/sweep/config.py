@@ -68,11 +68,13 @@ class ModelConfig:
 class KernelsConfig:
     """`language/design[_vN]` names; * and ? are wildcards. Without a slash a pattern is matched with the design.
 
-    newest: of each language and design only the newest version that takes the cell.
+    newest: of each language and design only the newest version that takes the cell. only: versions that stay out of
+    other cells than these, each as `{kernels: PATTERN, FIELD: VALUE, ...}` with fields of a cell.
     """
 
     patterns: list[str] = field(default_factory=lambda: ["*"])
     exclude: list[str] = field(default_factory=list)
+    only: list[Any] = field(default_factory=list)
     newest: bool = False
 
 
@@ -186,6 +188,16 @@ def typed(cfg: Any) -> SweepConfig:
             raise UserError(
                 f"tilings[{index}] = {knobs!r} is not a mapping of knobs: write 'tilings=[{{num_splits: 1}},{{}}]'."
             )
+    known = [f.name for f in fields(ProblemConfig)]
+    for index, rule in enumerate(config.kernels.only):
+        if not isinstance(rule, dict) or not isinstance(rule.get("kernels"), str) or len(rule) < 2:
+            raise UserError(
+                f"kernels.only[{index}] = {rule!r} is no rule: write "
+                "'kernels.only=[{kernels: peer/*, s: 1}]', a pattern and fields of a cell."
+            )
+        for name in rule:
+            if name != "kernels" and name not in known:
+                raise UserError(f"kernels.only[{index}] names {name!r}, no field of a cell: {nearest(name, known)}.")
     return config
 
 
@@ -308,7 +320,7 @@ def _kernels_word(value: str, choices: list[str]) -> list[str]:
     from mla_var3.kernel.registry import all_kernels
 
     # Versions that are named are meant, whatever the experiment's own choice leaves out.
-    plain = ["kernels.newest=false", "kernels.exclude=[]"]
+    plain = ["kernels.newest=false", "kernels.exclude=[]", "kernels.only=[]"]
     groups = group_choices("kernels")
     if all(choice in groups for choice in choices):
         return [f"kernels={value}"]

@@ -163,6 +163,17 @@ def chosen_kernels(config: SweepConfig) -> list[KernelId]:
     return fitting or kernels
 
 
+def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: MlaProblem) -> list[KernelId]:
+    """Those of the versions that `kernels.only` does not keep out of this cell."""
+    cell = problem.to_record()
+
+    def stays(kernel: KernelId) -> bool:
+        rules = [rule for rule in config.kernels.only if _matches(kernel, rule["kernels"])]
+        return all(cell[name] == value for rule in rules for name, value in rule.items() if name != "kernels")
+
+    return [k for k in kernels if stays(k)]
+
+
 def _formulation(kernel: KernelId) -> str | None:
     """What a version computes; None where its language is missing, or it cannot be imported."""
     try:
@@ -224,6 +235,7 @@ def expand(
     tuned: bool = False,
 ) -> list[Point]:
     """Every cell with every kernel, each judged without launching anything; tuned: default tilings are not judged."""
+    all_of_them = kernels is None
     if kernels is None:
         kernels = chosen_kernels(config)
     pickers = [word for word in PICKERS if word in config.kernels.patterns]
@@ -235,8 +247,11 @@ def expand(
     points: list[Point] = []
     for problem in expand_cells(config) if cells is None else cells:
         found: dict[Any, Point] = {}  # a version that lacks a knob does not tell all variants apart
+        fitting = kernels_of(config, kernels, problem)
+        if all_of_them and not (fitting or pickers):
+            raise UserError(f"kernels.only leaves no kernel for {problem.label}: shorten it, or leave the cell out.")
         for asked in variants:
-            some = [prepare(problem, k, device, asked, tuned=tuned) for k in kernels for device in devices[k]]
+            some = [prepare(problem, k, device, asked, tuned=tuned) for k in fitting for device in devices[k]]
             for point in newest(some) if config.kernels.newest else some:
                 found.setdefault((point.kernel, point.device.key, repr(sorted(point.asked.items()))), point)
         points += sorted(found.values(), key=lambda point: kernels.index(point.kernel))

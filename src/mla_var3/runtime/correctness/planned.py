@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UserError
@@ -86,7 +85,6 @@ class PlannedPlan(KernelPlan):
 
     def error_of(self, kernel: Any, inputs: Sequence[Any], dist: str) -> ErrorReport:
         """How far a kernel of this plan is from its reference on inputs of a distribution; see `checking.judge`."""
-        bounds = bounds_for(dist)
-        bounds = replace(bounds, out_cos=bounds.out_cos + self.cos_slack, row_cos=bounds.row_cos + self.cos_slack)
+        bounds = bounds_for(dist, self)
         reference = functools.partial(self.reference_fn, *inputs)
         return judge(kernel, inputs, reference, bounds, self.problem.torch_dtype, self.deterministic)

@@ -14,9 +14,11 @@ from mla_var3.bench.cell import BenchSettings, Contender, measure_cell
 from mla_var3.bench.cuda_backend import CudaBackend
 from mla_var3.bench.records import Record
 from mla_var3.device import Device
+from mla_var3.dispatch import choose
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
+from mla_var3.sweep.plan import knobs
 
 pytestmark = pytest.mark.gpu
 PROBLEM = MlaProblem(b=64, t=2048, h=16)
@@ -101,11 +103,11 @@ def test_a_launch_of_a_bound_cute_kernel_costs_the_host_less_than_5_us(
 ) -> None:
     if reason := registry.missing("cute-dsl"):
         pytest.skip(reason)
-    versions = [k for k in registry.all_kernels() if (k.language, k.design) == ("cute-dsl", "flash_mla")]
-    found = [k for k in versions if device.can_run(registry.get_plan(k).requires, problem)]
-    if not found:
+    choice = choose(problem, device)
+    if choice.kernel.language != "cute-dsl":
         pytest.skip(f"{device.key} runs none")
-    plan = registry.get_plan(max(found, key=lambda k: k.version))(problem, None, device)
+    plan_type = registry.get_plan(choice.kernel)
+    plan = plan_type(problem, knobs(plan_type(problem, None, device).tiling, choice.knobs), device)
     kernel, backend = plan.plan(*plan.prepare_inputs("cuda")), CudaBackend()
     kernel()
     assert backend.launches(kernel) == launches

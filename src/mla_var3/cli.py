@@ -69,6 +69,7 @@ keys:
 
 kernels= also takes names and wildcards: kernels=cute-dsl/flash_mla,triton/*
 kernels=dispatch is what the dispatcher picks for each cell; beside others: kernels=dispatch,cute
+'kernels.only=[{{kernels: peer/*, s: 1}}]' keeps versions to the cells with these fields
 -m runs every combination of comma-separated values; --cfg job prints the configuration instead of running it.
 
 examples:

@@ -18,7 +18,6 @@ from mla_var3.dispatch import choose
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
-from mla_var3.sweep.plan import knobs
 
 pytestmark = pytest.mark.gpu
 PROBLEM = MlaProblem(b=64, t=2048, h=16)
@@ -105,9 +104,8 @@ def test_a_launch_of_a_bound_cute_kernel_costs_the_host_less_than_5_us(
         pytest.skip(reason)
     choice = choose(problem, device)
     if choice.kernel.language != "cute-dsl":
-        pytest.skip(f"{device.key} runs none")
-    plan_type = registry.get_plan(choice.kernel)
-    plan = plan_type(problem, knobs(plan_type(problem, None, device).tiling, choice.knobs), device)
+        pytest.skip(f"on {device.key} {choice.label} is picked")
+    plan = choice.plan(problem, device)
     kernel, backend = plan.plan(*plan.prepare_inputs("cuda")), CudaBackend()
     kernel()
     assert backend.launches(kernel) == launches

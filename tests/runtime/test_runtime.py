@@ -284,7 +284,7 @@ def test_tuning_key_changes_with_what_it_covers(monkeypatch: pytest.MonkeyPatch)
     keys.add(tuning_key(ToyPlan(PROBLEM, device=Device.get("h100")).plan_empty()))
     monkeypatch.setattr("mla_var3.runtime.autotune._source_of", lambda kernel: "other")
     keys.add(tuning_key(toy()))
-    monkeypatch.setattr("mla_var3.runtime.autotune.package_versions", lambda: {"torch": "0"})
+    monkeypatch.setattr("mla_var3.runtime.autotune.installed", lambda names: {"torch": "0"})
     keys.add(tuning_key(toy()))
     assert len(keys) == 5
 

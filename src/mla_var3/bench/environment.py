@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
 
 #: Packages whose version a record names, beside those that generate code.
-MORE_PACKAGES = ("mla-var3", "nvidia-cuda-nvcc", "nvidia-nvvm", "apache-tvm-ffi", "flash-mla", "flashinfer-python")
+MORE_PACKAGES = ("mla-var3", "torch", "apache-tvm-ffi", "flash-mla", "flashinfer-python")
 
 _QUERY = {
     "sm_mhz": "clocks.sm",
@@ -29,13 +29,13 @@ def describe(gpu: bool = False) -> dict[str, Any]:
     """Python, platform, packages, the libraries behind peers; with `gpu`, also the current GPU's name, `chip`, driver,
     power limit and CUDA."""
     from mla_var3.kernel.peer.lib.find import versions
-    from mla_var3.runtime.autotune import CODE_PACKAGES, package_versions
     from mla_var3.toolchain import aot
+    from mla_var3.toolchain.versions import GENERATES, installed
 
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": package_versions((*CODE_PACKAGES, *MORE_PACKAGES)),
+        "packages": installed((*(n for names in GENERATES.values() for n in names), *MORE_PACKAGES)),
         "gpu": None,
         "driver": None,
     }

@@ -110,6 +110,7 @@ class Record(_Part):
     after an idle gap: neither quite burst nor sustained.
     picked_by: what chose the version for this problem ("dispatch", "fixed_split"), where it was not named.
     overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
+    code: what ran (`mla_var3.toolchain.digest.Code.to_record`): its digest, and what that is made of.
     seconds: of each phase. warnings: what the compiler said. Unknown names are kept.
     tuning: {from_cache, tried, trials}, a trial with tiling, status, reason and time_us (`runtime.autotune.Trial`).
     """
@@ -131,6 +132,7 @@ class Record(_Part):
     method: str | None = None
     environment: dict[str, Any] = Field(default_factory=dict)
     source: Source
+    code: dict[str, Any] | None = None
     key: str | None = None
     requested: str | dict[str, Any] | None = None
     mode: str | None = None

@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1
 NOT_COMPILED = ("torch", "peer")
 GPU_ONLY = ("cute-dsl", "peer")
 #: What `info` events say that belongs in the record of a contender however it ends.
-KEPT = ("tiling", "resources", "error", "warnings", "tuning")
+KEPT = ("tiling", "resources", "code", "error", "warnings", "tuning")
 TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us")
 
 
@@ -227,6 +227,10 @@ class Worker:
         if self.device is not None and wants_resources and language not in NOT_COMPILED and "resources" not in carry:
             with self.phase(contender, "compile"):
                 self._compile(contender, problem)
+        elif self.device is not None and language in NOT_COMPILED and "code" not in carry:
+            code = contender.plan.plan_empty().code(self.device)
+            if code is not None:
+                self.info(contender, code=code.to_record())
         if settings.mode == "compile":
             if language in NOT_COMPILED:
                 raise Stop("skipped", f"{language} has no kernel of its own to compile")
@@ -305,7 +309,7 @@ class Worker:
     def _compile(self, contender: Contender, problem: MlaProblem) -> None:
         assert self.device is not None
         tiling = contender.plan.tiling
-        key = (json.dumps(contender.spec["kernel"]), contender.spec.get("plan"), problem.problem_class(), tiling)
+        key = (json.dumps(contender.spec["kernel"]), contender.spec.get("plan"), problem, tiling)
         found = self._resources.get(key)
         if found is None:
             try:
@@ -319,6 +323,8 @@ class Worker:
                 self.info(contender, warnings=[f"not compiled for its resources: {error}"])
                 return
             found = {"resources": compiled.to_record(), "warnings": list(compiled.warnings)}
+            if compiled.code is not None:
+                found["code"] = compiled.code.to_record()
             self._resources[key] = found
         self.info(contender, **found)
         smem, room = found["resources"]["smem"], self.device.smem_per_block

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError, nearest
+from mla_var3.toolchain import source
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
@@ -155,16 +156,10 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
 
 
 def source_files(kernel: KernelId) -> list[Path]:
-    """The version's own files and its language's lib: what a record's source hash covers."""
-    lib = Path(__file__).parent / LANGUAGES[kernel.language][0] / "lib"
-    return sorted([*kernel.path.parent.glob("*.py"), *lib.rglob("*.py")])
+    """The version's import closure: what a record's source hash covers."""
+    return source.import_closure(kernel.path)
 
 
 def source_hash(kernel: KernelId) -> str:
     """SHA-256 (16 hex digits) over names and contents of `source_files`."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for path in source_files(kernel):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    return source.source_hash(kernel.path)

@@ -21,12 +21,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Infeasible, UserError
 from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.versions import GENERATES, installed
 
 if TYPE_CHECKING:
     from mla_var3.runtime.base import BaseKernel
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 #: Most that two tilings' results may be apart, of their norm: each has an error of some 2e-3 in bf16.
 SAME = 2e-2
-
-CODE_PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "cuda-tile", "nvidia-cuda-tileiras")
 
 Measure = Callable[["BaseKernel"], float]
 
@@ -71,15 +69,6 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla_var3" / "tuning"
 
 
-def package_versions(names: tuple[str, ...] = CODE_PACKAGES) -> dict[str, str]:
-    """Installed versions of the packages that generate code; absent ones are left out."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def tuning_key(kernel: BaseKernel) -> str:
     """Name of the cache entry: readable front, then a hash over everything the result depends on."""
     plan = kernel.plan
@@ -91,7 +80,7 @@ def tuning_key(kernel: BaseKernel) -> str:
         "problem": problem,
         "device": device,
         "source": _source_of(kernel),
-        "packages": package_versions(),
+        "packages": installed(("torch", *(name for names in GENERATES.values() for name in names))),
         "configs": [_record(c) for c in kernel.configs()],
     }
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:20]

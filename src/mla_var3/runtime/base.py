@@ -14,6 +14,7 @@ from mla_var3.runtime.types import CompiledKernel, Tiling
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.toolchain.digest import Code
 
 FlopsBytes = Callable[[Any], tuple[int, int]]
 
@@ -94,6 +95,10 @@ class BaseKernel(ABC):
     def compiler_picks_products(self) -> bool:
         """Whether the compiler chooses the matrix instructions, so that a tile's shape may miss the fast ones."""
         return any(stage.compiler_picks_products for stage in getattr(self, "stages", ()))
+
+    def code(self, device: Device) -> Code | None:
+        """What a call runs, of a library that comes compiled; of others `compile` says it."""
+        return None
 
     @abstractmethod
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:

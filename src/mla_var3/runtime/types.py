@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from mla_var3.errors import Infeasible, UserError, nearest
+from mla_var3.toolchain.digest import Code
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -90,8 +91,8 @@ class CompiledKernel:
     """What came out of a compiler for one architecture.
 
     artefacts: what was kept, by kind (ptx, cubin, sass, tileir, mlir, object). stages: of a pipeline, in order.
-    warnings: broken limits and slow paths, one sentence each. handle: the loaded function, where the language
-    gives one; not kept when pickled.
+    warnings: broken limits and slow paths, one sentence each. code: of the whole call, None where a stage's is not
+    known. handle: the loaded function, where the language gives one; not kept when pickled.
     """
 
     name: str
@@ -101,6 +102,7 @@ class CompiledKernel:
     stages: tuple[CompiledKernel, ...] = ()
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
+    code: Code | None = None
     handle: Any = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +131,8 @@ class CompiledKernel:
         main = max(stages, key=weight)
         warnings = tuple(w for c in stages for w in c.warnings)
         seconds = sum(c.seconds for c in stages)
-        return cls(name, arch, main.resources, dict(main.artefacts), tuple(stages), warnings, seconds)
+        code = Code.of_stages([stage.code for stage in stages])
+        return cls(name, arch, main.resources, dict(main.artefacts), tuple(stages), warnings, seconds, code)
 
 
 @runtime_checkable

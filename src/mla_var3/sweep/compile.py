@@ -104,6 +104,8 @@ def run_and_store(job: StoredJob) -> list[Record]:
         outcome = {"status": "failed", "reason": f"compiling failed: {one_line(error)}"}
     else:
         outcome = {"status": "compiled", "reason": "", "resources": compiled.to_record()}
+        if compiled.code is not None:
+            outcome["code"] = compiled.code.to_record()
         outcome |= {"warnings": list(compiled.warnings), "seconds": {"compile": round(compiled.seconds, 3)}}
     return _store(job, outcome)
 

@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.types import CompiledKernel, Resources
 from mla_var3.toolchain import loader
+from mla_var3.toolchain.digest import Code
+from mla_var3.toolchain.versions import GENERATES, installed
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -45,13 +46,7 @@ BUNDLES = "MLA_VAR3_BUNDLES"  # environment: folders of open bundles, so that wo
 LOCK_TIMEOUT_S = 900.0
 
 # Packages whose versions move the generated code or the runtime it calls.
-PACKAGES = (
-    "nvidia-cutlass-dsl",
-    "nvidia-cutlass-dsl-libs-base",
-    "nvidia-cutlass-dsl-libs-core",
-    "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13",
-)
+PACKAGES = GENERATES["cute-dsl"]
 # The compiler's variables, without those that change where it writes or what it prints.
 _ENVIRONMENT = "CUTE_DSL_"
 _HARMLESS = ("LIBS", "LOG_", "PRINT_", "KEEP", "DUMP_", "CACHE", "DISABLE_FILE_CACHING", "FILTER_", "JIT_TIME", "ARCH")
@@ -107,11 +102,9 @@ def toolchain() -> dict[str, str]:
 
 @functools.cache
 def _installed() -> Mapping[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    here = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("cute", "loader", "resources", "sass")]
+    found = installed(PACKAGES)
+    recipe = ("cute", "digest", "loader", "resources", "sass")
+    here = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in recipe]
     found["recipe"] = hashlib.sha256(b"".join(here)).hexdigest()[:12]
     found["tvm-ffi-abi"] = loader.tvm_ffi_abi()
     return found
@@ -407,6 +400,7 @@ def _to_json(compiled: CompiledKernel) -> dict[str, Any]:
         "warnings": list(compiled.warnings),
         "seconds": round(compiled.seconds, 3),
         "stages": [_to_json(stage) for stage in compiled.stages],
+        "code": compiled.code.to_record() if compiled.code else None,
     }
 
 
@@ -414,8 +408,9 @@ def _from_json(data: Mapping[str, Any]) -> CompiledKernel:
     known = {f.name for f in fields(Resources)}
     resources = Resources(**{name: value for name, value in data["resources"].items() if name in known})
     stages = tuple(_from_json(stage) for stage in data["stages"])
+    code = Code.from_record(data["code"]) if data.get("code") else None
     return CompiledKernel(
-        data["name"], data["arch"], resources, {}, stages, tuple(data["warnings"]), float(data["seconds"])
+        data["name"], data["arch"], resources, {}, stages, tuple(data["warnings"]), float(data["seconds"]), code
     )
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.runtime.types import CompiledKernel
-from mla_var3.toolchain import artefacts, resources, sass
+from mla_var3.toolchain import artefacts, digest, resources, sass
+from mla_var3.toolchain.versions import toolchain
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -69,23 +70,26 @@ def compile_cute(
     text = sass.disassemble(cubin)
     ir = str(compiled.ir_module)
     dynamic, unknown = _dynamic_smem(ir)
+    launch, order = digest.host_function(ir)
     found = resources.read(cubin, device, sass=text, smem_dynamic=dynamic, remarks=said.getvalue())
     kept = artefacts.save(name, out_dir, kinds, {"ptx": ptx, "cubin": cubin, "sass": text, "mlir": ir})
     if out_dir is not None and "object" in kinds:
         kept["object"] = artefacts.path_of(out_dir, name, "object")
         compiled.export_to_c(str(kept["object"]), function_name=_symbol(name))
     stages = []
-    for function, taken in found.items():
+    for function in sorted(found, key=lambda name: order.index(name) if name in order else len(order)):
+        taken = found[function]
         warnings = resources.problems(taken, device)
         if function in unknown:
             warnings.append("dynamic shared memory is computed at launch and was not checked")
-        stages.append(CompiledKernel(_short(function), device.arch, taken, warnings=tuple(warnings)))
+        stages.append(CompiledKernel(digest.plain_name(function), device.arch, taken, warnings=tuple(warnings)))
     whole = CompiledKernel.of_stages(name, device.arch, stages)
     return replace(
         whole,
         artefacts=kept,
         stages=whole.stages if len(stages) > 1 else (),
         seconds=time.perf_counter() - start,
+        code=digest.of_cubin(cubin, device.arch, digest.hash_of(launch), order, toolchain("cute-dsl")),
         handle=compiled,
     )
 
@@ -109,12 +113,6 @@ def load_cute(path: Path, name: str) -> Any:
 
 def _symbol(name: str) -> str:
     return re.sub(r"\W", "_", name)
-
-
-def _short(function: str) -> str:
-    """`gemm` of `kernel_cutlass_gemm_CopyAtom_...`: the mangled name up to the first argument's type."""
-    plain = re.sub(r"^kernel_cutlass_", "", function)
-    return re.split(r"_(?:[A-Z]\w*|tensor\w*|\d\w*)", plain)[0] or function
 
 
 def _dynamic_smem(ir: str) -> tuple[dict[str, int], set[str]]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.types import CompiledKernel
-from mla_var3.toolchain import artefacts, resources, sass
+from mla_var3.toolchain import artefacts, digest, resources, sass
+from mla_var3.toolchain.versions import toolchain
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -23,6 +24,7 @@ def compile_triton(
     device: Device,
     num_warps: int = 4,
     num_stages: int = 2,
+    grid: Sequence[int] = (),
     out_dir: Path | None = None,
     keep: Sequence[str] = (),
     name: str | None = None,
@@ -31,8 +33,8 @@ def compile_triton(
 
     signature: argument -> Triton type of every argument that is no constexpr: "*bf16", "i32", "fp32". A number after a
     colon promises divisibility ("i32:16"); pointers are taken as 16-byte aligned, as torch's are, unless they say
-    otherwise ("*bf16:1"). constexprs: the others, by name. out_dir, keep: see `artefacts.wanted`; kinds ptx, cubin,
-    sass, ttir, ttgir.
+    otherwise ("*bf16:1"). constexprs: the others, by name. grid: of the launch, for the digest. out_dir, keep: see
+    `artefacts.wanted`; kinds ptx, cubin, sass, ttir, ttgir.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -59,7 +61,11 @@ def compile_triton(
     made = {kind: compiled.asm.get(kind) for kind in ("ptx", "ttir", "ttgir")}
     kept = artefacts.save(name, out_dir, kinds, {"cubin": cubin, "sass": text, **made})
     warnings = tuple(resources.problems(taken, device))
-    return CompiledKernel(name, device.arch, taken, kept, (), warnings, time.perf_counter() - start, handle=compiled)
+    given = ("num_warps", "num_ctas", "cluster_dims", "launch_pdl", "shared")
+    launch = {"grid": list(grid), **{key: getattr(compiled.metadata, key, None) for key in given}}
+    code = digest.of_cubin(cubin, device.arch, digest.hash_of(launch), toolchain=toolchain("triton"))
+    seconds = time.perf_counter() - start
+    return CompiledKernel(name, device.arch, taken, kept, (), warnings, seconds, code, compiled)
 
 
 def _typed(

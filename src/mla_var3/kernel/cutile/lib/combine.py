@@ -111,9 +111,11 @@ def join_rows(
     """
     constants = [s, h, *constants]
     o_part, lse_part, out, lse = tensors
+    bound = out is not None
 
     def grid(_: Any) -> tuple[int, ...]:
-        return (s * h, blocks(o_part.shape[1]), out.shape[0])
+        # Sizes that only tensors have are 0 where there are none.
+        return (s * h, blocks(o_part.shape[1]), out.shape[0]) if bound else (s * h, 0, 0)
 
     def args(_: Any) -> tuple[Any, ...]:
         return (*(handle(t) for t in (o_part, lse_part, out, lse)), o_part.shape[1], *constants)
@@ -121,7 +123,6 @@ def join_rows(
     def describe(_: Any) -> Any:
         return signature([ct.float32, ct.float32, ct_dtype(dtype), ct.float32], [ct.int32], constants)
 
-    bound = out is not None
     return CtKernel(
         kernel,
         grid,

@@ -12,6 +12,8 @@ A library is looked for in two places, in this order:
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -44,6 +46,27 @@ class Library:
 
     def to_record(self) -> dict[str, str]:
         return {"peer": self.peer, "kind": self.kind, "version": self.version, "origin": self.origin}
+
+    def files(self) -> list[Path]:
+        """What runs: the shared object, else those of the package, else its Python files, which compile when called."""
+        if self.path.suffix == ".so":
+            return [self.path]
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return sorted(folder.rglob("*.so")) or sorted(folder.rglob("*.py"))
+
+    def fingerprint(self) -> str:
+        """Hash of the names and contents of `files`, 16 hex digits."""
+        digest = hashlib.sha256()
+        for path in self.files():
+            digest.update(f"{path.name} {_file_hash(path, path.stat().st_mtime_ns)}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _file_hash(path: Path, mtime_ns: int) -> str:
+    """SHA-256 of a file; mtime_ns makes a changed file another one."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetched_dirs() -> list[Path]:

@@ -27,6 +27,7 @@ from mla_var3.kernel.peer.lib.find import Library
 from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
+from mla_var3.toolchain.digest import Code
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -90,6 +91,9 @@ class PeerKernel(BaseKernel):
         if attached is not None:
             self._outputs = Outputs(attached.read)
             self.workspace_tensors = attached.workspaces
+
+    def code(self, device: Device) -> Code | None:
+        return Code(device.arch, binary=self.library.fingerprint()) if self.library is not None else None
 
     @property
     def output_tensors(self) -> Any:

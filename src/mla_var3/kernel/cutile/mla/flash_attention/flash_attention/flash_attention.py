@@ -227,7 +227,7 @@ class FlashAttentionPlan(PrefillPlan):
         pd, ti = self.problem, self.tiling
 
         def grid(_: Any) -> tuple[int, ...]:
-            b, s, h, _width = inputs[0].shape
+            b, s, h = inputs[0].shape[:3] if inputs else (pd.b, pd.s, pd.h)
             return (-(-s // ti.tile_m), h, b)
 
         def args(_: Any) -> tuple[Any, ...]:

@@ -350,7 +350,7 @@ class FlashMlaPlan(LatentPlan):
         pd = self.problem
 
         def grid(_: Any) -> tuple[int, ...]:
-            return (self.row_tiles(), splits, inputs[0].shape[0])
+            return (self.row_tiles(), splits, inputs[0].shape[0] if inputs else pd.b)
 
         def args(_: Any) -> tuple[Any, ...]:
             names = ("q", "kv_cache", "page_table", "seq_lens", "out", "lse", "o_part", "lse_part")

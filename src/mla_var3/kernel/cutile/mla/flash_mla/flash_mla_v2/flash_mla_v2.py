@@ -324,7 +324,7 @@ class FlashMlaV2Plan(LatentPlan):
         ]
 
         def grid(_: Any) -> tuple[int, ...]:
-            return (self.row_tiles(), splits, inputs[0].shape[0])
+            return (self.row_tiles(), splits, inputs[0].shape[0] if inputs else pd.b)
 
         def args(_: Any) -> tuple[Any, ...]:
             names = ("q", "kv_cache", "page_table", "seq_lens", "out", "lse")

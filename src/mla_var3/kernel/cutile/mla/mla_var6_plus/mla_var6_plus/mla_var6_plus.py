@@ -201,7 +201,7 @@ class MlaVar6PlusPlan(MixedPlan):
         constants = [pd.s, pd.h, pd.n > 0, ti.tile_m, ti.tile_k]
 
         def grid(_: Any) -> tuple[int, ...]:
-            return (-(-outputs[0].shape[0] * pd.s // ti.tile_m), pd.h, 1)
+            return (-(-(outputs[0].shape[0] if outputs else pd.b) * pd.s // ti.tile_m), pd.h, 1)
 
         def args(_: Any) -> tuple[Any, ...]:
             return (*(handle(x) for x in (*tensors, *outputs)), outputs[0].shape[0], *constants)

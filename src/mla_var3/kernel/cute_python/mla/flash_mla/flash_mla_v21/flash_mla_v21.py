@@ -1,0 +1,1121 @@
+r"""Absorbed MLA decode for Hopper (sm_90a) with query tiles of 64 rows: persistent CTAs, a tile scheduler on the
+device.
+
+    out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
+
+A CTA keeps one query tile's place (64 rows of the s · h / h_kv that share a cache) and goes through its worker's
+splits of the batch, two KV tiles of 64 tokens at a time. With an even number of query tiles two CTAs form a cluster:
+both are the same worker, and each loads half of every KV tile for both (TMA multicast).
+
+    producer   four warps; each keeps one half (left or right V columns) of one of two stages filled, by TMA
+    EVEN       S0 = Q·K0ᵀ of even tiles; O_L += P·V_L, output columns 0..255 in registers
+    ODD        S1 = Q·K1ᵀ of odd tiles;  O_R += P·V_R, output columns 256..511
+
+The consumers are half a pair of tiles out of phase, so that the softmax of one overlaps the products of the other:
+
+    EVEN   softmax S0, P0 -> smem | O_L += P0·V0_L             | O_L += P1·V1_L             | S0' = Q·K0'ᵀ
+    ODD    S1 = Q·K1ᵀ             | O_R += P0·V0_R, softmax S1 | O_R += P1·V1_R, P1 -> smem | S1' = Q·K1'ᵀ
+    freed                         | 0L                0R       | 1R                      1L |
+
+A consumer's own P is an operand from registers. The other reads it from shared memory, where it lies in the rope panel
+of its stage, which nobody needs once the scores are made. Each P is relative to the running maximum that its own
+consumer knows; the reader rescales its half of the output when the maximum has moved, which a maximum that may lag by
+2^8 makes rare. A quarter of Q's columns stay in registers: a 64 x 64 x 16 product with both operands in shared memory
+takes all of its bandwidth, which the other consumer's softmax needs too.
+
+Split-KV: `prims.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
+loading the next one, and EVEN copies its query rows as soon as the last scores are made. A split that is a whole
+request is written to `out`. Of shares the partial results are written, and `prims.combine`, a programmatic dependent,
+merges them. On an even line the workers merge them themselves (`join`), from registers into registers, while the rest
+of the chip still works.
+
+Two half outputs with a shared running maximum are FlashMLA's ("seesaw"). Merges versions 8, 10, 15 and 16, whose splits
+were cut on the host; their devlogs have what each idea brought.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python.prims import combine, host, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
+from mla_var3.kernel.cute_python.prims.partials import Partials
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
+from mla_var3.kernel.cute_python.prims.sync import (
+    named_arrive,
+    named_sync,
+    raise_flag,
+    take_flag,
+    wait_for_launch,
+    warp_arrive,
+)
+from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+ROWS = 64  # of a query tile: one warpgroup MMA
+STAGES = 2
+CONSUMERS = 2 * WARPGROUP  # threads
+THREADS = 3 * WARPGROUP
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 = 384 · 168, what a launch gives
+EVEN, ODD = 0, 1
+LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
+RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
+# Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
+# the product with V works on padding as on rows, which a chip at its power limit pays for in clock.
+PADDING = 1.0e30
+# A tile takes 1.2 us, the begin and end of a split 3 us, the combine 2 to 3 us (devlog of version 10).
+COSTS = Costs(unit=TOKENS, overhead=2, combine=3, join=2)
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0
+    P_EVEN = 1  # P0 is in shared memory
+    P_ODD = 2
+    SCORES_EVEN = 3  # the products of S0 have been issued
+    SCORES_ODD = 4
+    CONSUMERS = 5
+    EVEN = 6  # the warps of one consumer
+    ODD = 7
+    SETUP = 8  # the CTA's mbarriers are made
+    FIRST_TILE_LEFT = 9  # the load of a half of the worker's first even tile has been issued
+    FIRST_TILE_RIGHT = 10
+
+
+# ------------------------------------------------------------------------------------------------ what code is made for
+@dataclass(frozen=True)
+class Geometry:
+    """What the code is specialised on: heads, query tokens, columns of latent and rope, page, mask."""
+
+    h: int
+    h_kv: int
+    s: int
+    k: int
+    p: int
+    page: int
+    causal: bool
+
+    @classmethod
+    def of(cls, pd: MlaProblem) -> Geometry:
+        return cls(pd.h, pd.h_kv, pd.s, pd.k, pd.p, pd.page_size, pd.causal and pd.s > 1)
+
+    @property
+    def group(self) -> int:
+        """Heads that share a cache."""
+        return self.h // self.h_kv
+
+    @property
+    def rows(self) -> int:
+        """Query rows that share a cache."""
+        return self.s * self.group
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles of a request."""
+        return self.row_tiles * self.h_kv
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that load KV tiles for each other."""
+        return 2 if self.row_tiles % 2 == 0 else 1
+
+    @property
+    def panels(self) -> int:
+        """64-column panels of a cached token."""
+        return (self.k + self.p) // PANEL
+
+    @property
+    def rope(self) -> int:
+        """The panel of rope columns; P lies in it once the scores of the stage are made."""
+        return self.k // PANEL
+
+    @property
+    def half(self) -> int:
+        """Output columns of one consumer."""
+        return self.k // 2
+
+    @property
+    def half_panels(self) -> int:
+        return self.half // PANEL
+
+    @property
+    def stage_elements(self) -> int:
+        return TOKENS * (self.k + self.p)
+
+    def freed_by(self, stage: int, consumer: int) -> tuple[int, ...]:
+        """Panels of a stage that a consumer frees: its half of V, and the rope panel if it reads the other's P
+        there."""
+        first = consumer * self.half_panels
+        own = tuple(range(first, first + self.half_panels))
+        return own if stage == consumer else (*own, self.rope)
+
+    @property
+    def partials(self) -> Partials:
+        return Partials(self.tiles, ROWS, self.k)
+
+    @property
+    def merge(self) -> combine.Merge:
+        return combine.Merge(self.h, self.h_kv, self.s, self.partials, COSTS)
+
+
+def shared_storage(geometry: Geometry, dtype: type) -> type:
+    """The CTA's shared memory: 72 KiB of Q, two stages of 72 KiB, and under 2 KiB of barriers and row values."""
+
+    def array(kind: type, size: int) -> Any:
+        return cute.struct.MemRange[kind, size]
+
+    fields = {
+        "full": array(Int64, STAGES * geometry.panels),  # mbarriers: a panel has been loaded
+        "empty": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are no longer read
+        "row_max": array(Float32, ROWS),  # running maximum that both consumers share
+        "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
+        "query": cute.struct.Align[array(dtype, ROWS * (geometry.k + geometry.p)), 1024],
+        "stages": cute.struct.Align[array(dtype, STAGES * geometry.stage_elements), 1024],
+    }
+    # Not a class statement: postponed annotations are strings, and the struct wants types.
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+# ------------------------------------------------------------------------------------------------ device: load
+@cute.jit
+def make_barriers(full: cute.Pointer, empty: cute.Pointer, geometry: cutlass.Constexpr):
+    """One thread's work: `full` waits for bytes, `empty` for the warps that read, in all CTAs of a cluster."""
+    for i in cutlass.range_constexpr(STAGES * geometry.panels):
+        cute.arch.mbarrier_init(full + i, 1)
+    for i in cutlass.range_constexpr(2 * STAGES):
+        cute.arch.mbarrier_init(empty + i, geometry.cluster * WARPGROUP // 32)
+
+
+@cute.jit
+def load(
+    tma: cute.CopyAtom,
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    storage: cutlass.Constexpr,
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    guess: Int32,  # where in its row of the page table the first split begins, or -1
+    page: Int32,  # the page there
+    kv_head: Int32,
+    rank: Int32,  # in the cluster
+    stage: cutlass.Constexpr,
+    half: cutlass.Constexpr,
+    geometry: cutlass.Constexpr,
+):
+    """What one producer warp does: it keeps its half of its stage filled, over all splits of the worker.
+
+    The warps of the odd stage have nothing to load for a last tile without a partner.
+    """
+    blocks = geometry.cluster
+    panels = geometry.freed_by(stage, half)
+    full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
+    layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, geometry.k + geometry.p))
+    own_stage = wgmma.smem_view(storage.stages.data_ptr(), stage * geometry.stage_elements, layout)
+    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], own_stage)
+    per_page = geometry.page // TOKENS
+    parity = Int32(1)  # the first pass finds its panels free
+    is_first = Boolean(True)
+    while scheduler.has_work(split):
+        first, end, _, _ = scheduler.units_range(split, line, COSTS)
+        for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
+            if tile // per_page != guess:
+                page = page_table[split.request, tile // per_page]
+            guess = Int32(-1)
+            cute.arch.mbarrier_wait(empty, parity)
+            parity = parity ^ 1
+            if cutlass.const_expr(stage == ODD):
+                # All CTAs start at once, and memory serves loads that are in flight together in any order, while the
+                # first scores need the even tile. So the odd one is issued behind it; of a single pair, once it is
+                # there.
+                if is_first:
+                    named_sync(Barrier.FIRST_TILE_LEFT + half, 3 * 32)
+                    if first + STAGES >= end:
+                        last_read = geometry.freed_by(EVEN, ODD)[-1]
+                        cute.arch.mbarrier_wait(storage.full.data_ptr() + last_read, 0)
+            for i in cutlass.range_constexpr(len(panels)):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + panels[i], paged.PANEL_BYTES)
+                # Each CTA of a cluster expects every panel and issues the loads of its share.
+                if rank == panels[i] % blocks:
+                    paged.load_box(
+                        tma, boxes[None, tile % per_page, panels[i], page], places[None, 0, panels[i]],
+                        full + panels[i], blocks,
+                    )  # fmt: skip
+            if cutlass.const_expr(stage == EVEN):
+                if is_first and first + 1 < end:
+                    for waiting in cutlass.range_constexpr(2):
+                        named_arrive(Barrier.FIRST_TILE_LEFT + waiting, 3 * 32)
+            is_first = Boolean(False)
+        guess, is_first = Int32(-1), Boolean(False)
+        split = scheduler.next_split(split, seq_lens, line, COSTS)
+
+
+# ------------------------------------------------------------------------------------------------ device: one consumer
+def resident_slices(slices: int) -> tuple[int, ...]:
+    """Which 16-column slices of the query stay in registers: evenly spread over the k steps."""
+    return tuple(i for i in range(slices) if (i + 1) * RESIDENT // slices > i * RESIDENT // slices)
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer:
+    """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
+
+    me: int
+    geometry: Geometry
+    dtype: Any
+    thread: Any
+    scale_log2: Any
+    full: Any  # mbarriers, as in `shared_storage`
+    empty: Any
+    stages: Any  # shared memory
+    shared_max: Any  # (ROWS,) shared memory
+    q_tile: Any  # (ROWS, k + p) shared memory
+    resident: tuple[int, ...]  # 16-column slices of Q in q_regs
+    q_regs: Any
+    mma_qs: Any  # S = Q·Kᵀ with Q in registers,
+    mma_s: Any  # with Q in shared memory;
+    mma_rs: Any  # O += P·V with P in registers,
+    mma_ss: Any  # with P in shared memory
+    frag_q: Any  # descriptors: Q,
+    frag_k: Any  # the own KV tile as K,
+    frag_v: Any  # both KV tiles' own half as V,
+    frag_p: Any  # the other consumer's P
+    p_copy: Any
+    p_target: Any  # where the own P goes
+    acc_s: Any  # (64, 64) fp32 registers
+    acc_o: Any  # (64, k / 2) fp32 registers, which both consumers' code shares,
+    row_max: Any  # as the running maximum of the thread's two rows
+    row_sum: Any  # and this thread's share of the sums of the own P
+    limits: Any  # keys that each of the two rows may see
+
+    @classmethod
+    def make(cls, me, geometry, storage, q_tile, thread, scale_log2, registers) -> Consumer:
+        """registers: acc_o, row_max and row_sum."""
+        dtype, stages = q_tile.element_type, storage.stages.data_ptr()
+        # Ahead of the accumulators: behind them, ptxas spills.
+        mma_qs = wgmma.make_mma(dtype, TOKENS, a_in_registers=True)
+        resident = resident_slices((geometry.k + geometry.p) // wgmma.MMA_K)
+        q_regs = cute.make_rmem_tensor(
+            cute.make_layout(((2, 2, 2), 1, max(len(resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
+        )
+        mma_s = wgmma.make_mma(dtype, TOKENS)
+        mma_rs = wgmma.make_mma(dtype, geometry.half, a_in_registers=True, b_major=OperandMajorMode.MN)
+        mma_ss = wgmma.make_mma(dtype, geometry.half, b_major=OperandMajorMode.MN)
+        scores, output = mma_s.get_slice(thread), mma_ss.get_slice(thread)
+        keys = wgmma.k_major_layout(dtype, (TOKENS, geometry.k + geometry.p))
+        values = wgmma.mn_major_layout(dtype, (geometry.half, TOKENS))
+        square = wgmma.k_major_layout(dtype, (ROWS, TOKENS))
+        left, rope = me * geometry.half_panels * PANEL_ELEMENTS, geometry.rope * PANEL_ELEMENTS
+
+        def at(stage: int, offset: int, layout: Any) -> cute.Tensor:
+            return wgmma.smem_view(stages, stage * geometry.stage_elements + offset, layout)
+
+        p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), mma_s).get_slice(thread)
+        acc_o, row_max, row_sum = registers
+        return cls(
+            me=me,
+            geometry=geometry,
+            dtype=dtype,
+            thread=thread,
+            scale_log2=scale_log2,
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            stages=stages,
+            shared_max=storage.row_max.get_tensor(cute.make_layout(ROWS)),
+            q_tile=q_tile,
+            resident=resident,
+            q_regs=q_regs,
+            mma_qs=mma_qs,
+            mma_s=mma_s,
+            mma_rs=mma_rs,
+            mma_ss=mma_ss,
+            frag_q=mma_s.make_fragment_A(scores.partition_A(q_tile)),
+            frag_k=mma_s.make_fragment_B(scores.partition_B(at(me, 0, keys))),
+            frag_v=[mma_ss.make_fragment_B(output.partition_B(at(i, left, values))) for i in (EVEN, ODD)],
+            frag_p=mma_ss.make_fragment_A(output.partition_A(at(1 - me, rope, square))),
+            p_copy=p_copy,
+            p_target=p_copy.partition_D(at(me, rope, square)),
+            acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, TOKENS)), Float32),
+            acc_o=acc_o,
+            row_max=row_max,
+            row_sum=row_sum,
+            limits=cute.make_rmem_tensor(2, Int32),
+        )
+
+    # -------------------------------------------------------------------------------------------- scores
+    @cute.jit
+    def load_resident(self):
+        """The query's resident slices into registers; the query tile is complete and joined."""
+        atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_A(atom, self.mma_qs).get_slice(self.thread)
+        source, target = copy.partition_S(self.q_tile), copy.retile(self.q_regs)
+        for i in cutlass.range_constexpr(len(self.resident)):
+            cute.copy(copy, source[None, 0, self.resident[i]], target[None, 0, i])
+
+    @cute.jit
+    def issue_panel(self, panel: cutlass.Constexpr, zero_init: cutlass.Constexpr):
+        """S (+)= Q·Kᵀ of one 64-column panel; commits it and waits for nothing."""
+        warpgroup.fence()
+        from_smem, from_registers = cute.make_mma_atom(self.mma_s.op), cute.make_mma_atom(self.mma_qs.op)
+        from_smem.set(warpgroup.Field.ACCUMULATE, not zero_init)
+        from_registers.set(warpgroup.Field.ACCUMULATE, not zero_init)
+        blocks = wgmma.k_blocks((panel,))
+        for i in cutlass.range_constexpr(len(blocks)):
+            k = blocks[i]
+            if cutlass.const_expr(k in self.resident):
+                q = self.q_regs[None, None, self.resident.index(k)]
+                cute.gemm(from_registers, self.acc_s, q, self.frag_k[None, None, k], self.acc_s)
+            else:
+                q = self.frag_q[None, None, k]
+                cute.gemm(from_smem, self.acc_s, q, self.frag_k[None, None, k], self.acc_s)
+            from_smem.set(warpgroup.Field.ACCUMULATE, True)
+            from_registers.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def even_scores(self, parity: Int32, drain: cutlass.Constexpr):
+        """S0 = Q·K0ᵀ, in the order in which the halves are refilled; waits for S0. With `drain` the product with V1 is
+        in flight: its half of the odd stage is freed as soon as that ends."""
+        panels = (*self.geometry.freed_by(EVEN, EVEN), *self.geometry.freed_by(EVEN, ODD))
+        for i in cutlass.range_constexpr(len(panels)):
+            cute.arch.mbarrier_wait(self.full + panels[i], parity)
+            self.issue_panel(panels[i], i == 0)
+            if cutlass.const_expr(drain and i == 0):
+                warpgroup.wait_group(1)
+                self.free(ODD)
+        named_arrive(Barrier.SCORES_EVEN, CONSUMERS)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def issue_odd_scores(self, parity: Int32):
+        """S1 = Q·K1ᵀ once all of S0 has been issued, so that the two softmaxes do not fall together; waits for nothing
+        else."""
+        named_sync(Barrier.SCORES_EVEN, CONSUMERS)
+        panels = (*self.geometry.freed_by(ODD, ODD), *self.geometry.freed_by(ODD, EVEN))
+        for i in cutlass.range_constexpr(len(panels)):
+            cute.arch.mbarrier_wait(self.full + (self.geometry.panels + panels[i]), parity)
+            self.issue_panel(panels[i], i == 0)
+        named_arrive(Barrier.SCORES_ODD, CONSUMERS)
+
+    @cute.jit
+    def free(self, stage: cutlass.Constexpr):
+        """This warp no longer reads its half of a stage: signals the producers of all CTAs of the cluster."""
+        warp_arrive(self.empty + (2 * stage + self.me), self.geometry.cluster)
+
+    # -------------------------------------------------------------------------------------------- softmax
+    @cute.jit
+    def exceeds(self):
+        """Whether the running maximum of any of this warp's rows has to move. No shuffle: one thread of a row is
+        enough."""
+        above = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            above[r] = softmax.thread_max(self.acc_s, r) * self.scale_log2 - self.row_max[r]
+        return cute.arch.vote_any_sync(cute.arch.fmax(above[0], above[1]) > softmax.SLACK)
+
+    @cute.jit
+    def move_max(self, factor: cute.Tensor):
+        """Moves the maximum of the rows that need it, publishes it to the other consumer, and gives what older results
+        are to be multiplied with."""
+        shared_max = self.shared_max
+        for r in cutlass.range_constexpr(2):
+            m = softmax.lazy_max(self.row_max[r], softmax.row_max(self.acc_s, r) * self.scale_log2)
+            factor[r] = softmax.exp2(self.row_max[r] - m)
+            self.row_max[r] = m
+            self.row_sum[r] = self.row_sum[r] * factor[r]
+            if self.thread % 4 == 0:
+                shared_max[wgmma.acc_row(self.thread, r)] = m
+
+    @cute.jit
+    def follow_max(self):
+        """Takes over the maximum that the other consumer has published, and rescales; nothing may be in flight."""
+        theirs = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            theirs[r] = self.shared_max[wgmma.acc_row(self.thread, r)]
+        if cute.arch.vote_any_sync(theirs[0] != self.row_max[0] or theirs[1] != self.row_max[1]):
+            self.take_max(theirs)
+
+    @cute.jit
+    def take_max(self, theirs: cute.Tensor):
+        """The rows' maximum becomes `theirs`; rescales what this consumer has."""
+        factor = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            factor[r] = softmax.exp2(self.row_max[r] - theirs[r])
+            self.row_max[r] = theirs[r]
+            self.row_sum[r] = self.row_sum[r] * factor[r]
+        wgmma.scale_rows(self.acc_o, factor)
+
+    @cute.jit
+    def exponentials(self):
+        """P = exp2(S · scale - max) in place, and its share of the row sums."""
+        for r in cutlass.range_constexpr(2):
+            total = softmax.row_exp2(self.acc_s, r, self.scale_log2, self.row_max[r])
+            self.row_sum[r] = self.row_sum[r] + total
+
+    @cute.jit
+    def send_p(self, p: cute.Tensor):
+        """This consumer's P into the rope panel of its own stage."""
+        cute.copy(self.p_copy, self.p_copy.retile(p), self.p_target)
+        cute.arch.fence_view_async_shared()
+        named_arrive(Barrier.P_EVEN + self.me, CONSUMERS)
+
+    @cute.jit
+    def zero_past_end(self, stage: cutlass.Constexpr, left: Int32):
+        """Zeroes this consumer's half of V in a stage from token `left` of the tile on."""
+        half = self.stages + (
+            stage * self.geometry.stage_elements + self.me * self.geometry.half_panels * PANEL_ELEMENTS
+        )
+        paged.zero_rows(half, left, self.thread, self.geometry.half_panels)
+        cute.arch.fence_view_async_shared()
+        named_sync(Barrier.EVEN + self.me, WARPGROUP)
+
+    # -------------------------------------------------------------------------------------------- steps
+    @cute.jit
+    def even_step(self, first_token: Int32, length: Int32, parity: Int32, masked: cutlass.Constexpr,
+                  more: cutlass.Constexpr):  # fmt: skip
+        """EVEN's share of a pair of tiles; S0 is in acc_s. more: makes the next pair's S0."""
+        if cutlass.const_expr(masked):
+            softmax.mask_columns(self.acc_s, self.thread, first_token, self.limits)
+        if self.exceeds():
+            factor = cute.make_rmem_tensor(2, Float32)
+            self.move_max(factor)
+            wgmma.scale_rows(self.acc_o, factor)
+        self.exponentials()
+        p = wgmma.to_dtype(self.acc_s, self.dtype)
+        self.send_p(p)
+        if cutlass.const_expr(masked):
+            self.zero_past_end(EVEN, length - first_token)
+        named_sync(Barrier.SCORES_ODD, CONSUMERS)
+        # O_L += P0·V0_L
+        wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[EVEN], range(4))
+        warpgroup.wait_group(0)
+        self.free(EVEN)
+        named_sync(Barrier.P_ODD, CONSUMERS)
+        if cutlass.const_expr(masked):
+            self.zero_past_end(ODD, length - first_token - TOKENS)
+        self.follow_max()
+        # O_L += P1·V1_L
+        wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[ODD], range(4))
+        if cutlass.const_expr(more):
+            self.even_scores(parity ^ 1, drain=True)
+        else:
+            warpgroup.wait_group(0)
+            self.free(ODD)
+
+    @cute.jit
+    def odd_step(self, first_token: Int32, length: Int32, parity: Int32, masked: cutlass.Constexpr,
+                 more: cutlass.Constexpr):  # fmt: skip
+        """ODD's share of a pair of tiles; nothing is in flight before or behind it."""
+        self.issue_odd_scores(parity)
+        # Behind the scores, so that the product runs under the softmax.
+        named_sync(Barrier.P_EVEN, CONSUMERS)
+        if cutlass.const_expr(masked):
+            self.zero_past_end(EVEN, length - first_token)
+        self.follow_max()
+        # O_R += P0·V0_R
+        wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[EVEN], range(4))
+        warpgroup.wait_group(1)  # S1
+        if cutlass.const_expr(masked):
+            softmax.mask_columns(self.acc_s, self.thread, first_token + TOKENS, self.limits)
+            self.zero_past_end(ODD, length - first_token - TOKENS)
+        factor = cute.make_rmem_tensor(2, Float32)
+        factor.fill(1.0)
+        moves = self.exceeds()
+        if moves:
+            self.move_max(factor)
+        self.exponentials()
+        p = wgmma.to_dtype(self.acc_s, self.dtype)
+        # The product is in both branches, with its waits: where they join, no register that a product in flight uses
+        # may be chosen between.
+        if moves:
+            warpgroup.wait_group(0)
+            wgmma.scale_rows(self.acc_o, factor)
+            self.odd_product(p)
+        else:
+            self.odd_product(p)
+
+    @cute.jit
+    def odd_product(self, p: cute.Tensor):
+        """O_R += P1·V1_R; P1 goes to EVEN meanwhile. It waits for P0·V0_R first: that ends about when the softmax
+        does, and the sooner the even stage is free, the sooner its next tile is loaded."""
+        warpgroup.wait_group(0)
+        self.free(EVEN)
+        wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[ODD], range(4))
+        self.send_p(p)
+        warpgroup.wait_group(0)
+        self.free(ODD)
+
+    @cute.jit
+    def last_tile(self, first_token: Int32, length: Int32, masked: cutlass.Constexpr):
+        """A tile without a partner: EVEN has made its scores, and both multiply their half of its V."""
+        if cutlass.const_expr(self.me == EVEN):
+            if cutlass.const_expr(masked):
+                softmax.mask_columns(self.acc_s, self.thread, first_token, self.limits)
+            if self.exceeds():
+                factor = cute.make_rmem_tensor(2, Float32)
+                self.move_max(factor)
+                wgmma.scale_rows(self.acc_o, factor)
+            self.exponentials()
+            p = wgmma.to_dtype(self.acc_s, self.dtype)
+            self.send_p(p)
+            if cutlass.const_expr(masked):
+                self.zero_past_end(EVEN, length - first_token)
+            # O_L += P0·V0_L
+            wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[EVEN], range(4))
+            # As often as ODD waits below: racecheck follows barriers of all only where both have waited as often.
+            for _ in cutlass.range_constexpr(2):
+                named_sync(Barrier.EVEN, WARPGROUP)
+            warpgroup.wait_group(0)
+            self.free(EVEN)
+        else:
+            named_sync(Barrier.SCORES_EVEN, CONSUMERS)
+            named_sync(Barrier.P_EVEN, CONSUMERS)
+            if cutlass.const_expr(masked):
+                self.zero_past_end(EVEN, length - first_token)
+            self.follow_max()
+            # O_R += P0·V0_R
+            wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[EVEN], range(4))
+            warpgroup.wait_group(0)
+            self.free(EVEN)
+
+    @cute.jit
+    def begin(self, first_row: Int32, length: Int32):
+        """What a split begins with: no keys, and its query in shared memory and, a quarter of it, in registers."""
+        shared_max = self.shared_max
+        self.acc_o.fill(0.0)
+        for r in cutlass.range_constexpr(2):
+            row = first_row + wgmma.acc_row(self.thread, r)
+            self.row_max[r] = first_maximum(row, self.geometry)
+            if cutlass.const_expr(self.me == EVEN):
+                # ODD reads it behind P0.
+                if self.thread % 4 == 0:
+                    shared_max[wgmma.acc_row(self.thread, r)] = self.row_max[r]
+            limit = length
+            if cutlass.const_expr(self.geometry.causal):
+                limit = length - self.geometry.s + 1 + row // self.geometry.group
+            self.limits[r] = limit
+        self.row_sum.fill(0.0)
+        self.load_resident()
+
+    @cute.jit
+    def run(self, first: Int32, end: Int32, unmasked: Int32, length: Int32, parity: Int32):
+        """Tiles first..end-1 of a split, in pairs and perhaps a last one. unmasked: keys that every row of the tile may
+        see; tiles below need no mask. parity: of this consumer's first tile."""
+        last = first + (end - 1 - first) // STAGES * STAGES  # tile with which the last step begins
+        plain = last
+        if cutlass.const_expr(self.geometry.causal):
+            plain = first + cutlass.max(cutlass.min(unmasked // TOKENS, last) - first, 0) // STAGES * STAGES
+        step = self.even_step if cutlass.const_expr(self.me == EVEN) else self.odd_step
+        if cutlass.const_expr(self.me == EVEN):
+            self.even_scores(parity, drain=False)
+        for tile in cutlass.range(first, plain, STAGES, unroll=1):
+            step(tile * TOKENS, length, parity, masked=False, more=True)
+            parity = parity ^ 1
+        if cutlass.const_expr(self.geometry.causal):
+            for tile in cutlass.range(plain, last, STAGES, unroll=1):
+                step(tile * TOKENS, length, parity, masked=True, more=True)
+                parity = parity ^ 1
+        if last + 1 == end:
+            if end * TOKENS <= unmasked:
+                self.last_tile(last * TOKENS, length, masked=False)
+            else:
+                self.last_tile(last * TOKENS, length, masked=True)
+        elif end * TOKENS <= unmasked:
+            step(last * TOKENS, length, parity, masked=False, more=False)
+        else:
+            step(last * TOKENS, length, parity, masked=True, more=False)
+
+
+@cute.jit
+def first_maximum(row: Int32, geometry: cutlass.Constexpr) -> Float32:
+    """What the running maximum of a row begins with."""
+    if cutlass.const_expr(geometry.rows % ROWS == 0):
+        return Float32(softmax.NO_KEY)
+    return Float32(cutlass.select_(row < geometry.rows, Float32(softmax.NO_KEY), Float32(PADDING)))
+
+
+@cute.jit
+def keys_of_all_rows(length: Int32, row_tile: Int32, geometry: cutlass.Constexpr) -> Int32:
+    """Keys that every row of a query tile may see."""
+    unmasked = cutlass.max(length, 0)
+    if cutlass.const_expr(geometry.causal):
+        unmasked = cutlass.max(unmasked - geometry.s + 1 + (row_tile * ROWS) // geometry.group, 0)
+    return unmasked
+
+
+# ------------------------------------------------------------------------------------------------ device: epilogue
+@cute.jit
+def join(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    targets: cutlass.Constexpr,
+    flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
+    piece: scheduler.Piece,
+    tile: Int32,  # query tile of the request
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
+    step = Int32(1)
+    while scheduler.takes(piece, step):
+        slot = scheduler.slot_behind(piece.base, piece.index + step)
+        if thread == 0:
+            take_flag(flags.iterator + (slot * geometry.tiles + tile))
+        named_sync(Barrier.CONSUMERS, CONSUMERS)
+        add_partial(registers, targets, slot, tile, thread, geometry)
+        step = 2 * step
+
+
+@cute.jit
+def add_partial(
+    registers: cutlass.Constexpr, targets: cutlass.Constexpr, slot: Int32, tile: Int32, thread: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Adds a partial result: it lies as the accumulators do (`prims.partials`)."""
+    acc_o, row_max, row_sum = registers
+    _, _, outputs, stats = targets
+    layout, row = geometry.partials, wgmma.as_rows(acc_o)
+    me, lane = thread // WARPGROUP, thread % WARPGROUP
+    for r in cutlass.range_constexpr(2):
+        index = layout.row(slot, tile, wgmma.acc_row(lane, r))
+        found = cute.make_rmem_tensor(partials.STATS, Float32)
+        cute.autovec_copy(layout.stats(stats.iterator, index), found)
+        top = cute.arch.fmax(row_max[r], cute.arch.fmax(found[0], found[2]))
+        mine, theirs = softmax.exp2(row_max[r] - top), softmax.exp2(cutlass.select_(me > 0, found[2], found[0]) - top)
+        row_max[r] = top
+        row_sum[r] = row_sum[r] * mine + cutlass.select_(me > 0, found[3], found[1]) * theirs
+        source = layout.outputs(outputs.iterator, index)
+        source = source + cute.assume(me * geometry.half + lane % 4 * partials.VECTOR, divby=partials.VECTOR)
+        for v in cutlass.range_constexpr(geometry.half // 32):
+            vector = cute.make_rmem_tensor(partials.VECTOR, Float16)
+            cute.autovec_copy(cute.make_tensor(source + 32 * v, cute.make_layout(partials.VECTOR)), vector)
+            for n in cutlass.range_constexpr(partials.VECTOR):
+                column = v * partials.VECTOR + n
+                row[r, column] = row[r, column] * mine + Float32(vector[n]) * theirs
+
+
+@cute.jit
+def epilogue(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
+    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    request: Int32,
+    slot: Int32,  # of the partial result
+    whole: Boolean,  # the split is a request
+    kv_head: Int32,
+    row_tile: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Divides whole results by their row sums, or scales a partial one (`prims.partials`), and writes this consumer's
+    half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched from L2."""
+    acc_o, row_max, row_sum = registers
+    out, lse, outputs, stats = targets
+    layout = geometry.partials
+    me, lane = thread // WARPGROUP, thread % WARPGROUP
+    first_row = row_tile * ROWS
+    words = cute.make_rmem_tensor(cute.size(acc_o) // 2, Int32)  # pairs of columns: (row, 4 of a vector, vectors)
+    factor = cute.make_rmem_tensor(2, Float32)
+    bases = cute.make_rmem_tensor(2, Int64)  # where the thread's rows begin
+    if whole:
+        for r in cutlass.range_constexpr(2):
+            if thread % 4 == 0:
+                row_sums[wgmma.acc_row(lane, r), me] = row_sum[r]
+        named_sync(Barrier.CONSUMERS, CONSUMERS)
+        for r in cutlass.range_constexpr(2):
+            row = first_row + wgmma.acc_row(lane, r)
+            total = row_sum[r] + row_sums[wgmma.acc_row(lane, r), 1 - me]
+            factor[r] = cutlass.select_(total > 0.0, 1.0 / total, Float32(0.0))
+            bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
+            if thread % 4 == 0 and me == 0 and row < geometry.rows:
+                head, token = kv_head * geometry.group + row % geometry.group, row // geometry.group
+                lse[request, head, token] = softmax.natural_lse(total, row_max[r])
+        wgmma.scale_rows(acc_o, factor)
+        words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, out.element_type), Int32).load().reshape(words.shape))
+    else:
+        tile = kv_head * geometry.row_tiles + row_tile
+        for r in cutlass.range_constexpr(2):
+            exponent = partials.exponent_of(row_magnitude(acc_o, r))
+            factor[r] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+            index = layout.row(slot, tile, wgmma.acc_row(lane, r))
+            bases[r] = outputs.iterator.toint() + 2 * (index * layout.columns)
+            if thread % 4 == 0:
+                partials.store_stats(layout.stats(stats.iterator, index), me, row_max[r], row_sum[r], exponent)
+        wgmma.scale_rows(acc_o, factor)
+        words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, Float16), Int32).load().reshape(words.shape))
+    for r in cutlass.range_constexpr(2):
+        inside = first_row + wgmma.acc_row(lane, r) < geometry.rows
+        base = bases[r] + Int64(me * (2 * geometry.half) + lane % 4 * 16)
+        for v in cutlass.range_constexpr(geometry.half // 32):
+            vector = cute.make_rmem_tensor(4, Int32)
+            for g in cutlass.range_constexpr(4):
+                vector[g] = words[r + 2 * (4 * v + g)]
+            if whole:
+                partials.transpose_quad(vector, lane)
+            address = cute.make_ptr(Int32, base + 64 * v, cute.AddressSpace.gmem, assumed_align=16)
+            partials.store_vector(vector, address, inside)
+
+
+@cute.jit
+def row_magnitude(acc_o: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+    """Sum of the magnitudes of a row of the accumulator, over the four threads that share it."""
+    row = wgmma.as_rows(acc_o)
+    sums = cute.make_rmem_tensor(4, Float32)
+    sums.fill(0.0)
+    for j in cutlass.range_constexpr(cute.size(row, mode=[1])):
+        sums[j % 4] = sums[j % 4] + cute.math.absf(row[r, j])
+    return softmax.quad_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
+
+
+@cute.jit
+def store_no_keys(
+    out: cute.Tensor, lse: cute.Tensor, request: Int32, kv_head: Int32, first_row: Int32, thread: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """The results of a request without keys: zeros and +inf. thread: 0..255."""
+    row = first_row + thread // 4
+    if row < geometry.rows:
+        zeros = cute.make_rmem_tensor(4, Int32)
+        zeros.fill(0)
+        base = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
+        for i in cutlass.range(thread % 4, geometry.k // 8, 4, unroll=1):
+            address = cute.make_ptr(Int32, base + Int64(16 * i), cute.AddressSpace.gmem, assumed_align=16)
+            partials.store_vector(zeros, address, True)
+        if thread % 4 == 0:
+            lse[request, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
+
+
+# ------------------------------------------------------------------------------------------------ device: consume
+@cute.jit
+def consume(
+    q: cute.Tensor,
+    q_tile: cute.Tensor,
+    storage: cutlass.Constexpr,
+    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    table: cute.Tensor,  # of `prims.combine`
+    flags: cute.Tensor,
+    seq_lens: cute.Tensor,
+    fixed: Int32,  # of `scheduler.Pool`
+    split: scheduler.Split,
+    line: scheduler.Line,
+    scale_log2: Float32,
+    worker: Int32,
+    kv_head: Int32,
+    row_tile: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
+    out, lse, _, _ = targets
+    first_row = row_tile * ROWS
+    output = wgmma.make_mma(q.element_type, geometry.half).partition_shape_C((ROWS, geometry.half))
+    registers = (
+        cute.make_rmem_tensor(output, Float32),
+        cute.make_rmem_tensor(2, Float32),
+        cute.make_rmem_tensor(2, Float32),
+    )
+    row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
+    me = thread // WARPGROUP
+    parity = Int32(0)  # of this consumer's stage
+    while scheduler.has_work(split):
+        first, end, units, _ = scheduler.units_range(split, line, COSTS)
+        following = split
+        if fixed > 0 and first == 0 and thread == 0:
+            combine.list_request(table, split, units, fixed)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        # Past it Q is complete, and both consumers are done with the split before.
+        named_sync(Barrier.CONSUMERS, CONSUMERS)
+        if first < end:
+            unmasked = keys_of_all_rows(split.length, row_tile, geometry)
+            for consumer in cutlass.range_constexpr(2):
+                if me == consumer:
+                    lane = thread - consumer * WARPGROUP
+                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, scale_log2, registers)
+                    w.begin(first_row, split.length)
+                    w.run(first, end, unmasked, split.length, parity)
+                    following = scheduler.next_split(split, seq_lens, line, COSTS)
+                    if cutlass.const_expr(consumer == EVEN):
+                        # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
+                        if scheduler.has_work(following):
+                            rows.copy_query_rows(
+                                q, q_tile, following.request, kv_head, first_row, geometry.rows, geometry.group, lane,
+                                WARPGROUP,
+                            )  # fmt: skip
+            parity = parity ^ ((end - first + 1 - me) // STAGES & 1)
+            if not scheduler.has_work(following):
+                cute.arch.griddepcontrol_launch_dependents()
+            for r in cutlass.range_constexpr(2):
+                registers[2][r] = softmax.quad_sum(registers[2][r])
+            whole, slot, tile = end - first == units, split.point, kv_head * geometry.row_tiles + row_tile
+            if line.lead > 0 and not whole:
+                piece = scheduler.piece_of(worker, split, units, line)
+                join(registers, targets, flags, piece, tile, thread, geometry)
+                whole, slot = piece.index == 0, scheduler.slot_behind(piece.base, piece.index)
+            epilogue(
+                registers, row_sums, targets, split.request, slot, whole, kv_head, row_tile, thread, geometry,
+            )  # fmt: skip
+            named_sync(Barrier.CONSUMERS, CONSUMERS)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0)
+            raise_flag(flags.iterator + (scheduler.slot_of(worker) * geometry.tiles + tile), sends)
+        else:
+            store_no_keys(out, lse, split.request, kv_head, first_row, thread, geometry)
+            following = scheduler.next_split(split, seq_lens, line, COSTS)
+            if thread < WARPGROUP and scheduler.has_work(following):
+                rows.copy_query_rows(
+                    q, q_tile, following.request, kv_head, first_row, geometry.rows, geometry.group, thread, WARPGROUP
+                )  # fmt: skip
+        split = following
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernel
+@cute.kernel
+def flash_mla_v21(
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous
+    outputs: cute.Tensor,  # fp16, global memory, `Partials`
+    stats: cute.Tensor,  # fp32, global memory, `Partials`
+    table: cute.Tensor,  # int32, global memory, of `prims.combine`
+    flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
+    scale_log2: Float32,
+    pool: Pool,
+    geometry: cutlass.Constexpr,
+):
+    """The CTA of a query tile (x) and worker (y, from the last one)."""
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    tile, block, _ = cute.arch.block_idx()
+    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    lane = thread % 32
+    row_tile, kv_head = tile % geometry.row_tiles, tile // geometry.row_tiles
+    rank = row_tile % geometry.cluster
+    first_row = row_tile * ROWS
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
+    q_layout = wgmma.k_major_layout(dtype, (ROWS, geometry.k + geometry.p))
+    q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+    if warp == 0:
+        with cute.arch.elect_one():
+            make_barriers(storage.full.data_ptr(), storage.empty.data_ptr(), geometry)
+        cpasync.prefetch_descriptor(tma)
+        cute.arch.mbarrier_init_fence()
+    if cutlass.const_expr(geometry.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
+    elif warp < CONSUMERS // 32:
+        named_arrive(Barrier.SETUP, THREADS)
+
+    # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind them.
+    requests, width = page_table.shape
+    line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
+    at, _, _, _ = scheduler.units_range(split, line, COSTS)
+    stage = (warp - CONSUMERS // 32) // 2  # of a producer
+    guess = cutlass.max(cutlass.min((at + stage) * TOKENS // geometry.page, width - 1), 0)
+    guessed = cutlass.min(split.request, requests - 1)
+    of_page = page_table[guessed, None].iterator + guess
+    of_length = seq_lens.iterator + guessed
+    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+    wait_for_launch(of_page.toint() | of_length.toint())
+    as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, COSTS)
+    length = cute.make_tensor(of_length, cute.make_layout(1))[0]
+    page = cute.make_tensor(of_page, cute.make_layout(1))[0]
+    if warp < CONSUMERS // 32:
+        rows.copy_query_rows(
+            q, q_tile, guessed, kv_head, first_row, geometry.rows, geometry.group, thread, CONSUMERS
+        )  # fmt: skip
+    if as_guessed:
+        split = scheduler.Split(split.point, split.end, split.request, split.start, length)
+    else:
+        line = scheduler.lay_out(seq_lens, lane, pool, COSTS)
+        split, line = scheduler.first_split(worker, seq_lens, line, pool, lane, COSTS)
+    split = scheduler.skip_empty(split, seq_lens, line, COSTS)
+    if tile == 0 and worker == 0 and thread == CONSUMERS:
+        combine.write_mode(table, line, as_guessed, pool.fixed)
+    if split.request != guessed:
+        guess = Int32(-1)
+        if warp < CONSUMERS // 32 and scheduler.has_work(split):
+            cute.arch.cp_async_wait_group(0)
+            rows.copy_query_rows(
+                q, q_tile, split.request, kv_head, first_row, geometry.rows, geometry.group, thread, CONSUMERS
+            )  # fmt: skip
+    if cutlass.const_expr(geometry.cluster > 1):
+        cute.arch.cluster_wait()
+
+    if warp >= CONSUMERS // 32:
+        if cutlass.const_expr(geometry.cluster == 1):
+            named_sync(Barrier.SETUP, THREADS)
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        for i in cutlass.range_constexpr(2 * STAGES):
+            if warp == CONSUMERS // 32 + i:
+                load(
+                    tma, cache, storage, page_table, seq_lens, split, line, guess, page,
+kv_head, rank, i // 2, i % 2, geometry,
+                )  # fmt: skip
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        consume(
+            q, q_tile, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool.fixed, split, line, scale_log2,
+            worker, kv_head, row_tile, thread, geometry,
+        )  # fmt: skip
+    if cutlass.const_expr(geometry.cluster > 1):
+        # No CTA leaves while the other may still signal its mbarriers.
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+
+flash_mla_v21.set_name_prefix("flash_mla_v21", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_flash_mla_v21(
+    q: cute.Tensor,
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    outputs: cute.Tensor,
+    stats: cute.Tensor,
+    table: cute.Tensor,
+    flags: cute.Tensor,
+    scale: Float32,
+    workers: Int32,
+    fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
+    geometry: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Launches a CTA for each query tile and worker, and behind it the combine, both as programmatic dependents."""
+    tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1)
+    pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
+    flash_mla_v21(
+        q,
+        tma,
+        cache,
+        page_table,
+        seq_lens,
+        out,
+        lse,
+        outputs,
+        stats,
+        table,
+        flags,
+        scale * math.log2(math.e),
+        pool,
+        geometry,
+    ).launch(
+        grid=(geometry.tiles, workers, 1),
+        block=(THREADS, 1, 1),
+        cluster=(geometry.cluster, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
+    )
+    ctas = workers * geometry.tiles
+    combine.launch(
+        outputs, stats, table, out, lse, seq_lens, pool.shares, fixed, 2 * ctas, geometry.merge, stream
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def takes(pd: MlaProblem) -> Verdict:
+    """Whether this version computes a problem."""
+    if pd.k not in (256, 512):
+        return Verdict.no(
+            f"k = {pd.k} must be 256 or 512: each consumer owns half of the latent, an even number of panels"
+        )
+    if pd.p != PANEL:
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: P lies in its panel")
+    if pd.n:
+        return Verdict.no(f"this version reads latent tokens only; the problem has n = {pd.n} decompressed ones")
+    if pd.page_size % TOKENS:
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class FlashMlaV21Tiling(Tiling):
+    """workers: CTAs or clusters for each query tile of a request; 0: as many as fill the device. split_tokens: tokens
+    of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0: the scheduler
+    chooses."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
+
+    workers: int = 0
+    split_tokens: int = 0
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        if self.workers < 0:
+            return Verdict.no(f"workers = {self.workers} is below 0")
+        if self.split_tokens < 0 or self.split_tokens % TOKENS:
+            return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
+        if not (taken := takes(pd)):
+            return taken
+        smem = 2048 + (1 + STAGES) * Geometry.of(pd).stage_elements * pd.element_bytes
+        if device is not None and smem > device.smem_per_block:
+            return Verdict.no(
+                f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "
+                f"that a CTA of {device.key} may have"
+            )
+        return Verdict.yes()
+
+
+class FlashMlaV21Plan(KernelPlan):
+    """One compiled kernel a problem class; b, lengths, page table width, workers and split_tokens are arguments."""
+
+    tiling_type = FlashMlaV21Tiling
+    tiling: FlashMlaV21Tiling
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes
+    )
+
+    def default_tiling(self) -> Tiling:
+        return FlashMlaV21Tiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [FlashMlaV21Tiling()]
+
+    def workers(self) -> int:
+        """Workers of a query tile: the tiling's, or those that fill the device."""
+        return self.tiling.workers or max(1, host.target(self).num_sms // Geometry.of(self.problem).tiles)
+
+    def plan(self, *inputs: Any) -> CuteKernel:
+        self.require()
+        workers, fixed = self.workers(), self.tiling.split_tokens // TOKENS
+        requests, width = inputs[2].shape
+        slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
+        return self._make(inputs, slots, workers, fixed)
+
+    def plan_empty(self) -> CuteKernel:
+        self.require()
+        return self._make((), 0, 0, 0)
+
+    def _make(self, inputs: Any, slots: int, workers: int, fixed: int) -> CuteKernel:
+        geometry = Geometry.of(self.problem)
+        return host.decode_kernel(
+            self, flash_mla_v21, launch_flash_mla_v21, "flash_mla_v21", (geometry,), geometry.partials, inputs, slots,
+            workers, fixed,
+        )  # fmt: skip

@@ -1,0 +1,1083 @@
+r"""Absorbed MLA decode for Hopper (sm_90a) with up to 32 query rows: swapped operands, persistent CTAs, a tile
+scheduler on the device.
+
+    Sᵀ (64 tokens x n) = K · Qᵀ     softmax down the columns     Oᵀ (512 x n) += Vᵀ · P       n = 8, 16 or 32 rows
+
+With at most 32 query rows a query tile of 64 would be mostly padding, which costs power and registers. So KV tiles are
+on the M side of the MMA and query rows on the N side: a 64-token x 64-column panel of the cache is the A operand of
+both products, K-major for the scores and transposed (MN-major) for the output. What belongs to a query row lies in one
+accumulator column.
+
+A CTA has all rows of a kv head and goes through its worker's splits of the batch, one KV tile of 64 tokens at a time:
+
+    producer   one warp; keeps a ring of 64 x 64 panels full, by TMA, over all splits of the worker
+    EVEN       scores of tiles 0, 2, ..;  Oᵀ_L += V_Lᵀ·P, latent columns 0..255, of all tiles
+    ODD        scores of tiles 1, 3, ..;  Oᵀ_R += V_Rᵀ·P, latent columns 256..511, of all tiles
+
+    EVEN   S0ᵀ = K0·Qᵀ, softmax S0, P0 -> smem | Oᵀ_L += V0_Lᵀ·P0 | wait P1 | Oᵀ_L += V1_Lᵀ·P1
+    ODD    S1ᵀ = K1·Qᵀ | wait P0 | Oᵀ_R += V0_Rᵀ·P0 | softmax S1, P1 -> smem | Oᵀ_R += V1_Rᵀ·P1
+
+P is the B operand, which is always read from shared memory, so both consumers read it there. Panels are freed one by
+one: all of the ring but the panels being multiplied holds loads in flight, also while a split ends, which keeps the
+memory busy. The running maximum of the rows is shared and may lag by 2^8 (lazy rescale). Most tiles move it for no row;
+the barrier at which the warps of a consumer meet anyway reports that (PTX `barrier.red.or`), without a reduction.
+
+Split-KV: `prims.scheduler` deals splits to workers from the lengths. Where it deals shares, `prims.combine` merges the
+partial results. On an even line the workers merge them themselves (`join`), from registers into registers, while the
+rest of the chip still works. Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
+
+Merges versions 14 and 18, whose splits were cut on the host; their devlogs have what each idea brought.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python.prims import combine, host, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
+from mla_var3.kernel.cute_python.prims.partials import Partials
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
+from mla_var3.kernel.cute_python.prims.sync import (
+    named_any,
+    named_arrive,
+    named_sync,
+    raise_flag,
+    take_flag,
+    wait_for_launch,
+    warp_arrive,
+)
+from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.problem import MlaProblem
+
+ROW_TILES = (8, 16, 32)
+CONSUMERS = 2
+CONSUMER_THREADS = CONSUMERS * WARPGROUP
+THREADS = CONSUMER_THREADS + 32
+WARPS = WARPGROUP // 32
+EVEN, ODD = 0, 1
+# A tile takes 2 us where all CTAs read, 1.2 us where few do; begin and end of a split 2 us, the combine 2 us.
+COSTS = Costs(unit=TOKENS, overhead=1, combine=1, join=1)
+COMBINE_BYTES = 2 * 9 * 1024  # shared memory that is left to CTAs of the combine
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0
+    CONSUMERS = 1
+    START = 2  # the ring's mbarriers are made, and the query is there
+    EVEN = 3  # the warps of one consumer
+    ODD = 4
+    P_EVEN = 5  # P of an even tile is in shared memory
+    P_ODD = 6
+
+
+# ------------------------------------------------------------------------------------------------ what code is made for
+@dataclass(frozen=True)
+class Geometry:
+    """What the code is specialised on: heads, query tokens, columns of latent and rope, page, mask; n: rows of the
+    query tile; slots: panels of the ring."""
+
+    h: int
+    h_kv: int
+    s: int
+    k: int
+    p: int
+    page: int
+    causal: bool
+    n: int
+    slots: int
+
+    @property
+    def group(self) -> int:
+        """Heads that share a cache."""
+        return self.h // self.h_kv
+
+    @property
+    def rows(self) -> int:
+        """Query rows that share a cache."""
+        return self.s * self.group
+
+    @property
+    def panels(self) -> int:
+        """64-column panels of a cached token."""
+        return (self.k + self.p) // PANEL
+
+    @property
+    def latent_panels(self) -> int:
+        return self.k // PANEL
+
+    @property
+    def half_panels(self) -> int:
+        """Latent panels of one consumer."""
+        return self.latent_panels // CONSUMERS
+
+    @property
+    def pairs(self) -> int:
+        """Columns of the accumulators that a thread holds, half of them: it holds two that lie next to each other."""
+        return self.n // 8
+
+    @property
+    def partials(self) -> Partials:
+        return Partials(self.h_kv, self.n, self.k, of_panels=True)
+
+    @property
+    def merge(self) -> combine.Merge:
+        return combine.Merge(self.h, self.h_kv, self.s, self.partials, COSTS)
+
+
+def shared_storage(geometry: Geometry, dtype: type) -> type:
+    """The CTA's shared memory."""
+
+    def array(kind: type, size: int) -> Any:
+        return cute.struct.MemRange[kind, size]
+
+    n = geometry.n
+    board = cute.struct.Align[array(Float32, CONSUMERS * WARPS * n), 16]  # a value of each warp and row
+    fields = {
+        "full": array(Int64, geometry.slots),  # mbarriers: the panel has been loaded
+        "empty": array(Int64, geometry.slots),  # mbarriers: the panel is no longer read
+        "board": board,  # maxima, then sums of P
+        "magnitudes": board,
+        "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
+        "query": cute.struct.Align[array(dtype, n * (geometry.k + geometry.p)), 1024],
+        "p": cute.struct.Align[array(dtype, CONSUMERS * n * TOKENS), 1024],
+        "ring": cute.struct.Align[array(dtype, geometry.slots * PANEL_ELEMENTS), 1024],
+    }
+    # Not a class statement: postponed annotations are strings, and the struct wants types.
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def fixed_bytes(n: int, columns: int, element_bytes: int) -> int:
+    """Shared memory besides the ring: mbarriers, boards and alignment (4 KiB are enough), Q, and P of both
+    consumers."""
+    return 4096 + n * (columns + CONSUMERS * TOKENS) * element_bytes
+
+
+# ------------------------------------------------------------------------------------------------ device: load
+def ring_at(slot: Int32, phase: Int32, offset: int, slots: int) -> tuple[Int32, Int32]:
+    """(slot, phase) `offset` panels further on in the ring; offset < slots."""
+    moved = slot + offset
+    wrapped = Int32(moved >= slots)
+    return moved - wrapped * slots, phase ^ wrapped
+
+
+@cute.jit
+def load(
+    tma: cute.CopyAtom,
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    storage: cutlass.Constexpr,
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    guess: Int32,  # where in its row of the page table the first split begins, or -1
+    page: Int32,  # the page there
+    kv_head: Int32,
+    geometry: cutlass.Constexpr,
+):
+    """What the producer warp does: it keeps the ring full, over all splits of the worker.
+
+    The loop over panels stays a loop: unrolled, each panel of the first tile waits for its instructions.
+    """
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    layout = wgmma.k_major_layout(storage.ring.data_ptr().dtype, (TOKENS, PANEL, geometry.slots))
+    ring = wgmma.smem_view(storage.ring.data_ptr(), 0, layout)
+    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], ring)
+    per_page = geometry.page // TOKENS
+    slot, phase = Int32(0), Int32(0)
+    while scheduler.has_work(split):
+        first, end, _, _ = scheduler.units_range(split, line, COSTS)
+        if first < end and first // per_page != guess:
+            page = page_table[split.request, first // per_page]
+        guess = Int32(-1)
+        for tile in cutlass.range(first, end, unroll=1):
+            # Loaded a tile ahead, to hide its latency; behind the last tile, the same entry again.
+            following = page_table[split.request, cutlass.min(tile + 1, end - 1) // per_page]
+            for i in cutlass.range(geometry.panels, unroll=1):
+                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                # One lane is to be elected for the whole warp, not one for each group that left the wait together.
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + slot, PANEL_BYTES)
+                paged.load_box(tma, boxes[None, tile % per_page, i, page], places[None, 0, 0, slot], full + slot)
+                slot, phase = ring_at(slot, phase, 1, geometry.slots)
+            page = following
+        split = scheduler.next_split(split, seq_lens, line, COSTS)
+
+
+# ------------------------------------------------------------------------------------------------ device: columns
+def as_columns(acc: cute.Tensor) -> cute.Tensor:
+    """View of an m64nN accumulator (pairs of columns, rows 8 apart, groups of columns) as (N/4 columns, 2 rows)."""
+    groups = cute.size(acc) // 4
+    return cute.make_tensor(acc.iterator, cute.make_layout(((2, groups), 2), stride=((1, 4), 2)))
+
+
+def acc_column(thread: Int32, c: int) -> Int32:
+    """Query row that accumulator column c (0 .. N/4 - 1) of a thread holds."""
+    return (thread % 4) * 2 + c % 2 + 8 * (c // 2)
+
+
+@cute.jit
+def scale_columns(acc: cute.Tensor, factors: cute.Tensor) -> None:
+    """acc[:, c] *= factors[c] for the thread's columns."""
+    columns = as_columns(acc)
+    for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
+        for i in cutlass.range_constexpr(2):
+            columns[c, i] = columns[c, i] * factors[c]
+
+
+@cute.jit
+def publish(values: cute.Tensor, row: cute.Pointer, lane: Int32):
+    """Writes a warp's column values (registers, (N/4,)), the same in the eight lanes of a column, to N of a board."""
+    if lane < 4:
+        pairs = cute.make_tensor(row, cute.make_layout((2, 4, cute.size(values) // 2), stride=(1, 2, 8)))
+        pair = cute.make_rmem_tensor(2, Float32)
+        for j in cutlass.range_constexpr(cute.size(values) // 2):
+            pair[0], pair[1] = values[2 * j], values[2 * j + 1]
+            cute.autovec_copy(pair, pairs[None, lane, j])
+
+
+@cute.jit
+def publish_sums(values: cute.Tensor, row: cute.Pointer, lane: Int32):
+    """`publish` of the sums of `values` over the eight lanes of a column; `values` are lost. Each lane is left with one
+    column or a share of it, so that lanes send each other what they do not keep: 7 shuffles for 8 columns, not 24."""
+    count = cutlass.const_expr(cute.size(values))
+    kept = count
+    for bit in cutlass.range_constexpr(4, 1, -1):
+        upper = (lane >> bit) & 1
+        if cutlass.const_expr(kept > 1):
+            kept = kept // 2
+            for c in cutlass.range_constexpr(kept):
+                sent = cutlass.select_(upper > 0, values[c], values[c + kept])
+                own = cutlass.select_(upper > 0, values[c + kept], values[c])
+                values[c] = own + cute.arch.shuffle_sync_bfly(sent, offset=1 << bit)
+        else:
+            values[0] = values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=1 << bit)
+    each = cutlass.const_expr(32 // 4 // count)  # lanes with the same column
+    if lane // 4 % each == 0:
+        c = lane // 4 // each
+        board = cute.make_tensor(row, cute.make_layout(4 * count))
+        board[(lane % 4) * 2 + c % 2 + 8 * (c // 2)] = values[0]
+
+
+@cute.jit
+def collect(values: cute.Tensor, board: cute.Pointer, warps: cutlass.Constexpr, lane: Int32,
+            largest: cutlass.Constexpr):  # fmt: skip
+    """values[c] = maximum or sum over `warps` rows of a board of this thread's columns."""
+    n = cutlass.const_expr(4 * cute.size(values))
+    pair = cute.make_rmem_tensor(2, Float32)
+    pairs = cute.make_tensor(board, cute.make_layout((2, 4, n // 8, warps), stride=(1, 2, 8, n)))
+    for j in cutlass.range_constexpr(n // 8):
+        for i in cutlass.range_constexpr(warps):
+            cute.autovec_copy(pairs[None, lane % 4, j, i], pair)
+            for e in cutlass.range_constexpr(2):
+                if cutlass.const_expr(i == 0):
+                    values[2 * j + e] = pair[e]
+                elif cutlass.const_expr(largest):
+                    values[2 * j + e] = cute.arch.fmax(values[2 * j + e], pair[e])
+                else:
+                    values[2 * j + e] = values[2 * j + e] + pair[e]
+
+
+# ------------------------------------------------------------------------------------------------ device: one consumer
+def make_mma(dtype: type, n: int, a_major: OperandMajorMode) -> cute.TiledMma:
+    """A 64 x n x 16 tiled MMA of one warpgroup, both operands in shared memory, B K-major, fp32 accumulators."""
+    source = warpgroup.OperandSource.SMEM
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (MMA_M, n, MMA_K), source, a_major, OperandMajorMode.K)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,  # registers, (MMA, 1, 1)
+    frag_a: cute.Tensor,  # descriptors, (MMA, 1, 4): one panel
+    frag_b: cute.Tensor,  # descriptors, (MMA, 1, K)
+    first_b: cutlass.Constexpr,
+    zero_init: cutlass.Constexpr = False,
+):
+    """acc (+)= panel · B[first_b .. first_b + 3]; the caller fences before and commits after."""
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
+    for i in cutlass.range_constexpr(PANEL // MMA_K):
+        cute.gemm(atom, acc, frag_a[None, None, i], frag_b[None, None, first_b + i], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer:
+    """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
+
+    me: int
+    geometry: Geometry
+    dtype: Any
+    thread: Any
+    scale_log2: Any
+    full: Any  # mbarriers, as in `shared_storage`
+    empty: Any
+    ring: Any  # shared memory
+    board: Any  # of this consumer: (WARPS, n)
+    shared_max: Any  # (n,)
+    mma_s: Any  # Sᵀ = K·Qᵀ
+    mma_o: Any  # Oᵀ += Vᵀ·P
+    frag_k: Any  # descriptors: panels as K, (MMA, 1, 4, slots);
+    frag_v: Any  # as V, (MMA, 1, 4, slots);
+    frag_q: Any  # Q, (MMA, 1, 4 · panels);
+    frag_p: Any  # P of each consumer, (MMA, 1, 4)
+    p_copy: Any
+    p_target: Any  # where the own P goes
+    acc_s: Any  # (64, n) fp32 registers
+    acc_o: Any  # a (64, n) fp32 accumulator of each own latent panel, which both consumers' code shares,
+    row_max: Any  # as the running maximum of the thread's columns
+    row_sum: Any  # and this thread's share of the sums of the own P
+    factor: Any
+
+    @classmethod
+    def make(cls, me, geometry, storage, dtype, thread, scale_log2, registers) -> Consumer:
+        """registers: acc_o, row_max and row_sum."""
+        n = geometry.n
+        ring, p = storage.ring.data_ptr(), storage.p.data_ptr()
+        mma_s, mma_o = make_mma(dtype, n, OperandMajorMode.K), make_mma(dtype, n, OperandMajorMode.MN)
+        scores, output = mma_s.get_slice(thread), mma_o.get_slice(thread)
+        box = (TOKENS, PANEL, geometry.slots)
+        keys = wgmma.smem_view(ring, 0, wgmma.k_major_layout(dtype, box))
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
+        values = wgmma.smem_view(ring, 0, cute.tile_to_shape(atom, box, order=(0, 1, 2)))
+        query = wgmma.k_major_layout(dtype, (n, geometry.k + geometry.p))
+        p_layout = wgmma.k_major_layout(dtype, (n, TOKENS))
+        # Stores a 64 x n accumulator with its 64 rows next to each other: as K-major n x 64.
+        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4 if n % 16 == 0 else 2), dtype)
+        p_copy = cute.make_tiled_copy_C(store, mma_s).get_slice(thread)
+        target = wgmma.smem_view(p, me * n * TOKENS, wgmma.mn_major_layout(dtype, (TOKENS, n)))
+        acc_o, row_max, row_sum = registers
+        return cls(
+            me=me,
+            geometry=geometry,
+            dtype=dtype,
+            thread=thread,
+            scale_log2=scale_log2,
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            ring=ring,
+            board=storage.board.data_ptr() + me * WARPS * n,
+            shared_max=storage.row_max.data_ptr(),
+            mma_s=mma_s,
+            mma_o=mma_o,
+            frag_k=mma_s.make_fragment_A(scores.partition_A(keys)),
+            frag_v=mma_o.make_fragment_A(output.partition_A(values)),
+            frag_q=mma_s.make_fragment_B(scores.partition_B(wgmma.smem_view(storage.query.data_ptr(), 0, query))),
+            frag_p=[
+                mma_o.make_fragment_B(output.partition_B(wgmma.smem_view(p, maker * n * TOKENS, p_layout)))
+                for maker in (EVEN, ODD)
+            ],
+            p_copy=p_copy,
+            p_target=p_copy.partition_D(target),
+            acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((TOKENS, n)), Float32),
+            acc_o=acc_o,
+            row_max=row_max,
+            row_sum=row_sum,
+            factor=cute.make_rmem_tensor(n // 4, Float32),
+        )
+
+    # -------------------------------------------------------------------------------------------- scores
+    @cute.jit
+    def issue_scores(self, slot: Int32, phase: Int32):
+        """Sᵀ = K·Qᵀ of an own tile whose first panel is at (slot, phase), each panel as soon as it is there.
+
+        A parity distinguishes neighbouring phases only. That is enough: what the slot held before belongs to a tile at
+        least two back, and this consumer has waited for it, or for the P that the other one made of it.
+        """
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(self.geometry.panels):
+            place, parity = ring_at(slot, phase, i, self.geometry.slots)
+            cute.arch.mbarrier_wait(self.full + place, parity)
+            issue(self.mma_s, self.acc_s, self.frag_k[None, None, None, place], self.frag_q, 4 * i, zero_init=i == 0)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def mask_tokens(self, first_token: Int32, length: Int32):
+        """Sets scores of tokens that a column's query may not see to -inf."""
+        columns = as_columns(self.acc_s)
+        for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
+            limit = length - first_token
+            if cutlass.const_expr(self.geometry.causal):
+                limit = limit - self.geometry.s + 1 + acc_column(self.thread, c) // self.geometry.group
+            for i in cutlass.range_constexpr(2):
+                columns[c, i] = columns[c, i] if wgmma.acc_row(self.thread, i) < limit else -Float32.inf
+
+    # -------------------------------------------------------------------------------------------- softmax
+    @cute.jit
+    def exceeds(self) -> Boolean:
+        """Whether the running maximum of any column has to move; the same in all warps, which meet here."""
+        columns = as_columns(self.acc_s)
+        count = cutlass.const_expr(self.geometry.n // 4)
+        above = cute.make_rmem_tensor(count, Float32)
+        for c in cutlass.range_constexpr(count):
+            above[c] = cute.arch.fmax(columns[c, 0], columns[c, 1]) * self.scale_log2 - self.row_max[c]
+        most = above[0]
+        for c in cutlass.range_constexpr(1, count):
+            most = cute.arch.fmax(most, above[c])
+        return named_any(Barrier.EVEN + self.me, WARPGROUP, most > softmax.SLACK)
+
+    @cute.jit
+    def move_max(self):
+        """Moves the maximum of the columns that need it, publishes it to the other consumer, and rescales."""
+        columns = as_columns(self.acc_s)
+        n, count = self.geometry.n, self.geometry.n // 4
+        lane, warp = self.thread % 32, self.thread // 32
+        best = cute.make_rmem_tensor(count, Float32)
+        for c in cutlass.range_constexpr(count):
+            best[c] = cute.arch.fmax(columns[c, 0], columns[c, 1])
+            for i in cutlass.range_constexpr(3):
+                best[c] = cute.arch.fmax(best[c], cute.arch.shuffle_sync_bfly(best[c], offset=4 << i))
+        publish(best, self.board + warp * n, lane)
+        named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        collect(best, self.board, WARPS, lane, True)
+        for c in cutlass.range_constexpr(count):
+            new = softmax.lazy_max(self.row_max[c], best[c] * self.scale_log2)
+            self.factor[c] = softmax.exp2(self.row_max[c] - new)
+            self.row_max[c] = new
+        if warp == 0:
+            publish(self.row_max, self.shared_max, lane)
+        self.rescale()
+
+    @cute.jit
+    def follow_max(self):
+        """Takes over the maximum that the other consumer has published."""
+        count = cutlass.const_expr(self.geometry.n // 4)
+        theirs = cute.make_rmem_tensor(count, Float32)
+        collect(theirs, self.shared_max, 1, self.thread % 32, True)
+        changed = theirs[0] != self.row_max[0]
+        for c in cutlass.range_constexpr(1, count):
+            changed = changed | (theirs[c] != self.row_max[c])
+        if cute.arch.vote_any_sync(changed):
+            self.take_max(theirs)
+
+    @cute.jit
+    def take_max(self, theirs: cute.Tensor):
+        """The columns' maximum becomes `theirs`; rescales."""
+        # As many barriers as the other one has passed in `move_max`: racecheck counts them (docs/debugging.md).
+        named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        for c in cutlass.range_constexpr(self.geometry.n // 4):
+            self.factor[c] = softmax.exp2(self.row_max[c] - theirs[c])
+            self.row_max[c] = theirs[c]
+        self.rescale()
+
+    @cute.jit
+    def rescale(self):
+        """Multiplies outputs and sums with the columns' factors."""
+        for c in cutlass.range_constexpr(self.geometry.n // 4):
+            self.row_sum[c] = self.row_sum[c] * self.factor[c]
+        for i in cutlass.range_constexpr(self.geometry.half_panels):
+            scale_columns(self.acc_o[i], self.factor)
+
+    # -------------------------------------------------------------------------------------------- tiles
+    @cute.jit
+    def zero_past_end(self, left: Int32, slot: Int32, phase: Int32):
+        """Zeroes V from token `left` of a tile on, in this consumer's panels."""
+        for i in cutlass.range_constexpr(self.geometry.half_panels):
+            place, _ = ring_at(slot, phase, self.me * self.geometry.half_panels + i, self.geometry.slots)
+            paged.zero_rows(self.ring + place * PANEL_ELEMENTS, left, self.thread, 1)
+
+    @cute.jit
+    def multiply(self, maker: cutlass.Constexpr, slot: Int32, phase: Int32):
+        """Oᵀ += Vᵀ·P of this consumer's panels, with the P that `maker` has made; frees each panel when it is done."""
+        count = self.geometry.half_panels
+        warpgroup.fence()
+        for i in cutlass.range_constexpr(count):
+            place, _ = ring_at(slot, phase, self.me * count + i, self.geometry.slots)
+            issue(self.mma_o, self.acc_o[i], self.frag_v[None, None, None, place], self.frag_p[maker], 0)
+            warpgroup.commit_group()
+        for i in cutlass.range_constexpr(count):
+            warpgroup.wait_group(count - 1 - i)
+            place, _ = ring_at(slot, phase, self.me * count + i, self.geometry.slots)
+            warp_arrive(self.empty + place)
+
+    @cute.jit
+    def own_tile(self, first_token: Int32, length: Int32, unmasked: Int32, slot: Int32, phase: Int32):
+        """A tile whose scores are in flight to acc_s: softmax, P to both consumers, and this one's product."""
+        geometry = self.geometry
+        warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(geometry.latent_panels, geometry.panels):
+            place, _ = ring_at(slot, phase, i, geometry.slots)
+            warp_arrive(self.empty + place)
+        if first_token + TOKENS > unmasked:
+            self.mask_tokens(first_token, length)
+            self.zero_past_end(length - first_token, slot, phase)
+        if self.exceeds():
+            self.move_max()
+        columns = as_columns(self.acc_s)
+        for c in cutlass.range_constexpr(geometry.n // 4):
+            for i in cutlass.range_constexpr(2):
+                columns[c, i] = softmax.exp2(columns[c, i] * self.scale_log2 - self.row_max[c])
+            self.row_sum[c] = self.row_sum[c] + (columns[c, 0] + columns[c, 1])
+        cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(self.acc_s, self.dtype)), self.p_target)
+        cute.arch.fence_view_async_shared()
+        # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
+        # warps comes before the arrival, and reports it where none does (docs/debugging.md).
+        named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        named_arrive(Barrier.P_EVEN + self.me, CONSUMER_THREADS)
+        self.multiply(self.me, slot, phase)
+
+    @cute.jit
+    def other_tile(self, first_token: Int32, length: Int32, slot: Int32, phase: Int32):
+        """This consumer's product with the V of a tile whose P the other one makes; ends what is in flight."""
+        other = 1 - self.me
+        named_sync(Barrier.P_EVEN + other, CONSUMER_THREADS)
+        if first_token + TOKENS > length:
+            self.zero_past_end(length - first_token, slot, phase)
+            cute.arch.fence_view_async_shared()
+            named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        self.follow_max()
+        self.multiply(other, slot, phase)
+
+    @cute.jit
+    def run(self, first: Int32, end: Int32, unmasked: Int32, length: Int32, slot: Int32, phase: Int32):
+        """Tiles first..end-1 of a split. unmasked: keys that every row may see. (slot, phase): of the first panel."""
+        geometry = self.geometry
+        for i in cutlass.range_constexpr(geometry.half_panels):
+            self.acc_o[i].fill(0.0)
+        self.row_max.fill(softmax.NO_KEY)
+        self.row_sum.fill(0.0)
+        if cutlass.const_expr(self.me == EVEN):
+            # ODD reads it behind P0.
+            if self.thread < 32:
+                publish(self.row_max, self.shared_max, self.thread)
+        for tile in cutlass.range(first, end, CONSUMERS, unroll=1):
+            slot1, phase1 = ring_at(slot, phase, geometry.panels, geometry.slots)
+            token = tile * TOKENS
+            if cutlass.const_expr(self.me == EVEN):
+                self.issue_scores(slot, phase)
+                self.own_tile(token, length, unmasked, slot, phase)
+                if tile + 1 < end:
+                    self.other_tile(token + TOKENS, length, slot1, phase1)
+            elif tile + 1 < end:
+                self.issue_scores(slot1, phase1)
+                self.other_tile(token, length, slot, phase)
+                self.own_tile(token + TOKENS, length, unmasked, slot1, phase1)
+            else:
+                self.other_tile(token, length, slot, phase)
+            slot, phase = ring_at(slot1, phase1, geometry.panels, geometry.slots)
+        if cutlass.const_expr(self.me == ODD):
+            # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN
+            # has, once more, where a tile is left over; who does not make the last tile's P, where V is zeroed.
+            zeroes, left = Int32(end * TOKENS > length), (end - first) % 2
+            if zeroes != left:
+                named_sync(Barrier.EVEN + self.me, WARPGROUP)
+
+
+# ------------------------------------------------------------------------------------------------ device: epilogue
+@cute.jit
+def transpose(word: Int32) -> Int32:
+    """An 8 x 8 block of 16-bit elements, two of a row a lane: rows become columns (PTX `movmatrix`)."""
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word]
+    )
+
+
+@cute.jit
+def share_sums(row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
+    """(n / 4,) registers for each consumer: its sums of P in the thread's columns, over all tokens; row_sum is lost."""
+    board = storage.board.data_ptr()
+    publish_sums(row_sum, board + thread // 32 * geometry.n, thread % 32)
+    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+    sums = [cute.make_rmem_tensor(geometry.n // 4, Float32) for _ in range(CONSUMERS)]
+    for i in cutlass.range_constexpr(CONSUMERS):
+        collect(sums[i], board + i * (WARPS * geometry.n), WARPS, thread % 32, False)
+    return sums
+
+
+@cute.jit
+def join(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    sums: cutlass.Constexpr,  # of `share_sums`
+    targets: cutlass.Constexpr,
+    flags: cute.Tensor,  # (slots · h_kv,) int32, global memory: the partial result of a slot is there
+    piece: scheduler.Piece,
+    kv_head: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
+    step = Int32(1)
+    while scheduler.takes(piece, step):
+        slot = scheduler.slot_behind(piece.base, piece.index + step)
+        if thread == 0:
+            take_flag(flags.iterator + (slot * geometry.h_kv + kv_head))
+        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+        add_partial(registers, sums, targets, slot, kv_head, thread, geometry)
+        step = 2 * step
+
+
+@cute.jit
+def add_partial(
+    registers: cutlass.Constexpr, sums: cutlass.Constexpr, targets: cutlass.Constexpr, slot: Int32, kv_head: Int32,
+    thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Adds a partial result: turned as it was for the store, it lies as the accumulators do."""
+    acc_o, row_max, _ = registers
+    _, _, outputs, stats = targets
+    count, layout = geometry.n // 4, geometry.partials
+    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
+    mine, theirs = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+    for c in cutlass.range_constexpr(count):
+        found = cute.make_rmem_tensor(partials.STATS, Float32)
+        index = layout.row(slot, kv_head, acc_column(lane, c))
+        cute.autovec_copy(layout.stats(stats.iterator, index), found)
+        top = cute.arch.fmax(row_max[c], cute.arch.fmax(found[0], found[2]))
+        mine[c] = softmax.exp2(row_max[c] - top)
+        row_max[c] = top
+        for i in cutlass.range_constexpr(CONSUMERS):
+            sums[i][c] = sums[i][c] * mine[c] + found[2 * i + 1] * softmax.exp2(found[2 * i] - top)
+        theirs[c] = softmax.exp2(cutlass.select_(me > 0, found[2], found[0]) - top)
+    for g in cutlass.range_constexpr(geometry.pairs):
+        row = 8 * g + lane // 4
+        source = layout.outputs(outputs.iterator, layout.row(slot, kv_head, row))
+        for first in cutlass.range_constexpr(0, geometry.half_panels, 2):
+            vector = cute.make_rmem_tensor(4, Int32)
+            vector.fill(0)
+            quad = (me * geometry.half_panels + first) // 2 * 4 + warp
+            if row < geometry.rows:
+                place = source + cute.assume((quad * partials.QUAD + lane % 4) * partials.VECTOR, divby=partials.VECTOR)
+                words = cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4))
+                cute.autovec_copy(words, vector)
+            for j in cutlass.range_constexpr(4):
+                vector[j] = transpose(vector[j])
+            values = cute.recast_tensor(vector, Float16)
+            for j in cutlass.range_constexpr(4):
+                columns = as_columns(acc_o[first + j // 2])
+                for e in cutlass.range_constexpr(2):
+                    c = 2 * g + e
+                    columns[c, j % 2] = columns[c, j % 2] * mine[c] + Float32(values[2 * j + e]) * theirs[c]
+
+
+@cute.jit
+def epilogue(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    sums: cutlass.Constexpr,  # of `share_sums`
+    storage: cutlass.Constexpr,
+    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    request: Int32,
+    slot: Int32,  # of the partial result
+    whole: Boolean,  # the split is a request
+    kv_head: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Divides whole results by their row sums, or scales a partial one (`prims.partials`), and writes this consumer's
+    half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched from L2."""
+    acc_o, row_max, _ = registers
+    out, lse, outputs, stats = targets
+    n, count, layout = geometry.n, geometry.n // 4, geometry.partials
+    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32
+    magnitudes = storage.magnitudes.data_ptr()
+    own_rows = cute.assume(me * (WARPS * n), divby=n)
+    factor = cute.make_rmem_tensor(count, Float32)
+    if whole:
+        for c in cutlass.range_constexpr(count):
+            total = sums[EVEN][c] + sums[ODD][c]
+            factor[c] = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+            row = acc_column(lane, c)
+            if thread < 4 and row < geometry.rows:
+                head, token = kv_head * geometry.group + row % geometry.group, row // geometry.group
+                lse[request, head, token] = softmax.natural_lse(total, row_max[c])
+    else:
+        factor.fill(0.0)
+        for i in cutlass.range_constexpr(geometry.half_panels):
+            columns = as_columns(acc_o[i])
+            for c in cutlass.range_constexpr(count):
+                for r in cutlass.range_constexpr(2):
+                    factor[c] = factor[c] + cute.math.absf(columns[c, r])
+        publish_sums(factor, magnitudes + warp * n, lane)
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        collect(factor, magnitudes + own_rows, WARPS, lane, False)
+        for c in cutlass.range_constexpr(count):
+            exponent = partials.exponent_of(factor[c])
+            factor[c] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+            if thread % WARPGROUP < 4:
+                index = layout.row(slot, kv_head, acc_column(lane, c))
+                own = cutlass.select_(me > 0, sums[ODD][c], sums[EVEN][c])
+                partials.store_stats(layout.stats(stats.iterator, index), me, row_max[c], own, exponent)
+    words = []  # (2 · n / 8,) of each panel: two query rows next to each other, columns lane / 4 and 8 further on
+    for i in cutlass.range_constexpr(geometry.half_panels):
+        scale_columns(acc_o[i], factor)
+        words.append(cute.make_rmem_tensor(2 * geometry.pairs, Int32))
+    if whole:
+        for i in cutlass.range_constexpr(geometry.half_panels):
+            store_words(words[i], wgmma.to_dtype(acc_o[i], out.element_type))
+    else:
+        for i in cutlass.range_constexpr(geometry.half_panels):
+            store_words(words[i], wgmma.to_dtype(acc_o[i], Float16))
+    for g in cutlass.range_constexpr(geometry.pairs):
+        row = 8 * g + lane // 4
+        base = outputs.iterator.toint() + 2 * layout.row(slot, kv_head, row) * layout.columns
+        if whole:
+            base = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
+        for first in cutlass.range_constexpr(0, geometry.half_panels, 2):
+            vector = cute.make_rmem_tensor(4, Int32)
+            for j in cutlass.range_constexpr(4):
+                vector[j] = transpose(words[first + j // 2][2 * g + j % 2])
+            quad = (me * geometry.half_panels + first) // 2 * 4 + warp % WARPS
+            column = quad * (partials.QUAD * partials.VECTOR) + lane % 4 * partials.VECTOR
+            if whole:
+                partials.transpose_quad(vector, lane)
+                column = layout.column(quad, lane % 4)
+            address = cute.make_ptr(Int32, base + Int64(2 * column), cute.AddressSpace.gmem, assumed_align=16)
+            partials.store_vector(vector, address, row < geometry.rows)
+
+
+@cute.jit
+def store_words(words: cute.Tensor, rounded: cute.Tensor):
+    """The 16-bit elements of an accumulator as words."""
+    words.store(cute.recast_tensor(rounded, Int32).load().reshape(words.shape))
+
+
+@cute.jit
+def store_no_keys(out: cute.Tensor, lse: cute.Tensor, request: Int32, kv_head: Int32, thread: Int32,
+                  geometry: cutlass.Constexpr):  # fmt: skip
+    """The results of a request without keys: zeros and +inf. thread: 0..255, eight a row."""
+    row = thread // 8
+    if row < geometry.rows:
+        zeros = cute.make_rmem_tensor(4, Int32)
+        zeros.fill(0)
+        base = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
+        for i in cutlass.range(thread % 8, geometry.k // 8, 8, unroll=1):
+            address = cute.make_ptr(Int32, base + Int64(16 * i), cute.AddressSpace.gmem, assumed_align=16)
+            partials.store_vector(zeros, address, True)
+        if thread % 8 == 0:
+            lse[request, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
+
+
+# ------------------------------------------------------------------------------------------------ device: consume
+@cute.jit
+def consume(
+    q: cute.Tensor,
+    storage: cutlass.Constexpr,
+    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    table: cute.Tensor,  # of `prims.combine`
+    flags: cute.Tensor,
+    seq_lens: cute.Tensor,
+    fixed: Int32,  # of `scheduler.Pool`
+    split: scheduler.Split,
+    line: scheduler.Line,
+    scale_log2: Float32,
+    worker: Int32,
+    kv_head: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
+    out, lse, _, _ = targets
+    dtype = q.element_type
+    panel = make_mma(dtype, geometry.n, OperandMajorMode.K).partition_shape_C((TOKENS, geometry.n))
+    registers = (
+        [cute.make_rmem_tensor(panel, Float32) for _ in range(geometry.half_panels)],
+        cute.make_rmem_tensor(geometry.n // 4, Float32),
+        cute.make_rmem_tensor(geometry.n // 4, Float32),
+    )
+    layout = wgmma.k_major_layout(dtype, (geometry.n, geometry.k + geometry.p))
+    q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+    slot, phase = Int32(0), Int32(0)
+    is_first = Boolean(True)
+    while scheduler.has_work(split):
+        first, end, units, _ = scheduler.units_range(split, line, COSTS)
+        if fixed > 0 and first == 0 and thread == 0:
+            combine.list_request(table, split, units, fixed)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        # Past it Q is complete, and both consumers are done with the split before.
+        if is_first:
+            named_sync(Barrier.START, THREADS)
+        else:
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+        is_first = Boolean(False)
+        if first < end:
+            unmasked = cutlass.max(split.length, 0)
+            if cutlass.const_expr(geometry.causal):
+                unmasked = cutlass.max(unmasked - geometry.s + 1, 0)
+            for me in cutlass.range_constexpr(CONSUMERS):
+                if thread // WARPGROUP == me:
+                    lane = thread - me * WARPGROUP
+                    w = Consumer.make(me, geometry, storage, dtype, lane, scale_log2, registers)
+                    w.run(first, end, unmasked, split.length, slot, phase)
+            moved = slot + (end - first) * geometry.panels
+            phase = phase ^ (moved // geometry.slots & 1)
+            slot = moved % geometry.slots
+        following = scheduler.next_split(split, seq_lens, line, COSTS)
+        if scheduler.has_work(following):
+            # All scores are made: nobody reads Q any more.
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+            rows.copy_query_rows(
+                q, q_tile, following.request, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
+            )  # fmt: skip
+        else:
+            # Let go at a CTA's start, the next call of a short request is there before this one has begun.
+            cute.arch.griddepcontrol_launch_dependents()
+        if first < end:
+            whole, place = end - first == units, split.point
+            sums = share_sums(registers[2], storage, thread, geometry)
+            if line.lead > 0 and not whole:
+                piece = scheduler.piece_of(worker, split, units, line)
+                join(registers, sums, targets, flags, piece, kv_head, thread, geometry)
+                whole, place = piece.index == 0, scheduler.slot_behind(piece.base, piece.index)
+            epilogue(registers, sums, storage, targets, split.request, place, whole, kv_head, thread, geometry)
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0)
+            raise_flag(flags.iterator + (scheduler.slot_of(worker) * geometry.h_kv + kv_head), sends)
+        else:
+            store_no_keys(out, lse, split.request, kv_head, thread, geometry)
+        split = following
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernel
+@cute.kernel
+def flash_mla_v22(
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous
+    outputs: cute.Tensor,  # fp16, global memory, `Partials`
+    stats: cute.Tensor,  # fp32, global memory, `Partials`
+    table: cute.Tensor,  # int32, global memory, of `prims.combine`
+    flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
+    scale_log2: Float32,
+    pool: Pool,
+    geometry: cutlass.Constexpr,
+):
+    """The CTA of a kv head (x) and worker (y, from the last one)."""
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    kv_head, block, _ = cute.arch.block_idx()
+    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    lane, warp = thread % 32, cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
+    layout = wgmma.k_major_layout(dtype, (geometry.n, geometry.k + geometry.p))
+    q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    if warp == CONSUMERS * WARPS:
+        # The producer makes the mbarriers itself, so that its first loads need not wait for the others.
+        cpasync.prefetch_descriptor(tma)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(geometry.slots):
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, WARPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+
+    # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind them.
+    requests, width = page_table.shape
+    line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
+    at, _, _, _ = scheduler.units_range(split, line, COSTS)
+    guess = cutlass.max(cutlass.min(at * TOKENS // geometry.page, width - 1), 0)
+    guessed = cutlass.min(split.request, requests - 1)
+    of_page = page_table[guessed, None].iterator + guess
+    of_length = seq_lens.iterator + guessed
+    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+    wait_for_launch(of_page.toint() | of_length.toint())
+    as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, COSTS)
+    length = cute.make_tensor(of_length, cute.make_layout(1))[0]
+    page = cute.make_tensor(of_page, cute.make_layout(1))[0]
+    if warp < CONSUMERS * WARPS:
+        rows.copy_query_rows(
+            q, q_tile, guessed, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
+        )  # fmt: skip
+    if as_guessed:
+        split = scheduler.Split(split.point, split.end, split.request, split.start, length)
+    else:
+        line = scheduler.lay_out(seq_lens, lane, pool, COSTS)
+        split, line = scheduler.first_split(worker, seq_lens, line, pool, lane, COSTS)
+    split = scheduler.skip_empty(split, seq_lens, line, COSTS)
+    if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
+        combine.write_mode(table, line, as_guessed, pool.fixed)
+    if split.request != guessed:
+        guess = Int32(-1)
+        if warp < CONSUMERS * WARPS and scheduler.has_work(split):
+            cute.arch.cp_async_wait_group(0)
+            rows.copy_query_rows(
+                q, q_tile, split.request, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
+            )  # fmt: skip
+
+    if warp >= CONSUMERS * WARPS:
+        if scheduler.has_work(split):
+            named_arrive(Barrier.START, THREADS)
+        load(
+            tma, cache, storage, page_table, seq_lens, split, line, guess, page, kv_head, geometry
+        )  # fmt: skip
+    else:
+        consume(
+            q, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool.fixed, split, line, scale_log2, worker,
+            kv_head, thread, geometry,
+        )  # fmt: skip
+
+
+flash_mla_v22.set_name_prefix("flash_mla_v22", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_flash_mla_v22(
+    q: cute.Tensor,
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    outputs: cute.Tensor,
+    stats: cute.Tensor,
+    table: cute.Tensor,
+    flags: cute.Tensor,
+    scale: Float32,
+    workers: Int32,
+    fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
+    geometry: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Launches a CTA for each kv head and worker, and behind it the combine, both as programmatic dependents."""
+    tma, cache = paged.make_page_tma(kv_cache)
+    pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
+    flash_mla_v22(
+        q,
+        tma,
+        cache,
+        page_table,
+        seq_lens,
+        out,
+        lse,
+        outputs,
+        stats,
+        table,
+        flags,
+        scale * math.log2(math.e),
+        pool,
+        geometry,
+    ).launch(
+        grid=(geometry.h_kv, workers, 1),
+        block=(THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
+    )
+    ctas = workers * geometry.h_kv
+    combine.launch(
+        outputs, stats, table, out, lse, seq_lens, pool.shares, fixed, 2 * ctas, geometry.merge, stream
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def takes(pd: MlaProblem) -> Verdict:
+    """Whether this version computes a problem."""
+    if pd.k not in (256, 512):
+        return Verdict.no(
+            f"k = {pd.k} must be 256 or 512: each consumer owns half of the latent, an even number of panels"
+        )
+    if pd.p != PANEL:
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
+    if pd.n:
+        return Verdict.no(f"this version reads latent tokens only; the problem has n = {pd.n} decompressed ones")
+    if pd.page_size % TOKENS:
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
+    if pd.rows > ROW_TILES[-1]:
+        return Verdict.no(
+            f"s·h/h_kv = {pd.rows} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v21"
+        )
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class FlashMlaV22Tiling(Tiling):
+    """tile_n: rows of the query tile, 8, 16 or 32; 0: the smallest that holds the problem's. num_pipeline_stages: 64 x
+    64 panels in the ring; 0: as many as fit. workers: CTAs for each kv head; 0: as many as fill the device.
+    split_tokens: tokens of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0:
+    the scheduler chooses."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
+
+    tile_n: int = 0
+    num_pipeline_stages: int = 0
+    workers: int = 0
+    split_tokens: int = 0
+
+    def geometry(self, pd: MlaProblem) -> Geometry:
+        """What the code is made for, with everything chosen."""
+        n = self.tile_n or next((n for n in ROW_TILES if n >= pd.rows), ROW_TILES[-1])
+        free = 232_448 - fixed_bytes(n, pd.k + pd.p, pd.element_bytes) - (COMBINE_BYTES if n < ROW_TILES[-1] else 0)
+        slots = self.num_pipeline_stages or free // PANEL_BYTES
+        return Geometry(pd.h, pd.h_kv, pd.s, pd.k, pd.p, pd.page_size, pd.causal and pd.s > 1, n, slots)
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        if self.tile_n not in (0, *ROW_TILES):
+            return Verdict.no(f"tile_n = {self.tile_n}, and this version is written for 8, 16 and 32")
+        if self.workers < 0:
+            return Verdict.no(f"workers = {self.workers} is below 0")
+        if self.split_tokens < 0 or self.split_tokens % TOKENS:
+            return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
+        if not (taken := takes(pd)):
+            return taken
+        geometry = self.geometry(pd)
+        if geometry.n < pd.rows:
+            return Verdict.no(f"tile_n = {geometry.n} must hold the {pd.rows} query rows that share a cache")
+        if geometry.slots < CONSUMERS * geometry.panels:
+            return Verdict.no(
+                f"num_pipeline_stages = {geometry.slots} panels must hold the {geometry.panels} of a tile for each of "
+                f"{CONSUMERS} consumers"
+            )
+        smem = geometry.slots * PANEL_BYTES + fixed_bytes(geometry.n, pd.k + pd.p, pd.element_bytes)
+        if device is not None and smem > device.smem_per_block:
+            return Verdict.no(
+                f"{smem:,} bytes of shared memory for q and {geometry.slots} panels are over the "
+                f"{device.smem_per_block:,} that a CTA of {device.key} may have"
+            )
+        return Verdict.yes()
+
+
+class FlashMlaV22Plan(KernelPlan):
+    """One compiled kernel a problem class and tile; b, lengths, page table width, workers and split_tokens are
+    arguments."""
+
+    tiling_type = FlashMlaV22Tiling
+    tiling: FlashMlaV22Tiling
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
+
+    def default_tiling(self) -> Tiling:
+        return FlashMlaV22Tiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [FlashMlaV22Tiling()]
+
+    def plan(self, *inputs: Any) -> CuteKernel:
+        self.require()
+        fixed = self.tiling.split_tokens // TOKENS
+        workers = self.tiling.workers or max(1, host.target(self).num_sms // self.problem.h_kv)
+        requests, width = inputs[2].shape
+        slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
+        return self._make(inputs, slots, workers, fixed)
+
+    def plan_empty(self) -> CuteKernel:
+        self.require()
+        return self._make((), 0, 0, 0)
+
+    def _make(self, inputs: Any, slots: int, workers: int, fixed: int) -> CuteKernel:
+        geometry = self.tiling.geometry(self.problem)
+        return host.decode_kernel(
+            self, flash_mla_v22, launch_flash_mla_v22, "flash_mla_v22", (geometry,), geometry.partials, inputs, slots,
+            workers, fixed,
+        )  # fmt: skip

@@ -1,0 +1,444 @@
+"""The combine of split-KV: out = Σ wᵢ Xᵢ / Σ (wᵢ sᵢ + wᵢ' sᵢ') with w = 2^(A - max), ' the other half's.
+
+X, A and s are the partial results and statistics of `partials`. A warp sums a query row over all of its splits, or,
+where there are many, over every n-th of them; then the warps of a row merge through shared memory, a pair of columns a
+thread. The order of every sum follows from how many splits a request has.
+
+The attention kernel writes a mode word: how the batch is split. Shares (`scheduler`) follow from the lengths. The first
+partial results are loaded together with that word, as if all lengths were the page table's width; if they are not, that
+is done again. Splits of a length that the caller fixes are listed in a table, which has how many each request has and
+where they lie. The kernel is a programmatic dependent of the attention,
+and the next kernel may be one of it.
+
+Few instructions a row, and few lines of code: with 64 vectors of 16 bytes in a row and two splits, a combine is bound
+by what it issues, and what it waits for first is its own code, fetched from L2 or memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, transpose_quad
+from mla_var3.kernel.cute_python.prims.rows import row_offset
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Line, Split, ceil_div, in_shares, split_evenly, units_of
+from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
+from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
+
+WARPS, WARP = 8, 32  # of a CTA, threads of one
+THREADS = WARPS * WARP
+# Splits that a warp reads together, and vectors of each in a lane, where a row has as many: a kernel each, of which the
+# host takes one by the number of splits.
+SHAPES = ((2, 2), (4, 2), (8, 1), (16, 1))
+UP_TO = (2, 4, 64)  # splits, for the first ones
+PER_LANE = 4
+BATCH = WARP * PER_LANE  # requests whose entries are read together
+# Modes: all requests are in shares and as long as the page table is wide; in shares; the table lists their splits; or
+# the attention kernel has merged them.
+FULL, SHARES, LISTED, MERGED = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What the code is made for. h, h_kv: heads. s: query tokens. partials: their layout. costs: the scheduler's."""
+
+    h: int
+    h_kv: int
+    s: int
+    partials: Partials
+    costs: Costs
+
+    @property
+    def group(self) -> int:
+        return self.h // self.h_kv
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a request and kv head."""
+        return self.s * self.group
+
+    @property
+    def all_rows(self) -> int:
+        """Query rows of a request."""
+        return self.h_kv * self.rows
+
+    @property
+    def row_vectors(self) -> int:
+        """Vectors of a row in each of WARP lanes: one or two, of which the second is in the right half."""
+        return self.partials.columns // (VECTOR * WARP)
+
+
+class Entry(NamedTuple):
+    """A request's splits. base: slot of the first one; the others lie behind it."""
+
+    request: Int32
+    count: Int32
+    base: Int32
+
+
+# ------------------------------------------------------------------------------------------------ which splits
+def write_mode(table: cute.Tensor, line: Line, as_guessed: Boolean, fixed: Int32) -> None:
+    """Writes the batch's mode word; one thread of the attention kernel. as_guessed: all requests are as long as the
+    page table is wide. fixed: of `scheduler.Pool`."""
+    shares = cutlass.select_(as_guessed, Int32(FULL), Int32(SHARES))
+    others = cutlass.select_(fixed > 0, Int32(LISTED), Int32(MERGED))
+    table[2 * (cute.size(table) // 2 - 1)] = cutlass.select_(in_shares(line, fixed), shares, others)
+
+
+def list_request(table: cute.Tensor, split: Split, units: Int32, step: Int32) -> None:
+    """Writes a request's entry, of chunks of `step` units; one thread of the worker that begins the request."""
+    table[2 * split.request], table[2 * split.request + 1] = ceil_div(units, step), split.start
+
+
+def log2_warps_of(count: Any, together: int) -> Any:
+    """log2 of the warps of a row."""
+    log2_warps = Int32(0)
+    for i in range(WARPS.bit_length() - 1):
+        log2_warps = log2_warps + Int32(count > (together << i))
+    return log2_warps
+
+
+@cute.jit
+def list_splits(table: cute.Pointer, first: Int32, requests: Int32, listed: cute.Tensor, lane: Int32):
+    """Lists the split ones of BATCH requests, by one warp; (how many there are, the most splits of one).
+
+    table: of (splits, base), int32, global memory. listed: (3, BATCH) int32, shared memory: request, splits, base.
+    """
+    entries = cute.make_rmem_tensor((2, PER_LANE), Int32)
+    entries.fill(0)
+    for i in cutlass.range_constexpr(PER_LANE):
+        request = first + i * WARP + lane
+        if request < requests:
+            source = cute.make_tensor(table + cute.assume(2 * request, divby=2), cute.make_layout(2))
+            cute.autovec_copy(source, entries[None, i])
+    count, most = Int32(0), Int32(0)
+    for i in cutlass.range_constexpr(PER_LANE):
+        is_split = entries[0, i] > 1
+        votes = Int32(cute.arch.vote_ballot_sync(is_split))
+        if is_split:
+            place = count + Int32(cute.arch.popc(votes & ((Int32(1) << lane) - 1)))
+            listed[0, place], listed[1, place] = first + i * WARP + lane, entries[0, i]
+            listed[2, place] = entries[1, i]
+        count = count + Int32(cute.arch.popc(votes))
+        most = cutlass.max(most, entries[0, i])
+    return count, Int32(cute.arch.warp_redux_sync(most, kind="max"))
+
+
+# ------------------------------------------------------------------------------------------------ the sums
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What a lane adds up of a row, in registers. columns: (VECTOR, vectors). of_row: the maximum and the total."""
+
+    columns: Any
+    of_row: Any
+
+    @classmethod
+    def make(cls, vectors: int) -> Sums:
+        return cls(cute.make_rmem_tensor((VECTOR, vectors), Float32), cute.make_rmem_tensor(2, Float32))
+
+    def clear(self) -> None:
+        self.columns.fill(0.0)
+        self.of_row[0], self.of_row[1] = Float32(NO_KEY), Float32(0.0)
+
+    @cute.jit
+    def move_max(self, top: Float32):
+        """The maximum becomes `top`, which is not below it."""
+        older = exp2(self.of_row[0] - top)
+        self.of_row[0], self.of_row[1] = top, self.of_row[1] * older
+        for i in cutlass.range_constexpr(cute.size(self.columns)):
+            self.columns[i] = self.columns[i] * older
+
+
+@cute.jit
+def add_splits(
+    tensors: cutlass.Constexpr,
+    word: cute.Tensor,  # (1,) int32, global memory: `SHARES`, `LISTED` or `MERGED`
+    mode: Int32,  # the word, or -1: not read yet
+    entry: Entry,
+    row: Int64,  # of the first slot's partials
+    first_vector: Int32,  # of the row, in a lane
+    rank: Int32,  # of the warp among those of the row
+    log2_warps: Int32,
+    sums: cutlass.Constexpr,
+    lane: Int32,
+    merge: cutlass.Constexpr,
+    together: cutlass.Constexpr,
+) -> Int32:
+    """Adds up this warp's splits of a row, `together` at a time. Returns the mode word."""
+    outputs, stats, _, _ = tensors
+    layout, vectors = merge.partials, cute.size(sums.columns, mode=[1])
+    # With one vector of a row in a lane, the upper half of the warp has the right half of the columns.
+    in_right = lane >= WARP // 2 if cutlass.const_expr(merge.row_vectors == 1) else first_vector > 0
+    values = cute.make_rmem_tensor((VECTOR, vectors, together), Float16)
+    found = cute.make_rmem_tensor((STATS, together), Float32)
+    sums.clear()
+    for begin in cutlass.range(rank * together, entry.count, Int32(together) << log2_warps, unroll=1):
+        for j in cutlass.range_constexpr(together):
+            split = begin
+            if cutlass.const_expr(j > 0):
+                split = cutlass.min(begin + j, entry.count - 1)  # past the last one that is read once more
+            index = row + Int64(entry.base + split) * (layout.tiles * layout.rows)
+            cute.autovec_copy(layout.stats(stats.iterator, index), found[None, j])
+            for v in cutlass.range_constexpr(vectors):
+                vector = (first_vector + v) * WARP + lane
+                place = layout.outputs(outputs.iterator, index) + cute.assume(vector * VECTOR, divby=VECTOR)
+                cute.autovec_copy(cute.make_tensor(place, cute.make_layout(VECTOR)), values[None, v, j])
+        if mode < 0:
+            mode = word[0]
+        top = sums.of_row[0]
+        for j in cutlass.range_constexpr(together):
+            top = cute.arch.fmax(top, cute.arch.fmax(found[0, j], found[2, j]))
+        if begin >= together << log2_warps:
+            sums.move_max(top)
+        sums.of_row[0] = top
+        for j in cutlass.range_constexpr(together):
+            weights = [exp2(found[2 * n, j] - top) for n in range(2)]
+            if cutlass.const_expr(j > 0):
+                weights = [cutlass.select_(begin + j < entry.count, weight, Float32(0.0)) for weight in weights]
+            sums.of_row[1] = sums.of_row[1] + (weights[0] * found[1, j] + weights[1] * found[3, j])
+            for v in cutlass.range_constexpr(vectors):
+                weight = weights[v]
+                if cutlass.const_expr(vectors == 1):
+                    weight = cutlass.select_(in_right, weights[1], weights[0])
+                for n in cutlass.range_constexpr(VECTOR):
+                    sums.columns[n, v] = sums.columns[n, v] + weight * Float32(values[n, v, j])
+    return mode
+
+
+@cute.jit
+def store_shared(
+    tensors: cutlass.Constexpr,
+    board: cute.Tensor,  # (columns of a lane and two of the row, WARP, WARPS) fp32, shared memory
+    entry: Entry,
+    kv_head: Int32,
+    row: Int32,
+    first_vector: Int32,
+    there: Boolean,
+    log2_warps: Int32,
+    sums: cutlass.Constexpr,
+    warp: Int32,
+    lane: Int32,
+    merge: cutlass.Constexpr,
+):
+    """Adds up what the warps of a row have and writes it, a pair of columns a thread: neighbours write neighbours."""
+    _, _, out, lse = tensors
+    count = cutlass.const_expr(cute.size(sums.columns))
+    for n in cutlass.range_constexpr(count):
+        board[n, lane, warp] = sums.columns[n]
+    for n in cutlass.range_constexpr(2):
+        board[count + n, lane, warp] = sums.of_row[n]
+    cute.arch.sync_threads()
+    warps, first = Int32(1) << log2_warps, warp >> log2_warps << log2_warps
+    weights = cute.make_rmem_tensor(WARPS, Float32)
+    top, total = Float32(NO_KEY), Float32(0.0)
+    for i in cutlass.range_constexpr(WARPS):
+        weights[i] = Float32(NO_KEY)
+        if i < warps:
+            weights[i] = board[count, lane, first + i]
+        top = cute.arch.fmax(top, weights[i])
+    for i in cutlass.range_constexpr(WARPS):
+        if i < warps:
+            weights[i] = exp2(weights[i] - top)
+            total = total + weights[i] * board[count + 1, lane, first + i]
+    inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+    if there:
+        offset = row_offset(out, entry.request, kv_head, row, merge.group)
+        pairs = cute.size(sums.columns) * WARP // 2
+        for pair in cutlass.range((warp - first) * WARP + lane, pairs, warps * WARP, unroll=1):
+            quad, block, of_quad = pair // (QUAD * QUAD), pair // QUAD % QUAD, pair % QUAD
+            vector = quad * QUAD + of_quad
+            value = cute.make_rmem_tensor(2, Float32)
+            value.fill(0.0)
+            for i in cutlass.range_constexpr(WARPS):
+                if i < warps:
+                    for n in cutlass.range_constexpr(2):
+                        place = vector // WARP * VECTOR + 2 * block + n
+                        value[n] = value[n] + weights[i] * board[place, vector % WARP, first + i]
+            packed = cute.make_rmem_tensor(2, out.element_type)
+            for n in cutlass.range_constexpr(2):
+                packed[n] = (value[n] * inverse).to(out.element_type)
+            column = merge.partials.column(first_vector * (WARP // QUAD) + quad, block) + 2 * of_quad
+            target = out.iterator + cute.assume(offset + column, divby=2)
+            cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(2)))
+        if warp == first and lane == 0 and first_vector == 0:
+            head, token = kv_head * merge.group + row % merge.group, row // merge.group
+            lse[entry.request, head, token] = natural_lse(total, top)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32, first_vector: Int32,
+          sums: cutlass.Constexpr, lane: Int32, merge: cutlass.Constexpr):  # fmt: skip
+    """Writes a warp's columns of a row and its log-sum-exp. The four lanes of a quad put their vectors in order."""
+    _, _, out, lse = tensors
+    total = sums.of_row[1]
+    inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+    offset = row_offset(out, request, kv_head, row, merge.group)
+    for v in cutlass.range_constexpr(cute.size(sums.columns, mode=[1])):
+        packed = cute.make_rmem_tensor(VECTOR, out.element_type)
+        for n in cutlass.range_constexpr(VECTOR):
+            packed[n] = (sums.columns[n, v] * inverse).to(out.element_type)
+        transpose_quad(cute.recast_tensor(packed, Int32), lane)
+        column = merge.partials.column(((first_vector + v) * WARP + lane) // QUAD, lane % QUAD)
+        target = out.iterator + cute.assume(offset + column, divby=VECTOR)
+        cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(VECTOR)))
+    if lane == 0 and first_vector == 0:
+        head, token = kv_head * merge.group + row % merge.group, row // merge.group
+        lse[request, head, token] = natural_lse(total, sums.of_row[0])
+
+
+# ------------------------------------------------------------------------------------------------ the kernel
+@cute.kernel
+def combine(
+    outputs: cute.Tensor,  # fp16, global memory, `Partials`
+    stats: cute.Tensor,  # fp32, global memory, `Partials`
+    table: cute.Tensor,  # (2 (b + 1),) int32, global memory: (splits, base) of requests, (`SHARES` or so, -)
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
+    lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    width: Int32,  # workers for each request where they are in shares (`scheduler.shares_of`)
+    merge: cutlass.Constexpr,
+    shape: cutlass.Constexpr,  # of `SHAPES`
+):
+    """A CTA's items, every `blocks`-th: rows of all requests, if they are in shares, or of the listed ones."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    # The next kernel's CTAs may come; if they are dependents, they wait for this one's end.
+    cute.arch.griddepcontrol_launch_dependents()
+    lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
+    memory = SmemAllocator()
+    together, vectors = shape[0], min(shape[1], merge.row_vectors)
+    slices = merge.row_vectors // vectors  # of a row's columns, a warp each
+    board_rows = VECTOR * vectors + 2
+    board = memory.allocate_tensor(
+        Float32, cute.make_layout((board_rows, WARP, WARPS), stride=(WARP, 1, board_rows * WARP)), 16
+    )
+    listed = memory.allocate_tensor(Int32, cute.make_layout((3, BATCH)), 16)
+    shared = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
+    tensors, requests = (outputs, stats, out, lse), out.shape[0]
+    word = cute.make_tensor(table.iterator + 2 * requests, cute.make_layout(1))
+    layout, sums = merge.partials, Sums.make(vectors)
+
+    mode, item, following, log2_warps = Int32(-1), block, Int32(0), log2_warps_of(width, together)
+    rows = cutlass.select_(width > 1, requests * (merge.all_rows * slices), Int32(0))  # times slices
+    if rows == 0:
+        cute.arch.griddepcontrol_wait()
+        mode = Int32(LISTED)
+    searching = Boolean(True)
+    while searching:
+        per_cta = Int32(WARPS) >> log2_warps
+        if item * per_cta < rows:
+            place = item * per_cta + (warp >> log2_warps)
+            there = place < rows
+            place = cutlass.min(place, rows - 1)
+            slice_, place = place % slices, place // slices
+            index, row = place // merge.all_rows, place % merge.all_rows
+            entry = Entry(index, width, index * width)
+            if mode == LISTED:
+                entry = Entry(listed[0, index], listed[1, index], listed[2, index])
+            elif mode == SHARES:
+                _, shares = split_evenly(units_of(seq_lens[index], merge.costs), width)
+                entry = Entry(index, shares, index * width)
+            kv_head, row = row // merge.rows, row % merge.rows
+            tile = kv_head * (layout.tiles // merge.h_kv) + row // layout.rows
+            first_row = Int64(tile * layout.rows + row % layout.rows)
+            rank = warp & ((Int32(1) << log2_warps) - 1)
+            # Waits once: behind the first item the attention kernel has ended.
+            wait_for_launch(outputs.iterator.toint() + first_row + Int64(rank + entry.base))
+            known = mode >= 0
+            mode = add_splits(
+                tensors, word, mode, entry, first_row, slice_ * vectors, rank, log2_warps, sums, lane, merge, together
+            )  # fmt: skip
+            if not known:
+                # A warp that had no split to load has not read it.
+                mode = word[0]
+            there = there and entry.count > 1 and (known or mode == FULL)
+            if log2_warps > 0:
+                store_shared(
+                    tensors, board, entry, kv_head, row, slice_ * vectors, there, log2_warps, sums, warp, lane, merge
+                )  # fmt: skip
+            elif there:
+                store(tensors, entry.request, kv_head, row, slice_ * vectors, sums, lane, merge)
+            if known or mode == FULL:
+                item = item + blocks
+            elif mode != SHARES:
+                rows = Int32(0)
+        elif mode == LISTED:
+            item = item - (rows + per_cta - 1) // per_cta
+            cute.arch.sync_threads()
+            if warp == 0:
+                count, most = list_splits(table.iterator, following, requests, listed, lane)
+                if lane == 0:
+                    shared[0], shared[1] = count, most
+            cute.arch.sync_threads()
+            rows, following = shared[0] * (merge.all_rows * slices), following + BATCH
+            log2_warps = log2_warps_of(shared[1], together)
+        per_cta = Int32(WARPS) >> log2_warps
+        searching = item * per_cta < rows
+        if mode == LISTED:
+            searching = searching or following < requests
+
+
+combine.set_name_prefix("combine", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+@cute.jit
+def launch(
+    outputs: cute.Tensor,
+    stats: cute.Tensor,
+    table: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    seq_lens: cute.Tensor,
+    width: Int32,
+    fixed: Int32,  # of `scheduler.Pool`
+    ctas: Int32,  # how many there are to be where there are no shares
+    merge: cutlass.Constexpr,
+    stream: Any,
+):
+    """Launches the combine behind the attention kernel, inside a host function, where that may leave it something."""
+    arguments = (outputs, stats, table, out, lse, seq_lens, width, ctas, merge)
+    if width > 1 or fixed > 0:
+        if width <= UP_TO[0]:
+            launch_one(*arguments, SHAPES[0], stream)
+        elif width <= UP_TO[1]:
+            launch_one(*arguments, SHAPES[1], stream)
+        elif width <= UP_TO[2]:
+            launch_one(*arguments, SHAPES[2], stream)
+        else:
+            launch_one(*arguments, SHAPES[3], stream)
+
+
+@cute.jit
+def launch_one(
+    outputs: cute.Tensor,
+    stats: cute.Tensor,
+    table: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    seq_lens: cute.Tensor,
+    width: Int32,
+    ctas: Int32,
+    merge: cutlass.Constexpr,
+    shape: cutlass.Constexpr,
+    stream: Any,
+):
+    per_cta = Int32(WARPS) >> log2_warps_of(width, shape[0])
+    slices = merge.row_vectors // min(shape[1], merge.row_vectors)
+    needed = (merge.all_rows * slices * out.shape[0] + per_cta - 1) // per_cta
+    blocks = Int32(cutlass.select_(width > 1, cutlass.min(needed, ctas), ctas))
+    combine(outputs, stats, table, out, lse, seq_lens, width, merge, shape).launch(
+        grid=(blocks, 1, 1),
+        block=(THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        # As the attention has it: an SM that is to change what it has for shared memory has to run empty first.
+        preferred_smem_carveout=100,
+        stream=stream,
+        use_pdl=True,
+    )

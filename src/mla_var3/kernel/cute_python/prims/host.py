@@ -1,0 +1,153 @@
+"""Host side of CuTe versions: fake tensors to compile from, and a decode kernel made of a compiled host function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.kernel.cute_python.prims.partials import STATS, Partials
+from mla_var3.runtime import CuteKernel
+from mla_var3.runtime.late import tensors_are_late
+from mla_var3.runtime.plan import require_int32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.types import CompiledKernel
+
+_ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+def element_type(dtype: str) -> type:
+    """CuTe's type for a problem's dtype."""
+    return _ELEMENTS[dtype]
+
+
+def symbols(count: int) -> tuple[Any, ...]:
+    """Sizes that are given at the call; a symbol used twice is one size."""
+    return tuple(cute.sym_int32() for _ in range(count))
+
+
+def fake(kind: type, *sizes: Any, align: int = 16) -> Any:
+    """A contiguous tensor without memory: last size fastest, base address aligned to `align` bytes."""
+    return make_fake_compact_tensor(kind, sizes, stride_order=tuple(reversed(range(len(sizes)))), assumed_align=align)
+
+
+def target(plan: KernelPlan) -> Device:
+    """The device to compile for: the plan's, or the one that is here."""
+    device = plan.device or Device.detect()
+    if device is None:
+        raise UserError("there is no GPU here to compile for: give the plan a device, such as Device.get('h200').")
+    return device
+
+
+def decode_kernel(
+    plan: KernelPlan,
+    kernel_fn: Any,
+    host_fn: Any,
+    name: str,
+    constants: Sequence[Any],
+    partials: Partials,
+    inputs: Sequence[Any],
+    slots: int,
+    workers: int,
+    fixed: int,
+) -> CuteKernel:
+    """The kernel of an absorbed decode version whose host function takes
+
+        q, kv_cache, page_table, seq_lens, out, lse, partial outputs, partial statistics, table of splits, flags, scale,
+        workers, fixed, *constants, stream
+
+    inputs: q (b, s, h, k + p), kv_cache (pages, page, h_kv, k + p), page_table (b, width) int32, seq_lens (b,) int32,
+    contiguous; without them the kernel only compiles. slots: of partial results. workers, fixed: of `scheduler.Pool`.
+    """
+    pd, kind = plan.problem, element_type(plan.problem.dtype)
+
+    def arguments() -> tuple[Any, ...]:
+        b, pages, width, partial_elements, partial_stats, entries, flags = symbols(7)
+        return (
+            fake(kind, b, pd.s, pd.h, pd.k + pd.p),
+            fake(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, align=128),
+            fake(Int32, b, width, align=4),
+            fake(Int32, b, align=4),
+            fake(kind, b, pd.s, pd.h, pd.k),
+            fake(Float32, b, pd.h, pd.s, align=4),
+            fake(Float16, partial_elements),
+            fake(Float32, partial_stats),
+            fake(Int32, entries),
+            fake(Int32, flags, align=4),
+            Float32(1.0),
+            Int32(1),
+            Int32(0),
+            *constants,
+        )
+
+    compile_fn = compiler(host_fn, arguments, name)
+    outputs: tuple[Any, ...] = ()
+    workspaces: tuple[Any, ...] = ()
+    launch_fn: Any = None
+    if inputs:
+        import torch
+
+        from mla_var3.toolchain.aot import compiled_host
+
+        q, _, page_table, seq_lens = inputs
+        require_int32(page_table=page_table, seq_lens=seq_lens)
+        b, rows = q.shape[0], slots * partials.tiles * partials.rows
+        outputs = q.new_empty((b, pd.s, pd.h, pd.k)), q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
+        workspaces = (
+            q.new_empty(rows * partials.columns, dtype=torch.float16),
+            q.new_empty(rows * STATS, dtype=torch.float32),
+            q.new_empty(2 * (b + 1), dtype=torch.int32),
+            q.new_zeros(2 * workers * partials.tiles, dtype=torch.int32),
+        )
+        call = compiled_host(plan, name, compile_fn, device=target(plan)).handle
+        launch_fn = launcher(call, *inputs, *outputs, *workspaces, pd.scale, workers, fixed)
+    return CuteKernel(
+        kernel_fn,
+        launch_fn,
+        inputs,
+        outputs,
+        plan.tiling,
+        compile_fn=compile_fn,
+        name=name,
+        workspace_tensors=workspaces,
+        plan=plan,
+    )
+
+
+def compiler(host_fn: Any, arguments_fn: Callable[[], Sequence[Any]], name: str) -> Callable[..., CompiledKernel]:
+    """`compile_fn` of a `CuteKernel`: compiles `host_fn` for a device from fake arguments (the stream is added)."""
+
+    def compile_fn(_: Any, device: Device, out_dir: Path | None = None, keep: Sequence[str] = ()) -> CompiledKernel:
+        from mla_var3.toolchain.cute import compile_cute, fake_stream
+
+        arguments = (*arguments_fn(), fake_stream())
+        return compile_cute(host_fn, arguments, device=device, out_dir=out_dir, keep=keep, name=name)
+
+    return compile_fn
+
+
+def launcher(call: Any, *arguments: Any) -> Callable[[Any], None]:
+    """`launch_fn` of a `CuteKernel` that calls a compiled host function with these arguments every time.
+
+    A torch tensor costs 0.1 us of conversion at each call, so all but the first are converted here, once (they share
+    memory and keep it alive), unless they will be pointed elsewhere (`late_tensors`). The first stays torch's own: it
+    is what makes TVM-FFI launch on torch's current stream.
+    """
+    if tensors_are_late():
+        return lambda _: call(*arguments)
+    import torch
+    import tvm_ffi
+
+    first = arguments[:1]
+    ready = (*first, *(tvm_ffi.from_dlpack(x) if isinstance(x, torch.Tensor) else x for x in arguments[1:]))
+    return lambda _: call(*ready)

@@ -1,0 +1,103 @@
+"""Results in registers to global memory: rows of the output, or the partial results of a split.
+
+A thread of an m64nN accumulator holds two columns of a row in each 8 x 8 block, and the four lanes of a quad the eight
+of them. A partial result lies as that: a vector of a lane has its pairs of four blocks, and the four vectors of a quad,
+beside each other, the 32 columns of these. Who reads them puts them in order (`transpose_quad`), once for all splits.
+
+A partial result is stored in fp16, whatever the output is: half the bytes of fp32. Each half of a row (the columns of
+one consumer) is scaled by a power of two that brings the sum of its magnitudes to [2^14, 2^15). That bounds its largest
+element, which for 256 columns is at most 2^8 below: a rounding is 2^-12 of an element that matters. The statistics of
+a row are, of each half, A, the maximum in the log2 domain plus the exponent that was taken off, and the sum of the
+half's consumer's probabilities relative to 2^A: the row's sum of exponentials is that of 2^A · sum over both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+VECTOR = 8  # 16-bit elements of a vector: 16 bytes
+QUAD = 4  # vectors, and the blocks of eight columns that they have pairs of
+PANEL = 64  # columns
+STATS = 4  # float32 of a row: A and the sum, of the left half and of the right one
+TARGET_EXPONENT = 14  # exponent that the sum of magnitudes is brought to
+# Exponent of a half that is all zeros, or nearly. Down to a 2^28th of it no precision of fp16 is lost, and sums of
+# probabilities relative to it stay in float32's range, also where one half of V is zeros and the other is not.
+MIN_EXPONENT = -40
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Layout of partial results: outputs (slots, tiles, rows, columns) fp16 and statistics (slots, tiles, rows, STATS)
+    fp32, contiguous. tiles: query tiles of a request, over all kv heads. rows: of a query tile.
+
+    of_panels: the accumulators have columns on the M side of the MMA, 16 of a 64-column panel a warp, so that a quad
+    has two blocks of a panel and two of the next one; otherwise its four blocks lie beside each other.
+    """
+
+    tiles: int
+    rows: int
+    columns: int
+    of_panels: bool = False
+
+    def row(self, slot: Int32, tile: Int32, row: Int32) -> Int64:
+        """Index of a row."""
+        return (Int64(slot) * self.tiles + tile) * self.rows + row
+
+    def column(self, quad: Int32, block: Int32) -> Int32:
+        """The first of the eight columns in a block of a row's quad."""
+        if not self.of_panels:
+            return quad * (QUAD * VECTOR) + block * VECTOR
+        return (quad // 4 * 2 + block // 2) * PANEL + quad % 4 * 16 + block % 2 * VECTOR
+
+    def outputs(self, base: cute.Pointer, row: Int64) -> cute.Pointer:
+        """Where a row's outputs begin."""
+        return base + cute.assume(row * self.columns, divby=self.columns)
+
+    def stats(self, base: cute.Pointer, row: Int64) -> cute.Tensor:
+        """A row's statistics, (STATS,)."""
+        return cute.make_tensor(base + cute.assume(row * STATS, divby=STATS), cute.make_layout(STATS))
+
+
+def exponent_of(magnitude: Float32) -> Int32:
+    """The exponent of a sum of magnitudes, MIN_EXPONENT to 127: NaN and inf of a caller's V take the largest."""
+    return cutlass.min(cutlass.max((magnitude.bitcast(Int32) >> 23) - 127, MIN_EXPONENT), 127)
+
+
+def power_of_two(exponent: Int32) -> Float32:
+    """2^exponent, for -126 to 127."""
+    return ((exponent + 127) << 23).bitcast(Float32)
+
+
+@cute.jit
+def store_stats(stats: cute.Tensor, half: Int32, maximum: Float32, total: Float32, exponent: Int32):
+    """Half of a row's statistics. maximum, total: of the running softmax, log2 domain. exponent: of the half."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0] = maximum + Float32(exponent - TARGET_EXPONENT)
+    pair[1] = total * power_of_two(TARGET_EXPONENT - exponent)
+    cute.autovec_copy(pair, cute.zipped_divide(stats, (2,))[None, half])
+
+
+@cute.jit
+def transpose_quad(words: cute.Tensor, lane: Int32):
+    """(4,) words of the four lanes of a quad: word i of lane j becomes word j of lane i."""
+    for bit in cutlass.range_constexpr(2):
+        step = 1 << bit
+        odd = (lane >> bit) & 1
+        for i in cutlass.range_constexpr(4):
+            if cutlass.const_expr(i & step == 0):
+                sent = cutlass.select_(odd > 0, words[i], words[i + step])
+                came = cute.arch.shuffle_sync_bfly(sent, offset=step)
+                words[i] = cutlass.select_(odd > 0, came, words[i])
+                words[i + step] = cutlass.select_(odd > 0, words[i + step], came)
+
+
+@cute.jit
+def store_vector(words: cute.Tensor, target: cute.Pointer, inside: cutlass.Boolean):
+    """(4,) words, which are 16 bytes, to global memory."""
+    if inside:
+        vector = cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(4))
+        cute.autovec_copy(words, vector)

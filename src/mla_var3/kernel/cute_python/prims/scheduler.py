@@ -1,0 +1,391 @@
+"""A tile scheduler on the device: split-KV work dealt to persistent workers from the requests' lengths.
+
+A worker is a CTA, or a cluster of CTAs that load KV tiles for each other. A request of `length` tokens is
+ceil(length / unit) units of work, a unit being a KV tile. Every warp reads all lengths and finds its worker's splits by
+itself: nothing is planned on the host, a CUDA graph may be replayed with other lengths, and equal lengths give equal
+splits.
+
+Requests lie behind each other on a line, and worker w takes the points [w · span, (w + 1) · span) of it:
+
+    whole   A point is a request.
+    even    A point is a unit, and each request begins with `lead` points for what a split costs besides its units. A
+            request is split only where it crosses from one worker to the next, and all workers end within a unit. They
+            merge its splits themselves, level by level of a binary tree (`takes` says which with which).
+    shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
+            many equal chunks. `prims.combine` merges them.
+    chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on
+            nothing but its own length. `prims.combine` merges them.
+
+A model of the slowest worker's time chooses between the first three. FlashMLA deals evenly as well, in a kernel of its
+own ahead of the attention (`get_mla_metadata`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+WARP = 32
+PER_LANE = 8  # lengths of a lane
+BATCH = WARP * PER_LANE  # requests that a warp holds at once
+WHOLE = 1 << 29  # more than any request has units or points
+# Workers for each request from which on a combine is launched whatever the page table's width lets expect: with fewer,
+# shares gain less on an even line than a combine that has nothing to do costs.
+WORTH_A_COMBINE = 4
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the model knows. unit: tokens. The others are in units: overhead: begin and end of a split, at least 1;
+    combine: the kernel that merges shares; join: a level of the tree in which workers merge splits."""
+
+    unit: int
+    overhead: int
+    combine: int
+    join: int
+
+
+class Line(NamedTuple):
+    """How requests lie on the line: see the module. lead: 0 unless even. step: units of a point; of shares, those of
+    the longest request, or of the worker's own one. A split is at most `stride` points long."""
+
+    lead: Int32
+    step: Int32
+    stride: Int32
+    span: Int32
+
+
+class Pool(NamedTuple):
+    """What the host knows. fixed: units of a chunk that the caller fixes, or 0. tokens: that
+    a request may have. guess, width: the line, and the points of a request on it, if all have as many. shares: workers
+    for each request where they may be in shares, and a combine is behind the attention; 1: they may not."""
+
+    workers: Int32
+    fixed: Int32
+    tokens: Int32
+    guess: Line
+    width: Int32
+    shares: Int32
+
+
+class Split(NamedTuple):
+    """A worker's place on the line. end: of the worker. request: at the point; start: its first point; length: its
+    tokens."""
+
+    point: Int32
+    end: Int32
+    request: Int32
+    start: Int32
+    length: Int32
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+def ceil_div(number: Any, divisor: Any) -> Any:
+    """number / divisor, rounded up; of numbers that are not negative."""
+    return (number + divisor - 1) // divisor
+
+
+def units_of(length: Any, costs: Costs) -> Any:
+    """Units of a request; none where the length is not positive."""
+    return ceil_div(cutlass.max(length, 0), costs.unit)
+
+
+@cute.jit
+def line_of(
+    total: Int32,
+    longest: Int32,
+    chunks: Int32,
+    requests: Int32,
+    workers: Int32,
+    fixed: Int32,
+    width: Int32,  # workers for each request, where they may be in shares; 1: they may not
+    costs: cutlass.Constexpr,
+) -> Line:
+    """The line of a batch. total, longest: units. chunks: of `fixed` units, over all requests."""
+    lead, step, stride, span = Int32(0), fixed, Int32(1), Int32(1)
+    if fixed > 0:
+        span = ceil_div(chunks, workers)
+    else:
+        span, step = ceil_div(requests, workers), Int32(WHOLE)
+        slowest = span * (longest + costs.overhead)
+        if width > 1:
+            chunk = cutlass.max(ceil_div(longest, width), 1)
+            if chunk + (costs.overhead + costs.combine) < slowest:
+                step, span, slowest = chunk, Int32(1), chunk + (costs.overhead + costs.combine)
+        # No worker has more than its share, and the overhead of a request that began before it.
+        share = ceil_div(total + costs.overhead * requests, workers)
+        if share + costs.overhead + costs.join * levels_of(longest // share + 2) < slowest:
+            lead, step, stride, span = Int32(costs.overhead), Int32(1), Int32(WHOLE), share
+    return Line(lead, step, stride, span)
+
+
+def levels_of(splits: Any) -> Any:
+    """Levels of a binary tree of so many splits; counted up to 8."""
+    levels = Int32(0)
+    for i in range(8):
+        levels = levels + Int32(splits > (1 << i))
+    return levels
+
+
+def in_shares(line: Line, fixed: Any) -> Any:
+    """Whether requests are in shares."""
+    return (fixed == 0) & (line.lead == 0) & (line.step < WHOLE)
+
+
+def split_evenly(units: Any, width: Any) -> tuple[Any, Any]:
+    """(units of a share, shares) of a request that has `width` workers; at least 1 of both."""
+    step = cutlass.max(ceil_div(units, width), 1)
+    return step, cutlass.max(ceil_div(units, step), 1)
+
+
+@cute.jit
+def make_pool(requests: Int32, tokens: Int32, workers: Int32, fixed: Int32, costs: cutlass.Constexpr) -> Pool:
+    """The pool of a batch of at least one request, whose page table holds up to `tokens` tokens; on the host."""
+    units, width = units_of(tokens, costs), Int32(1)
+    if fixed > 0:
+        width = cutlass.max(ceil_div(units, fixed), 1)
+    line = line_of(
+        requests * units, units, requests * width, requests, workers, fixed, workers // requests, costs
+    )  # fmt: skip
+    width, shares = cutlass.max(ceil_div(units, line.step), 1), Int32(1)
+    if in_shares(line, fixed):
+        shares = width
+    elif fixed == 0 and workers // requests >= WORTH_A_COMBINE:
+        shares = workers // requests
+    if line.lead > 0:
+        width = line.lead + units
+    return Pool(workers, fixed, tokens, line, width, shares)
+
+
+@cute.jit
+def chunks_of(units: Int32, step: Int32, inverse: Float32) -> Int32:
+    """ceil(units / step), at least 1; inverse: 1 / step, nearly. Exact under 2^23 units."""
+    last = cutlass.max(units - 1, 0)
+    guess = Int32(Float32(last) * inverse)
+    left = last - guess * step
+    guess = guess + Int32(left >= step) - Int32(left < 0)
+    return guess + 1
+
+
+def place_of(point: Any, start: Any, units: Any, line: Line) -> Any:
+    """The unit of a request at which a point of the line falls, 0 .. units."""
+    return cutlass.min(cutlass.max((point - start - line.lead) * line.step, 0), units)
+
+
+def units_range(split: Split, line: Line, costs: Costs) -> tuple[Any, Any, Any, Any]:
+    """(first unit, end unit, units of the request, point behind) of a split."""
+    units = units_of(split.length, costs)
+    of_request = cutlass.select_(line.lead > 0, split.start + line.lead + units, split.point + 1)
+    behind = cutlass.min(cutlass.min(of_request, split.point + line.stride), split.end)
+    return place_of(split.point, split.start, units, line), place_of(behind, split.start, units, line), units, behind
+
+
+def has_work(split: Split) -> Boolean:
+    """False behind a worker's last split."""
+    return split.point < split.end
+
+
+# ------------------------------------------------------------------------------------------------ a worker's splits
+@cute.jit
+def guess_split(worker: Int32, requests: Int32, pool: Pool) -> Split:
+    """A worker's first split if all requests fill the page table: known before a length is read."""
+    point = worker * pool.guess.span
+    request = point // pool.width
+    end = cutlass.select_(request < requests, point + pool.guess.span, point)
+    return Split(point, end, request, request * pool.width, pool.tokens)
+
+
+@cute.jit
+def read_units(seq_lens: cute.Tensor, first: Int32, lane: Int32, costs: cutlass.Constexpr) -> cute.Tensor:
+    """(PER_LANE,) registers: units of requests first + PER_LANE · lane on, -1 past the end of the batch. All loads are
+    in flight together."""
+    requests = seq_lens.shape[0]
+    units = cute.make_rmem_tensor(PER_LANE, Int32)
+    for i in cutlass.range_constexpr(PER_LANE):
+        units[i] = seq_lens[cutlass.min(first + lane * PER_LANE + i, requests - 1)]
+    for i in cutlass.range_constexpr(PER_LANE):
+        inside = first + lane * PER_LANE + i < requests
+        units[i] = cutlass.select_(inside, units_of(units[i], costs), Int32(-1))
+    return units
+
+
+@cute.jit
+def are_as_long(seq_lens: cute.Tensor, tokens: Int32, lane: Int32, costs: cutlass.Constexpr) -> Boolean:
+    """Whether all requests have as many units as one of `tokens` tokens; said of at most BATCH requests. Few
+    instructions: everything in a CTA waits for it."""
+    requests = seq_lens.shape[0]
+    most = units_of(tokens, costs) * costs.unit
+    lengths = cute.make_rmem_tensor(PER_LANE, Int32)
+    lengths.fill(most)
+    for i in cutlass.range_constexpr(PER_LANE):
+        if i * WARP + lane < requests:
+            lengths[i] = seq_lens[i * WARP + lane]
+    differs = requests > BATCH
+    for i in cutlass.range_constexpr(PER_LANE):
+        differs = differs | (lengths[i] > most) | (lengths[i] <= most - costs.unit)
+    return not cute.arch.vote_any_sync(differs)
+
+
+@cute.jit
+def lay_out(seq_lens: cute.Tensor, lane: Int32, pool: Pool, costs: cutlass.Constexpr) -> Line:
+    """The line of a batch, from its lengths; the same in all lanes of a warp."""
+    requests = seq_lens.shape[0]
+    total, longest, chunks = Int32(0), Int32(0), Int32(0)
+    for first in cutlass.range(0, requests, BATCH, unroll=1):
+        units = read_units(seq_lens, first, lane, costs)
+        for i in cutlass.range_constexpr(PER_LANE):
+            total = total + cutlass.max(units[i], 0)
+            longest = cutlass.max(longest, units[i])
+        if pool.fixed > 0:
+            inverse = cute.arch.rcp_approx(Float32(pool.fixed))
+            for i in cutlass.range_constexpr(PER_LANE):
+                chunks = chunks + cutlass.select_(units[i] >= 0, chunks_of(units[i], pool.fixed, inverse), Int32(0))
+    total = Int32(cute.arch.warp_redux_sync(total, kind="add"))
+    longest = Int32(cute.arch.warp_redux_sync(longest, kind="max"))
+    chunks = Int32(cute.arch.warp_redux_sync(chunks, kind="add"))
+    return line_of(total, longest, chunks, requests, pool.workers, pool.fixed, pool.shares, costs)
+
+
+@cute.jit
+def widths_of(units: cute.Tensor, line: Line) -> cute.Tensor:
+    """(PER_LANE,) registers: points of requests on the line, 0 past the end of the batch."""
+    widths = cute.make_rmem_tensor(PER_LANE, Int32)
+    inverse = cute.arch.rcp_approx(Float32(line.step))
+    for i in cutlass.range_constexpr(PER_LANE):
+        width = cutlass.select_(line.lead > 0, line.lead + units[i], chunks_of(units[i], line.step, inverse))
+        widths[i] = cutlass.select_(units[i] >= 0, width, Int32(0))
+    return widths
+
+
+@cute.jit
+def sum_before(value: Int32, lane: Int32):
+    """(sum over the lanes before this one, over all lanes)."""
+    until = value
+    for i in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(until, 1 << i)
+        until = until + cutlass.select_(lane >= (1 << i), other, Int32(0))
+    return until - value, cute.arch.shuffle_sync(until, WARP - 1)
+
+
+@cute.jit
+def locate(point: Int32, seq_lens: cute.Tensor, line: Line, lane: Int32, costs: cutlass.Constexpr):
+    """(request, its first point) at a point of the line; the number of requests past the last one."""
+    requests = seq_lens.shape[0]
+    found, start, passed, first = requests, Int32(0), Int32(0), Int32(0)
+    while found == requests and first < requests:
+        widths = widths_of(read_units(seq_lens, first, lane, costs), line)
+        mine = Int32(0)
+        for i in cutlass.range_constexpr(PER_LANE):
+            mine = mine + widths[i]
+        before, of_all = sum_before(mine, lane)
+        begin, request = passed + before, first + lane * PER_LANE
+        holds = point >= begin and point < begin + mine
+        for i in cutlass.range_constexpr(PER_LANE - 1):
+            further = Int32(point >= begin + widths[i]) & Int32(request == first + lane * PER_LANE + i)
+            begin, request = begin + further * widths[i], request + further
+        holder = Int32(cute.arch.vote_ballot_sync(holds))
+        if holder != 0:
+            source = Int32(31 - cute.arch.clz(holder))
+            found, start = cute.arch.shuffle_sync(request, source), cute.arch.shuffle_sync(begin, source)
+        passed, first = passed + of_all, first + BATCH
+    return found, start
+
+
+@cute.jit
+def first_split(
+    worker: Int32, seq_lens: cute.Tensor, line: Line, pool: Pool, lane: Int32, costs: cutlass.Constexpr
+):  # fmt: skip
+    """(a worker's first place on the line, whether it has something to do there or not (`skip_empty`); the line, whose
+    step is the own one where requests are in shares)."""
+    requests = seq_lens.shape[0]
+    point, step = worker * line.span, line.step
+    request, start, length = requests, Int32(0), Int32(0)
+    if in_shares(line, pool.fixed):
+        request = worker // pool.shares
+        start, length = request * pool.shares, seq_lens[cutlass.min(request, requests - 1)]
+        step, shares = split_evenly(units_of(length, costs), pool.shares)
+        # A short request has fewer shares than workers.
+        request = cutlass.select_(point - start < shares, request, requests)
+    else:
+        request, start = locate(point, seq_lens, line, lane, costs)
+        length = seq_lens[cutlass.min(request, requests - 1)]
+    end = cutlass.select_(request < requests, point + line.span, point)
+    return Split(point, end, request, start, length), Line(line.lead, step, line.stride, line.span)
+
+
+@cute.jit
+def next_place(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
+    """The place behind a split, whether there is something to do or not."""
+    _, _, units, behind = units_range(split, line, costs)
+    request, start, length, end = split.request, split.start, split.length, split.end
+    if (behind - start - line.lead) * line.step >= units:
+        request, start = request + 1, behind
+        if request < seq_lens.shape[0]:
+            length = seq_lens[request]
+        else:
+            end = behind
+    return Split(behind, end, request, start, length)
+
+
+@cute.jit
+def skip_empty(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
+    """This place, or the next one with something to do: a worker may have the lead of a request and none of its units.
+    A request without keys belongs to the worker at its first point."""
+    if line.lead > 0:
+        searching = has_work(split)
+        while searching:
+            first, end, units, _ = units_range(split, line, costs)
+            searching = first == end and (units > 0 or split.point > split.start)
+            if searching:
+                split = next_place(split, seq_lens, line, costs)
+                searching = has_work(split)
+    return split
+
+
+@cute.jit
+def next_split(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
+    """A worker's split behind this one."""
+    return skip_empty(next_place(split, seq_lens, line, costs), seq_lens, line, costs)
+
+
+# ------------------------------------------------------------------------------------------------ splits of a request
+class Piece(NamedTuple):
+    """A split among those of its request on an even line. index: of `count`. base: slot of the first one."""
+
+    index: Int32
+    count: Int32
+    base: Int32
+
+
+@cute.jit
+def piece_of(worker: Int32, split: Split, units: Int32, line: Line) -> Piece:
+    """Of a split on an even line. The first split of a request is the last thing that its worker does, and the last one
+    the first: who waits for the one behind it waits for nobody who waits for him."""
+    begin = split.start + line.lead
+    first = begin // line.span  # worker
+    return Piece(worker - first, (begin + units - 1) // line.span - first + 1, 2 * first + 1)
+
+
+def takes(piece: Piece, step: Any) -> Any:
+    """Whether a split takes what the one `step` further on has, a power of two: a binary tree whose root is split 0."""
+    return (piece.index % (2 * step) == 0) & (piece.index + step < piece.count)
+
+
+def slot_of(worker: Any) -> Any:
+    """Slot of a worker's split on an even line that goes on with a request; the one behind it is for the request that
+    it begins."""
+    return 2 * worker
+
+
+def slot_behind(base: Any, index: Any) -> Any:
+    """Slot of a split on an even line among those of its request: see `slot_of`."""
+    return base + index + cutlass.max(index - 1, 0)
+
+
+def most_slots(requests: int, workers: int, units: int, fixed: int) -> int:
+    """Slots that a batch may take. units: of the longest request that its page table can hold; on the host."""
+    return requests * -(-units // fixed) if fixed else 2 * workers

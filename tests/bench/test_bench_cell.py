@@ -179,7 +179,7 @@ def test_what_ends_the_worker_again_and_again_is_given_up() -> None:
 def test_limits_of_the_run_serve_several_cells() -> None:
     cells = [(PROBLEM.replace(t=t), [fake("Good")]) for t in (16, 32, 48)]
     each = list(measure_cells(cells, None, BenchSettings(**QUICK), experiment="test"))
-    assert len({r.limits.burst.matmul_tflops for r in each if r.limits and r.limits.burst}) == 3
+    assert [r.to_json().count("age_s") for r in each] == [0, 0, 0], "each cell measured its own"
     assert all("limits (bf16 8192^3 product, a kernel that reads 2 GiB) in turn" in (r.method or "") for r in each)
     once = list(measure_cells(cells, None, BenchSettings(**QUICK, limits_every_s=60.0), experiment="test"))
     assert len({r.limits.burst.matmul_tflops for r in once if r.limits and r.limits.burst}) == 1

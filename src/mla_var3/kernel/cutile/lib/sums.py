@@ -151,8 +151,9 @@ def join_sums_kernel(
     constants = [s, h_kv, group, *row_shape, lanes, columns]
 
     def grid(_: Any) -> tuple[int, ...]:
-        assert parts is not None and whole is not None
-        return (LATENT // columns, parts[0].shape[2], whole[0].shape[0])
+        # Sizes that only tensors have are 0 where there are none.
+        tiles, b = (parts[0].shape[2], whole[0].shape[0]) if parts and whole else (0, 0)
+        return (LATENT // columns, tiles, b)
 
     def args(_: Any) -> tuple[Any, ...]:
         assert parts is not None and whole is not None

@@ -90,14 +90,11 @@ def decode_kernel(
             *constants,
         )
 
-    compile_fn = compiler(host_fn, arguments, name)
+    given: tuple[Any, ...] = ()
     outputs: tuple[Any, ...] = ()
     workspaces: tuple[Any, ...] = ()
-    launch_fn: Any = None
     if inputs:
         import torch
-
-        from mla_var3.toolchain.aot import compiled_host
 
         q, _, page_table, seq_lens = inputs
         require_int32(page_table=page_table, seq_lens=seq_lens)
@@ -109,11 +106,32 @@ def decode_kernel(
             q.new_empty(2 * (b + 1), dtype=torch.int32),
             q.new_zeros(2 * workers * partials.tiles, dtype=torch.int32),
         )
-        call = compiled_host(plan, name, compile_fn, device=target(plan)).handle
-        launch_fn = launcher(call, *inputs, *outputs, *workspaces, pd.scale, workers, fixed)
+        given = (*inputs, *outputs, *workspaces, pd.scale, workers, fixed)
+    return stage(plan, kernel_fn, host_fn, name, arguments, given, inputs, outputs, workspaces)
+
+
+def stage(
+    plan: KernelPlan,
+    kernel_fn: Any,
+    host_fn: Any,
+    name: str,
+    arguments_fn: Callable[[], Sequence[Any]],
+    given: Sequence[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    workspaces: Sequence[Any] = (),
+) -> CuteKernel:
+    """A kernel of the plan whose host function takes `given`; where that is empty, it only compiles.
+
+    arguments_fn: gives the fake arguments to compile from (`compiler`). name: what compiled code is kept under.
+    """
+    from mla_var3.toolchain.aot import compiled_host
+
+    compile_fn = compiler(host_fn, arguments_fn, name)
+    call = compiled_host(plan, name, compile_fn, device=target(plan)).handle if given else None
     return CuteKernel(
         kernel_fn,
-        launch_fn,
+        launcher(call, *given) if given else None,
         inputs,
         outputs,
         plan.tiling,

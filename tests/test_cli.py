@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mla_var3 import cli, doctor, verbs
+from mla_var3 import cli, doctor
 from mla_var3.bench.records import Record, RecordStore, new_id
+from mla_var3.cli import arguments
 from mla_var3.device import Device
 from mla_var3.kernel import registry
-from mla_var3.kernel.__main__ import main as kernel_main
 from mla_var3.problem import MlaProblem
 from mla_var3.report import tables
 
@@ -92,10 +92,10 @@ def test_version_and_bare_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("mla-var3 ")
     assert cli.main([]) == 0
     out = capsys.readouterr().out
-    assert all(f"  {verb}" in out for verb in cli.VERBS)
+    assert all(f"  {verb}" in out for verb in cli.verbs())
 
 
-@pytest.mark.parametrize("verb", [v for v in cli.VERBS if v != "devlog"])
+@pytest.mark.parametrize("verb", [v for v in cli.verbs() if v != "devlog"])
 def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert cli.main([verb, "--help"]) == 0
@@ -164,11 +164,11 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 # ---------------------------------------------------------------- verbs
 def test_problem_options() -> None:
-    parser = cli.Parser()
-    cli.add_problem(parser)
+    parser = arguments.Parser()
+    arguments.add_problem(parser)
 
     def problem(*words: str, **defaults: Any) -> MlaProblem:
-        return verbs.problem_of(parser.parse_args(list(words)), **defaults)
+        return arguments.problem_of(parser.parse_args(list(words)), **defaults)
 
     assert problem() == MlaProblem()
     assert problem("--model", "kimi-k2").h == 64
@@ -176,7 +176,7 @@ def test_problem_options() -> None:
     assert problem("--lengths", "70,0,128").seq_lens == (70, 0, 128)
     assert problem("--lengths", "ragged:3", b=4).lengths == (("name", "ragged"), ("seed", 3))
     assert problem("--b", "3", b=2, t=300) == MlaProblem(b=3, t=300)
-    assert verbs.tiling_fields("a=1, b=true,c=x") == {"a": 1, "b": True, "c": "x"}
+    assert arguments.tiling_fields("a=1, b=true,c=x") == {"a": 1, "b": True, "c": "x"}
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="no torch kernel here")
@@ -188,23 +188,12 @@ def test_check_on_the_cpu(no_gpu: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "seed 7" in out
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="no torch kernel here")
-def test_the_kernel_module_runs_checks_and_refuses(no_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--b", "1", "--t", "70", "--h", "4"]
-    assert kernel_main(["flash_mla", "--lang", "torch", *small]) == 0
-    out = capsys.readouterr().out
-    assert "torch/flash_mla b1_s1_h4_t70 on no GPU" in out
-    assert "ran: out (1, 1, 4, 512) bfloat16" in out
-    for words, sentence in (
-        (["flash_ml"], "design 'flash_ml' is unknown: did you mean 'flash_mla'?"),
-        (["flash_mla", "v99", "--lang", "torch"], "has no version 99"),
-        (["flash_mla", "newest"], "'newest' is no version of flash_mla: write 2, v2 or flash_mla_v2"),
-        (["flash_mla", "--lang", "tritn"], "language 'tritn' is unknown: did you mean 'triton'?"),
-        (["flash_mla", "--prof_type", "event"], "--prof_type event needs a GPU"),
-        (["flash_mla", "--prof_type", "events"], "--prof_type/--prof-type 'events' is unknown: did you mean 'event'?"),
-    ):
-        assert kernel_main(words) == 2
-        assert sentence in capsys.readouterr().err
+@pytest.mark.parametrize("verb", ["check", "bench", "clone", "compile"])
+def test_a_retired_version_says_where_its_code_is(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "cute-dsl/flash_mla_v8"]) == 2
+    err = capsys.readouterr().err
+    assert "cute-dsl/flash_mla_v8 is retired: commit 2ea73c2 has its code" in err
+    assert "devlogs/flash_mla/cute-dsl-v8.md" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow

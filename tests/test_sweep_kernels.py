@@ -38,23 +38,27 @@ def asked(*words: str) -> list[tuple[str, dict[str, Any]]]:
 
 def test_every_version_runs_in_each_of_the_tilings_that_it_tells_apart() -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    words = ("kernels=cute-dsl/flash_mla_v8,cute-dsl/flash_mla_v10", "tiling.num_splits=2")
-    apart = "tilings=[{apart: true},{apart: false, num_splits: 4},{}]"
-    assert asked(*words, apart) == [
-        ("cute-dsl/flash_mla_v8", {"num_splits": 2}),
-        ("cute-dsl/flash_mla_v8", {"num_splits": 4}),
-        ("cute-dsl/flash_mla_v10", {"num_splits": 2, "apart": True}),
-        ("cute-dsl/flash_mla_v10", {"num_splits": 4, "apart": False}),
-        ("cute-dsl/flash_mla_v10", {"num_splits": 2}),
+    words = ("kernels=cute-dsl/flash_mla_v21,cute-dsl/flash_mla_v22", "tiling.workers=2")
+    versions = "kernels=cute-dsl/flash_mla,cute-dsl/flash_mla_v21"
+    assert asked(*words, "tilings=[{split_tokens: 512},{workers: 4},{}]") == [
+        (f"cute-dsl/flash_mla_{version}", tiling)
+        for version in ("v21", "v22")
+        for tiling in ({"workers": 2, "split_tokens": 512}, {"workers": 4}, {"workers": 2})
     ]
-    assert asked(*words) == [(f"cute-dsl/flash_mla_{v}", {"num_splits": 2}) for v in ("v8", "v10")]
+    assert asked(*words) == [(f"cute-dsl/flash_mla_{v}", {"workers": 2}) for v in ("v21", "v22")]
+    # A version that lacks a knob runs without it, once.
+    assert asked(versions, "tilings=[{workers: 3},{num_splits: 4}]") == [
+        ("cute-dsl/flash_mla", {}),
+        ("cute-dsl/flash_mla", {"num_splits": 4}),
+        ("cute-dsl/flash_mla_v21", {"workers": 3}),
+        ("cute-dsl/flash_mla_v21", {}),
+    ]
     # An older version that lacks the knob is no other tiling's newest.
-    newest = [("cute-dsl/flash_mla_v10", {"apart": True})]
-    versions = "kernels=cute-dsl/flash_mla_v8,cute-dsl/flash_mla_v10"
-    both = asked(versions, "kernels.newest=true", "tilings=[{apart: true},{}]")
-    assert both == [*newest, ("cute-dsl/flash_mla_v10", {})]
-    assert asked(versions, "kernels.newest=true", "tiling.apart=true") == newest
-    assert asked(versions, "kernels.newest=true", "tilings=[{apart: true}]") == newest
+    newest = [("cute-dsl/flash_mla_v21", {"workers": 3})]
+    both = asked(versions, "kernels.newest=true", "tilings=[{workers: 3},{}]")
+    assert both == [*newest, ("cute-dsl/flash_mla_v21", {})]
+    assert asked(versions, "kernels.newest=true", "tiling.workers=3") == newest
+    assert asked(versions, "kernels.newest=true", "tilings=[{workers: 3}]") == newest
 
 
 @pytest.mark.parametrize(
@@ -86,8 +90,8 @@ def test_tilings_are_contenders_of_one_cell(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(registry, "missing", lambda kernel: None)
     monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: H200))
     monkeypatch.chdir(tmp_path)
-    words = ["experiment=ladder", "problem.b=1", "kernels=cute-dsl/flash_mla_v8", "tilings=[{num_splits: 8},{}]"]
+    words = ["experiment=ladder", "problem.b=1", "kernels=cute-dsl/flash_mla", "tilings=[{num_splits: 8},{}]"]
     assert sweep.main(words) == 0
-    assert seen == [[("cute-dsl/flash_mla_v8", "{'num_splits': 8}"), ("cute-dsl/flash_mla_v8", "default")]]
+    assert seen == [[("cute-dsl/flash_mla", "{'num_splits': 8}"), ("cute-dsl/flash_mla", "default")]]
     with pytest.raises(UserError, match="give one of them"):
         sweep.main([*words, "bench.tune=true"])

@@ -81,6 +81,8 @@ class MlaProblem:
     p: rope columns. d: head dim. n: newest tokens cached decompressed. causal: query token i attends to the first
     length - s + i + 1 tokens. page: tokens a cache page, or None for a contiguous cache. dtype: bf16, fp16 or fp32.
     lengths: "uniform" (all t), a mapping {"name": "ragged" | "normal" | "edges", "seed": int}, or a list.
+    softmax_scale: factor on q·k, None for that of the decompressed heads, (d + p)^-1/2; compiled code does not depend
+    on it.
     """
 
     b: int = 1
@@ -96,6 +98,7 @@ class MlaProblem:
     page: int | None = 64
     dtype: str = "bf16"
     lengths: Any = "uniform"
+    softmax_scale: float | None = None
 
     def __post_init__(self) -> None:
         t: Any = self.t
@@ -184,8 +187,8 @@ class MlaProblem:
 
     @property
     def scale(self) -> float:
-        """Factor on q·k before the softmax: (d + p)^-1/2, the one of the decompressed heads."""
-        return (self.d + self.p) ** -0.5
+        """Factor on q·k before the softmax."""
+        return (self.d + self.p) ** -0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def group(self) -> int:
@@ -246,6 +249,8 @@ class MlaProblem:
         data = dataclasses.asdict(self)
         if self.lengths != "uniform":
             data["lengths"] = list(self.lengths) if isinstance(self.lengths[0], int) else dict(self.lengths)
+        if self.softmax_scale is None:
+            del data["softmax_scale"]
         return data
 
     @classmethod

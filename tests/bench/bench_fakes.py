@@ -154,9 +154,9 @@ class HostBackend:
     times = True
     clock = "perf_counter of a test"
 
-    def check(self, plan_cls: Any, problem: MlaProblem, tiling: Any, device: Any, quick: bool) -> Any:
+    def check(self, plan: Any, device: Any, quick: bool) -> Any:
         self.synchronize()
-        (answer,) = plan_cls(problem, tiling, device).plan(0)()
+        (answer,) = plan.plan(0)()
         return SimpleNamespace(ok=answer == 1.0, reason="the answer is wrong", error={"out": answer - 1.0, "lse": 0.0})
 
     def capture(self, calls: Any, rotations: int, *, graph: bool = True, separated: bool = False) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_var3.devlog import values
-from mla_var3.devlog.citations import check_text, cited_ids, has_figure
+from mla_var3.devlog.citations import check_text, cited_ids, has_figure, without_comments
 
 FAST, SLOW, COMPILED = "aaaa11112222", "bbbb33334444", "cccc55556666"
 Records = dict[str, dict[str, Any]]
@@ -23,29 +23,34 @@ def messages(text: str, records: Records, require: Any = "all") -> list[str]:
 @pytest.mark.parametrize(
     "text",
     [
-        f"220.2 us [r:{FAST} burst]",
-        f"220 us [r:{FAST} burst]",
-        f"0.220 ms [r:{FAST} burst]",
-        f"220.20 µs [r:{FAST} time_us.burst.median]",
-        f"from 219.2 to 221.2 us [r:{FAST} burst.p10 burst.p90]",
-        f"220.2 / 264.2 us [r:{FAST} burst sustained]",
-        f"663.2 TFLOP/s [r:{FAST} burst.tflops]",
-        f"82.6 % of its limit, 181.9 us [r:{FAST} burst.of_limit burst.limit]",
-        f"82.6% of the {803} TFLOP/s of cuBLAS [r:{FAST} burst.of_matmul burst.matmul]",
-        f"2.90 TB/s of 4640 GB/s [r:{FAST} burst.gbps burst.read]",
-        f"168 registers and 232,448 bytes, that is 227 KB [r:{FAST} resources.registers resources.smem resources.smem]",
-        f"232 KB [r:{FAST} resources.smem] are 227 KiB [r:{FAST} resources.smem]",
-        f"12 HGMMA [r:{FAST} resources.instructions.HGMMA] and an error of 3.1e-4 [r:{FAST} error.out]",
-        f"1.14x [r:{FAST} vs {SLOW} burst.speedup], or 113.5 % [r:{FAST} vs r:{SLOW} burst.speedup]",
-        f"1.135× [r:{FAST} vs {SLOW} burst.limit_speedup]",
-        f"9.2 us of host time [r:{FAST} host]",
-        f"231.0 us in the search [r:{FAST} tuning.trials.1.time_us]",
-        f"220.2 us [r:{FAST[:6]} burst]",
-        f"a figure at the end of a line, 220.2 us\n[r:{FAST} burst], and its record on the next",
-        f"It was compiled [r:{COMPILED}].",
+        f"220.2 us <!-- r:{FAST} burst -->",
+        f"220 us <!-- r:{FAST} burst -->",
+        f"0.220 ms <!-- r:{FAST} burst -->",
+        f"220.20 µs <!-- r:{FAST} time_us.burst.median -->",
+        f"from 219.2 to 221.2 us <!-- r:{FAST} burst.p10 burst.p90 -->",
+        f"220.2 / 264.2 us <!-- r:{FAST} burst sustained -->",
+        f"663.2 TFLOP/s <!-- r:{FAST} burst.tflops -->",
+        f"82.6 % of its limit, 181.9 us <!-- r:{FAST} burst.of_limit burst.limit -->",
+        f"82.6% of the {803} TFLOP/s of cuBLAS <!-- r:{FAST} burst.of_matmul burst.matmul -->",
+        f"2.90 TB/s of 4640 GB/s <!-- r:{FAST} burst.gbps burst.read -->",
+        f"168 registers, 232,448 bytes or 227 KB <!-- r:{FAST} resources.registers resources.smem resources.smem -->",
+        f"232 KB <!-- r:{FAST} resources.smem --> are 227 KiB <!-- r:{FAST} resources.smem -->",
+        f"12 HGMMA <!-- r:{FAST} resources.instructions.HGMMA --> and an error of 3.1e-4 <!-- r:{FAST} error.out -->",
+        f"1.14x <!-- r:{FAST} vs {SLOW} burst.speedup -->, or 113.5 % <!-- r:{FAST} vs r:{SLOW} burst.speedup -->",
+        f"1.135× <!-- r:{FAST} vs {SLOW} burst.limit_speedup -->",
+        f"9.2 us of host time <!-- r:{FAST} host -->",
+        f"231.0 us in the search <!-- r:{FAST} tuning.trials.1.time_us -->",
+        f"220.2 us <!-- r:{FAST[:6]} burst -->",
+        f"a figure at the end of a line, 220.2 us<!-- r:{FAST} burst -->,\nand its record before the next",
+        f"a citation over two lines, 220.2 us <!-- r:{FAST}\nburst -->",
+        f"220.2 us<!--r:{FAST} burst-->.",
+        f"It was compiled <!-- r:{COMPILED} -->.",
         "b128 s1 h128 t4096, tiles of 64×512, 8 warps, version 4.8.1, 2026-11-21, sm_90a",
-        "A citation is written as `[r:ID burst]`.",
+        "A citation is written as `<!-- r:ID burst -->`.",
         "<!-- 999 us -->",
+        "<!--\n999 us [r:ID burst]\n-->",
+        "It was written as `[r:ID burst]`.",
+        "It is not closed: `<!-- r:ID burst`.",
         "```python\nt = '999 us'\n```",
         "[text](https://example.org/300us/20%20)",
     ],
@@ -66,22 +71,28 @@ def test_agrees(text: str, records: Records) -> None:
         ("168 registers", "168 registers has no record"),
         ("```\n220 us\n```", "2: 220 us has no record"),
         ("one line\n\n300 us/call", "3: 300 us has no record"),
-        (f"`220.2 us [r:{FAST} burst]`", "220.2 us has no record"),
-        (f"221.0 us [r:{FAST} burst]", "221.0 us differs from its record: burst is 220.20 us in"),
-        (f"220.21 us [r:{FAST} burst]", "differs"),
-        (f"255.9 / 264.2 us [r:{FAST} burst sustained]", "255.9 us differs"),
-        (f"82.6 % [r:{FAST} burst.of_read]", "differs from its record: burst.of_read is"),
-        (f"13 % [r:{FAST} vs {SLOW} burst.speedup]", "burst.speedup is 113.53 %"),
-        (f"220.2 GB/s [r:{FAST} burst]", "220.2 GB/s is not in the unit of burst, whose value is in us"),
-        (f"220.2 us 663.2 TFLOP/s [r:{FAST} burst.tflops]", "220.2 us has no record beside it"),
-        (f"220.2 us [r:{FAST} burst sustained]", "no figure for burst before it: 2 expressions, 1 figures"),
-        ("220.2 us [r:0000aaaa1111 burst]", "record 0000aaaa1111 does not exist in results/"),
-        ("220.2 us [r:aaa burst]", "record aaa does not exist"),
-        ("220.2 us [r: ]", "is no citation"),
-        (f"220.2 us [r:{FAST} brust]", "the record has no 'brust'"),
-        (f"220.2 us [r:{FAST} burst.tflop]", "'burst.tflop' is unknown; there are: burst, burst.p10"),
-        (f"220.2 us [r:{FAST} vs {SLOW} burst]", "compares nothing; of two records there are: burst.speedup"),
-        (f"220.2 us [r:{COMPILED} burst]", "it has no time: its status is compiled"),
+        (f"`220.2 us <!-- r:{FAST} burst -->`", "220.2 us has no record"),
+        (f"221.0 us <!-- r:{FAST} burst -->", "221.0 us differs from its record: burst is 220.20 us in"),
+        (f"220.21 us <!-- r:{FAST} burst -->", "differs"),
+        (f"255.9 / 264.2 us <!-- r:{FAST} burst sustained -->", "255.9 us differs"),
+        (f"82.6 % <!-- r:{FAST} burst.of_read -->", "differs from its record: burst.of_read is"),
+        (f"13 % <!-- r:{FAST} vs {SLOW} burst.speedup -->", "burst.speedup is 113.53 %"),
+        (f"220.2 GB/s <!-- r:{FAST} burst -->", "220.2 GB/s is not in the unit of burst, whose value is in us"),
+        (f"220.2 us 663.2 TFLOP/s <!-- r:{FAST} burst.tflops -->", "220.2 us has no record beside it"),
+        (f"220.2 us <!-- r:{FAST} burst sustained -->", "no figure for burst before it: 2 expressions, 1 figures"),
+        ("220.2 us <!-- r:0000aaaa1111 burst -->", "record 0000aaaa1111 does not exist in results/"),
+        ("220.2 us <!-- r:aaa burst -->", "record aaa does not exist"),
+        ("220.2 us <!-- r:  -->", "is no citation: write <!-- r:ID expression ... --> or <!-- r:ID vs ID expression"),
+        (f"220.2 us [r:{FAST} burst]", f"[r:{FAST} burst] is written <!-- r:{FAST} burst -->"),
+        (f"220.2 us [r:{FAST} burst", "is written <!-- r:"),
+        (f"220.2 us <!-- r:{FAST} burst", "this citation is not closed: write <!-- r:ID expression ... -->"),
+        (f"220.2 us <!-- r:{FAST} burst\n\nand more -->", "1: this citation is not closed"),
+        (f"a\n220.2 us\n<!-- r:{FAST} burst -->", "3: a comment that begins a line ends the paragraph"),
+        (f"220.2 us <!-- {FAST} burst -->", "220.2 us has no record"),
+        (f"220.2 us <!-- r:{FAST} brust -->", "the record has no 'brust'"),
+        (f"220.2 us <!-- r:{FAST} burst.tflop -->", "'burst.tflop' is unknown; there are: burst, burst.p10"),
+        (f"220.2 us <!-- r:{FAST} vs {SLOW} burst -->", "compares nothing; of two records there are: burst.speedup"),
+        (f"220.2 us <!-- r:{COMPILED} burst -->", "it has no time: its status is compiled"),
     ],
 )
 def test_disagrees(text: str, message: str, records: Records) -> None:
@@ -91,25 +102,25 @@ def test_disagrees(text: str, message: str, records: Records) -> None:
 
 
 def test_citation_stands_after_its_figure(records: Records) -> None:
-    found = messages(f"[r:{FAST} burst] 220.2 us", records)
+    found = messages(f"in <!-- r:{FAST} burst --> 220.2 us", records)
     assert ["has no figure for burst before it" in found[0], "has no record beside it" in found[1]] == [True, True]
 
 
 def test_beginning_of_two_ids_is_ambiguous(records: Records) -> None:
     records["aaaa1111ffff"] = {**records[FAST], "id": "aaaa1111ffff"}
-    (found,) = messages("220.2 us [r:aaaa1111 burst]", records)
+    (found,) = messages("220.2 us <!-- r:aaaa1111 burst -->", records)
     assert "ambiguous: aaaa11112222, aaaa1111ffff" in found
 
 
 def test_two_problems_have_no_speedup(records: Records) -> None:
     records[SLOW]["problem"] = {**records[SLOW]["problem"], "b": 64}
-    (found,) = messages(f"1.14x [r:{FAST} vs {SLOW} burst.speedup]", records)
+    (found,) = messages(f"1.14x <!-- r:{FAST} vs {SLOW} burst.speedup -->", records)
     assert "differ in their problem" in found
 
 
-TABLE = """| cell | burst (us) | TFLOP/s | registers | note | record |
-| --- | --- | --- | --- | --- | --- |
-| b128 h128 | {us} | 663.2 | 168 | 8 warps | [r:aaaa11112222 burst burst.tflops resources.registers] |
+TABLE = """| cell | burst (us) | TFLOP/s | registers | note |
+| --- | --- | --- | --- | --- |
+| b128 h128 | {us} | 663.2 | 168 <!-- r:aaaa11112222 burst burst.tflops resources.registers --> | 8 warps |
 """
 
 
@@ -120,11 +131,11 @@ def test_table_columns_take_their_unit_from_the_header(records: Records) -> None
 
 
 def test_table_without_citation(records: Records) -> None:
-    found = messages("\n".join(TABLE.format(us="220.2").split(" [")[0:1]) + " |", records, "tables")
+    found = messages(without_comments(TABLE.format(us="220.2")), records, "tables")
     assert found == [
-        "3: 220.2 us has no record beside it: add [r:ID expression] after it",
-        "3: 663.2 TFLOP/s has no record beside it: add [r:ID expression] after it",
-        "3: 168 registers has no record beside it: add [r:ID expression] after it",
+        "3: 220.2 us has no record beside it: add <!-- r:ID expression --> after it",
+        "3: 663.2 TFLOP/s has no record beside it: add <!-- r:ID expression --> after it",
+        "3: 168 registers has no record beside it: add <!-- r:ID expression --> after it",
     ]
 
 
@@ -134,7 +145,7 @@ def test_names_of_a_problem_are_no_units(records: Records) -> None:
 
 def test_prose_may_stand_alone_where_only_tables_are_held(records: Records) -> None:
     assert messages("It starts in 0.5 s.", records, "tables") == []
-    assert len(messages(f"It takes 1 us [r:{FAST} burst].", records, "none")) == 1
+    assert len(messages(f"It takes 1 us <!-- r:{FAST} burst -->.", records, "none")) == 1
 
 
 def test_lines_count_from_the_first_line_given(records: Records) -> None:
@@ -143,7 +154,8 @@ def test_lines_count_from_the_first_line_given(records: Records) -> None:
 
 
 def test_ids_and_figures_of_a_text() -> None:
-    assert cited_ids("5 us [r:abc123 burst] 1x [r:d vs e burst.speedup]\n```sh\n[r:f x]\n```") == {"abc123", "d", "e"}
+    text = "5 us <!-- r:abc123 burst --> 1x <!-- r:d vs e burst.speedup -->"
+    assert cited_ids(f"{text}\n```sh\n<!-- r:f x -->\n```\n<!-- r:g and `<!-- r:h -->`") == {"abc123", "d", "e"}
     assert has_figure("from 5 to 4 us")
     assert not has_figure("faster by a third, on 132 SMs")
 

@@ -23,6 +23,11 @@ def _new(project: Path, *arguments: str) -> None:
     assert main(["new", "triton/flash_mla_v1", "--root", str(project), *arguments]) == 0
 
 
+def listed(entry: Path) -> list[str]:
+    """The list of records beside an entry."""
+    return entry.with_suffix(".records").read_text().splitlines()
+
+
 def test_new_entry_agrees_with_its_records_and_is_refused_for_its_todos(
     project: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -30,9 +35,10 @@ def test_new_entry_agrees_with_its_records_and_is_refused_for_its_todos(
     entry.unlink()
     _new(project)
     text = entry.read_text()
-    assert f"records: [{FAST}, {SLOW}]" in text, "its own newest measured record, and the one of the version before"
+    assert listed(entry) == [FAST, SLOW], "its own newest measured record, and the one of the version before"
+    assert "records" not in text.partition("\n---\n")[0]
     assert "| h200 | b128_s1_h128_t4096 | 220.2 | 264.2 | 663.2 |" in text
-    assert f"| 1.14 | 1.14 | [r:{FAST} vs {SLOW} burst.speedup sustained.speedup] |" in text
+    assert f"| 1.14 | 1.14 <!-- r:{FAST} vs {SLOW} burst.speedup sustained.speedup --> |" in text
     assert "`src/flash_mla_v1.py`. Measured at commit 0123456789ab, source hash feedfeedfeedfeed." in text
     failures, _ = check(project, [entry])
     assert failures
@@ -58,10 +64,10 @@ def test_new_does_not_overwrite(project: Path, entry: Path) -> None:
 
 def test_named_records_and_files(project: Path, entry: Path) -> None:
     _new(project, "--force", "--records", COMPILED[:8])
-    assert f"records: [{COMPILED}]" in entry.read_text()
-    assert "- b128_s1_h128_t4096 on h200: compiled [r:cccc55556666]" in entry.read_text()
+    assert listed(entry) == [COMPILED]
+    assert "- b128_s1_h128_t4096 on h200: compiled <!-- r:cccc55556666 -->" in entry.read_text()
     _new(project, "--force", "--records", str(project / "results" / "h200" / "2026-11-22-decode.jsonl"))
-    assert f"records: [{FAST}]" in entry.read_text()
+    assert listed(entry) == [FAST]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,7 @@ def test_without_records(project: Path, entry: Path) -> None:
         file.unlink()
     _new(project, "--force")
     assert "TODO: no records yet" in entry.read_text()
+    assert not entry.with_suffix(".records").exists(), "the list of the entry that stood there is gone with it"
 
 
 def test_newest_record_of_a_cell(project: Path, entry: Path) -> None:
@@ -100,7 +107,7 @@ def test_newest_record_of_a_cell(project: Path, entry: Path) -> None:
     later = {**first, "id": "eeee00001111", "at": "2026-11-23T00:00:00Z"}
     (file.parent / "2026-11-23-decode.jsonl").write_text(json.dumps(later) + "\n")
     _new(project, "--force")
-    assert "records: [eeee00001111]" in entry.read_text()
+    assert listed(entry) == ["eeee00001111"]
 
 
 def test_records_that_time_for_something_else_are_left_out(
@@ -118,7 +125,7 @@ def test_records_that_time_for_something_else_are_left_out(
     records.write_text("".join(json.dumps(r) + "\n" for r in [*lines, *aside]))
     _new(project, "--force")
     text = entry.read_text()
-    assert f"[r:{FAST} vs {SLOW} burst.speedup sustained.speedup]" in text
+    assert f"<!-- r:{FAST} vs {SLOW} burst.speedup sustained.speedup -->" in text
     assert not any(r["id"] in text for r in aside)
 
     capsys.readouterr()
@@ -133,9 +140,9 @@ def test_cite_prints_figures_that_check_accepts(project: Path, capsys: pytest.Ca
     assert main(["cite", FAST, "--root", str(project)]) == 0
     assert main(["cite", FAST, SLOW, "--root", str(project)]) == 0
     out = capsys.readouterr().out
-    assert f"663.2 TFLOP/s [r:{FAST} burst.tflops]" in out
-    assert f"82.61 % [r:{FAST} burst.of_limit]" in out
-    assert f"1.135x [r:{FAST} vs {SLOW} burst.speedup]" in out
+    assert f"663.2 TFLOP/s <!-- r:{FAST} burst.tflops -->" in out
+    assert f"82.61 % <!-- r:{FAST} burst.of_limit -->" in out
+    assert f"1.135x <!-- r:{FAST} vs {SLOW} burst.speedup -->" in out
     page = project / "README.md"
     page.write_text("\n\n".join(out.splitlines()))
     assert check(project, [page]) == ([], [])
@@ -190,7 +197,7 @@ def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> No
     assert len(text.splitlines()) == 3
     row = text.splitlines()[2]
     assert row.startswith("| b128_s1_h128_t4096 | triton/flash_mla_v1 | 200 | 240 |")
-    assert "| peer/fa3_qv | 1.10 | 1.10 |" in row
+    assert "| peer/fa3_qv | 1.10 | 1.10 <!-- r:aaaa00002222 vs aaaa00003333 burst.limit_speedup" in row
     assert check_text(text, {r["id"]: r for r in records}) == []
     wrong = {**{r["id"]: r for r in records}, "aaaa00003333": record_of("aaaa00003333", kernel=library, burst=300.0)}
     assert len(check_text(text, wrong)) == 2

@@ -58,11 +58,12 @@ def test_a_page_follows_light_and_dark(project: Path) -> None:
 
 def test_raw_html_and_odd_citations_stay_text(project: Path, entry: Path) -> None:
     text = entry.read_text()
-    odd = "<script>alert(1)</script> `[r:ID burst]` [r:eeee99990000 burst] <!-- secret --> [v0](triton-v0.md) [x](https://e.org)"
+    odd = "<script>alert(1)</script> `<!-- r:ID burst -->` <!-- r:eeee99990000 burst --> <!-- secret -->"
+    odd += " [v0](triton-v0.md) [x](https://e.org)"
     entry.write_text(text.replace("The softmax: the tensor cores wait for it.", odd))
     made = (render(project, "flash_mla", project / "o")[0].path).read_text()
     assert "<script>" not in made and "&lt;script&gt;" in made and "secret" not in made
-    assert "<code>[r:ID burst]</code>" in made and "[r:eeee99990000 burst]" in made
+    assert "<code>&lt;!-- r:ID burst --&gt;</code>" in made and "[r:eeee99990000 burst]" in made and "<!--" not in made
     assert "triton-v0.md" not in made and '<a href="https://e.org">x</a>' in made
 
 

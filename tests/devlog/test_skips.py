@@ -110,7 +110,7 @@ def test_a_requirement_that_cannot_be_read_is_a_note(project: Path, monkeypatch:
 
 
 def test_the_requirement_of_versions_that_exist() -> None:
-    assert skips.words(KernelId.parse("cute-dsl/flash_mla_v3")) == "\nskips: {others: wgmma needs sm_90a}"
+    assert skips.words(KernelId.parse("cute-dsl/flash_mla_v21")) == "\nskips: {others: wgmma needs sm_90a}"
     assert [skips.words(KernelId.parse(f"{name}/flash_mla")) for name in ("triton", "torch")] == ["", ""]
     assert skips.requirement_of(KernelId("triton", "mla", "flash_mla", 99)) == (None, "")
 
@@ -118,7 +118,7 @@ def test_the_requirement_of_versions_that_exist() -> None:
 def test_a_new_entry_says_it(project: Path, entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requires(monkeypatch, WGMMA)
     new(V1, project, force=True)
-    assert "\nskips: {others: wgmma needs sm_90a}\nrecords:" in entry.read_text()
+    assert "\nskips: {others: wgmma needs sm_90a}\n---\n" in entry.read_text()
     assert not [failure for failure in check(project)[0] if "skips" in failure]
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from mla_var3 import cli, paths
 from mla_var3.bench.records import Record, load
+from mla_var3.cli.dispatch import from_files
 from mla_var3.device import Device, Requirement
 from mla_var3.devlog.entry import entry_path
 from mla_var3.dispatch import choose, pick, selection, survey
 from mla_var3.dispatch import model as cost
 from mla_var3.dispatch import table as tables
-from mla_var3.dispatch.verb import from_files
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
@@ -62,7 +62,7 @@ class WaitingPlan(ToyPlan):
     graph_capturable = False
 
 
-MANY, FEW, NEW, ODD = (KernelId("cute-dsl", "mla", "toy", n) for n in range(4))
+BASE, MANY, FEW, NEW, ODD = (KernelId("cute-dsl", "mla", "toy", n) for n in range(5))
 PLANS: dict[KernelId, Any] = {MANY: ToyPlan, FEW: FewRowsPlan, NEW: ToyPlan, ODD: WaitingPlan}
 
 
@@ -229,7 +229,9 @@ def test_the_shipped_table_is_that_of_the_shipped_records() -> None:
     assert points and {p.record for p in points} <= ids
 
 
-def test_a_version_that_its_devlog_rejects_is_not_in_the_table(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_version_that_its_devlog_rejects_is_not_in_the_table(
+    toys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether it was faster or not; what it was measured beside stays."""
     records = tmp_path / "some.jsonl"
     records.write_text("".join(record.model_dump_json() + "\n" for record in MEASURED))
@@ -247,57 +249,26 @@ def test_a_version_that_its_devlog_rejects_is_not_in_the_table(tmp_path: Path, m
 
 
 def test_the_table_lands_near_the_best_where_it_was_not_told() -> None:
-    """Leave one cell out, pick from the others: within 3 % of the best version there on average, and over 25 % behind
-    it in one cell, b16 h128 t512, where version 8 cuts as badly as no neighbour tells."""
+    """Leave one cell out, pick from the others: within 1 % of the best version there on average, nowhere over 10 %."""
     for device in tables.load().devices.values():
         held = selection.hold_out(device)
         found = selection.summary(held)
         assert found["cells"] >= 15
-        assert found["mean_ratio"] < 1.03, found
-        assert {cell.problem.label for cell in held if cell.ratio >= 1.25} <= {"b16_s1_h128_t512"}, found
-        assert found["worst"]["ratio"] < 1.4, found
+        assert found["mean_ratio"] < 1.01, found
+        assert found["worst"]["ratio"] < 1.1, found
 
 
-def test_a_superseded_version_never_stands_before_the_newer_one(toys: None) -> None:
-    """FEW comes after MANY and is as fast wherever both were measured, but for one cell that no neighbour knows of."""
-    everywhere = {8: 1.2, 16: 1.2, 32: 1.2, 128: 1.2}
-    old, new = grid({MANY: everywhere}), grid({FEW: dict.fromkeys(everywhere, 1.1)})
-    device = tables.build([*old, *new]).devices["h200"]
-    assert {a.kernel: b.kernel for a, b in device.superseded.items()} == {MANY: FEW}
-
-    # Where only the old one was measured, its own point is the nearest: the newer one stands before it all the same.
-    alone = record(MANY, 1.0, b=64, h=64, t=512)
-    device = tables.build([*old, *new, alone]).devices["h200"]
-    ranked = selection.rank(device, MlaProblem(b=64, h=64, t=512), H200)
-    assert [choice.kernel for choice in ranked] == [FEW, MANY]
+def test_a_base_version_serves_only_what_later_ones_refuse(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = {**PLANS, BASE: ToyPlan}
+    monkeypatch.setattr(registry, "all_kernels", lambda: tuple(plans))
+    monkeypatch.setattr(registry, "get_plan", plans.__getitem__)
+    records = [*grid({BASE: {8: 1.0, 16: 1.0}, FEW: {8: 1.3, 16: 1.3}}), record(BASE, 1.0, b=64, h=8, t=512)]
+    table = tables.build(records)
+    # Where only the base was measured, and faster than the later one anywhere, the later one stands before it.
+    ranked = selection.rank(table.devices["h200"], MlaProblem(b=64, h=8, t=512), H200)
+    assert [choice.kernel for choice in ranked] == [FEW, BASE]
     assert ranked[1].us is not None and ranked[0].us is not None and ranked[1].us < ranked[0].us
-
-    # What the newer one refuses goes to the older one, and not to a version that nobody measured.
-    assert choose(MlaProblem(b=4, h=128, t=4096), H200, table=tables.build([*old, *new])).kernel == MANY
-
-
-@pytest.mark.parametrize(
-    ("newer", "kept"),
-    [
-        ({8: 1.1, 16: 1.1, 128: 1.1}, False),
-        ({8: 1.1, 16: 1.1, 128: 1.4}, True),  # slower somewhere
-        ({8: 1.25, 16: 1.25, 128: 1.25}, True),  # a little slower everywhere
-        ({8: 1.1, 16: 1.1}, True),  # not measured at a third of the problems
-    ],
-)
-def test_a_version_is_superseded_only_where_nothing_is_lost(newer: dict[int, float], kept: bool) -> None:
-    records = grid({MANY: {8: 1.2, 16: 1.2, 128: 1.2}, FEW: newer})
-    assert (not tables.build(records).devices["h200"].superseded) is kept
-
-
-@pytest.mark.parametrize(("beside", "kept"), [(True, True), (False, False)])
-def test_what_was_lost_in_turn_counts_and_what_runs_differ_by_does_not(beside: bool, kept: bool) -> None:
-    """2 % slower at 8 heads, faster elsewhere: of one run that is a loss, of two it may be the chip."""
-    old = grid({MANY: {8: 1.2, 16: 1.2, 128: 1.2}})
-    new = grid({FEW: {8: 1.224, 16: 1.1, 128: 1.1}})
-    if not beside:
-        new = [one.model_copy(update={"limits": None}) for one in new]
-    assert bool(tables.build([*old, *new]).devices["h200"].superseded) is not kept
+    assert choose(MlaProblem(b=4, h=128, t=4096), H200, table=table).kernel == BASE, "FEW refuses 128 heads"
 
 
 # ---------------------------------------------------------------- picking
@@ -388,7 +359,7 @@ def test_knobs_that_were_asked_for_count_where_they_were_measured(toys: None) ->
     table = tables.build([*MEASURED, record(MANY, 20.0, **cell, **asked)])
     near = choose(MlaProblem(b=1, h=128, t=66000), H200, table=table)
     assert near.kernel == MANY and near.knobs == {"num_splits": 4}
-    assert near.label == "cute-dsl/toy (num_splits=4)"
+    assert near.label == f"{MANY.label} (num_splits=4)"
     assert near.plan(MlaProblem(**cell), H200).tiling == ToyTiling(num_splits=4)
     assert choose(MlaProblem(b=128, h=128, t=65536), H200, table=table).knobs == {}
     assert choose(MlaProblem(b=1, h=64, t=65536), H200, table=table).knobs == {}
@@ -426,7 +397,7 @@ def test_show_says_what_is_picked_and_why(toys: None, tmp_path: Path, capsys: py
     words = ["dispatch", "show", "--b", "128", "--s", "1", "--h", "16", "--t", "4096"]
     assert cli.main([*words, "--device", "h200", "--table", str(path)]) == 0
     out = capsys.readouterr().out
-    assert f"picked: {FEW.label}: predicted" in out and "rests on records toy_v1-b128_s1_h16_t4096" in out
+    assert f"picked: {FEW.label}: predicted" in out and f"rests on records {FEW.module_name}-b128_s1_h16_t4096" in out
     assert f"then  {MANY.label}: predicted" in out and f"not   {ODD.label}" in out
     assert cli.main([*words, "--device", "a100", "--table", str(path)]) == 1
     assert "no version takes this problem here" in capsys.readouterr().out

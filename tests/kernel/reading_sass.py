@@ -1,36 +1,8 @@
-"""Reading SASS: its instructions, where a register is used, and what must not stand beside products in flight."""
+"""Reading SASS: what must not stand beside products in flight."""
 
 from __future__ import annotations
 
 import re
-
-MEMORY = r"\b(LDG|LDGSTS|UTMALDG|STG|ATOMG|RED)\b"
-
-
-def instructions(sass: str) -> list[str]:
-    """Its lines with an instruction, in the order of the code."""
-    return [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
-
-
-def first_at(lines: list[str], pattern: str, start: int = 0) -> int:
-    """Index of the first line from `start` on that the pattern is found in."""
-    return next(i for i in range(start, len(lines)) if re.search(pattern, lines[i]))
-
-
-def waits_first(lines: list[str]) -> int:
-    """Index of the one wait for the kernel before: barriers are made ahead of it, and memory is not touched."""
-    waits = [i for i, line in enumerate(lines) if "ACQBULK" in line]
-    assert len(waits) == 1
-    made = [i for i, line in enumerate(lines) if "SYNCS.EXCH.64" in line]
-    assert made and made[-1] < waits[0] < first_at(lines, MEMORY)
-    return waits[0]
-
-
-def used_at(lines: list[str], load: int) -> int:
-    """Index of the first line that uses what the load from global memory in line `load` brings."""
-    register = re.search(r"LDG\.E (R\d+),", lines[load])
-    assert register is not None, lines[load]
-    return first_at(lines, rf"\b{register.group(1)}\b", load + 1)
 
 
 def overwritten_operands(sass: str) -> list[str]:

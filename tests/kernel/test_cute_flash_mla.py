@@ -10,10 +10,12 @@ from mla_var3.problem import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from mla_var3.kernel.cute_python.lib.latent.consumer import shared_bytes
-from mla_var3.kernel.cute_python.lib.latent.shape import Shape
-from mla_var3.kernel.cute_python.lib.split.splits import choose_splits
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
+    FlashMlaPlan,
+    FlashMlaTiling,
+    Geometry,
+    choose_splits,
+)
 
 H200 = Device.get("h200")
 
@@ -55,11 +57,12 @@ def test_tiling_says_why_not() -> None:
 
 def test_every_panel_is_freed_by_exactly_one_consumer() -> None:
     for k in (128, 256, 384, 512):
-        shape = Shape(128, 1, 1, k, 64, 64, False)
+        geometry = Geometry(128, 1, 1, k, 64, 64, False)
         for stage in (0, 1):
-            assert sorted([*shape.part(stage, 0), *shape.part(stage, 1)]) == list(range(shape.panels))
-            assert shape.rope in shape.part(stage, 1 - stage)
-        assert shared_bytes(shape, 2) <= H200.smem_per_block
+            freed = [*geometry.freed_by(stage, 0), *geometry.freed_by(stage, 1)]
+            assert sorted(freed) == list(range(geometry.panels))
+            assert geometry.rope in geometry.freed_by(stage, 1 - stage)
+        assert FlashMlaTiling().validate(MlaProblem(k=k), H200)
 
 
 def test_splits_fill_the_chip_only_when_it_is_not_full() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reading_sass import overwritten_operands
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
 from mla_var3.problem import MlaProblem
+from mla_var3.toolchain.sass import functions
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -44,11 +48,47 @@ def test_splits_do_not_compile_again(kernel: registry.KernelId) -> None:
     assert of_launch and not of_launch & set(code_knobs(tiling))
 
 
+@pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
+def test_machine_code_of_the_loop(kernel: registry.KernelId, tmp_path: Path) -> None:
+    """What results do not show: operands of products in flight stay as they are, and the loop of products holds neither
+    a sleeping wait nor moves of addresses into uniform registers (see `devlogs/flash_mla`)."""
+    h200 = Device.get("h200")
+    plan = registry.get_plan(kernel)(MlaProblem(h=16 if kernel.version == 22 else 128), None, h200)
+    made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
+    main = made.stages[0] if made.stages else made
+    assert main.resources.spill_bytes <= 24
+    sass = {**made.artefacts, **main.artefacts}["sass"].read_text()
+    assert sass.count("HGMMA") > 50 and overwritten_operands(sass) == []
+    if kernel.version:
+        loop = loop_of_products(max(functions(sass).values(), key=lambda body: str(body).count("HGMMA")))
+        costly = r"\b(R2UR|NANOSLEEP|LDL|STL)\b" if kernel.version == 21 else r"\b(NANOSLEEP|LDL|STL)\b"
+        assert [line for line in loop if re.search(costly, line)] == []
+
+
+def loop_of_products(sass: str) -> list[str]:
+    """The instructions from a branch back's target to the branch: the shortest loop that holds a tile's products."""
+    lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
+    at: dict[str, int] = {}
+    for i, line in enumerate(lines):
+        found = re.search(r"/\*([0-9a-f]{4,5})\*/", line)
+        assert found is not None
+        at[found[1].lstrip("0")] = i
+    loops = []
+    for end, line in enumerate(lines):
+        back = re.search(r"\bBRA (?:U\w+, )?(?:`\()?0x([0-9a-f]+)", line)
+        start = at.get(back[1]) if back else None
+        if start is not None and start < end:
+            loops.append(lines[start : end + 1])
+    full = [loop for loop in loops if sum("HGMMA" in line for line in loop) >= 36]
+    assert full, "no loop with a tile's products in this code"
+    return min(full, key=len)
+
+
 def test_a_launcher_converts_tensors_once_and_leaves_the_first_to_name_the_stream() -> None:
     import torch
     import tvm_ffi
 
-    from mla_var3.kernel.cute_python.lib import host
+    from mla_var3.kernel.cute_python.prims import host
 
     tensors = [torch.zeros(2, 3), torch.arange(4, dtype=torch.int32), torch.empty(0, 5)]
     seen: list[tuple[object, ...]] = []

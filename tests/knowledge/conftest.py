@@ -39,7 +39,7 @@ The throughput of DRAM goes up.
 See `src/kernel.py`, and [the other entry](other.md#what-it-says).
 
 ## Evidence
-- It takes 235.4 us [r:{RECORD} burst].
+- It takes 235.4 us <!-- r:{RECORD} burst -->.
 
 ## Pitfalls
 Shared memory has an end somewhere.

@@ -79,9 +79,9 @@ MISTAKES = [
     ("Shared memory has an end somewhere.", "-", "section 'Pitfalls' is empty"),
     ("## Pitfalls", "## Traps", "section 'Traps' is not one of"),
     ("## Mechanism", "## Pitfalls", "section 'Mechanism' must stand once"),
-    (" [r:022ea24da681 burst]", "", "evidence without a record"),
+    (" <!-- r:022ea24da681 burst -->", "", "evidence without a record"),
     ("235.4 us", "200.0 us", "200.0 us differs from its record: burst is 235.37 us"),
-    ("[r:022ea24da681 burst]", "[r:ffffffffffff burst]", "record ffffffffffff does not exist"),
+    ("r:022ea24da681 burst", "r:ffffffffffff burst", "record ffffffffffff does not exist"),
     (
         "Shared memory has an end somewhere.",
         "It costs up to 12 % of the time.",

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mla_var3.device import Device, Requirement
-from mla_var3.kernel.cute_python.lib.decode import DecodePlan
 from mla_var3.ops import fixed
 from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling
 from mla_var3.problem import MlaProblem
@@ -17,6 +16,7 @@ from mla_var3.runtime.correctness.checking import DOMINATED, FLASHMLA, NORMAL, c
 from mla_var3.runtime.correctness.inputs import make_inputs, same_class
 from mla_var3.runtime.correctness.oracle import gather_tokens, mla_decode_reference
 from mla_var3.runtime.pipeline import KernelPipeline
+from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.torch_kernel import TorchKernel
 from mla_var3.runtime.types import Tiling, Verdict
 
@@ -32,9 +32,8 @@ class PlainTiling(Tiling):
         return Verdict.yes()
 
 
-class PlainPlan(DecodePlan):
-    """Whole requests, or the partial results of a cut into equal numbers of 64-token tiles, as CuTe versions leave
-    them."""
+class PlainPlan(KernelPlan):
+    """Whole requests, or the partials of two splits of equal numbers of 64-token tiles, as version 0 leaves them."""
 
     tiling_type = PlainTiling
     requires = Requirement(archs=())
@@ -45,8 +44,19 @@ class PlainPlan(DecodePlan):
     def autotune_configs(self) -> list[Tiling]:
         return [PlainTiling()]
 
-    def num_splits(self, b: int, max_pages: int) -> int:
-        return self.tiling.num_splits or 1
+    def partials(self, q: Any, splits: int) -> tuple[Any, Any]:
+        pd = self.problem
+        shape = (splits, q.shape[0], pd.h_kv, pd.rows)
+        return q.new_empty((*shape, pd.k), dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+
+    def plan(self, *inputs: Any) -> Any:
+        pd, q, splits = self.problem, inputs[0], self.tiling.num_splits or 1
+        b = q.shape[0]
+        outputs = q.new_empty((b, pd.s, pd.h, pd.k)), q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
+        return self.make(inputs, outputs, self.partials(q, splits), splits)
+
+    def plan_empty(self) -> Any:
+        return self.make((), (), (), self.tiling.num_splits or 1)
 
     def make(self, inputs: Any, outputs: Any, partials: Any, splits: int) -> Any:
         pd = self.problem

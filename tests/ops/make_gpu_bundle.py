@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from mla_var3.cli.arguments import experiment_cells
 from mla_var3.device import Device
 from mla_var3.dispatch import pick
 from mla_var3.kernel import registry
@@ -26,7 +27,6 @@ from mla_var3.kernel.registry import KernelId
 from mla_var3.ops import fixed
 from mla_var3.problem import MlaProblem
 from mla_var3.toolchain import bundle
-from mla_var3.verbs import experiment_cells
 
 DEVICE = Device.get("h200")
 #: (version, knobs over its default tiling, problem)

@@ -24,11 +24,11 @@ PART = 128  # tokens of a part of the fixed-split mode
 
 def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str, Any, Any]]:
     """(name, problem, function of GPU inputs that returns (out, lse))."""
+    from mla_var3.cli.arguments import experiment_cells
     from mla_var3.device import Device
     from mla_var3.kernel import registry
     from mla_var3.ops import mla_decode
     from mla_var3.sweep.plan import select_kernels
-    from mla_var3.verbs import experiment_cells
 
     device = Device.detect()
     if device is None:

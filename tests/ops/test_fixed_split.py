@@ -54,23 +54,25 @@ def test_only_versions_that_cut_by_the_number_that_they_are_told_are_taken() -> 
 
 
 def test_halves_are_read_only_in_the_form_that_the_join_knows() -> None:
-    """A version with parts of another type or layout would be joined into nonsense."""
+    """A version with partials of another type or layout would be merged into nonsense."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    problem, seen = inner_problem(MlaProblem(h=64, s=2, causal=True), 132, 4096), {}
-    for kernel in registry.all_kernels():
-        if kernel.language != "cute-dsl" or registry.missing(kernel):
-            continue
-        plan = registry.get_plan(kernel)(problem, None, H200)
-        verdict = fixed.leaves_halves(type(plan), plan)
-        seen[kernel.version] = bool(verdict)
-        if verdict:
-            out, lse = plan.partials(torch.empty(4, 1, 64, 576, device="meta", dtype=torch.bfloat16), 2)
-            assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
-            assert (tuple(out.shape), tuple(lse.shape)) == ((2, 4, 1, 64, 512), (2, 4, 1, 64))
-        elif kernel.version == 5:
-            assert "of a form of its own (float16" in verdict.reason
-    assert seen[3] and not seen[5]
+    problem = inner_problem(MlaProblem(h=64, s=2, causal=True), 132, 4096)
+    plan = registry.get_plan(registry.KernelId.parse("cute-dsl/flash_mla"))(problem, None, H200)
+    assert fixed.leaves_halves(type(plan), plan)
+    out, lse = plan.partials(torch.empty(4, 1, 64, 576, device="meta", dtype=torch.bfloat16), 2)
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+    assert (tuple(out.shape), tuple(lse.shape)) == ((2, 4, 1, 64, 512), (2, 4, 1, 64))
+
+    class Rounded(type(plan)):  # type: ignore[misc]
+        def partials(self, q, splits):
+            out, lse = super().partials(q, splits)
+            return out.half(), lse
+
+    verdict = fixed.leaves_halves(Rounded, Rounded(problem, None, H200))
+    assert not verdict and "of a form of its own (float16" in verdict.reason
+    own = registry.get_plan(registry.KernelId.parse("cute-dsl/flash_mla_v21"))(problem, None, H200)
+    assert "its partial results are its own matter" in fixed.leaves_halves(type(own), own).reason
 
 
 def test_a_version_with_room_for_partial_rows_is_refused() -> None:

@@ -18,7 +18,6 @@ from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import decode as decode_module  # noqa: E402
 from mla_var3.ops import engine as engine_module  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
-from mla_var3.ops.request import ScaledProblem  # noqa: E402
 from mla_var3.problem import MlaProblem  # noqa: E402
 from mla_var3.runtime.correctness.inputs import make_inputs  # noqa: E402
 from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
@@ -54,25 +53,6 @@ def same(found: Any, wanted: Any) -> bool:
 def test_computes_attention_with_the_scale_it_is_given(engine: CpuEngine, scale: float | None) -> None:
     given = inputs()
     assert same(call(engine, given, scale=scale), expected(given, 192**-0.5 if scale is None else scale))
-
-
-def test_a_mean_length_changes_no_result_and_plans_again_only_where_it_moves(engine: CpuEngine) -> None:
-    given = inputs()
-    for mean in (None, 66, 67.5, 129, 10**9):
-        assert same(call(engine, given, mean_length=mean), expected(given, 192**-0.5))
-    assert engine.planned == 4  # unknown; about 66, twice; about 129; as wide as the table
-    for wrong in (-1, float("nan"), float("inf"), "66", True):
-        with pytest.raises(UserError, match="mean_length"):
-            call(engine, given, mean_length=wrong)
-
-
-def test_a_fixed_cut_does_not_look_at_the_mean_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(decode_module, "way_for", lambda problem, *_, **__: seen.append(problem) or 1 / 0)
-    for options in ({}, {"mean_length": 3}):
-        with pytest.raises(ZeroDivisionError):
-            mla_decode(*inputs(), on=CpuEngine(), fixed_split=128, **options)
-    assert seen[0] == seen[1]
 
 
 def test_returns_out_alone_unless_the_lse_is_asked_for(engine: CpuEngine) -> None:
@@ -308,7 +288,7 @@ def test_tensors_of_the_host_are_refused() -> None:
 def test_a_device_without_a_version_is_refused_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     only = tuple(k for k in registry.all_kernels() if k.language == "cute-dsl")
     monkeypatch.setattr(registry, "all_kernels", lambda: only)
-    problem = ScaledProblem(b=7, h=16, t=4096)
+    problem = MlaProblem(b=7, h=16, t=4096)
     with pytest.raises(Unsupported, match=r"no version takes b7_s1_h16_t4096 on a100: .*this is sm_80"):
         decode_module.way_for(problem, Device.get("a100"))
     with pytest.raises(UserError, match="there is no GPU here"):
@@ -326,7 +306,7 @@ def test_picks_once_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "_pick", counted)
     decode_module.way_for.cache_clear()
     for _ in range(3):
-        decode_module.way_for(ScaledProblem(b=5, h=16, t=640), Device.get("h200"))
+        decode_module.way_for(MlaProblem(b=5, h=16, t=640), Device.get("h200"))
     assert len(seen) == 1
 
 

@@ -6,6 +6,7 @@ views, when it is planned would read what is no longer there; this test needs no
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,17 +32,17 @@ PROBLEMS = [MlaProblem(b=1, h=16, t=2048), MlaProblem(b=150, h=16, t=64)]  # cut
 def test_addresses_are_taken_at_the_launch(
     kernel: registry.KernelId, problem: MlaProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mla_var3.kernel.cute_python.lib import host
+    from mla_var3.toolchain import aot
 
     passed: list[set[int]] = []
 
-    def function(plan: Any, name: str, compile_fn: Any) -> Any:
+    def compiled_host(plan: Any, name: str, compile_fn: Any, **_: Any) -> Any:
         def launch(*arguments: Any) -> None:
             passed[-1] |= {x.data_ptr() for x in arguments if isinstance(x, torch.Tensor)}
 
-        return launch
+        return SimpleNamespace(handle=launch)
 
-    monkeypatch.setattr(host, "function", function)
+    monkeypatch.setattr(aot, "compiled_host", compiled_host)
     plan = registry.get_plan(kernel)(problem, None, Device.get("h200"))
     if not plan.supported():
         pytest.skip(plan.supported().reason)
@@ -63,9 +64,10 @@ def test_a_call_costs_little_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     """Without the launch itself: judging the arguments, finding the kernel, pointing its tensors there and back."""
     import time
 
-    from mla_var3.kernel.cute_python.lib import host
+    from mla_var3.toolchain import aot
 
-    monkeypatch.setattr(host, "function", lambda *arguments: lambda *more: None)
+    nothing = SimpleNamespace(handle=lambda *arguments: None)
+    monkeypatch.setattr(aot, "compiled_host", lambda *arguments, **more: nothing)
     engine, given = CpuEngine(), make_inputs(PROBLEMS[0], "cpu")
     try:
         mla_decode(*given, on=engine)

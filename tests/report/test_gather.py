@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from mla_var3 import cli, verbs
+from mla_var3 import cli
 from mla_var3.bench.records import RecordStore
 from mla_var3.bench.settings import ASIDE
+from mla_var3.cli import arguments
 from mla_var3.errors import UserError
 from mla_var3.problem import MlaProblem
 from mla_var3.report.gather import Gathered, arrange, cell_name, command, gather
@@ -115,11 +116,11 @@ PROBLEMS = [
 def test_the_command_measures_the_same_again(make: Any, problem: MlaProblem, requested: Any) -> None:
     words = shlex.split(command(make("triton/flash_mla", problem=problem, requested=requested), problem))
     assert words[:2] == ["mla-var3", "bench"]
-    args = cli._parser("bench").parse_args(words[2:])
-    assert verbs.problem_of(args) == problem
+    args = cli.parser_of("bench").parse_args(words[2:])
+    assert arguments.problem_of(args) == problem
     assert args.kernels == ["dispatch" if requested == "dispatch" else "triton/flash_mla"]
     assert args.tune == (requested == "tuned")
-    assert verbs.tiling_fields(args.tiling) == (requested if isinstance(requested, dict) else {})
+    assert arguments.tiling_fields(args.tiling) == (requested if isinstance(requested, dict) else {})
 
 
 def test_a_field_that_bench_has_no_option_for_goes_through_a_sweep(make: Any) -> None:
@@ -145,7 +146,7 @@ def test_no_records_and_no_files_are_mistakes_with_a_way_out(tmp_path: Path) -> 
     with pytest.raises(UserError, match="there are no records at"):
         gather([tmp_path / "nothing.jsonl"])
     (tmp_path / "empty.jsonl").write_text("")
-    args = cli._parser("report").parse_args([str(tmp_path / "empty.jsonl")])
+    args = cli.parser_of("report").parse_args([str(tmp_path / "empty.jsonl")])
     from mla_var3.report import verb
 
     with pytest.raises(UserError, match="hold no times"):

@@ -28,7 +28,7 @@ def data_of(text: str) -> dict[str, Any]:
 
 
 def report(*words: str) -> int:
-    return verb.run(cli._parser("report").parse_args(list(words)))
+    return verb.run(cli.parser_of("report").parse_args(list(words)))
 
 
 # ---------------------------------------------------------------- the file
@@ -40,7 +40,7 @@ def test_the_page_of_the_shipped_records_holds_them_all() -> None:
     assert ids == {p.record.id for p in gathered.points}
     assert {c["name"] for c in data["cells"]} == {p.cell for p in gathered.points}
     assert data["entries"]["cute-dsl/flash_mla_v1"]["verdict"] == "superseded"
-    assert data["sources"]["cute-dsl/flash_mla_v1"]["own"] > 100
+    assert data["sources"]["cute-dsl/flash_mla"]["own"] > 100
     assert [roof["kind"] for roof in data["roofs"]["h200"]["burst"]] == ["measured", "data sheet"]
 
 
@@ -79,13 +79,14 @@ def test_an_entry_becomes_markdown_and_never_markup(monkeypatch: pytest.MonkeyPa
         "devlogs/x.md",
         "kept",
         "",
-        [("Verdict", "fast <img src=x onerror=alert(1)> [r:abcdef123456 burst]\n\n| a |\n|---|\n| 1 |")],
+        [("Verdict", "fast <img src=x onerror=alert(1)><!-- r:abcdef123456 burst -->, so\n\n| a |\n|---|\n| 1 |")],
     )
     monkeypatch.setattr(sources, "entries", lambda: {"cute-dsl/flash_mla": entry})
     html = page._entries(["cute-dsl/flash_mla"])["cute-dsl/flash_mla"]["html"]
     assert "<img" not in html
     assert "<td>1</td>" in html
-    assert 'href="#record=abcdef123456"' in html
+    assert '(<a href="#record=abcdef123456">record</a>), so' in html
+    assert "!--" not in html
 
 
 def test_figures_that_are_no_numbers_stay_valid_json(make: Any) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from mla_var3.device import Device  # noqa: E402
-from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.problem import MlaProblem  # noqa: E402
 from mla_var3.runtime.correctness.mixed import make_mixed_inputs, mixed_reference, old_problem, takes_mixed  # noqa: E402
 from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
 from mla_var3.runtime.correctness.prefill import prefill_reference  # noqa: E402
-from mla_var3.runtime.mixed_cost import Rates, best_n, predict  # noqa: E402
 
 H200 = Device.get("h200")
 SMALL = MlaProblem(b=2, s=3, t=90, h=2, n=20, causal=True)
@@ -90,65 +86,3 @@ def test_what_it_refuses_says_why() -> None:
 
 
 # ---------------------------------------------------------------- the model
-def test_one_query_token_keeps_everything_latent() -> None:
-    for b, t in ((1, 65536), (32, 4096), (128, 4096)):
-        assert best_n(MlaProblem(b=b, t=t), H200).n == 0
-
-
-#: Measured on an H200, burst, microseconds: b16 h128 t4096, s -> {n: time} (devlog of cutile-dsl/mla_var6_plus).
-MEASURED = {
-    1: {0: 63, 1024: 358, 2048: 642, 3072: 925, 4096: 1181},
-    4: {0: 162, 1024: 429, 2048: 686, 3072: 942, 4096: 1184},
-    16: {0: 627, 1024: 787, 2048: 935, 3072: 1090, 4096: 1195},
-    64: {0: 2443, 1024: 2170, 2048: 1916, 3072: 1662, 4096: 1217},
-}
-
-
-@pytest.mark.parametrize("s", MEASURED)
-def test_it_says_what_was_measured(s: int) -> None:
-    problem = MlaProblem(b=16, s=s, t=4096)
-    for n, time_us in MEASURED[s].items():
-        assert predict(problem, H200, n).time_us == pytest.approx(time_us, rel=0.22 if (s, n) == (1, 0) else 0.1)
-    assert best_n(problem, H200, candidates=MEASURED[s]).n == min(MEASURED[s], key=lambda n: MEASURED[s][n])
-
-
-def test_paths_one_after_the_other_leave_the_ends() -> None:
-    for s in (1, 2, 4, 8, 16, 24, 32, 48, 64):
-        assert best_n(MlaProblem(b=16, s=s, t=4096), H200).n in (0, 4096)
-
-
-SHARED = Rates(overlap=1.0)
-
-
-def test_shared_paths_decompress_until_reading_is_as_long_as_arithmetic() -> None:
-    problem = MlaProblem(b=16, s=64, t=4096)
-    best = best_n(problem, H200, SHARED)
-    assert 1024 < best.n < 4096 and best.compute_us == pytest.approx(best.memory_us, rel=0.15)
-    ends = (predict(problem, H200, 0, SHARED), predict(problem, H200, 4096, SHARED))
-    assert ends[0].bound == "compute" and ends[1].bound == "memory"
-    assert best.time_us < 0.9 * min(end.time_us for end in ends)
-
-
-@pytest.mark.parametrize("rates", [Rates(), SHARED], ids=["apart", "shared"])
-def test_the_best_n_grows_with_query_tokens(rates: Rates) -> None:
-    chosen = [best_n(MlaProblem(b=16, s=s, t=4096), H200, rates).n for s in (1, 4, 16, 32, 64)]
-    assert chosen == sorted(chosen) and chosen[0] == 0 and chosen[-1] > 1024
-
-
-def test_the_best_n_grows_with_bandwidth() -> None:
-    problem = MlaProblem(b=16, s=64, t=4096)
-    wide = replace(H200, hbm_gbps=2 * H200.hbm_gbps)
-    assert best_n(problem, wide, SHARED).n > best_n(problem, H200, SHARED).n
-    assert best_n(problem, H200, replace(SHARED, latent=0.9)).n < best_n(problem, H200, SHARED).n
-
-
-def test_candidates_and_mistakes() -> None:
-    problem = MlaProblem(b=16, s=64, t=4096)
-    assert best_n(problem, H200, candidates=(0, 4096)).n == 4096
-    assert best_n(problem.replace(causal=True), H200, candidates=(0, 32)).n == 0  # n = 32 < s is not possible
-    with pytest.raises(UserError, match=r"outside 0\.\.4096"):
-        predict(problem, H200, 5000)
-    with pytest.raises(UserError, match=r"overlap = 2.* is outside"):
-        predict(problem, H200, 0, Rates(overlap=2.0))
-    with pytest.raises(UserError, match="none of the candidates"):
-        best_n(problem.replace(causal=True), H200, candidates=(32,))

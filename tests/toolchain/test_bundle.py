@@ -17,6 +17,8 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
 from mla_var3.toolchain import aot, bundle, loader
 
@@ -228,13 +230,15 @@ def test_making_it_again_compiles_only_what_is_new(folder: Path, monkeypatch: py
 
 
 def test_it_holds_what_the_check_of_a_problem_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """b32 s4 is not split, but a few short requests of its class are, and by fewer parts than a long one."""
+    """b32 s4 is not split, but the check also plans fewer requests of its class, which are."""
     names: set[str] = set()
     monkeypatch.setattr(aot, "compiled_host", lambda plan, name, *rest, **options: names.add(name))
     monkeypatch.setattr(bundle, "_make", lambda folder, jobs, *rest: [bundle.run_bundle_job(job) for job in jobs])
     problem = MlaProblem(b=32, s=4, h=128, t=4096)
-    bundle.make_bundle(tmp_path / "b", ["cute-dsl/flash_mla_v1"], [problem], workers=1, progress=False)
-    assert names == {"flash_mla_v1", "combine_groups1", "combine_groups4"}
+    plan = registry.get_plan(KernelId.parse("cute-dsl/flash_mla"))(problem, None, Device.get("h200"))
+    assert plan.num_splits(problem.b, problem.max_pages) == 1
+    bundle.make_bundle(tmp_path / "b", ["cute-dsl/flash_mla"], [problem], workers=1, progress=False)
+    assert names == {"flash_mla", "combine"}
 
 
 def test_what_an_older_source_left_is_removed(folder: Path) -> None:

@@ -14,7 +14,6 @@ from mla_var3.errors import UserError
 
 if TYPE_CHECKING:
     from mla_var3.bench.timing import Backend, Call
-    from mla_var3.problem import MlaProblem
 
 #: Clock cycles the device spins in front of the first event: about 0.3 ms, while the host queues the replays.
 LEAD_IN_CYCLES = 600_000
@@ -58,8 +57,8 @@ class CudaBackend:
         gc.collect()
         gc.freeze()
 
-    def check(self, plan_cls: Any, problem: MlaProblem, tiling: Any, device: Any, quick: bool) -> Any:
-        return _check(self.torch_device, plan_cls, problem, tiling, device, quick)
+    def check(self, plan: Any, device: Any, quick: bool) -> Any:
+        return _check(self.torch_device, plan, device, quick)
 
     def capture(self, calls: Sequence[Call], rotations: int, *, graph: bool = True, separated: bool = False) -> _Replay:
         def run() -> None:
@@ -156,8 +155,8 @@ class CpuBackend:
     times = False
     clock = "none"
 
-    def check(self, plan_cls: Any, problem: MlaProblem, tiling: Any, device: Any, quick: bool) -> Any:
-        return _check(self.torch_device, plan_cls, problem, tiling, device, quick)
+    def check(self, plan: Any, device: Any, quick: bool) -> Any:
+        return _check(self.torch_device, plan, device, quick)
 
     def capture(self, calls: Sequence[Call], rotations: int, *, graph: bool = True, separated: bool = False) -> Any:
         raise UserError("nothing is timed on a CPU: use mode check or compile.")
@@ -188,16 +187,16 @@ class CpuBackend:
         return None
 
 
-def _check(torch_device: str, plan_cls: Any, problem: MlaProblem, tiling: Any, device: Any, quick: bool) -> Any:
+def _check(torch_device: str, plan: Any, device: Any, quick: bool) -> Any:
     """The check of a version; a plan that wraps a library may name cases that its interface rules out."""
     from mla_var3.runtime.correctness.checking import CASES, QUICK, check
 
-    left_out = tuple(getattr(plan_cls, "leaves_out", ()))
+    left_out = tuple(getattr(plan, "leaves_out", ()))
     cases = None
     if left_out:
         beyond = () if torch_device.startswith("cuda") else ("far_pages",)
         cases = [name for name in (QUICK if quick else CASES) if name not in (*left_out, *beyond)]
-    return check(plan_cls, problem, tiling, torch_device, quick=quick, cases=cases, hardware=device)
+    return check(plan, device=torch_device, quick=quick, cases=cases, hardware=device)
 
 
 def make_backend(name: str, on_gpu: bool) -> Backend:

@@ -72,7 +72,7 @@ class Backend(Protocol):
     #: How a replay's time is read, for the method text.
     clock: str
 
-    def check(self, plan_cls: Any, problem: MlaProblem, tiling: Any, device: Any, quick: bool) -> Any:
+    def check(self, plan: Any, device: Any, quick: bool) -> Any:
         """The verdict of `mla_var3.runtime.correctness.checking.check`."""
 
     def capture(self, calls: Sequence[Call], rotations: int, *, graph: bool = True, separated: bool = False) -> Any:

@@ -87,7 +87,6 @@ class Contender:
     slot: int
     spec: Mapping[str, Any]
     carry: dict[str, Any]
-    plan_cls: Any = None
     plan: Any = None
     calls: list[Any] = field(default_factory=list)
     item: Item | None = None
@@ -191,7 +190,7 @@ class Worker:
             self._time(ready, problem, inputs)
         # Graphs and tensors of this cell must be gone before the next one allocates.
         for contender in contenders:
-            contender.item, contender.plan, contender.plan_cls = None, None, None
+            contender.item, contender.plan = None, None
             contender.calls.clear()
         inputs.clear()
         self.backend.release()
@@ -247,13 +246,16 @@ class Worker:
 
     def _plan(self, contender: Contender, problem: MlaProblem) -> None:
         spec, carry = contender.spec, contender.carry
-        plan_cls = self._sharing(_plan_class(spec), spec, problem)
+        plan_cls = _plan_class(spec)
+        # Plans of one problem class share what is compiled: check, timing and later cells compile nothing again.
+        key = (json.dumps(spec["kernel"], sort_keys=True), spec.get("plan"), problem.problem_class())
         plan = plan_cls(problem, None, self.device)
+        plan.compiled = self._compiled.setdefault(key, {})
         fields = carry.get("tiling") or spec.get("tiling")
         if fields:
             tiling = plan.tiling.from_record({**plan.tiling.to_record(), **fields})
-            plan = plan_cls(problem, tiling, self.device)
-        contender.plan_cls, contender.plan = plan_cls, plan
+            plan = plan.with_tiling(tiling)
+        contender.plan = plan
         if not spec.get("tune"):
             self._feasible(contender)
         else:
@@ -264,23 +266,6 @@ class Worker:
         self.info(contender, tiling=plan.tiling.to_record())
         plan.feasible().require(Infeasible)
         plan.supported().require(Unsupported)
-
-    def _sharing(self, plan_cls: Any, spec: Mapping[str, Any], problem: MlaProblem) -> Any:
-        """A subclass whose plans of one problem class share compiled functions: check, timing and later cells of the
-        same class then compile nothing again."""
-        key = (json.dumps(spec["kernel"], sort_keys=True), spec.get("plan"), problem.problem_class())
-        shared = self._compiled.setdefault(key, {})
-
-        class Sharing(plan_cls):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                shared.update(self.__dict__["compiled"])
-                self.__dict__["compiled"] = shared
-
-        Sharing.__name__ = plan_cls.__name__
-        Sharing.__qualname__ = plan_cls.__qualname__
-        Sharing.__module__ = plan_cls.__module__
-        return Sharing
 
     def _tune(self, contender: Contender, problem: MlaProblem, inputs: _Inputs) -> None:
         from mla_var3.runtime.autotune import autotune
@@ -303,7 +288,7 @@ class Worker:
         trials = [asdict(trial) for trial in result.trials]
         tuning = {"from_cache": result.from_cache, "tried": len(trials), "trials": trials}
         self.info(contender, tuning=tuning, tiling=result.best.to_record())
-        contender.plan = contender.plan_cls(problem, result.best, self.device)
+        contender.plan = contender.plan.with_tiling(result.best)
         self._feasible(contender)
 
     def _compile(self, contender: Contender, problem: MlaProblem) -> None:
@@ -333,7 +318,7 @@ class Worker:
 
     def _check(self, contender: Contender, problem: MlaProblem) -> None:
         plan = contender.plan
-        report = self.backend.check(contender.plan_cls, problem, plan.tiling, self.device, self.settings.quick_check)
+        report = self.backend.check(plan, self.device, self.settings.quick_check)
         self.backend.synchronize()
         self.info(contender, error=dict(report.error))
         if not report.ok:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from mla_var3 import paths
 from mla_var3.devlog import skips
 from mla_var3.devlog.citations import check_text
-from mla_var3.devlog.entry import check_entry, entry_path, parse
+from mla_var3.devlog.entry import check_entry, entry_path, holds, parse, records_path
 from mla_var3.devlog.values import Record
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
+from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
+from mla_var3.problem import MlaProblem
 
 
 def find_root(given: Path | None = None) -> Path:
@@ -53,7 +55,8 @@ def _relative(text: str, root: Path) -> str:
 
 
 def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
-    """(failures, notes), each `file:line: message`. only: these entries or Markdown files and nothing else."""
+    """(failures, notes), each `file:line: message`. only: these entries or Markdown files and nothing else; for a list
+    of records the entry that it belongs to."""
     records, failures = load_records(root)
     notes: list[str] = []
     chosen = [path.resolve() for path in only]
@@ -64,24 +67,34 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         for path in chosen:
             if not path.is_file():
                 raise UserError(f"{path} is not a file: give entries or other Markdown files.")
+        chosen = list(dict.fromkeys(_entry_of(path) for path in chosen))
         pages = [path for path in chosen if path not in entries]
         entries = [path for path in chosen if path in entries]
         failures = []  # of record files: they are not what was asked about
 
     versions = _versions(root)
+    unasked: list[str] = []
     for path in entries:
         entry, findings = parse(path)
         version = versions.get(path)
         source = None if version is None else source_name(version, root)
-        findings += check_entry(entry, records, source)
+        findings += check_entry(entry, records, source, root)
+        if version is None and entry.commit and entry.location and holds(root, entry.commit, entry.location) is None:
+            unasked.append(entry.commit)
         skipped, unread = skips.check(entry, version, records)
         findings += skipped
         if unread:
             notes.append(f"{_name(path, root)}:1: where it does not run was not compared: {unread}")
-        failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in findings]
+        failures += [f"{_name(f.path or path, root)}:{f.line}: {f.message}" for f in findings]
         if version is not None:
-            notes += _stale(entry.record_ids, version, records, _name(path, root))
+            notes += _standing(entry.record_ids, version, records, _name(path, root))
+    if unasked:
+        commits = ", ".join(dict.fromkeys(unasked))
+        notes.append(f"not here, so not asked whether they hold the files of {len(unasked)} entries: commits {commits}")
     if not chosen:
+        for path in sorted((root / "devlogs").glob("*/*.records")):
+            if not _entry_of(path).is_file():
+                failures.append(f"{_name(path, root)}:1: no entry {_entry_of(path).name} stands beside this list")
         for path, kernel in versions.items():
             # Of other people's libraries there is nothing to tell: an entry may stand, and none has to.
             owed = kernel.language != "peer" and kernel.path.is_relative_to(root)
@@ -93,6 +106,12 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         found = check_text(path.read_text(encoding="utf-8"), records, require="tables")
         failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in found]
     return failures, notes
+
+
+def _entry_of(path: Path) -> Path:
+    """The entry that a list of records belongs to; any other file itself."""
+    entry = path.with_suffix(".md")
+    return entry if path == records_path(entry) else path
 
 
 def _versions(root: Path) -> dict[Path, KernelId]:
@@ -113,13 +132,16 @@ def _name(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
-def _stale(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """A note when the records describe other source than the version has now; no failure, since a lib may move on."""
-    now = registry.source_hash(kernel)
-    then = {records[i]["source"]["hash"] for i in ids if i in records and is_of(records[i], kernel)} - {now}
-    if not then:
+def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """A note where a version's records did not all time the code that is here, as `mla_var3.kernel.ledger` knows it."""
+    found: Counter[str] = Counter()
+    for record in (records[i] for i in ids if i in records and is_of(records[i], kernel)):
+        digest = (record.get("code") or {}).get("digest", "")
+        found[ledger.standing(kernel.label, MlaProblem.from_record(record["problem"]), digest)] += 1
+    if not found.keys() - {ledger.SAME, ledger.LIBRARY}:
         return []
-    return [f"{name}:1: measured with source {', '.join(sorted(then))}; the version's files are now {now}"]
+    counts = ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
+    return [f"{name}:1: its records: {counts}"]
 
 
 def is_of(record: Record, kernel: KernelId) -> bool:

@@ -1,11 +1,14 @@
 """Figures in Markdown and the records beside them.
 
-A citation stands after the figures it covers, on the same line, list item, paragraph or table row:
+A citation is an HTML comment that begins with "r:", so that a rendered page shows the figure alone. It stands after the
+figures it covers, in the same list item, paragraph or table row:
 
-    220.2 us [r:3f9c2d1e4a5b burst]
-    220.2 / 255.9 us, 81.3 % of the limit [r:3f9c2d1e4a5b burst sustained burst.of_limit]
-    | b128 h128 t4096 | 220.2 | 663 | [r:3f9c2d1e4a5b burst burst.tflops] |
-    1.12x [r:3f9c2d1e4a5b vs 77aa01b2c3d4 burst.speedup]
+    220.2 us <!-- r:3f9c2d1e4a5b burst -->
+    220.2 / 255.9 us, 81.3 % of the limit <!-- r:3f9c2d1e4a5b burst sustained burst.of_limit -->
+    | b128 h128 t4096 | 220.2 | 663 <!-- r:3f9c2d1e4a5b burst burst.tflops --> |
+    1.12x <!-- r:3f9c2d1e4a5b vs 77aa01b2c3d4 burst.speedup -->
+
+It begins no line: Markdown ends a paragraph before a line that a comment begins.
 
 It names a record (its id, or the first digits of it, six at least) and one expression of `values` for each figure, in
 order. An expression with a dimension covers the nearest figure before it that has a unit; a plain number (a count, an
@@ -13,7 +16,7 @@ error) the nearest number. A citation without expressions covers nothing and onl
 
 A figure is a number with a unit of `values.UNITS`, or a number in a table column whose header names one: "burst (us)",
 "TFLOP/s". The record's value, rounded to the digits that are written, must be what is written. Fenced blocks of code,
-HTML comments and link targets hold no figures; inline code holds figures, and no citations.
+other HTML comments and link targets hold no figures; inline code holds figures, and no citations.
 
 A table row that names kernels (cute-dsl/flash_mla_v1) names that of each record that it cites.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from mla_var3.devlog import values
@@ -38,7 +42,13 @@ _UNIT = rf"(?:\s?(?P<unit>{'|'.join(_SPACED)})|(?P<times>[x×]))(?![\w°×]|/s\b
 _JOIN = r"\s*(?:/|–|-|to|and|±)\s*"
 _FIGURES = re.compile(rf"(?P<numbers>{_NUMBER}(?:{_JOIN}{_NUMBER})*){_UNIT}")
 _NUMBERS = re.compile(_NUMBER)
-_CITATION = re.compile(r"\[r:(?P<body>[^\]\n]*)\]")
+#: A citation; `body` is what stands behind "r:".
+CITATION = re.compile(r"<!--\s*r:(?P<body>[^<>]*?)-->")
+#: Any other comment, from its beginning to its end or that of the text.
+COMMENT = re.compile(r"<!--(?!\s*r:).*?(?:-->|\Z)", re.DOTALL)
+# What looks like a citation and is none: a comment that is not closed, and the form in brackets.
+_UNCLOSED = re.compile(r"<!--\s*r:")
+_BRACKETS = re.compile(r"\[r:([^\]\n]*)\]?")
 _BODY = re.compile(r"\s*(?P<id>[^\s/]+)(?:\s+vs\s+(?:r:)?(?P<other>\S+))?(?P<expressions>(?:\s+\S+)*)\s*")
 # Header words that are units without parentheses; the others are also names of things (s: query tokens, B, x).
 _HEADER_WORDS = frozenset(u for u in values.UNITS if len(u) > 1 or u == "%")
@@ -51,10 +61,11 @@ _KERNELS = re.compile(rf"(?<![\w/.-])(?:{'|'.join(LANGUAGES)})/[a-z]\w*")
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, and on which line (1 is the first of the text that was given)."""
+    """What is wrong, and on which line (1 is the first). path: the file, where it is not that of the text."""
 
     line: int
     message: str
+    path: Path | None = None
 
 
 @dataclass
@@ -86,12 +97,22 @@ def _blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", match[0])
 
 
+def cite(names: str, expressions: Iterable[str] = ()) -> str:
+    """A citation as it is written. names: an id, or "A vs B"."""
+    return f"<!-- r:{' '.join([names, *expressions])} -->"
+
+
+def without_comments(markdown: str) -> str:
+    """A text without its comments, citations among them, and without the space before each."""
+    return re.sub(r"[ \t]*<!--.*?(?:-->|\Z)", "", markdown, flags=re.DOTALL)
+
+
 def _lines(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Each line and whether it lies in a fenced block; code, comments and link targets are blank."""
-    text = re.sub(r"<!--.*?(?:-->|\Z)", _blank, markdown, flags=re.DOTALL)
-    text = re.sub(r"(?<=\])\([^()\n]*\)|<https?://[^>\s]*>|https?://\S+", _blank, text)
+    """Each line and whether it lies in a fenced block; code, comments but citations, and link targets are blank."""
+    text = COMMENT.sub(_blank, markdown)
+    text = re.sub(r"(?<=\])\([^()\n]*\)|<https?://[^>\s]*>|https?://[^\s<]+", _blank, text)
     # A citation inside inline code shows how one is written; the figures there count as any others.
-    text = re.sub(r"(?<!`)`[^`\n]+`(?!`)", lambda m: _CITATION.sub(_blank, m[0]), text)
+    text = re.sub(r"(?<!`)`[^`\n]+`(?!`)", lambda m: _strip(m[0]), text)
     fence, code = "", False
     for line in text.split("\n"):
         marker = re.match(r"\s*(```+|~~~+)\s*(\w*)", line)
@@ -103,6 +124,13 @@ def _lines(markdown: str) -> Iterator[tuple[str, bool]]:
             yield "", True
         else:
             yield ("" if fence and code else line), bool(fence)
+
+
+def _strip(text: str) -> str:
+    """The text with blanks for citations and for what looks like one."""
+    for pattern in (CITATION, _UNCLOSED, _BRACKETS):
+        text = pattern.sub(_blank, text)
+    return text
 
 
 def _segments(markdown: str, first_line: int) -> Iterator[_Segment]:
@@ -164,7 +192,7 @@ def _header_unit(text: str) -> str | None:
 
 def _numbers(segment: _Segment) -> list[_Number]:
     """Every number of a segment outside its citations, in order, with its unit ("" for none)."""
-    text = _CITATION.sub(_blank, segment.text)
+    text = _strip(segment.text)
     found: dict[int, _Number] = {m.start(): _Number(m.start(), m[0], "") for m in _NUMBERS.finditer(text)}
     for column, (offset, cell) in enumerate(_cells(text) if segment.units else ()):
         for match in _NUMBERS.finditer(cell) if column in segment.units else ():
@@ -181,8 +209,7 @@ def _numbers(segment: _Segment) -> list[_Number]:
 # ---------------------------------------------------------------- checking
 def cited_ids(markdown: str) -> set[str]:
     """Ids, or beginnings of ids, of every record that a text cites."""
-    text = "\n".join(line for line, _ in _lines(markdown))
-    bodies = (_BODY.fullmatch(m["body"]) for m in _CITATION.finditer(text))
+    bodies = (_BODY.fullmatch(m["body"]) for s in _segments(markdown, 1) for m in CITATION.finditer(s.text))
     return {i for body in bodies if body for i in (body["id"], body["other"]) if i}
 
 
@@ -203,7 +230,8 @@ def check_text(
     for segment in _segments(markdown, first_line):
         numbers = _numbers(segment)
         previous = 0
-        for match in _CITATION.finditer(segment.text):
+        findings += _malformed(segment, numbers)
+        for match in CITATION.finditer(segment.text):
             before = [n for n in numbers if previous <= n.start < match.start()]
             line = segment.line(match.start())
             findings += (Finding(line, message) for message in _check_citation(match, before, records))
@@ -212,11 +240,36 @@ def check_text(
                 findings += (Finding(line, m) for m in _misnamed(match, segment.text[: match.start()], records))
         if require == "all" or (require == "tables" and segment.table):
             findings += (
-                Finding(segment.line(n.start), f"{n} has no record beside it: add [r:ID expression] after it")
+                Finding(
+                    segment.line(n.start), f"{n} has no record beside it: add {cite('ID', ['expression'])} after it"
+                )
                 for n in numbers
                 if n.unit and not n.covered
             )
     return sorted(findings, key=lambda f: f.line)
+
+
+def _malformed(segment: _Segment, numbers: list[_Number]) -> Iterator[Finding]:
+    """Citations in brackets, comments that are not closed, and citations that begin a line; the numbers before the
+    first two count as covered, as one finding is enough."""
+    closed = {match.start() for match in CITATION.finditer(segment.text)}
+    wrong = [(m.start(), f"{m[0]} is written {cite(m[1].strip())}") for m in _BRACKETS.finditer(segment.text)]
+    wrong += [
+        (m.start(), f"this citation is not closed: write {cite('ID', ['expression', '...'])}")
+        for m in _UNCLOSED.finditer(segment.text)
+        if m.start() not in closed
+    ]
+    for start, message in wrong:
+        yield Finding(segment.line(start), message)
+        for number in numbers:
+            number.covered |= number.start < start
+    for start in closed:
+        first = max((at for at, _ in segment.starts if at <= start), default=0)
+        if re.fullmatch(r"\s*(?:(?:[-*+]|\d+[.)])\s+)?", segment.text[first:start]):
+            yield Finding(
+                segment.line(start),
+                "a comment that begins a line ends the paragraph: put the citation behind its figure",
+            )
 
 
 def find_record(records: Mapping[str, Record], name: str) -> Record:
@@ -233,10 +286,12 @@ def find_record(records: Mapping[str, Record], name: str) -> Record:
 
 def _check_citation(match: re.Match[str], before: list[_Number], records: Mapping[str, Record]) -> Iterator[str]:
     """What is wrong with one citation; marks the numbers before it that it covers."""
+    shown = _shown(match)
     try:
         body = _BODY.fullmatch(match["body"])
         if body is None:
-            raise Unknown(f"{match[0]} is no citation: write [r:ID expression ...] or [r:ID vs ID expression ...]")
+            forms = " or ".join(cite(names, ["expression", "..."]) for names in ("ID", "ID vs ID"))
+            raise Unknown(f"{match[0]} is no citation: write {forms}")
         record = find_record(records, body["id"])
         other = find_record(records, body["other"]) if body["other"] else None
     except Unknown as error:
@@ -249,7 +304,7 @@ def _check_citation(match: re.Match[str], before: list[_Number], records: Mappin
         try:
             evaluated.append((expression, values.evaluate(expression, record, other)))
         except Unknown as error:
-            yield f"{match[0]}: {error}"
+            yield f"{shown}: {error}"
             evaluated.append((expression, None))
     left = list(before)
     pairs: list[tuple[_Number, str, Value]] = []
@@ -259,13 +314,18 @@ def _check_citation(match: re.Match[str], before: list[_Number], records: Mappin
             left.pop()
         if not left:
             have = sum(bool(n.unit) for n in before)
-            yield f"{match[0]} has no figure for {expression} before it: {len(evaluated)} expressions, {have} figures"
+            yield f"{shown} has no figure for {expression} before it: {len(evaluated)} expressions, {have} figures"
             return
         number = left.pop()
         number.covered = True
         if value is not None:
             pairs.append((number, expression, value))
-    yield from _differences(reversed(pairs), match[0])
+    yield from _differences(reversed(pairs), shown)
+
+
+def _shown(match: re.Match[str]) -> str:
+    """A citation in a message: without the marks of a comment."""
+    return f"r:{' '.join(match['body'].split())}"
 
 
 def _misnamed(match: re.Match[str], before: str, records: Mapping[str, Record]) -> Iterator[str]:
@@ -279,7 +339,7 @@ def _misnamed(match: re.Match[str], before: str, records: Mapping[str, Record]) 
         return
     label = KernelId(*(kernel[name] for name in ("language", "layer", "design", "version"))).label
     if label not in named:
-        yield f"{match[0]} is a record of {label}, and its row names {', '.join(named)}"
+        yield f"{_shown(match)} is a record of {label}, and its row names {', '.join(named)}"
 
 
 def _differences(pairs: Iterable[tuple[_Number, str, Value]], citation: str) -> Iterator[str]:

@@ -90,7 +90,7 @@ def _check(arguments: argparse.Namespace, root: Path) -> int:
 def _cite(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.devlog import values
     from mla_var3.devlog.check import load_records
-    from mla_var3.devlog.citations import find_record
+    from mla_var3.devlog.citations import cite, find_record
 
     if len(arguments.ids) > 2:
         raise UserError("cite takes one record, or two to compare.")
@@ -113,7 +113,7 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
         if expression.partition(".")[2].startswith("of_"):
             unit = "%"
         space = "" if unit in ("", "x") else " "
-        print(f"{values.write(value, unit)}{space}{unit} [r:{name} {expression}]")
+        print(f"{values.write(value, unit)}{space}{unit} {cite(name, [expression])}")
     return 0
 
 

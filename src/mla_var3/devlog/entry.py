@@ -1,15 +1,20 @@
-"""The form of one devlog entry: `devlogs/<design>/<language>-v<N>.md`, front matter, then seven sections."""
+"""The form of one devlog entry: `devlogs/<design>/<language>-v<N>.md`, front matter, then seven sections.
+
+Beside it, `<language>-v<N>.records` lists the records it rests on: one id a line, sorted; a line that begins with # is
+a comment.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mla_var3.devlog.citations import Finding, Require, check_text, cited_ids, find_record, has_figure
+from mla_var3.devlog.citations import Finding, Require, check_text, cited_ids, find_record, has_figure, without_comments
 from mla_var3.devlog.front_matter import read_fields
 from mla_var3.devlog.values import Record, Unknown
 from mla_var3.errors import nearest
@@ -17,23 +22,24 @@ from mla_var3.kernel.registry import LANGUAGES, KernelId
 
 SECTIONS = ("Location", "What changed", "Hypothesis", "Measured", "Bottleneck", "Verdict", "Insights")
 VERDICTS = ("kept", "rejected", "superseded", "not run here")
-# A version that is gone keeps its entry as a tombstone, which says why it went.
-GONE = ("rejected", "superseded")
-FIELDS = ("design", "language", "version", "date", "verdict", "devices", "records")
-#: `devlog.skips` says when this one is owed.
-OPTIONAL = ("skips",)
+FIELDS = ("design", "language", "version", "date", "verdict", "devices")
+#: skips: owed where `devlog.skips` says so. code: the commit that holds a version whose file is no longer here.
+OPTIONAL = ("skips", "code")
 TODO = "TODO"
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 @dataclass
 class Entry:
-    """A parsed entry. fields: the front matter. sections: title -> (line of its heading, text below it)."""
+    """A parsed entry. fields: the front matter. sections: title -> (line of its heading, text below it). listed: (line,
+    text) of each line of the list of records that is no comment."""
 
     path: Path
     fields: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, tuple[int, str]] = field(default_factory=dict)
     order: list[tuple[int, str]] = field(default_factory=list)
     text: str = ""
+    listed: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def kernel(self) -> tuple[str, str, int]:
@@ -49,9 +55,23 @@ class Entry:
 
     @property
     def record_ids(self) -> list[str]:
-        """Ids of the front matter's list, as text: YAML reads an id of digits alone as a number."""
-        value = self.fields.get("records") or []
-        return [str(item) for item in value] if isinstance(value, list) else []
+        """Ids of the list beside the entry; none where there is no list."""
+        return [name for _, name in self.listed]
+
+    @property
+    def commit(self) -> str | None:
+        """The front matter's `code`, where it is written as a commit is."""
+        code = str(self.fields.get("code", ""))
+        return code if _COMMIT.fullmatch(code) else None
+
+    @property
+    def location(self) -> str | None:
+        """The version's file as Location names it, the first path in it with the version's module name."""
+        design, _, version = self.kernel
+        name = design if version == 0 else f"{design}_v{version}"
+        said = without_comments(self.sections.get("Location", (0, ""))[1])
+        found = re.search(rf"`((?:[\w.-]+/)+{re.escape(name)}\.py)`", said)
+        return found[1] if found else None
 
 
 def entry_path(root: Path, kernel: KernelId) -> Path:
@@ -59,10 +79,28 @@ def entry_path(root: Path, kernel: KernelId) -> Path:
     return root / "devlogs" / kernel.design / f"{kernel.language}-v{kernel.version}.md"
 
 
+def records_path(path: Path) -> Path:
+    """Where the list of an entry's records lies."""
+    return path.with_suffix(".records")
+
+
+def write_records(path: Path, ids: Iterable[str]) -> None:
+    """Writes the list of an entry's records; without any, the entry has no list."""
+    listed = sorted(set(ids))
+    if listed:
+        records_path(path).write_text("".join(f"{name}\n" for name in listed), encoding="utf-8")
+    else:
+        records_path(path).unlink(missing_ok=True)
+
+
 def parse(path: Path) -> tuple[Entry, list[Finding]]:
     """Reads an entry; findings say what kept its front matter from being read."""
     entry = Entry(path, text=path.read_text(encoding="utf-8"))
     entry.fields, findings = read_fields(entry.text)
+    beside = records_path(path)
+    rows = beside.read_text(encoding="utf-8").split("\n") if beside.is_file() else []
+    numbered = [(number, row.strip()) for number, row in enumerate(rows, start=1)]
+    entry.listed = [(number, row) for number, row in numbered if row and not row.startswith("#")]
     title: str | None = None
     fence = ""
     for number, row in enumerate(entry.text.split("\n"), start=1):
@@ -80,12 +118,15 @@ def parse(path: Path) -> tuple[Entry, list[Finding]]:
     return entry, findings
 
 
-def check_entry(entry: Entry, records: Mapping[str, Record], source: str | None) -> list[Finding]:
+def check_entry(
+    entry: Entry, records: Mapping[str, Record], source: str | None, root: Path | None = None
+) -> list[Finding]:
     """Everything that is wrong with an entry.
 
     records: by id. source: path of the version's file as Location must give it; None when no such version exists.
+    root: folder of the checkout, whose commits hold the files of versions that are gone; None: they are not looked at.
     """
-    findings = [*_fields(entry, source), *_records(entry, records), *_sections(entry, source)]
+    findings = [*_fields(entry), *_code(entry, source, root), *_records(entry, records), *_sections(entry, source)]
     for title, (line, text) in entry.sections.items():
         require: Require = "all" if title == "Measured" else "none"
         findings += check_text(text, records, require=require, first_line=line + 1)
@@ -102,11 +143,14 @@ def _line_of(entry: Entry, name: str) -> int:
     return 1
 
 
-def _fields(entry: Entry, source: str | None) -> Iterator[Finding]:
+def _fields(entry: Entry) -> Iterator[Finding]:
     if not entry.fields:
         return
     for name in entry.fields:
-        if name not in (*FIELDS, *OPTIONAL):
+        if name == "records":
+            beside = records_path(entry.path).name
+            yield Finding(_line_of(entry, name), f"records stand in {beside}, beside the entry: one id a line, sorted")
+        elif name not in (*FIELDS, *OPTIONAL):
             near = nearest(name, [*FIELDS, *OPTIONAL])
             yield Finding(_line_of(entry, name), f"front matter has no field {name!r}: {near}")
     for name in FIELDS:
@@ -126,28 +170,64 @@ def _fields(entry: Entry, source: str | None) -> Iterator[Finding]:
     verdict = entry.verdict
     if verdict and verdict not in VERDICTS:
         yield Finding(_line_of(entry, "verdict"), f"verdict {verdict!r} is unknown: {nearest(verdict, VERDICTS)}")
-    elif verdict and source is None and verdict not in GONE:
-        gone = " or ".join(GONE)
+    if "devices" in entry.fields and not isinstance(entry.fields["devices"], list):
+        yield Finding(_line_of(entry, "devices"), "devices must be a list, as in devices: [a, b]")
+
+
+def _code(entry: Entry, source: str | None, root: Path | None) -> Iterator[Finding]:
+    """Whether the entry of a version that is gone names the commit that has it, and only such an entry does."""
+    if not entry.fields:
+        return
+    line, place = _line_of(entry, "code"), entry.sections.get("Location", (1, ""))[0]
+    code, named = entry.fields.get("code"), entry.location
+    if source is not None:
+        if code is not None:
+            yield Finding(line, f"code is for a version whose file is gone, and {source} is here: leave it out")
+        return
+    design, language, version = entry.kernel
+    if code is None:
         yield Finding(
-            _line_of(entry, "verdict"),
-            f"no version {language}/{design} v{version} exists: the entry of a removed version is a tombstone, {gone}",
+            1,
+            f"no version {language}/{design} v{version} exists: add code: COMMIT, the last commit that holds its file",
         )
-    for name in ("devices", "records"):
-        if name in entry.fields and not isinstance(entry.fields[name], list):
-            yield Finding(_line_of(entry, name), f"{name} must be a list, as in {name}: [a, b]")
+    elif entry.commit is None:
+        yield Finding(line, f"code {code!r} is no commit: give 7 to 40 of its digits")
+    if named is None:
+        yield Finding(
+            place, "Location does not name the version's file: write its path in the commit as `folder/file.py`"
+        )
+    elif root is not None and (root / named).is_file():
+        yield Finding(place, f"Location names {named}, which is here, and no version {language}/{design} v{version} is")
+    elif root is not None and entry.commit and holds(root, entry.commit, named) is False:
+        yield Finding(line, f"commit {code} does not hold {named}, the file that Location names")
+
+
+def holds(root: Path, commit: str, path: str) -> bool | None:
+    """Whether a commit holds a file; None where that cannot be asked: no git, no repository, or not that commit."""
+    command = ["git", "-C", str(root), "ls-tree", "--name-only", commit, "--", path]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return bool(done.stdout.strip()) if done.returncode == 0 else None
 
 
 def _records(entry: Entry, records: Mapping[str, Record]) -> Iterator[Finding]:
     if not entry.fields:
         return
-    line = _line_of(entry, "records")
+    beside = records_path(entry.path)
     own = 0
     known: set[str] = set()
-    for name in entry.record_ids:
+    before = ""
+    for line, name in entry.listed:
+        if name <= before:
+            wrong = f"{name} stands twice" if name == before else f"{name} is out of order: sort the lines"
+            yield Finding(line, wrong, beside)
+        before = name
         try:
             record = find_record(records, name)
         except Unknown as error:
-            yield Finding(line, f"{error}")
+            yield Finding(line, f"{error}", beside)
             continue
         known.add(str(record["id"]))
         kernel = record["kernel"]
@@ -156,14 +236,14 @@ def _records(entry: Entry, records: Mapping[str, Record]) -> Iterator[Finding]:
         if isinstance(devices, list) and record["device"] not in devices:
             yield Finding(_line_of(entry, "devices"), f"devices lacks {record['device']}, the one of record {name}")
     if not own and entry.verdict != "not run here":
-        yield Finding(line, "records names no record of this version: a verdict rests on at least one")
+        yield Finding(1, "no record of this version is listed here: a verdict rests on at least one", beside)
     for name in sorted(cited_ids(entry.text)):
         try:
             full = str(find_record(records, name)["id"])
         except Unknown:
             continue  # reported where it is cited
         if full not in known:
-            yield Finding(line, f"record {full} is cited and not in the front matter's records")
+            yield Finding(1, f"record {full} is cited in {entry.path.name} and not listed here", beside)
 
 
 def _sections(entry: Entry, source: str | None) -> Iterator[Finding]:
@@ -183,7 +263,7 @@ def _sections(entry: Entry, source: str | None) -> Iterator[Finding]:
         yield Finding(entry.sections[wrong][0], f"section {wrong!r} is out of order: {', '.join(SECTIONS)}")
     for title in expected:
         line, text = entry.sections[title]
-        said = re.sub(r"<!--.*?(?:-->|\Z)|^#+ .*$", "", text, flags=re.DOTALL | re.MULTILINE)
+        said = re.sub(r"^#+ .*$", "", without_comments(text), flags=re.MULTILINE)
         if not re.search(r"[^\W\d_]{2}", said):
             yield Finding(line, f"section {title!r} is empty")
             continue

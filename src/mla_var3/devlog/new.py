@@ -12,8 +12,8 @@ from typing import Any
 from mla_var3.bench.settings import ASIDE
 from mla_var3.devlog import skips, tables
 from mla_var3.devlog.check import is_of, load_records, source_name
-from mla_var3.devlog.citations import find_record
-from mla_var3.devlog.entry import TODO, entry_path
+from mla_var3.devlog.citations import cite, find_record
+from mla_var3.devlog.entry import TODO, entry_path, write_records
 from mla_var3.devlog.values import Record, Unknown
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
@@ -21,7 +21,7 @@ from mla_var3.kernel.registry import KernelId
 
 
 def new(kernel: KernelId, root: Path, chosen: Sequence[str] = (), *, force: bool = False) -> Path:
-    """Writes the entry of a version and returns its path.
+    """Writes the entry of a version and the list of its records beside it; returns the entry's path.
 
     chosen: record files and record ids; without any, the newest record of each cell and device in `results/`.
     Raises `UserError` when the entry exists (unless `force`), or a file or record does not.
@@ -33,7 +33,9 @@ def new(kernel: KernelId, root: Path, chosen: Sequence[str] = (), *, force: bool
     by_id, _ = load_records(root, files)
     own = _own(kernel, by_id, chosen, files)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_fill(kernel, root, own, _before(kernel, by_id, own)), encoding="utf-8")
+    pairs = _before(kernel, by_id, own)
+    path.write_text(_fill(kernel, root, own, pairs), encoding="utf-8")
+    write_records(path, [str(record["id"]) for record in [*own, *(before for _, before in pairs)]])
     return path
 
 
@@ -80,8 +82,7 @@ def _before(kernel: KernelId, by_id: dict[str, Any], own: Sequence[Record]) -> l
 
 def _fill(kernel: KernelId, root: Path, own: Sequence[Record], pairs: Sequence[tuple[Record, Record]]) -> str:
     template = Template(resources.files("mla_var3.devlog").joinpath("template.md").read_text(encoding="utf-8"))
-    others = [before for _, before in pairs]
-    everything = {str(r["id"]): r for r in [*own, *others]}
+    devices = {str(r["device"]) for r in [*own, *(before for _, before in pairs)]}
     parts = [
         tables.of_records(own, tables.TIMES),
         tables.of_records(own, tables.RESOURCES, distinct=True),
@@ -89,7 +90,7 @@ def _fill(kernel: KernelId, root: Path, own: Sequence[Record], pairs: Sequence[t
     ]
     measured = "\n\n".join(text for text in parts if text)
     untimed = [
-        f"- {tables.problem_label(r)} on {r['device']}: {r['status']} [r:{r['id']}]" for r in own if not r["time_us"]
+        f"- {tables.problem_label(r)} on {r['device']}: {r['status']} {cite(r['id'])}" for r in own if not r["time_us"]
     ]
     if untimed:
         measured += "\n\nWithout a time:\n\n" + "\n".join(untimed)
@@ -99,9 +100,8 @@ def _fill(kernel: KernelId, root: Path, own: Sequence[Record], pairs: Sequence[t
         language=kernel.language,
         version=kernel.version,
         date=date.today().isoformat(),
-        devices=", ".join(sorted({str(r["device"]) for r in everything.values()})),
+        devices=", ".join(sorted(devices)),
         skips=skips.words(kernel),
-        records=", ".join(everything),
         label=kernel.label,
         source=source_name(kernel, root),
         measured_from=_origin(own),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.devlog import skips
-from mla_var3.devlog.citations import find_record
+from mla_var3.devlog.citations import COMMENT, cited_ids, find_record, without_comments
 from mla_var3.devlog.entry import SECTIONS, Entry, parse
 from mla_var3.devlog.values import Record, Unknown
 from mla_var3.errors import UserError, nearest
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 OUT = "out/devlog"
 #: Cells that get a picture.
 CELLS = 4
-_CITATION = re.compile(r"\s*\[r:([^\]\n]+)\]")
+#: A citation in the HTML that was made of an entry.
+_MARK = re.compile(r"\s*&lt;!--\s*r:(.*?)--&gt;", re.DOTALL)
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d5dae0; --paper: #ffffff; --tint: #f3f5f7; }
@@ -138,7 +139,7 @@ def _contents(entries: Sequence[Entry]) -> str:
 
 
 def _plain(markdown: str) -> str:
-    text = _CITATION.sub("", re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL))
+    text = without_comments(markdown)
     return " ".join(re.sub(r"[`*_]|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "", text).split())
 
 
@@ -238,7 +239,7 @@ def _html(markdown: str, records: dict[str, Any]) -> str:
     """Markdown as HTML: raw HTML stays text, links into the repository become text, citations small marks."""
     from markdown_it import MarkdownIt
 
-    text = re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)
+    text = COMMENT.sub("", markdown)
     text = re.sub(r"\[([^\]\n]*)\]\((?!https?://|#)[^)\s]*\)", r"\1", text)
     made: str = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
 
@@ -247,12 +248,12 @@ def _html(markdown: str, records: dict[str, Any]) -> str:
         try:
             full = str(find_record(records, words[0])["id"])
         except (Unknown, IndexError):
-            return f" [r:{match[1]}]"
+            return f" [r:{match[1].strip()}]"
         return f"<sup><a href='#r-{full}' title='{_esc(' '.join(words))}'>r:{_esc(full[:6])}</a></sup>"
 
     # Inside code a citation only shows how one is written.
     pieces = re.split(r"(<code[\s\S]*?</code>)", made)
-    return "".join(piece if piece.startswith("<code") else _CITATION.sub(mark, piece) for piece in pieces)
+    return "".join(piece if piece.startswith("<code") else _MARK.sub(mark, piece) for piece in pieces)
 
 
 def _records(entries: Sequence[Entry], records: dict[str, Any]) -> str:
@@ -261,15 +262,9 @@ def _records(entries: Sequence[Entry], records: dict[str, Any]) -> str:
 
     cited: dict[str, Record] = {}
     for entry in entries:
-        for name in {*entry.record_ids, *(m.split()[0] for m in _CITATION.findall(entry.text) if m.split())}:
+        for name in {*entry.record_ids, *cited_ids(entry.text)}:
             try:
                 record = find_record(records, name)
-            except Unknown:
-                continue
-            cited[str(record["id"])] = record
-        for match in re.finditer(r"\bvs\s+(?:r:)?([0-9a-f]{6,})", entry.text):
-            try:
-                record = find_record(records, match[1])
             except Unknown:
                 continue
             cited[str(record["id"])] = record

@@ -1,4 +1,4 @@
-"""Markdown tables of records whose every row ends in the citation that `devlog check` reads."""
+"""Markdown tables of records, with the citations that `devlog check` reads behind the figures of a row."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mla_var3.devlog import values
+from mla_var3.devlog.citations import cite
 from mla_var3.devlog.values import Record, Unknown
 from mla_var3.errors import Unsupported
 from mla_var3.problem import MlaProblem
@@ -110,13 +111,14 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
         if ours is None or library is None:
             continue
         own = [TIMES[i] for i in (0, 1, 4, 5)]
-        times = f"[r:{ours['id']} {' '.join(c[2] for c in own)}]"
-        ratios = f"[r:{ours['id']} vs {library['id']} {' '.join(c[2] for c in _ACROSS_RUNS)}]"
-        row = [problem_label(ours), label(ours), *(_text(ours, None, c) for c in own), times]
-        rows.append([*row, label(library), *(_text(ours, library, c) for c in _ACROSS_RUNS), ratios])
+        times = [_text(ours, None, c) for c in own]
+        ratios = [_text(ours, library, c) for c in _ACROSS_RUNS]
+        row = [problem_label(ours), label(ours), *_cited(times, cite(ours["id"], (c[2] for c in own)))]
+        against = cite(f"{ours['id']} vs {library['id']}", (c[2] for c in _ACROSS_RUNS))
+        rows.append([*row, label(library), *_cited(ratios, against)])
     whose = "picked" if picks else "fastest here"
-    header = ["cell", whose, *(TIMES[i][0] for i in (0, 1, 4, 5)), "record", "fastest library"]
-    return _grid([*header, *(c[0] for c in _ACROSS_RUNS), "records"], rows) if rows else ""
+    header = ["cell", whose, *(TIMES[i][0] for i in (0, 1, 4, 5)), "fastest library"]
+    return _grid([*header, *(c[0] for c in _ACROSS_RUNS)], rows) if rows else ""
 
 
 def comparison(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> str:
@@ -139,9 +141,9 @@ def of_pairs(pairs: Sequence[tuple[Record, Record]]) -> str:
     for record, before in pairs:
         cells = [_text(record, before, column) for column in SPEEDUPS]
         shown = [column[2] for column, text in zip(SPEEDUPS, cells, strict=True) if text]
-        cite = f"[r:{record['id']} vs {before['id']} {' '.join(shown)}]"
-        rows.append([str(record["device"]), problem_label(record), *(text or "-" for text in cells), cite])
-    return _grid(["device", "cell", *(column[0] for column in SPEEDUPS), "records"], rows)
+        citation = cite(f"{record['id']} vs {before['id']}", shown)
+        rows.append([str(record["device"]), problem_label(record), *_cited([text or "-" for text in cells], citation)])
+    return _grid(["device", "cell", *(column[0] for column in SPEEDUPS)], rows)
 
 
 def _fastest(record: Record) -> float:
@@ -180,9 +182,14 @@ def _table(
     for record, cells in zip(records, filled, strict=True):
         expressions = [columns[i][2] for i in used if cells[i]]
         if expressions:
-            cite = f"[r:{record['id']} {' '.join(expressions)}]"
-            rows.append([*first(record), *(cells[i] or "-" for i in used), cite])
-    return _grid([*names, *(columns[i][0] for i in used), "record"], rows) if rows else ""
+            citation = cite(record["id"], expressions)
+            rows.append([*first(record), *_cited([cells[i] or "-" for i in used], citation)])
+    return _grid([*names, *(columns[i][0] for i in used)], rows) if rows else ""
+
+
+def _cited(cells: Sequence[str], citation: str) -> list[str]:
+    """The cells, the last of them with the citation of all."""
+    return [*cells[:-1], f"{cells[-1]} {citation}"]
 
 
 def _text(record: Record, other: Record | None, column: Column) -> str:

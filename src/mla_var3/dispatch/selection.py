@@ -180,9 +180,9 @@ def rank(
     def doubted(recipe: Recipe) -> float:
         guess = guesses[recipe]
         us = guess.us * math.exp(model.DOUBT * (guess.distance - nearest))
-        newer = measured.superseded.get(recipe)
-        # Never in front of the version that is the faster wherever both were measured, only behind it.
-        return max(us, math.nextafter(doubted(newer), math.inf)) if newer in guesses else us
+        # A base version is there to be read: it serves what the later ones of its design do not take.
+        later = [doubted(other) for other in recipes if _follows(other.kernel, recipe.kernel)]
+        return max([us, *(math.nextafter(most, math.inf) for most in later)])
 
     where = "" if measured.device == device.key else f", from measurements on {measured.device}"
     choices = []
@@ -192,6 +192,11 @@ def rank(
         reason = f"predicted {guess.us:.1f} us, {near}{where}"
         choices.append(Choice(recipe.kernel, recipe.tiling, guess.us, reason, guess.records))
     return choices
+
+
+def _follows(later: KernelId, base: KernelId) -> bool:
+    """Whether a version is a later one of a base version's design and language."""
+    return later.version > base.version == 0 and (later.language, later.design) == (base.language, base.design)
 
 
 def _verdict(choice: Choice, problem: MlaProblem, device: Device, accepts: Accepts | None) -> Verdict:

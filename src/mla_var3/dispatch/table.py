@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from mla_var3.problem import MlaProblem
 if TYPE_CHECKING:
     from mla_var3.bench.records import Record
 
-SCHEMA = 2
+SCHEMA = 3
 PATH = Path(__file__).with_name("table.json")
 
 #: Never picked: torch is the oracle and reads lengths on the host, peers are other people's libraries.
@@ -33,11 +34,9 @@ NOT_SERVED = ("torch", "peer")
 #: Experiments that time one version alone where others would be faster: beside nothing it would look like the choice.
 NOT_COMPARED = ("mla_var6_plus", "tuning", *ASIDE)
 
-#: A newer version of a design supersedes one where it was measured at this share of its problems, is the faster on
-#: average, and nowhere slower by more than what chips and runs differ by, or, in one run, than what turns do.
-_SHARED, _SLACK, _TURNS = 0.9, 1.06, 1.01
-
 Timed = tuple[Any, str, Any, float]  # what, run, when, us
+
+_COLUMNS = ("record", "us", "run", "code")  # of a version's points, beside the problem
 
 _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any recorded call took above its limit
 
@@ -46,15 +45,13 @@ _ASSUMED_FLOOR_US = 10.0  # of a device without a record: the least that any rec
 class Point:
     """One measurement. us: geometric mean of the burst and the sustained median, for the limits of devices.json, as it
     would be on the chip of the newest run that can be told of (`levelled`). run: what it shares with the measurements
-    that it took turns with; empty where it is not known."""
+    that it took turns with; empty where it is not known. code: digest of what ran; empty where the record has none."""
 
     record: str
     problem: MlaProblem
     us: float
     run: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"record": self.record, "us": self.us, "run": self.run, "problem": self.problem.to_record()}
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,22 +76,6 @@ class Recipe:
         if not self.tiling:
             return True
         return any(_close(point.problem, problem) for point in self.points)
-
-
-def _same_design(new: KernelId, old: KernelId) -> bool:
-    same = (new.language, new.layer, new.design) == (old.language, old.layer, old.design)
-    return same and new.version > old.version
-
-
-def _leaves_nothing(new: Recipe, old: Recipe) -> bool:
-    """Whether `new` is as fast as `old`, by what was measured of both."""
-    other = {point.problem: point for point in new.points}
-    pairs = [(other[point.problem], point) for point in old.points if point.problem in other]
-    if len(pairs) < max(3, _SHARED * len(old.points)):
-        return False
-    if any(a.us > (_TURNS if a.run and a.run == b.run else _SLACK) * b.us for a, b in pairs):
-        return False
-    return sum(math.log(a.us / b.us) for a, b in pairs) <= 0.0
 
 
 def _close(a: MlaProblem, b: MlaProblem) -> bool:
@@ -123,18 +104,6 @@ class DeviceTable:
     def _point(self, point: Point) -> tuple[model.Place, float, str]:
         limit = model.limit_us(point.problem, self.hardware)
         return model.place_of(point.problem, self.hardware), point.us / (limit + self.floor_us), point.record
-
-    @functools.cached_property
-    def superseded(self) -> dict[Recipe, Recipe]:
-        """Versions that a newer one of their language and design has left nothing to be picked for, and that one: the
-        newest of them. They stay in the table for what the newer one refuses."""
-        plain = [recipe for recipe in self.recipes if not recipe.tiling]
-        found = {}
-        for old in plain:
-            newer = [new for new in plain if _same_design(new.kernel, old.kernel) and _leaves_nothing(new, old)]
-            if newer:
-                found[old] = max(newer, key=lambda recipe: recipe.kernel.version)
-        return found
 
     @functools.cached_property
     def _places(self) -> dict[Recipe, list[tuple[model.Place, float, str]]]:
@@ -173,22 +142,26 @@ class Table:
         return others[0] if others else DeviceTable(device.key)
 
     def to_json(self) -> str:
-        devices = {
-            key: {
-                "floor_us": round(table.floor_us, 2),
-                "recipes": [
-                    {
-                        "kernel": recipe.kernel.to_record(),
-                        "tiling": dict(recipe.tiling),
-                        "points": [point.to_json() for point in recipe.points],
-                    }
-                    for recipe in table.recipes
-                ],
-            }
-            for key, table in sorted(self.devices.items())
+        """Problems once, in rows, and each version's points in columns, a line each."""
+        problems: dict[MlaProblem, int] = {}
+        devices: dict[str, Any] = {}
+        for key, table in sorted(self.devices.items()):
+            recipes = []
+            for recipe in table.recipes:
+                columns = {name: [getattr(point, name) for point in recipe.points] for name in _COLUMNS}
+                columns["problem"] = [problems.setdefault(point.problem, len(problems)) for point in recipe.points]
+                recipes.append({"kernel": recipe.kernel.to_record(), "tiling": dict(recipe.tiling), **columns})
+            devices[key] = {"floor_us": round(table.floor_us, 2), "recipes": recipes}
+        rows = [problem.to_record() for problem in problems]
+        data = {
+            "schema": SCHEMA,
+            "held_out": self.held_out,
+            "problems": {"fields": list(rows[0]) if rows else [], "rows": [list(row.values()) for row in rows]},
+            "devices": devices,
         }
-        lines = json.dumps({"schema": SCHEMA, "held_out": self.held_out, "devices": devices}, indent=1)
-        return lines + "\n"
+        # Innermost lists and objects on one line.
+        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda m: re.sub(r"\s*\n\s*", " ", m[0]), json.dumps(data, indent=1))
+        return text + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Table:
@@ -197,19 +170,22 @@ class Table:
             data = json.loads(text)
             if data["schema"] != SCHEMA:
                 raise UserError(f"the table has the form {data['schema']} and this version reads {SCHEMA}: build it.")
+            names = data["problems"]["fields"]
+            problems = [MlaProblem.from_record(dict(zip(names, row, strict=True))) for row in data["problems"]["rows"]]
             devices = {}
             for key, entry in data["devices"].items():
-                recipes = [_recipe(item) for item in entry["recipes"]]
+                recipes = [_recipe(item, problems) for item in entry["recipes"]]
                 devices[key] = DeviceTable(key, float(entry["floor_us"]), tuple(recipes))
             return cls(devices, data["held_out"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             raise UserError(f"the dispatcher's table is damaged ({error}): run `mla-var3 dispatch build`.") from error
 
 
-def _recipe(item: Mapping[str, Any]) -> Recipe:
+def _recipe(item: Mapping[str, Any], problems: Sequence[MlaProblem]) -> Recipe:
+    columns = [item[name] for name in _COLUMNS]
     points = [
-        Point(point["record"], MlaProblem.from_record(point["problem"]), float(point["us"]), point["run"])
-        for point in item["points"]
+        Point(record, problems[index], float(us), run, code)
+        for record, us, run, code, index in zip(*columns, item["problem"], strict=True)
     ]
     return Recipe(KernelId.from_record(item["kernel"]), tuple(item["tiling"].items()), tuple(points))
 
@@ -233,8 +209,8 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
     Times are brought to the limits of devices.json by the limits of their own run, so that runs on different days and
     chips can stand beside each other, and runs of the same problem that have versions in common by those (`levelled`).
     A version that the dispatcher had picked counts as any other where its knobs were the version's own; what it was
-    measured with otherwise is left out. rejected: versions that are not to be picked; their times still tell how much
-    faster one chip was than another.
+    measured with otherwise is left out. rejected: versions that are not to be picked, or are no longer here; their
+    times still tell how much faster one chip was than another.
     """
     counted = [(record, _run(record)) for record in records if _counts(record)]
     own = {named(r): r.tiling for r, _ in counted if r.requested in (None, "default")}
@@ -265,7 +241,7 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
         us = level.get(key, own_us)
         limit = model.limit_us(problem, Device.get(device))
         grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(
-            Point(record.id, problem, round(us, 3), run)
+            Point(record.id, problem, round(us, 3), run, record.code["digest"] if record.code else "")
         )
         excess.setdefault(device, []).append(us - limit)
     tables = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError, nearest
+from mla_var3.kernel.retired import where_is
 from mla_var3.toolchain import source
 
 if TYPE_CHECKING:
@@ -70,9 +71,12 @@ class KernelId:
 
     @classmethod
     def parse(cls, text: str) -> KernelId:
-        """The version that `language/design[_vN]` names; a `UserError` names the nearest when there is none."""
+        """The version that `language/design[_vN]` names; a `UserError` says where a retired one is, and names the
+        nearest when there is none."""
         found = {k.label: k for k in all_kernels()}
         if text not in found:
+            if (sentence := where_is(text)) is not None:
+                raise UserError(sentence)
             raise UserError(f"no kernel {text!r}: {nearest(text, found)}.")
         return found[text]
 
@@ -86,7 +90,7 @@ def all_kernels() -> tuple[KernelId, ...]:
         for path in sorted((root / folder).glob("*/*/*/*.py")):
             layer, design, name = path.parts[-4], path.parts[-3], path.parts[-2]
             match = re.fullmatch(re.escape(design) + r"(?:_v(\d+))?", name)
-            if layer != "lib" and match and path.stem == name:
+            if layer not in ("lib", "prims") and match and path.stem == name:
                 found.append(KernelId(language, layer, design, int(match[1] or 0)))
     return tuple(sorted(found))
 

@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mla_var3.devlog.citations import Finding
+from mla_var3.devlog.citations import CITATION, Finding
 from mla_var3.errors import UserError, nearest
 from mla_var3.knowledge import triggers
 from mla_var3.knowledge.blocks import blocks
@@ -42,7 +42,6 @@ DIRECTIONS = ("up", "down")
 #: What a claim rests on. Geometry: arithmetic with sizes that stand beside it.
 BASES = ("Compiled", "Measured", "Package", "Source", "Geometry")
 _BASIS = re.compile(rf"\*(?P<basis>{'|'.join(BASES)})\b[^*\n]*\*")
-_RECORD = re.compile(r"\[r:[^\]\n]+\]")
 _URL = re.compile(r"https?://")
 _DEVLOG = re.compile(r"\]\([^)\s]*devlogs/[^)\s]*\)")
 # A figure somebody measured: time, rate, share, clock, power, or a ratio. Bytes and counts are geometry.
@@ -66,9 +65,11 @@ def check(root: Path) -> tuple[list[str], list[Page]]:
     """(what is to mend, each `file:line: message`; the pages that were read)."""
     from mla_var3.devlog.check import load_records
     from mla_var3.kernel import registry
+    from mla_var3.kernel.retired import retired
 
     records, failures = load_records(root)
-    labels = {kernel.label for kernel in registry.all_kernels()}
+    # A retired version keeps its devlog, which says where its code is.
+    labels = {kernel.label for kernel in registry.all_kernels()} | set(retired())
     pages: list[Page] = []
     anchors: dict[Path, set[str]] = {}
     found: list[tuple[Page, list[Finding]]] = []
@@ -199,11 +200,11 @@ def _sections(page: Page) -> Iterator[Finding]:
         for line, text in paragraphs(page):
             inside = evidence.line < line <= evidence.line + evidence.text.count("\n") + 1
             if inside and not text.lstrip().startswith(("|", "#")) and not _rests(text):
-                yield Finding(line, "evidence without a record [r:ID ...], a URL, or a link to a devlog")
+                yield Finding(line, "evidence without a record <!-- r:ID ... -->, a URL, or a link to a devlog")
 
 
 def _rests(text: str) -> bool:
-    return bool(_RECORD.search(text) or _URL.search(text) or _DEVLOG.search(text) or _BASIS.search(text))
+    return bool(CITATION.search(text) or _URL.search(text) or _DEVLOG.search(text) or _BASIS.search(text))
 
 
 def _basis(section: Section) -> Iterator[Finding]:
@@ -213,7 +214,7 @@ def _basis(section: Section) -> Iterator[Finding]:
     if not found:
         yield Finding(section.line, f"section {section.title!r} does not say what it rests on: *{'*, *'.join(BASES)}*")
     if "Measured" in found and not (
-        _RECORD.search(section.text) or _URL.search(section.text) or _DEVLOG.search(section.text)
+        CITATION.search(section.text) or _URL.search(section.text) or _DEVLOG.search(section.text)
     ):
         yield Finding(section.line, f"section {section.title!r} says *Measured*, and names no record, devlog or URL")
     if "Source" in found and not _URL.search(section.text):
@@ -223,7 +224,7 @@ def _basis(section: Section) -> Iterator[Finding]:
 def _figures(page: Page) -> Iterator[Finding]:
     """Measured figures need a record or a URL in their paragraph."""
     for line, text in paragraphs(page):
-        if _RECORD.search(text) or _URL.search(text):
+        if CITATION.search(text) or _URL.search(text):
             continue
         plain = _CODE.sub("", text)
         found = _FIGURE.search(plain)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_var3.devlog.citations import Finding
+from mla_var3.devlog.citations import COMMENT, Finding, without_comments
 from mla_var3.devlog.front_matter import body_line, read_fields
 
 _FENCE = re.compile(r"\s*(```+|~~~+)[ \t]*(?P<info>[^\n`]*?)[ \t]*$")
@@ -84,9 +84,9 @@ def read(path: Path) -> tuple[Page, list[Finding]]:
 
 
 def prose(page: Page) -> Iterator[tuple[int, str]]:
-    """Lines outside front matter, fenced blocks and comments."""
+    """Lines outside front matter, fenced blocks and comments; citations, which are comments too, stay."""
     fenced = _fenced_lines(page)
-    body = re.sub(r"<!--.*?(?:-->|\Z)", lambda m: re.sub(r"[^\n]", " ", m[0]), page.text, flags=re.DOTALL)
+    body = COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), page.text)
     first = body_line(page.text)
     for number, line in enumerate(body.split("\n"), start=1):
         if number >= first and number not in fenced:
@@ -147,7 +147,7 @@ def _read_body(page: Page, findings: list[Finding], start: int) -> None:
             elif len(heading[1]) == 2:
                 titles.append((heading[2], number))
         elif page.heading and not titles and not page.summary and line.strip():
-            page.summary = line.strip()
+            page.summary = without_comments(line).strip()
         # Links inside inline code are shown, not meant.
         plain = re.sub(r"`[^`\n]+`", lambda m: " " * len(m[0]), line)
         for found in _LINK.finditer(plain):

@@ -33,7 +33,6 @@ def mla_decode(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    mean_length: float | None = None,
     fixed_split: int | None = None,
     kernel: str | None = None,
     on: Engine | None = None,
@@ -50,22 +49,17 @@ def mla_decode(
     write, (b, s, h, k) in q's dtype and (b, h, s) float32. return_lse: also returns the natural log-sum-exp of
     scale · q·k. A row that sees no key has out 0 and lse +inf.
 
-    mean_length: about how many tokens the requests have on average, if the host knows; decides only how fast it goes.
-    Without it all requests are taken to be as long as the page table is wide.
     fixed_split: tokens up to which a request is left whole, a multiple of the page, for results that do not depend on
     the rest of the batch: version, cut and order of sums follow from the request's own length and the problem class,
     so a request has the same bits alone, in any batch, at any place in it, and under a page table of any width.
     `mla_var3.ops.fixed` has the costs.
-    kernel: a version's name ("cute-dsl/flash_mla_v1") in place of the dispatcher's pick. on: another engine.
+    kernel: a version's name ("cute-dsl/flash_mla_v21") in place of the dispatcher's pick. on: another engine.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for arguments, a device or a problem that no version
     takes.
     """
-    mean = None if fixed_split is not None else mean_length  # what a batch is like must not decide a fixed cut
-    problem = problem_of(
-        q, kv_cache, page_table, seq_lens, head_dim_v=head_dim_v, scale=scale, causal=causal, mean_length=mean
-    )
+    problem = problem_of(q, kv_cache, page_table, seq_lens, head_dim_v=head_dim_v, scale=scale, causal=causal)
     served = engine() if on is None else on
     if on is None:
         on_gpu(q)

@@ -3,7 +3,7 @@
 Planning a kernel allocates its workspaces and looks up compiled code: a tenth of a millisecond. So a kernel is planned
 once for its shapes, device and stream, on tensors that belong to the engine; before each launch these are pointed at
 the caller's memory (`tensor.data = other`, a third of a microsecond each), and afterwards away from it, so that the
-engine keeps no caller's memory alive. What is planned inside `late_tensors()` reads addresses when it launches; a
+engine keeps no caller's memory alive. A plan with `late_tensors` reads addresses when it launches; a
 kernel that keeps views of its tensors (cuTile's handles) is bound anew in each call.
 
 Streams: a kernel's workspaces are used by one stream only, so calls on several streams do not meet. While a stream is
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.runtime.late import late_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -170,8 +169,9 @@ class Engine:
         arch = None if hardware is None else hardware.arch
         with self._lock:
             plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), {})
+        plan.late_tensors = True
         # Tensors made in inference mode could not be pointed elsewhere outside of it.
-        with torch.inference_mode(False), torch.no_grad(), late_tensors():
+        with torch.inference_mode(False), torch.no_grad():
             own = tuple(holder(x) for x in inputs)
             kernel = plan.plan(*own)
         outputs = tuple(kernel.output_tensors)

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
-from mla_var3.kernel.cute_python.lib.decode import DecodePlan
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
 from mla_var3.runtime.base import BaseKernel
@@ -133,6 +132,7 @@ class FixedSplitPlan(KernelPlan):
         plan_type = registry.get_plan(self.inner_kernel(splits))
         plan = with_splits(plan_type, inner_problem(self.problem, b, t), self.device, splits)
         plan.compiled = self.compiled.setdefault(plan_type.__module__, {})
+        plan.late_tensors = self.late_tensors
         return plan
 
     # ------------------------------------------------------------ kernels
@@ -284,16 +284,17 @@ def leaves_whole(plan_type: type[KernelPlan], plan: KernelPlan) -> Verdict:
 
 
 def leaves_halves(plan_type: type[KernelPlan], plan: KernelPlan) -> Verdict:
-    """Whether a version's first stage leaves the partial results of two splits as `DecodePlan` describes them."""
-    if not isinstance(plan, DecodePlan):
-        return Verdict.no("its partial results are not those that `DecodePlan` describes")
+    """Whether a version's first stage leaves the partial results of two splits in the form that `join` reads: fp32
+    outputs (2, b, h_kv, rows, k) and LSEs (2, b, h_kv, rows), made by the plan's `partials(q, splits)`."""
+    if not hasattr(plan, "partials"):
+        return Verdict.no("its partial results are its own matter: the plan has no `partials(q, splits)`")
     verdict, kernel = _with_knob(plan_type, plan, HALVES)
     if verdict and len(getattr(kernel, "stages", ())) != 2:
         return Verdict.no("with num_splits = 2 it has no two stages with partial results between them")
     return _as_described(plan) if verdict else verdict
 
 
-def _as_described(plan: DecodePlan) -> Verdict:
+def _as_described(plan: Any) -> Verdict:
     """Whether a version's partial results have the form that `join` reads."""
     import torch
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
@@ -17,26 +15,6 @@ _CACHE_ALIGNMENT = 128  # bytes: what the copy engine that reads pages assumes o
 _ALIGNMENT = 16  # bytes: vectors of query and output rows; numbers by themselves lie anywhere
 
 
-@dataclass(frozen=True)
-class ScaledProblem(MlaProblem):
-    """A problem whose factor on q·k is given, not that of its head dim, and of whose lengths only the mean is known.
-    Compiled code depends on neither.
-
-    mean_length: expected mean of the lengths, None where all may be as long as the page table is wide.
-    """
-
-    softmax_scale: float | None = None
-    mean_length: int | None = None
-
-    @property
-    def fill(self) -> float:
-        return 1.0 if self.mean_length is None else min(1.0, max(1, self.mean_length) / max(1, self.t))
-
-    @property
-    def scale(self) -> float:
-        return (self.d + self.p) ** -0.5 if self.softmax_scale is None else self.softmax_scale
-
-
 def problem_of(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -46,8 +24,7 @@ def problem_of(
     head_dim_v: int,
     scale: float | None,
     causal: bool,
-    mean_length: float | None = None,
-) -> ScaledProblem:
+) -> MlaProblem:
     """The problem of a call, with t the most tokens that its page table can name.
 
     Looks at shapes, dtypes and devices only, never at what lies on the device. Raises `UserError` naming the argument.
@@ -94,19 +71,7 @@ def problem_of(
     if kv_cache.is_cuda and kv_cache.data_ptr() % _CACHE_ALIGNMENT:
         raise UserError(f"kv_cache starts at an address that is not a multiple of {_CACHE_ALIGNMENT} bytes: align it.")
     sizes = (max(b, 1), s, page_table.shape[1] * page, h, h_kv, head_dim_v, width - head_dim_v)
-    mean = None if mean_length is None else _mean(mean_length, sizes[2])
-    return _problem(
-        *sizes, bool(causal) and s > 1, page, dtypes[q.dtype], None if scale is None else float(scale), mean
-    )
-
-
-def _mean(length: Any, most: int) -> int:
-    """A mean length to about 6 %, so that a batch that grows by a token is not a new problem."""
-    wrong = isinstance(length, bool) or not isinstance(length, int | float)
-    if wrong or not (math.isfinite(length) and length >= 0):
-        raise UserError(f"mean_length = {length!r} is not a number of tokens of at least 0.")
-    step = max(1, most // 16)
-    return min(most, max(1, round(length / step)) * step)
+    return _problem(*sizes, bool(causal) and s > 1, page, dtypes[q.dtype], None if scale is None else float(scale))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,12 +87,10 @@ def _problem(
     page: int,
     dtype: str,
     scale: float | None,
-    mean: int | None,
-) -> ScaledProblem:
+) -> MlaProblem:
     """One object for equal problems: making and judging one takes longer than all else that a call does on the host."""
-    return ScaledProblem(
-        b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale,
-        mean_length=mean,
+    return MlaProblem(
+        b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale
     )  # fmt: skip
 
 

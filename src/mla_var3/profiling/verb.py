@@ -49,9 +49,9 @@ def add_common(parser: argparse._ActionsContainer) -> None:
 
 def profile(args: argparse.Namespace) -> int:
     """Profiles each kernel in turn; 0, or 2 with one sentence for what stands in the way."""
+    from mla_var3.cli.arguments import problem_of, tiling_fields, tiling_of, usable
     from mla_var3.device import Device
     from mla_var3.profiling.run import available
-    from mla_var3.verbs import _usable, problem_of, tiling_fields, tiling_of
 
     detected = Device.detect()
     target = detected if args.device is None or (detected and detected.key == args.device) else None
@@ -59,7 +59,7 @@ def profile(args: argparse.Namespace) -> int:
         Device.get(args.device)
     available(args.mode, target)
     problem, asked = problem_of(args), tiling_fields(args.tiling)
-    for kernel in _usable(args.kernels):
+    for kernel in usable(args.kernels):
         if asked:
             from mla_var3.kernel.registry import get_plan
 

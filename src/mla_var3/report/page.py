@@ -328,7 +328,7 @@ def _entries(versions: Sequence[str]) -> dict[str, dict[str, str]]:
     for label, entry in sources.entries().items():
         if label in versions:
             text = "\n\n".join(f"#### {title}\n\n{body}" for title, body in entry.sections)
-            text = re.sub(r"\[r:([0-9a-f]{6,})[^\]]*\]", r"([record](#record=\1))", text)
+            text = re.sub(r"\s*<!--\s*r:([0-9a-f]{6,})[^<>]*-->", r" ([record](#record=\1))", text)
             found[label] = {
                 "path": entry.path,
                 "verdict": entry.verdict,

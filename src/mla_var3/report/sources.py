@@ -89,6 +89,8 @@ def _relative(path: Path, root: Path) -> str:
 
 def _why(text: str, verdict: str) -> str:
     """The verdict's paragraph without its first word and its citations."""
+    from mla_var3.devlog.citations import without_comments
+
     first = re.split(r"\n\s*\n", text)[0].replace("\n", " ")
-    first = re.sub(r"\s*\[r:[^\]]*\]", "", first)
+    first = without_comments(first)
     return re.sub(rf"^\W*{re.escape(verdict)}\W*", "", first, flags=re.IGNORECASE).strip() if verdict else first.strip()

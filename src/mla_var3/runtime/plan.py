@@ -28,8 +28,9 @@ class KernelPlan(ABC):
     """One version of a design for one problem and tiling. Subclasses live one a file; the registry names them.
 
     A subclass sets `tiling_type` and `requires`, and implements `default_tiling`, `autotune_configs`, `plan` and
-    `plan_empty`. Compiled functions go into `self.compiled`, a dictionary that rebinding and retuning share, under
-    keys that hold everything the code depends on; that is what makes binding free of compilation.
+    `plan_empty`. Compiled functions go into `self.compiled`, a dictionary that rebinding and retuning share, and that
+    other plans of the version may be given, under keys that hold everything the code depends on; that is what makes
+    binding free of compilation.
     """
 
     tiling_type: ClassVar[type[Tiling]]
@@ -38,12 +39,13 @@ class KernelPlan(ABC):
     graph_capturable: ClassVar[bool] = True
     formulation: ClassVar[str] = "absorbed"
 
+    #: Whether tensors are pointed at other memory between launches, so that what is planned must read addresses then.
+    late_tensors: bool = False
+
     def __init__(self, problem: MlaProblem, tiling: Tiling | None = None, device: Device | None = None) -> None:
         self.problem = problem
         self.device = device
         self.compiled: dict[Any, Any] = {}
-        # Mean length over the longest, as far as the host knows: binding keeps it, though it cannot see lengths.
-        self.fill = problem.fill
         self.tiling = self.default_tiling() if tiling is None else tiling
 
     # ------------------------------------------------------------ for subclasses
@@ -136,5 +138,5 @@ class KernelPlan(ABC):
     def _derive(self, problem: MlaProblem, tiling: Tiling) -> Self:
         other = type(self)(problem, tiling, self.device)
         other.compiled = self.compiled
-        other.fill = self.fill
+        other.late_tensors = self.late_tensors
         return other

@@ -15,6 +15,7 @@ from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
+from mla_var3.kernel.retired import where_is
 from mla_var3.problem import MlaProblem
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list
     for pattern in patterns:
         some = sorted(k for k in kernels if _matches(k, pattern))
         if not some:
+            if (sentence := where_is(pattern)) is not None:
+                raise UserError(sentence)
             choices = {k.label for k in kernels} | {k.module_name for k in kernels} | set(PICKERS)
             raise UserError(f"no kernel matches {pattern!r}: {nearest(pattern, choices)}.")
         chosen += [k for k in some if k not in chosen]

@@ -302,10 +302,13 @@ def check(
     is planned; the other cases are bound to that kernel, except "planned".
     A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name added.
     """
+    compiled = getattr(plan, "compiled", None) if not isinstance(plan, type) else None
     plan_cls, problem, tiling, hardware = _resolve(plan, problem, tiling, device, hardware)
     own = getattr(plan_cls, "check", None)
     if own is not None:  # another kind of problem, with cases of its own (mla_var3.runtime.correctness.prefill)
-        found: CheckReport = own(problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware)
+        found: CheckReport = own(
+            problem, tiling, device, quick=quick, seeds=seeds, hardware=hardware, compiled=compiled
+        )
         return found
     wanted = tuple(cases) if cases is not None else QUICK if quick else tuple(CASES)
     for name in wanted:
@@ -326,7 +329,7 @@ def check(
                 continue
             seed = base_seed + 101 * index
             try:
-                session = _Session(plan_cls, tiling, hardware, device, kernel, seed)
+                session = _Session(plan_cls, tiling, hardware, device, kernel, seed, compiled)
                 verdict = (case.run or _plain)(session, case)
             except Exception as error:
                 error.add_note(f"while checking case {case.name!r} with seed {seed}")
@@ -383,6 +386,7 @@ class _Session:
     device: str
     kernel: Kernel | None
     seed: int
+    compiled: dict[Any, Any] | None = None  # what plans share
     deterministic: bool = True
 
     def inputs(self, problem: MlaProblem, seed: int, dist: str = "flashmla") -> tuple[torch.Tensor, ...]:
@@ -400,6 +404,8 @@ class _Session:
         if tiling is not None and not tiling.validate(case.problem, self.hardware):
             tiling = None
         plan = self.plan_cls(case.problem, tiling, self.hardware)
+        if self.compiled is not None:
+            plan.compiled = self.compiled
         self.deterministic = bool(plan.deterministic)
         kernel: Kernel = plan.plan(*inputs)
         self.kernel = self.kernel or kernel

@@ -59,6 +59,7 @@ class PlannedPlan(KernelPlan):
         quick: bool = False,
         seeds: Sequence[int] | None = None,
         hardware: Device | None = None,
+        compiled: dict[Any, Any] | None = None,
     ) -> CheckReport:
         """Plans and judges each case, as `checking.check` does for decode, once for each seed (a fresh one by default).
 
@@ -73,6 +74,8 @@ class PlannedPlan(KernelPlan):
             for index, (name, own, dist) in enumerate(cases):
                 seed = base + 101 * index
                 plan = cls(own, tiling, hardware)
+                if compiled is not None:
+                    plan.compiled = compiled
                 inputs = cls.make_inputs(own, device, seed=seed, dist=dist)
                 kernel = plan.plan(*inputs)
                 error = plan.error_of(kernel, inputs, dist)

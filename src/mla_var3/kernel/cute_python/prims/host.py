@@ -14,7 +14,6 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python.prims.partials import STATS, Partials
 from mla_var3.runtime import CuteKernel
-from mla_var3.runtime.late import tensors_are_late
 from mla_var3.runtime.plan import require_int32
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def stage(
     call = compiled_host(plan, name, compile_fn, device=target(plan)).handle if given else None
     return CuteKernel(
         kernel_fn,
-        launcher(call, *given) if given else None,
+        launcher(call, *given, late=plan.late_tensors) if given else None,
         inputs,
         outputs,
         plan.tiling,
@@ -154,14 +153,14 @@ def compiler(host_fn: Any, arguments_fn: Callable[[], Sequence[Any]], name: str)
     return compile_fn
 
 
-def launcher(call: Any, *arguments: Any) -> Callable[[Any], None]:
+def launcher(call: Any, *arguments: Any, late: bool = False) -> Callable[[Any], None]:
     """`launch_fn` of a `CuteKernel` that calls a compiled host function with these arguments every time.
 
     A torch tensor costs 0.1 us of conversion at each call, so all but the first are converted here, once (they share
-    memory and keep it alive), unless they will be pointed elsewhere (`late_tensors`). The first stays torch's own: it
-    is what makes TVM-FFI launch on torch's current stream.
+    memory and keep it alive), unless they are `late`: pointed at other memory between launches. The first stays
+    torch's own: it is what makes TVM-FFI launch on torch's current stream.
     """
-    if tensors_are_late():
+    if late:
         return lambda _: call(*arguments)
     import torch
     import tvm_ffi

@@ -1,0 +1,148 @@
+"""What several verbs take: the parser, and the options that describe kernels, a problem and a tiling."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mla_var3.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.problem import MlaProblem
+    from mla_var3.runtime.types import Tiling
+
+PROBLEM_FIELDS = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, with the nearest valid choice."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (-\S+)", message)
+        invalid = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if unknown:
+            options = [text for action in self._actions for text in action.option_strings]
+            word = unknown[1].split("=")[0]
+            message = f"there is no option {word}: {nearest(word, options)}"
+        elif invalid:
+            choices = [part.strip().strip("'") for part in invalid[3].split(",")]
+            message = f"{invalid[1]} {invalid[2]!r} is unknown: {nearest(invalid[2], choices)}"
+        raise UserError(f"{message} ({self.prog} --help).")
+
+
+def add_kernels(parser: argparse.ArgumentParser, count: str) -> None:
+    """The kernels, `count` as argparse's nargs."""
+    parser.add_argument("kernels", nargs=count, metavar="KERNEL", help="language/design[_vN]; * and ? are wildcards")
+
+
+def add_problem(parser: argparse.ArgumentParser) -> None:
+    """The options that describe a problem; read them with `problem_of`."""
+    group = parser.add_argument_group("problem")
+    group.add_argument("--model", metavar="NAME", help="geometry: deepseek-v3 (default), deepseek-v2-lite, kimi-k2")
+    for name, text in (
+        ("b", "requests"),
+        ("s", "query tokens of each request"),
+        ("t", "cached tokens of each request"),
+        ("h", "query heads"),
+        ("h_kv", "latent caches"),
+        ("k", "latent columns"),
+        ("p", "rope columns"),
+        ("d", "head dim"),
+        ("n", "tokens of each request that are decompressed (design mla_var6_plus)"),
+    ):
+        names = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
+        group.add_argument(*names, type=int, metavar="N", help=text)
+    group.add_argument("--lengths", metavar="L", help="ragged, normal, edges (':SEED' may follow), or a list: 70,0,128")
+    group.add_argument("--causal", action="store_true", default=None, help="query token i sees keys 0 .. t - s + i")
+    group.add_argument("--page", metavar="N", help="tokens a cache page, or 'contiguous'")
+    group.add_argument("--dtype", metavar="D", help="bf16 (default), fp16 or fp32")
+
+
+def add_tiling(parser: argparse.ArgumentParser) -> None:
+    """The knobs; read them with `tiling_fields`."""
+    parser.add_argument("--tiling", metavar="K=V,...", default="", help="knobs that differ from the default tiling")
+
+
+def problem_of(args: argparse.Namespace, **defaults: Any) -> MlaProblem:
+    """The problem that the options of `add_problem` describe, over `defaults`."""
+    from mla_var3.problem import GEOMETRIES, MlaProblem
+
+    fields = {**defaults, **{name: getattr(args, name) for name in PROBLEM_FIELDS if getattr(args, name) is not None}}
+    if args.page is not None:
+        fields["page"] = None if args.page in ("contiguous", "none") else _integer("--page", args.page)
+    if args.lengths is not None:
+        fields |= _lengths(args.lengths, fields)
+    if args.model is not None and args.model not in GEOMETRIES:
+        raise UserError(f"--model {args.model!r} is unknown: {nearest(args.model, GEOMETRIES)}.")
+    return MlaProblem.of(args.model or "deepseek-v3", **fields)
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} {text!r} is not a whole number.") from None
+
+
+def _lengths(text: str, fields: dict[str, Any]) -> dict[str, Any]:
+    name, _, seed = text.partition(":")
+    if name.replace(",", "").replace(" ", "").isdigit():
+        lengths = [_integer("--lengths", part) for part in text.split(",")]
+        return {"b": len(lengths), "t": max(lengths), "lengths": lengths}
+    return {"lengths": {"name": name, "seed": _integer("--lengths seed", seed) if seed else 0}}
+
+
+def tiling_fields(text: str) -> dict[str, Any]:
+    """Fields of "tile_m=64,swapped=true"."""
+    fields: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"--tiling {part!r} is not KNOB=VALUE: write for example --tiling tile_m=64,num_splits=4.")
+        try:
+            fields[name.strip()] = ast.literal_eval({"true": "True", "false": "False"}.get(value.lower(), value))
+        except (ValueError, SyntaxError):
+            fields[name.strip()] = value
+    return fields
+
+
+def tiling_of(plan_type: Any, problem: MlaProblem, device: Device | None, asked: dict[str, Any]) -> Tiling:
+    """The version's default tiling with the fields that were asked for; an unknown field names the nearest."""
+    from mla_var3.sweep.plan import knobs
+
+    tiling: Tiling = plan_type(problem, None, device).tiling
+    names = list(tiling.to_record())
+    for name in asked:
+        if name not in names:
+            raise UserError(f"{plan_type.__name__} has no knob {name!r}: {nearest(name, names)}.")
+    return knobs(tiling, asked)
+
+
+def usable(patterns: list[str]) -> list[KernelId]:
+    """The versions that patterns name and whose language is installed; the others are reported."""
+    from mla_var3.kernel import registry
+    from mla_var3.sweep.plan import select_kernels
+
+    found = []
+    for kernel in select_kernels(patterns):
+        reason = registry.missing(kernel)
+        if reason:
+            print(f"{kernel.label}: skipped: {reason}", file=sys.stderr)
+        else:
+            found.append(kernel)
+    if not found:
+        raise UserError("none of these kernels can be used here: install their languages (mla-var3 doctor says how).")
+    return found
+
+
+def experiment_cells(name: str) -> list[MlaProblem]:
+    """The problems of an experiment of `conf/experiment`."""
+    from mla_var3.sweep.config import compose
+    from mla_var3.sweep.plan import expand_cells
+
+    return expand_cells(compose([f"experiment={name}"]))

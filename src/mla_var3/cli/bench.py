@@ -1,0 +1,72 @@
+"""`mla-var3 bench`: times kernels on one problem."""
+
+from __future__ import annotations
+
+import argparse
+
+from mla_var3.cli.arguments import add_kernels, add_problem, add_tiling, problem_of, tiling_fields
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+
+HELP = "time kernels on one problem, or --calibrate to measure the limits of this GPU"
+EPILOG = """\
+examples:
+  mla-var3 bench cute-dsl/flash_mla triton/flash_mla --b 128 --h 128 --t 4096
+  mla-var3 bench '*' --b 1 --t 65536 --preset fast
+  mla-var3 bench --calibrate"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_kernels(parser, "*")
+    add_problem(parser)
+    add_tiling(parser)
+    parser.add_argument("--calibrate", action="store_true", help="measure this GPU's limits instead of kernels")
+    parser.add_argument("--preset", default="standard", help="standard, or fast: about half a second a kernel")
+    parser.add_argument("--tune", action="store_true", help="try the version's tilings first")
+    parser.add_argument(
+        "--results-dir", default="results", metavar="DIR", help="records go to DIR/<device>/<date>-bench.jsonl"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times kernels on one problem through the sweep, so that records are the same."""
+    from mla_var3.sweep.plan import select_kernels
+
+    select_kernels(args.kernels)  # a name that is none is told before a GPU is looked for
+    detected = Device.detect()
+    if detected is None:
+        raise UserError(
+            "bench needs a GPU and there is none here: `mla-var3 compile` and `mla-var3 check` work without."
+        )
+    if args.calibrate:
+        return _calibrate(detected, args.preset)
+    if not args.kernels:
+        raise UserError("bench needs a kernel: give language/design, '*' for all, or --calibrate.")
+    from mla_var3.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig
+    from mla_var3.sweep.run import Sweep
+
+    asked = tiling_fields(args.tiling)
+    config = SweepConfig(
+        experiment=ExperimentConfig(name="bench", cells=[problem_of(args).to_record()]),
+        kernels=KernelsConfig(patterns=args.kernels),
+        bench={"preset": args.preset, "tune": args.tune},
+        tiling=asked,
+        results_dir=args.results_dir,
+    )
+    Sweep(config, detected).run()
+    return 0
+
+
+def _calibrate(device: Device, preset: str) -> int:
+    from mla_var3.bench.calibrate import measure_all
+    from mla_var3.bench.settings import BenchSettings
+
+    print(f"limits of {device.name}:")
+    for state, limits in measure_all(settings=BenchSettings.of({"preset": preset})).items():
+        known = [device.ceiling(q, state) for q in ("matmul_tflops", "read_gbps")]
+        beside = ", ".join(f"{c.value:,.0f} {c.unit} on {c.date}" for c in known if c is not None)
+        print(
+            f"  {state:10} matrix product {limits.matmul_tflops:,.0f} TFLOP/s, reading {limits.read_gbps:,.0f} GB/s"
+            + (f"   (recorded: {beside})" if beside else "")
+        )
+    return 0

@@ -1,0 +1,161 @@
+"""`mla-var3 check`: is a kernel right?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.cli.arguments import (
+    PROBLEM_FIELDS,
+    add_kernels,
+    add_problem,
+    add_tiling,
+    problem_of,
+    tiling_fields,
+    tiling_of,
+    usable,
+)
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+
+if TYPE_CHECKING:
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.problem import MlaProblem
+
+HELP = "is a kernel right? on the GPU, or on the CPU where its language runs there"
+EPILOG = """\
+examples:
+  mla-var3 check triton/flash_mla --b 2 --t 300 --h 16
+  mla-var3 check 'cute-dsl/*' --lengths 70,0,128 --s 4 --causal
+  mla-var3 check cute-dsl/flash_mla_v1 --b 2 --t 300 --sanitize racecheck
+Ends with 1 when a kernel is wrong."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_kernels(parser, "+")
+    add_problem(parser)
+    add_tiling(parser)
+    parser.add_argument(
+        "--device", default="auto", choices=["auto", "cuda", "cpu"], help="where to run (default: a GPU)"
+    )
+    parser.add_argument("--quick", action="store_true", help="the short list of cases")
+    parser.add_argument("--cases", metavar="A,B", help="these cases only; a wrong name lists them")
+    parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, and printed")
+    from mla_var3.diagnosis import debugging
+
+    debugging.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every kernel that could run is right, 1 when one is wrong."""
+    from mla_var3.diagnosis import debugging
+    from mla_var3.sweep.plan import DISPATCH
+
+    debugging.prepare(args)
+    named = [pattern for pattern in args.kernels if pattern != DISPATCH]
+    chosen: dict[KernelId, dict[str, Any]] = {}
+    kernels = usable(named) if named else []
+    device = Device.detect() if args.device != "cpu" else None
+    where = "cpu" if args.device == "cpu" or (args.device == "auto" and device is None) else "cuda"
+    if where == "cuda" and device is None:
+        raise UserError("there is no GPU here: check with --device cpu, or on a machine that has one.")
+    if where == "cpu" and (args.keep or args.sanitize):
+        return _without_a_gpu(args, kernels)
+    if where == "cpu" and kernels:
+        kernels = _on_cpu(kernels)  # chooses interpreters, so before a kernel's module is imported
+    problem = problem_of(args, **_sizes(kernels, args, where))
+    if len(named) < len(args.kernels):
+        if device is None:
+            raise UserError("dispatch picks a version for a GPU, and none is used here: name a kernel instead.")
+        from mla_var3.dispatch import choose
+
+        choice = choose(problem, device)
+        print(f"dispatch picks {choice.label}: {choice.reason}")
+        chosen[choice.kernel] = choice.knobs
+        kernels = list(dict.fromkeys([*kernels, choice.kernel]))
+    if where == "cpu":
+        print("no GPU here: checking on the CPU at small sizes" if args.device == "auto" else "checking on the CPU")
+    from mla_var3.runtime.correctness.checking import check as run_check
+
+    asked = tiling_fields(args.tiling)
+    cases = [case.strip() for case in args.cases.split(",")] if args.cases else None
+    wrong = 0
+    for kernel in kernels:
+        plan_type = registry.get_plan(kernel)
+        plan_type.requires.accepts(problem).require(UserError)
+        tiling = tiling_of(plan_type, problem, device, {**chosen.get(kernel, {}), **asked})
+        plan = plan_type(problem, tiling, device)
+        plan.require()
+        if where == "cuda":
+            debugging.keep(args, kernel, plan)
+            if not debugging.sanitize(args, kernel, problem, tiling, device):
+                wrong += 1
+                continue
+        report = run_check(
+            plan_type, problem, tiling, where,
+            quick=args.quick, seeds=None if args.seed is None else [args.seed], cases=cases, hardware=device,
+        )  # fmt: skip
+        print_check(kernel, problem, report)
+        wrong += not report.ok
+    return 1 if wrong else 0
+
+
+def _without_a_gpu(args: argparse.Namespace, kernels: list[KernelId]) -> int:
+    """What of the debugging options works without one: keeping what compilers make for an H200. Nothing is checked."""
+    from mla_var3.diagnosis import debugging
+
+    target, problem = Device.get("h200"), problem_of(args, **_sizes(kernels, args, "cpu"))
+    for kernel in kernels:
+        plan_type = registry.get_plan(kernel)
+        tiling = tiling_of(plan_type, problem, target, tiling_fields(args.tiling))
+        plan = plan_type(problem, tiling, target)
+        plan.require()
+        print(f"{kernel.label} {problem.label}: compiled for {target.key}, not checked")
+        debugging.keep(args, kernel, plan)
+        debugging.sanitize(args, kernel, problem, tiling, None)
+    return 0
+
+
+def _on_cpu(kernels: list[KernelId]) -> list[KernelId]:
+    """The kernels that run on a CPU, in a process that is ready for them."""
+    from mla_var3.sweep.cpu import can_run, use_interpreter
+
+    chosen = []
+    for kernel in kernels:
+        reason = can_run(kernel.language)
+        if reason:
+            print(f"{kernel.label}: not run: {reason}", file=sys.stderr)
+            continue
+        chosen.append(kernel)
+        use_interpreter(kernel.language, kernel.label)
+    if not chosen:
+        raise UserError("none of these kernels runs on a CPU: `mla-var3 compile` shows what they take of a device.")
+    return chosen
+
+
+def print_check(kernel: KernelId, problem: MlaProblem, report: Any) -> None:
+    """The verdict, and one line a case that failed."""
+    word = "passed" if report.ok else "WRONG"
+    seeds = ", ".join(map(str, report.seeds))
+    print(
+        f"{kernel.label} {problem.label}: {word}, {len(report.cases)} cases, error of out {report.error['out']:.2e}, "
+        f"of lse {report.error['lse']:.2e}, seed {seeds}"
+    )
+    for case in report.cases:
+        if not case.ok:
+            print(f"  {case.name} (seed {case.seed}): {case.reason}")
+
+
+def _sizes(kernels: list[KernelId], args: argparse.Namespace, where: str) -> dict[str, Any]:
+    """What a check takes where the user says nothing: sizes for a CPU, or of a kind that all of the kernels compute."""
+    from mla_var3.contract import sample_fields
+
+    kinds = {registry.get_plan(kernel).formulation for kernel in kernels}
+    kind = kinds.pop() if len(kinds) == 1 else "absorbed"
+    if kind == "absorbed" and where != "cpu":
+        return {}
+    given = {name: value for name in PROBLEM_FIELDS if (value := getattr(args, name)) is not None}
+    fields = sample_fields(kind, where == "cpu", given)
+    return {name: value for name, value in fields.items() if name != "h" or kind != "absorbed"}

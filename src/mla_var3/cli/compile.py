@@ -1,0 +1,118 @@
+"""`mla-var3 compile`: what kernels take of a device, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mla_var3.cli.arguments import (
+    add_kernels,
+    add_problem,
+    add_tiling,
+    experiment_cells,
+    problem_of,
+    tiling_fields,
+    tiling_of,
+    usable,
+)
+from mla_var3.device import Device
+from mla_var3.errors import UserError, nearest
+from mla_var3.kernel import registry
+
+HELP = "registers, shared memory, spills and instructions for a device, without a GPU"
+EPILOG = """\
+examples:
+  mla-var3 compile '*/flash_mla' --device h200
+  mla-var3 compile cute-dsl/flash_mla --h 16 --keep ptx,sass --out out/sass --tiling num_splits=4"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_kernels(parser, "+")
+    add_problem(parser)
+    add_tiling(parser)
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="KEY",
+        help="a key of `mla-var3 list devices` (default: what is here, else h200)",
+    )
+    parser.add_argument("--keep", default="", metavar="KIND,...", help="keep artefacts: ptx, cubin, sass, tileir, mlir")
+    parser.add_argument(
+        "--out", default="out/compile", metavar="DIR", help="where kept artefacts go (default out/compile)"
+    )
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="compiler processes; 0 is one a core")
+    from mla_var3.toolchain import bundle
+
+    bundle.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Resources of kernels for a device; 1 when one does not compile."""
+    from mla_var3.report import tables
+    from mla_var3.sweep.compile import NOT_COMPILED
+    from mla_var3.toolchain.artefacts import KINDS
+    from mla_var3.toolchain.pool import CompileJob, compile_many
+
+    device = (Device.detect() or Device.get("h200")) if args.device == "auto" else Device.get(args.device)
+    keep = tuple(kind.strip() for kind in args.keep.split(",") if kind.strip())
+    for kind in keep:
+        if kind not in KINDS:
+            raise UserError(f"--keep {kind!r} is unknown: {nearest(kind, KINDS)}.")
+    problem, asked = problem_of(args), tiling_fields(args.tiling)
+    if args.bundle:
+        from mla_var3.toolchain.bundle import bundle_main
+
+        problems = [problem] if args.experiment is None else experiment_cells(args.experiment)
+        return bundle_main(args, usable(args.kernels), problems, device, asked)
+    jobs, refused = [], []
+    for kernel in usable(args.kernels):
+        if kernel.language in NOT_COMPILED:
+            why = "it is made of torch operations" if kernel.language == "torch" else "it comes compiled"
+            print(f"{kernel.label}: not compiled: {why}", file=sys.stderr)
+            continue
+        plan = registry.get_plan(kernel)
+        tiling = tiling_of(plan, problem, device, asked) if asked else None
+        try:
+            plan(problem, tiling, device).require()
+        except UserError as error:
+            refused.append(f"{kernel.label} on {problem.label}: {error}")
+            continue
+        out = Path(args.out) / device.key / kernel.language / kernel.module_name / problem.label if keep else None
+        jobs.append(
+            CompileJob(
+                **kernel.to_record(),
+                problem=problem.to_record(),
+                device=device.key,
+                tiling=None if tiling is None else tiling.to_record(),
+                out_dir=None if out is None else str(out),
+                keep=keep,
+            )
+        )
+    if not jobs:
+        raise UserError("; ".join(refused) or "nothing to compile: name a kernel in Triton, cuTile or CuTe DSL.")
+    for reason in refused:
+        print(reason, file=sys.stderr)
+    results = compile_many(jobs, workers=args.jobs or None)
+    rows = [
+        tables.Compiled(
+            f"{r.job.language}/{r.job.design}" + (f"_v{r.job.version}" if r.job.version else ""),
+            problem.label,
+            device.key,
+            r.compiled.to_record(),
+            r.compiled.seconds,
+            list(r.compiled.warnings),
+        )
+        for r in results
+        if r.compiled is not None
+    ]
+    if rows:
+        tables.show(tables.resources(rows, device, f"Compiled for {device.name}"))
+    for result in results:
+        if result.compiled is None:
+            print(f"{result.job.label}: {result.error_type}: {result.error}", file=sys.stderr)
+            continue
+        for compiled in (result.compiled, *result.compiled.stages):
+            for kind, path in compiled.artefacts.items():
+                print(f"{kind:8}{path}")
+    return 0 if all(r.ok for r in results) and not refused else 1

@@ -1,1 +1,0 @@
-"""Building blocks that CuTe DSL versions share."""

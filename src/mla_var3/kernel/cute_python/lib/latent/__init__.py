@@ -1,1 +1,0 @@
-"""Parts of the versions in which two consumer warpgroups own half of the latent output each."""

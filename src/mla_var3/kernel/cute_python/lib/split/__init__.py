@@ -1,1 +1,0 @@
-"""Splitting a request over blocks: how many parts, and joining their partial results."""

@@ -1,1 +1,0 @@
-"""Version 10: parts of a single tile, and an order of steps for blocks that wait for memory."""

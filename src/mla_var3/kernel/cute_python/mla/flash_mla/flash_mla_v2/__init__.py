@@ -1,1 +1,0 @@
-"""Version 2: swapped operands for few query rows."""

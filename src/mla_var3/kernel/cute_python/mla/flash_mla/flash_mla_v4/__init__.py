@@ -1,1 +1,0 @@
-"""Version 5: two warpgroups on one tile, splits joined in the kernel."""

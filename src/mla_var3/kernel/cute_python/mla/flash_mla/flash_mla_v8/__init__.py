@@ -1,1 +1,0 @@
-"""Version 8: parts stored as they lie in registers."""

@@ -1,0 +1,87 @@
+"""Which code the versions of this checkout compile to: results/code.json, a line a version, problem class and knobs.
+
+A record says which code it timed (`mla_var3.toolchain.digest`). Whether that is the code that is here takes compiling,
+so it is compiled once for each source and written down with the hash of that source; from then on comparing costs
+nothing. `scripts/record_code.py` writes the file, and the tests compile a line of each version again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mla_var3 import paths
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.problem import MlaProblem
+
+SAME = "same code"
+OTHER = "other code"
+UNKNOWN = "code not recorded"
+GONE = "code gone"
+STALE = "not compiled since its source changed"
+LIBRARY = "a library"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one version compiles to. knobs: fields of the tiling that code is made for. stages: names of the call's
+    kernels, in order: a version may launch more of them where requests are split. source: hash of its import
+    closure."""
+
+    kernel: str
+    problem_class: str
+    knobs: Mapping[str, Any]
+    stages: Sequence[str]
+    arch: str
+    source: str
+    digest: str
+
+
+def path() -> Path:
+    return paths.shipped_results_dir() / "code.json"
+
+
+def to_json(found: Sequence[Line]) -> str:
+    """The text of the file: a JSON array, one element a line."""
+    return "[\n" + ",\n".join(json.dumps(asdict(line)) for line in found) + "\n]\n"
+
+
+@lru_cache(maxsize=4)
+def lines(file: Path | None = None) -> tuple[Line, ...]:
+    """The shipped lines, or those of another file; none where there is no file."""
+    target = file or path()
+    if not target.is_file():
+        return ()
+    try:
+        return tuple(Line(**fields) for fields in json.loads(target.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{target} is damaged ({error}): run scripts/record_code.py.") from error
+
+
+@lru_cache(maxsize=64)
+def _source_hash(kernel: registry.KernelId) -> str:
+    return registry.source_hash(kernel)
+
+
+def standing(label: str, problem: MlaProblem, digest: str, file: Path | None = None) -> str:
+    """How the code of that digest, which a record of the version timed on the problem, stands to the code that is here:
+    one of the words above. digest: empty where the record has none."""
+    here = {kernel.label: kernel for kernel in registry.all_kernels()}
+    if label not in here:
+        return GONE
+    if not digest:
+        return UNKNOWN
+    if here[label].language == "peer":
+        return LIBRARY
+    found = [
+        line for line in lines(file) if line.kernel == label and line.problem_class == problem.problem_class().key()
+    ]
+    current = [line.digest for line in found if line.source == _source_hash(here[label])]
+    if not current:
+        return STALE
+    return SAME if digest in current else OTHER

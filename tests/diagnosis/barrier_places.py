@@ -1,4 +1,4 @@
-"""The smallest kernels with what compute-sanitizer reports of versions 0 to 3: two warpgroups meet at a named barrier.
+"""The smallest kernels with what compute-sanitizer reports of flash_mla: two warpgroups meet at a named barrier.
 
     compute-sanitizer --tool synccheck python3 tests/diagnosis/barrier_places.py two
     compute-sanitizer --tool racecheck python3 tests/diagnosis/barrier_places.py give

@@ -19,7 +19,6 @@ from mla_var3 import cli
 from mla_var3.device import Device
 from mla_var3.diagnosis import debugging, reports, sanitizer, watched
 from mla_var3.errors import UserError
-from mla_var3.kernel.__main__ import main as kernel_main
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
 
@@ -27,13 +26,13 @@ KERNEL, SMALL = KernelId("triton", "mla", "flash_mla", 0), MlaProblem(b=2, h=16,
 MEMCHECK = """\
 ========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
-=========     at combine_groups4_0+0x2a0 in combine_groups.py:56
+=========     at combine_0+0x2a0 in flash_mla.py:56
 =========     by thread (5,0,0) in block (0,0,0)
 =========     Address 0x7f1c00001400 is out of bounds
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========         Host Frame: [0x33a2c9] in libcuda.so.1
 ========= Invalid __global__ read of size 4 bytes
-=========     at combine_groups4_0+0x2a0 in combine_groups.py:56
+=========     at combine_0+0x2a0 in flash_mla.py:56
 =========     by thread (6,0,0) in block (0,0,0)
 =========     Address 0x7f1c00001404 is out of bounds
 watched: WRONG: out differs
@@ -42,8 +41,8 @@ watched: WRONG: out differs
 """
 RACECHECK = """\
 ========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at combine_groups4_0+0x8f0 in combine_groups.py:65
-=========     and Read access at combine_groups4_0+0xb10 in combine_groups.py:106 [2048 hazards]
+========= Error: Race reported between Write access at combine_0+0x8f0 in flash_mla.py:65
+=========     and Read access at combine_0+0xb10 in flash_mla.py:106 [2048 hazards]
 =========
 watched: right: error of out 1.00e-03, of lse 1.00e-07
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
@@ -51,11 +50,11 @@ watched: right: error of out 1.00e-03, of lse 1.00e-07
 BARRIER = """\
 ========= COMPUTE-SANITIZER
 ========= Barrier error detected. Divergent thread(s) in block.
-=========     at flash_mla_v1_0+0x10ac0 in barriers.py:10
+=========     at flash_mla_0+0x10e60 in sync.py:13
 =========     by thread (192,0,0) in block (0,1,1)
 =========
 ========= Barrier error detected. Divergent thread(s) in block.
-=========     at flash_mla_v1_0+0x10ac0 in barriers.py:10
+=========     at flash_mla_0+0x10e60 in sync.py:13
 =========     by thread (193,0,0) in block (0,1,1)
 =========
 ========= Error: process didn't terminate successfully
@@ -103,7 +102,7 @@ def test_faults_are_told_once_with_their_place(tmp_path: Path, tool: Path) -> No
     assert not found.ok and found.errors == 2 and found.result == "WRONG: out differs"
     (fault,) = found.faults
     assert (fault.what, fault.count) == ("Invalid __global__ read of size 4 bytes", 2)
-    assert fault.where == "combine_groups4_0+0x2a0 in combine_groups.py:56"
+    assert fault.where == "combine_0+0x2a0 in flash_mla.py:56"
     assert fault.first == "by thread (5,0,0) in block (0,0,0)"
     text = "\n".join(sanitizer.lines(found, "k"))
     assert text.startswith("k under memcheck: 2 errors; the result is WRONG") and "2 × Invalid" in text
@@ -158,7 +157,7 @@ def test_a_race_with_a_right_result_is_a_fault(tmp_path: Path, tool: Path) -> No
     found = sanitized(tmp_path, "racecheck")
     assert not found.ok and found.errors == 1 and found.result.startswith("right")
     assert "Race reported between Write access" in found.faults[0].what and "line" not in found.faults[0].where
-    assert found.faults[0].where.startswith("and Read access at combine_groups4_0+0xb10")
+    assert found.faults[0].where.startswith("and Read access at combine_0+0xb10")
 
 
 def test_clean_is_clean_and_a_wrong_result_is_not(tmp_path: Path, tool: Path) -> None:
@@ -207,7 +206,7 @@ def test_the_end_of_a_hang_takes_the_watched_process_along_and_tells_what_was_se
         f"open({str(tool / 'pid')!r}, 'w').write(str(watched.pid))\n"
         f"sys.stdout.write({MEMCHECK!r})\nsys.stdout.flush()\ntime.sleep(60)\n"
     )
-    with pytest.raises(UserError, match=r"until then: Invalid __global__ read of size 4 bytes combine_groups4_0"):
+    with pytest.raises(UserError, match=r"until then: Invalid __global__ read of size 4 bytes combine_0"):
         sanitized(tmp_path, timeout_s=2.0)
     stat = Path("/proc") / (tool / "pid").read_text() / "stat"
     deadline = time.monotonic() + 10
@@ -228,16 +227,12 @@ def test_check_ends_with_1_before_it_runs_a_kernel_that_has_faults(
     assert (tmp_path / "out" / "triton-flash_mla" / "b2_s1_h16_t100" / "memcheck.log").is_file()
 
 
-@pytest.mark.parametrize("verb", ["check", "kernel"])
 def test_without_a_gpu_the_command_is_said(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
     tail = ["--b", "2", "--h", "16", "--t", "100", "--sanitize", "synccheck", "--debug-out", str(tmp_path)]
-    if verb == "check":
-        status = cli.main(["check", "triton/flash_mla", *tail])
-    else:
-        status = kernel_main(["flash_mla", "--lang", "triton", *tail])
+    status = cli.main(["check", "triton/flash_mla", *tail])
     err = capsys.readouterr().err
     job = tmp_path / "triton-flash_mla" / "b2_s1_h16_t100" / "job.json"
     assert status == 2 and job.is_file()
@@ -284,7 +279,6 @@ def test_kinds() -> None:
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "triton/flash_mla", *words]) == 2 and said in capsys.readouterr().err
-    assert kernel_main(["flash_mla", "--lang", "triton", *words]) == 2 and said in capsys.readouterr().err
 
 
 def test_triton_keeps_its_two_forms_and_says_what_is_not_made(
@@ -303,7 +297,7 @@ def test_triton_keeps_its_two_forms_and_says_what_is_not_made(
 
 def test_source_lines_come_into_a_cute_binary_and_change_no_instruction(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
-    words = [sys.executable, "-m", "mla_var3.kernel", "flash_mla", "v4", "--lang", "cute-dsl", "--h", "8"]
+    words = [sys.executable, "-m", "mla_var3.cli", "check", "cute-dsl/flash_mla", "--b", "2", "--h", "8", "--t", "64"]
     both = []
     for options in ([], ["--lineinfo"]):
         out = tmp_path / f"lines{len(options)}"
@@ -312,16 +306,16 @@ def test_source_lines_come_into_a_cute_binary_and_change_no_instruction(tmp_path
             capture_output=True, timeout=240,
         )  # fmt: skip
         both.append(out)
-    files = [{p.suffix: p for p in out.rglob("flash_mla_v4.*")} for out in both]
+    files = [{p.suffix: p for p in out.rglob("flash_mla.*")} for out in both]
     assert all(set(one) == {".mlir", ".cubin", ".ptx", ".sass"} for one in files)
     assert files[0][".sass"].read_text() == files[1][".sass"].read_text()
     assert files[1][".cubin"].stat().st_size > 2 * files[0][".cubin"].stat().st_size
-    assert ".loc" not in files[0][".ptx"].read_text() and "flash_mla_v4.py" in files[1][".ptx"].read_text()
+    assert ".loc" not in files[0][".ptx"].read_text() and "flash_mla.py" in files[1][".ptx"].read_text()
 
 
 def test_lines_cannot_be_asked_for_once_the_compiler_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUTE_DSL_LINEINFO", raising=False)
     monkeypatch.setitem(sys.modules, "cutlass", object())
-    parser = cli._parser("check")
+    parser = cli.parser_of("check")
     with pytest.raises(UserError, match="start with CUTE_DSL_LINEINFO=1"):
         debugging.prepare(parser.parse_args(["x", "--lineinfo"]))

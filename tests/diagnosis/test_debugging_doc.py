@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-#: Compiles the join of the version that PYTHONPATH leads to.
+VERSION = Path("src/mla_var3/kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py")
+#: Compiles one kernel of the version that PYTHONPATH leads to.
 COMPILE = """
 import sys
 from pathlib import Path
@@ -18,9 +19,15 @@ from mla_var3.device import Device
 from mla_var3.kernel.registry import KernelId, get_plan
 from mla_var3.problem import MlaProblem
 h200 = Device.get("h200")
-plan = get_plan(KernelId.parse("cute-dsl/flash_mla_v1"))(MlaProblem(b=2, t=300), None, h200)
-plan.plan_empty().stages[1].compile(Path(sys.argv[1]), h200, keep=("sass",))
+plan = get_plan(KernelId.parse("cute-dsl/flash_mla"))(MlaProblem(b=2, t=300), None, h200)
+stages = dict(zip(("flash_mla", "combine"), plan.plan_empty().stages, strict=True))
+stages[sys.argv[2]].compile(Path(sys.argv[1]), h200, keep=("sass",))
 """
+#: Heading of each patch -> the kernel that it changes.
+PATCHED = {
+    "printing": "combine", "printing2": "combine", "memcheck": "flash_mla", "racecheck": "flash_mla",
+    "synccheck": "flash_mla", "hang": "flash_mla",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +46,23 @@ def patches(page: str) -> dict[str, str]:
     return found
 
 
-def sass(tree: Path, out: Path) -> tuple[str, str]:
-    """(SASS of the join, what was printed)."""
+def sass(tree: Path, out: Path, kernel: str) -> tuple[list[str], str]:
+    """(instructions of a kernel, what was printed)."""
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(out)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", COMPILE, str(out), kernel], capture_output=True, text=True, check=False,
         env={"PYTHONPATH": str(tree / "src"), "PATH": "/usr/bin:/bin", "HOME": str(out.parent)}, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return (out / "combine_groups4.sass").read_text(), done.stdout
+    text = (out / f"{kernel}.sass").read_text()
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.MULTILINE), done.stdout
 
 
 def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(repo_root / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
     found = patches(page)
-    assert set(found) == {"printing", "printing2", "memcheck", "racecheck", "synccheck", "hang"}
-    code: dict[str, str] = {"clean": sass(tree, tmp_path / "clean")[0]}
+    assert set(found) == set(PATCHED)
+    code = {kernel: sass(tree, tmp_path / f"clean-{kernel}", kernel)[0] for kernel in ("flash_mla", "combine")}
     said = {}
     for name, text in found.items():
         (tmp_path / "fault.diff").write_text(text)
@@ -68,19 +76,34 @@ def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_
             )
             assert done.returncode == 0, f"{name}: {done.stderr}"
             if not back:
-                code[name], said[name] = sass(tree, tmp_path / name)
+                code[name], said[name] = sass(tree, tmp_path / name, PATCHED[name])
 
-    def count(name: str, opcode: str) -> int:
-        return len(re.findall(rf"\s{opcode}\b", code[name]))
+    def count(name: str, pattern: str) -> int:
+        return sum(bool(re.search(rf"{pattern}(?![.\w])", text)) for text in code[name])
 
-    assert "partial_out: (?,?,1,128,512):" in said["printing"] and said["printing"].strip() in page
-    assert code["printing"] == code["clean"]  # tracing prints change no code
-    assert (count("clean", "BAR.SYNC"), count("racecheck", "BAR.SYNC")) == (2, 1)
-    assert (count("clean", "ISETP"), count("memcheck", "ISETP")) == (23, 15)
-    assert re.search(r"@!P\d BAR\.SYNC", code["synccheck"]) and not re.search(r"@!?P\d BAR\.SYNC", code["clean"])
-    assert "BAR.SYNC.DEFER_BLOCKING 0x1, 0x220" in code["hang"] and "BAR.SYNC.DEFER_BLOCKING 0x1," not in code["clean"]
-    lines = {name: len(re.findall(r"^\s+/\*[0-9a-f]{4}\*/", text, re.MULTILINE)) for name, text in code.items()}
-    assert (lines["clean"], lines["printing2"]) == (512, 536)
+    assert said["printing"].startswith("partial_out: (?,?,1,128,512):") and said["printing"].strip() in page
+    assert code["printing"] == code["combine"]  # tracing prints change no code
+    assert "from 360 to 384 instructions" in page and (len(code["combine"]), len(code["printing2"])) == (360, 384)
+    assert "3 VIADDMNMX where it had 5, and 10 UISETP.LT.AND where it had 12" in page
+    minima = ("VIADDMNMX", "UISETP.LT.AND")
+    assert [[count(name, one) for one in minima] for name in ("flash_mla", "memcheck")] == [[5, 12], [3, 10]]
+    barrier = r"BAR\.SYNC\.DEFER_BLOCKING"
+    consumers = rf"{barrier} 0x5, 0x100"
+    assert (count("flash_mla", consumers), count("racecheck", consumers)) == (3, 1)
+    assert not count("flash_mla", rf"@!?U?P\d {barrier}.*")
+    assert [count("synccheck", rf"^@!P1 {barrier} {which}, 0x80") for which in ("0x6", "0x7")] == [2, 2]
+    assert (count("hang", consumers), count("hang", rf"{barrier} 0x5, 0x120")) == (1, 2)
+
+
+def test_the_listing_of_the_page_is_that_of_the_sources(page: str, repo_root: Path) -> None:
+    folder = repo_root / "src" / "mla_var3" / "kernel" / "cute_python"
+    lines = {path.name: path.read_text().splitlines() for path in (repo_root / VERSION, folder / "prims" / "sync.py")}
+    cited = re.findall(r"File \"[^\"]*/(\w+\.py)\", line (\d+)", page)
+    assert [lines[name][int(number) - 1].strip() for name, number in cited] == [
+        "row_values[wgmma.acc_row(self.thread, r)] = value",
+        "cute.arch.barrier(barrier_id=int(barrier), number_of_threads=threads)",
+        "w.row_sum[r] = w.row_sum[r] + sums[1 - w.me][lane_row + 8 * r]",
+    ]
 
 
 def test_the_links_and_commands_of_the_page_exist(page: str, repo_root: Path) -> None:
@@ -92,5 +115,7 @@ def test_the_links_and_commands_of_the_page_exist(page: str, repo_root: Path) ->
         assert (anchor in anchors) if not path else (repo_root / "docs" / path).is_file(), target
     from mla_var3 import cli
 
-    for line in re.findall(r"^mla-var3 check (.+)$", page, re.MULTILINE):
-        assert cli._parser("check").parse_args(line.split()).sanitize
+    commands = re.findall(r"`mla-var3 check ([^`]+--sanitize [^`]+)`", page)
+    assert len(commands) == 3
+    for line in commands:
+        assert cli.parser_of("check").parse_args(line.split()).sanitize

@@ -73,14 +73,15 @@ def test_the_source_page_gives_the_hottest_instructions() -> None:
 
 def test_the_source_page_gives_the_hottest_lines_where_the_code_has_lines() -> None:
     """Compiled elsewhere: the texts are those of this package, and a wait's instructions come back to the wait."""
-    ring = sources.lines("/elsewhere/src/mla_var3/kernel/cute_python/lib/swapped/ring.py")
-    waits = 1 + ring.index("    cute.arch.mbarrier_wait(full, parity)")
-    code = 1 + ring.index("    return moved - wrapped * slots, phase ^ wrapped")
-    below = 1 + ring.index("def zero_slot_rows(slot: cute.Pointer, first_row: Int32, thread: Int32):")
+    name = "/elsewhere/src/mla_var3/kernel/cute_python/mla/flash_mla/flash_mla_v22/flash_mla_v22.py"
+    texts = [text.strip() for text in sources.lines(name)]
+    waits = 1 + texts.index("cute.arch.mbarrier_wait(self.full + place, parity)")
+    code = 1 + texts.index("page = following")
+    below = 1 + texts.index("def mask_tokens(self, first_token: Int32, length: Int32):")
     wait, other, unknown = ncu.parse_source(fakes.lines_csv(code, below))
-    assert (wait.where, wait.samples, wait.stall) == (f"swapped/ring.py:{waits}", 50, "long_scoreboard")
-    assert wait.text == "cute.arch.mbarrier_wait(full, parity)"
-    assert (other.where, other.text) == (f"swapped/ring.py:{code}", "return moved - wrapped * slots, phase ^ wrapped")
+    assert (wait.where, wait.samples, wait.stall) == (f"flash_mla_v22.py:{waits}", 50, "long_scoreboard")
+    assert wait.text == "cute.arch.mbarrier_wait(self.full + place, parity)"
+    assert (other.where, other.text) == (f"flash_mla_v22.py:{code}", "page = following")
     assert (unknown.where, unknown.text, unknown.samples) == ("here.py:5", "", 3)
     assert wait.share == pytest.approx(100 * 50 / 60)
 
@@ -93,8 +94,8 @@ def test_lines_of_a_place_that_is_not_here_are_found_in_the_package(tmp_path: Pa
     assert sources.find("/elsewhere/src/mla_var3/profiling/gone.py") is None and sources.find("x.py") is None
     assert sources.lines("/elsewhere/src/mla_var3/profiling/sources.py")[0].startswith('"""Source files that')
     assert sources.lines("/elsewhere/gone.py") == ()
-    named = ["/a/mla_var3/kernel/cute_python/lib/latent/consumer.py", "/a/mla_var3/x/flash_mla/flash_mla.py", "/b/c.py"]
-    assert [sources.short(name) for name in named] == ["latent/consumer.py", "flash_mla.py", "c.py"]
+    named = ["/a/mla_var3/kernel/cute_python/prims/paged.py", "/a/mla_var3/x/flash_mla/flash_mla.py", "/b/c.py"]
+    assert [sources.short(name) for name in named] == ["prims/paged.py", "flash_mla.py", "c.py"]
 
 
 def test_what_the_compiler_counts_as_lines_below_a_wait_is_put_back() -> None:

@@ -20,7 +20,6 @@ from mla_var3.bench.records import KernelRef, Record, new_id
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
-from mla_var3.kernel.__main__ import main as kernel_main
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
 from mla_var3.profiling import MODES, folder, points, run, target
@@ -376,7 +375,7 @@ def test_a_missing_tool_is_refused_before_anything_is_made(
     assert not Path("out").exists()
 
 
-def test_the_verb_and_the_kernel_module_print_the_report(
+def test_the_verb_prints_the_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
@@ -385,10 +384,9 @@ def test_the_verb_and_the_kernel_module_print_the_report(
     out = capsys.readouterr().out
     assert "# annotation: torch/flash_mla b4_s1" in out and "## Files" not in out
     assert Path(out.strip().splitlines()[-1]).read_text().count("## Files") == 1
-    assert kernel_main(["flash_mla", "--lang", "torch", "--prof_type", "annotation"]) == 0
-    assert "Nothing ran" in capsys.readouterr().out
-    assert kernel_main(["flash_mla", "--lang", "torch", "--prof_type", "timeline"]) == 2
-    assert "--prof_type timeline needs a GPU" in capsys.readouterr().err
+    assert "Nothing ran" in out
+    assert cli.main(["profile", "torch/flash_mla", "--mode", "timeline"]) == 2
+    assert "timeline needs a GPU" in capsys.readouterr().err
 
 
 def test_the_target_refuses_without_a_gpu(

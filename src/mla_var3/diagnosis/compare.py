@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  mla-var3 diff cute-dsl/flash_mla cute-dsl/flash_mla_v1 --b 128
+  mla-var3 diff cute-dsl/flash_mla cute-dsl/flash_mla_v21 --b 128
   mla-var3 diff triton/flash_mla cutile-dsl/flash_mla --b 128 --lines 0
 Both are compiled for the device, without a GPU; counters and times are those of kept profiles and of records. The inner
 loop is the innermost one with the most tensor-core products; its whole SASS, side by side, is in DIR/.../diff.md."""
@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison and writes it to diff.md; 0. Raises `UserError`."""
+    from mla_var3.cli.arguments import problem_of, tiling_fields
     from mla_var3.device import Device
     from mla_var3.diagnosis.evidence import load_records
     from mla_var3.diagnosis.versions import both
     from mla_var3.kernel.registry import KernelId
-    from mla_var3.verbs import problem_of, tiling_fields
 
     kernels = [KernelId.parse(args.a), KernelId.parse(args.b_version)]
     if kernels[0] == kernels[1]:
@@ -129,11 +129,21 @@ def _resources(versions: Sequence[Version]) -> list[str]:
         ", ".join(s.name for s in v.compiled.stages) if v.compiled and v.compiled.stages else "1" for v in versions
     ]
     rows.append(("kernels of a call", *stages, "=" if stages[0] == stages[1] else ""))
-    lines = _table(versions, rows, "of the main kernel")
+    rows.append(("code", *(v.compiled.code.digest if v.compiled and v.compiled.code else "-" for v in versions), ""))
+    lines = [*_table(versions, rows, "of the main kernel"), "", _code(versions)]
     for v in versions:
         warnings = list(dict.fromkeys(v.compiled.warnings)) if v.compiled else []
         lines += ["", *(f"- {v.label}: {warning}" for warning in warnings)] if warnings else []
     return lines
+
+
+def _code(versions: Sequence[Version]) -> str:
+    """Whether both compile to the same code, and what differs otherwise; see `mla_var3.toolchain.digest`."""
+    mine, other = (v.compiled.code if v.compiled else None for v in versions)
+    if mine is None or other is None:
+        return "Code: not compared, as one of them has no binary here."
+    found = mine.differs_from(other)
+    return f"Other code: {'; '.join(found)}." if found else "Same code: records of one are records of the other."
 
 
 def _instructions(versions: Sequence[Version]) -> list[str]:

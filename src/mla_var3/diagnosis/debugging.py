@@ -1,4 +1,4 @@
-"""`--keep`, `--lineinfo` and `--sanitize` of `mla-var3 check` and `python -m mla_var3.kernel`."""
+"""`--keep`, `--lineinfo` and `--sanitize` of `mla-var3 check`."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ def _joined(
         if mine is not None and mine != other:
             evidence.notes.append(
                 f"counters of {kernel.label} are of source {mine} and the record's times of source {other}: the "
-                "version's files, or its lib, changed between them"
+                "version's sources changed between them"
             )
     return evidence
 

@@ -53,9 +53,7 @@ class Known:
     why: str
 
 
-_LIB = "kernel/cute_python/lib"
-_MLA = "kernel/cute_python/mla/flash_mla"
-_SYNC = ((f"{_LIB}/barriers.py", "cute.arch.barrier(barrier_id=int(barrier), number_of_threads=threads)"),)
+_FLASH_MLA = "kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py"
 _TWO_PLACES = (
     "each consumer warpgroup has a copy of the code, and both wait at one named barrier, which counts both; synccheck "
     "takes bar.sync in two places for divergence, and PTX forbids that within a warp only"
@@ -63,40 +61,25 @@ _TWO_PLACES = (
 _HANDED_OVER = (
     "a named barrier that counts both warpgroups lies between the write and the read, in two copies of the code"
 )
-_DIVERGENT, _RACE = "Barrier error detected. Divergent thread(s) in block.", "Error: Race reported between"
-#: Barriers: 5 is `CONSUMERS_JOIN`, 1 is `JOIN_ALL` of version 2 and `BOTH` of version 4, 2 is `MAX1_READY`.
+#: Barriers of flash_mla: 5 is `CONSUMERS`, 2 is `MAX_ODD`.
 KNOWN: tuple[Known, ...] = (
-    Known("synccheck", ("flash_mla", "flash_mla_v1", "flash_mla_v3"), _DIVERGENT, (5,), _SYNC, _TWO_PLACES),
-    Known("synccheck", ("flash_mla_v2", "flash_mla_v4"), _DIVERGENT, (1,), _SYNC, _TWO_PLACES),
-    *(
-        Known(
-            "racecheck", (name,), _RACE, (2,),
+    Known(
+        "synccheck", ("flash_mla",), "Barrier error detected. Divergent thread(s) in block.", (5,),
+        (
             (
-                (f"{_MLA}/{name}/{name}.py", "m1 = w.max1[wgmma.acc_row(w.thread, r)]"),
-                (f"{_LIB}/latent/lazy.py", "row_values[wgmma.acc_row(thread, r)] = value"),
+                "kernel/cute_python/prims/sync.py",
+                "cute.arch.barrier(barrier_id=int(barrier), number_of_threads=threads)",
             ),
-            _HANDED_OVER,
-        )
-        for name in ("flash_mla", "flash_mla_v1")
+        ),
+        _TWO_PLACES,
     ),
-    *(
-        Known(
-            "racecheck", ("flash_mla_v2",), _RACE, (1,),
-            ((f"{_LIB}/swapped/{name}.py", write), (f"{_LIB}/swapped/{name}.py", read)),
-            _HANDED_OVER,
-        )
-        for name, write, read in (
-            (
-                "consumer",
-                "cute.autovec_copy(acc[None, j], view[None, w.thread, j, i])",
-                "cute.autovec_copy(view[None, w.thread, j, i], part)",
-            ),
-            (
-                "swapped",
-                "cute.autovec_copy(pair, pairs[None, thread % 4, j])",
-                "cute.autovec_copy(pairs[None, thread % 4, j, i], pair)",
-            ),
-        )
+    Known(
+        "racecheck", ("flash_mla",), "Error: Race reported between", (2,),
+        (
+            (_FLASH_MLA, "after_odd = max_odd[wgmma.acc_row(self.thread, r)]"),
+            (_FLASH_MLA, "row_values[wgmma.acc_row(self.thread, r)] = value"),
+        ),
+        _HANDED_OVER,
     ),
 )  # fmt: skip
 
@@ -167,35 +150,20 @@ class Code:
     def ordered(self, write: int, read: int, number: int) -> bool:
         """Whether each write comes before the reader's turn: the barrier's n-th completion lies between the two.
 
-        The warpgroups' copies of the code lie one behind the other and pass the barrier equally often: where one of
-        them arrives and the other waits, their turns are the arrivals and the waits, else the first and the second
-        half of the waits. A write before the n-th of its turns is read behind the n-th of the other's, or a later one.
+        One warpgroup arrives at the barrier and the other waits, equally often: a write before the n-th arrival is read
+        behind the n-th wait, or a later one.
         """
         if not re.match(r"(?:@!?U?P\d+ +)?STS", self.instructions.get(write, "")):
             return False
         if not re.match(r"(?:@!?U?P\d+ +)?LDS", self.instructions.get(read, "")):
             return False
         arrivals, waits = self.barriers(number, "ARV"), self.barriers(number, "SYNC")
-        if arrivals:
-            return len(arrivals) == len(waits) and _turn(arrivals, write) < _turn(waits, read)
-        if not waits or len(waits) % 2:
-            return False
-        half = len(waits) // 2
-        first, second = waits[:half], waits[half:]
-        border = _last_end(self, second[0])
-        copies = (first, second) if write < border <= read else (second, first) if read < border <= write else None
-        return copies is not None and _turn(copies[0], write) < _turn(copies[1], read)
+        return len(arrivals) == len(waits) and _turn(arrivals, write) < _turn(waits, read)
 
 
 def _turn(offsets: Sequence[int], at: int) -> int:
     """How many of the offsets lie before one."""
     return sum(offset < at for offset in offsets)
-
-
-def _last_end(code: Code, at: int) -> int:
-    """Offset of the last exit or jump before one: the copy of the code that holds `at` lies behind it."""
-    ends = [offset for offset, text in code.instructions.items() if offset < at and re.match(r"EXIT|BRA 0x", text)]
-    return max(ends, default=0)
 
 
 @cache

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  mla-var3 diagnose cute-dsl/flash_mla_v1 --b 128                 its best profile and newest record
+  mla-var3 diagnose cute-dsl/flash_mla_v21 --b 128                its best profile and newest record
   mla-var3 diagnose results/h200/profiles/ncu/triton-flash_mla    a profile
   mla-var3 diagnose 022ea24da681                                  a record
 Counters come from profiles, times from records; what only a profile could tell is said, with the command that makes
@@ -86,7 +86,7 @@ def _here() -> str:
 
 def _problem(args: argparse.Namespace) -> Any:
     """The problem of the options, None when none was given."""
-    from mla_var3.verbs import problem_of
+    from mla_var3.cli.arguments import problem_of
 
     names = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype", "page", "lengths", "model")
     return problem_of(args) if any(getattr(args, name) is not None for name in names) else None
@@ -163,19 +163,21 @@ def _entries(title: str, entries: Sequence[Found], most: int | None) -> list[str
 def evidence_line(path: str) -> str | None:
     """The first line under "Evidence" of a page that cites a record: what it did, in figures. None without one."""
     from mla_var3 import paths
+    from mla_var3.devlog.citations import without_comments
 
     root = paths.repo_root()
     page = None if root is None else root / "docs" / "knowledge" / path
     if page is None or not page.is_file():
         return None
     section = page.read_text(encoding="utf-8").partition("\n## Evidence\n")[2].partition("\n## ")[0]
-    line = next((line[2:] for line in section.splitlines() if line.startswith("- ") and "[r:" in line), None)
-    return None if line is None else re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line)
+    line = next((line[2:] for line in section.splitlines() if line.startswith("- ") and "<!-- r:" in line), None)
+    return None if line is None else re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", without_comments(line))
 
 
 def devlog_says(e: Evidence) -> list[str]:
     """The section "Bottleneck" of the version's entry: what its author found, with where it stands."""
     from mla_var3 import paths
+    from mla_var3.devlog.citations import without_comments
     from mla_var3.devlog.entry import entry_path, parse
 
     root = paths.repo_root()
@@ -183,7 +185,7 @@ def devlog_says(e: Evidence) -> list[str]:
     if root is None or path is None or not path.is_file():
         return []
     entry, _ = parse(path)
-    text = " ".join(entry.sections.get("Bottleneck", (0, ""))[1].split())
+    text = " ".join(without_comments(entry.sections.get("Bottleneck", (0, ""))[1]).split())
     return [f"Its devlog ({path.relative_to(root)}) says of the bottleneck:", f"  {text}"] if text else []
 
 

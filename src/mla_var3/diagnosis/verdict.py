@@ -12,6 +12,7 @@ from typing import Any
 
 from mla_var3.diagnosis.evidence import Evidence
 from mla_var3.diagnosis.signs import SIGNS, Sign
+from mla_var3.kernel.retired import where_is
 from mla_var3.knowledge.find import Found, find
 
 SATURATED, IDLE = 80.0, 60.0
@@ -138,18 +139,30 @@ _WORK = {"compute": "the tensor cores", "memory": "DRAM"}
 
 # ---------------------------------------------------------------- what is not known
 def _open(evidence: Evidence) -> Iterator[str]:
+    """Each with the command that would tell it; of a retired version none would, and the last line says why."""
+    gone = where_is(evidence.label)
+    for what, asked in _asked(evidence):
+        yield f"{what}: {asked}" if gone is None else what
+    if gone is not None:
+        yield gone.rstrip(".")
+
+
+def _asked(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """(what is not known, the command that tells it)."""
     ask = command(evidence)
     if not evidence.figures:
-        yield (
+        what = (
             "how busy the tensor pipe, DRAM and L2 are, L2 hits, occupancy and eligible warps, what warps wait for, "
-            f"waves, the SM clock in the kernel: mla-var3 profile {ask}"
+            "waves, the SM clock in the kernel"
         )
+        yield what, f"mla-var3 profile {ask}"
     if evidence.profile is None or not evidence.profile.hot():
-        yield f"the source lines at which warps wait: mla-var3 profile {ask} --mode ncu"
+        yield "the source lines at which warps wait", f"mla-var3 profile {ask} --mode ncu"
     elif not {"conflicts", "balance"} & evidence.figures.keys():
-        yield f"bank conflicts and the balance of the SMs, which older profiles lack: mla-var3 profile {ask} --mode ncu"
+        what = "bank conflicts and the balance of the SMs, which older profiles lack"
+        yield what, f"mla-var3 profile {ask} --mode ncu"
     if not (evidence.record or {}).get("time_us"):
-        yield f"the time on a cool and a hot chip beside the limits of the same run, and power: mla-var3 bench {ask}"
+        yield "the time on a cool and a hot chip beside the limits of the same run, and power", f"mla-var3 bench {ask}"
 
 
 def command(evidence: Evidence) -> str:

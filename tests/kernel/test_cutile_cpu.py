@@ -17,7 +17,7 @@ ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from mla_var3 import cutile_cpu
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
-from mla_var3.kernel.cutile.lib.combine import FEW, combine_kernel
+from mla_var3.kernel.cutile.prims.combine import FEW, combine_kernel
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
 from mla_var3.runtime.correctness.checking import check, compare
@@ -87,19 +87,19 @@ def test_split_and_combined(kernel: KernelId, splits: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [3, FEW + 1, 40])
-def test_the_combine_kernel_alone(splits: int) -> None:
-    """Up to FEW splits a block takes a whole row, beyond that a part of its columns."""
+def test_the_combine_kernel_by_itself(splits: int) -> None:
+    """Up to FEW splits a CTA takes all columns of a row, beyond that a block of them."""
     b, s, h, width = 2, 2, 3, 64
     generator = torch.Generator().manual_seed(splits)
-    parts = torch.randn(b, splits, s, h, width, generator=generator)
+    o_partial = torch.randn(b, splits, s, h, width, generator=generator)
     lses = torch.randn(b, splits, s, h, generator=generator) * 3
     lses[:, 1::3] = float("-inf")
-    parts[:, 1::3] = 0
-    lses[0, :, 0, 0], parts[0, :, 0, 0] = float("-inf"), 0  # a row without a key
+    o_partial[:, 1::3] = 0
+    lses[0, :, 0, 0], o_partial[0, :, 0, 0] = float("-inf"), 0  # a row without a key
     out, lse = torch.zeros(b, s, h, width), torch.zeros(b, h, s)
-    combine_kernel(parts, lses, out, lse, s=s, h=h, width=width, dtype="fp32")()
+    combine_kernel((o_partial, lses), (out, lse), s=s, h=h, width=width, dtype="fp32")()
     weights = torch.softmax(lses.double(), 1).nan_to_num(0.0)
-    want = (parts.double() * weights[..., None]).sum(1)
+    want = (o_partial.double() * weights[..., None]).sum(1)
     total = torch.logsumexp(lses.double(), 1).transpose(1, 2)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), torch.where(torch.isinf(total), float("inf"), total), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""cuTile's flash_mla_v2: a ring of three that nobody waits for, a join that transposes, right results."""
+"""cuTile's flash_mla_v2: three stages that nobody waits for, a combine that transposes, right results."""
 
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
@@ -15,13 +15,16 @@ torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from mla_var3.device import Device
-from mla_var3.kernel.cutile.lib.sums import FLOOR, LAYOUTS, join_sums_kernel, layout
 from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v2.flash_mla_v2 import (
+    COMBINE_TILES,
     MAX_SPLITS,
     FlashMlaV2Plan,
     FlashMlaV2Tiling,
     choose_splits,
+    combine_kernel,
+    combine_tile,
 )
+from mla_var3.kernel.cutile.prims.latent import FLOOR
 from mla_var3.problem import MlaProblem
 from mla_var3.runtime.correctness.checking import bounds_for, compare
 from mla_var3.runtime.correctness.inputs import make_inputs
@@ -60,16 +63,16 @@ def waits_for_its_own_load(sass: str) -> bool:
         (MASKED, replace(FlashMlaV2Plan(MASKED).tiling, num_splits=2)),
     ],
     ids=[
-        "whole",
-        "parts",
+        "unsplit",
+        "split",
         "eight-fp16",
-        "eight-fp16-parts",
+        "eight-fp16-split",
         "causal-of-one",
         "wide",
-        "two-blocks",
+        "two-ctas",
         "pairs",
         "masked",
-        "masked-parts",
+        "masked-split",
     ],
 )
 def test_tilings_compile_to_hopper_code(problem: MlaProblem, tiling: FlashMlaV2Tiling, tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_tilings_compile_to_hopper_code(problem: MlaProblem, tiling: FlashMlaV2T
     assert not waits_for_its_own_load(main.artefacts["sass"].read_text())
 
 
-def test_float32_parts_behind_narrow_loads_serialise_products(tmp_path: Path) -> None:
+def test_float32_partials_behind_narrow_loads_serialise_products(tmp_path: Path) -> None:
     """Why a split problem takes one load of 512 columns and an unsplit one loads of 64."""
 
     def loads_of(splits: int, tile_k: int) -> tuple[int, int]:
@@ -102,21 +105,25 @@ def test_float32_parts_behind_narrow_loads_serialise_products(tmp_path: Path) ->
     assert loads_of(2, 0) == loads_of(2, 512) != (products, waits)
 
 
-def test_the_wait_is_seen_where_there_is_one(tmp_path: Path) -> None:
-    """Version 1 joins splits by an atomic, which makes its loads wait: what this version is there to avoid."""
-    from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v1.flash_mla_v1 import FlashMlaV1Plan
+def test_the_wait_is_seen_where_there_is_one() -> None:
+    """From version 1, whose atomic made its loads wait: what this version is there to avoid."""
+    load = """
+        @P0 SYNCS.ARRIVE.TRANS64 RZ, [UR16+0x1b800], R9 ;
+        UTMALDG.3D [UR8], [UR6], desc[URZ] ;
+        SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR16+0x1b800], R8 ;
+    """
+    assert waits_for_its_own_load(load)
+    another = "SYNCS.ARRIVE.TRANS64 RZ, [UR16+0x1b808], R9 ;"
+    assert not waits_for_its_own_load(load.replace("UTMALDG", f"{another}\n        UTMALDG"))
 
-    made = FlashMlaV1Plan(FEW_HEADS, device=H200).plan_empty().compile(tmp_path, H200, ("sass",))
-    assert waits_for_its_own_load(made.artefacts["sass"].read_text())
 
-
-@pytest.mark.parametrize("splits", [most for most, _ in LAYOUTS])
-def test_the_join_kernel_is_small(splits: int) -> None:
+@pytest.mark.parametrize("splits", [most for most, _ in COMBINE_TILES])
+def test_the_combine_kernel_is_small(splits: int) -> None:
     """Beside the attention kernel's, its code stays in an SM's instruction cache (128 KB)."""
     plan = FlashMlaV2Plan(MlaProblem(b=1, t=131072, h=16), replace(RING, num_splits=splits), H200)
-    main, join = plan.plan_empty().stages
-    assert main.name == "flash_mla_v2" and join.name == "join_sums"
-    made = join.compile(None, H200)
+    main, combine = plan.plan_empty().stages
+    assert main.name == "flash_mla_v2" and combine.name == "join_sums"
+    made = combine.compile(None, H200)
     assert made.warnings == () and made.resources.spill_bytes == 0 and made.resources.ctas_per_sm >= 3
     code = 16 * (made.resources.instructions["total"] + main.compile(None, H200).resources.instructions["total"])
     assert code < 96 * 1024
@@ -127,9 +134,9 @@ def test_refusals_say_why() -> None:
     for tiling, words in (
         (replace(RING, tile_k=96), "tile_k = 96 is not one of 64, 128, 256, 512, or 0 for a choice."),
         (replace(RING, pages=3), "pages = 3 is neither 1 nor 2."),
-        (replace(RING, occupancy=3), "1 warpgroups, 3 blocks an SM and clusters of 1: each is 1 or 2."),
+        (replace(RING, occupancy=3), "1 warpgroups, 3 CTAs an SM and clusters of 1: each is 1 or 2."),
         (replace(RING, num_splits=257), "num_splits = 257 is outside 0..256."),
-        (replace(RING, pages=2, occupancy=2), "2 blocks with Q and 2 tiles of tokens take 348160 bytes"),
+        (replace(RING, pages=2, occupancy=2), "2 CTAs with Q and 2 KV tiles take 348160 bytes; a CTA has"),
     ):
         verdict = tiling.validate(FEW_HEADS, H200)
         assert not verdict and words in verdict.reason
@@ -174,16 +181,16 @@ def test_splits_fill_the_device() -> None:
                 assert 1 <= choose_splits(blocks, tiles, 132, occupancy) <= min(tiles, MAX_SPLITS)
 
 
-def test_offsets_of_partial_results_fit_32_bits() -> None:
+def test_offsets_of_partials_fit_32_bits() -> None:
     plan = FlashMlaV2Plan(FEW_HEADS, replace(RING, num_splits=256), H200)
     assert plan.num_splits(1, 1024) == 256
     assert plan.num_splits(2000, 1024) == 131 and 2000 * 131 * 512 * 16 < 2**31 <= 2000 * 132 * 512 * 16
 
 
-def test_layouts_of_the_join_hold_every_number_of_splits() -> None:
-    assert layout(1) == LAYOUTS[0] and LAYOUTS[-1][0] == MAX_SPLITS
+def test_tiles_of_the_combine_hold_every_number_of_splits() -> None:
+    assert combine_tile(1) == COMBINE_TILES[0] and COMBINE_TILES[-1][0] == MAX_SPLITS
     for n in range(1, MAX_SPLITS + 1):
-        most, columns = layout(n)
+        most, columns = combine_tile(n)
         assert n <= most and 512 % columns == 0
 
 
@@ -246,7 +253,7 @@ def test_edges_are_right_in_the_interpreter(
 
 
 @pytest.mark.parametrize("splits", [6, 9, 40, 140])
-def test_every_layout_of_the_join_is_right(interpreted: None, splits: int) -> None:
+def test_every_tile_of_the_combine_is_right(interpreted: None, splits: int) -> None:
     problem = MlaProblem(b=2, t=(64 * splits, 100), h=16)
     plan = FlashMlaV2Plan(problem, replace(RING, num_splits=splits), H200)
     inputs = make_inputs(problem, "cpu", seed=3)
@@ -268,28 +275,28 @@ def test_every_layout_of_the_join_is_right(interpreted: None, splits: int) -> No
     ],
     ids=str,
 )
-def test_the_join_survives_any_maxima(interpreted: None, maxima: tuple[float, ...], seen: tuple[bool, ...]) -> None:
-    """Every other row has these maxima and the rest equal ones, so that both ways meet in a block."""
+def test_the_combine_survives_any_maxima(interpreted: None, maxima: tuple[float, ...], seen: tuple[bool, ...]) -> None:
+    """Every other row has these maxima and the rest equal ones, so that both ways meet in a CTA."""
     splits, rows = len(maxima), 16
     torch.manual_seed(5)
-    values = torch.randn(1, splits, 1, 512, rows)
-    scales = torch.empty(1, splits, 1, 2, rows)
+    o_partial = torch.randn(1, splits, 1, 512, rows)
+    stats = torch.empty(1, splits, 1, 2, rows)
     for i in range(splits):
-        scales[0, i, 0, 0], scales[0, i, 0, 1] = 1.0, 1.0 + torch.rand(rows)
-        scales[0, i, 0, 0, ::2] = maxima[i] if seen[i] else FLOOR
+        stats[0, i, 0, 0], stats[0, i, 0, 1] = 1.0, 1.0 + torch.rand(rows)
+        stats[0, i, 0, 0, ::2] = maxima[i] if seen[i] else FLOOR
         if not seen[i]:
-            scales[0, i, 0, 1, ::2] = 0.0
-            values[0, i, ..., ::2] = 0.0
+            stats[0, i, 0, 1, ::2] = 0.0
+            o_partial[0, i, ..., ::2] = 0.0
     out, lse = torch.full((1, 1, rows, 512), float("nan")), torch.full((1, rows, 1), float("nan"))
-    join = join_sums_kernel(
-        (values, scales), (out, lse), s=1, h_kv=1, group=rows, row_shape=(1, rows), splits=splits, dtype="fp32"
+    combine = combine_kernel(
+        (o_partial, stats), (out, lse), s=1, h_kv=1, group=rows, tile_shape=(1, rows), splits=splits, dtype="fp32"
     )
-    join.launch()
-    m, sums = scales.double()[0, :, 0, 0], scales.double()[0, :, 0, 1]
+    combine.launch()
+    m, sums = stats.double()[0, :, 0, 0], stats.double()[0, :, 0, 1]
     top = m.max(0).values
     weight = torch.exp2(m - top)
     total = (weight * sums).sum(0)
-    want = (values.double()[0, :, 0] * weight[:, None, :]).sum(0) / torch.where(total == 0, 1.0, total)
+    want = (o_partial.double()[0, :, 0] * weight[:, None, :]).sum(0) / torch.where(total == 0, 1.0, total)
     assert torch.allclose(out[0, 0].double(), want.T, rtol=1e-5, atol=1e-6)
     lses = torch.where(total == 0, float("inf"), (top + torch.log2(total)) * 0.6931471805599453)
     assert torch.allclose(lse[0, :, 0].double(), lses, rtol=1e-5, atol=1e-5)

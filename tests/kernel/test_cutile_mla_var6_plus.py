@@ -1,4 +1,4 @@
-"""cuTile's mla_var6_plus: which stages an n needs, Hopper code for the joining kernel, right results in both forms."""
+"""cuTile's mla_var6_plus: which stages an n needs, Hopper code for the merge, right results in both forms."""
 
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_both_paths_run_at_once_and_the_ends_are_one_path() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 2048])
-def test_the_joining_kernel_compiles_to_hopper_code(n: int) -> None:
+def test_the_merge_compiles_to_hopper_code(n: int) -> None:
     plan = MlaVar6PlusPlan(BIG.replace(n=n), device=H200)
     made = plan.plan_empty().stages[-1].compile(None, H200)
     count = made.resources.instructions
@@ -53,7 +53,7 @@ def test_refusals_say_why() -> None:
         (MlaVar6PlusTiling(tile_k=512), "tile_k = 512 is not one of 64, 128, 256."),
         (MlaVar6PlusTiling(old_splits=300), "old_splits = 300 is outside 0..128."),
         (MlaVar6PlusTiling(new_tile_m=32), "new_tile_m = 32 is neither 64 nor 128."),
-        (MlaVar6PlusTiling(new_tile_n=32), "(64, 32, 1, 1) is not one of"),
+        (MlaVar6PlusTiling(new_tile_n=32), "new_tile_n = 32 is neither 64 nor 128."),
     ):
         verdict = tiling.validate(BIG, H200)
         assert not verdict and words in verdict.reason
@@ -91,9 +91,9 @@ def test_it_passes_its_check_in_the_interpreter(interpreted: None, causal: bool)
 
 def test_the_check_finds_a_path_that_is_left_out(interpreted: None) -> None:
     class OldOnly(MlaVar6PlusPlan):
-        def _join(self, tensors: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+        def _merge(self, tensors: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
             o_latent, lse_old, o_heads, _, w_uv = tensors
-            return super()._join((o_latent, lse_old, o_heads, lse_old, w_uv), outputs)
+            return super()._merge((o_latent, lse_old, o_heads, lse_old, w_uv), outputs)
 
     report = OldOnly.check(SMALL, None, "cpu", quick=True, seeds=(3,))
     assert not report.ok and "own" in report.reason

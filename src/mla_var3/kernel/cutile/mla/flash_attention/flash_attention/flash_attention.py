@@ -1,25 +1,33 @@
-"""Prefill attention over decompressed heads (192/128) in cuTile: causal or not, out and log-sum-exp.
+"""Prefill attention over decompressed heads in cuTile for Hopper (sm_90a): causal or not, out and LSE.
 
-One block takes `tile_m` query tokens of one head and walks over that head's keys in tiles of `tile_n`:
+    out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 128 + 64 columns a head    V: 128
 
-    Q (tile_m, 128 | 64)   K tile (tile_n, 128 | 64) ──► S = Q·Kᵀ ──► online softmax ──► O (tile_m, 128) += P·V
+One CTA (cuTile: block) takes a query tile of `tile_m` tokens of one head and goes over that head's KV tiles of `tile_n`
+tokens:
 
-    causal, tiles of keys:   ░ seen by every row: first loop, no mask      ◣ on the diagonal: second loop, masked
-        rows of the last block   ░ ░ ░ ░ ◣       this block starts first: it has the most tiles
-        rows of the first block  ◣
+    load      TMA: K tile (tile_n, 128 | 64)
+    scores    S = Q·Kᵀ
+    softmax   running maximum and denominator; P = exp2(scale · S - max), rounded to 16 bits
+    load      TMA: V tile (tile_n, 128)
+    rescale   O = O · exp2(old max - max) + P·V
+
+    causal, KV tiles:       ░ seen by every row: first loop, no mask      ◣ on the diagonal: second loop, masked
+        last query tile     ░ ░ ░ ░ ◣       this CTA starts first: it has the most KV tiles
+        first query tile    ◣
 
 Without a mask the second loop takes the last, partly filled tile, if there is one. The mask is aligned at the end: row
-i of s sees keys 0 .. t - s + i. Blocks of one head are neighbours in the grid, so that the blocks that run at a time
-share the keys of few heads: those of all heads would not fit in L2 (5 MB a head at 8192 tokens). Among them the longest
-rows come first, so that what is left at the end of the grid is short.
+i of s sees keys 0 .. t - s + i. CTAs of one head are neighbours in the grid, so that those that run at a time share the
+keys of few heads: those of all heads would not fit in L2 (5 MB a head at 8192 tokens). Among them the longest rows come
+first, which keeps the tail of the grid short.
 
-Two warpgroups have 64 rows each; the products of one hide the softmax of the other. K comes as 128 + 64 columns, V in
-pieces of `v_columns`: the width of a load decides how many buffers cuTile makes (131 KB of shared memory with V whole,
-197 KB with V in halves). Whole, with the fewest waits and one product a tile into one accumulator, was the faster at
-8192 tokens. exp2 flushes subnormals: without that every exponential costs two more multiplications and a
-comparison (2776 instead of 2384 instructions).
+Two consumer warpgroups have 64 rows each; the products of one hide the softmax of the other. K comes as 128 + 64
+columns, V in pieces of `v_columns`: the width of a load decides how many stages cuTile makes (131 KB of shared memory
+with V in one piece, 197 KB with V in halves). One piece, with the fewest waits and one product a tile into one
+accumulator, was the faster at 8192 tokens. exp2 flushes subnormals: without that every exponential costs two more
+multiplications and a comparison (2776 instead of 2384 instructions).
 
-Architecture: Hopper (sm_90a), through HGMMA, TMA and cuTile's own warp specialisation.
+The base version. The online softmax and the two loops are FlashAttention-2's; producer and consumers are cuTile's own
+warp specialisation.
 """
 
 from __future__ import annotations
@@ -30,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
-from mla_var3.kernel.cutile.lib.handles import ct_dtype, handle, signature
+from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
 from mla_var3.runtime import CtKernel, Tiling, Verdict
 from mla_var3.runtime.correctness.prefill import PrefillPlan, takes_prefill
 
@@ -50,20 +58,21 @@ LOG2E = 1.4426950408889634
 #: Running maximum before any key: finite, so that "maximum minus maximum" is never infinity minus infinity.
 FLOOR = -1.0e30
 
-#: Of the shared memory of a block: barriers, row statistics, descriptors.
+#: Of the shared memory of a CTA: barriers, row statistics, descriptors.
 SMEM_MISC = 2048
 
 #: (tile_m, tile_n, num_warpgroups, occupancy) that compile to Hopper code: see `FlashAttentionTiling.validate`.
 SHAPES = ((128, 128, 2, 1), (128, 64, 2, 1), (256, 64, 2, 1), (64, 128, 1, 1), (64, 64, 1, 2))
 
 
+# ------------------------------------------------------------------------------------------------ tiling
 @dataclass(frozen=True)
 class FlashAttentionTiling(Tiling):
     """Knobs of the kernel.
 
-    tile_m: query tokens of a block. tile_n: keys of a tile. k_columns, v_columns: columns of K and of V that one load
-    brings, 64 or 128 (K's last 64 are always a load of their own). num_warpgroups: of those that compute. occupancy:
-    blocks that an SM should hold. num_ctas: of a cluster, which cuTile spreads a tile over.
+    tile_m: tokens of a query tile. tile_n: of a KV tile. k_columns, v_columns: columns of K and of V that one load
+    brings, 64 or 128 (K's last 64 are always a load of their own). num_warpgroups: consumers. occupancy: CTAs that an
+    SM should hold. num_ctas: of a cluster, over which cuTile spreads a tile.
     """
 
     tile_m: int = 128
@@ -76,7 +85,7 @@ class FlashAttentionTiling(Tiling):
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         shape = (self.tile_m, self.tile_n, self.num_warpgroups, self.occupancy)
-        # Other shapes compile, but to code that spills, waits for every product or holds fewer blocks than asked.
+        # Other shapes compile, but to code that spills, waits for every product or has fewer CTAs an SM than it should.
         if shape not in SHAPES:
             return Verdict.no(f"(tile_m, tile_n, num_warpgroups, occupancy) = {shape} is not one of {SHAPES}.")
         for name, value in (("k_columns", self.k_columns), ("v_columns", self.v_columns)):
@@ -87,14 +96,15 @@ class FlashAttentionTiling(Tiling):
         smem = 2 * (KEY * self.tile_m + (KEY + VALUE) * self.tile_n) + SMEM_MISC
         if device is not None and self.occupancy * smem > device.smem_per_sm:
             return Verdict.no(
-                f"{self.occupancy} blocks with Q and one tile of keys take {self.occupancy * smem} bytes of shared "
-                f"memory; an SM has {device.smem_per_sm}."
+                f"{self.occupancy} CTAs with Q and one KV tile take {self.occupancy * smem} bytes of shared memory; "
+                f"an SM has {device.smem_per_sm}."
             )
         return Verdict.yes()
 
 
+# ------------------------------------------------------------------------------------------------ device
 def load_rows(array, req, tile, head, ROWS, PIECE, WIDTH):
-    """(ROWS, WIDTH) of one head in pieces of PIECE columns, the rest in a piece of 64; rows past the end are zero."""
+    """(ROWS, WIDTH) of one head by TMA: pieces of PIECE columns, the rest in one of 64; rows past the end are zero."""
     zero = ct.PaddingMode.ZERO
     pieces = tuple(
         ct.reshape(ct.load(array, (req, tile, head, c), (1, ROWS, 1, PIECE), padding_mode=zero), (ROWS, PIECE))
@@ -107,17 +117,20 @@ def load_rows(array, req, tile, head, ROWS, PIECE, WIDTH):
 
 
 def attend(qs, k, v, req, tile, head, m, l, accs, scale, mask, TM, TN, KC, VC, MASKED):
-    """One tile of keys: the new running maximum (base 2, scaled), denominator and unnormalised output pieces."""
+    """One KV tile: the new running maximum m (base 2, scaled), denominator l and unnormalised output pieces accs."""
+    # S = Q·Kᵀ: waits for K, piece by piece.
     ks = load_rows(k, req, tile, head, TN, KC, 192)
     s = ct.zeros((TM, TN), dtype=ct.float32)
     for c in ct.static_iter(range(len(qs))):
         s = ct.mma(qs[c], ct.transpose(ks[c]), s)
     if MASKED:
         s = ct.where(mask, s, float("-inf"))
+    # Softmax: P = exp2(scale · S - m'), l = l · exp2(m - m') + sum P.
     m_new = ct.maximum(m, ct.max(s, 1, keepdims=True) * scale)
     p = ct.exp2(s * scale - m_new, flush_to_zero=True)
     keep = ct.exp2(m - m_new, flush_to_zero=True)
     l = l * keep + ct.sum(p, 1, keepdims=True)
+    # Rescale and O += P·V: waits for V, which was loaded meanwhile.
     vs = load_rows(v, req, tile, head, TN, VC, 128)
     p16 = ct.astype(p, v.dtype)
     accs = tuple(ct.mma(p16, vs[c], accs[c] * keep) for c in ct.static_iter(range(128 // VC)))
@@ -142,7 +155,7 @@ def flash_attention(
     KC: ConstInt,
     VC: ConstInt,
 ):
-    """Grid (tiles of query tokens, H, b)."""
+    """Grid (query tiles, H, b)."""
     row_tile = ct.num_blocks(0) - 1 - ct.bid(0)
     head = ct.bid(1)
     req = ct.bid(2)
@@ -153,21 +166,22 @@ def flash_attention(
     lses = ct.Array.from_foreign(LSE.foreign_pointer, (b, H, s), (H * s, s, 1))
     qs = load_rows(q, req, row_tile, head, TM, KC, 192)
 
+    # ------------------------------------------------ KV tiles: 0 .. unmasked - 1 without a mask, .. last - 1 with it
     if CAUSAL:
-        before = t - s + row_tile * TM  # keys that precede the block's first row
-        whole = max(before + 1, 0) // TN
+        before = t - s + row_tile * TM  # keys before the query tile's first row
+        unmasked = max(before + 1, 0) // TN
         last = (max(min(before + TM, t), 0) + TN - 1) // TN
     else:
-        whole = t // TN
+        unmasked = t // TN
         last = (t + TN - 1) // TN
 
     m = ct.full((TM, 1), FLOOR, dtype=ct.float32)
     l = ct.zeros((TM, 1), dtype=ct.float32)
     accs = tuple(ct.zeros((TM, VC), dtype=ct.float32) for c in ct.static_iter(range(128 // VC)))
-    for j in range(0, whole):
+    for j in range(0, unmasked):
         m, l, accs = attend(qs, k, v, req, j, head, m, l, accs, scale, None, TM, TN, KC, VC, False)
     row = t - s + row_tile * TM + ct.arange(TM, dtype=ct.int32)
-    for j in range(whole, last):
+    for j in range(unmasked, last):
         token = j * TN + ct.arange(TN, dtype=ct.int32)
         if CAUSAL:
             mask = token[None, :] <= row[:, None]
@@ -175,6 +189,7 @@ def flash_attention(
             mask = ct.broadcast_to((token < t)[None, :], (TM, TN))
         m, l, accs = attend(qs, k, v, req, j, head, m, l, accs, scale, mask, TM, TN, KC, VC, True)
 
+    # ------------------------------------------------ epilogue: O / l and the LSE
     empty = l == 0.0
     safe = ct.where(empty, 1.0, l)
     factor = 1.0 / safe
@@ -185,7 +200,8 @@ def flash_attention(
     ct.store(lses, (req, head, row_tile), ct.reshape(lse, (1, 1, TM)))
 
 
-def _accepts(pd: MlaProblem) -> Verdict:
+# ------------------------------------------------------------------------------------------------ host
+def takes(pd: MlaProblem) -> Verdict:
     if (pd.d, pd.p) != (VALUE, ROPE):
         return Verdict.no(f"written for heads of 128 + 64 and 128 columns; the problem has d = {pd.d}, p = {pd.p}.")
     if pd.t < 1:
@@ -195,11 +211,12 @@ def _accepts(pd: MlaProblem) -> Verdict:
     return takes_prefill(pd)
 
 
+# ------------------------------------------------------------------------------------------------ plan
 class FlashAttentionPlan(PrefillPlan):
     """Prefill attention in cuTile, base version: inputs (q, k, v), outputs (out (b, s, h, 128), lse (b, h, s))."""
 
     tiling_type = FlashAttentionTiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=_accepts)
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
     deterministic = True
 
     def default_tiling(self) -> FlashAttentionTiling:
@@ -218,13 +235,10 @@ class FlashAttentionPlan(PrefillPlan):
         tilings += tuple(replace(x, num_ctas=2) for x in tilings)
         return [x for x in tilings if x.validate(self.problem, self.device)]
 
-    def _constants(self) -> list[Any]:
+    def _attention(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> CtKernel:
+        """The kernel on (q, k, v) and (out, lse). Without tensors it compiles only."""
         pd, ti = self.problem, self.tiling
-        return [pd.h, pd.causal, ti.tile_m, ti.tile_n, ti.k_columns, ti.v_columns]
-
-    def kernel_on(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> CtKernel:
-        """The kernel on (q, k, v) and (out, lse); keys may outnumber queries. Without tensors it compiles only."""
-        pd, ti = self.problem, self.tiling
+        constants = [pd.h, pd.causal, ti.tile_m, ti.tile_n, ti.k_columns, ti.v_columns]
 
         def grid(_: Any) -> tuple[int, ...]:
             b, s, h = inputs[0].shape[:3] if inputs else (pd.b, pd.s, pd.h)
@@ -234,11 +248,11 @@ class FlashAttentionPlan(PrefillPlan):
             names = ("q", "k", "v", "out", "lse")
             handles = [handle(x, name) for x, name in zip((*inputs, *outputs), names, strict=True)]
             q, k, _v = inputs
-            return (*handles, pd.scale * LOG2E, q.shape[0], q.shape[1], k.shape[1], *self._constants())
+            return (*handles, pd.scale * LOG2E, q.shape[0], q.shape[1], k.shape[1], *constants)
 
         def describe(_: Any) -> Any:
             io = ct_dtype(pd.dtype)
-            return signature([io, io, io, io, ct.float32], [ct.float32, *[ct.int32] * 3], self._constants())
+            return signature([io, io, io, io, ct.float32], [ct.float32, *[ct.int32] * 3], constants)
 
         def hints(_: Any) -> dict[str, Any]:
             hints = {"num_worker_warps": 4 * ti.num_warpgroups, "occupancy": ti.occupancy}
@@ -265,8 +279,8 @@ class FlashAttentionPlan(PrefillPlan):
         b, s, h, _ = q.shape
         out = torch.empty((b, s, h, v.shape[-1]), dtype=q.dtype, device=q.device)
         lse = torch.empty((b, h, s), dtype=torch.float32, device=q.device)
-        return self.kernel_on(inputs, (out, lse))
+        return self._attention(inputs, (out, lse))
 
     def plan_empty(self) -> CtKernel:
         self.require()
-        return self.kernel_on((), ())
+        return self._attention((), ())

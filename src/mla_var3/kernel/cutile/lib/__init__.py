@@ -1,1 +1,0 @@
-"""Building blocks that cuTile kernel versions share."""

@@ -17,8 +17,7 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
+from mla_var3.kernel.registry import KernelId, get_plan
 from mla_var3.problem import MlaProblem
 from mla_var3.toolchain import aot, bundle, loader
 
@@ -235,7 +234,7 @@ def test_it_holds_what_the_check_of_a_problem_plans(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(aot, "compiled_host", lambda plan, name, *rest, **options: names.add(name))
     monkeypatch.setattr(bundle, "_make", lambda folder, jobs, *rest: [bundle.run_bundle_job(job) for job in jobs])
     problem = MlaProblem(b=32, s=4, h=128, t=4096)
-    plan = registry.get_plan(KernelId.parse("cute-dsl/flash_mla"))(problem, None, Device.get("h200"))
+    plan = get_plan(KernelId.parse("cute-dsl/flash_mla"))(problem, None, Device.get("h200"))
     assert plan.num_splits(problem.b, problem.max_pages) == 1
     bundle.make_bundle(tmp_path / "b", ["cute-dsl/flash_mla"], [problem], workers=1, progress=False)
     assert names == {"flash_mla", "combine"}

@@ -1,4 +1,4 @@
-"""Looking into one kernel: `mla-var3 profile`, `--prof_type` of `python -m mla_var3.kernel`, and the group `profile`.
+"""Looking into one kernel: `mla-var3 profile` and the group `profile`.
 
 event       a short timing between CUDA events, beside the roofline
 annotation  the first pass: roofline position, the decisive counters, resources from the binary, a baseline beside it

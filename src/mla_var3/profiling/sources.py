@@ -43,7 +43,7 @@ def find(name: str) -> Path | None:
 
 
 def short(name: str) -> str:
-    """How a report names a file: with its folder where that tells files of one name apart (`latent/consumer.py`)."""
+    """How a report names a file: with its folder where that tells files of one name apart (`prims/combine.py`)."""
     path = PurePosixPath(name)
     inside = _after(path, _PACKAGE)
     if inside is None or inside.parent.name in ("", path.stem):

@@ -18,7 +18,7 @@ modes:
 
 examples:
   mla-var3 profile cute-dsl/flash_mla --b 128
-  mla-var3 profile cute-dsl/flash_mla_v1 --mode ncu --baseline cute-dsl/flash_mla
+  mla-var3 profile cute-dsl/flash_mla_v21 --mode ncu --baseline cute-dsl/flash_mla
   mla-var3 profile triton/flash_mla --device h200       without a GPU: resources and the roofline's limit
 Each profile has a folder of its own: OUT/<mode>/<kernel>/<params>/<time>/report.md"""
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common(parser: argparse._ActionsContainer) -> None:
-    """What `--prof_type` of `python -m mla_var3.kernel` takes as well."""
+    """The options of a profile beside its mode."""
     parser.add_argument(
         "--baseline", metavar="KERNEL", help="language/design[_vN] to compare with; default: the version before, "
         "in mode annotation; none: nothing",

@@ -188,6 +188,14 @@ def test_check_on_the_cpu(no_gpu: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "seed 7" in out
 
 
+@pytest.mark.parametrize("words", [["bench"], ["bench", "--calibrate"]])
+def test_bench_without_a_kernel_asks_for_a_gpu(
+    words: list[str], no_gpu: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert "bench needs a GPU and there is none here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["check", "bench", "clone", "compile"])
 def test_a_retired_version_says_where_its_code_is(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "cute-dsl/flash_mla_v8"]) == 2

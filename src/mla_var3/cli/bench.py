@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Times kernels on one problem through the sweep, so that records are the same."""
     from mla_var3.sweep.plan import select_kernels
 
-    select_kernels(args.kernels)  # a name that is none is told before a GPU is looked for
+    if args.kernels:
+        select_kernels(args.kernels)  # a name that is none is told before a GPU is looked for
     detected = Device.detect()
     if detected is None:
         raise UserError(

@@ -25,6 +25,7 @@ from mla_var3.device import Device
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import Line
 from mla_var3.problem import MlaProblem
+from mla_var3.sweep.plan import knobs
 
 #: Beside what records timed, so that every CuTe version has a line: kernel, problem, tiling.
 ALWAYS = (("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 1}), ("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 4}))
@@ -36,10 +37,8 @@ def compiled_line(label: str, problem: dict[str, Any], tiling: dict[str, Any] | 
 
     kernel = registry.KernelId.parse(label)
     pd, hardware = MlaProblem.from_record(problem), Device.get(device)
-    plan_type = registry.get_plan(kernel)
-    plan = plan_type(pd, None, hardware)
-    if tiling:
-        plan = plan.with_tiling(plan.tiling.from_record({**plan.tiling.to_record(), **tiling}))
+    plan = registry.get_plan(kernel)(pd, None, hardware)
+    plan = plan.with_tiling(knobs(plan.tiling, tiling or {}))
     code = plan.plan_empty().compile(None, hardware).code
     if code is None:
         raise SystemExit(f"{label}: what it compiles to has no digest")
@@ -75,10 +74,8 @@ def main() -> int:
         return 0
     hashes = {kernel.label: registry.source_hash(kernel) for kernel in registry.all_kernels()}
     lines = [line for line in ledger.lines() if line.kernel in hashes]
-    if not args.all:
-        current = {(line.kernel, line.problem_class) for line in lines if line.source == hashes[line.kernel]}
-    else:
-        current = set()
+    known = () if args.all else lines
+    current = {(line.kernel, line.problem_class) for line in known if line.source == hashes[line.kernel]}
     todo: dict[str, tuple[str, str]] = {}  # arguments of `compiled_line` -> (version, problem class)
     for label, problem, tiling, device in wanted():
         place = (label, MlaProblem.from_record(problem).problem_class().key())
@@ -86,7 +83,8 @@ def main() -> int:
             # Sizes that code is not made for are all alike, so that each class is compiled once.
             alike = {**problem, "b": 1, "t": 4096, "lengths": "uniform"}
             todo.setdefault(json.dumps([label, alike, tiling, device], sort_keys=True), place)
-    kept = [line for line in lines if (line.kernel, line.problem_class) not in set(todo.values())]
+    again = set(todo.values())
+    kept = [line for line in lines if (line.kernel, line.problem_class) not in again]
     for arguments in todo:
         words = [sys.executable, __file__, "--one", arguments]
         line = Line(**json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mla_var3.bench.records import load
-from mla_var3.devlog.tables import against_libraries, comparison
+from mla_var3.devlog.tables import against_libraries, comparison, label
 from mla_var3.kernel import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,19 +50,13 @@ def page(name: str) -> str:
     file, what = PAGES[name]
     records = [record.model_dump() for record in load([ROOT / "results" / file]).records]
     here = {kernel.label for kernel in registry.all_kernels()}
-    live = [r for r in records if label_of(r) in here]
+    live = [r for r in records if label(r) in here]
     return (
         f"{HEAD}\n# {name}\n\n{what} {METHOD} Records: `results/{file}`.\n\n"
         f"## The fastest kernel here against the library\n\n{against_libraries(live)}\n\n"
         f"## All contenders\n\nVersions that are retired stand beside those that replaced them.\n\n"
         f"{comparison(records)}\n"
     )
-
-
-def label_of(record: dict) -> str:  # type: ignore[type-arg]
-    """`cute-dsl/flash_mla_v21`."""
-    kernel = record["kernel"]
-    return f"{kernel['language']}/{kernel['design']}" + (f"_v{kernel['version']}" if kernel["version"] else "")
 
 
 def index() -> str:

@@ -67,8 +67,8 @@ class Entry:
     @property
     def location(self) -> str | None:
         """The version's file as Location names it, the first path in it with the version's module name."""
-        design, _, version = self.kernel
-        name = design if version == 0 else f"{design}_v{version}"
+        design, language, version = self.kernel
+        name = KernelId(language, "mla", design, version).module_name
         said = without_comments(self.sections.get("Location", (0, ""))[1])
         found = re.search(rf"`((?:[\w.-]+/)+{re.escape(name)}\.py)`", said)
         return found[1] if found else None

@@ -153,10 +153,11 @@ class Table:
                 recipes.append({"kernel": recipe.kernel.to_record(), "tiling": dict(recipe.tiling), **columns})
             devices[key] = {"floor_us": round(table.floor_us, 2), "recipes": recipes}
         rows = [problem.to_record() for problem in problems]
+        names = list(dict.fromkeys(name for row in rows for name in row))
         data = {
             "schema": SCHEMA,
             "held_out": self.held_out,
-            "problems": {"fields": list(rows[0]) if rows else [], "rows": [list(row.values()) for row in rows]},
+            "problems": {"fields": names, "rows": [[row.get(name) for name in names] for row in rows]},
             "devices": devices,
         }
         # Innermost lists and objects on one line.

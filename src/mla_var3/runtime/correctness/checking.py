@@ -302,8 +302,7 @@ def check(
     is planned; the other cases are bound to that kernel, except "planned".
     A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name added.
     """
-    compiled = getattr(plan, "compiled", None) if not isinstance(plan, type) else None
-    plan_cls, problem, tiling, hardware = _resolve(plan, problem, tiling, device, hardware)
+    plan_cls, problem, tiling, hardware, compiled = _resolve(plan, problem, tiling, device, hardware)
     own = getattr(plan_cls, "check", None)
     if own is not None:  # another kind of problem, with cases of its own (mla_var3.runtime.correctness.prefill)
         found: CheckReport = own(
@@ -344,8 +343,11 @@ def check(
 
 def _resolve(
     plan: Any, problem: MlaProblem | None, tiling: Tiling | None, device: str, hardware: Device | None
-) -> tuple[Any, MlaProblem, Tiling | None, Device | None]:
+) -> tuple[Any, MlaProblem, Tiling | None, Device | None, dict[Any, Any] | None]:
+    """The plan's class, problem, tiling and device, and the compiled functions of a plan, which others of it share."""
+    compiled = None
     if not isinstance(plan, type):
+        compiled = getattr(plan, "compiled", None)
         problem = plan.problem if problem is None else problem
         tiling = plan.tiling if tiling is None else tiling
         hardware = plan.device if hardware is None else hardware
@@ -356,7 +358,7 @@ def _resolve(
         from mla_var3.device import Device
 
         hardware = Device.detect()
-    return plan, problem, tiling, hardware
+    return plan, problem, tiling, hardware, compiled
 
 
 def _needs_bind(wanted: Sequence[str]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from mla_var3.clone import main
+from mla_var3.lab.clone import main
 
 if __name__ == "__main__":
     sys.exit(main())

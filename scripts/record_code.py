@@ -20,12 +20,12 @@ from dataclasses import asdict
 from typing import Any
 
 from mla_var3 import paths
-from mla_var3.bench.records import load
 from mla_var3.device import Device
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import Line
+from mla_var3.lab.sweep.plan import knobs
 from mla_var3.problem import MlaProblem
-from mla_var3.sweep.plan import knobs
+from mla_var3.record import load
 
 #: Beside what records timed, so that every CuTe version has a line: kernel, problem, tiling.
 ALWAYS = (("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 1}), ("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 4}))

@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from mla_var3.bench.records import load
-from mla_var3.devlog.tables import against_libraries, comparison, label
 from mla_var3.kernel import registry
+from mla_var3.lab.devlog.tables import against_libraries, comparison, label
+from mla_var3.record import load
 
 ROOT = Path(__file__).resolve().parents[1]
 

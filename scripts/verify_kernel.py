@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from mla_var3.contract import main_verify
+from mla_var3.lab.contract import main_verify
 
 if __name__ == "__main__":
     sys.exit(main_verify())

@@ -7,6 +7,16 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parent
 
 
+def package() -> Path:
+    """The folder of this package."""
+    return _PACKAGE
+
+
+def import_root() -> Path:
+    """What a process that is started from here needs on its PYTHONPATH."""
+    return _PACKAGE.parent
+
+
 def repo_root() -> Path | None:
     """The repository this package is run from, or None when it was installed from a wheel."""
     root = _PACKAGE.parents[1]

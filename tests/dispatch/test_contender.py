@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli
-from mla_var3.bench import environment
-from mla_var3.bench.cell import Contender, contender_key
-from mla_var3.bench.records import Record, load, new_id, now
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.kernel import registry
+from mla_var3.lab.report import tables
+from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.lab.sweep import plan as sweep_plan
+from mla_var3.lab.sweep import run as sweep
+from mla_var3.measure import environment
+from mla_var3.measure.cell import Contender, contender_key
 from mla_var3.problem import MlaProblem
-from mla_var3.report import tables
-from mla_var3.sweep import config as sweep_config
-from mla_var3.sweep import plan as sweep_plan
-from mla_var3.sweep import run as sweep
+from mla_var3.record import Record, load, new_id, now
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 H200 = Device.get("h200")
@@ -92,7 +92,7 @@ def test_a_cell_that_no_version_takes_has_no_pick() -> None:
 # ---------------------------------------------------------------- records
 def measure(monkeypatch: pytest.MonkeyPatch) -> list[Contender]:
     """Replaces the measuring worker by one whose records say what the contenders are."""
-    from mla_var3.bench import cell as cell_
+    from mla_var3.measure import cell as cell_
 
     seen: list[Contender] = []
 
@@ -173,7 +173,7 @@ def test_check_checks_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_without_a_gpu_the_pick_is_compiled_by_its_own_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mla_var3.sweep import compile as sweep_compile
+    from mla_var3.lab.sweep import compile as sweep_compile
 
     monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
     monkeypatch.chdir(tmp_path)

@@ -19,9 +19,9 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.cutile.prims.combine import FEW, combine_kernel
 from mla_var3.kernel.registry import KernelId
+from mla_var3.lab.sweep import cpu
 from mla_var3.problem import MlaProblem
 from mla_var3.runtime.correctness.checking import check, compare
-from mla_var3.sweep import cpu
 
 KERNELS = [kernel for kernel in registry.all_kernels() if kernel.language == "cutile-dsl"]
 DECODE = [kernel for kernel in KERNELS if kernel.design == "flash_mla"]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from mla_var3 import paths
-from mla_var3.bench.records import load
 from mla_var3.dispatch import table as tables
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
 from mla_var3.problem import MlaProblem
+from mla_var3.record import load
 
 VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
 

@@ -27,8 +27,8 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
     from mla_var3.cli.arguments import experiment_cells
     from mla_var3.device import Device
     from mla_var3.kernel import registry
+    from mla_var3.lab.sweep.plan import select_kernels
     from mla_var3.ops import mla_decode
-    from mla_var3.sweep.plan import select_kernels
 
     device = Device.detect()
     if device is None:

@@ -113,7 +113,7 @@ def tiling_fields(text: str) -> dict[str, Any]:
 
 def tiling_of(plan_type: Any, problem: MlaProblem, device: Device | None, asked: dict[str, Any]) -> Tiling:
     """The version's default tiling with the fields that were asked for; an unknown field names the nearest."""
-    from mla_var3.sweep.plan import knobs
+    from mla_var3.lab.sweep.plan import knobs
 
     tiling: Tiling = plan_type(problem, None, device).tiling
     names = list(tiling.to_record())
@@ -126,7 +126,7 @@ def tiling_of(plan_type: Any, problem: MlaProblem, device: Device | None, asked:
 def usable(patterns: list[str]) -> list[KernelId]:
     """The versions that patterns name and whose language is installed; the others are reported."""
     from mla_var3.kernel import registry
-    from mla_var3.sweep.plan import select_kernels
+    from mla_var3.lab.sweep.plan import select_kernels
 
     found = []
     for kernel in select_kernels(patterns):
@@ -142,7 +142,7 @@ def usable(patterns: list[str]) -> list[KernelId]:
 
 def experiment_cells(name: str) -> list[MlaProblem]:
     """The problems of an experiment of `conf/experiment`."""
-    from mla_var3.sweep.config import compose
-    from mla_var3.sweep.plan import expand_cells
+    from mla_var3.lab.sweep.config import compose
+    from mla_var3.lab.sweep.plan import expand_cells
 
     return expand_cells(compose([f"experiment={name}"]))

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Times kernels on one problem through the sweep, so that records are the same."""
-    from mla_var3.sweep.plan import select_kernels
+    from mla_var3.lab.sweep.plan import select_kernels
 
     if args.kernels:
         select_kernels(args.kernels)  # a name that is none is told before a GPU is looked for
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate(detected, args.preset)
     if not args.kernels:
         raise UserError("bench needs a kernel: give language/design, '*' for all, or --calibrate.")
-    from mla_var3.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig
-    from mla_var3.sweep.run import Sweep
+    from mla_var3.lab.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig
+    from mla_var3.lab.sweep.run import Sweep
 
     asked = tiling_fields(args.tiling)
     config = SweepConfig(
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(device: Device, preset: str) -> int:
-    from mla_var3.bench.calibrate import measure_all
-    from mla_var3.bench.settings import BenchSettings
+    from mla_var3.measure.calibrate import measure_all
+    from mla_var3.measure.settings import BenchSettings
 
     print(f"limits of {device.name}:")
     for state, limits in measure_all(settings=BenchSettings.of({"preset": preset})).items():

@@ -43,15 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="the short list of cases")
     parser.add_argument("--cases", metavar="A,B", help="these cases only; a wrong name lists them")
     parser.add_argument("--seed", type=int, help="of the inputs; a fresh one by default, and printed")
-    from mla_var3.diagnosis import debugging
+    from mla_var3.lab.diagnosis import debugging
 
     debugging.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when every kernel that could run is right, 1 when one is wrong."""
-    from mla_var3.diagnosis import debugging
-    from mla_var3.sweep.plan import DISPATCH
+    from mla_var3.lab.diagnosis import debugging
+    from mla_var3.lab.sweep.plan import DISPATCH
 
     debugging.prepare(args)
     named = [pattern for pattern in args.kernels if pattern != DISPATCH]
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _without_a_gpu(args: argparse.Namespace, kernels: list[KernelId]) -> int:
     """What of the debugging options works without one: keeping what compilers make for an H200. Nothing is checked."""
-    from mla_var3.diagnosis import debugging
+    from mla_var3.lab.diagnosis import debugging
 
     target, problem = Device.get("h200"), problem_of(args, **_sizes(kernels, args, "cpu"))
     for kernel in kernels:
@@ -120,7 +120,7 @@ def _without_a_gpu(args: argparse.Namespace, kernels: list[KernelId]) -> int:
 
 def _on_cpu(kernels: list[KernelId]) -> list[KernelId]:
     """The kernels that run on a CPU, in a process that is ready for them."""
-    from mla_var3.sweep.cpu import can_run, use_interpreter
+    from mla_var3.lab.sweep.cpu import can_run, use_interpreter
 
     chosen = []
     for kernel in kernels:
@@ -150,7 +150,7 @@ def print_check(kernel: KernelId, problem: MlaProblem, report: Any) -> None:
 
 def _sizes(kernels: list[KernelId], args: argparse.Namespace, where: str) -> dict[str, Any]:
     """What a check takes where the user says nothing: sizes for a CPU, or of a kind that all of the kernels compute."""
-    from mla_var3.contract import sample_fields
+    from mla_var3.lab.contract import sample_fields
 
     kinds = {registry.get_plan(kernel).formulation for kernel in kernels}
     kind = kinds.pop() if len(kinds) == 1 else "absorbed"

@@ -12,13 +12,13 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mla_var3 import clone
+    from mla_var3.lab import clone
 
     clone.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.clone`."""
-    from mla_var3 import clone
+    """See `mla_var3.lab.clone`."""
+    from mla_var3.lab import clone
 
     return clone.run(args)

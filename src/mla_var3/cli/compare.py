@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tables of measured records, newest of each kernel and cell."""
-    from mla_var3.bench.records import load
-    from mla_var3.report import tables
+    from mla_var3.lab.report import tables
+    from mla_var3.record import load
 
     files = args.files or [p for p in dict.fromkeys((Path("results"), paths.shipped_results_dir())) if p.is_dir()]
     if not files:

@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Resources of kernels for a device; 1 when one does not compile."""
-    from mla_var3.report import tables
-    from mla_var3.sweep.compile import NOT_COMPILED
+    from mla_var3.lab.report import tables
+    from mla_var3.lab.sweep.compile import NOT_COMPILED
     from mla_var3.toolchain.artefacts import KINDS
     from mla_var3.toolchain.pool import CompileJob, compile_many
 

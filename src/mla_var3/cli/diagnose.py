@@ -10,7 +10,7 @@ HELP = "the reason why a kernel is slow, from profiles and records, and what has
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mla_var3.diagnosis import verb
+    from mla_var3.lab.diagnosis import verb
 
     verb.add_arguments(parser)
     add_problem(parser)
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.diagnosis.verb`."""
-    from mla_var3.diagnosis import verb
+    """See `mla_var3.lab.diagnosis.verb`."""
+    from mla_var3.lab.diagnosis import verb
 
     return verb.run(args)

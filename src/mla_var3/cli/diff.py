@@ -10,7 +10,7 @@ HELP = "two versions side by side: resources, instructions, the inner loop's SAS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mla_var3.diagnosis import compare
+    from mla_var3.lab.diagnosis import compare
 
     compare.add_arguments(parser)
     add_problem(parser)
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.diagnosis.compare`."""
-    from mla_var3.diagnosis import compare
+    """See `mla_var3.lab.diagnosis.compare`."""
+    from mla_var3.lab.diagnosis import compare
 
     return compare.run(args)

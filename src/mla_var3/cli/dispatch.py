@@ -116,8 +116,8 @@ def from_files(files: Sequence[Path]) -> Table:
     """The table of record files or folders, with what holding out found; unreadable lines are reported. Retired
     versions are left out, and those that this checkout's devlog rejects: such a one may have been the faster in a cell
     or two, by what turns differ."""
-    from mla_var3.bench.records import load
-    from mla_var3.devlog.entry import entry_path, parse
+    from mla_var3.lab.devlog.entry import entry_path, parse
+    from mla_var3.record import load
 
     found = load(files)
     for problem in found.problems:

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.doctor`."""
-    from mla_var3 import doctor
+    """See `mla_var3.lab.doctor`."""
+    from mla_var3.lab import doctor
 
     return doctor.run(args)

@@ -10,7 +10,7 @@ HELP = "why is a kernel as fast as it is? roofline, counters, source lines, time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mla_var3.profiling import verb
+    from mla_var3.lab.profiling import verb
 
     add_kernels(parser, "+")
     add_problem(parser)
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.profiling.verb`."""
-    from mla_var3.profiling import verb
+    """See `mla_var3.lab.profiling.verb`."""
+    from mla_var3.lab.profiling import verb
 
     return verb.profile(args)

@@ -8,14 +8,14 @@ HELP = "records as one page: which kernel is fastest where, by how much, how far
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mla_var3.report import verb
+    from mla_var3.lab.report import verb
 
     verb.add_arguments(parser)
     parser.epilog = verb.EPILOG
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.report.verb`."""
-    from mla_var3.report import verb
+    """See `mla_var3.lab.report.verb`."""
+    from mla_var3.lab.report import verb
 
     return verb.run(args)

@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in words):
         print(USAGE.format(groups=_groups_text()))
         return 0
-    from mla_var3.sweep.run import main as run
+    from mla_var3.lab.sweep.run import main as run
 
     return run(list(words))
 

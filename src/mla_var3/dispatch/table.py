@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.bench.settings import ASIDE
 from mla_var3.device import Device
 from mla_var3.dispatch import model
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
+from mla_var3.measure.settings import ASIDE
 from mla_var3.problem import MlaProblem
 
 if TYPE_CHECKING:
-    from mla_var3.bench.records import Record
+    from mla_var3.record import Record
 
 SCHEMA = 3
 PATH = Path(__file__).with_name("table.json")

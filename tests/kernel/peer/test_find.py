@@ -89,7 +89,7 @@ def test_a_fetched_file_is_found_with_its_provenance(fetched: Callable[..., Path
 
 
 def test_a_record_says_which_libraries_were_there(fetched: Callable[..., Path], nothing_installed: None) -> None:
-    from mla_var3.bench.environment import describe
+    from mla_var3.measure.environment import describe
 
     assert "peers" not in describe()
     fetched("vllm/_flashmla_C.abi3.so", version="0.25.1", origin="a wheel")

@@ -1,0 +1,1 @@
+"""What people work with: sweeps, profiles, diagnoses, devlogs, knowledge, reports."""

@@ -1,0 +1,149 @@
+"""`mla-var3 devlog check`: every version has an entry, and every figure agrees with the record it points at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mla_var3 import paths
+from mla_var3.errors import UserError
+from mla_var3.kernel import ledger, registry
+from mla_var3.kernel.registry import KernelId
+from mla_var3.lab.devlog import skips
+from mla_var3.lab.devlog.citations import check_text
+from mla_var3.lab.devlog.entry import check_entry, entry_path, holds, parse, records_path
+from mla_var3.lab.devlog.values import Record
+from mla_var3.problem import MlaProblem
+
+
+def find_root(given: Path | None = None) -> Path:
+    """The folder with `devlogs/` and `results/`: as given, else the current folder or the nearest above it, else the
+    repository that the package runs from. Raises `UserError` when there is none."""
+    if given is not None:
+        if not given.is_dir():
+            raise UserError(f"{given} is not a folder: give the one that holds devlogs/ and results/.")
+        return given.resolve()
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "devlogs").is_dir():
+            return folder
+    root = paths.repo_root()
+    if root is None:
+        raise UserError("there is no devlogs/ here or above: make one, or give --root FOLDER.")
+    return root
+
+
+def load_records(root: Path, more: Sequence[Path] = ()) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Records of `results/` (and of other files) by id, and one line for each that cannot be read or stands twice."""
+    from mla_var3.record import load
+
+    folders = [folder for folder in (root / "results",) if folder.is_dir()]
+    result = load([*folders, *more])
+    records: dict[str, dict[str, Any]] = {}
+    problems = [_relative(text, root) for text in result.problems]
+    for record in result.records:
+        if record.id in records and records[record.id] != record.model_dump():
+            problems.append(f"results: two different records have the id {record.id}")
+        records[record.id] = record.model_dump()
+    return records, problems
+
+
+def _relative(text: str, root: Path) -> str:
+    return text.removeprefix(f"{root}/")
+
+
+def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
+    """(failures, notes), each `file:line: message`. only: these entries or Markdown files and nothing else; for a list
+    of records the entry that it belongs to."""
+    records, failures = load_records(root)
+    notes: list[str] = []
+    chosen = [path.resolve() for path in only]
+    entries = sorted((root / "devlogs").glob("*/*.md"))
+    entries = [path for path in entries if path.name != "README.md"]
+    pages = [path for path in (root / "README.md",) if path.is_file()] + sorted((root / "docs").rglob("*.md"))
+    if chosen:
+        for path in chosen:
+            if not path.is_file():
+                raise UserError(f"{path} is not a file: give entries or other Markdown files.")
+        chosen = list(dict.fromkeys(_entry_of(path) for path in chosen))
+        pages = [path for path in chosen if path not in entries]
+        entries = [path for path in chosen if path in entries]
+        failures = []  # of record files: they are not what was asked about
+
+    versions = _versions(root)
+    unasked: list[str] = []
+    for path in entries:
+        entry, findings = parse(path)
+        version = versions.get(path)
+        source = None if version is None else source_name(version, root)
+        findings += check_entry(entry, records, source, root)
+        if version is None and entry.commit and entry.location and holds(root, entry.commit, entry.location) is None:
+            unasked.append(entry.commit)
+        skipped, unread = skips.check(entry, version, records)
+        findings += skipped
+        if unread:
+            notes.append(f"{_name(path, root)}:1: where it does not run was not compared: {unread}")
+        failures += [f"{_name(f.path or path, root)}:{f.line}: {f.message}" for f in findings]
+        if version is not None:
+            notes += _standing(entry.record_ids, version, records, _name(path, root))
+    if unasked:
+        commits = ", ".join(dict.fromkeys(unasked))
+        notes.append(f"not here, so not asked whether they hold the files of {len(unasked)} entries: commits {commits}")
+    if not chosen:
+        for path in sorted((root / "devlogs").glob("*/*.records")):
+            if not _entry_of(path).is_file():
+                failures.append(f"{_name(path, root)}:1: no entry {_entry_of(path).name} stands beside this list")
+        for path, kernel in versions.items():
+            # Of other people's libraries there is nothing to tell: an entry may stand, and none has to.
+            owed = kernel.language != "peer" and kernel.path.is_relative_to(root)
+            if owed and not path.is_file():
+                failures.append(
+                    f"{_name(path, root)}:1: {kernel.label} has no entry: mla-var3 devlog new {kernel.label}"
+                )
+    for path in pages:
+        found = check_text(path.read_text(encoding="utf-8"), records, require="tables")
+        failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in found]
+    return failures, notes
+
+
+def _entry_of(path: Path) -> Path:
+    """The entry that a list of records belongs to; any other file itself."""
+    entry = path.with_suffix(".md")
+    return entry if path == records_path(entry) else path
+
+
+def _versions(root: Path) -> dict[Path, KernelId]:
+    return {entry_path(root, kernel): kernel for kernel in registry.all_kernels()}
+
+
+def source_name(kernel: KernelId, root: Path) -> str:
+    """The version's file as an entry names it: from the root of the repository, or of the package."""
+    path = kernel.path
+    return (
+        str(path.relative_to(root))
+        if path.is_relative_to(root)
+        else f"mla_var3/{path.as_posix().split('/mla_var3/')[-1]}"
+    )
+
+
+def _name(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """A note where a version's records did not all time the code that is here, as `mla_var3.kernel.ledger` knows it."""
+    found: Counter[str] = Counter()
+    for record in (records[i] for i in ids if i in records and is_of(records[i], kernel)):
+        digest = (record.get("code") or {}).get("digest", "")
+        found[ledger.standing(kernel.label, MlaProblem.from_record(record["problem"]), digest)] += 1
+    if not found.keys() - {ledger.SAME, ledger.LIBRARY}:
+        return []
+    counts = ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
+    return [f"{name}:1: its records: {counts}"]
+
+
+def is_of(record: Record, kernel: KernelId) -> bool:
+    """Whether a record is one of that version."""
+    return KernelId.from_record(record["kernel"]) == kernel

@@ -1,0 +1,337 @@
+"""`mla-var3 doctor`: what of this machine works for which language, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from mla_var3 import paths
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+
+OK, NOTE, MISSING, BROKEN = "ok", "note", "missing", "BROKEN"
+
+#: Without these nothing works; a language's own packages can be missing.
+CORE = ("hydra-core", "omegaconf", "pydantic", "pandas", "pyyaml", "rich", "numpy")
+#: The three that compile cuTile: their major.minor must agree.
+TILE = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
+TOOLS = {
+    "ncu": "Nsight Compute: package cuda-nsight-compute of NVIDIA's apt repository, or the CUDA toolkit",
+    "nsys": "Nsight Systems: package nsight-systems of NVIDIA's apt repository, or the CUDA toolkit",
+    "compute-sanitizer": "package cuda-sanitizer of NVIDIA's apt repository, or the CUDA toolkit",
+}
+_PROBE_S = 120.0
+_SYS_ADMIN, _PERFMON = 21, 38  # bits of the capability sets
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, its state, what was found, and what to do when it is not ok."""
+
+    area: str
+    state: str
+    text: str
+    todo: str = ""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings; 1 only when the installation itself is broken."""
+    device = Device.get(args.device)
+    findings = []
+    for finding in examine(device, compile_too=not args.no_compile):
+        findings.append(finding)
+        print(f"{finding.area:10} {finding.state:8} {finding.text}", flush=True)
+        if finding.todo:
+            print(f"{'':19} -> {finding.todo}")
+    broken = [f for f in findings if f.state == BROKEN]
+    missing = [f for f in findings if f.state == MISSING]
+    print()
+    if broken:
+        print(f"{len(broken)} things are broken: see the lines marked {BROKEN}.")
+    elif missing:
+        print(f"This installation works; {len(missing)} things are missing, each with what to do above.")
+    else:
+        print("Everything works.")
+    return 1 if broken else 0
+
+
+def examine(device: Device, *, compile_too: bool = True) -> Iterator[Finding]:
+    """Every finding, as it is found."""
+    yield from _python()
+    yield from _packages()
+    yield from _gpu()
+    if compile_too:
+        yield from _compilers(device)
+    yield from _on_cpu()
+    yield from _peers()
+    yield from _profilers()
+    yield from _folders()
+
+
+# ---------------------------------------------------------------- Python and packages
+def _python() -> Iterator[Finding]:
+    version = tuple(sys.version_info[:3])
+    text = ".".join(map(str, version))
+    if version < (3, 11):
+        yield Finding("python", BROKEN, text, "install Python 3.11 or later")
+    else:
+        yield Finding("python", OK, f"{text} at {sys.executable}")
+
+
+def requirements() -> list[str]:
+    """What the package asks for: from its installed metadata, or from pyproject.toml in a checkout."""
+    root = paths.repo_root()
+    if root is not None and (root / "pyproject.toml").is_file():
+        import tomllib
+
+        return list(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
+    try:
+        return [r for r in metadata.requires("mla_var3") or [] if "extra ==" not in r]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _packages() -> Iterator[Finding]:
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        yield Finding(
+            "package", BROKEN, "packaging is not installed, so pins cannot be compared", "pip install packaging"
+        )
+        return
+    for text in requirements():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        version = installed(requirement.name)
+        pin = str(requirement.specifier) or "any"
+        command = f"pip install '{text}'"
+        if version is None:
+            state = BROKEN if requirement.name in CORE else MISSING
+            yield Finding("package", state, f"{requirement.name} is not installed (pin {pin})", command)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield Finding("package", NOTE, f"{requirement.name} {version} is not what the pin asks for: {pin}", command)
+        else:
+            yield Finding("package", OK, f"{requirement.name} {version} (pin {pin})")
+    versions = {name: version for name in TILE if (version := installed(name)) is not None}
+    if len({".".join(v.split(".")[:2]) for v in versions.values()}) > 1:
+        found = ", ".join(f"{n} {v}" for n, v in versions.items())
+        pins = " ".join(f"{name}==13.4.92" for name in TILE)
+        yield Finding("package", MISSING, f"cuTile's compilers disagree: {found}", f"pip install {pins}")
+
+
+def installed(name: str) -> str | None:
+    """Version of a distribution, None when it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------- GPU
+def _gpu() -> Iterator[Finding]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        yield Finding("driver", NOTE, "no nvidia-smi: no NVIDIA driver here", _without_gpu())
+    else:
+        yield _driver(smi)
+    if installed("torch") is None:
+        return
+    try:
+        import torch
+
+        device = Device.detect()
+        build = (
+            f"torch {torch.__version__}, built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'the CPU'}"
+        )
+    except (OSError, ImportError, RuntimeError, UserError) as error:
+        lines = str(error).splitlines() or [""]
+        yield Finding("gpu", BROKEN, f"torch cannot be used: {lines[0]}", "reinstall torch for this machine")
+        return
+    if device is not None:
+        known = "" if device.known else "; not in devices.json, so without published peaks"
+        yield Finding("gpu", OK, f"{device.name}, {device.arch}, key {device.key}{known} ({build})")
+    elif smi is not None and torch.version.cuda is None:
+        yield Finding(
+            "gpu", MISSING, f"there is a driver, but {build}", "install a CUDA build: constraints/gpu.txt has the pins"
+        )
+    elif smi is not None:
+        yield Finding("gpu", MISSING, f"torch sees no GPU ({build})", "compare the driver's CUDA version with torch's")
+    else:
+        yield Finding("gpu", NOTE, f"none ({build})")
+
+
+def _without_gpu() -> str:
+    return "nothing to do: compiling, small CPU runs and comparing records work without"
+
+
+def _driver(smi: str) -> Finding:
+    try:
+        words = [smi, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        return Finding("driver", OK, "; ".join(lines) or "no GPU listed")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(
+            "driver", MISSING, f"nvidia-smi fails: {error}", "load the driver, or start the container with GPUs"
+        )
+
+
+# ---------------------------------------------------------------- compilers
+def _compilers(device: Device) -> Iterator[Finding]:
+    """A trial compilation in every language, all at once, each in a process of its own."""
+    from mla_var3.kernel.registry import missing
+    from mla_var3.lab.doctor_probe import PROBES
+
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(paths.import_root()), os.environ.get("PYTHONPATH", "")]),
+    }
+    running = {}
+    for language in PROBES:
+        reason = missing(language)
+        if reason:
+            what, _, how = reason.partition(": ")
+            yield Finding("compiler", MISSING, what, how.rstrip("."))
+            continue
+        command = [sys.executable, "-m", "mla_var3.lab.doctor_probe", language, device.key]
+        running[language] = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        )
+    for language, process in running.items():
+        yield _probed(language, process, device)
+
+
+def _probed(language: str, process: subprocess.Popen[str], device: Device) -> Finding:
+    try:
+        out, err = process.communicate(timeout=_PROBE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Finding(
+            "compiler", MISSING, f"{language} did not finish a small kernel in {_PROBE_S:g} s", "try again alone"
+        )
+    last = (out.strip().splitlines() or [""])[-1]
+    if not last.startswith("{"):
+        said = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        return Finding(
+            "compiler", MISSING, f"{language} cannot compile for {device.arch}: {said}", _reinstall(language)
+        )
+    answer = json.loads(last)
+    if answer["ok"]:
+        return Finding("compiler", OK, f"{language} compiles for {device.arch} ({answer['seconds']} s with imports)")
+    return Finding(
+        "compiler", MISSING, f"{language} cannot compile for {device.arch}: {answer['text']}", _reinstall(language)
+    )
+
+
+def _reinstall(language: str) -> str:
+    from mla_var3.kernel.registry import LANGUAGES
+
+    return f"reinstall it with the pins: {LANGUAGES[language][2]}"
+
+
+def _on_cpu() -> Iterator[Finding]:
+    from mla_var3.kernel.registry import missing
+    from mla_var3.lab.sweep.cpu import BACKENDS, can_run
+
+    for language, backend in BACKENDS.items():
+        if missing(language) is not None:
+            continue
+        reason = can_run(language)
+        yield Finding("cpu", NOTE if reason else OK, reason or f"{language} kernels run with {backend.name}")
+
+
+def _peers() -> Iterator[Finding]:
+    """Other people's kernels to compare with: optional, each found by itself."""
+    from mla_var3.kernel.registry import all_kernels, missing
+
+    for kernel in all_kernels():
+        if kernel.language == "peer" and missing("peer") is None:
+            what, _, how = (missing(kernel) or "").partition(": ")
+            yield Finding("peer", NOTE, what, how.rstrip(".")) if what else Finding("peer", OK, kernel.label)
+
+
+# ---------------------------------------------------------------- profilers
+def find_tool(name: str) -> str | None:
+    """Path of a profiler: on PATH, or where NVIDIA's packages put it."""
+    found = shutil.which(name)
+    if found:
+        return found
+    places = ["/usr/local/cuda/bin", "/opt/nvidia/nsight-compute", "/opt/nvidia/nsight-systems"]
+    for place in map(Path, places):
+        for path in sorted(place.glob(name)) + sorted(place.glob(f"*/{name}")) + sorted(place.glob(f"*/bin/{name}")):
+            if os.access(path, os.X_OK) and path.is_file():
+                return str(path)
+    return None
+
+
+def _profilers() -> Iterator[Finding]:
+    state = MISSING if shutil.which("nvidia-smi") else NOTE  # of no use without a GPU
+    for name, how in TOOLS.items():
+        path = find_tool(name)
+        yield Finding("profiler", OK, f"{name} at {path}") if path else Finding("profiler", state, f"no {name}", how)
+    yield counters()
+
+
+def counters(params: Path = Path("/proc/driver/nvidia/params"), status: Path = Path("/proc/self/status")) -> Finding:
+    """Whether this process may read the GPU's performance counters, which ncu needs."""
+    if not params.is_file():
+        return Finding("counters", NOTE, "no NVIDIA driver, so no performance counters")
+    admin_only = "RmProfilingAdminOnly: 1" in params.read_text()
+    if not admin_only:
+        return Finding("counters", OK, "every user may read performance counters")
+    if _may(status):
+        return Finding("counters", OK, "restricted to administrators, and this process is one")
+    return Finding(
+        "counters",
+        MISSING,
+        "performance counters are restricted to administrators: ncu will end with ERR_NVGPUCTRPERM",
+        "start the container with --cap-add=SYS_ADMIN, or set NVreg_RestrictProfilingToAdminUsers=0 for the driver",
+    )
+
+
+def _may(status: Path) -> bool:
+    """Whether the effective capabilities include SYS_ADMIN or PERFMON."""
+    if not status.is_file():
+        return False
+    for line in status.read_text().splitlines():
+        if line.startswith("CapEff:"):
+            bits = int(line.split()[1], 16)
+            return bool(bits >> _SYS_ADMIN & 1 or bits >> _PERFMON & 1)
+    return False
+
+
+# ---------------------------------------------------------------- folders
+def _folders() -> Iterator[Finding]:
+    if (paths.conf_dir() / "sweep.yaml").is_file():
+        yield Finding("configs", OK, str(paths.conf_dir()))
+    else:
+        yield Finding("configs", BROKEN, f"none at {paths.conf_dir()}", "reinstall mla-var3")
+    user = paths.user_conf_dir()
+    if user is not None:
+        yield Finding("configs", OK, f"{user} adds to them")
+    records = sorted(paths.shipped_results_dir().rglob("*.jsonl")) if paths.shipped_results_dir().is_dir() else []
+    yield Finding(
+        "records", OK if records else NOTE, f"{len(records)} record files shipped at {paths.shipped_results_dir()}"
+    )
+    here = Path.cwd()
+    free = shutil.disk_usage(here).free / 1e9
+    if not os.access(here, os.W_OK):
+        yield Finding(
+            "folder", MISSING, f"{here} cannot be written", "start in a folder of yours, or give results_dir="
+        )
+    elif free < 1:
+        yield Finding(
+            "folder", MISSING, f"{free:.1f} GB are free in {here}", "make room: records stop when the disk is full"
+        )
+    else:
+        yield Finding("folder", OK, f"{free:,.0f} GB free in {here}")

@@ -1,0 +1,1 @@
+"""Tables for people. Records are for programs; see `mla_var3.record`."""

@@ -1,0 +1,301 @@
+"""What the report answers, as plain values: winners, contenders of a cell, ladders, language pairs, what moved.
+
+The terminal tables and the pictures are made from these. The page computes the map and the comparison again in the
+browser, because filters change them; a test holds both to the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.lab.report.gather import STATES, Point, cell_name, phase
+from mla_var3.problem import MlaProblem
+
+
+@dataclass(frozen=True)
+class Winner:
+    """A cell of the regime map. margin: time of the next other kernel over the winner's, less 1; None without one.
+
+    tie: the p10..p90 ranges of the two overlap. peer, vs_peer: the fastest library, and its time over the fastest of
+    ours. dispatch, loss: the version that the dispatcher took, and how much longer it took than the fastest of ours.
+    """
+
+    best: Point
+    next: Point | None
+    margin: float | None
+    tie: bool
+    peer: Point | None
+    vs_peer: float | None
+    dispatch: Point | None
+    loss: float | None
+    contenders: int
+    mixed: bool
+
+
+def by_cell(points: Iterable[Point]) -> dict[str, list[Point]]:
+    blocks: dict[str, list[Point]] = {}
+    for point in points:
+        blocks.setdefault(point.cell, []).append(point)
+    return blocks
+
+
+def winners(points: Iterable[Point], state: str) -> list[Winner]:
+    """One for each cell in which something was timed in that state. points: of one device. The fixed-split mode is no
+    contender: it runs the same versions, and where it cuts nothing it is one of them."""
+    found = []
+    for block in by_cell(p for p in points if p.kernel != "fixed_split").values():
+        timed = sorted((p for p in block if p.us(state) < math.inf), key=lambda p: (p.us(state), p.name))
+        if not timed:
+            continue
+        best = timed[0]
+        after = next((p for p in timed if p.kernel != best.kernel), None)
+        peer = next((p for p in timed if p.is_peer), None)
+        ours = next((p for p in timed if not p.is_peer), None)
+        dispatch = next((p for p in timed if p.dispatched), None)
+        found.append(
+            Winner(
+                best=best,
+                next=after,
+                margin=None if after is None else after.us(state) / best.us(state) - 1,
+                tie=after is not None and overlap(best, after, state),
+                peer=peer,
+                vs_peer=peer.us(state) / ours.us(state) if peer and ours else None,
+                dispatch=dispatch,
+                loss=dispatch.us(state) / ours.us(state) - 1 if dispatch and ours else None,
+                contenders=len(timed),
+                mixed=len({p.set for p in timed}) > 1,
+            )
+        )
+    return sorted(found, key=lambda w: order(w.best.problem))
+
+
+def order(problem: MlaProblem) -> tuple[int, ...]:
+    """Cells in the order of rows, heads, query tokens, requests and context."""
+    return (problem.s > 64, problem.rows, problem.h, problem.s, problem.causal, problem.b, problem.t)
+
+
+def panel(problem: MlaProblem) -> str:
+    """The panel of the map that a problem belongs to: heads, query tokens, and what is unusual about it. Two problems
+    of a panel differ in requests or context, so that no two tiles share a place."""
+    named = f"b{problem.b}_s{problem.s}_h{problem.h}_t{problem.t}"
+    unusual = cell_name(problem).removeprefix(named).strip("_").replace("_", " ")
+    prompt = phase(problem) == "prefill" and problem.s == problem.t
+    heads = f"{problem.h} heads, prompt" if prompt else f"{problem.h} heads × {problem.s}"
+    return f"{heads}, {unusual}" if unusual else heads
+
+
+def overlap(a: Point, b: Point, state: str) -> bool:
+    """Whether the p10..p90 ranges of two points of one run touch, to the digits that the page has of them."""
+    one, two = a.stats(state), b.stats(state)
+    if one is None or two is None:
+        return False
+    return rounded(one.p10) <= rounded(two.p90) and rounded(two.p10) <= rounded(one.p90)
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: more than any measurement carries, in half the bytes."""
+    return float(f"{value:.6g}")
+
+
+# ---------------------------------------------------------------- roofline
+@dataclass(frozen=True)
+class Roof:
+    """tflops: the flat part. gbps: the slope. source: where the two are from."""
+
+    kind: str
+    tflops: float
+    gbps: float
+    source: str
+
+    def at(self, intensity: float) -> float:
+        """TFLOP/s at so many FLOPs a byte."""
+        return min(self.tflops, intensity * self.gbps / 1e3)
+
+
+def roofs(points: Sequence[Point], device: str, state: str) -> list[Roof]:
+    """Measured: the median of the limits of the runs. Data sheet: of `devices.json`, where the device is known."""
+    limits = [
+        x for p in points if p.record.device == device and p.record.limits and (x := getattr(p.record.limits, state))
+    ]
+    found = []
+    if limits:
+        tflops = statistics.median(x.matmul_tflops for x in limits)
+        gbps = statistics.median(x.read_gbps for x in limits)
+        found.append(Roof("measured", tflops, gbps, f"median of {len(limits)} records' own limits, {state}"))
+    try:
+        known = Device.get(device)
+    except UserError:
+        return found
+    if known.tflops.get("bf16") and known.hbm_gbps:
+        source = known.sources.get("tflops.bf16", "devices.json")
+        found.append(Roof("data sheet", float(known.tflops["bf16"] or 0), float(known.hbm_gbps), source))
+    return found
+
+
+# ---------------------------------------------------------------- ladder
+@dataclass(frozen=True)
+class Step:
+    """A version on one cell. gain: time of the version before over this one's. mean, cells: the geometric mean of that
+    over all cells that both were timed in, and their number."""
+
+    point: Point
+    gain: float | None
+    mean: float | None
+    cells: int
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Versions of a design in one language on one cell, the fastest library there, and the limit (microseconds)."""
+
+    design: str
+    language: str
+    cell: str
+    state: str
+    steps: list[Step]
+    peer: Point | None
+    limit: float | None
+
+
+def _fastest(points: Iterable[Point], state: str) -> dict[tuple[int, str], Point]:
+    """(version, cell) -> its fastest point."""
+    best: dict[tuple[int, str], Point] = {}
+    for p in points:
+        key = (p.record.kernel.version, p.cell)
+        if p.us(state) < math.inf and (key not in best or p.us(state) < best[key].us(state)):
+            best[key] = p
+    return best
+
+
+def designs(points: Iterable[Point]) -> list[str]:
+    """Designs that are not a library's, those with the most versions first."""
+    versions: dict[str, set[tuple[str, int]]] = {}
+    for p in points:
+        if not p.is_peer:
+            versions.setdefault(p.design, set()).add((p.language, p.record.kernel.version))
+    return sorted(versions, key=lambda name: (-len(versions[name]), name))
+
+
+def ladders(points: Sequence[Point], design: str, cell: str, state: str) -> list[Ladder]:
+    """One for each language that has the design on that cell. points: of one device, newest."""
+    found = []
+    mine = [p for p in points if p.design == design and not p.is_peer and p.kernel != "fixed_split"]
+    block = [p for p in points if p.cell == cell and p.us(state) < math.inf]
+    peer = min((p for p in block if p.is_peer), key=lambda p: p.us(state), default=None)
+    for language in sorted({p.language for p in mine if p.cell == cell}):
+        best = _fastest((p for p in mine if p.language == language), state)
+        versions = sorted({version for version, _ in best})
+        steps = []
+        for version in versions:
+            if (version, cell) not in best:
+                continue
+            before = [v for v in versions if v < version]
+            earlier = best.get((max(before), cell)) if before else None
+            point = best[version, cell]
+            shared = [c for v, c in best if v == version and before and (max(before), c) in best]
+            logs = [math.log(best[max(before), c].us(state) / best[version, c].us(state)) for c in shared]
+            mean = math.exp(sum(logs) / len(logs)) if logs else None
+            steps.append(Step(point, earlier.us(state) / point.us(state) if earlier else None, mean, len(logs)))
+        limit = next((x for s in steps if (x := s.point.limit(state))), None)
+        if steps:
+            found.append(Ladder(design, language, cell, state, steps, peer, limit))
+    return found
+
+
+# ---------------------------------------------------------------- languages
+def pairs(points: Sequence[Point], first: str, second: str, state: str) -> list[tuple[Point, Point]]:
+    """The fastest point of each of two languages, in every cell and design that both were timed in."""
+    found = []
+    for block in by_cell(points).values():
+        for design in sorted({p.design for p in block}):
+            some = [p for p in block if p.design == design and p.us(state) < math.inf and p.kernel != "fixed_split"]
+            one = min((p for p in some if p.language == first), key=lambda p: p.us(state), default=None)
+            two = min((p for p in some if p.language == second), key=lambda p: p.us(state), default=None)
+            if one and two:
+                found.append((one, two))
+    return sorted(found, key=lambda pair: order(pair[0].problem))
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+#: Kinds of instructions, by the names that resources count. What is in none of them is "other".
+INSTRUCTION_KINDS: dict[str, tuple[str, ...]] = {
+    "tensor cores": ("HGMMA", "QGMMA", "HMMA", "UTCMMA"),
+    "bulk copies": ("UTMALDG", "UTMASTG", "UBLKCP"),
+    "global memory": ("LDG", "STG", "LDGSTS"),
+    "shared memory": ("LDS", "STS", "LDSM", "STSM"),
+    "spills": ("LDL", "STL"),
+    "exponentials": ("MUFU.EX2",),
+    "arithmetic": ("FMUL", "FADD", "FFMA", "HFMA2", "F2FP", "SHFL"),
+    "waiting": ("BAR", "SYNCS", "WARPGROUP", "FENCE", "DEPBAR", "MEMBAR", "USETMAXREG"),
+}
+
+
+def instruction_mix(point: Point) -> dict[str, int]:
+    """Instructions in the machine code by kind; empty where they were not counted."""
+    counts = (point.record.resources or {}).get("instructions") or {}
+    total = int(counts.get("total", 0))
+    if not total:
+        return {}
+    mix = {kind: sum(int(counts.get(name, 0)) for name in names) for kind, names in INSTRUCTION_KINDS.items()}
+    return {**mix, "other": max(0, total - sum(mix.values()))}
+
+
+# ---------------------------------------------------------------- two sets of records
+@dataclass(frozen=True)
+class Move:
+    """A contender in a cell, before and after. change: of time over limit, -0.1 is a tenth less. low, high: the least
+    and the most change that the p10..p90 ranges allow. moved: zero is not between them."""
+
+    before: Point
+    after: Point
+    change: float
+    low: float
+    high: float
+
+    @property
+    def moved(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    moves: list[Move]
+    only_before: list[Point]
+    only_after: list[Point]
+    unlimited: int
+
+
+def compare(before: Sequence[Point], after: Sequence[Point], state: str) -> Comparison:
+    """Contenders that stand in both sets, each time divided by the limit of its own run; most changed first.
+
+    So two days of one GPU compare as well as two GPUs: what changed is the kernel's distance from what the hardware
+    did in that run. The newest of each contender and cell of a set counts.
+    """
+    one, two = ({(p.cell, p.asked): p for p in some if p.us(state) < math.inf} for some in (before, after))
+    moves, unlimited = [], 0
+    for key in one.keys() & two.keys():
+        a, b = one[key], two[key]
+        la, lb, sa, sb = a.limit(state), b.limit(state), a.stats(state), b.stats(state)
+        if la is None or lb is None or sa is None or sb is None:
+            unlimited += 1
+            continue
+        change = (sb.median / lb) / (sa.median / la) - 1
+        low, high = (sb.p10 / lb) / (sa.p90 / la) - 1, (sb.p90 / lb) / (sa.p10 / la) - 1
+        moves.append(Move(a, b, change, low, high))
+    moves.sort(key=lambda m: (not m.moved, -abs(m.change), m.before.cell, m.before.name))
+    gone, come = ([p for k, p in x.items() if k not in y] for x, y in ((one, two), (two, one)))
+    return Comparison(moves, gone, come, unlimited)
+
+
+__all__ = [
+    "INSTRUCTION_KINDS", "STATES", "Comparison", "Ladder", "Move", "Roof", "Step", "Winner", "by_cell", "compare",
+    "designs", "geometric_mean", "instruction_mix", "ladders", "order", "overlap", "pairs", "panel", "roofs", "winners",
+]  # fmt: skip

@@ -1,0 +1,96 @@
+"""What stands beside records: lines of code of a version, and its devlog entry."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.kernel.registry import KernelId
+
+
+@dataclass(frozen=True)
+class Source:
+    """Lines of a version as it is in this installation. own: lines of its file that hold code, without blank lines,
+    comments and docstrings. hash: to compare with a record's `source.hash`."""
+
+    own: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A devlog entry. path: in the repository. verdict: its word. why: the first sentence or so behind that.
+    sections: (title, Markdown) in the entry's order."""
+
+    path: str
+    verdict: str
+    why: str
+    sections: list[tuple[str, str]] = field(default_factory=list)
+
+
+def source_of(label: str) -> Source | None:
+    """None for a version that this installation does not have."""
+    kernel = next((k for k in registry.all_kernels() if k.label == label), None)
+    if kernel is None:
+        return None
+    return Source(code_lines(kernel.path.read_text(encoding="utf-8")), registry.source_hash(kernel))
+
+
+def code_lines(text: str) -> int:
+    """Lines of Python that are neither blank, nor comment, nor docstring."""
+    lines: set[int] = set()
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
+            continue
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines)
+
+
+def entries() -> dict[str, Entry]:
+    """Devlog entries by the version's label; none where there is no devlogs/ folder (an installed wheel)."""
+    from mla_var3.lab.devlog.check import find_root
+    from mla_var3.lab.devlog.entry import SECTIONS, parse
+
+    try:
+        root = find_root()
+    except UserError:
+        return {}
+    found: dict[str, Entry] = {}
+    for path in sorted((root / "devlogs").glob("*/*-v*.md")):
+        try:
+            entry, _ = parse(path)
+        except (OSError, UnicodeDecodeError):
+            continue
+        design, language, version = entry.kernel
+        if version < 0:
+            continue
+        said = entry.sections.get("Verdict", (0, ""))[1].strip()
+        sections = [(title, entry.sections[title][1].strip()) for title in SECTIONS if title in entry.sections]
+        label = KernelId(language, "mla", design, version).label
+        found[label] = Entry(_relative(path, root), entry.verdict or "no verdict", _why(said, entry.verdict), sections)
+    return found
+
+
+def _relative(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def _why(text: str, verdict: str) -> str:
+    """The verdict's paragraph without its first word and its citations."""
+    from mla_var3.lab.devlog.citations import without_comments
+
+    first = re.split(r"\n\s*\n", text)[0].replace("\n", " ")
+    first = without_comments(first)
+    return re.sub(rf"^\W*{re.escape(verdict)}\W*", "", first, flags=re.IGNORECASE).strip() if verdict else first.strip()

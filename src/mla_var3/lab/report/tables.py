@@ -1,0 +1,416 @@
+"""Tables of records, resources and limits, readable on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TextIO
+
+from mla_var3.problem import MlaProblem
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mla_var3.device import Device
+    from mla_var3.record import Record
+
+STATES = ("burst", "sustained")
+
+#: Instructions that tell a fast path from a slow one, in the order they are shown.
+INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDL", "STL", "BAR")
+
+_FOLDED = 40  # the least width of a column of sentences
+_WIDE = 1000  # a pipe has no width: tables take what they need, and nothing is cut
+
+
+def show(table: Table, stream: TextIO | None = None) -> None:
+    """Prints a table and the notes in its caption, each on a line of its own.
+
+    Nothing is cut: in a pipe a table takes the width it needs, and on a terminal that is too narrow only the texts of
+    the last columns are folded.
+    """
+    from rich.console import Console
+
+    stream = stream or sys.stdout
+    notes, table.caption = table.caption, None
+    if stream.isatty():
+        target = Console(file=stream, highlight=False)
+        Console(file=stream, highlight=False, width=max(target.width, _least_width(table))).print(table)
+    else:
+        target = Console(file=stream, width=_WIDE, force_terminal=False, no_color=True, highlight=False)
+        with target.capture() as capture:
+            target.print(table)
+        print("\n".join(line.rstrip() for line in capture.get().splitlines()), file=stream)
+    if notes:
+        print(notes, file=stream)
+
+
+def _least_width(table: Table) -> int:
+    """Columns a terminal needs to show every column but the folding ones whole."""
+    from rich.text import Text
+
+    total = 2
+    for column in table.columns:
+        texts = [column.header, *column.cells]
+        width = max(max(map(len, Text.from_markup(str(text)).plain.splitlines() or [""])) for text in texts)
+        total += 3 + (width if column.no_wrap else min(width, _FOLDED))
+    return total
+
+
+def new_table(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:
+    """left, last: columns of text; right: columns of numbers, between them. Only the last ones may be folded."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in last:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def plain(value: Any, digits: int = 1) -> str:
+    """A number with thousands separators, or "-" for None."""
+    if value is None:
+        return "-"
+    return (
+        f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    )
+
+
+def _esc(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+# ---------------------------------------------------------------- measured
+def median_us(record: Record, state: str) -> float | None:
+    stats = getattr(record.time_us, state, None) if record.time_us is not None else None
+    return None if stats is None else float(stats.median)
+
+
+def limit_us(record: Record, state: str) -> float | None:
+    limits = getattr(record.limits, state, None) if record.limits is not None else None
+    return None if limits is None else float(limits.limit_us)
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The newest record of each kernel, problem, device and way of tuning, in order of first appearance."""
+    found: dict[Any, Record] = {}
+    for record in records:
+        asked = str(record.requested or "default")
+        key = (
+            "" if asked == "dispatch" else record.kernel.label,
+            str(sorted(record.problem.items(), key=str)),
+            record.device,
+            asked,
+        )
+        if key not in found or record.at >= found[key].at:
+            found[key] = record
+    return list(found.values())
+
+
+def comparison(records: Sequence[Record], title: str = "Measured", *, dated: bool = False) -> Table:
+    """One block a cell: its contenders, fastest first, beside the cell's limit in the same run.
+
+    dated: adds when each was recorded. Records without a time stand at the end of their block, with the reason.
+    """
+    numbers = ["burst us", "% of limit", "sustained us", "% of limit", "TFLOP/s", "TB/s", "error"]
+    last = ["recorded"] if dated else []
+    table = new_table(title, ["cell", "kernel"], numbers, [*last, "note"])
+    for label, block in _by_cell(records).items():
+        block.sort(key=lambda r: (median_us(r, "burst") or median_us(r, "sustained") or float("inf"), r.kernel.label))
+        limits = next((r for r in block if r.limits is not None), None)
+        if limits is not None:
+            cells = [plain(limit_us(limits, "burst")), "", plain(limit_us(limits, "sustained")), "", "", "", ""]
+            bound = getattr(limits.limits, "bound", None)
+            table.add_row(label, "limit", *cells, *([""] if dated else []), f"{bound}-bound" if bound else "")
+        for index, record in enumerate(block):
+            first = label if index == 0 and limits is None else ""
+            table.add_row(
+                first,
+                _esc(_name(record)),
+                *_measured_cells(record),
+                *([record.at[:10]] if dated else []),
+                _esc(_note(record)),
+            )
+        table.add_section()
+    return table
+
+
+def called(record: Record) -> str:
+    """What a record is asked for by: its version, or the dispatcher where that picked the version."""
+    return "dispatch" if record.requested == "dispatch" else str(record.kernel.label)
+
+
+def _name(record: Record) -> str:
+    asked = record.requested
+    if asked == "dispatch":
+        return f"dispatch: {record.kernel.label}"
+    if asked == "tuned":
+        return f"{record.kernel.label} (tuned)"
+    if isinstance(asked, Mapping) and asked:
+        return f"{record.kernel.label} ({', '.join(f'{k}={v}' for k, v in asked.items())})"
+    return str(record.kernel.label)
+
+
+def _measured_cells(record: Record) -> list[str]:
+    cells = []
+    for state in STATES:
+        time, limit = median_us(record, state), limit_us(record, state)
+        cells += [plain(time), plain(100 * limit / time, 0) if time and limit else "-"]
+    time = median_us(record, "burst") or median_us(record, "sustained")
+    flops, moved = _work(record)
+    cells.append(plain(flops / time / 1e6, 0) if time else "-")
+    cells.append(plain(moved / time / 1e6, 2) if time else "-")
+    cells.append(f"{record.error.out:.1e}" if record.error is not None else "-")
+    return cells
+
+
+def _work(record: Record) -> tuple[int, int]:
+    """FLOPs and bytes of a record's call, from the problem where the record does not say."""
+    if record.flops is not None and record.bytes is not None:
+        return int(record.flops), int(record.bytes)
+    cost = MlaProblem.from_record(record.problem).cost()
+    return cost.flops, cost.bytes
+
+
+def _note(record: Record) -> str:
+    if record.status == "passed":
+        return ""
+    return f"{record.status}: {record.reason}" if record.reason else record.status
+
+
+def _by_cell(records: Iterable[Record]) -> dict[str, list[Record]]:
+    blocks: dict[str, list[Record]] = {}
+    for record in records:
+        blocks.setdefault(record.problem_label, []).append(record)
+    return blocks
+
+
+def versus(records: Sequence[Record], first: str, second: str) -> tuple[Table, dict[str, float]]:
+    """Two kernels, cell by cell: times, the ratio first / second, and its geometric means.
+
+    A ratio below 1 means that the first is faster.
+    """
+    import math
+
+    table = new_table(
+        f"{first} against {second}: ratio of times, below 1 means {first} is faster",
+        ["cell"],
+        [f"{side} {state} us" for state in STATES for side in (first, second)] + ["burst ratio", "sustained ratio"],
+    )
+    logs: dict[str, list[float]] = {state: [] for state in STATES}
+    for label, block in _by_cell(latest(r for r in records if r.status == "passed")).items():
+        one = next((r for r in block if called(r) == first), None)
+        two = next((r for r in block if called(r) == second), None)
+        if one is None or two is None:
+            continue
+        times, ratios = [], []
+        for state in STATES:
+            a, b = median_us(one, state), median_us(two, state)
+            times += [plain(a), plain(b)]
+            ratios.append(f"{a / b:.3f}" if a and b else "-")
+            if a and b:
+                logs[state].append(math.log(a / b))
+        table.add_row(label, *times, *ratios)
+    means = {state: math.exp(sum(values) / len(values)) for state, values in logs.items() if values}
+    if means:
+        table.add_section()
+        table.add_row("geometric mean", "", "", "", "", *[f"{means[s]:.3f}" if s in means else "-" for s in STATES])
+    return table, means
+
+
+# ---------------------------------------------------------------- compiled
+@dataclass(frozen=True)
+class Compiled:
+    """A row of the resources table. resources: as in a record. seconds: of compiling."""
+
+    kernel: str
+    cell: str
+    device: str
+    resources: Mapping[str, Any]
+    seconds: float | None = None
+    warnings: Sequence[str] = ()
+
+
+def resources(records: Sequence[Record | Compiled], device: Device | None = None, title: str = "") -> Table:
+    """Registers, shared memory, spills, occupancy and telling instructions of compiled records, against the limits.
+
+    device: whose limits stand beside; None for records of several devices, which are then named in a column. What the
+    compiler warned of stands under the table, by number.
+    """
+    notes: dict[str, int] = {}
+    rows = _merged(records)
+    table = new_table(
+        title or "Compiled",
+        ["kernel", "cell", *([] if device is not None else ["device"])],
+        ["regs", "smem KiB", "spill B", "stack B", "CTAs/SM", *INSTRUCTIONS, "s"],
+        ["notes"],
+    )
+    for row in rows:
+        used = row.resources
+        counts = used.get("instructions") or {}
+        smem = used.get("smem", 0)
+        share = f" ({100 * smem / device.smem_per_block:.0f} %)" if device is not None else ""
+        numbers = [notes.setdefault(text, len(notes) + 1) for text in row.warnings]
+        table.add_row(
+            _esc(row.kernel),
+            _esc(row.cell),
+            *([] if device is not None else [row.device]),
+            _registers(used, device),
+            f"{smem / 1024:.1f}{share}",
+            plain(used.get("spill_bytes")),
+            plain(used.get("stack_bytes")),
+            plain(used.get("ctas_per_sm")),
+            *[plain(counts.get(name, 0)) for name in INSTRUCTIONS],
+            plain(row.seconds),
+            " ".join(map(str, numbers)),
+        )
+    lines = [_limits_text(device)] if device is not None else []
+    lines += [f"{number}: {text}" for text, number in notes.items()]
+    table.caption = "\n".join(lines) or None
+    return table
+
+
+def _registers(used: Mapping[str, Any], device: Device | None) -> str:
+    count, threads = used.get("registers", 0), used.get("threads") or 0
+    if device is None or not threads:
+        return str(count)
+    return f"{count}/{device.max_registers(threads)}"
+
+
+def _limits_text(device: Device) -> str:
+    return (
+        f"Limits of {device.key}: {device.max_regs_per_thread} registers a thread (after the slash: at most for its "
+        f"threads), {device.smem_per_block / 1024:.0f} KiB of shared memory a block. A pipeline has a row a kernel."
+    )
+
+
+def _merged(records: Iterable[Record | Compiled]) -> list[Compiled]:
+    """What has resources, as rows; cells that came out alike share one."""
+    rows: dict[Any, tuple[Compiled, dict[str, None]]] = {}
+    for record in records:
+        for row in _stages(record if isinstance(record, Compiled) else _compiled(record)):
+            key = (row.kernel, row.device, str(row.resources), str(row.warnings))
+            rows.setdefault(key, (row, {}))[1][row.cell] = None
+    merged = [replace(row, cell=", ".join(cells)) for row, cells in rows.values()]
+    return sorted(merged, key=lambda row: row.kernel)
+
+
+def _stages(row: Compiled | None) -> list[Compiled]:
+    """A pipeline's kernels as rows of their own."""
+    if row is None:
+        return []
+    stages = row.resources.get("stages") or []
+    return [
+        replace(row, kernel=f"{row.kernel}: {stage['name']}", resources=stage, warnings=stage.get("warnings") or [])
+        for stage in stages
+    ] or [row]
+
+
+def _compiled(record: Record) -> Compiled | None:
+    if record.resources is None:
+        return None
+    seconds = (record.seconds or {}).get("compile")
+    return Compiled(
+        _name(record), record.problem_label, record.device, record.resources, seconds, record.warnings or []
+    )
+
+
+# ---------------------------------------------------------------- limits
+def roofline(problems: Sequence[MlaProblem], device: Device, formulation: str = "absorbed") -> Table:
+    """The least time of each cell on a device: measured ceilings where there are any, and marked so."""
+    table = new_table(
+        f"Roofline on {device.name}: no kernel can be faster",
+        ["cell"],
+        ["GFLOP", "MB", "FLOP/B", "burst us", "sustained us"],
+        ["bound"],
+    )
+    sources: dict[str, None] = {}
+    for problem in problems:
+        cost = problem.cost(formulation)
+        bounds = {state: bound_us(problem, device, state, formulation) for state in STATES}
+        texts = [plain(bound[0]) if bound else "-" for bound in bounds.values()]
+        kind = bounds["burst"][1] if bounds["burst"] else "-"
+        for state, bound in bounds.items():
+            sources[f"{state}: {bound[2]}" if bound else f"{device.key} has no published peak for {problem.dtype}"] = (
+                None
+            )
+        work = [plain(cost.flops / 1e9), plain(cost.bytes / 1e6), plain(cost.intensity, 0)]
+        table.add_row(problem.label, *work, *texts, kind)
+    table.caption = "\n".join(sources)
+    return table
+
+
+def bound_us(
+    problem: MlaProblem, device: Device, state: str, formulation: str = "absorbed"
+) -> tuple[float, str, str] | None:
+    """(microseconds, "compute" or "memory", where the ceilings are from) of a problem, None where a peak is unknown."""
+    cost = problem.cost(formulation)
+    matmul, read = device.ceiling("matmul_tflops", state), device.ceiling("read_gbps", state)
+    tflops = (
+        matmul.value if matmul is not None and problem.dtype in ("bf16", "fp16") else device.tflops.get(problem.dtype)
+    )
+    gbps = read.value if read is not None else device.hbm_gbps
+    if not tflops or not gbps:
+        return None
+    compute, memory = cost.flops / tflops / 1e6, cost.bytes / gbps / 1e3
+    matmul = matmul if problem.dtype in ("bf16", "fp16") else None
+    sources = [
+        f"{value:,.0f} {unit} ({'measured ' + c.date if c is not None else 'data sheet'})"
+        for c, value, unit in ((matmul, tflops, "TFLOP/s"), (read, gbps, "GB/s"))
+    ]
+    return max(compute, memory), "compute" if compute >= memory else "memory", ", ".join(sources)
+
+
+# ---------------------------------------------------------------- the rest
+def checked(records: Sequence[Record], title: str = "Checked on the CPU") -> Table:
+    """Results of runs that were judged and not timed."""
+    table = new_table(title, ["kernel", "problem", "result"], ["error of out", "error of lse", "s"], ["note"])
+    for record in records:
+        table.add_row(
+            _esc(record.kernel.label),
+            _problem_text(record.problem),
+            record.status,
+            f"{record.error.out:.2e}" if record.error is not None else "-",
+            f"{record.error.lse:.2e}" if record.error is not None else "-",
+            plain((record.seconds or {}).get("check")),
+            _esc(record.reason if record.status != "passed" else ""),
+        )
+    return table
+
+
+def _problem_text(problem: Mapping[str, Any]) -> str:
+    lengths = problem.get("lengths")
+    text = f"b={problem['b']} s={problem['s']} h={problem['h']}"
+    text += f" lengths={list(lengths)}" if isinstance(lengths, list | tuple) else f" t={problem['t']}"
+    return _esc(text + (" causal" if problem.get("causal") else ""))
+
+
+def refused(records: Sequence[Record], title: str = "Not run") -> Table:
+    """Points that gave no result, one row for each kernel and status, with the first reason."""
+    table = new_table(title, ["kernel", "status", "cells"], [], ["reason"])
+    rows: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        rows.setdefault((record.kernel.label, record.status), []).append(record)
+    for (kernel, status), group in rows.items():
+        names = list(dict.fromkeys(record.problem_label for record in group))
+        others = len({record.reason for record in group}) - 1
+        reason = group[0].reason + (f" (and {others} more reasons: see the records)" if others else "")
+        table.add_row(
+            _esc(kernel), status, ", ".join(names) if len(names) <= 2 else f"{len(names)} cells", _esc(reason)
+        )
+    return table

@@ -1,0 +1,192 @@
+"""The report's answers as terminal tables: map, cell, ladder, two languages, two record sets, what is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mla_var3.lab.report import sources
+from mla_var3.lab.report.answers import Comparison, Ladder, Winner, geometric_mean, instruction_mix
+from mla_var3.lab.report.gather import STATES, LeftOut, Point, command
+from mla_var3.lab.report.rows import way
+from mla_var3.lab.report.tables import new_table, plain
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mla_var3.lab.report.sources import Entry
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.1f} %"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def regime_map(found: Sequence[Winner], device: str, state: str) -> Table:
+    """A row a cell: the fastest kernel, by how much, and what the dispatcher took."""
+    left = ["cell", "fastest"]
+    right = ["us", "% of limit", "ahead by", "ours / best library", "dispatcher loses"]
+    table = new_table(f"Fastest on {device}, {state}", left, right, ["next", "library", "dispatcher"])
+    for w in found:
+        numbers = [
+            plain(w.best.us(state)),
+            _percent(w.best.share(state), 0),
+            _signed(w.margin) + (" ~" if w.tie else ""),
+        ]
+        numbers += [_times(w.vs_peer), _signed(w.loss)]
+        names = [
+            w.next.name if w.next else "-",
+            w.peer.name if w.peer else "-",
+            w.dispatch.kernel if w.dispatch else "-",
+        ]
+        table.add_row(w.best.cell, _escape(w.best.name), *numbers, *map(_escape, names))
+    table.caption = (
+        "~: the p10..p90 ranges of the two touch. ours / best library: the library's time over that of our fastest; "
+        "over 1, ours is faster."
+    )
+    return table
+
+
+def cell(points: Sequence[Point], device: str, state: str) -> Table:
+    """Every contender of a cell, fastest first: times with p10 and p90, the limit of its run, error, resources."""
+    ordered = sorted(points, key=lambda p: (p.us(state), p.name))
+    right = [f"{s} {what}" for s in STATES for what in ("us", "p10", "p90", "limit us", "% of limit")]
+    right += ["error", "regs", "smem KiB", "spill B", "CTAs/SM"]
+    table = new_table(f"{ordered[0].cell} on {device}: fastest in {state} first", ["contender"], right, ["tiling"])
+    for p in ordered:
+        numbers = []
+        for s in STATES:
+            stats = p.stats(s)
+            numbers += [plain(x) for x in ((stats.median, stats.p10, stats.p90) if stats else (None, None, None))]
+            numbers += [plain(p.limit(s)), _percent(p.share(s), 0)]
+        used = p.record.resources or {}
+        smem = used.get("smem")
+        numbers += [f"{p.record.error.out:.1e}" if p.record.error else "-", plain(used.get("registers"))]
+        numbers += [
+            plain(smem / 1024 if smem is not None else None),
+            plain(used.get("spill_bytes")),
+            plain(used.get("ctas_per_sm")),
+        ]
+        table.add_row(
+            _escape(p.name), *numbers, _escape(" ".join(f"{k}={v}" for k, v in (p.record.tiling or {}).items()))
+        )
+    lines = [f"{p.name} [{p.record.id}]: {command(p.record, p.problem)}" for p in ordered]
+    # Calls and input sets differ from contender to contender; how they were timed mostly does not.
+    counts = re.compile(r"(?<=of )\d+ (?=calls)|(?<=over )\d+ (?=input)| of [\d.]+ MB")
+    methods = dict.fromkeys(counts.sub("", p.record.method) for p in ordered if p.record.method)
+    table.caption = "\n".join(["Measure again:", *lines, *(f"Timed by {method}." for method in methods)])
+    return table
+
+
+def ladder(found: Sequence[Ladder], entries: Mapping[str, Entry]) -> Table:
+    """Versions of a design on a cell, by language: what each brought, and its devlog's verdict."""
+    first = found[0]
+    title = f"{first.design} on {first.cell}, {first.state}"
+    right = ["us", "% of limit", "speedup over the one before", "the same over all cells", "over the best library"]
+    table = new_table(title, ["version"], right, ["verdict", "devlog"])
+    for lad in found:
+        for step in lad.steps:
+            p, state = step.point, lad.state
+            entry = entries.get(p.record.kernel.label)
+            mean = f"{_times(step.mean)} ({step.cells})" if step.mean else "-"
+            against = lad.peer.us(state) / p.us(state) if lad.peer else None
+            numbers = [plain(p.us(state)), _percent(p.share(state)), _times(step.gain), mean, _times(against)]
+            said = f"{entry.verdict}: {entry.why}" if entry else "no devlog entry here"
+            table.add_row(_escape(p.name), *numbers, _escape(said), entry.path if entry else "-")
+        table.add_section()
+    peer = f"{first.peer.name} {first.peer.us(first.state):.1f} us" if first.peer else "no library was timed here"
+    table.caption = (
+        f"Best library: {peer}. Limit: {plain(first.limit)} us. Over all cells: geometric mean (cells that have both)."
+    )
+    return table
+
+
+def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, state: str) -> list[Table]:
+    """Two languages on the same cells: times and resources; then instructions and lines of code of the versions."""
+    pairs = ["registers", "smem KiB", "spill B", "CTAs/SM", "instructions"]
+    table = new_table(
+        f"{first} against {second}, {state}: the fastest of each",
+        ["cell"],
+        ["us", "us", "first / second", *pairs],
+        ["versions"],
+    )
+    versions: dict[str, Point] = {}
+    for a, b in found:
+        values = []
+        for p in (a, b):
+            used = p.record.resources or {}
+            smem = used.get("smem")
+            total = (used.get("instructions") or {}).get("total")
+            shown = (
+                used.get("registers"),
+                None if smem is None else round(smem / 1024),
+                used.get("spill_bytes"),
+                used.get("ctas_per_sm"),
+                total,
+            )
+            values.append([plain(v) for v in shown])
+            versions.setdefault(p.record.kernel.label, p)
+        both = [f"{x} / {y}" for x, y in zip(*values, strict=True)]
+        times = [plain(a.us(state)), plain(b.us(state)), _times(a.us(state) / b.us(state))]
+        table.add_row(a.cell, *times, *both, _escape(f"{a.name} / {b.name}"))
+    mean = geometric_mean([a.us(state) / b.us(state) for a, b in found])
+    table.caption = f"Geometric mean of first / second over {len(found)} cells: {_times(mean)}."
+    kinds = list(dict.fromkeys(kind for p in versions.values() for kind in instruction_mix(p)))
+    mixes = new_table(
+        "Instructions in the machine code, % by kind", ["version"], [*kinds, "lines of code"], ["counted on"]
+    )
+    changed = []
+    for name, p in sorted(versions.items()):
+        mix, source = instruction_mix(p), sources.source_of(name)
+        total = sum(mix.values())
+        share = [f"{100 * mix[kind] / total:.1f}" if total else "-" for kind in kinds]
+        changed += [name] if source and source.hash != p.record.source.hash else []
+        mixes.add_row(_escape(name), *share, plain(source.own if source else None), p.cell)
+    note = "Lines of the version's file without blank lines, comments and docstrings."
+    mixes.caption = note + (f" Files changed since the record: {', '.join(changed)}." if changed else "")
+    return [table, mixes]
+
+
+def comparison(found: Comparison, before: str, after: str, state: str, most: int = 60) -> Table:
+    """What moved beyond its own spread between two record sets, each time divided by the limit of its own run."""
+    right = ["before us", "% of limit", "after us", "% of limit", "change", "low", "high"]
+    moved = [m for m in found.moves if m.moved]
+    table = new_table(f"{before} -> {after}, {state}", ["cell", "contender"], right, ["moved"])
+    for m in found.moves[: max(most, len(moved))]:
+        numbers = [
+            plain(m.before.us(state)),
+            _percent(m.before.share(state)),
+            plain(m.after.us(state)),
+            _percent(m.after.share(state)),
+        ]
+        table.add_row(
+            m.after.cell, _escape(m.after.name), *numbers, _signed(m.change), _signed(m.low), _signed(m.high), way(m)
+        )
+    lines = [f"{len(moved)} of {len(found.moves)} moved beyond what their p10..p90 ranges allow."]
+    lines += ["Change is of time over limit."]
+    lines += [f"Only before: {len(found.only_before)}. Only after: {len(found.only_after)}."]
+    lines += [f"Without a limit of their run, and so not compared: {found.unlimited}."] if found.unlimited else []
+    table.caption = "\n".join(lines)
+    return table
+
+
+def left_out(lines: Sequence[LeftOut]) -> Table:
+    """What the report does not show, or shows with a reservation."""
+    table = new_table("Left out, or shown with a reservation", [], ["how many"], ["of what", "why", "for example"])
+    for line in lines:
+        table.add_row(str(line.count), _escape(line.what), _escape(line.why), _escape("; ".join(line.examples) or "-"))
+    return table

@@ -1,0 +1,135 @@
+"""Compiling a sweep's points for a device that need not be here, and storing each record as it comes.
+
+A worker process stores what it compiled itself, so a stopped sweep keeps everything that was finished. Points that
+share a problem class, a tiling and an architecture share one compilation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.lab.sweep.plan import Point
+from mla_var3.toolchain.pool import CompileJob, CompileResult, compile_many, run_job
+
+if TYPE_CHECKING:
+    from mla_var3.record import Record
+
+#: Languages whose kernels come compiled, with the library they belong to.
+NOT_COMPILED = frozenset({"torch", "peer"})
+TIMEOUT_S = 300.0
+
+_STATUS = {"Infeasible": "infeasible", "Unsupported": "skipped"}
+
+
+@dataclass(frozen=True)
+class StoredJob(CompileJob):
+    """A compilation, and the records that its outcome becomes: one for each point that shares it."""
+
+    store: str = ""
+    forms: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+
+
+def compile_points(
+    points: Sequence[Point],
+    path: Path,
+    form: Callable[[Point, str], dict[str, Any]],
+    *,
+    workers: int | None = None,
+    done: Callable[[str], bool] = lambda key: False,
+) -> list[Record]:
+    """Compiles the runnable points and returns the new records, all of which are in `path`.
+
+    form(point, mode): a record without its outcome. done(key): whether a point's record exists already.
+    """
+    jobs: dict[Any, list[Point]] = {}
+    forms: dict[Point, dict[str, Any]] = {}
+    for point in points:
+        if not point.runnable or point.kernel.language in NOT_COMPILED:
+            continue
+        forms[point] = form(point, "compile")
+        if not done(forms[point]["key"]):
+            jobs.setdefault(_sharing(point), []).append(point)
+    if not jobs:
+        return []
+    todo = [_job(group, path, [forms[p] for p in group]) for group in jobs.values()]
+    shared = sum(len(group) for group in jobs.values())
+    if shared > len(todo):
+        print(f"{shared} points share {len(todo)} compilations.", file=sys.stderr)
+    results = compile_many(todo, workers=workers, progress=True, timeout_s=TIMEOUT_S, run=run_and_store)
+    records: list[Record] = []
+    for result in results:
+        records += _outcome(result)
+    return records
+
+
+def _sharing(point: Point) -> Any:
+    """What makes two points the same code: a split decided from b and t is part of the launch, or of the pipeline."""
+    return (point.kernel, point.problem.problem_class(), point.tiling, point.device.key, _shape(point))
+
+
+def _shape(point: Point) -> Any:
+    """Names of a pipeline's stages: with and without a combine are different code."""
+    try:
+        kernel = registry.get_plan(point.kernel)(point.problem, point.tiling, point.device).plan_empty()
+    except Exception:
+        return point.problem
+    return tuple(stage.name for stage in getattr(kernel, "stages", ()))
+
+
+def _job(group: Sequence[Point], path: Path, forms: Sequence[dict[str, Any]]) -> StoredJob:
+    first = group[0]
+    return StoredJob(
+        **first.kernel.to_record(),
+        problem=first.problem.to_record(),
+        device=first.device.key,
+        tiling=None if first.tiling is None else first.tiling.to_record(),
+        store=str(path),
+        forms=tuple(forms),
+    )
+
+
+def run_and_store(job: StoredJob) -> list[Record]:
+    """In a worker process: compiles, appends the records, and returns them. A full disk is raised as `UserError`."""
+    try:
+        compiled = run_job(job)
+    except UserError as error:
+        outcome: dict[str, Any] = {"status": _STATUS.get(type(error).__name__, "failed"), "reason": str(error)}
+    except Exception as error:
+        outcome = {"status": "failed", "reason": f"compiling failed: {one_line(error)}"}
+    else:
+        outcome = {"status": "compiled", "reason": "", "resources": compiled.to_record()}
+        if compiled.code is not None:
+            outcome["code"] = compiled.code.to_record()
+        outcome |= {"warnings": list(compiled.warnings), "seconds": {"compile": round(compiled.seconds, 3)}}
+    return _store(job, outcome)
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line of an exception's text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _store(job: StoredJob, outcome: dict[str, Any]) -> list[Record]:
+    from mla_var3.record import Record, RecordStore, new_id, now
+
+    store = RecordStore(job.store)
+    records = [Record.model_validate({**form, "id": new_id(), "at": now(), **outcome}) for form in job.forms]
+    for record in records:
+        store.append(record)
+    return records
+
+
+def _outcome(result: CompileResult) -> list[Record]:
+    if result.ok:
+        stored: Any = result.compiled
+        return list(stored)
+    if result.error_type in ("Crash", "Timeout"):
+        return _store(result.job, {"status": "failed", "reason": f"compiling failed: {result.error}"})
+    raise UserError(result.error)

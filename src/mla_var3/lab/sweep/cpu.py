@@ -1,0 +1,240 @@
+"""Running kernels on the CPU at small sizes: what can be checked without a GPU.
+
+Each language runs in a process of its own (Triton picks its interpreter when a kernel is decorated, so the choice
+belongs to a process), and a crash or a hang there is that language's record. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import util
+from typing import Any
+
+from mla_var3 import paths
+from mla_var3.cutile_cpu.errors import KernelFault
+from mla_var3.errors import Unsupported, UserError
+from mla_var3.kernel.registry import KernelId
+from mla_var3.problem import MlaProblem
+
+TIMEOUT_S = 150.0
+
+#: Requests of a small problem: one that fills whole pages and one that ends inside a page.
+_LENGTHS = (128, 93)
+#: Query tokens, and query rows of one request, at most; the class otherwise stays the cell's.
+_MOST_TOKENS, _MOST_ROWS = 4, 128
+_PROMPT = 160  # tokens of a prompt
+_CASES = ("own", "edges")
+
+
+@dataclass(frozen=True)
+class CpuBackend:
+    """How a language runs on a CPU. module: must be importable for it, and so must `needs`. env: of the process.
+    why_not: when it cannot."""
+
+    module: str
+    name: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    why_not: str = ""
+    needs: tuple[str, ...] = ()
+
+    def available(self) -> bool:
+        try:
+            return bool(self.module) and all(util.find_spec(name) is not None for name in (self.module, *self.needs))
+        except ModuleNotFoundError:
+            return False
+
+
+#: A language that gains an interpreter gets its entry here; the rest of the sweep needs no change.
+BACKENDS: dict[str, CpuBackend] = {
+    "torch": CpuBackend("torch", "torch on the CPU"),
+    "triton": CpuBackend("triton", "Triton's interpreter", {"TRITON_INTERPRET": "1"}),
+    "cutile-dsl": CpuBackend(
+        "mla_var3.cutile_cpu",
+        "the cuTile interpreter",
+        why_not="the cuTile interpreter needs cuda-tile, which is not installed",
+        needs=("cuda.tile",),
+    ),
+    "cute-dsl": CpuBackend("", "", why_not="CuTe DSL has no interpreter: its kernels are compiled only"),
+}
+
+
+def can_run(language: str) -> str:
+    """ "" when kernels of the language run on a CPU here, else why not."""
+    backend = BACKENDS.get(language)
+    if backend is None:
+        return f"{language} kernels do not run on a CPU"
+    return "" if backend.available() else backend.why_not or f"{backend.module} is not installed"
+
+
+def use_interpreter(language: str, label: str) -> None:
+    """Makes this process one that runs a language's kernels on a CPU, before anything imports the language.
+
+    label: the version that asks. Raises `UserError` where the language has no interpreter, or is loaded for a GPU.
+    """
+    why = can_run(language)
+    if why:
+        raise UserError(f"{label} does not run here: {why}; use a machine with a GPU.")
+    if language == "triton" and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError("Triton is loaded for a GPU in this process: start with TRITON_INTERPRET=1 in the environment.")
+    os.environ.update(BACKENDS[language].env)
+
+
+def small(problem: MlaProblem) -> MlaProblem:
+    """A problem of the cell's kind, heads, mask and dtype that a CPU runs in seconds: a prompt, or two requests."""
+    if problem.s == problem.t and problem.lengths == "uniform" and problem.s > 1:  # as prefill asks for
+        return problem.replace(b=1, s=_PROMPT, t=_PROMPT, h=min(problem.h, 4))
+    if problem.n:
+        s, t = min(problem.s, 4), max(_LENGTHS)
+        return problem.replace(b=len(_LENGTHS), s=s, h=min(problem.h, 16), t=t, lengths="uniform", n=min(problem.n, 64))
+    s = min(problem.s, _MOST_TOKENS)
+    h = problem.h_kv * min(problem.group, _MOST_ROWS // s)
+    return problem.replace(b=len(_LENGTHS), s=s, h=h, t=max(_LENGTHS), lengths=_LENGTHS)
+
+
+@dataclass(frozen=True)
+class CpuResult:
+    """Outcome of one run: status passed, incorrect, infeasible, skipped or failed."""
+
+    kernel: KernelId
+    problem: MlaProblem
+    status: str
+    reason: str
+    error: dict[str, float] | None
+    tiling: dict[str, Any] | None
+    seconds: float
+
+
+def run_many(
+    work: Sequence[tuple[KernelId, MlaProblem]],
+    asked: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Iterator[CpuResult]:
+    """Runs each kernel on each problem, results as they come, in the order of `work` within a language."""
+    for language in dict.fromkeys(kernel.language for kernel, _ in work):
+        left = [(k, p) for k, p in work if k.language == language]
+        while left:
+            done = 0
+            for result in _run_process(language, left, asked or {}, timeout_s, tell):
+                done += 1
+                yield result
+            # The process ended early: what it was at is its last result, the rest gets a fresh process.
+            left = left[done:] if done else []
+
+
+def _run_process(
+    language: str,
+    work: Sequence[tuple[KernelId, MlaProblem]],
+    asked: Mapping[str, Any],
+    timeout_s: float,
+    tell: Callable[[str], None],
+) -> Iterator[CpuResult]:
+    env = {**os.environ, **BACKENDS[language].env, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    env["PYTHONPATH"] = os.pathsep.join([str(paths.import_root()), *filter(None, [env.get("PYTHONPATH")])])
+    jobs = [{"kernel": k.to_record(), "problem": p.to_record(), "asked": dict(asked)} for k, p in work]
+    tell(f"running {len(work)} small problems with {BACKENDS[language].name}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mla_var3.lab.sweep.cpu"],
+        env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(timeout_s, stop)
+    errors: list[str] = []
+    reader = threading.Thread(
+        target=lambda: errors.append(process.stderr.read() if process.stderr else ""), daemon=True
+    )
+    timer.start()
+    reader.start()
+    done = 0
+    try:
+        process.stdin.write(json.dumps(jobs))
+        process.stdin.close()
+        for line in process.stdout:
+            if not line.startswith("{"):
+                continue
+            kernel, problem = work[done]
+            done += 1
+            yield CpuResult(kernel, problem, **json.loads(line))
+        code = process.wait()
+        if done < len(work):
+            reader.join(5)
+            said = (errors[0].strip().splitlines() if errors else [])[-1:] or ["nothing was printed"]
+            why = f"took longer than {timeout_s:g} s" if late.is_set() else f"its process ended with {code}: {said[0]}"
+            yield CpuResult(*work[done], "failed", why, None, None, 0.0)
+    except BrokenPipeError:
+        yield CpuResult(*work[done], "failed", "its process ended before it began", None, None, 0.0)
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+# ---------------------------------------------------------------- in the process
+def run_one(
+    kernel: KernelId, problem: MlaProblem, asked: Mapping[str, Any], cases: Sequence[str] = _CASES
+) -> dict[str, Any]:
+    """Checks one kernel on the CPU and returns the fields of a `CpuResult` that are not known outside."""
+    import time
+
+    from mla_var3.kernel.registry import get_plan
+    from mla_var3.lab.sweep.plan import knobs, own_knobs
+    from mla_var3.runtime.correctness.checking import check
+
+    began = time.perf_counter()
+    outcome: dict[str, Any] = {"status": "failed", "reason": "", "error": None, "tiling": None}
+    try:
+        plan_type = get_plan(kernel)
+        accepted = plan_type.requires.accepts(problem)
+        if not accepted:
+            outcome |= {"status": "skipped", "reason": accepted.reason}
+        else:
+            plan = plan_type(problem, None, None)
+            tiling = knobs(plan.tiling, own_knobs(plan_type, asked))
+            outcome["tiling"] = tiling.to_record()
+            feasible = tiling.validate(problem, None)
+            if not feasible:
+                outcome |= {"status": "infeasible", "reason": feasible.reason}
+            else:
+                report = check(plan_type, problem, tiling, "cpu", cases=cases)
+                outcome |= {"status": "passed" if report.ok else "incorrect", "reason": report.reason}
+                outcome["error"] = {name: float(value) for name, value in report.error.items()}
+    except KernelFault as error:  # what it did has no meaning on a GPU either
+        outcome |= {"status": "incorrect", "reason": str(error)}
+    except Unsupported as error:
+        outcome |= {"status": "skipped", "reason": str(error)}
+    except UserError as error:
+        outcome |= {"status": "infeasible", "reason": str(error)}
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        outcome |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
+    outcome["seconds"] = round(time.perf_counter() - began, 3)
+    return outcome
+
+
+def main() -> int:
+    """Reads jobs from standard input and prints one line of JSON a job."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what kernels print does not mix with the results
+    for job in json.loads(sys.stdin.read()):
+        kernel = KernelId(**job["kernel"])
+        outcome = run_one(kernel, MlaProblem.from_record(job["problem"]), job["asked"])
+        print(json.dumps(outcome), file=out, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,386 @@
+"""From a configuration to points: which kernel, on which problem, for which device, and whether it can run at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.device import Device
+from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
+from mla_var3.kernel import registry
+from mla_var3.kernel.registry import KernelId
+from mla_var3.kernel.retired import where_is
+from mla_var3.problem import MlaProblem
+
+if TYPE_CHECKING:
+    from mla_var3.lab.sweep.config import SweepConfig
+    from mla_var3.runtime.types import Tiling
+
+
+#: Words that stand, in place of a version, for what is picked in each cell.
+DISPATCH, FIXED_SPLIT = "dispatch", "fixed_split"
+PICKERS = (DISPATCH, FIXED_SPLIT)
+FIXED_SPLIT_PLAN = "mla_var3.ops.fixed:FixedSplitPlan"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kernel on one problem. status is "" when it can run, else infeasible, skipped or failed, with the reason.
+
+    asked: tiling fields that the user set on this kernel. tiling: what comes out of them and the defaults.
+    picked_by: the word of `PICKERS` that chose the kernel, or "". plan: "module:Class" of a plan that `kernel` runs in.
+    """
+
+    problem: MlaProblem
+    kernel: KernelId
+    device: Device
+    asked: dict[str, Any] = field(default_factory=dict, hash=False)
+    tiling: Tiling | None = None
+    status: str = ""
+    reason: str = ""
+    picked_by: str = ""
+    plan: str | None = None
+
+    @property
+    def runnable(self) -> bool:
+        return not self.status
+
+    @property
+    def requested(self) -> str | dict[str, Any]:
+        """What the record says was asked for: the fields, "default", or what picked the version."""
+        if self.picked_by and self.plan is None:
+            return self.picked_by
+        return dict(self.asked) if self.asked else "default"
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel.label} {self.problem.label}"
+
+
+# ---------------------------------------------------------------- cells
+def expand_cells(config: SweepConfig) -> list[MlaProblem]:
+    """The experiment's problems, in order, each once: its cells, then its grid, under the model and `problem.*`."""
+    experiment = config.experiment
+    cells: list[Mapping[str, Any]] = []
+    for index, cell in enumerate(experiment.cells):
+        if not isinstance(cell, Mapping):
+            raise UserError(
+                f"experiment.cells[{index}] = {cell!r} is not a mapping: write {{b: 1, s: 1, h: 128, t: 4096}}."
+            )
+        cells.append(cell)
+    grids = experiment.grid if isinstance(experiment.grid, list | tuple) else [experiment.grid or {}]
+    for grid in grids:
+        if not isinstance(grid, Mapping):
+            raise UserError(f"experiment.grid has {grid!r}, which is not a mapping: write {{h: [16, 128], b: [1]}}.")
+        for name, values in grid.items():
+            if not isinstance(values, list | tuple) or not values:
+                raise UserError(
+                    f"experiment.grid.{name} = {values!r} is not a list of values: write {name}: [{values}]."
+                )
+        cells += [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if grid]
+    if not cells:
+        raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
+    model = {name: value for name, value in vars(config.model).items() if name != "name"}
+    changes = {name: value for name, value in vars(config.problem).items() if value is not None}
+    problems = list(dict.fromkeys(_problem({**model, **cell, **changes}) for cell in cells))
+    if experiment.order != "even":
+        return _part(problems, config.part)
+    dealt = set(_part(sorted(problems, key=_work, reverse=True), config.part))
+    return _evenly([problem for problem in problems if problem in dealt])
+
+
+def _work(problem: MlaProblem) -> float:
+    """About how long a cell takes, in bytes: a GPU does some 150 dense operations in the time of one byte."""
+    cost = problem.cost("absorbed" if not problem.n else "mixed")
+    return max(cost.flops / 150.0, cost.bytes)
+
+
+def _evenly(cells: list[MlaProblem]) -> list[MlaProblem]:
+    """The cells in an order whose every beginning lies evenly over the list: in strides of its golden section."""
+    count = len(cells)
+    stride = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
+    return [cells[i * stride % count] for i in range(count)]
+
+
+def _part(cells: list[MlaProblem], part: str) -> list[MlaProblem]:
+    """Every n-th cell from the k-th, for "k/n": parts are disjoint, and together they are all."""
+    match = re.fullmatch(r"(\d+)/(\d+)", part.strip())
+    k, n = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= k <= n:
+        raise UserError(f"part = {part!r} is no part: write part=1/4, then 2/4, 3/4 and 4/4.")
+    if k > len(cells):
+        raise UserError(f"part = {part} is empty: there are {len(cells)} cells; ask for fewer parts.")
+    return cells[k - 1 :: n]
+
+
+def _problem(fields: dict[str, Any]) -> MlaProblem:
+    if fields.get("page") in ("contiguous", "none", 0):
+        fields["page"] = None
+    return MlaProblem.from_record(fields)
+
+
+# ---------------------------------------------------------------- kernels
+def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[KernelId]:
+    """Versions that a pattern names, in the order of the patterns, which is that of their turns: at the power limit a
+    kernel's time depends on what ran before it. A pattern that names none is a `UserError` with the nearest.
+
+    Words of `PICKERS` name none by themselves: alone, they leave the list empty.
+    """
+    named = [pattern for pattern in patterns if pattern not in PICKERS]
+    if patterns and not named:
+        return []
+    patterns = named
+    kernels = registry.all_kernels()
+    if not kernels:
+        raise UserError("this installation has no kernel versions: reinstall mla-var3.")
+    chosen: list[KernelId] = []
+    for pattern in patterns:
+        some = sorted(k for k in kernels if _matches(k, pattern))
+        if not some:
+            if (sentence := where_is(pattern)) is not None:
+                raise UserError(sentence)
+            choices = {k.label for k in kernels} | {k.module_name for k in kernels} | set(PICKERS)
+            raise UserError(f"no kernel matches {pattern!r}: {nearest(pattern, choices)}.")
+        chosen += [k for k in some if k not in chosen]
+    left = [k for k in chosen if not any(_matches(k, pattern) for pattern in exclude)]
+    if not left:
+        raise UserError("kernels.exclude leaves no kernel: shorten it.")
+    return left
+
+
+def chosen_kernels(config: SweepConfig) -> list[KernelId]:
+    """Versions that the configuration names. Of those that only a wildcard names, the ones that compute what the
+    experiment asks for: a prefill kernel has no place in a table of decode cells."""
+    patterns = config.kernels.patterns
+    kernels = select_kernels(patterns, config.kernels.exclude)
+    fitting = [
+        k for k in kernels
+        if k.label in patterns or k.module_name in patterns or _formulation(k) in (None, config.experiment.formulation)
+    ]  # fmt: skip
+    return fitting or kernels
+
+
+def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: MlaProblem) -> list[KernelId]:
+    """Those of the versions that `kernels.only` does not keep out of this cell."""
+    cell = problem.to_record()
+
+    def stays(kernel: KernelId) -> bool:
+        rules = [rule for rule in config.kernels.only if _matches(kernel, rule["kernels"])]
+        return all(cell[name] == value for rule in rules for name, value in rule.items() if name != "kernels")
+
+    return [k for k in kernels if stays(k)]
+
+
+def _formulation(kernel: KernelId) -> str | None:
+    """What a version computes; None where its language is missing, or it cannot be imported."""
+    try:
+        return None if registry.missing(kernel.language) else registry.get_plan(kernel).formulation
+    except Exception:  # the point's own record says it
+        return None
+
+
+def _matches(kernel: KernelId, pattern: str) -> bool:
+    name = kernel.label if "/" in pattern else kernel.module_name
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+# ---------------------------------------------------------------- devices
+@dataclass(frozen=True)
+class Target:
+    """What is compiled for, and whether it is also the GPU that is here. note: a sentence for the user, or ""."""
+
+    device: Device
+    present: bool
+    note: str = ""
+
+
+def find_target(config: SweepConfig, detected: Device | None) -> Target:
+    """The device that a configuration means. Naming a device that is not here compiles for it and measures nothing."""
+    wanted = config.device.target
+    if wanted == "auto":
+        if detected is not None:
+            return Target(detected, True)
+        fallback = Device.get(config.device.fallback)
+        return Target(fallback, False, f"No GPU here: compiling for {fallback.name}, measuring nothing.")
+    device = Device.get(wanted)
+    if detected is not None and detected.key == device.key:
+        return Target(detected, True)
+    here = f"this machine has {detected.name}" if detected is not None else "no GPU here"
+    return Target(device, False, f"{device.name} was asked for and {here}: compiling for it, measuring nothing.")
+
+
+def claimed_devices(kernel: KernelId) -> list[Device]:
+    """One device for every architecture that a version claims; () for a language that is not installed."""
+    try:
+        requires = registry.get_plan(kernel).requires
+    except Exception:
+        return []
+    by_arch: dict[str, Device] = {}
+    for device in sorted(Device.all(), key=lambda d: d.key != "h200"):
+        if requires.archs and device.can_run(requires):
+            by_arch.setdefault(device.arch, device)
+    return [by_arch[arch] for arch in sorted(by_arch, key=lambda a: by_arch[a].sm_version)]
+
+
+# ---------------------------------------------------------------- points
+def expand(
+    config: SweepConfig,
+    target: Target,
+    cells: Iterable[MlaProblem] | None = None,
+    kernels: Sequence[KernelId] | None = None,
+    *,
+    tuned: bool = False,
+) -> list[Point]:
+    """Every cell with every kernel, each judged without launching anything; tuned: default tilings are not judged."""
+    all_of_them = kernels is None
+    if kernels is None:
+        kernels = chosen_kernels(config)
+    pickers = [word for word in PICKERS if word in config.kernels.patterns]
+    variants = [{**config.tiling, **knobs} for knobs in config.tilings] or [config.tiling]
+    for asked in variants:
+        _check_knobs(kernels, asked, pickers)
+    claimed = config.experiment.targets == "claimed"
+    devices = {k: (claimed and claimed_devices(k)) or [target.device] for k in kernels}
+    points: list[Point] = []
+    for problem in expand_cells(config) if cells is None else cells:
+        found: dict[Any, Point] = {}  # a version that lacks a knob does not tell all variants apart
+        fitting = kernels_of(config, kernels, problem)
+        if all_of_them and not (fitting or pickers):
+            raise UserError(f"kernels.only leaves no kernel for {problem.label}: shorten it, or leave the cell out.")
+        for asked in variants:
+            some = [prepare(problem, k, device, asked, tuned=tuned) for k in fitting for device in devices[k]]
+            for point in newest(some) if config.kernels.newest else some:
+                found.setdefault((point.kernel, point.device.key, repr(sorted(point.asked.items()))), point)
+        points += sorted(found.values(), key=lambda point: kernels.index(point.kernel))
+        points += [p for word in pickers if (p := picked(word, problem, target.device, config.tiling)) is not None]
+    return points
+
+
+def newest(points: Sequence[Point]) -> list[Point]:
+    """Of each cell, device, language and design the newest version that takes the problem, else the newest of all."""
+    best: dict[Any, Point] = {}
+    for point in points:
+        k = point.kernel
+        key = (point.problem, point.device.key, k.language, k.layer, k.design, point.picked_by)
+        rank = (point.status not in ("skipped", "infeasible"), k.version)
+        known = best.get(key)
+        if known is None or rank > (known.status not in ("skipped", "infeasible"), known.kernel.version):
+            best[key] = point
+    return list(best.values())
+
+
+def prepare(
+    problem: MlaProblem,
+    kernel: KernelId,
+    device: Device,
+    asked: Mapping[str, Any] | None = None,
+    *,
+    tuned: bool = False,
+) -> Point:
+    """One point, with its verdict: language, import, requirements, tiling."""
+    own: dict[str, Any] = {}
+    tiling: Tiling | None = None
+
+    def refused(status: str, reason: str) -> Point:
+        return Point(problem, kernel, device, own, tiling, status, reason)
+
+    missing = registry.missing(kernel)
+    if missing:
+        return refused("skipped", missing)
+    try:
+        plan_type = registry.get_plan(kernel)
+    except UserError as error:
+        return refused("failed", str(error))
+    except Exception as error:
+        return refused("failed", _cannot("imported", kernel, error))
+    own = own_knobs(plan_type, asked)
+    try:
+        device.can_run(plan_type.requires, problem).require(Unsupported)
+        tiling = knobs(plan_type(problem, None, device).tiling, own)
+        if not tuned:
+            tiling.validate(problem, device).require(Infeasible)
+        return Point(problem, kernel, device, own, tiling)
+    except Unsupported as error:
+        return refused("skipped", str(error))
+    except UserError as error:
+        return refused("infeasible", str(error))
+    except Exception as error:
+        return refused("failed", _cannot("planned", kernel, error))
+
+
+def picked(word: str, problem: MlaProblem, device: Device, asked: Mapping[str, Any] | None = None) -> Point | None:
+    """What a word of `PICKERS` stands for on this problem; None where no version takes it (the others' records say
+    why). Knobs that were asked for count for `fixed_split` alone: the dispatcher chooses its own."""
+    if word == FIXED_SPLIT:
+        from mla_var3.ops.fixed import FixedSplitPlan
+
+        try:
+            own = own_knobs(FixedSplitPlan, asked)
+            tiling = knobs(FixedSplitPlan(problem, None, device).tiling, own)
+            plan = FixedSplitPlan(problem, tiling, device)
+            kernel = plan.inner_kernel()
+        except Unsupported:
+            return None
+        verdict = plan.feasible()
+        status = "" if verdict else "infeasible"
+        record = tiling.to_record()
+        return Point(problem, kernel, device, record, tiling, status, verdict.reason, word, FIXED_SPLIT_PLAN)
+    from mla_var3.dispatch import choose
+
+    try:
+        choice = choose(problem, device)
+    except Unsupported:
+        return None
+    return dataclasses.replace(prepare(problem, choice.kernel, device, choice.knobs), picked_by=word)
+
+
+def own_knobs(plan_type: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of the fields that were asked for which this version's tiling has."""
+    names = {f.name for f in dataclasses.fields(plan_type.tiling_type)}
+    return {name: value for name, value in (asked or {}).items() if name in names}
+
+
+def _cannot(done: str, kernel: KernelId, error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{kernel.path.name} could not be {done}: {type(error).__name__}: {lines[0]}"
+
+
+def knobs(tiling: Tiling, asked: Mapping[str, Any]) -> Tiling:
+    """`tiling` with other values; a value of another type than the field's is a `UserError`."""
+    values = {}
+    for name, value in asked.items():
+        current = getattr(tiling, name)
+        if isinstance(current, bool) != isinstance(value, bool) or (
+            isinstance(current, int | float | str) and not isinstance(value, type(current))
+        ):
+            if isinstance(current, float) and isinstance(value, int):
+                value = float(value)
+            else:
+                raise UserError(f"tiling.{name} = {value!r} is not of the type of its default {current!r}.")
+        values[name] = value
+    return dataclasses.replace(tiling, **values)
+
+
+def _check_knobs(kernels: Sequence[KernelId], asked: Mapping[str, Any], pickers: Sequence[str] = ()) -> None:
+    """A knob that no chosen kernel has is a typing error."""
+    if not asked:
+        return
+    known: set[str] = set()
+    if FIXED_SPLIT in pickers:
+        from mla_var3.ops.fixed import FixedSplitTiling
+
+        known |= {f.name for f in dataclasses.fields(FixedSplitTiling)}
+    for kernel in kernels:
+        try:
+            known |= {f.name for f in dataclasses.fields(registry.get_plan(kernel).tiling_type)}
+        except Exception:
+            continue
+    for name in asked:
+        if name not in known and known:
+            raise UserError(f"no chosen kernel has a knob tiling.{name}: {nearest(name, known)}.")

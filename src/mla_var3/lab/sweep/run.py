@@ -1,0 +1,448 @@
+"""The sweep: an experiment in, records and tables out.
+
+    conf → cells × kernels → verdicts (language, device, tiling) → measured here, or compiled for a device → records
+
+With the target GPU in the machine every point is checked and timed by the measuring worker. Without it, points are
+compiled for the target, checked on the CPU at small sizes where the language can, and shown beside what the project
+recorded on that device. Each record is on the disk before the next point begins.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3 import paths
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.lab.profiling import DISABLED
+from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_target, own_knobs
+
+if TYPE_CHECKING:
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.lab.sweep.config import SweepConfig
+    from mla_var3.problem import MlaProblem
+    from mla_var3.record import Record
+
+EXIT_INTERRUPTED = 130
+
+
+def say(text: str = "") -> None:
+    """Progress: on standard error, so that tables can be piped."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Journal:
+    """A sweep's record file of one device, and what it already holds when the sweep is resumed."""
+
+    def __init__(self, folder: Path, experiment: str, resume: bool) -> None:
+        from mla_var3.record import RecordStore, load
+
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", experiment):
+            raise UserError(f"experiment.name = {experiment!r} names a file: use letters, digits, '_', '-' and '.'.")
+        name = re.compile(rf"\d{{4}}-\d\d-\d\d-{re.escape(experiment)}\.jsonl")
+        earlier = sorted(path for path in folder.glob(f"*-{experiment}.jsonl") if name.fullmatch(path.name))
+        self.path = folder / f"{datetime.now(UTC):%Y-%m-%d}-{experiment}.jsonl"
+        self.by_key: dict[str, Record] = {}
+        self.made: list[Record] = []
+        if resume and earlier:
+            self.path = earlier[-1]
+            found = load(earlier)
+            for problem in found.problems:
+                say(f"warning: {problem}")
+            self.by_key = {record.key: record for record in found.records if record.key}
+        self.store = RecordStore(self.path)
+
+    def finished(self, key: str) -> bool:
+        """Whether a point needs no second run: what failed, or lacked a language, is tried again."""
+        from mla_var3.record import finished_keys
+
+        record = self.by_key.get(key)
+        return record is not None and bool(finished_keys([record], retry=("failed", "skipped")))
+
+    def add(self, record: Record, *, stored: bool = False) -> None:
+        """Stores a record, unless the file already says the same of a point that cannot run."""
+        known = self.by_key.get(record.key or "")
+        if known is not None and known.status == record.status == "skipped" and known.reason == record.reason:
+            return
+        if not stored:
+            self.store.append(record)
+        self.made.append(record)
+        if record.key:
+            self.by_key[record.key] = record
+
+
+class Sweep:
+    """One job of a sweep."""
+
+    def __init__(self, config: SweepConfig, detected: Device | None) -> None:
+        from mla_var3.measure import environment
+        from mla_var3.measure.settings import BenchSettings
+
+        bench = dict(config.bench)
+        self.tune = bool(bench.pop("tune", False))
+        self.settings = BenchSettings.of(bench)
+        self.config = config
+        self.target: Target = find_target(config, detected)
+        self.cells: list[MlaProblem] = expand_cells(config)
+        self.kernels = chosen_kernels(config)
+        if self.tune and (config.tiling or config.tilings):
+            raise UserError("tiling.* and tilings set knobs and bench.tune=true searches for them: give one of them.")
+        self.measures = self.target.present and config.experiment.mode == "measure"
+        if config.profile.mode != DISABLED:
+            self._can_profile()
+        self.environment: dict[str, Any] = environment.describe()
+        self.commit, self.dirty = environment.git_state()
+        if self.settings.commit is not None:
+            self.commit, self.dirty = self.settings.commit, None
+        self.journals: dict[tuple[str, str], Journal] = {}
+        self.keys: dict[tuple[Point, str], str] = {}
+
+    # ------------------------------------------------------------ records
+    def journal(self, device: str, *, measured: bool = False) -> Journal:
+        """The record file for a device key; compiled and CPU records are kept apart from measured ones."""
+        folder = self.config.results_dir if measured else self.config.compile_dir
+        if (folder, device) not in self.journals:
+            self.journals[folder, device] = Journal(
+                Path(folder) / device, self.config.experiment.name, self.config.resume
+            )
+        return self.journals[folder, device]
+
+    def contender(self, point: Point) -> Any:
+        from mla_var3.measure.cell import Contender
+
+        tune = self.tune and self.measures and not point.picked_by
+        asked = dict(point.asked) or None
+        return Contender(point.kernel, asked, tune=tune, plan=point.plan, picked_by=point.picked_by)
+
+    def contenders(self, point: Point) -> list[Any]:
+        """The point's contender; of a tuned one the default tiling too, in turn with it on the same chip: two runs of
+        one tiling differ by more than a search often brings."""
+        from mla_var3.measure.cell import Contender
+
+        first = self.contender(point)
+        return [first, Contender(point.kernel, plan=point.plan)] if first.tune else [first]
+
+    def key(self, point: Point, mode: str) -> str:
+        """The point's `record_key`, as it was when first asked for: sources may be edited while a sweep runs."""
+        from mla_var3.measure.cell import contender_key
+
+        if (point, mode) not in self.keys:
+            self.keys[point, mode] = contender_key(point.problem, self.contender(point), point.device, mode)
+        return self.keys[point, mode]
+
+    def form(self, point: Point, mode: str) -> dict[str, Any]:
+        """A record of the point without its outcome."""
+        cost = point.problem.cost(formulation_of(point.kernel))
+        return {
+            **({"picked_by": point.picked_by} if point.picked_by else {}),
+            "experiment": self.config.experiment.name,
+            "kernel": point.kernel.to_record(),
+            "problem": point.problem.to_record(),
+            "tiling": None if point.tiling is None else point.tiling.to_record(),
+            "device": point.device.key,
+            "environment": self.environment,
+            "source": {"commit": self.commit, "hash": registry.source_hash(point.kernel), "dirty": self.dirty},
+            "requested": self.contender(point).requested,
+            "mode": mode,
+            "key": self.key(point, mode),
+            "flops": cost.flops,
+            "bytes": cost.bytes,
+        }
+
+    def refuse(self, points: Sequence[Point], mode: str, *, measured: bool) -> None:
+        """Records of the points that cannot run, and one line for each language that is missing."""
+        from mla_var3.record import Record, new_id, now
+
+        kernels = dict.fromkeys(p.kernel for p in points)
+        missing = {k: reason for k in kernels if (reason := registry.missing(k))}
+        for reason in dict.fromkeys(reason for k, reason in missing.items() if k.language != "peer"):
+            say(f"skipped: {reason}")
+        peers = sum(k.language == "peer" for k in missing)
+        if peers:
+            say(f"skipped: {peers} peer libraries are not installed; mla-var3 list kernels says how to get them.")
+        for point in points:
+            outcome = {"id": new_id(), "at": now(), "status": point.status, "reason": point.reason}
+            record = Record.model_validate({**self.form(point, mode), **outcome})
+            self.journal(point.device.key, measured=measured).add(record)
+
+    # ------------------------------------------------------------ running
+    def run(self) -> None:
+        experiment = self.config.experiment
+        size = f"{len(self.cells)} cells, {len(self.kernels)} kernels"
+        say(f"experiment {experiment.name}: {size}, for {self.target.device.name}")
+        if self.target.note and experiment.mode == "measure":
+            say(self.target.note)
+        if self.measures:
+            self.measure()
+        else:
+            self.compile()
+
+    def measure(self) -> None:
+        """Measures every point that can run, cells one after the other, contenders of a cell in turn."""
+        from mla_var3.measure.cell import measure_cells
+        from mla_var3.problem import MlaProblem
+
+        device = self.target.device
+        points = expand(self.config, self.target, self.cells, tuned=self.tune)
+        journal = self.journal(device.key, measured=True)
+        self.refuse([p for p in points if not p.runnable], "time", measured=True)
+        todo = [p for p in points if p.runnable and not journal.finished(self.key(p, "time"))]
+        if len(todo) < len([p for p in points if p.runnable]):
+            say(f"resuming: {len([p for p in points if p.runnable]) - len(todo)} points are in {journal.path}")
+        cells = [(cell, [c for p in todo if p.problem == cell for c in self.contenders(p)]) for cell in self.cells]
+        cells = [(cell, contenders) for cell, contenders in cells if contenders]
+        stream = measure_cells(cells, device, self.settings, experiment=self.config.experiment.name)
+        began, budget_s = time.monotonic(), self.config.budget_s
+        open_points = {cell: len(contenders) for cell, contenders in cells}
+        total = sum(open_points.values())
+        try:
+            for number, record in enumerate(stream, start=1):
+                journal.add(record)
+                passed = time.monotonic() - began
+                left = passed / number * (total - number)
+                say(f"[{number}/{total}, {left:.0f} s left] {record.problem_label} {describe(record)}")
+                cell = MlaProblem.from_record(record.problem)
+                open_points[cell] = open_points.get(cell, 0) - 1
+                # Only between cells: the contenders of one are timed in turn, and their records come together.
+                if 0 < budget_s < passed and open_points[cell] <= 0 and number < total:
+                    say(f"{budget_s:g} s are over: {total - number} points are left; go on with resume=true.")
+                    break
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        self.report(points, "time", measured=True)
+        if self.config.profile.mode != DISABLED:
+            from mla_var3.lab.profiling.points import profile_points
+
+            profile_points(journal.made, self.config.profile, say)
+
+    def _can_profile(self) -> None:
+        """Refuses a profile that cannot be made, before anything is measured."""
+        from mla_var3.lab.profiling.run import available
+
+        mode = self.config.profile.mode
+        if not self.measures:
+            raise UserError(
+                f"profile={mode} follows a measurement, and this sweep only compiles for {self.target.device.name}: "
+                "leave it out, or use `mla-var3 profile KERNEL`, whose mode annotation works without a GPU."
+            )
+        available(mode, self.target.device)
+
+    def compile(self) -> None:
+        """Compiles for the target, checks small problems on the CPU, and shows what was recorded there."""
+        from mla_var3.lab.sweep.compile import NOT_COMPILED, compile_points
+
+        kernels = [k for k in self.kernels if k.language not in NOT_COMPILED]
+        peers = sum(k.language == "peer" for k in self.kernels)
+        if peers:
+            say(f"{peers} peer libraries left out: they can only be measured, on a GPU")
+        compiling = expand(self.config, self.target, self.cells, kernels)
+        if any(p.plan for p in compiling):
+            say("fixed_split left out: the version that it runs is compiled under its own name")
+            compiling = [p for p in compiling if not p.plan]
+        self.refuse([p for p in compiling if not p.runnable], "compile", measured=False)
+        for key in dict.fromkeys(p.device.key for p in compiling):
+            journal = self.journal(key)
+            mine = [p for p in compiling if p.device.key == key and p.runnable]
+            for record in compile_points(
+                mine, journal.path, self.form, workers=self.config.jobs or None, done=journal.finished
+            ):
+                journal.add(record, stored=True)
+        self.report(compiling, "compile", measured=False)
+
+    # ------------------------------------------------------------ on the CPU
+    def on_cpu(self) -> list[Record]:
+        """Checks every kernel that can run on a CPU, on small problems of the cells' classes."""
+        from mla_var3.lab.sweep import cpu as sweep_cpu
+        from mla_var3.measure.cell import CPU, Contender, contender_key
+        from mla_var3.record import Record, new_id, now
+
+        languages = dict.fromkeys(k.language for k in self.kernels if k.language != "peer")
+        reasons = {name: registry.missing(name) or sweep_cpu.can_run(name) for name in languages}
+        for language, reason in reasons.items():
+            if reason and not registry.missing(language):
+                say(f"not run on the CPU: {reason}")
+        journal = self.journal(CPU)
+        problems = list(dict.fromkeys(sweep_cpu.small(cell) for cell in self.cells))
+        work, shown = [], []
+        kernels = [k for k in self.kernels if reasons.get(k.language) == ""]
+        if self.config.kernels.newest:
+            kernels = [k for k in kernels if k.version == max(o.version for o in kernels if _family(o) == _family(k))]
+        asked = {k: self._asked(k) for k in kernels}
+        for kernel in asked:
+            for problem in problems:
+                contender = Contender(kernel, asked[kernel] or None)
+                key = contender_key(problem, contender, None, "check")
+                if journal.finished(key):
+                    shown.append(journal.by_key[key])
+                else:
+                    work.append((kernel, problem))
+        for result in sweep_cpu.run_many(work, self.config.tiling, tell=say):
+            contender = Contender(result.kernel, asked[result.kernel] or None)
+            record = Record.model_validate(
+                {
+                    "id": new_id(),
+                    "at": now(),
+                    "experiment": self.config.experiment.name,
+                    "status": result.status,
+                    "reason": result.reason,
+                    "kernel": result.kernel.to_record(),
+                    "problem": result.problem.to_record(),
+                    "tiling": result.tiling,
+                    "device": CPU,
+                    "error": result.error,
+                    "environment": self.environment,
+                    "source": {"commit": self.commit, "hash": registry.source_hash(result.kernel), "dirty": self.dirty},
+                    "requested": contender.requested,
+                    "mode": "check",
+                    "method": f"checked with {sweep_cpu.BACKENDS[result.kernel.language].name}; not timed",
+                    "key": contender_key(result.problem, contender, None, "check"),
+                    "seconds": {"check": result.seconds},
+                }
+            )
+            journal.add(record)
+            shown.append(record)
+            say(f"{describe(record)} ({result.seconds:.1f} s)")
+        return shown
+
+    def _asked(self, kernel: KernelId) -> dict[str, Any]:
+        """Knobs that were asked for and that the kernel has; none when it cannot be imported."""
+        if not self.config.tiling:
+            return {}
+        try:
+            return own_knobs(registry.get_plan(kernel), self.config.tiling)
+        except Exception:
+            return {}
+
+    # ------------------------------------------------------------ telling
+    def report(self, points: Sequence[Point], mode: str, *, measured: bool) -> None:
+        """The final tables: of this run, and of what it resumed."""
+        from mla_var3.lab.report import tables
+        from mla_var3.measure.cell import contender_key
+
+        records = []
+        for point in points:
+            beside = self.contenders(point)[1:] if measured else []
+            keys = [self.key(point, mode), *(contender_key(point.problem, c, point.device, mode) for c in beside)]
+            known = self.journal(point.device.key, measured=measured).by_key
+            records += [known[key] for key in keys if key in known]
+        device = self.target.device if self.config.experiment.targets == "device" else None
+        if measured:
+            timed = [r for r in records if r.time_us is not None or r.status in ("incorrect", "failed")]
+            if timed:
+                print()
+                tables.show(tables.comparison(timed, f"Measured on {self.target.device.name}"))
+        if any(r.resources for r in records):
+            print()
+            name = device.name if device is not None else "the architectures each kernel claims"
+            tables.show(tables.resources(records, device, f"Compiled for {name}"))
+        if not measured and device is not None:
+            print()
+            tables.show(tables.roofline(self.cells, device, self.config.experiment.formulation))
+        if not measured and self.config.experiment.mode == "measure" and self.config.experiment.cpu:
+            checks = self.on_cpu()
+            if checks:
+                print()
+                tables.show(tables.checked(checks))
+        if not measured and device is not None and self.config.experiment.recorded:
+            self.recorded(device)
+        lost = [
+            r
+            for r in records
+            if r.status in ("infeasible", "skipped", "failed") and not (measured and r.status == "failed")
+        ]
+        if lost:
+            print()
+            tables.show(tables.refused(lost))
+        self.summary()
+
+    def recorded(self, device: Device) -> None:
+        """Shipped measurements of these cells on the device, newest of each kernel, marked as recorded."""
+        from mla_var3.lab.report import tables
+        from mla_var3.measure.settings import ASIDE
+        from mla_var3.problem import MlaProblem
+        from mla_var3.record import load
+
+        aside = set(ASIDE) - {self.config.experiment.name}
+        folder = paths.shipped_results_dir() / device.key
+        wanted = set(self.cells)
+        found = [r for r in load(folder).records if r.experiment not in aside] if folder.is_dir() else []
+        mine = [r for r in found if r.status == "passed" and r.time_us and MlaProblem.from_record(r.problem) in wanted]
+        print()
+        if not mine:
+            print(f"No recorded measurements of these cells on {device.name} are shipped with this version.")
+            return
+        order = {cell.label: i for i, cell in enumerate(self.cells)}
+        mine = sorted(tables.latest(mine), key=lambda r: order.get(r.problem_label, len(order)))
+        title = f"Recorded on {device.name}, not measured now: shipped with the project, dates in the last columns"
+        tables.show(tables.comparison(mine, title, dated=True))
+
+    def summary(self) -> None:
+        made = [record for journal in self.journals.values() for record in journal.made]
+        counts = Counter(record.status for record in made)
+        text = ", ".join(f"{count} {status}" for status, count in counts.most_common()) or "nothing new"
+        files = ", ".join(str(journal.path) for journal in self.journals.values() if journal.made)
+        say(f"{text}{'; records in ' + files if files else ''}")
+
+    def interrupted(self) -> str:
+        """Where the finished points are, after Ctrl-C."""
+        # Compiled records are written by worker processes, and count from the file.
+        files = [journal.path for journal in self.journals.values() if journal.path.exists()]
+        return f"finished points are in {', '.join(map(str, files))}" if files else "no point was finished"
+
+
+def formulation_of(kernel: KernelId) -> str:
+    """How a version computes attention; absorbed where its language is not installed here."""
+    try:
+        return registry.get_plan(kernel).formulation
+    except UserError:
+        return "absorbed"
+
+
+def _family(kernel: KernelId) -> tuple[str, str, str]:
+    return kernel.language, kernel.layer, kernel.design
+
+
+def describe(record: Record) -> str:
+    """One line about a record, for the progress."""
+    from mla_var3.lab.report.tables import median_us
+
+    text = f"{record.kernel.label}: {record.status}"
+    times = [f"{state} {us:.1f} us" for state in ("burst", "sustained") if (us := median_us(record, state)) is not None]
+    if times:
+        text += " " + ", ".join(times)
+    elif record.error is not None and record.status == "passed":
+        text += f", error {record.error.out:.1e}"
+    if record.reason:
+        text += f": {record.reason}"
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `mla-var3 sweep ARGUMENTS`; mistakes are raised as `UserError`."""
+    running: list[Sweep] = []
+
+    def job(config: SweepConfig) -> None:
+        sweep = Sweep(config, Device.detect())
+        running.append(sweep)
+        sweep.run()
+
+    try:
+        sweep_config.run_hydra(arguments, job)
+    except KeyboardInterrupt:
+        words = [word for word in arguments if not word.startswith("resume=")]
+        command = " ".join(["mla-var3 sweep", *words, "resume=true"])
+        state = running[-1].interrupted() if running else "nothing had begun"
+        say(f"\nstopped: {state}. Go on with: {command}")
+        return EXIT_INTERRUPTED
+    return 0

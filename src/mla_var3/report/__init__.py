@@ -1,1 +1,0 @@
-"""Tables for people. Records are for programs; see `mla_var3.bench.records`."""

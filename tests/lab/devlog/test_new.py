@@ -1,0 +1,249 @@
+"""`devlog new` and `devlog cite`: what they write passes the check once the TODOs are filled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.errors import Unsupported, UserError
+from mla_var3.kernel import registry
+from mla_var3.kernel.registry import KernelId
+from mla_var3.lab.devlog.check import check
+from mla_var3.lab.devlog.cli import main
+
+FAST, SLOW, COMPILED = "aaaa11112222", "bbbb33334444", "cccc55556666"
+V0, V1 = KernelId("triton", "mla", "flash_mla", 0), KernelId("triton", "mla", "flash_mla", 1)
+
+
+def _new(project: Path, *arguments: str) -> None:
+    assert main(["new", "triton/flash_mla_v1", "--root", str(project), *arguments]) == 0
+
+
+def listed(entry: Path) -> list[str]:
+    """The list of records beside an entry."""
+    return entry.with_suffix(".records").read_text().splitlines()
+
+
+def test_new_entry_agrees_with_its_records_and_is_refused_for_its_todos(
+    project: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "all_kernels", lambda: (V0, V1))
+    entry.unlink()
+    _new(project)
+    text = entry.read_text()
+    assert listed(entry) == [FAST, SLOW], "its own newest measured record, and the one of the version before"
+    assert "records" not in text.partition("\n---\n")[0]
+    assert "| h200 | b128_s1_h128_t4096 | 220.2 | 264.2 | 663.2 |" in text
+    assert f"| 1.14 | 1.14 <!-- r:{FAST} vs {SLOW} burst.speedup sustained.speedup --> |" in text
+    assert "`src/flash_mla_v1.py`. Measured at commit 0123456789ab, source hash feedfeedfeedfeed." in text
+    failures, _ = check(project, [entry])
+    assert failures
+    assert all(
+        "TODO" in line or "hypothesis predicts no" in line or "front matter's verdict" in line for line in failures
+    )
+    assert "fill what is marked TODO" in capsys.readouterr().out
+
+    filled = text.replace("verdict: TODO", "verdict: kept").replace("TODO: kept, rejected", "Kept, not rejected")
+    filled = filled.replace("TODO: what should get better", "From 250 us to 225 us").replace("TODO", "said")
+    entry.write_text(filled)
+    assert check(project, [entry]) == ([], [])
+
+
+def test_new_does_not_overwrite(project: Path, entry: Path) -> None:
+    before = entry.read_text()
+    with pytest.raises(UserError, match=r"exists: edit it, or give --force"):
+        _new(project)
+    assert entry.read_text() == before
+    _new(project, "--force")
+    assert entry.read_text() != before
+
+
+def test_named_records_and_files(project: Path, entry: Path) -> None:
+    _new(project, "--force", "--records", COMPILED[:8])
+    assert listed(entry) == [COMPILED]
+    assert "- b128_s1_h128_t4096 on h200: compiled <!-- r:cccc55556666 -->" in entry.read_text()
+    _new(project, "--force", "--records", str(project / "results" / "h200" / "2026-11-22-decode.jsonl"))
+    assert listed(entry) == [FAST]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("dddd77778888", "record dddd77778888 does not exist in results/: give"),
+        (SLOW, "is one of triton/flash_mla, not of triton/flash_mla_v1"),
+        ("nowhere/x.jsonl", "there are no records at nowhere/x.jsonl"),
+    ],
+)
+def test_wrong_records(project: Path, chosen: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _new(project, "--force", "--records", chosen)
+
+
+def test_unknown_version(project: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'triton/flash_mla_v1'"):
+        main(["new", "triton/flash_mla_v3", "--root", str(project)])
+
+
+def test_unknown_verb() -> None:
+    with pytest.raises(UserError, match="devlog has no verb 'chek': did you mean 'check'"):
+        main(["chek"])
+
+
+def test_without_records(project: Path, entry: Path) -> None:
+    for file in (project / "results").rglob("*.jsonl"):
+        file.unlink()
+    _new(project, "--force")
+    assert "TODO: no records yet" in entry.read_text()
+    assert not entry.with_suffix(".records").exists(), "the list of the entry that stood there is gone with it"
+
+
+def test_newest_record_of_a_cell(project: Path, entry: Path) -> None:
+    file = project / "results" / "h200" / "2026-11-22-decode.jsonl"
+    first = json.loads(file.read_text().splitlines()[1])
+    later = {**first, "id": "eeee00001111", "at": "2026-11-23T00:00:00Z"}
+    (file.parent / "2026-11-23-decode.jsonl").write_text(json.dumps(later) + "\n")
+    _new(project, "--force")
+    assert listed(entry) == ["eeee00001111"]
+
+
+def test_records_that_time_for_something_else_are_left_out(
+    project: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "all_kernels", lambda: (V0, V1))
+    records = next((project / "results").rglob("*.jsonl"))
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    aside = [
+        {**r, "id": r["id"][::-1], "experiment": "host_cost", "at": "2099-01-01T00:00:00Z"}
+        for r in lines
+        if r.get("time_us")
+    ]
+    assert len(aside) >= 2
+    records.write_text("".join(json.dumps(r) + "\n" for r in [*lines, *aside]))
+    _new(project, "--force")
+    text = entry.read_text()
+    assert f"<!-- r:{FAST} vs {SLOW} burst.speedup sustained.speedup -->" in text
+    assert not any(r["id"] in text for r in aside)
+
+    capsys.readouterr()
+    assert main(["table", "--root", str(project)]) == 0
+    text = capsys.readouterr().out
+    assert FAST in text and not any(r["id"] in text for r in aside)
+    assert main(["table", "--root", str(project), str(records)]) == 0
+    assert aside[0]["id"] in capsys.readouterr().out, "a file that is named is read as it is"
+
+
+def test_cite_prints_figures_that_check_accepts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cite", FAST, "--root", str(project)]) == 0
+    assert main(["cite", FAST, SLOW, "--root", str(project)]) == 0
+    out = capsys.readouterr().out
+    assert f"663.2 TFLOP/s <!-- r:{FAST} burst.tflops -->" in out
+    assert f"82.61 % <!-- r:{FAST} burst.of_limit -->" in out
+    assert f"1.135x <!-- r:{FAST} vs {SLOW} burst.speedup -->" in out
+    page = project / "README.md"
+    page.write_text("\n\n".join(out.splitlines()))
+    assert check(project, [page]) == ([], [])
+
+
+def test_cite_of_nothing(project: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        main(["cite", "dddd77778888", "--root", str(project)])
+
+
+def test_comparison_table_is_what_check_accepts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", "--root", str(project)]) == 0
+    text = capsys.readouterr().out
+    rows = text.splitlines()
+    assert len(rows) == 4, "header, rule, and the two timed records"
+    assert rows[2].startswith("| b128_s1_h128_t4096 | triton/flash_mla_v1 | 220.2 | 264.2 | 663.2 |")
+    assert rows[3].startswith("|  | triton/flash_mla | 250 | 300 |")
+    (project / "README.md").write_text(text)
+    assert check(project) == ([], [])
+
+
+def test_table_without_times(project: Path) -> None:
+    file = project / "results" / "compiled.jsonl"
+    file.write_text((project / "results/h200/2026-11-22-decode.jsonl").read_text().splitlines()[2] + "\n")
+    with pytest.raises(UserError, match="no record there has a time"):
+        main(["table", str(file), "--root", str(project)])
+
+
+def test_cells_that_compiled_alike_share_a_row(project: Path, entry: Path) -> None:
+    file = project / "results" / "h200" / "2026-11-22-decode.jsonl"
+    first = json.loads(file.read_text().splitlines()[1])
+    other = {**first, "id": "eeee00001111", "problem": {**first["problem"], "b": 64}}
+    (file.parent / "2026-11-23-decode.jsonl").write_text(json.dumps(other) + "\n")
+    _new(project, "--force")
+    text = entry.read_text()
+    assert text.count("burst sustained burst.tflops") == 2
+    assert text.count("resources.registers") == 1
+
+
+def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> None:
+    """A row a cell: the fastest of ours, the fastest library, and ratios that check accepts."""
+    from mla_var3.lab.devlog.citations import check_text
+    from mla_var3.lab.devlog.tables import against_libraries
+
+    library = KernelId("peer", "mla", "fa3_qv", 0)
+    records = [
+        record_of("aaaa00001111", burst=250.0),
+        record_of("aaaa00002222", kernel=V1, burst=200.0),
+        record_of("aaaa00003333", kernel=library, burst=220.2),
+    ]
+    text = against_libraries(records)
+    assert len(text.splitlines()) == 3
+    row = text.splitlines()[2]
+    assert row.startswith("| b128_s1_h128_t4096 | triton/flash_mla_v1 | 200 | 240 |")
+    assert "| peer/fa3_qv | 1.10 | 1.10 <!-- r:aaaa00002222 vs aaaa00003333 burst.limit_speedup" in row
+    assert check_text(text, {r["id"]: r for r in records}) == []
+    wrong = {**{r["id"]: r for r in records}, "aaaa00003333": record_of("aaaa00003333", kernel=library, burst=300.0)}
+    assert len(check_text(text, wrong)) == 2
+    assert against_libraries(records[:2]) == ""
+
+
+def test_table_of_picks(record_of: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the dispatcher picks stands in the row, the fastest or not; a cell without a record of it is left out."""
+    from mla_var3 import dispatch
+    from mla_var3.dispatch.selection import Choice
+    from mla_var3.lab.devlog.tables import against_libraries
+
+    records = [
+        record_of("aaaa00001111", burst=250.0),
+        record_of("aaaa00002222", kernel=V1, burst=200.0),
+        record_of("aaaa00003333", kernel=KernelId("peer", "mla", "fa3_qv", 0), burst=225.0),
+    ]
+    asked = []
+
+    def choose(picked: KernelId) -> Callable[..., Any]:
+        choice = Choice(picked, (), None, "")
+        return lambda problem, device: asked.append((problem.label, device.key)) or choice
+
+    monkeypatch.setattr(dispatch, "choose", choose(KernelId("triton", "mla", "flash_mla", 0)))
+    row = against_libraries(records, picks=True).splitlines()[2]
+    assert row.startswith("| b128_s1_h128_t4096 | triton/flash_mla | 250 |") and "| 0.900 |" in row
+    assert asked == [("b128_s1_h128_t4096", "h200")]
+    monkeypatch.setattr(dispatch, "choose", choose(KernelId("triton", "mla", "flash_mla", 2)))
+    assert against_libraries(records, picks=True) == ""
+
+    def refuse(problem: Any, device: Any) -> Any:
+        raise Unsupported(f"no version takes {problem.label}.")
+
+    monkeypatch.setattr(dispatch, "choose", refuse)
+    assert against_libraries(records, picks=True) == ""
+
+
+def test_table_against_libraries_of_another_run(record_of: Callable[..., dict[str, Any]]) -> None:
+    """A library that was measured on a slower chip is compared by its distance to that run's limit."""
+    from mla_var3.lab.devlog.citations import check_text
+    from mla_var3.lab.devlog.tables import against_libraries
+
+    ours, library = record_of("aaaa00001111", burst=200.0), record_of("aaaa00002222", burst=220.0)
+    library["kernel"] = {"language": "peer", "layer": "mla", "design": "fa3_qv", "version": 0}
+    for state in ("burst", "sustained"):
+        library["limits"][state]["limit_us"] *= 1.1
+    text = against_libraries([ours, library])
+    assert "| peer/fa3_qv | 1.00 |" in text.splitlines()[2]
+    assert "burst.limit_speedup" in text and check_text(text, {r["id"]: r for r in (ours, library)}) == []

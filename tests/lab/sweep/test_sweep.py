@@ -1,0 +1,637 @@
+"""Sweeps: configuration and its mistakes, points and their verdicts, records that survive, and the way of a point."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3 import paths
+from mla_var3.device import Device, Requirement
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.kernel.registry import KernelId
+from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.lab.sweep import cpu as sweep_cpu
+from mla_var3.lab.sweep import plan as sweep_plan
+from mla_var3.lab.sweep import run as sweep
+from mla_var3.problem import GEOMETRIES, MlaProblem
+from mla_var3.record import Record, load, new_id, now
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.types import Tiling, Verdict
+
+SOURCE = Path(sweep.__file__).resolve().parents[2]
+H200, A100 = Device.get("h200"), Device.get("a100")
+
+
+# ---------------------------------------------------------------- fakes
+@dataclass(frozen=True)
+class ToyTiling(Tiling):
+    tile_m: int = 64
+    num_splits: int = 0
+
+    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        return Verdict.yes() if self.tile_m <= 128 else Verdict.no(f"tile_m = {self.tile_m} is over 128")
+
+
+class ToyPlan(KernelPlan):
+    tiling_type = ToyTiling
+    requires = Requirement(archs=("sm_90a",))
+
+    def default_tiling(self) -> ToyTiling:
+        return ToyTiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [ToyTiling()]
+
+    def plan(self, *inputs: Any) -> Any:
+        raise NotImplementedError
+
+    def plan_empty(self) -> Any:
+        return object()
+
+
+TOYS = tuple(KernelId(language, "mla", "toy", n) for language in ("triton", "cute-dsl") for n in (0, 1))
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Two versions of a design in two languages that are there, and an empty folder to run in."""
+    monkeypatch.setattr(registry, "all_kernels", lambda: TOYS)
+    monkeypatch.setattr(registry, "get_plan", lambda kernel: ToyPlan)
+    monkeypatch.setattr(registry, "missing", lambda language: None)
+    monkeypatch.setattr(registry, "source_files", lambda kernel: [])
+    monkeypatch.setattr(sweep_cpu, "can_run", lambda language: "toys do not run on a CPU")
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def gpu(toys: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As `toys`, with an H200 in the machine."""
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: H200))
+    return toys
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, stop_after: int = 10**6) -> list[str]:
+    """Replaces the measuring worker; Ctrl-C comes after some records. Returns the labels of what was measured."""
+    from mla_var3.measure import cell as cell_
+
+    seen: list[str] = []
+
+    def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Record]:
+        for problem, contenders in cells:
+            for contender in contenders:
+                if len(seen) == stop_after:
+                    raise KeyboardInterrupt
+                seen.append(f"{contender.kernel.label} {problem.label}")
+                yield measured(contender, problem, device, experiment)
+
+    monkeypatch.setattr(cell_, "measure_cells", measure_cells)
+    return seen
+
+
+def measured(contender: Any, problem: MlaProblem, device: Device, experiment: str = "x", us: float = 50.0) -> Record:
+    from mla_var3.measure.cell import contender_key
+
+    stats = {"median": us, "p10": us - 1, "p90": us + 1, "n": 5}
+    limit = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": us / 2}
+    return Record.model_validate(
+        {
+            "id": new_id(), "at": now(), "experiment": experiment, "status": "passed",
+            "kernel": contender.kernel.to_record(), "problem": problem.to_record(), "device": device.key,
+            "time_us": {"burst": stats, "sustained": stats}, "error": {"out": 1e-3, "lse": 1e-6},
+            "limits": {"burst": limit, "sustained": limit, "bound": "compute"},
+            "source": {"commit": None, "hash": "0"}, "requested": contender.requested, "mode": "time",
+            "key": contender_key(problem, contender, device),
+        }
+    )  # fmt: skip
+
+
+def files(folder: Path) -> list[Record]:
+    return load(folder).records
+
+
+# ---------------------------------------------------------------- configuration
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("experiment=quickstrt", "experiment 'quickstrt' is unknown: did you mean 'quickstart'?"),
+        ("model=kimi", "model 'kimi' is unknown: did you mean 'kimi-k2'?"),
+        ("device=h2000", "device 'h2000' is unknown: did you mean 'h200'?"),
+        ("bench=standart", "bench 'standart' is unknown: did you mean 'standard'?"),
+        ("kernels=cutee", "kernels 'cutee' is unknown: did you mean 'cute'?"),
+        ("problm.b=3", "there is no key 'problm': did you mean 'problem'?"),
+        ("problem.bb=3", "there is no key 'problem.bb': did you mean 'b'?"),
+        ("experiment.cels=[]", "there is no key 'experiment.cels': did you mean 'cells'?"),
+        ("+extra.key=1", "there is no key 'extra': valid: bench"),
+        (
+            "problem.b=many",
+            "problem.b has a wrong value: Value 'many' of type 'str' could not be converted to Integer.",
+        ),
+        ("resume=maybe", "resume has a wrong value: Value 'maybe' is not a valid bool"),
+        ("experiment.mode=measured", "experiment.mode = 'measured' is unknown: did you mean 'measure'?"),
+        ("decode", "'decode' is not KEY=VALUE: did you mean experiment=decode?"),
+        ("--multrun", "there is no option --multrun: did you mean '--multirun'?"),
+        ("problem.t=[1,", "cannot read the override 'problem.t=[1,'"),
+    ],
+)
+def test_a_typing_error_is_one_line_with_the_nearest_choice(word: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        sweep_config.compose([word])
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_experiment_composes_and_expands() -> None:
+    sizes = {}
+    for name in paths.options("experiment"):
+        config = sweep_config.compose([f"experiment={name}"])
+        assert config.experiment.name == name
+        sizes[name] = len(sweep_plan.expand_cells(config))
+    assert sizes["decode"] == 17
+    assert set(sizes) >= {"quickstart", "decode", "tensor_parallel", "speculative", "ladder", "compile_matrix"}
+    grid = sweep_plan.expand_cells(sweep_config.compose(["experiment=tensor_parallel"]))
+    assert {p.h for p in grid} == {8, 16, 32, 64}
+    masked = sweep_plan.expand_cells(sweep_config.compose(["experiment=speculative"]))
+    assert {p.s for p in masked} == {2, 4, 8, 16, 32, 64}
+    assert all(p.causal for p in masked)
+
+
+def test_models_are_the_geometries() -> None:
+    for name, geometry in GEOMETRIES.items():
+        model = vars(sweep_config.compose([f"model={name}"]).model)
+        assert model == {"name": name, **geometry}
+    assert set(paths.options("model")) == set(GEOMETRIES)
+
+
+def test_overrides_set_every_cell_and_equal_cells_run_once() -> None:
+    config = sweep_config.compose(["experiment=decode", "problem.b=64", "problem.t=4096", "problem.page=contiguous"])
+    cells = sweep_plan.expand_cells(config)
+    assert {(c.b, c.t, c.page) for c in cells} == {(64, 4096, None)}
+    assert len(cells) == len(set(cells)) < 17
+
+
+def test_the_model_fills_what_cells_leave_out() -> None:
+    words = ["model=kimi-k2", "experiment.cells=[{b: 1, t: 128}, {b: 1, t: 128, h: 8}]"]
+    assert [c.h for c in sweep_plan.expand_cells(sweep_config.compose(words))] == [64, 8]
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("experiment.cells=[{bb: 1}]", "problem has no field 'bb': did you mean 'b'?"),
+        ("experiment.cells=[3]", r"experiment.cells\[0\] = 3 is not a mapping"),
+        ("experiment.cells=[]", "has neither cells nor a grid"),
+        ("problem.dtype=bf17", "problem.dtype = 'bf17' is unknown: did you mean 'bf16'?"),
+        ("problem.h=0", "problem.h = 0 is too small"),
+    ],
+)
+def test_a_cell_that_makes_no_sense_names_its_field(word: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        sweep_plan.expand_cells(sweep_config.compose([word]))
+
+
+def test_configs_of_the_current_folder_add_to_the_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("name: mine\ncells: [{b: 3, t: 64}]\n")
+    (folder / "broken.yaml").write_text("name: broken\ncells: [{b: 3\n")
+    (folder / "typo.yaml").write_text("name: typo\ncels: []\n")
+    monkeypatch.chdir(tmp_path)
+    assert sweep_plan.expand_cells(sweep_config.compose(["experiment=mine"]))[0].b == 3
+    with pytest.raises(UserError, match=r"broken.yaml, line \d+ is not valid yaml: .*; correct that line"):
+        sweep_config.compose(["experiment=broken"])
+    with pytest.raises(UserError, match=r"there is no key 'experiment\.cels': did you mean 'cells'"):
+        sweep_config.compose(["experiment=typo"])
+
+
+def test_kernels_are_groups_names_or_wildcards(toys: Path) -> None:
+    def chosen(word: str) -> list[str]:
+        config = sweep_config.compose([word])
+        return [k.label for k in sweep_plan.select_kernels(config.kernels.patterns, config.kernels.exclude)]
+
+    assert chosen("kernels=cute") == ["cute-dsl/toy", "cute-dsl/toy_v1"]
+    assert chosen("kernels=base") == ["cute-dsl/toy", "triton/toy"]
+    assert chosen("kernels=triton/toy_v1,cute-dsl/toy") == ["triton/toy_v1", "cute-dsl/toy"]
+    assert chosen("kernels=triton/toy_v1,*/toy*") == [
+        "triton/toy_v1",
+        *(k.label for k in sorted(TOYS) if k.label != "triton/toy_v1"),
+    ]
+    assert not sweep_config.compose(["experiment=quickstart", "kernels=triton/*"]).kernels.newest
+    assert sweep_config.compose(["kernels=newest"]).kernels.newest
+    assert not sweep_config.compose(["experiment=quickstart"]).kernels.newest
+    assert chosen("kernels=toy_v1") == ["cute-dsl/toy_v1", "triton/toy_v1"]
+    assert chosen("kernels=*/toy*") == [k.label for k in sorted(TOYS)]
+    with pytest.raises(UserError, match="no kernel matches 'triton/toi': did you mean 'triton/toy'"):
+        chosen("kernels=triton/toi")
+
+
+def test_a_version_can_be_kept_to_some_cells(toys: Path) -> None:
+    def labels(*words: str) -> list[list[str]]:
+        config = sweep_config.compose(
+            ["experiment=quickstart", "kernels=base", "experiment.cells=[{s: 1},{s: 2}]", *words]
+        )
+        target = sweep_plan.find_target(config, None)
+        points = sweep_plan.expand(config, target)
+        return [[p.kernel.label for p in points if p.problem.s == s] for s in (1, 2)]
+
+    both = ["cute-dsl/toy", "triton/toy"]
+    assert labels() == [both, both]
+    assert labels("kernels.only=[{kernels: 'triton/*', s: 1}]") == [both, ["cute-dsl/toy"]]
+    assert labels("kernels.only=[{kernels: 'triton/*', s: 1, h: 3}]") == [["cute-dsl/toy"], ["cute-dsl/toy"]]
+    assert sweep_config.compose(["experiment=one_turn"]).kernels.only
+    assert not sweep_config.compose(["experiment=one_turn", "kernels=peer/fa3_qv"]).kernels.only
+    with pytest.raises(UserError, match=r"kernels.only leaves no kernel for b1_s2_h128_t4096: shorten it"):
+        labels("kernels.only=[{kernels: '*', s: 1}]", "problem.b=1", "problem.t=4096")
+    with pytest.raises(UserError, match=r"kernels.only\[0\] names 'heads', no field of a cell"):
+        labels("kernels.only=[{kernels: '*', heads: 1}]")
+    with pytest.raises(UserError, match=r"kernels.only\[0\] = .* is no rule: write"):
+        labels("kernels.only=[toy]")
+
+
+# ---------------------------------------------------------------- points
+def test_points_carry_their_verdict(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = MlaProblem(b=2, t=128)
+    good = sweep_plan.prepare(problem, TOYS[0], H200, {"tile_m": 128, "unknown": 1})
+    assert good.runnable
+    assert good.asked == {"tile_m": 128}
+    assert good.requested == {"tile_m": 128}
+    infeasible = sweep_plan.prepare(problem, TOYS[0], H200, {"tile_m": 256})
+    assert (infeasible.status, infeasible.reason) == ("infeasible", "tile_m = 256 is over 128")
+    other = sweep_plan.prepare(problem, TOYS[0], A100)
+    assert (other.status, other.reason) == ("skipped", "the kernel is written for sm_90a; this is sm_80")
+    wrong = sweep_plan.prepare(problem, TOYS[0], H200, {"tile_m": "wide"})
+    assert wrong.status == "infeasible"
+    assert "tiling.tile_m = 'wide' is not of the type of its default 64" in wrong.reason
+
+    def broken(kernel: KernelId) -> Any:
+        raise SyntaxError("invalid syntax")
+
+    monkeypatch.setattr(registry, "get_plan", broken)
+    failed = sweep_plan.prepare(problem, TOYS[0], H200)
+    assert (failed.status, failed.reason) == ("failed", "toy.py could not be imported: SyntaxError: invalid syntax")
+
+
+def test_a_knob_that_no_kernel_has_is_a_typing_error(toys: Path) -> None:
+    config = sweep_config.compose(["tiling.num_split=4"])
+    with pytest.raises(UserError, match=r"no chosen kernel has a knob tiling\.num_split: did you mean 'num_splits'"):
+        sweep_plan.expand(config, sweep_plan.find_target(config, None))
+
+
+def test_newest_takes_the_latest_version_that_takes_the_cell(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FewHeads(ToyPlan):
+        requires = Requirement(archs=("sm_90a",), problem=lambda problem: problem.h <= 16)
+
+    monkeypatch.setattr(registry, "get_plan", lambda kernel: FewHeads if kernel.version else ToyPlan)
+    config = sweep_config.compose(["kernels=newest", "experiment.cells=[{b: 1, h: 128}, {b: 1, h: 16}]"])
+    points = sweep_plan.expand(config, sweep_plan.find_target(config, None))
+    assert sorted((p.problem.h, p.kernel.label) for p in points) == [
+        (16, "cute-dsl/toy_v1"),
+        (16, "triton/toy_v1"),
+        (128, "cute-dsl/toy"),
+        (128, "triton/toy"),
+    ]
+
+
+def test_targets() -> None:
+    def target(word: str, detected: Device | None) -> tuple[str, bool]:
+        found = sweep_plan.find_target(sweep_config.compose([word]), detected)
+        assert found.present or "measuring nothing" in found.note
+        return found.device.key, found.present
+
+    assert target("device=auto", None) == ("h200", False)
+    assert target("device=auto", A100) == ("a100", True)
+    assert target("device=h200", A100) == ("h200", False)
+    assert target("device=h200", H200) == ("h200", True)
+
+
+# ---------------------------------------------------------------- measuring
+def test_measured_records_are_stored_and_shown(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = pretend(monkeypatch)
+    assert sweep.main(["experiment=quickstart", "kernels=triton"]) == 0
+    records = files(gpu / "results" / "h200")
+    assert len(seen) == len(records) == 8
+    assert records[0].experiment == "quickstart"
+    out, err = capsys.readouterr()
+    assert "Measured on NVIDIA H200" in out
+    assert "triton/toy_v1" in out
+    assert "[8/8" in err
+    assert "8 passed; records in results/h200/" in err
+
+
+def test_ctrl_c_keeps_what_was_finished_and_resume_does_the_rest(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiment=quickstart", "kernels=triton"]
+    pretend(monkeypatch, stop_after=3)
+    assert sweep.main(words) == 130
+    assert len(files(gpu / "results")) == 3
+    said = capsys.readouterr().err
+    assert "stopped: finished points are in results/h200/" in said
+    assert "Go on with: mla-var3 sweep experiment=quickstart kernels=triton resume=true" in said
+    seen = pretend(monkeypatch)
+    assert sweep.main([*words, "resume=true"]) == 0
+    assert len(seen) == 5
+    records = files(gpu / "results")
+    assert len(records) == len({(r.kernel.label, r.problem_label) for r in records}) == 8
+    out = capsys.readouterr().out
+    assert out.count("triton/toy_v1") >= 4, "resumed points are in the final table too"
+
+
+def test_parts_of_an_experiment_meet_in_one_file(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = pretend(monkeypatch)
+    words = ["experiment=quickstart", "kernels=triton"]
+    assert sweep.main([*words, "part=1/2"]) == 0
+    assert len(seen) == 4
+    assert sweep.main([*words, "part=2/2", "resume=true"]) == 0
+    assert len(seen) == len(set(seen)) == 8
+    assert len(list((gpu / "results").rglob("*.jsonl"))) == 1
+    assert sweep.main([*words, "resume=true"]) == 0
+    assert len(seen) == 8, "nothing is left of the whole"
+
+
+def test_a_budget_ends_a_sweep_between_cells(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = pretend(monkeypatch)
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: float(next(clock)))
+    words = ["experiment=quickstart", "kernels=triton"]
+    assert sweep.main([*words, "budget_s=25"]) == 0
+    assert len(seen) == 4, "25 s end in the second cell of two contenders"
+    assert "25 s are over: 4 points are left; go on with resume=true." in capsys.readouterr().err
+    assert sweep.main([*words, "resume=true"]) == 0
+    assert len(seen) == len(set(seen)) == 8
+
+
+def test_a_new_version_of_the_source_is_measured_again(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    words = ["experiment=ladder", "kernels=triton/toy"]
+    sweep.main(words)
+    monkeypatch.setattr("mla_var3.measure.environment.source_hash", lambda kernel, plan=None: "changed")
+    seen = pretend(monkeypatch)
+    sweep.main([*words, "resume=true"])
+    assert len(seen) == 1
+
+
+def test_refused_points_are_records_and_cost_nothing(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(what: Any) -> str | None:
+        reason = "cute-dsl needs the package cutlass, which is not installed: pip install x."
+        return reason if "cute" in str(what) else None
+
+    monkeypatch.setattr(registry, "missing", missing)
+    seen = pretend(monkeypatch)
+    for _ in range(2):
+        assert sweep.main(["experiment=ladder", "kernels=*", "resume=true"]) == 0
+    records = files(gpu / "results")
+    assert [r.status for r in records].count("skipped") == 2, "a resumed sweep does not repeat them"
+    assert len(seen) == 2
+    out, err = capsys.readouterr()
+    assert err.count("skipped: cute-dsl needs the package cutlass, which is not installed: pip install x.") == 2
+    assert "cutlass" in out
+
+
+def test_infeasible_tiling_and_wrong_device_leave_records(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = pretend(monkeypatch)
+    assert sweep.main(["experiment=ladder", "kernels=triton/toy", "tiling.tile_m=256"]) == 0
+    (record,) = files(gpu / "results")
+    assert (record.status, record.reason, record.requested) == (
+        "infeasible",
+        "tile_m = 256 is over 128",
+        {"tile_m": 256},
+    )
+    assert sweep.main(["experiment=ladder", "kernels=triton/toy", "resume=true"]) == 0
+    assert len(seen) == 1, "the default tiling is another point"
+    assert sweep.main(["experiment=ladder", "kernels=triton/toy", "device=a100", "experiment.cpu=false"]) == 0
+    (record,) = files(gpu / "out" / "results" / "a100")
+    assert (record.status, record.reason) == ("skipped", "the kernel is written for sm_90a; this is sm_80")
+    assert len(seen) == 1
+
+
+def test_a_cell_too_large_for_memory_is_skipped_with_the_numbers(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=ladder", "kernels=triton/toy", "problem.b=4096", "problem.t=131072"]
+    assert sweep.main(words) == 0, "the real measuring function refuses it before it starts a worker"
+    (record,) = files(gpu / "results")
+    assert record.status == "skipped"
+    assert "GB" in record.reason
+    assert "GB" in capsys.readouterr().out
+
+
+def test_a_full_disk_stops_with_one_sentence_and_keeps_the_rest(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3 import record as records_
+
+    pretend(monkeypatch)
+    real, calls = records_._append, []
+
+    def append(fd: int, line: bytes) -> None:
+        calls.append(line)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        real(fd, line)
+
+    monkeypatch.setattr(records_, "_append", append)
+    with pytest.raises(UserError, match=r"the disk is full; the 2 records .* are kept.*resume=true"):
+        sweep.main(["experiment=quickstart", "kernels=triton"])
+    monkeypatch.setattr(records_, "_append", real)
+    assert len(files(gpu / "results")) == 2
+
+
+def test_a_corrupt_line_is_reported_and_costs_no_other(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    words = ["experiment=quickstart", "kernels=triton/toy"]
+    sweep.main(words)
+    (path,) = (gpu / "results" / "h200").glob("*.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], '{"id": 3\n', *lines[1:]]))
+    seen = pretend(monkeypatch)
+    assert sweep.main([*words, "resume=true"]) == 0
+    assert not seen
+    assert f"{path.name}:2: not JSON" in capsys.readouterr().err
+
+
+def test_bench_settings_and_their_mistakes(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mla_var3.measure import cell as cell_
+
+    settings: list[Any] = []
+
+    def measure_cells(cells: Any, device: Device, given: Any, *, experiment: str) -> Iterator[Record]:
+        settings.append((given, [c.tune for _, contenders in cells for c in contenders]))
+        return iter(())
+
+    monkeypatch.setattr(cell_, "measure_cells", measure_cells)
+    sweep.main(["experiment=ladder", "kernels=triton/toy", "bench=fast", "bench.burst_rounds=9"])
+    assert settings[-1][0].burst_rounds == 9
+    assert settings[-1][0].cross_check_ms == 0
+    sweep.main(["experiment=ladder", "kernels=triton/toy", "bench=tuned"])
+    assert settings[-1][1] == [True, False], "the default tiling in turn with the tuned one"
+    with pytest.raises(UserError, match="bench has no setting 'burst_round': did you mean 'burst_rounds'"):
+        sweep.main(["bench.burst_round=9"])
+    with pytest.raises(UserError, match="give one of them"):
+        sweep.main(["bench.tune=true", "tiling.tile_m=64", "kernels=triton"])
+    assert "Error executing job" not in capsys.readouterr().err, "one line, and it is ours"
+
+
+def test_multirun_runs_every_combination(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = pretend(monkeypatch)
+    words = ["-m", "experiment=ladder", "kernels=triton/toy,cute-dsl/toy_v1", "problem.b=1,2"]
+    assert sweep.main(words) == 0
+    assert sorted(seen) == [
+        "cute-dsl/toy_v1 b1_s1_h128_t4096",
+        "cute-dsl/toy_v1 b2_s1_h128_t4096",
+        "triton/toy b1_s1_h128_t4096",
+        "triton/toy b2_s1_h128_t4096",
+    ]
+
+
+def test_hydra_can_show_the_configuration(toys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main(["--cfg", "job", "experiment=ladder"]) == 0
+    assert "name: ladder" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- without a GPU
+def compiled_here(monkeypatch: pytest.MonkeyPatch, fail: str = "") -> list[Any]:
+    """Replaces the compilers: jobs run in this process, and one label can crash its process."""
+    from mla_var3.lab.sweep import compile as sweep_compile
+    from mla_var3.runtime.types import CompiledKernel, Resources
+    from mla_var3.toolchain.pool import CompileResult
+
+    jobs: list[Any] = []
+
+    def run_job(job: Any) -> CompiledKernel:
+        return CompiledKernel("toy", "sm_90a", Resources(registers=168, threads=384, instructions={"HGMMA": 8}))
+
+    def compile_many(todo: Any, **options: Any) -> list[CompileResult]:
+        jobs.extend(todo)
+        return [
+            CompileResult(job, None, "the compiling process died (signal 11)", "Crash")
+            if fail and job.label.startswith(fail)
+            else CompileResult(job, options["run"](job))
+            for job in todo
+        ]
+
+    monkeypatch.setattr(sweep_compile, "run_job", run_job)
+    monkeypatch.setattr(sweep_compile, "compile_many", compile_many)
+    return jobs
+
+
+def test_without_a_gpu_kernels_are_compiled_for_the_target(
+    toys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = compiled_here(monkeypatch, fail="triton/toy_v1")
+    shipped = toys / "shipped"
+    (shipped / "h200").mkdir(parents=True)
+    from mla_var3.measure.cell import Contender
+
+    old = measured(Contender(TOYS[2]), MlaProblem(b=128, t=4096), H200, us=220.25)
+    old.at = "2026-01-02T03:04:05Z"
+    aside = measured(Contender(TOYS[2]), MlaProblem(b=128, t=4096), H200, us=333.25)
+    aside.at, aside.experiment = "2026-01-03T03:04:05Z", "one_turn"
+    (shipped / "h200" / "2026-01-02-decode.jsonl").write_text(old.to_json() + "\n" + aside.to_json() + "\n")
+    monkeypatch.setattr(paths, "shipped_results_dir", lambda: shipped)
+
+    assert sweep.main(["experiment=quickstart", "kernels=triton"]) == 0
+    out, err = capsys.readouterr()
+    assert "No GPU here: compiling for NVIDIA H200" in err
+    assert len(jobs) == 6, "cells of one class share a compilation"
+    records = files(toys / "out" / "results" / "h200")
+    assert sorted(r.status for r in records) == ["compiled"] * 4 + ["failed"] * 4
+    assert all(r.time_us is None for r in records)
+    assert "168/168" in out
+    assert "HGMMA" in out
+    assert "181.9" in out, "the roofline of the first cell, from the measured ceilings"
+    assert "measured 2026-11-21" in out
+    assert "Recorded on NVIDIA H200" in out
+    assert "2026-01-02" in out
+    assert "220.2" in out and "333.2" not in out, "what was timed for something else stands aside"
+    assert "the compiling process died (signal 11)" in out
+
+    before = len(jobs)
+    assert sweep.main(["experiment=quickstart", "kernels=triton", "resume=true"]) == 0
+    assert [job.label.split()[0] for job in jobs[before:]] == ["triton/toy_v1"] * 3, "only what failed is tried again"
+
+
+def test_compile_matrix_takes_every_claimed_architecture(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = compiled_here(monkeypatch)
+    monkeypatch.setattr(ToyPlan, "requires", Requirement(archs=("sm_80", "sm_90a")))
+    assert sweep.main(["experiment=compile_matrix", "kernels=triton/toy"]) == 0
+    assert {job.device for job in jobs} == {"a100", "h200"}
+    assert {p.name for p in (toys / "out" / "results").iterdir()} == {"a100", "h200"}
+
+
+def test_a_crash_on_the_cpu_is_that_kernels_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\ncat > /dev/null\necho 'the end' >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sweep_cpu.sys, "executable", str(script))
+    problem = sweep_cpu.small(MlaProblem(b=64, s=8, h=128, t=4096, causal=True))
+    assert (problem.b, problem.s, problem.h, problem.causal) == (2, 4, 32, True)
+    work = [(KernelId("torch", "mla", "flash_mla", n), problem) for n in (0, 1)]
+    results = list(sweep_cpu.run_many(work, timeout_s=20))
+    assert [r.status for r in results] == ["failed", "failed"]
+    assert results[0].reason == "its process ended with 3: the end"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    began = time.monotonic()
+    (late,) = sweep_cpu.run_many(work[:1], timeout_s=0.5)
+    assert late.reason == "took longer than 0.5 s"
+    assert time.monotonic() - began < 20
+
+
+def test_the_oracle_runs_on_the_cpu() -> None:
+    kernels = [k for k in registry.all_kernels() if k.language == "torch"]
+    if not kernels or registry.missing("torch"):
+        pytest.skip("no torch kernel here")
+    work = [(kernels[0], sweep_cpu.small(MlaProblem(b=8, h=16, t=4096)))]
+    (result,) = sweep_cpu.run_many(work)
+    assert (result.status, result.reason) == ("passed", "")
+    assert result.error is not None
+    assert result.error["out"] < 0.01
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_a_real_sweep_without_a_gpu(tmp_path: Path) -> None:
+    """The process is interrupted while kernels compile: exit 130, and what was compiled is on the disk."""
+    if not any(k.language == "triton" for k in registry.all_kernels()) or registry.missing("triton"):
+        pytest.skip("no triton kernel here")
+    words = ["experiment=tensor_parallel", "kernels=triton", "device=h100", "jobs=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mla_var3.cli", "sweep", *words],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Tests that run in the background of a shell inherit an ignored Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("[1/"):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    _, rest = process.communicate(timeout=60)
+    text = "".join(said) + rest
+    assert process.returncode == 130, text
+    assert "resume=true" in rest
+    assert "Traceback" not in rest
+    (path,) = (tmp_path / "out" / "results" / "h100").glob("*.jsonl")
+    statuses = [json.loads(line)["status"] for line in path.read_text().splitlines()]
+    assert statuses
+    assert set(statuses) <= {"compiled", "failed"}

@@ -1,0 +1,97 @@
+"""Which versions a sweep's patterns name, and in which tilings they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.lab.sweep import run as sweep
+from mla_var3.lab.sweep.plan import chosen_kernels, expand, find_target
+from mla_var3.measure import cell
+from mla_var3.record import Record
+
+H200 = Device.get("h200")
+
+
+def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
+    def labels(*words: str) -> set[str]:
+        return {k.label for k in chosen_kernels(sweep_config.compose(list(words)))}
+
+    decode = labels("experiment=decode")
+    assert "torch/flash_mla" in decode and not {"peer/fa4", "peer/cudnn_sdpa"} & decode
+    assert not any("flash_attention" in label or "mla_var6_plus" in label for label in decode)
+    assert labels("experiment=prefill") >= {"peer/fa4", "peer/cudnn_sdpa"}
+    assert "peer/fa4" in labels("experiment=decode", "kernels=peer/fa4,torch/flash_mla")
+
+
+def asked(*words: str) -> list[tuple[str, dict[str, Any]]]:
+    config = sweep_config.compose(["experiment=ladder", "problem.b=1", *words])
+    return [(point.kernel.label, point.asked) for point in expand(config, find_target(config, None))]
+
+
+def test_every_version_runs_in_each_of_the_tilings_that_it_tells_apart() -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    words = ("kernels=cute-dsl/flash_mla_v21,cute-dsl/flash_mla_v22", "tiling.workers=2")
+    versions = "kernels=cute-dsl/flash_mla,cute-dsl/flash_mla_v21"
+    assert asked(*words, "tilings=[{split_tokens: 512},{workers: 4},{}]") == [
+        (f"cute-dsl/flash_mla_{version}", tiling)
+        for version in ("v21", "v22")
+        for tiling in ({"workers": 2, "split_tokens": 512}, {"workers": 4}, {"workers": 2})
+    ]
+    assert asked(*words) == [(f"cute-dsl/flash_mla_{v}", {"workers": 2}) for v in ("v21", "v22")]
+    # A version that lacks a knob runs without it, once.
+    assert asked(versions, "tilings=[{workers: 3},{num_splits: 4}]") == [
+        ("cute-dsl/flash_mla", {}),
+        ("cute-dsl/flash_mla", {"num_splits": 4}),
+        ("cute-dsl/flash_mla_v21", {"workers": 3}),
+        ("cute-dsl/flash_mla_v21", {}),
+    ]
+    # An older version that lacks the knob is no other tiling's newest.
+    newest = [("cute-dsl/flash_mla_v21", {"workers": 3})]
+    both = asked(versions, "kernels.newest=true", "tilings=[{workers: 3},{}]")
+    assert both == [*newest, ("cute-dsl/flash_mla_v21", {})]
+    assert asked(versions, "kernels.newest=true", "tiling.workers=3") == newest
+    assert asked(versions, "kernels.newest=true", "tilings=[{workers: 3}]") == newest
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("tilings=[num_splits]", r"tilings\[0\] = 'num_splits' is not a mapping of knobs: write 'tilings="),
+        ("tilings=[{num_split: 1}]", r"no chosen kernel has a knob tiling\.num_split: did you mean 'num_splits'"),
+        ("tilings={num_splits: 1}", "tilings"),
+    ],
+)
+def test_mistakes_in_tilings(word: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        asked("kernels=torch/flash_mla,triton/flash_mla", word)
+
+
+def test_tilings_are_contenders_of_one_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one call of the worker, hence in turn, and each with a key of its own, so that resuming tells them apart."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    seen: list[list[tuple[str, str]]] = []
+
+    def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Record]:
+        for problem, contenders in cells:
+            keys = [cell.contender_key(problem, contender, device) for contender in contenders]
+            assert len(set(keys)) == len(keys)
+            seen.append([(contender.kernel.label, str(contender.requested)) for contender in contenders])
+        return iter(())
+
+    monkeypatch.setattr(cell, "measure_cells", measure_cells)
+    monkeypatch.setattr(registry, "missing", lambda kernel: None)
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: H200))
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=ladder", "problem.b=1", "kernels=cute-dsl/flash_mla", "tilings=[{num_splits: 8},{}]"]
+    assert sweep.main(words) == 0
+    assert seen == [[("cute-dsl/flash_mla", "{'num_splits': 8}"), ("cute-dsl/flash_mla", "default")]]
+    with pytest.raises(UserError, match="give one of them"):
+        sweep.main([*words, "bench.tune=true"])

@@ -1,0 +1,179 @@
+"""Cloning a version: what is renamed, what stays, and that the copy passes its check untouched."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mla_var3
+from mla_var3.errors import UserError
+from mla_var3.kernel.registry import KernelId, all_kernels
+from mla_var3.lab import clone
+
+PACKAGE = Path(mla_var3.__file__).parent
+
+MAIN = '''\
+"""flash_toy: adds two numbers.
+
+See mla_var3.kernel.torch.mla.flash_toy.flash_toy.parts and kernel/torch/mla/flash_toy/flash_toy/flash_toy.py.
+"""
+
+from __future__ import annotations
+
+import flash_toy_elsewhere
+from mla_var3.kernel.torch.lib.flash_toy import flash_toy_lib
+from mla_var3.kernel.torch.mla.flash_toy.flash_toy.flash_toy_parts import (
+    FlashToyHelper,
+    flash_toy_part as part,
+)
+from . import flash_toy_parts
+
+FLASH_TOY_LIMIT = 4  # FLASH_TOY_LIMIT bounds flash_toy
+
+
+class FlashToyTiling:
+    flash_toy = 1
+
+    def flash_toy_method(self):
+        return self.flash_toy
+
+
+class FlashToyPlan(FlashToyHelper):
+    """Plans `flash_toy` with FlashToyTiling; flash_toys are others."""
+
+
+def flash_toy(x, y):
+    """Name: flash_toy"""
+    flash_toy_elsewhere.flash_toy(x)
+    name = "flash_toy"
+    return part(x) + flash_toy_parts.flash_toy_part(y) + flash_toy_lib(FLASH_TOY_LIMIT, name=f"flash_toy {name}")
+'''
+PARTS = "class FlashToyHelper:\n    pass\n\n\ndef flash_toy_part(x):\n    return x\n"
+
+
+@pytest.fixture
+def design(tmp_path: Path) -> Path:
+    folder = tmp_path / "flash_toy" / "flash_toy"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "flash_toy.py").write_text(MAIN)
+    (folder / "flash_toy_parts.py").write_text(PARTS)
+    return folder
+
+
+def test_renames_what_the_version_defines(design: Path) -> None:
+    made = clone.clone_folder(design, "flash_toy", "flash_toy_v1")
+    out = design.parent / "flash_toy_v1"
+    assert sorted(p.name for p in out.iterdir()) == ["__init__.py", "flash_toy_v1.py", "flash_toy_v1_parts.py"]
+    text = (out / "flash_toy_v1.py").read_text()
+    ast.parse(text)
+    for line in (
+        '"""flash_toy_v1: adds two numbers.',
+        "See mla_var3.kernel.torch.mla.flash_toy.flash_toy_v1.parts and kernel/torch",
+        "kernel/torch/mla/flash_toy/flash_toy_v1/flash_toy_v1.py.",
+        "import flash_toy_elsewhere",
+        "from mla_var3.kernel.torch.lib.flash_toy import flash_toy_lib",
+        "from mla_var3.kernel.torch.mla.flash_toy.flash_toy_v1.flash_toy_v1_parts import (",
+        "    FlashToyV1Helper,",
+        "    flash_toy_v1_part as part,",
+        "from . import flash_toy_v1_parts",
+        "FLASH_TOY_V1_LIMIT = 4  # FLASH_TOY_V1_LIMIT bounds flash_toy_v1",
+        "class FlashToyV1Plan(FlashToyV1Helper):",
+        "    def flash_toy_v1_method(self):",
+        "        return self.flash_toy_v1",
+        "    flash_toy_elsewhere.flash_toy(x)",
+        '    name = "flash_toy_v1"',
+        "def flash_toy_v1(x, y):",
+        "Cloned from flash_toy; what this version changes: nothing yet.",
+    ):
+        assert line in text.splitlines() or line in text, line
+    assert 'flash_toy_lib(FLASH_TOY_V1_LIMIT, name=f"flash_toy_v1 {name}")' in text
+    assert "flash_toy_v1_parts.flash_toy_v1_part(y)" in text
+    assert "flash_toys are others" in text
+    assert made.names["FlashToyPlan"] == "FlashToyV1Plan"
+    assert (design / "flash_toy.py").read_text() == MAIN, "the source stays as it was"
+
+
+def test_clone_of_a_clone_counts_on(design: Path) -> None:
+    clone.clone_folder(design, "flash_toy", "flash_toy_v1")
+    clone.clone_folder(design.parent / "flash_toy_v1", "flash_toy_v1", "flash_toy_v2")
+    text = (design.parent / "flash_toy_v2" / "flash_toy_v2.py").read_text()
+    assert "class FlashToyV2Plan(FlashToyV2Helper):" in text
+    assert "from mla_var3.kernel.torch.mla.flash_toy.flash_toy_v2.flash_toy_v2_parts import (" in text
+    assert "import flash_toy_elsewhere" in text
+    assert "V1" not in text
+
+
+def test_target_version_names_and_numbers() -> None:
+    base, first = KernelId("torch", "mla", "toy", 0), KernelId("torch", "mla", "toy", 1)
+    family = [base, first]
+    assert clone.target_version(base, None, family).version == 2
+    for wanted in ("5", "v5", "toy_v5"):
+        assert clone.target_version(base, wanted, family).version == 5
+    with pytest.raises(UserError, match="torch/toy_v1 exists: choose another version, 2 is free"):
+        clone.target_version(base, "1", family)
+    with pytest.raises(UserError, match="write 3, v3 or toy_v3"):
+        clone.target_version(base, "other", family)
+    with pytest.raises(UserError, match="version 0 is the base"):
+        clone.target_version(base, "0", family)
+
+
+def test_bad_sources_are_refused(design: Path) -> None:
+    (design / "flash_toy_parts.py").write_text("def broken(:\n")
+    with pytest.raises(UserError, match=r"flash_toy_parts.py, line 1: .*starts from code that runs"):
+        clone.clone_folder(design, "flash_toy", "flash_toy_v1")
+    assert not (design.parent / "flash_toy_v1").exists()
+    (design.parent / "flash_toy_v1").mkdir()
+    with pytest.raises(UserError, match="exists already"):
+        clone.clone_folder(design, "flash_toy", "flash_toy_v1")
+
+
+def test_dry_run_writes_nothing(design: Path) -> None:
+    made = clone.clone_folder(design, "flash_toy", "flash_toy_v1", dry_run=True)
+    assert len(made.files) == 3
+    assert not (design.parent / "flash_toy_v1").exists()
+
+
+@pytest.mark.parametrize("language", ["torch", "triton", "cutile-dsl", "cute-dsl"])
+def test_every_real_version_clones_into_code_that_parses(language: str, tmp_path: Path) -> None:
+    kernels = [k for k in all_kernels() if k.language == language]
+    if not kernels:
+        pytest.skip(f"no {language} kernel in this tree")
+    for kernel in kernels:
+        folder = tmp_path / kernel.design / kernel.module_name
+        shutil.copytree(kernel.path.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        new = f"{kernel.design}_v{900 + kernel.version}"
+        made = clone.clone_folder(folder, kernel.module_name, new)
+        text = (folder.parent / new / f"{new}.py").read_text()
+        assert f"{clone.camel(new)}Plan" in text or not any("Plan" in name for name in made.names)
+
+
+@pytest.mark.parametrize("language", ["torch", "triton"])
+def test_a_clone_passes_its_check_untouched(language: str, tmp_path: Path) -> None:
+    kernels = [k for k in all_kernels() if k.language == language]
+    if not kernels:
+        pytest.skip(f"no {language} kernel in this tree")
+    copy = tmp_path / "mla_var3"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    label = kernels[0].label
+    made = run("-m", "mla_var3.lab.clone", label, "77")
+    assert made.returncode == 0, made.stderr
+    new = f"{language}/{kernels[0].design}_v77"
+    assert new in made.stdout
+    small = ["--b", "1", "--t", "40", "--h", "4", "--device", "cpu", "--quick", "--cases", "own"]
+    checked = run("-m", "mla_var3.cli", "check", new, *small)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "passed" in checked.stdout

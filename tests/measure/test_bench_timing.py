@@ -1,0 +1,259 @@
+"""The order of timing, on a simulated chip that heats up and cools down."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import pytest
+from bench_fakes import SimulatedBackend
+
+from mla_var3.errors import UserError
+from mla_var3.measure import timing
+from mla_var3.measure.calibrate import LimitItems, Limits, measure_all, measure_limits
+from mla_var3.measure.settings import BenchSettings, from_record
+from mla_var3.measure.timing import percentile, plan_sets, prepare, take_turns
+from mla_var3.problem import MlaProblem
+
+SETTINGS = BenchSettings()
+
+
+def nobody(*_: Any) -> None: ...
+
+
+def fail(item: Any, error: Exception) -> None:
+    raise error
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([4, 1, 3, 2], 0.5) == 2.5
+    assert percentile([7], 0.9) == 7
+    assert timing.stats([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3.0, "p10": 1.4, "p90": 4.6, "n": 5}
+
+
+def test_a_graph_holds_whole_rotations_over_all_sets() -> None:
+    chip = SimulatedBackend()
+    item = prepare(chip, "k", [chip.call(200.0)] * 3, SETTINGS)
+    assert ("capture", 3, 7, False) in chip.log  # 7 rotations of 0.6 ms come nearest to 4 ms
+    assert item.calls == 21 and item.overlap_us == 0
+    long = prepare(chip, "k", [chip.call(9000.0)] * 2, SETTINGS)
+    assert long.calls == 2
+    many = prepare(chip, "k", [chip.call(0.5)] * 512, SETTINGS)
+    assert many.calls <= timing.MAX_GRAPH_CALLS
+
+
+def test_calls_that_overlap_are_taken_apart() -> None:
+    chip = SimulatedBackend()
+    item = prepare(chip, "k", [chip.call(100.0, overlap=4.0)] * 2, SETTINGS)
+    assert item.overlap_us == pytest.approx(4.0, abs=0.5) and item.gap_us == pytest.approx(1.5, abs=0.1)
+    take_turns(chip, [item], SETTINGS, nobody, fail)
+    assert item.stats()["burst"]["median"] == pytest.approx(100.0, rel=0.02)
+    assert "calls overlapped by 4.0 us" in timing.method_text(item, 2, 1, SETTINGS, graph=True, clock="c")
+    blind = prepare(chip, "k", [chip.call(100.0, overlap=4.0)] * 2, dataclasses.replace(SETTINGS, overlap_probe=False))
+    assert blind.overlap_us == 0
+
+
+def test_burst_is_cool_and_sustained_is_hot() -> None:
+    chip = SimulatedBackend()
+    items = [prepare(chip, name, [chip.call(us)] * 2, SETTINGS) for name, us in (("a", 200.0), ("b", 100.0))]
+    take_turns(chip, items, SETTINGS, nobody, fail)
+    for item, cold in zip(items, (200.0, 100.0), strict=True):
+        found = item.stats()
+        assert found["burst"]["median"] == pytest.approx(cold, rel=0.001)
+        assert found["burst"]["n"] == SETTINGS.burst_rounds
+        assert found["sustained"]["p10"] == found["sustained"]["median"] == pytest.approx(cold * 1.25)
+        assert item.sensors()["burst"]["sm_mhz"] > item.sensors()["sustained"]["sm_mhz"] == 1500.0
+
+
+def test_every_burst_turn_follows_an_idle_gap() -> None:
+    chip = SimulatedBackend()
+    items = [prepare(chip, "a", [chip.call(200.0)], SETTINGS), prepare(chip, "b", [chip.call(100.0)], SETTINGS)]
+    chip.log.clear()
+    take_turns(chip, items, dataclasses.replace(SETTINGS, sustained_rounds=0), nobody, fail)
+    kinds = [entry[0] for entry in chip.log]
+    assert kinds == ["idle", "start"] * (2 * SETTINGS.burst_rounds)
+    assert all(entry[1] == 0.03 for entry in chip.log if entry[0] == "idle")
+    assert all(entry[2:] == (4, 0.0) for entry in chip.log if entry[0] == "start")
+
+
+def test_the_second_half_in_time_is_used() -> None:
+    class Warming(SimulatedBackend):
+        def start(self, replay: Any, count: int) -> Any:
+            pending = super().start(replay, count)
+            pending.taken = [100.0] * (count // 2) + [300.0] * (count - count // 2)
+            return pending
+
+    chip = Warming()
+    item = timing.Item("k", chip.capture([chip.call(100.0)], 1), 1, 100.0)
+    timing.sustained_turn(chip, item, dataclasses.replace(SETTINGS, sustained_s=1e-3))
+    # Ten replays of 100 and 300 us: half of the time has passed within the second of the slow ones.
+    assert set(item.samples["sustained"]) == {300.0} and len(item.samples["sustained"]) == 3
+
+
+def test_every_other_round_is_reversed() -> None:
+    chip = SimulatedBackend()
+    items = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "abc"]
+    order: dict[tuple[str, int], list[str]] = {}
+    twice = dataclasses.replace(SETTINGS, sustained_rounds=2)
+    take_turns(chip, items, twice, lambda i, s, n: order.setdefault((s, n), []).append(i.name), fail)
+    assert list(order) == [("burst", n) for n in range(5)] + [("sustained", n) for n in range(2)]
+    assert all(names == (list("cba") if n % 2 else list("abc")) for (_, n), names in order.items())
+
+
+def test_the_limits_stand_behind_the_contenders_and_the_first_of_those_behind_itself() -> None:
+    chip = SimulatedBackend()
+    both = LimitItems(chip, SETTINGS)
+    contenders = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "ab"]
+    turns: dict[tuple[str, int], list[str]] = {}
+    settings = dataclasses.replace(SETTINGS, burst_rounds=1, sustained_rounds=2)
+    order = lambda i, s, n: turns.setdefault((s, n), []).append(i.name)  # noqa: E731
+    items = [*both.items, *contenders]
+    take_turns(chip, items, settings, order, fail)
+    matmul, read = (item.name for item in both.items)
+    assert turns["burst", 0] == [matmul, read, "a", "b"]
+    assert turns["sustained", 0] == ["a", "b", matmul, read] and turns["sustained", 1] == ["b", "a", read, matmul]
+
+    chip.log.clear()
+    take_turns(chip, items, dataclasses.replace(settings, burst_rounds=0, sustained_rounds=1), order, fail)
+    starts = [entry for entry in chip.log if entry[0] == "start"]
+    assert len(starts) == 5 and starts[0][1] == starts[1][1]  # the first contender is at work before its own turn
+    assert starts[0][2] == pytest.approx(settings.settle_s / settings.sustained_s * starts[1][2], abs=4)
+    assert all(start[3] == 1.0 for start in starts[1:])  # a hot chip, for every turn
+    assert all(len(item.samples["sustained"]) > 1 for item in items)
+
+
+def test_every_sustained_turn_may_stand_behind_a_rest() -> None:
+    chip = SimulatedBackend()
+    both = LimitItems(chip, SETTINGS)
+    contenders = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "ab"]
+    settings = dataclasses.replace(SETTINGS, burst_rounds=1, rest_s=0.7)
+    chip.log.clear()
+    take_turns(chip, [*both.items, *contenders], settings, nobody, fail)
+    log = [entry for entry in chip.log if entry[0] == "start" or entry[1] == 0.7]
+    sustained = log[4:]  # behind a burst turn of each
+    assert [entry[0] for entry in sustained] == ["idle", "start"] * 4
+    assert [entry[1] for entry in sustained[1::2]] == [item.replay for item in (*contenders, *both.items)]
+    assert all(entry[3] == 0.0 for entry in sustained[1::2])  # a cool chip, each time
+    words = timing.method_text(contenders[0], 1, 1, settings, graph=True, clock="")
+    assert "each behind 0.7 s of rest" in words and "not kept" not in words
+    assert "behind 1.6 s of its replays that are not kept" in timing.method_text(
+        contenders[0], 1, 1, SETTINGS, graph=True, clock=""
+    )
+
+
+def test_the_host_s_time_is_the_best_batch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = [9.0] * timing.HOST_QUEUE + [4.0] * timing.HOST_QUEUE + [6.0] * 10
+    clock, times = [0], iter(took)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: clock[0])
+    waits: list[int] = []
+    chip = SimulatedBackend()
+    monkeypatch.setattr(chip, "synchronize", lambda: waits.append(clock[0]))
+
+    def call() -> None:
+        clock[0] += round(1e3 * next(times))
+
+    assert timing.host_us(chip, call, len(took)) == 4.0
+    assert len(waits) == 4 and next(times, None) is None
+
+
+def test_an_item_that_raises_has_no_further_turn_and_no_time() -> None:
+    chip = SimulatedBackend()
+    items = [prepare(chip, name, [chip.call(100.0)], SETTINGS) for name in "abc"]
+    bad, starts = items[1], []
+    real = chip.start
+
+    def start(replay: Any, count: int) -> Any:
+        if replay is bad.replay:
+            starts.append(count)
+            if len(starts) == 2:
+                raise RuntimeError("launch failed")
+        return real(replay, count)
+
+    chip.start = start  # type: ignore[method-assign]
+    failures: list[tuple[str, str]] = []
+    live = take_turns(chip, items, SETTINGS, nobody, lambda i, e: failures.append((i.name, str(e))))
+    assert [i.name for i in live] == ["a", "c"] and failures == [("b", "launch failed")]
+    assert len(starts) == 2 and not bad.stats()
+
+
+def test_limits_are_measured_in_the_same_states() -> None:
+    chip = SimulatedBackend()
+    both = LimitItems(chip, SETTINGS)
+    take_turns(chip, both.items, SETTINGS, nobody, fail)
+    burst, hot = both.limits("burst"), both.limits("sustained")
+    assert burst is not None and hot is not None
+    assert burst.matmul_tflops == pytest.approx(2 * 8192**3 / 1400e-6 / 1e12, rel=1e-4)
+    assert burst.read_gbps == pytest.approx(2**31 / 463e-6 / 1e9, rel=1e-4)
+    assert hot.matmul_tflops == pytest.approx(burst.matmul_tflops / 1.25, rel=1e-4)
+    record = both.to_record(flops=10**11, bytes_=10**6)
+    assert record["bound"] == "compute" and set(record["burst"]) == {"matmul_tflops", "read_gbps", "limit_us"}
+    assert record["sustained"]["limit_us"] == pytest.approx(record["burst"]["limit_us"] * 1.25, rel=1e-3)
+    both.reset()
+    assert both.limits("burst") is None and both.to_record(1, 1) == {}
+
+
+def test_the_limit_is_the_larger_time() -> None:
+    limits = Limits(matmul_tflops=803.0, read_gbps=4640.0)
+    # The published cell b = 128, s = 1, h = 128, t = 4096: 181.9 us, compute; with 16 heads 131.1 us, memory.
+    for h, us, bound in ((128, 181.9, "compute"), (16, 131.1, "memory")):
+        cost = MlaProblem(b=128, h=h).cost()
+        assert limits.limit_us(cost.flops, cost.bytes) == pytest.approx(us, abs=0.1)
+        assert limits.bound(cost.flops, cost.bytes) == bound
+
+
+def test_one_state_alone() -> None:
+    chip = SimulatedBackend()
+    assert set(measure_all(("sustained",), SETTINGS, chip)) == {"sustained"}
+    assert measure_limits("burst", SETTINGS, SimulatedBackend()).read_gbps == pytest.approx(4638, rel=1e-3)
+    with pytest.raises(UserError, match="did you mean 'burst'"):
+        measure_limits("brst", SETTINGS, chip)
+
+
+def test_input_sets_are_cold_and_fit() -> None:
+    h200 = 141e9
+    large = plan_sets(MlaProblem(b=128), 3, h200, SETTINGS)
+    assert large.count == 2 and large.set_bytes > 256e6
+    small = plan_sets(MlaProblem(b=1, h=16, t=4096), 3, h200, SETTINGS)
+    assert small.count * small.set_bytes >= 256e6 and small.count < 64
+    assert plan_sets(MlaProblem(b=1, h=1, t=64), 3, h200, SETTINGS).count == SETTINGS.max_sets
+    single = plan_sets(MlaProblem(b=1024, h=16, t=65536), 1, h200, SETTINGS)
+    assert single.count == 1 and single.need_bytes > 77e9 and not single.reason
+    none = plan_sets(MlaProblem(b=4096, t=65536), 2, h200, SETTINGS)
+    assert none.count == 0 and "GB" in none.reason and "141.0 GB" in none.reason
+
+
+def test_settings_say_what_is_wrong() -> None:
+    assert from_record(SETTINGS.to_record()) == SETTINGS
+    assert BenchSettings.of({"preset": "fast", "burst_rounds": 4}) == BenchSettings.fast(burst_rounds=4)
+    assert BenchSettings.fast().burst_rounds == 3
+    with pytest.raises(UserError, match="did you mean 'burst_rounds'"):
+        BenchSettings.of({"burst_round": 1})
+    with pytest.raises(UserError, match="did you mean 'fast'"):
+        BenchSettings.of({"preset": "fats"})
+    with pytest.raises(UserError, match="too small"):
+        BenchSettings(burst_rounds=-1)
+    with pytest.raises(UserError, match="leave out burst and sustained"):
+        BenchSettings(burst_rounds=0, sustained_rounds=0)
+    with pytest.raises(UserError, match="mode 'tim' is unknown"):
+        BenchSettings(mode="tim")
+    assert BenchSettings(worker_env={"A": 1}).worker_env == (("A", "1"),)  # type: ignore[arg-type]
+    assert BenchSettings(tune_budget_s=5000.0).limit_s("tune") == 5120.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("commit", 4390220, "text: '\"4390220\"' on a command line"),
+        ("burst_rounds", "three", "a whole number"),
+        ("burst_rounds", 1.5, "a whole number"),
+        ("burst_rounds", True, "a whole number"),
+        ("sustained_s", "1 s", "a number"),
+        ("overlap_probe", 1, "true or false"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"bench setting {name} = {value!r} is not right: give {wanted}.")):
+        BenchSettings.of({name: value})
+    assert BenchSettings(sustained_s=1).sustained_s == 1  # a whole number is a number

@@ -24,8 +24,9 @@ from mla_var3.device import Device
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import Line
 from mla_var3.lab.sweep.plan import knobs
-from mla_var3.problem import MlaProblem
 from mla_var3.record import load
+from mla_var3.workload import problem_from_record
+from mla_var3.workload.decode import MlaProblem
 
 #: Beside what records timed, so that every CuTe version has a line: kernel, problem, tiling.
 ALWAYS = (("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 1}), ("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 4}))
@@ -36,7 +37,7 @@ def compiled_line(label: str, problem: dict[str, Any], tiling: dict[str, Any] | 
     from mla_var3.toolchain.aot import code_knobs
 
     kernel = registry.KernelId.parse(label)
-    pd, hardware = MlaProblem.from_record(problem), Device.get(device)
+    pd, hardware = problem_from_record(problem), Device.get(device)
     plan = registry.get_plan(kernel)(pd, None, hardware)
     plan = plan.with_tiling(knobs(plan.tiling, tiling or {}))
     code = plan.plan_empty().compile(None, hardware).code
@@ -78,7 +79,7 @@ def main() -> int:
     current = {(line.kernel, line.problem_class) for line in known if line.source == hashes[line.kernel]}
     todo: dict[str, tuple[str, str]] = {}  # arguments of `compiled_line` -> (version, problem class)
     for label, problem, tiling, device in wanted():
-        place = (label, MlaProblem.from_record(problem).problem_class().key())
+        place = (label, problem_from_record(problem).problem_class().key())
         if place not in current and (not args.kernels or label in args.kernels):
             # Sizes that code is not made for are all alike, so that each class is compiled once.
             alike = {**problem, "b": 1, "t": 4096, "lengths": "uniform"}

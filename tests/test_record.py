@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from mla_var3 import paths
 from mla_var3 import record as records
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
 from mla_var3.record import Record, RecordStore, finished_keys, load, record_key, to_frame
+from mla_var3.workload.decode import MlaProblem
 
 FIXED = (
     "id at experiment status reason kernel problem tiling device time_us host_us limits error resources method "

@@ -18,7 +18,7 @@ from mla_var3.errors import UserError, nearest
 from mla_var3.runtime.types import Verdict
 
 if TYPE_CHECKING:
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload import Problem
 
 # What a feature needs. "sm_90a": exactly that architecture; "sm_90+": that version and every later one.
 FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -47,20 +47,24 @@ class Requirement:
     archs: architectures it is written for, as in `FEATURES` ("sm_90a", "sm_80+"); () is any.
     features: names of `FEATURES`. dtypes: of the problem; () is any.
     problem: a predicate over the problem that returns a `Verdict` (its reason is passed on) or a bool.
+    workload: name of the problem's workload; "" is any. A `KernelPlan` fills it in.
     """
 
     archs: tuple[str, ...] = ("sm_90a",)
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     features: tuple[str, ...] = ()
-    problem: Callable[[MlaProblem], Verdict | bool] | None = None
+    problem: Callable[[Any], Verdict | bool] | None = None
+    workload: str = ""
 
     def __post_init__(self) -> None:
         for feature in self.features:
             if feature not in FEATURES:
                 raise UserError(f"Requirement has an unknown feature {feature!r}: {nearest(feature, FEATURES)}.")
 
-    def accepts(self, problem: MlaProblem) -> Verdict:
+    def accepts(self, problem: Problem) -> Verdict:
         """Whether the problem alone is one the kernel takes, on whatever device."""
+        if self.workload not in ("", problem.workload):
+            return Verdict(False, f"the kernel computes {self.workload}; the problem is one of {problem.workload}")
         if self.dtypes and problem.dtype not in self.dtypes:
             return Verdict(False, f"the kernel takes {' or '.join(self.dtypes)}; the problem is {problem.dtype}")
         if self.problem is None:
@@ -145,7 +149,7 @@ class Device:
             raise UserError(f"There is no GPU {index}: torch sees {count}, numbered from 0.")
         return _from_properties(torch.cuda.get_device_properties(index))
 
-    def can_run(self, requirement: Requirement, problem: MlaProblem | None = None) -> Verdict:
+    def can_run(self, requirement: Requirement, problem: Problem | None = None) -> Verdict:
         """Whether this device (and, where given, this problem) meets the requirement; if not, one sentence says why."""
         for feature in requirement.features:
             needed = FEATURES[feature]

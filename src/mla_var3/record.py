@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,10 +85,11 @@ class RunLimits(_Part):
 
 
 class Error(_Part):
-    """out: relative Frobenius error. lse: largest absolute error."""
+    """Of each output: the relative (Frobenius) error where rows are judged (out), else the largest absolute one (lse,
+    of attention)."""
 
     out: float
-    lse: float
+    lse: float | None = None
 
 
 class Source(_Part):
@@ -157,21 +158,23 @@ class Record(_Part):
             raise ValueError("a passed record needs the error that its check found")
         if self.status not in ("passed", "compiled") and not self.reason:
             raise ValueError(f"a record that is {self.status} needs a reason")
-        missing = _PROBLEM_FIELDS - self.problem.keys()
+        try:
+            problem = problem_from_record(self.problem)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+        missing = set(problem.fields()) - self.problem.keys() - {"softmax_scale"}
         if missing:
             raise ValueError(f"problem lacks {', '.join(sorted(missing))}")
+        self.problem = problem.to_record()  # one form for old records and new ones, so that they compare
         return self
 
     @property
     def problem_label(self) -> str:
-        return MlaProblem.from_record(self.problem).label
+        return problem_from_record(self.problem).label
 
     def to_json(self) -> str:
         """One line, without the optional fields that are not set."""
         return self.model_dump_json(exclude_unset=True)
-
-
-_PROBLEM_FIELDS = frozenset(("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype", "page", "lengths"))
 
 
 def new_id() -> str:
@@ -340,7 +343,7 @@ def _row(record: Record) -> dict[str, Any]:
     row["tiling"] = json.dumps(record.tiling, sort_keys=True) if record.tiling is not None else None
     if isinstance(data["requested"], dict):
         data["requested"] = json.dumps(data["requested"], sort_keys=True)
-    if isinstance(data["problem"]["lengths"], dict):
+    if isinstance(data["problem"].get("lengths"), dict):
         data["problem"]["lengths"] = json.dumps(data["problem"]["lengths"], sort_keys=True)
     row.update(_flat("", data))
     for state in ("burst", "sustained"):

@@ -17,8 +17,8 @@ from mla_var3.device import Device
 from mla_var3.kernel import registry
 from mla_var3.lab import doctor
 from mla_var3.lab.report import tables
-from mla_var3.problem import MlaProblem
 from mla_var3.record import Record, RecordStore, new_id
+from mla_var3.workload.decode import MlaProblem
 
 SOURCE = Path(cli.__file__).resolve().parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(SOURCE)}

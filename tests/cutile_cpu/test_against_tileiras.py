@@ -28,7 +28,7 @@ def test_the_same_result(name: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_decode_kernel_gives_the_same(causal: bool, page: int) -> None:
     from mla_var3.kernel.cutile.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
     problem = MlaProblem(b=3, s=2, h=16, t=300, lengths=(300, 65, 1), causal=causal, page=page)
     inputs = FlashMlaPlan(problem).prepare_inputs("cpu")

@@ -18,8 +18,8 @@ from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.lab.sweep import run as sweep
 from mla_var3.measure import environment
 from mla_var3.measure.cell import Contender, contender_key
-from mla_var3.problem import MlaProblem
 from mla_var3.record import Record, load, new_id, now
+from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 H200 = Device.get("h200")
@@ -152,7 +152,7 @@ def test_bench_measures_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_check_checks_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from mla_var3.runtime.correctness import checking
+    from mla_var3.check import judge as checking
 
     checked: list[Any] = []
 

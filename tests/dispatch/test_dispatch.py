@@ -19,10 +19,11 @@ from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.entry import entry_path
-from mla_var3.problem import MlaProblem
 from mla_var3.record import Record, load
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.workload import decode
+from mla_var3.workload.decode import MlaProblem
 
 H200, H100, A100 = (Device.get(key) for key in ("h200", "h100", "a100"))
 
@@ -38,6 +39,7 @@ class ToyTiling(Tiling):
 
 
 class ToyPlan(KernelPlan):
+    workload = decode.WORKLOAD
     tiling_type = ToyTiling
     requires = Requirement(archs=("sm_90a",))
 

@@ -6,7 +6,7 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import Unsupported
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 

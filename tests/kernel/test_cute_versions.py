@@ -12,8 +12,8 @@ from reading_sass import overwritten_operands
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
-from mla_var3.problem import MlaProblem
 from mla_var3.toolchain.sass import functions
+from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 

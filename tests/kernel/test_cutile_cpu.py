@@ -15,13 +15,16 @@ torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from mla_var3 import cutile_cpu
+from mla_var3.check.judge import check, compare
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.cutile.prims.combine import FEW, combine_kernel
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.sweep import cpu
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.checking import check, compare
+from mla_var3.workload.decode import (
+    FLASHMLA,
+    MlaProblem,
+)
 
 KERNELS = [kernel for kernel in registry.all_kernels() if kernel.language == "cutile-dsl"]
 DECODE = [kernel for kernel in KERNELS if kernel.design == "flash_mla"]
@@ -82,7 +85,7 @@ def test_split_and_combined(kernel: KernelId, splits: int) -> None:
     got = kernel_()
     if kernel.version == 0:  # later versions may combine in another way
         assert hasattr(kernel_, "stages") == (splits > 1)
-    report = compare(*got, *plan.reference_fn(*inputs))
+    report = compare(plan.workload, got, plan.reference_fn(*inputs), FLASHMLA)
     assert report.ok, report.reason
 
 
@@ -150,4 +153,4 @@ def test_decode_in_three_seconds() -> None:
         got = bound()
         took.append(time.process_time() - start)
     assert min(took) < 3.0
-    assert compare(*got, *plan.reference_fn(*inputs)).ok
+    assert compare(plan.workload, got, plan.reference_fn(*inputs), FLASHMLA).ok

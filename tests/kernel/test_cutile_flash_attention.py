@@ -15,8 +15,8 @@ from mla_var3.kernel.cutile.mla.flash_attention.flash_attention.flash_attention 
     FlashAttentionPlan,
     FlashAttentionTiling,
 )
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.prefill import make_prefill_inputs, prefill_reference
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.prefill import make_prefill_inputs, prefill_reference
 
 H200 = Device.get("h200")
 CAUSAL = MlaProblem(b=1, s=8192, t=8192, causal=True)
@@ -96,7 +96,8 @@ def test_it_passes_the_check_in_the_interpreter(interpreted: Any, causal: bool) 
 @pytest.mark.parametrize("tiling", [FlashAttentionTiling(), WIDE_K, ONE_GROUP], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_both_loops_are_right_in_the_interpreter(interpreted: Any, tiling: FlashAttentionTiling, causal: bool) -> None:
-    from mla_var3.runtime.correctness.checking import bounds_for, compare
+    from mla_var3.check.judge import compare
+    from mla_var3.workload.decode import bounds_for
 
     problem = MlaProblem(b=1, s=300, t=300, h=2, causal=causal, dtype="fp16")
     plan = FlashAttentionPlan(problem, tiling, H200)
@@ -104,7 +105,7 @@ def test_both_loops_are_right_in_the_interpreter(interpreted: Any, tiling: Flash
     kernel = plan.plan(q, k, v)
     for x in kernel.output_tensors:
         x.fill_(float("nan"))
-    report = compare(*kernel(), *plan.reference_fn(q, k, v), bounds_for("normal"))
+    report = compare(plan.workload, kernel(), plan.reference_fn(q, k, v), bounds_for("normal"))
     assert report.ok, report.reason
     # With a last key that weighs more, the other mask would give something else.
     k[:, -1] *= 8.0

@@ -15,8 +15,8 @@ from mla_var3.device import Device
 from mla_var3.kernel.cutile.mla.flash_mla.flash_mla.flash_mla import FlashMlaPlan, FlashMlaTiling, choose_splits
 from mla_var3.kernel.cutile.mla.flash_mla.flash_mla.flash_mla import flash_mla as main_kernel
 from mla_var3.kernel.cutile.prims.combine import combine, warm_up
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime import CtKernel
+from mla_var3.workload.decode import MlaProblem
 
 H200 = Device.get("h200")
 ROWS = FlashMlaTiling()
@@ -163,7 +163,7 @@ GPU_PROBLEMS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_PROBLEMS)
 def test_it_is_right_on_a_gpu(name: str) -> None:
-    from mla_var3.runtime.correctness.checking import check
+    from mla_var3.check.judge import check
 
     report = check(FlashMlaPlan, GPU_PROBLEMS[name])
     assert report.ok, report.reason
@@ -172,7 +172,8 @@ def test_it_is_right_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 5])
 def test_a_graph_replays_over_changed_inputs(splits: int) -> None:
-    from mla_var3.runtime.correctness.checking import FLASHMLA, compare
+    from mla_var3.check.judge import compare
+    from mla_var3.workload.decode import FLASHMLA
 
     problem = MlaProblem(b=3, t=900, h=16)
     plan = FlashMlaPlan(problem, FlashMlaTiling(True, 16, num_splits=splits))
@@ -191,7 +192,7 @@ def test_a_graph_replays_over_changed_inputs(splits: int) -> None:
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
-    report = compare(out, lse, *plan.reference_fn(*inputs), FLASHMLA)
+    report = compare(plan.workload, (out, lse), plan.reference_fn(*inputs), FLASHMLA)
     assert report.ok, report.reason
 
 

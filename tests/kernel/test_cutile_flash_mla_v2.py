@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
+from mla_var3.check.judge import compare
 from mla_var3.device import Device
 from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v2.flash_mla_v2 import (
     COMBINE_TILES,
@@ -25,9 +26,7 @@ from mla_var3.kernel.cutile.mla.flash_mla.flash_mla_v2.flash_mla_v2 import (
     combine_tile,
 )
 from mla_var3.kernel.cutile.prims.latent import FLOOR
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.checking import bounds_for, compare
-from mla_var3.runtime.correctness.inputs import make_inputs
+from mla_var3.workload.decode import MlaProblem, bounds_for, make_inputs
 
 H200 = Device.get("h200")
 RING = FlashMlaV2Tiling()
@@ -247,7 +246,7 @@ def test_edges_are_right_in_the_interpreter(
             x.fill_(float("nan"))
         out, lse = kernel()
         bits.append((out.clone(), lse.clone()))
-    report = compare(out, lse, *plan.reference_fn(*inputs), bounds_for(dist))
+    report = compare(plan.workload, (out, lse), plan.reference_fn(*inputs), bounds_for(dist))
     assert report.ok, report.reason
     assert all(torch.equal(x, y) for x, y in zip(*bits, strict=True))
 
@@ -258,7 +257,7 @@ def test_every_tile_of_the_combine_is_right(interpreted: None, splits: int) -> N
     plan = FlashMlaV2Plan(problem, replace(RING, num_splits=splits), H200)
     inputs = make_inputs(problem, "cpu", seed=3)
     out, lse = plan.plan(*inputs)()
-    report = compare(out, lse, *plan.reference_fn(*inputs), bounds_for("normal"))
+    report = compare(plan.workload, (out, lse), plan.reference_fn(*inputs), bounds_for("normal"))
     assert report.ok, report.reason
 
 
@@ -315,7 +314,7 @@ GPU_CASES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_it_is_right_on_a_gpu(name: str) -> None:
-    from mla_var3.runtime.correctness.checking import check
+    from mla_var3.check.judge import check
 
     problem, knobs = GPU_CASES[name]
     plan = FlashMlaV2Plan(problem)
@@ -339,5 +338,5 @@ def test_another_batch_compiles_nothing() -> None:
         out, lse = other()
     graph.replay()
     torch.cuda.synchronize()
-    report = compare(out, lse, *plan.reference_fn(*inputs), bounds_for("flashmla"))
+    report = compare(plan.workload, (out, lse), plan.reference_fn(*inputs), bounds_for("flashmla"))
     assert report.ok, report.reason

@@ -14,9 +14,9 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import MlaVar6PlusPlan, MlaVar6PlusTiling
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.concurrent import ConcurrentKernels
-from mla_var3.runtime.correctness.mixed import make_mixed_inputs
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.mixed import make_mixed_inputs
 
 H200 = Device.get("h200")
 BIG = MlaProblem(b=16, s=64, t=4096, n=2048)

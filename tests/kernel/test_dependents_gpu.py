@@ -6,7 +6,7 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
 

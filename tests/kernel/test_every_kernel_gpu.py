@@ -8,7 +8,7 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def planned(kernel: registry.KernelId, problem: MlaProblem) -> Any:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", OURS, ids=lambda k: k.label)
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: MlaProblem) -> None:
-    from mla_var3.runtime.correctness.checking import check
+    from mla_var3.check.judge import check
 
     report = check(planned(kernel, problem), device="cuda")
     assert report.ok, report.reason

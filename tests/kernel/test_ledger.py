@@ -14,8 +14,8 @@ from mla_var3 import paths
 from mla_var3.dispatch import table as tables
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
-from mla_var3.problem import MlaProblem
 from mla_var3.record import load
+from mla_var3.workload.decode import MlaProblem
 
 VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
 

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.kernel.registry import KernelId, get_plan  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.checking import check  # noqa: E402
+from mla_var3.workload.decode import MlaProblem  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,14 @@ pytest.importorskip("triton")
 
 from mla_var3.device import Device
 from mla_var3.kernel.registry import KernelId, get_plan
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 # The interpreter is chosen when a kernel is decorated, so a process has it or not.
 INTERPRETED = """
 import json, sys
 from mla_var3.kernel.registry import KernelId, get_plan
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.checking import check
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.check.judge import check
 plan = get_plan(KernelId.parse("triton/flash_mla"))
 problem, tiling, cases = json.loads(sys.argv[1])
 report = check(plan, MlaProblem(**problem), plan.tiling_type(**tiling), device="cpu", cases=cases)
@@ -109,7 +109,7 @@ def test_default_tilings_are_feasible_and_others_say_why_not(plan_cls, h200):
     ids=["h128", "split", "groups", "causal"],
 )
 def test_it_is_right_on_a_gpu(plan_cls, problem):
-    from mla_var3.runtime.correctness.checking import check
+    from mla_var3.check.judge import check
 
     report = check(plan_cls, problem)
     assert report.ok, report.reason

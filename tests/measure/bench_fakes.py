@@ -12,10 +12,11 @@ from typing import Any
 
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import CompiledKernel, Resources, Tiling, Verdict
+from mla_var3.workload import decode
+from mla_var3.workload.decode import MlaProblem
 
 POISONED = False
 
@@ -42,6 +43,7 @@ class FakeKernel(BaseKernel):
 
 
 class FakePlan(KernelPlan):
+    workload = decode.WORKLOAD
     tiling_type = FakeTiling
     requires = Requirement(archs=("sm_90a",))
     answer = 1.0

@@ -9,12 +9,14 @@ from bench_fakes import FakeTiling
 
 from mla_var3.device import Requirement
 from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.correctness.oracle import mla_decode_reference
+from mla_var3.workload import decode
+from mla_var3.workload.decode import mla_decode_reference
 
 
 class TorchRight(KernelPlan):
     """The oracle as a kernel."""
 
+    workload = decode.WORKLOAD
     tiling_type = FakeTiling
     requires = Requirement(archs=())
     graph_capturable = False

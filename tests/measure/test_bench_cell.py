@@ -17,8 +17,8 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
 from mla_var3.measure.cell import BenchSettings, Contender, contender_key, measure_cell, measure_cells
-from mla_var3.problem import MlaProblem
 from mla_var3.record import Record, RecordStore, finished_keys, load
+from mla_var3.workload.decode import MlaProblem
 
 PROBLEM = MlaProblem(b=2, t=128, h=16)
 QUICK: dict[str, Any] = {

@@ -133,17 +133,3 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cpu, CpuBackend) and not cpu.times
     with pytest.raises(UserError, match="nothing is timed on a CPU"):
         cpu.capture([], 1)
-
-
-def test_cases_that_an_interface_rules_out_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.runtime.correctness import checking
-
-    asked: list[Any] = []
-    monkeypatch.setattr(checking, "check", lambda *a, **k: asked.append(k["cases"]))
-    plan, peer = type("Plan", (), {}), type("Peer", (), {"leaves_out": ("in_place",)})
-    for quick in (True, False):
-        for cls in (plan, peer):
-            CpuBackend().check(cls, None, quick)  # type: ignore[arg-type]
-    assert asked[0] is None and asked[2] is None
-    assert asked[1] == [c for c in checking.QUICK if c != "in_place"]
-    assert asked[3] == [c for c in checking.CASES if c not in ("in_place", "far_pages")]

@@ -16,8 +16,8 @@ from mla_var3.measure import timing
 from mla_var3.measure.calibrate import measure_all
 from mla_var3.measure.cell import BenchSettings, Contender, measure_cell
 from mla_var3.measure.cuda_backend import CudaBackend
-from mla_var3.problem import MlaProblem
 from mla_var3.record import Record
+from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
 PROBLEM = MlaProblem(b=64, t=2048, h=16)

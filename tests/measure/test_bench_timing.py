@@ -15,7 +15,7 @@ from mla_var3.measure import timing
 from mla_var3.measure.calibrate import LimitItems, Limits, measure_all, measure_limits
 from mla_var3.measure.settings import BenchSettings, from_record
 from mla_var3.measure.timing import percentile, plan_sets, prepare, take_turns
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 SETTINGS = BenchSettings()
 

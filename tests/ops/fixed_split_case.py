@@ -8,17 +8,25 @@ from typing import Any
 
 import torch
 
+from mla_var3.check.judge import compare
 from mla_var3.device import Device, Requirement
 from mla_var3.ops import fixed
 from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.checking import DOMINATED, FLASHMLA, NORMAL, compare
-from mla_var3.runtime.correctness.inputs import make_inputs, same_class
-from mla_var3.runtime.correctness.oracle import gather_tokens, mla_decode_reference
 from mla_var3.runtime.pipeline import KernelPipeline
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.torch_kernel import TorchKernel
 from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.workload import decode
+from mla_var3.workload.decode import (
+    DOMINATED,
+    FLASHMLA,
+    NORMAL,
+    MlaProblem,
+    gather_tokens,
+    make_inputs,
+    mla_decode_reference,
+    same_class,
+)
 
 H200 = Device.get("h200")
 PART = 128
@@ -35,6 +43,7 @@ class PlainTiling(Tiling):
 class PlainPlan(KernelPlan):
     """Whole requests, or the partials of two splits of equal numbers of 64-token tiles, as version 0 leaves them."""
 
+    workload = decode.WORKLOAD
     tiling_type = PlainTiling
     requires = Requirement(archs=())
 
@@ -102,7 +111,7 @@ def run(problem: MlaProblem, given: tuple[Any, ...], bounds: Any, steps: int) ->
         if x.is_floating_point():
             x.fill_(float("nan"))
     out, lse = kernel()
-    verdict = compare(out, lse, *plan.reference_fn(*given), bounds)
+    verdict = compare(plan.workload, (out, lse), plan.reference_fn(*given), bounds)
     assert verdict.ok, (problem.label, problem.seq_lens, verdict.reason)
     return out, lse
 

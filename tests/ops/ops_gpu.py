@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from mla_var3.check.judge import Bounds, ErrorReport, compare
 from mla_var3.device import Device
 from mla_var3.ops.decode import way_for
 from mla_var3.ops.fixed import HALVES, WHOLE
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.checking import Bounds, ErrorReport, compare
-from mla_var3.runtime.correctness.oracle import mla_decode_reference
+from mla_var3.workload.decode import WORKLOAD, MlaProblem, mla_decode_reference
 
 FLASH_MLA_SCALE = 576**-0.5
 
@@ -64,7 +63,7 @@ def judge(
 ) -> ErrorReport:
     """(out, lse) against the oracle on the same inputs."""
     reference = mla_decode_reference(*given, k=found[0].shape[3], scale=scale, causal=causal)
-    return compare(found[0], found[1], *reference, bounds)
+    return compare(WORKLOAD, found, reference, bounds)
 
 
 def request(given: Sequence[torch.Tensor], i: int, width: int | None = None) -> tuple[torch.Tensor, ...]:

@@ -70,9 +70,8 @@ def main(words: Sequence[str] | None = None) -> int:
         open_bundle(args.bundle)
     import torch
 
-    from mla_var3.runtime.correctness.checking import DOMINATED, compare
-    from mla_var3.runtime.correctness.inputs import make_inputs
-    from mla_var3.runtime.correctness.oracle import mla_decode_reference
+    from mla_var3.check.judge import compare
+    from mla_var3.workload.decode import DOMINATED, WORKLOAD, make_inputs, mla_decode_reference
 
     wrong = count = 0
     for name, problem, run in cases(args.kernels, args.fixed, args.ops):
@@ -80,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> int:
         found = run(tuple(x.cuda() for x in given))
         torch.cuda.synchronize()
         reference = mla_decode_reference(*given, k=problem.k, scale=problem.scale, causal=problem.causal)
-        verdict = compare(found[0].cpu(), found[1].cpu(), *reference, DOMINATED)
+        verdict = compare(WORKLOAD, [x.cpu() for x in found], reference, DOMINATED)
         print(f"{name} {problem.label}: {'right' if verdict.ok else verdict.reason}", flush=True)
         wrong += not verdict.ok
         count += 1

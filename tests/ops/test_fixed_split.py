@@ -14,7 +14,7 @@ from mla_var3.errors import Unsupported
 from mla_var3.kernel import registry
 from mla_var3.ops import fixed
 from mla_var3.ops.fixed import HALVES, WHOLE, FixedSplitPlan, FixedSplitTiling, inner_choice, inner_problem, runs_of
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 H200 = Device.get("h200")
 

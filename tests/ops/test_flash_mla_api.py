@@ -15,9 +15,7 @@ from ops_fakes import CpuEngine  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla as api  # noqa: E402
 from mla_var3.ops.decode import mla_decode  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.inputs import make_inputs  # noqa: E402
-from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
+from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference  # noqa: E402
 
 # Parameter and default of FlashMLA's function at 9241ae3; `...` stands for none.
 PARAMETERS: dict[str, Any] = {

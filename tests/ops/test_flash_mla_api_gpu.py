@@ -14,9 +14,7 @@ torch = pytest.importorskip("torch")
 from ops_gpu import FLASH_MLA_SCALE, compile_ahead, judge, same_bits  # noqa: E402
 
 from mla_var3.ops import flash_mla  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.checking import FLASHMLA  # noqa: E402
-from mla_var3.runtime.correctness.inputs import make_inputs  # noqa: E402
+from mla_var3.workload.decode import FLASHMLA, MlaProblem, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

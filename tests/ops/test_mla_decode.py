@@ -18,9 +18,7 @@ from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import decode as decode_module  # noqa: E402
 from mla_var3.ops import engine as engine_module  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.inputs import make_inputs  # noqa: E402
-from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
+from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference  # noqa: E402
 
 PROBLEM = MlaProblem(h=4, causal=True, s=2, t=1, lengths=[70, 0, 129], b=3)
 

@@ -10,13 +10,12 @@ torch = pytest.importorskip("torch")
 
 from ops_gpu import compile_ahead, judge, request, same_bits  # noqa: E402
 
+from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.ops.engine import Engine, capture_id  # noqa: E402
 from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.checking import FLASHMLA, check  # noqa: E402
-from mla_var3.runtime.correctness.inputs import make_inputs  # noqa: E402
+from mla_var3.workload.decode import FLASHMLA, MlaProblem, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

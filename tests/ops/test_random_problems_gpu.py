@@ -14,9 +14,12 @@ torch = pytest.importorskip("torch")
 from ops_gpu import compile_ahead, judge, same_bits  # noqa: E402
 
 from mla_var3.ops import mla_decode  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.checking import bounds_for  # noqa: E402
-from mla_var3.runtime.correctness.inputs import DISTRIBUTIONS, make_inputs  # noqa: E402
+from mla_var3.workload.decode import (  # noqa: E402
+    DISTRIBUTIONS,
+    MlaProblem,
+    bounds_for,
+    make_inputs,
+)
 
 pytestmark = pytest.mark.gpu
 

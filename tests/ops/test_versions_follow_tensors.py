@@ -20,8 +20,7 @@ from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.inputs import make_inputs  # noqa: E402
+from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 
 VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
 PROBLEMS = [MlaProblem(b=1, h=16, t=2048), MlaProblem(b=150, h=16, t=64)]  # cut into parts, and whole

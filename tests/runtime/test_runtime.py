@@ -13,7 +13,6 @@ import torch
 
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime import (
     ConcurrentKernels,
     CuteKernel,
@@ -26,6 +25,8 @@ from mla_var3.runtime import (
 )
 from mla_var3.runtime.autotune import autotune, tuning_key
 from mla_var3.runtime.types import CompiledKernel, Resources
+from mla_var3.workload import decode
+from mla_var3.workload.decode import MlaProblem
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ToyTiling(Tiling):
 class ToyPlan(KernelPlan):
     """Sums q over heads; counts how often it compiles."""
 
+    workload = decode.WORKLOAD
     tiling_type = ToyTiling
     requires = Requirement(archs=(), dtypes=("fp32", "bf16"))
     compiles = 0

@@ -20,9 +20,9 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.types import CompiledKernel, Resources
 from mla_var3.toolchain import aot, loader
+from mla_var3.workload.decode import MlaProblem
 
 PLANS = Path(__file__).parent / "plans"
 SRC = Path(aot.__file__).parents[2]
@@ -264,7 +264,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from mla_var3.toolchain import aot
 from mla_var3.device import Device
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 class Slow(aot.Store):
     def keep(self, key, compiled, *, strict=False):
@@ -338,7 +338,7 @@ from pathlib import Path
 from mla_var3.runtime.types import CompiledKernel, Resources
 from mla_var3.toolchain import aot, loader
 from mla_var3.device import Device
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 def key():
     return aot.make_key("0123456789abcdef", MlaProblem(b=1, h=16).problem_class(), {"threads": 128},
                         Device.get("h200"), "tiny_scale")
@@ -374,7 +374,7 @@ def test_a_version_is_imported_without_the_compiler(tmp_path: Path) -> None:
         sys.path[:0] = [{str(SRC)!r}, {str(PLANS)!r}]
         sys.path = [p for p in sys.path if "dsl_packages" not in p]
         from mla_var3.errors import UserError
-        from mla_var3.problem import MlaProblem
+        from mla_var3.workload.decode import MlaProblem
         from mla_var3.device import Device
         from mla_var3.toolchain.without_compiler import import_version
         module = import_version("tiny_scale")

@@ -18,8 +18,8 @@ import pytest
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId, get_plan
-from mla_var3.problem import MlaProblem
 from mla_var3.toolchain import aot, bundle, loader
+from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -36,7 +36,7 @@ sys.path = [p for p in sys.path if "dsl_packages" not in p]
 from pathlib import Path
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 from mla_var3.toolchain import aot, bundle, loader, without_compiler
 installed = {{k: v for k, v in aot._installed().items() if k not in aot.PACKAGES}}
 aot._installed = lambda: installed

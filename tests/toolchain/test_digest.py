@@ -87,7 +87,7 @@ def test_triton_and_cutile_have_one_too() -> None:
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId, get_plan
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
     for label in ("triton/flash_mla", "cutile-dsl/flash_mla"):
         plan = get_plan(KernelId.parse(label))

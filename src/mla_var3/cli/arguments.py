@@ -6,6 +6,7 @@ import argparse
 import ast
 import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mla_var3.errors import UserError, nearest
@@ -13,8 +14,8 @@ from mla_var3.errors import UserError, nearest
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId
-    from mla_var3.problem import MlaProblem
     from mla_var3.runtime.types import Tiling
+    from mla_var3.workload import Workload
 
 PROBLEM_FIELDS = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype")
 
@@ -61,6 +62,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--causal", action="store_true", default=None, help="query token i sees keys 0 .. t - s + i")
     group.add_argument("--page", metavar="N", help="tokens a cache page, or 'contiguous'")
     group.add_argument("--dtype", metavar="D", help="bf16 (default), fp16 or fp32")
+    group.add_argument("--problem", metavar="K=V,...", default="", help="fields of any workload, by their names")
 
 
 def add_tiling(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +70,38 @@ def add_tiling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiling", metavar="K=V,...", default="", help="knobs that differ from the default tiling")
 
 
-def problem_of(args: argparse.Namespace, **defaults: Any) -> MlaProblem:
-    """The problem that the options of `add_problem` describe, over `defaults`."""
-    from mla_var3.problem import GEOMETRIES, MlaProblem
+def given_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of a problem that the options of `add_problem` set, lengths and page as they are written apart."""
+    named = {name: value for name in PROBLEM_FIELDS if (value := getattr(args, name)) is not None}
+    return {**named, **fields_of(args.problem, "--problem")}
 
-    fields = {**defaults, **{name: getattr(args, name) for name in PROBLEM_FIELDS if getattr(args, name) is not None}}
+
+def problem_of(args: argparse.Namespace, workload: Workload | None = None, **defaults: Any) -> Any:
+    """The problem that the options of `add_problem` describe, over `defaults`; of decode unless a workload is given."""
+    from mla_var3.workload import DEFAULT, get
+    from mla_var3.workload.decode import GEOMETRIES
+
+    workload = workload or get(DEFAULT)
+    fields = {**defaults, **given_fields(args)}
     if args.page is not None:
         fields["page"] = None if args.page in ("contiguous", "none") else _integer("--page", args.page)
     if args.lengths is not None:
         fields |= _lengths(args.lengths, fields)
-    if args.model is not None and args.model not in GEOMETRIES:
-        raise UserError(f"--model {args.model!r} is unknown: {nearest(args.model, GEOMETRIES)}.")
-    return MlaProblem.of(args.model or "deepseek-v3", **fields)
+    model = args.model or "deepseek-v3"
+    if model not in GEOMETRIES:
+        raise UserError(f"--model {model!r} is unknown: {nearest(model, GEOMETRIES)}.")
+    known = workload.problem.fields()
+    dims = {name: value for name, value in GEOMETRIES[model].items() if name in known}
+    return workload.problem.from_record({**dims, **fields})
+
+
+def workload_of(kernels: Sequence[KernelId]) -> Workload:
+    """What the kernels compute; decode where that is not one and the same."""
+    from mla_var3.kernel import registry
+    from mla_var3.workload import DEFAULT, get
+
+    names = {registry.get_plan(kernel).workload.name for kernel in kernels if not registry.missing(kernel.language)}
+    return get(names.pop() if len(names) == 1 else DEFAULT)
 
 
 def _integer(name: str, text: str) -> int:
@@ -99,11 +121,17 @@ def _lengths(text: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 def tiling_fields(text: str) -> dict[str, Any]:
     """Fields of "tile_m=64,swapped=true"."""
+    return fields_of(text, "--tiling")
+
+
+def fields_of(text: str, option: str) -> dict[str, Any]:
+    """Fields of the comma-separated KEY=VALUE words of an option."""
     fields: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals:
-            raise UserError(f"--tiling {part!r} is not KNOB=VALUE: write for example --tiling tile_m=64,num_splits=4.")
+            example = "tile_m=64,num_splits=4" if option == "--tiling" else "b=4,t=512"
+            raise UserError(f"{option} {part!r} is not NAME=VALUE: write for example {option} {example}.")
         try:
             fields[name.strip()] = ast.literal_eval({"true": "True", "false": "False"}.get(value.lower(), value))
         except (ValueError, SyntaxError):
@@ -111,7 +139,7 @@ def tiling_fields(text: str) -> dict[str, Any]:
     return fields
 
 
-def tiling_of(plan_type: Any, problem: MlaProblem, device: Device | None, asked: dict[str, Any]) -> Tiling:
+def tiling_of(plan_type: Any, problem: Any, device: Device | None, asked: dict[str, Any]) -> Tiling:
     """The version's default tiling with the fields that were asked for; an unknown field names the nearest."""
     from mla_var3.lab.sweep.plan import knobs
 
@@ -140,7 +168,7 @@ def usable(patterns: list[str]) -> list[KernelId]:
     return found
 
 
-def experiment_cells(name: str) -> list[MlaProblem]:
+def experiment_cells(name: str) -> list[Any]:
     """The problems of an experiment of `conf/experiment`."""
     from mla_var3.lab.sweep.config import compose
     from mla_var3.lab.sweep.plan import expand_cells

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mla_var3.cli.arguments import add_kernels, add_problem, add_tiling, problem_of, tiling_fields
+from mla_var3.cli.arguments import add_kernels, add_problem, add_tiling, problem_of, tiling_fields, workload_of
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 
@@ -32,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Times kernels on one problem through the sweep, so that records are the same."""
     from mla_var3.lab.sweep.plan import select_kernels
 
-    if args.kernels:
-        select_kernels(args.kernels)  # a name that is none is told before a GPU is looked for
+    kernels = select_kernels(args.kernels) if args.kernels else []  # a wrong name is told before a GPU is looked for
     detected = Device.detect()
     if detected is None:
         raise UserError(
@@ -46,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     from mla_var3.lab.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig
     from mla_var3.lab.sweep.run import Sweep
 
-    asked = tiling_fields(args.tiling)
+    asked, problem = tiling_fields(args.tiling), problem_of(args, workload_of(kernels))
     config = SweepConfig(
-        experiment=ExperimentConfig(name="bench", cells=[problem_of(args).to_record()]),
+        experiment=ExperimentConfig(name="bench", cells=[problem.to_record()], workload=problem.workload),
         kernels=KernelsConfig(patterns=args.kernels),
         bench={"preset": args.preset, "tune": args.tune},
         tiling=asked,

@@ -7,22 +7,24 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.cli.arguments import (
-    PROBLEM_FIELDS,
     add_kernels,
     add_problem,
     add_tiling,
+    given_fields,
     problem_of,
     tiling_fields,
     tiling_of,
     usable,
+    workload_of,
 )
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
+from mla_var3.workload import DEFAULT
 
 if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 HELP = "is a kernel right? on the GPU, or on the CPU where its language runs there"
 EPILOG = """\
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return _without_a_gpu(args, kernels)
     if where == "cpu" and kernels:
         kernels = _on_cpu(kernels)  # chooses interpreters, so before a kernel's module is imported
-    problem = problem_of(args, **_sizes(kernels, args, where))
+    problem = problem_of(args, workload_of(kernels), **_sizes(kernels, args, where))
     if len(named) < len(args.kernels):
         if device is None:
             raise UserError("dispatch picks a version for a GPU, and none is used here: name a kernel instead.")
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         kernels = list(dict.fromkeys([*kernels, choice.kernel]))
     if where == "cpu":
         print("no GPU here: checking on the CPU at small sizes" if args.device == "auto" else "checking on the CPU")
-    from mla_var3.runtime.correctness.checking import check as run_check
+    from mla_var3.check.judge import check as run_check
 
     asked = tiling_fields(args.tiling)
     cases = [case.strip() for case in args.cases.split(",")] if args.cases else None
@@ -106,7 +108,7 @@ def _without_a_gpu(args: argparse.Namespace, kernels: list[KernelId]) -> int:
     """What of the debugging options works without one: keeping what compilers make for an H200. Nothing is checked."""
     from mla_var3.lab.diagnosis import debugging
 
-    target, problem = Device.get("h200"), problem_of(args, **_sizes(kernels, args, "cpu"))
+    target, problem = Device.get("h200"), problem_of(args, workload_of(kernels), **_sizes(kernels, args, "cpu"))
     for kernel in kernels:
         plan_type = registry.get_plan(kernel)
         tiling = tiling_of(plan_type, problem, target, tiling_fields(args.tiling))
@@ -139,23 +141,17 @@ def print_check(kernel: KernelId, problem: MlaProblem, report: Any) -> None:
     """The verdict, and one line a case that failed."""
     word = "passed" if report.ok else "WRONG"
     seeds = ", ".join(map(str, report.seeds))
-    print(
-        f"{kernel.label} {problem.label}: {word}, {len(report.cases)} cases, error of out {report.error['out']:.2e}, "
-        f"of lse {report.error['lse']:.2e}, seed {seeds}"
-    )
+    errors = ", ".join(f"of {name} {error:.2e}" for name, error in report.error.items())
+    print(f"{kernel.label} {problem.label}: {word}, {len(report.cases)} cases, error {errors}, seed {seeds}")
     for case in report.cases:
         if not case.ok:
             print(f"  {case.name} (seed {case.seed}): {case.reason}")
 
 
 def _sizes(kernels: list[KernelId], args: argparse.Namespace, where: str) -> dict[str, Any]:
-    """What a check takes where the user says nothing: sizes for a CPU, or of a kind that all of the kernels compute."""
-    from mla_var3.lab.contract import sample_fields
-
-    kinds = {registry.get_plan(kernel).formulation for kernel in kernels}
-    kind = kinds.pop() if len(kinds) == 1 else "absorbed"
-    if kind == "absorbed" and where != "cpu":
+    """What a check takes where the user says nothing: sizes for a CPU, or those of a workload other than decode."""
+    workload = workload_of(kernels)
+    if workload.name == DEFAULT and where != "cpu":
         return {}
-    given = {name: value for name in PROBLEM_FIELDS if (value := getattr(args, name)) is not None}
-    fields = sample_fields(kind, where == "cpu", given)
-    return {name: value for name, value in fields.items() if name != "h" or kind != "absorbed"}
+    fields = workload.sample(where == "cpu", given_fields(args))
+    return {name: value for name, value in fields.items() if name != "h" or workload.name != DEFAULT}

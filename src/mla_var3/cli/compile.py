@@ -15,6 +15,7 @@ from mla_var3.cli.arguments import (
     tiling_fields,
     tiling_of,
     usable,
+    workload_of,
 )
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
@@ -59,14 +60,15 @@ def run(args: argparse.Namespace) -> int:
     for kind in keep:
         if kind not in KINDS:
             raise UserError(f"--keep {kind!r} is unknown: {nearest(kind, KINDS)}.")
-    problem, asked = problem_of(args), tiling_fields(args.tiling)
+    kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
+    problem = problem_of(args, workload_of(kernels))
     if args.bundle:
         from mla_var3.toolchain.bundle import bundle_main
 
         problems = [problem] if args.experiment is None else experiment_cells(args.experiment)
-        return bundle_main(args, usable(args.kernels), problems, device, asked)
+        return bundle_main(args, kernels, problems, device, asked)
     jobs, refused = [], []
-    for kernel in usable(args.kernels):
+    for kernel in kernels:
         if kernel.language in NOT_COMPILED:
             why = "it is made of torch operations" if kernel.language == "torch" else "it comes compiled"
             print(f"{kernel.label}: not compiled: {why}", file=sys.stderr)

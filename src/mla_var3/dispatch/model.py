@@ -20,7 +20,7 @@ from mla_var3.errors import UserError
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 STATES = ("burst", "sustained")
 NEIGHBOURS = 4  # measured points that a prediction rests on
@@ -58,7 +58,7 @@ class Place:
 def limit_us(problem: MlaProblem, device: Device, states: Sequence[str] = STATES) -> float:
     """Least time of a problem in microseconds, the geometric mean over the states: by measured ceilings of the device
     where there are any, else by its data sheet. Raises `UserError` for a device that has neither."""
-    cost = problem.cost("absorbed")
+    cost = problem.cost()
     logs = []
     for state in states:
         matmul, read = device.ceiling("matmul_tflops", state), device.ceiling("read_gbps", state)

@@ -17,8 +17,8 @@ from mla_var3.dispatch import model
 from mla_var3.dispatch import table as tables
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel import registry
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -205,8 +205,8 @@ def _verdict(choice: Choice, problem: MlaProblem, device: Device, accepts: Accep
         return Verdict.no(missing)
     try:
         plan_type = registry.get_plan(choice.kernel)
-        if plan_type.formulation != "absorbed":
-            return Verdict.no(f"it computes the {plan_type.formulation} form, from other inputs")
+        if plan_type.workload.name != problem.workload:
+            return Verdict.no(f"it computes {plan_type.workload.name}, from other inputs")
         if not plan_type.graph_capturable:
             return Verdict.no("it waits for the device, so a graph cannot hold it")
         plan = _plan(plan_type, problem, device, choice.knobs)

@@ -21,7 +21,8 @@ from mla_var3.dispatch import model
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
 from mla_var3.measure.settings import ASIDE
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import DEFAULT, problem_from_record
+from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
     from mla_var3.record import Record
@@ -172,7 +173,7 @@ class Table:
             if data["schema"] != SCHEMA:
                 raise UserError(f"the table has the form {data['schema']} and this version reads {SCHEMA}: build it.")
             names = data["problems"]["fields"]
-            problems = [MlaProblem.from_record(dict(zip(names, row, strict=True))) for row in data["problems"]["rows"]]
+            problems = [problem_from_record(dict(zip(names, row, strict=True))) for row in data["problems"]["rows"]]
             devices = {}
             for key, entry in data["devices"].items():
                 recipes = [_recipe(item, problems) for item in entry["recipes"]]
@@ -296,7 +297,7 @@ def _at_newest(timed: Sequence[Timed]) -> dict[Any, float]:
 def _counts(record: Record) -> bool:
     known = any(device.key == record.device for device in Device.all())
     served = record.kernel.language not in NOT_SERVED and record.kernel.layer == "mla"
-    plain = not record.problem.get("n")
+    plain = record.problem.get("workload", DEFAULT) == DEFAULT
     compared = record.experiment not in NOT_COMPARED
     times = record.time_us if record.status == "passed" else None
     both = times is not None and times.burst is not None and times.sustained is not None
@@ -316,7 +317,7 @@ def _asked(record: Record) -> tuple[tuple[str, Any], ...]:
 
 
 def _problem(record: Record) -> MlaProblem:
-    return MlaProblem.from_record(record.problem)
+    return problem_from_record(record.problem)
 
 
 def _run(record: Record) -> str:

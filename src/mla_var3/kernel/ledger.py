@@ -17,7 +17,7 @@ from typing import Any
 from mla_var3 import paths
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 SAME = "same code"
 OTHER = "other code"

@@ -102,21 +102,6 @@ def load(path: Path) -> Contract:
     return Contract(path.name, module.kernel_fn, module.reference_fn, module.get_inputs)
 
 
-def sample_fields(formulation: str, small: bool, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Fields of a problem of a kind where nothing else is asked for. small: that a CPU runs in seconds.
-
-    given: what is asked for; prefill has s = t, so that one of them is enough.
-    """
-    asked = dict(given or {})
-    if formulation == "decompressed":
-        tokens = asked.get("t", asked.get("s", 160 if small else 4096))
-        return {"b": 1, "s": tokens, "t": tokens, **({"h": 4} if small else {"causal": True})}
-    fields = {"b": 2, "t": 300, "h": 16} if small else {"b": 32, "t": 4096}
-    if formulation == "mixed":
-        fields["n"] = min(64 if small else 1024, asked.get("t", fields["t"]))
-    return fields
-
-
 def of_design(
     label: str,
     problem: Any = None,
@@ -133,11 +118,10 @@ def of_design(
     """
     import torch
 
+    from mla_var3.check.judge import check
     from mla_var3.device import Device
     from mla_var3.kernel import registry
     from mla_var3.lab.sweep.cpu import use_interpreter
-    from mla_var3.problem import MlaProblem
-    from mla_var3.runtime.correctness.checking import check
 
     version = registry.KernelId.parse(label)
     reason = registry.missing(version)
@@ -151,7 +135,8 @@ def of_design(
     plan_type = registry.get_plan(version)
     if problem is None:
         given = dict(fields or {})
-        problem = MlaProblem(**{**sample_fields(plan_type.formulation, small, given), **given})
+        workload = plan_type.workload
+        problem = workload.problem.from_record({**workload.sample(small, given), **given})
     plan = plan_type(problem, None, hardware)
     plan.require()
     options = getattr(plan, "input_options", {})
@@ -489,7 +474,7 @@ def _target(args: argparse.Namespace) -> Contract:
         return load(path)
     contract = of_design(args.target, fields=fields, device=args.device)
     args.own_bounds = args.rtol is None and args.atol is None
-    # As in mla_var3.runtime.correctness.checking for inputs of this spread.
+    # As in mla_var3.check.judge for inputs of this spread.
     args.rtol = 2.01 / 128 if args.rtol is None else args.rtol
     args.atol = 8e-4 if args.atol is None else args.atol
     return contract

@@ -31,7 +31,7 @@ from mla_var3.record import DEFAULT, TUNED, Record, new_id, now, record_key
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload import Problem
 
 __all__ = ["BenchSettings", "Contender", "contender_key", "measure_cell", "measure_cells"]
 
@@ -68,7 +68,7 @@ class Contender:
         return TUNED if self.tune else dict(self.tiling) if self.tiling else DEFAULT
 
 
-def contender_key(problem: MlaProblem, contender: Contender, device: Device | None, mode: str = "time") -> str:
+def contender_key(problem: Problem, contender: Contender, device: Device | None, mode: str = "time") -> str:
     """The `record_key` that a contender's record in this cell will have: what `resume` looks for."""
     return record_key(
         contender.kernel.to_record(),
@@ -86,7 +86,7 @@ class _Slot:
 
     number: int
     cell: int
-    problem: MlaProblem
+    problem: Problem
     contender: Contender
     hash: str
     carry: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class _Slot:
 
 
 def measure_cell(
-    problem: MlaProblem,
+    problem: Problem,
     contenders: Sequence[Contender],
     device: Device | None,
     settings: BenchSettings | None = None,
@@ -116,7 +116,7 @@ def measure_cell(
 
 
 def measure_cells(
-    cells: Sequence[tuple[MlaProblem, Sequence[Contender]]],
+    cells: Sequence[tuple[Problem, Sequence[Contender]]],
     device: Device | None,
     settings: BenchSettings | None = None,
     *,
@@ -179,7 +179,7 @@ class _Run:
             return ""
         return f"given up: it ended the worker in {deaths} cells like this one; resume=true tries it again"
 
-    def too_large(self, cell: int, problem: MlaProblem, contenders: int) -> str:
+    def too_large(self, cell: int, problem: Problem, contenders: int) -> str:
         """Why a cell does not fit in the device's memory, in one sentence; else "", and its input sets are planned."""
         if self.device is None or self.settings.mode == "compile":
             self.sets[cell] = (1, problem.input_bytes())
@@ -346,8 +346,9 @@ class _Life:
 
 def _kind(slot: _Slot) -> tuple[Any, ...]:
     """What cells have in common where a contender that crashes in one will crash in the other: all but their sizes."""
-    p = slot.problem
-    return slot.contender.kernel, slot.contender.plan, p.causal, p.dtype, p.page, p.h_kv, p.k, p.p, p.n
+    sizes = ("b", "s", "t", "h", "lengths")
+    rest = tuple((name, str(value)) for name, value in slot.problem.to_record().items() if name not in sizes)
+    return slot.contender.kernel, slot.contender.plan, rest
 
 
 def _environment(settings: BenchSettings) -> dict[str, str]:

@@ -188,15 +188,10 @@ class CpuBackend:
 
 
 def _check(torch_device: str, plan: Any, device: Any, quick: bool) -> Any:
-    """The check of a version; a plan that wraps a library may name cases that its interface rules out."""
-    from mla_var3.runtime.correctness.checking import CASES, QUICK, check
+    """The check of a version."""
+    from mla_var3.check.judge import check
 
-    left_out = tuple(getattr(plan, "leaves_out", ()))
-    cases = None
-    if left_out:
-        beyond = () if torch_device.startswith("cuda") else ("far_pages",)
-        cases = [name for name in (QUICK if quick else CASES) if name not in (*left_out, *beyond)]
-    return check(plan, device=torch_device, quick=quick, cases=cases, hardware=device)
+    return check(plan, device=torch_device, quick=quick, hardware=device)
 
 
 def make_backend(name: str, on_gpu: bool) -> Backend:

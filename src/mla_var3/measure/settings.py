@@ -26,14 +26,14 @@ class BenchSettings:
 
     # ---- how far a point goes
     mode: str = "time"  #: time; check: stop once it is right; compile: stop once it is compiled, running nothing
-    quick_check: bool = True  #: the short list of cases of `mla_var3.runtime.correctness.checking`
+    quick_check: bool = True  #: the short list of cases of `mla_var3.check.judge`
     resources: bool = True  #: compile for registers, shared memory and instruction counts
     backend: str = "auto"  #: auto: CUDA where there is a device, else the CPU; or "module:Class" of a `Backend`
 
     # ---- inputs
     cold_mb: float = 256.0  #: distinct input sets that calls rotate over, so that the L2 never holds the next one
     max_sets: int = 512  #: most input sets, however small they are
-    dist: str = "normal"  #: of `mla_var3.runtime.correctness.inputs`; random data, because zeros draw less power
+    dist: str = "normal"  #: of `mla_var3.workload.decode`; random data, because zeros draw less power
     seed: int = 0  #: of the first input set
 
     # ---- burst: a cool chip

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from mla_var3.measure.settings import BenchSettings
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload import Problem
 
 Call = Callable[[], Any]
 STATES = ("burst", "sustained")
@@ -73,7 +73,7 @@ class Backend(Protocol):
     clock: str
 
     def check(self, plan: Any, device: Any, quick: bool) -> Any:
-        """The verdict of `mla_var3.runtime.correctness.checking.check`."""
+        """The verdict of `mla_var3.check.judge.check`."""
 
     def capture(self, calls: Sequence[Call], rotations: int, *, graph: bool = True, separated: bool = False) -> Any:
         """Something `start` can replay: `rotations` times all `calls` in order, warm. `separated`: with a tiny kernel
@@ -138,14 +138,14 @@ class SetPlan:
     reason: str = ""
 
 
-def plan_sets(problem: MlaProblem, contenders: int, memory_bytes: float, settings: BenchSettings) -> SetPlan:
+def plan_sets(problem: Problem, contenders: int, memory_bytes: float, settings: BenchSettings) -> SetPlan:
     """How many input sets a cell rotates over, and whether they fit in the device's memory.
 
     As many as hold `cold_mb`, at least 2; a single one when two do not fit, which is then larger than any L2 many times
     over. Outputs and workspaces of every contender are counted as three times the outputs of each set; a check keeps a
     second copy of inputs below 2^31 elements, and compares outputs in float64.
     """
-    outputs = problem.b * problem.s * problem.h * (problem.k * problem.element_bytes + 4)
+    outputs = problem.output_bytes()
     inputs = max(1, problem.input_bytes() - outputs)
     room = memory_bytes * settings.memory_headroom
 

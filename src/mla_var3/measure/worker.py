@@ -38,7 +38,7 @@ from mla_var3.measure import environment, timing
 from mla_var3.measure.calibrate import LimitItems
 from mla_var3.measure.cuda_backend import make_backend
 from mla_var3.measure.settings import BenchSettings, from_record
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -175,7 +175,7 @@ class Worker:
         return device
 
     def _cell(self, cell: Mapping[str, Any]) -> None:
-        problem = MlaProblem.from_record(cell["problem"])
+        problem = problem_from_record(cell["problem"])
         ready: list[Contender] = []
         inputs = _Inputs(self.backend, self.settings, cell)
         contenders = []
@@ -210,7 +210,7 @@ class Worker:
             raise Poisoned from error
 
     # ------------------------------------------------------------ one contender, up to its check
-    def _examine(self, contender: Contender, problem: MlaProblem, inputs: _Inputs) -> bool:
+    def _examine(self, contender: Contender, problem: Problem, inputs: _Inputs) -> bool:
         """Plan, tune, compile, check. True when the contender may be timed; results of the others are emitted."""
         spec, carry, settings = contender.spec, contender.carry, self.settings
         language = spec["kernel"]["language"]
@@ -244,7 +244,7 @@ class Worker:
             return False
         return True
 
-    def _plan(self, contender: Contender, problem: MlaProblem) -> None:
+    def _plan(self, contender: Contender, problem: Problem) -> None:
         spec, carry = contender.spec, contender.carry
         plan_cls = _plan_class(spec)
         # Plans of one problem class share what is compiled: check, timing and later cells compile nothing again.
@@ -267,7 +267,7 @@ class Worker:
         plan.feasible().require(Infeasible)
         plan.supported().require(Unsupported)
 
-    def _tune(self, contender: Contender, problem: MlaProblem, inputs: _Inputs) -> None:
+    def _tune(self, contender: Contender, problem: Problem, inputs: _Inputs) -> None:
         from mla_var3.runtime.autotune import autotune
 
         sets = inputs.of(contender.plan)
@@ -291,7 +291,7 @@ class Worker:
         contender.plan = contender.plan.with_tiling(result.best)
         self._feasible(contender)
 
-    def _compile(self, contender: Contender, problem: MlaProblem) -> None:
+    def _compile(self, contender: Contender, problem: Problem) -> None:
         assert self.device is not None
         tiling = contender.plan.tiling
         key = (json.dumps(contender.spec["kernel"]), contender.spec.get("plan"), problem, tiling)
@@ -316,7 +316,7 @@ class Worker:
         if smem > room:
             raise Stop("infeasible", f"takes {smem} bytes of shared memory a block; {self.device.key} has {room}")
 
-    def _check(self, contender: Contender, problem: MlaProblem) -> None:
+    def _check(self, contender: Contender, problem: Problem) -> None:
         plan = contender.plan
         report = self.backend.check(plan, self.device, self.settings.quick_check)
         self.backend.synchronize()
@@ -325,7 +325,7 @@ class Worker:
             raise Stop("incorrect", report.reason or "the check failed")
 
     # ------------------------------------------------------------ timing
-    def _time(self, ready: list[Contender], problem: MlaProblem, inputs: _Inputs) -> None:
+    def _time(self, ready: list[Contender], problem: Problem, inputs: _Inputs) -> None:
         assert self.limits is not None
         self.backend.release()  # what the checks left
         for contender in list(ready):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.dispatch import Choice
     from mla_var3.ops.engine import Engine
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 LATENT = 512  # latent columns of every published MLA model
 

@@ -28,9 +28,9 @@ from mla_var3.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from mla_var3.problem import MlaProblem
     from mla_var3.runtime.base import BaseKernel
     from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.workload.decode import MlaProblem
 
 MOST_KERNELS = 64
 MOST_BYTES = 2 << 30  # of workspaces, over all kernels

@@ -31,10 +31,11 @@ from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
+from mla_var3.workload import decode
+from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,6 @@ _PAGE_BLOCK = 64
 
 
 def _takes(pd: MlaProblem) -> Verdict:
-    if pd.n:
-        return Verdict.no(f"runs hold latent tokens only; the problem has n = {pd.n} decompressed ones")
     return Verdict.yes()
 
 
@@ -95,6 +94,7 @@ def inner_problem(pd: MlaProblem, b: int, t: int) -> MlaProblem:
 class FixedSplitPlan(KernelPlan):
     """Plan of the mode for a problem; inputs and outputs as of every decode version."""
 
+    workload = decode.WORKLOAD
     tiling_type = FixedSplitTiling
     requires = Requirement(archs=(), dtypes=("bf16", "fp16"), problem=_takes)
 

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
     import torch

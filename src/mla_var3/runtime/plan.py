@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mla_var3.device import Requirement
 from mla_var3.errors import Infeasible, Unsupported, UserError
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.types import Tiling, Verdict
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.runtime.base import BaseKernel
+    from mla_var3.workload import Workload
 
 
 def require_int32(**tensors: Any) -> None:
@@ -27,22 +28,28 @@ def require_int32(**tensors: Any) -> None:
 class KernelPlan(ABC):
     """One version of a design for one problem and tiling. Subclasses live one a file; the registry names them.
 
-    A subclass sets `tiling_type` and `requires`, and implements `default_tiling`, `autotune_configs`, `plan` and
-    `plan_empty`. Compiled functions go into `self.compiled`, a dictionary that rebinding and retuning share, and that
-    other plans of the version may be given, under keys that hold everything the code depends on; that is what makes
-    binding free of compilation.
+    A subclass sets `workload`, `tiling_type` and `requires`, and implements `default_tiling`, `autotune_configs`,
+    `plan` and `plan_empty`. Inputs, oracle and costs are the workload's. Compiled functions go into `self.compiled`, a
+    dictionary that rebinding and retuning share, and that other plans of the version may be given, under keys that hold
+    everything the code depends on; that is what makes binding free of compilation.
     """
 
+    workload: ClassVar[Workload]
     tiling_type: ClassVar[type[Tiling]]
     requires: ClassVar[Requirement]
     deterministic: ClassVar[bool] = True
     graph_capturable: ClassVar[bool] = True
-    formulation: ClassVar[str] = "absorbed"
 
     #: Whether tensors are pointed at other memory between launches, so that what is planned must read addresses then.
     late_tensors: bool = False
 
-    def __init__(self, problem: MlaProblem, tiling: Tiling | None = None, device: Device | None = None) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # A problem of another workload lacks fields that the version's own predicate reads: it is refused before.
+        if "requires" in vars(cls) and hasattr(cls, "workload"):
+            cls.requires = replace(cls.requires, workload=cls.workload.name)
+
+    def __init__(self, problem: Any, tiling: Tiling | None = None, device: Device | None = None) -> None:
         self.problem = problem
         self.device = device
         self.compiled: dict[Any, Any] = {}
@@ -67,22 +74,16 @@ class KernelPlan(ABC):
 
     # ------------------------------------------------------------ given
     def prepare_inputs(self, device: str = "cuda", **options: Any) -> tuple[Any, ...]:
-        """Fresh random inputs of the problem; see `mla_var3.runtime.correctness.inputs.make_inputs` for the options."""
-        from mla_var3.runtime.correctness.inputs import make_inputs
-
-        return make_inputs(self.problem, device, **options)
+        """Fresh random inputs of the problem; the workload's `make_inputs` has the options."""
+        return self.workload.make_inputs(self.problem, device, **options)
 
     def reference_fn(self, *inputs: Any) -> tuple[Any, ...]:
-        """The oracle on these inputs: (out, lse) in higher precision."""
-        from mla_var3.runtime.correctness.oracle import mla_decode_reference
-
-        q, kv_cache, page_table, seq_lens = inputs
-        pd = self.problem
-        return mla_decode_reference(q, kv_cache, page_table, seq_lens, k=pd.k, scale=pd.scale, causal=pd.causal)
+        """The oracle on these inputs: outputs in higher precision."""
+        return self.workload.reference(self.problem, *inputs)
 
     def algorithmic_flops_bytes(self, tiling: Tiling | None = None) -> tuple[int, int]:
-        """(FLOPs, minimal bytes) of the formulation this design computes."""
-        cost = self.problem.cost(self.formulation)
+        """(FLOPs, minimal bytes) of the problem."""
+        cost = self.problem.cost()
         return cost.flops, cost.bytes
 
     def feasible(self) -> Verdict:
@@ -106,36 +107,10 @@ class KernelPlan(ABC):
         return self._derive(self.problem, tiling)
 
     def rebind(self, *inputs: Any) -> Self:
-        """The plan for other tensors of the same problem class; raises `UserError` when the class differs.
+        """The plan for other tensors of the same problem class; raises `UserError` when the class differs."""
+        return self._derive(self.workload.rebound(self.problem, *inputs), self.tiling)
 
-        Lengths stay on the device, so the new problem has t = page table width · page size and uniform lengths:
-        an upper bound, never read by kernels. Nothing waits for the device.
-        """
-        q, kv_cache, page_table, seq_lens = inputs
-        pd = self.problem
-        b, s, h, width = q.shape
-        found = {"s": s, "h": h, "k + p": width, "h_kv": kv_cache.shape[2], "page": kv_cache.shape[1], "dtype": q.dtype}
-        want = {
-            "s": pd.s,
-            "h": pd.h,
-            "k + p": pd.k + pd.p,
-            "h_kv": pd.h_kv,
-            "page": pd.page_size,
-            "dtype": pd.torch_dtype,
-        }
-        for name, value in want.items():
-            if found[name] != value:
-                raise UserError(
-                    f"cannot bind: {name} is {found[name]}, and this kernel was planned for {value}; plan a new kernel."
-                )
-        if kv_cache.dtype != q.dtype or kv_cache.shape[3] != width:
-            raise UserError("cannot bind: q and kv_cache differ in dtype or width; give both as the problem says.")
-        if page_table.shape[0] != b or tuple(seq_lens.shape) != (b,):
-            raise UserError(f"cannot bind: page_table and seq_lens must have one row for each of the {b} requests.")
-        problem = pd.replace(b=b, t=page_table.shape[1] * pd.page_size, lengths="uniform")
-        return self._derive(problem, self.tiling)
-
-    def _derive(self, problem: MlaProblem, tiling: Tiling) -> Self:
+    def _derive(self, problem: Any, tiling: Tiling) -> Self:
         other = type(self)(problem, tiling, self.device)
         other.compiled = self.compiled
         other.late_tensors = self.late_tensors

@@ -14,7 +14,6 @@ from mla_var3.toolchain.digest import Code
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Tiling(ABC):
     launch_fields: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+    def validate(self, pd: Any, device: Device | None = None) -> Verdict:
         """Whether the problem and the device allow these knobs; a false verdict carries the numbers."""
 
     def to_record(self) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain import aot, loader, without_compiler
 from mla_var3.toolchain.pool import compile_many
+from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     import argparse
@@ -67,7 +67,7 @@ class BundleJob:
     def label(self) -> str:
         problem, tiling = (*self.points, *self.checked)[0]
         knobs = ", ".join(f"{k}={v}" for k, v in tiling.items())
-        return f"{self.kernel} {MlaProblem.from_record(problem).problem_class().key()} {knobs}".strip()
+        return f"{self.kernel} {problem_from_record(problem).problem_class().key()} {knobs}".strip()
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Bundle:
 def make_bundle(
     folder: Path,
     kernels: Sequence[KernelId | str],
-    problems: Sequence[MlaProblem],
+    problems: Sequence[Problem],
     tilings: str | Sequence[Any] = "default",
     device: Device | str = "h200",
     workers: int | None = None,
@@ -128,21 +128,19 @@ def make_bundle(
 def _add(
     groups: dict[tuple[str, str, str], BundleJob],
     kernel: str,
-    problem: MlaProblem,
+    problem: Problem,
     tiling: Tiling,
     device: Device,
     folder: Path,
 ) -> None:
-    from mla_var3.runtime.correctness.checking import case_problems
-
     def group(of: Tiling) -> tuple[str, str, str]:
         return kernel, problem.problem_class().key(), json.dumps(aot.code_knobs(of), sort_keys=True, default=str)
 
     job = groups.get(group(tiling)) or BundleJob(kernel, (), device.key, str(folder))
     groups[group(tiling)] = replace(job, points=(*job.points, (problem.to_record(), tiling.to_record())))
-    cases = case_problems(problem)[1:]
-    # The check plans some cases and binds the others, which then have the page table's width in place of lengths.
-    bound = [c.replace(t=c.max_pages * c.page_size, lengths="uniform") for c in cases]
+    workload = plan_of(kernel).workload
+    cases = workload.case_problems(problem)[1:]
+    bound = [workload.as_bound(case) for case in cases]  # the check plans some cases and binds the others
     for other in dict.fromkeys((*cases, *bound)):
         # As the check does where a case does not allow the tiling.
         taken = tiling if tiling.validate(other, device) else plan_of(kernel)(other, None, device).tiling
@@ -154,7 +152,7 @@ def _add(
 
 def _tilings(
     kernel: str,
-    problem: MlaProblem,
+    problem: Problem,
     device: Device,
     wanted: str | Sequence[Any],
     refused: list[tuple[str, str]],
@@ -213,7 +211,7 @@ def run_bundle_job(job: BundleJob) -> list[dict[str, Any]]:
     plan_type, device = plan_of(job.kernel), Device.get(job.device)
     entries: dict[str, dict[str, Any]] = {}
     for record, knobs in (*job.points, *job.checked):
-        problem = MlaProblem.from_record(record)
+        problem = problem_from_record(record)
         plan = plan_type(problem, plan_type.tiling_type.from_record(knobs), device)
         plan.require()
         with aot.keeping_in(Path(job.folder) / "objects") as made:
@@ -238,7 +236,7 @@ def _host_functions(kernel: BaseKernel) -> list[Any]:
     return [kernel]
 
 
-def _class_record(problem: MlaProblem) -> dict[str, Any]:
+def _class_record(problem: Problem) -> dict[str, Any]:
     return dict(vars(problem.problem_class()))
 
 
@@ -362,7 +360,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def bundle_main(
     args: argparse.Namespace,
     kernels: Sequence[KernelId],
-    problems: Sequence[MlaProblem],
+    problems: Sequence[Problem],
     device: Device,
     fields: dict[str, Any] | None = None,
 ) -> int:

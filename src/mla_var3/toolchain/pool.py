@@ -67,12 +67,12 @@ def run_job(job: CompileJob) -> CompiledKernel:
     """Compiles one job in this process; raises what the version raises."""
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId, get_plan
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload import problem_from_record
 
     plan_type = get_plan(KernelId(job.language, job.layer, job.design, job.version))
     device = Device.get(job.device)
     tiling = None if job.tiling is None else plan_type.tiling_type.from_record(job.tiling)
-    plan = plan_type(MlaProblem.from_record(job.problem), tiling, device)
+    plan = plan_type(problem_from_record(job.problem), tiling, device)
     plan.require()
     out_dir = None if job.out_dir is None else Path(job.out_dir)
     return plan.plan_empty().compile(out_dir, device, keep=job.keep)

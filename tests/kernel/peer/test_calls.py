@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from mla_var3.check.judge import check
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.peer.lib import find, flashinfer, kernel
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime.correctness.checking import check
-from mla_var3.runtime.correctness.inputs import make_inputs
-from mla_var3.runtime.correctness.oracle import mla_decode_reference
+from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference
 
 CASES_HERE = ("own", "edges", "planned")
 PROBLEM = MlaProblem(b=3, s=2, t=150, h=4, causal=True, dtype="fp16")

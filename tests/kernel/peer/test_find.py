@@ -14,7 +14,7 @@ from mla_var3.device import Device
 from mla_var3.errors import Unsupported
 from mla_var3.kernel import registry
 from mla_var3.kernel.peer.lib import find
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 PEERS = [k for k in registry.all_kernels() if k.language == "peer"]
 PREFILL = ("fa4", "cudnn_sdpa")
@@ -69,7 +69,7 @@ def test_each_peer_declares_what_it_does(kernel: registry.KernelId) -> None:
     assert isinstance(plan_type.allocates, bool)  # type: ignore[attr-defined]
     assert plan_type.formulation == ("decompressed" if kernel.design in PREFILL else "absorbed")
     for name in plan_type.leaves_out:  # type: ignore[attr-defined]
-        from mla_var3.runtime.correctness.checking import CASES
+        from mla_var3.workload.decode import CASES
 
         assert name in CASES
 

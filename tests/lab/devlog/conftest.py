@@ -11,7 +11,7 @@ import pytest
 
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 RecordOf = Callable[..., dict[str, Any]]
 V0, V1 = KernelId("triton", "mla", "flash_mla", 0), KernelId("triton", "mla", "flash_mla", 1)

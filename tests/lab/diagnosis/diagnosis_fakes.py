@@ -14,7 +14,7 @@ from typing import Any
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.profiles import Profile
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 KERNEL = KernelId("cute-dsl", "mla", "flash_mla", 21)
 WIDE = MlaProblem(b=128, h=128, t=4096)

@@ -20,7 +20,7 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import debugging, reports, sanitizer, watched
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 KERNEL, SMALL = KernelId("triton", "mla", "flash_mla", 0), MlaProblem(b=2, h=16, t=100)
 MEMCHECK = """\
@@ -249,8 +249,7 @@ def test_the_watched_process_refuses_without_a_gpu(
 
 
 def test_the_watched_process_judges_with_the_oracle() -> None:
-    from mla_var3.runtime.correctness.inputs import make_inputs
-    from mla_var3.runtime.correctness.oracle import mla_decode_reference
+    from mla_var3.workload.decode import make_inputs, mla_decode_reference
 
     pd = MlaProblem(b=2, h=2, t=20)
     reference = mla_decode_reference(*make_inputs(pd, "cpu", seed=1), k=pd.k, scale=pd.scale, causal=False)

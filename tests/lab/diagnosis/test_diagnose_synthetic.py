@@ -9,7 +9,7 @@ from diagnosis_fakes import FEW, evidence, record
 
 from mla_var3.lab.diagnosis import signs
 from mla_var3.lab.diagnosis.verdict import Diagnosis, command, diagnose
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 
 def paths(found: Any) -> list[str]:

@@ -25,9 +25,9 @@ from mla_var3.lab.profiling.modes.event import Timing
 from mla_var3.lab.profiling.request import Request, baseline_of, version_before
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.measure import environment
-from mla_var3.problem import MlaProblem
 from mla_var3.record import KernelRef, Record, new_id
 from mla_var3.runtime.types import Verdict
+from mla_var3.workload.decode import MlaProblem
 
 H200 = Device.get("h200")
 TORCH, TRITON = KernelId("torch", "mla", "flash_mla"), KernelId("triton", "mla", "flash_mla")

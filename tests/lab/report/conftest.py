@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mla_var3.problem import MlaProblem
 from mla_var3.record import Record
+from mla_var3.workload.decode import MlaProblem
 
 Make = Callable[..., Record]
 

@@ -13,7 +13,7 @@ from mla_var3.lab.report import answers, rows, sources
 from mla_var3.lab.report.gather import arrange
 from mla_var3.lab.report.legend import kernels
 from mla_var3.lab.sweep import config, plan
-from mla_var3.problem import MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 CELL = MlaProblem(b=1, t=4096)
 OTHER = MlaProblem(b=8, t=4096)

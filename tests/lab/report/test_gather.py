@@ -13,8 +13,8 @@ from mla_var3.cli import arguments
 from mla_var3.errors import UserError
 from mla_var3.lab.report.gather import Gathered, arrange, cell_name, command, gather
 from mla_var3.measure.settings import ASIDE
-from mla_var3.problem import MlaProblem
 from mla_var3.record import RecordStore
+from mla_var3.workload.decode import MlaProblem
 
 
 def said(gathered: Gathered) -> str:

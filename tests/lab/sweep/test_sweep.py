@@ -24,10 +24,11 @@ from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu as sweep_cpu
 from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.lab.sweep import run as sweep
-from mla_var3.problem import GEOMETRIES, MlaProblem
 from mla_var3.record import Record, load, new_id, now
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.workload import decode
+from mla_var3.workload.decode import GEOMETRIES, MlaProblem
 
 SOURCE = Path(sweep.__file__).resolve().parents[2]
 H200, A100 = Device.get("h200"), Device.get("a100")
@@ -44,6 +45,7 @@ class ToyTiling(Tiling):
 
 
 class ToyPlan(KernelPlan):
+    workload = decode.WORKLOAD
     tiling_type = ToyTiling
     requires = Requirement(archs=("sm_90a",))
 

@@ -13,11 +13,12 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.device import Device, Requirement
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.pipeline import KernelPipeline
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
+from mla_var3.workload import decode
+from mla_var3.workload.decode import MlaProblem
 
 FIELD = warpgroup.Field.ACCUMULATE  # values of the compiler at module level, as versions have them
 KINDS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -77,6 +78,7 @@ def _compile(shift: bool, tiling: TinyTiling, device: Device, out_dir: Any = Non
 
 
 class TinyPlan(KernelPlan):
+    workload = decode.WORKLOAD
     tiling_type = TinyTiling
     requires = Requirement(archs=("sm_80+",), dtypes=("bf16",))
 

@@ -15,7 +15,7 @@ from mla_var3.lab.devlog import skips
 from mla_var3.lab.devlog.citations import check_text
 from mla_var3.lab.devlog.entry import check_entry, entry_path, holds, parse, records_path
 from mla_var3.lab.devlog.values import Record
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import problem_from_record
 
 
 def find_root(given: Path | None = None) -> Path:
@@ -137,7 +137,7 @@ def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str,
     found: Counter[str] = Counter()
     for record in (records[i] for i in ids if i in records and is_of(records[i], kernel)):
         digest = (record.get("code") or {}).get("digest", "")
-        found[ledger.standing(kernel.label, MlaProblem.from_record(record["problem"]), digest)] += 1
+        found[ledger.standing(kernel.label, problem_from_record(record["problem"]), digest)] += 1
     if not found.keys() - {ledger.SAME, ledger.LIBRARY}:
         return []
     counts = ", ".join(f"{count} {word}" for word, count in sorted(found.items()))

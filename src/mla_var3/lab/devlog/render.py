@@ -172,7 +172,7 @@ def _cells(points: Iterable[Point], design: str) -> list[str]:
     for p in points:
         if p.design == design and not p.is_peer:
             versions.setdefault(p.cell, set()).add((p.language, p.record.kernel.version))
-            rows[p.cell] = p.problem.rows
+            rows[p.cell] = getattr(p.problem, "rows", 0)
     order = sorted(versions, key=lambda cell: (-len(versions[cell]), -rows[cell], cell))
     first = [cell for i, cell in enumerate(order) if rows[cell] not in {rows[c] for c in order[:i]}]
     return list(dict.fromkeys([*first, *order]))[:CELLS]

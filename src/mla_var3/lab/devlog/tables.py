@@ -11,7 +11,7 @@ from mla_var3.errors import Unsupported
 from mla_var3.lab.devlog import values
 from mla_var3.lab.devlog.citations import cite
 from mla_var3.lab.devlog.values import Record, Unknown
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import problem_from_record
 
 #: (header, unit, expression, significant digits): one column each.
 Column = tuple[str, str, str, int]
@@ -39,7 +39,7 @@ _ACROSS_RUNS: tuple[Column, ...] = tuple((h, u, e.replace("speedup", "limit_spee
 
 def problem_label(record: Record) -> str:
     """`b128_s1_h128_t4096`."""
-    return MlaProblem.from_record(record["problem"]).label
+    return problem_from_record(record["problem"]).label
 
 
 def label(record: Record) -> str:
@@ -157,7 +157,7 @@ def _picked(record: Record) -> str | None:
     from mla_var3.dispatch import choose
 
     try:
-        return choose(MlaProblem.from_record(record["problem"]), Device.get(record["device"])).kernel.label
+        return choose(problem_from_record(record["problem"]), Device.get(record["device"])).kernel.label
     except Unsupported:
         return None
 

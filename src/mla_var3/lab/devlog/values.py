@@ -141,16 +141,14 @@ def _dimension(keys: list[str]) -> tuple[str, float]:
 
 
 def work(record: Record) -> tuple[int, int]:
-    """(FLOPs, minimal bytes) of one call: as recorded, else of the problem in the design's formulation."""
+    """(FLOPs, minimal bytes) of one call: as recorded, else of the problem."""
     if record.get("flops") is not None and record.get("bytes") is not None:
         return int(record["flops"]), int(record["bytes"])
     from mla_var3.errors import UserError
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload import problem_from_record
 
-    formulation = {"flash_attention": "decompressed", "mla_var6_plus": "mixed"}
     try:
-        problem = MlaProblem.from_record(record["problem"])
-        cost = problem.cost(formulation.get(str(record["kernel"]["design"]), "absorbed"))
+        cost = problem_from_record(record["problem"]).cost()
     except (KeyError, TypeError, UserError) as error:
         raise Unknown(f"its problem cannot be read: {error}") from error
     return cost.flops, cost.bytes

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison and writes it to diff.md; 0. Raises `UserError`."""
-    from mla_var3.cli.arguments import problem_of, tiling_fields
+    from mla_var3.cli.arguments import problem_of, tiling_fields, workload_of
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId
     from mla_var3.lab.diagnosis.evidence import load_records
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.lines < 0:
         raise UserError(f"--lines {args.lines} is below 0.")
     device = Device.get(args.device or "h200")
-    problem = problem_of(args)
+    problem = problem_of(args, workload_of(kernels))
     out = Path(args.out) / "--".join(k.label.replace("/", "-") for k in kernels) / problem.label
     records = load_records()
     versions = both(kernels, problem, device, out, tiling_fields(args.tiling), records)

@@ -15,8 +15,8 @@ from mla_var3.lab.diagnosis.sanitizer import TIMEOUT_S, TOOLS
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId
-    from mla_var3.problem import MlaProblem
     from mla_var3.runtime.types import Tiling
+    from mla_var3.workload import Problem
 
 OUT = "out/debug"
 #: What the compilers call their own form: MLIR of CuTe DSL, Triton's two, cuTile's bytecode.
@@ -100,7 +100,7 @@ def keep(args: argparse.Namespace, kernel: KernelId, plan: Any) -> list[Path]:
 
 
 def sanitize(
-    args: argparse.Namespace, kernel: KernelId, problem: MlaProblem, tiling: Tiling | None, device: Device | None
+    args: argparse.Namespace, kernel: KernelId, problem: Problem, tiling: Tiling | None, device: Device | None
 ) -> bool:
     """One call under the tool; True when it found nothing and the result is right (or nothing was asked for).
 
@@ -123,5 +123,5 @@ def sanitize(
     return found.ok
 
 
-def _folder(args: argparse.Namespace, kernel: KernelId, problem: MlaProblem) -> Path:
+def _folder(args: argparse.Namespace, kernel: KernelId, problem: Problem) -> Path:
     return Path(args.debug_out) / kernel.label.replace("/", "-") / problem.label

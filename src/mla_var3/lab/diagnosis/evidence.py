@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
 from mla_var3.errors import UserError
+from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import profiles
 from mla_var3.lab.knowledge import find as knowledge
 from mla_var3.lab.knowledge.triggers import Facts
 from mla_var3.measure.settings import ASIDE
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -48,7 +49,7 @@ class Evidence:
     """
 
     kernel: KernelId
-    problem: MlaProblem
+    problem: Problem
     device_key: str
     tiling: Mapping[str, Any] = field(default_factory=dict)
     profile: Profile | None = None
@@ -224,7 +225,7 @@ def load_records(more: Iterable[Path] = ()) -> list[dict[str, Any]]:
 
 
 def record_of(
-    records: Iterable[Record], kernel: KernelId, problem: MlaProblem, device: str, tiling: Mapping[str, Any] | None
+    records: Iterable[Record], kernel: KernelId, problem: Problem, device: str, tiling: Mapping[str, Any] | None
 ) -> Record | None:
     """The newest timed record of that point; with a tiling, one of these knobs, where there is any. None of an
     experiment that times for something else than speed."""
@@ -265,14 +266,14 @@ def of_record(identity: str, records: Iterable[Record] | None = None, *, alone: 
     except Unknown as error:
         raise UserError(f"{error}: give a kernel, a record's id, or the folder of a profile.") from error
     kernel = KernelId.from_record(record["kernel"])
-    problem, device = MlaProblem.from_record(record["problem"]), str(record["device"])
+    problem, device = problem_from_record(record["problem"]), str(record["device"])
     profile = None if alone else _same_knobs(profiles.known(kernel, problem, device), record.get("tiling"))
     return _joined(kernel, problem, device, profile, record)
 
 
 def of_kernel(
     kernel: KernelId,
-    problem: MlaProblem | None,
+    problem: Problem | None,
     device: str,
     records: Iterable[Record] | None = None,
     *,
@@ -286,7 +287,7 @@ def of_kernel(
     records = load_records() if records is None else list(records)
     found = profiles.known(kernel, problem, device)
     if problem is None:
-        problem = found[0].problem if found else MlaProblem(b=1)
+        problem = found[0].problem if found else registry.get_plan(kernel).workload.problem()
     profile = profile or next((p for p in found if p.problem == problem), None)
     tiling = profile.facts.get("tiling") if profile else None
     evidence = _joined(kernel, problem, device, profile, record_of(records, kernel, problem, device, tiling))
@@ -302,7 +303,7 @@ def of_kernel(
 
 
 def _cell(record: Record) -> str:
-    return MlaProblem.from_record(record["problem"]).label
+    return problem_from_record(record["problem"]).label
 
 
 def _same_knobs(found: list[Profile], tiling: Mapping[str, Any] | None) -> Profile | None:
@@ -310,7 +311,7 @@ def _same_knobs(found: list[Profile], tiling: Mapping[str, Any] | None) -> Profi
 
 
 def _joined(
-    kernel: KernelId, problem: MlaProblem, device: str, profile: Profile | None, record: Record | None
+    kernel: KernelId, problem: Problem, device: str, profile: Profile | None, record: Record | None
 ) -> Evidence:
     tiling = (profile.facts.get("tiling") if profile else None) or (record or {}).get("tiling") or {}
     evidence = Evidence(kernel, problem, device, tiling, profile, record)
@@ -339,7 +340,6 @@ def _shown(folder: Path) -> str:
 
 def _compile(evidence: Evidence) -> None:
     """Adds what a compilation for the device says; a language that is not here is a note."""
-    from mla_var3.kernel import registry
     from mla_var3.lab.profiling.run import NOT_COMPILED
 
     if evidence.kernel.language in NOT_COMPILED or evidence.device is None:

@@ -12,7 +12,7 @@ from typing import Any
 from mla_var3 import paths
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem, problem_from_record
 
 #: What makes a folder a profile.
 FILES = ("facts.json", "params.json")
@@ -38,7 +38,7 @@ class Profile:
 
     folder: Path
     kernel: KernelId
-    problem: MlaProblem
+    problem: Problem
     facts: Mapping[str, Any]
     params: Mapping[str, Any]
 
@@ -91,7 +91,7 @@ def read(folder: Path) -> list[Profile]:
     try:
         facts, params = (json.loads((folder / name).read_text(encoding="utf-8")) for name in FILES)
         request = params["request"]
-        problem = MlaProblem.from_record(request["problem"])
+        problem = problem_from_record(request["problem"])
         asked = [request["kernel"], *([request["baseline"]] if request.get("baseline") else [])]
         by_label = {_label(kernel): KernelId(**kernel) for kernel in asked}
         return [
@@ -129,7 +129,7 @@ def places() -> list[Path]:
     return list(dict.fromkeys(p.resolve() for p in [*found, Path(OUT)] if p.is_dir()))
 
 
-def known(kernel: KernelId, problem: MlaProblem | None = None, device: str | None = None) -> list[Profile]:
+def known(kernel: KernelId, problem: Problem | None = None, device: str | None = None) -> list[Profile]:
     """Profiles of a version (as the profiled kernel or as a baseline), those with counters first, then the newest."""
     found = [
         profile

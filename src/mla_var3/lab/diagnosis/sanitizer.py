@@ -18,7 +18,7 @@ from mla_var3.lab.diagnosis.reports import Report
 
 if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload import Problem
 
 #: Tool -> what it finds.
 TOOLS: Mapping[str, str] = {
@@ -95,7 +95,7 @@ def environment() -> dict[str, str]:
 
 
 def write_job(
-    folder: Path, kernel: KernelId, problem: MlaProblem, tiling: Mapping[str, Any] | None, seed: int = 0
+    folder: Path, kernel: KernelId, problem: Problem, tiling: Mapping[str, Any] | None, seed: int = 0
 ) -> Path:
     """job.json in a folder, which is made."""
     from mla_var3.lab.profiling.folder import write_json

@@ -132,7 +132,7 @@ def conflicts(e: Evidence) -> Iterator[Sign]:
 
 
 def rows(e: Evidence) -> Iterator[Sign]:
-    count, have = e.instructions, e.problem.rows
+    count, have = e.instructions, getattr(e.problem, "rows", None)
     tile, busy, useful = e.tiling.get("tile_m"), e.figures.get("tensor"), e.useful("tensor")
     slow = {name: count[name] for name in _WARP_MMA if count.get(name)}
     fast = sum(count.get(name, 0) for name in _FAST_MMA)
@@ -143,9 +143,11 @@ def rows(e: Evidence) -> Iterator[Sign]:
             "slow products",
             "its products miss the fast path of the tensor cores",
             f"{which} and no product of {arch}'s own kind: a side of the tile is below the smallest shape, or the "
-            f"compiler fell back; {have} query rows share a cache",
+            f"compiler fell back; {have or 'its'} query rows share a cache",
             84,
         )
+    if have is None:  # a workload without query rows
+        return
     padded = -(-have // tile) * tile if isinstance(tile, int) and tile > 0 else have
     waste = 1 - have / padded
     if waste >= 0.25:
@@ -195,7 +197,7 @@ def balance(e: Evidence) -> Iterator[Sign]:
         )
     if even is not None:
         return
-    lengths = [n for n in e.problem.seq_lens if n]
+    lengths = [n for n in getattr(e.problem, "seq_lens", ()) if n]
     if len(lengths) > 1 and max(lengths) > 1.25 * sum(lengths) / len(lengths):
         idle = e.figures.get("tensor", 0.0) < _BUSY and e.figures.get("dram", 0.0) < _BUSY
         share = e.share

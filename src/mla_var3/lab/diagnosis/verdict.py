@@ -167,23 +167,7 @@ def _asked(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 def command(evidence: Evidence) -> str:
     """The kernel and the options of its problem, as the verbs take them."""
-    from mla_var3.problem import MlaProblem
-
-    default, words = MlaProblem(b=1), [evidence.label]
-    for name in ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "dtype"):
-        value = getattr(evidence.problem, name)
-        if value != getattr(default, name) or name == "b":
-            words.append(f"--{name} {value}")
-    if evidence.problem.causal:
-        words.append("--causal")
-    if evidence.problem.page != default.page:
-        words.append(f"--page {evidence.problem.page or 'contiguous'}")
-    lengths = evidence.problem.to_record()["lengths"]
-    if isinstance(lengths, dict):
-        words.append(f"--lengths {lengths['name']}:{lengths.get('seed', 0)}")
-    elif isinstance(lengths, list):
-        words.append(f"--lengths {','.join(map(str, lengths))}")
-    return " ".join(words)
+    return " ".join([evidence.label, *evidence.problem.options()])
 
 
 # ---------------------------------------------------------------- the readings

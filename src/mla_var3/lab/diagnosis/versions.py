@@ -13,7 +13,7 @@ from mla_var3.lab.diagnosis import loops
 from mla_var3.lab.diagnosis.evidence import Evidence, Record, load_records, of_kernel
 from mla_var3.lab.diagnosis.profiles import Profile, known
 from mla_var3.measure.settings import ASIDE
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -44,7 +44,7 @@ class Version:
 
 def both(
     kernels: Sequence[KernelId],
-    problem: MlaProblem,
+    problem: Problem,
     device: Device,
     out: Path,
     asked: Mapping[str, Any] | None = None,
@@ -90,7 +90,7 @@ def both(
     ]
 
 
-def _profiled_together(kernels: Sequence[KernelId], problem: MlaProblem, device: str) -> dict[KernelId, Profile]:
+def _profiled_together(kernels: Sequence[KernelId], problem: Problem, device: str) -> dict[KernelId, Profile]:
     """The newest counters of both out of one profile, made minutes apart; empty where there is none."""
     found = [{p.folder: p for p in known(k, problem, device) if p.has_counters} for k in kernels]
     shared = sorted(set(found[0]) & set(found[1]), key=lambda folder: found[0][folder].at)
@@ -98,7 +98,7 @@ def _profiled_together(kernels: Sequence[KernelId], problem: MlaProblem, device:
 
 
 def _version(
-    kernel: KernelId, problem: MlaProblem, device: Device, result: Any, tiling: Mapping[str, Any],
+    kernel: KernelId, problem: Problem, device: Device, result: Any, tiling: Mapping[str, Any],
     records: Iterable[Record], retiled: bool, profile: Profile | None,
 ) -> Version:  # fmt: skip
     evidence = of_kernel(kernel, problem, device.key, records, compile_it=False, profile=profile)
@@ -130,7 +130,7 @@ def _version(
 
 
 def records_of(
-    versions: Sequence[Version], records: Iterable[Record], problem: MlaProblem, device: str
+    versions: Sequence[Version], records: Iterable[Record], problem: Problem, device: str
 ) -> tuple[Record | None, Record | None, bool]:
     """The newest timed record of each, of one run where there is one that timed both; the last says whether it is.
 

@@ -29,16 +29,17 @@ def run(job: Mapping[str, Any]) -> tuple[bool, str]:
     kernel = plan.plan(*(x.cuda() for x in inputs))
     found = [x.cpu() for x in kernel()]
     torch.cuda.synchronize()
-    return judge(found, plan.reference_fn(*inputs), options.get("dist", "flashmla"))
+    return judge(plan, found, plan.reference_fn(*inputs), options.get("dist", "flashmla"))
 
 
-def judge(found: Sequence[Any], reference: Sequence[Any], dist: str) -> tuple[bool, str]:
-    """(right, a sentence) of outputs (out, lse) on the CPU."""
-    from mla_var3.runtime.correctness.checking import bounds_for, compare
+def judge(plan: Any, found: Sequence[Any], reference: Sequence[Any], dist: str) -> tuple[bool, str]:
+    """(right, a sentence) of outputs on the CPU, by the bounds of a plan."""
+    from mla_var3.check.judge import bounds_of, compare
 
-    verdict = compare(found[0], found[1], reference[0], reference[1], bounds_for(dist))
+    verdict = compare(plan.workload, found, reference, bounds_of(plan, dist))
     if verdict.ok:
-        return True, f"right: error of out {verdict.out:.2e}, of lse {verdict.lse:.2e}"
+        errors = [f"of {name} {error:.2e}" for name, error in verdict.to_record().items()]
+        return True, f"right: error {', '.join(errors)}"
     return False, f"WRONG: {verdict.reason}"
 
 

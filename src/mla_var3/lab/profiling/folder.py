@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -21,10 +20,8 @@ def params_name(request: Request) -> str:
     """The problem's label, with what it leaves out (page, a list of lengths) and the knobs that were asked for."""
     problem = request.problem
     parts = [problem.label]
-    if problem.page != 64:
-        parts.append("contiguous" if problem.page is None else f"page{problem.page}")
-    if not isinstance(problem.lengths, str):
-        parts.append(hashlib.sha256(repr(problem.lengths).encode()).hexdigest()[:8])
+    if problem.detail:
+        parts.append(problem.detail.strip("_"))
     parts += [f"{name}{value}" for name, value in sorted(request.tiling.items())]
     if request.tune:
         parts.append("tuned")

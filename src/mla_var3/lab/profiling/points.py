@@ -14,7 +14,7 @@ from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.profiling import folder
 from mla_var3.lab.profiling.modes import tools
 from mla_var3.lab.profiling.request import Request, baseline_of
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.lab.sweep.config import ProfileConfig
@@ -29,7 +29,7 @@ def request_of(record: Record, config: ProfileConfig) -> Request:
     kernel = KernelId(**record.kernel.model_dump())
     return Request(
         kernel,
-        MlaProblem.from_record(record.problem),
+        problem_from_record(record.problem),
         config.mode,
         dict(record.tiling or {}),
         baseline_of(kernel, config.baseline, config.mode),

@@ -9,7 +9,7 @@ from typing import Any
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel.registry import KernelId, all_kernels
 from mla_var3.lab.profiling import MODES
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem, problem_from_record
 
 OUT = "out/profiles"
 TIMEOUT_S = 300.0
@@ -25,7 +25,7 @@ class Request:
     """
 
     kernel: KernelId
-    problem: MlaProblem
+    problem: Problem
     mode: str = "annotation"
     tiling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     baseline: KernelId | None = None
@@ -63,7 +63,7 @@ class Request:
     def from_record(cls, data: Mapping[str, Any]) -> Request:
         fields = dict(data)
         fields["kernel"] = KernelId(**fields["kernel"])
-        fields["problem"] = MlaProblem.from_record(fields["problem"])
+        fields["problem"] = problem_from_record(fields["problem"])
         if fields.get("baseline") is not None:
             fields["baseline"] = KernelId(**fields["baseline"])
         return cls(**fields)

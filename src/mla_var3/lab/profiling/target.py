@@ -34,14 +34,14 @@ def plan_of(job: Mapping[str, Any], process: str) -> KernelPlan:
     """
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId, get_plan
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload import problem_from_record
 
     device = Device.detect()
     if device is None:
         raise UserError(f"the {process} process sees no GPU.")
     plan_type = get_plan(KernelId(**job["kernel"]))
     tiling = None if job.get("tiling") is None else plan_type.tiling_type.from_record(job["tiling"])
-    plan = plan_type(MlaProblem.from_record(job["problem"]), tiling, device)
+    plan = plan_type(problem_from_record(job["problem"]), tiling, device)
     plan.require()
     return plan
 

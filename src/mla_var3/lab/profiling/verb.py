@@ -49,7 +49,7 @@ def add_common(parser: argparse._ActionsContainer) -> None:
 
 def profile(args: argparse.Namespace) -> int:
     """Profiles each kernel in turn; 0, or 2 with one sentence for what stands in the way."""
-    from mla_var3.cli.arguments import problem_of, tiling_fields, tiling_of, usable
+    from mla_var3.cli.arguments import problem_of, tiling_fields, tiling_of, usable, workload_of
     from mla_var3.device import Device
     from mla_var3.lab.profiling.run import available
 
@@ -58,8 +58,9 @@ def profile(args: argparse.Namespace) -> int:
     if args.device is not None:
         Device.get(args.device)
     available(args.mode, target)
-    problem, asked = problem_of(args), tiling_fields(args.tiling)
-    for kernel in usable(args.kernels):
+    kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
+    problem = problem_of(args, workload_of(kernels))
+    for kernel in kernels:
         if asked:
             from mla_var3.kernel.registry import get_plan
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.lab.report.gather import STATES, Point, cell_name, phase
-from mla_var3.problem import MlaProblem
+from mla_var3.lab.report.gather import STATES, Point
 
 
 @dataclass(frozen=True)
@@ -71,22 +70,7 @@ def winners(points: Iterable[Point], state: str) -> list[Winner]:
                 mixed=len({p.set for p in timed}) > 1,
             )
         )
-    return sorted(found, key=lambda w: order(w.best.problem))
-
-
-def order(problem: MlaProblem) -> tuple[int, ...]:
-    """Cells in the order of rows, heads, query tokens, requests and context."""
-    return (problem.s > 64, problem.rows, problem.h, problem.s, problem.causal, problem.b, problem.t)
-
-
-def panel(problem: MlaProblem) -> str:
-    """The panel of the map that a problem belongs to: heads, query tokens, and what is unusual about it. Two problems
-    of a panel differ in requests or context, so that no two tiles share a place."""
-    named = f"b{problem.b}_s{problem.s}_h{problem.h}_t{problem.t}"
-    unusual = cell_name(problem).removeprefix(named).strip("_").replace("_", " ")
-    prompt = phase(problem) == "prefill" and problem.s == problem.t
-    heads = f"{problem.h} heads, prompt" if prompt else f"{problem.h} heads × {problem.s}"
-    return f"{heads}, {unusual}" if unusual else heads
+    return sorted(found, key=lambda w: w.best.problem.rank)
 
 
 def overlap(a: Point, b: Point, state: str) -> bool:
@@ -218,7 +202,7 @@ def pairs(points: Sequence[Point], first: str, second: str, state: str) -> list[
             two = min((p for p in some if p.language == second), key=lambda p: p.us(state), default=None)
             if one and two:
                 found.append((one, two))
-    return sorted(found, key=lambda pair: order(pair[0].problem))
+    return sorted(found, key=lambda pair: pair[0].problem.rank)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:
@@ -297,5 +281,5 @@ def compare(before: Sequence[Point], after: Sequence[Point], state: str) -> Comp
 
 __all__ = [
     "INSTRUCTION_KINDS", "STATES", "Comparison", "Ladder", "Move", "Roof", "Step", "Winner", "by_cell", "compare",
-    "designs", "geometric_mean", "instruction_mix", "ladders", "order", "overlap", "pairs", "panel", "roofs", "winners",
+    "designs", "geometric_mean", "instruction_mix", "ladders", "overlap", "pairs", "roofs", "winners",
 ]  # fmt: skip

@@ -87,7 +87,7 @@ def picture_specs(
 
     where = f"{_device_name(device)}, {state}"
     if "map" in names:
-        decode = [p for p in mine if p.problem.s <= 64]
+        decode = [p for p in mine if p.problem.phase == "decode"]
         found = answers.winners(decode, state)
         tiles = rows.regime_map(found, kernels, state, choice.margin)
         more = f"Panels: heads × query tokens. Second line of a tile: {_MARGINS[choice.margin]}. No tile: not measured."

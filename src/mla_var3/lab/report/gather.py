@@ -22,7 +22,7 @@ from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.measure.settings import ASIDE
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.record import Record, Stats
@@ -33,7 +33,6 @@ FIXED_SPLIT, DISPATCH = "fixed_split", "dispatch"
 
 #: More query tokens than this are a prompt, not a decode step.
 DECODE_TOKENS = 64
-_DEFAULT = MlaProblem(b=1)
 _EXAMPLES = 3
 _REASON_CHARS = 240
 
@@ -48,7 +47,7 @@ class Point:
     """
 
     record: Record
-    problem: MlaProblem
+    problem: Problem
     cell: str
     name: str
     kernel: str
@@ -136,17 +135,9 @@ class Gathered:
 
 
 # ---------------------------------------------------------------- names
-def cell_name(problem: MlaProblem) -> str:
-    """`MlaProblem.label`, with what that leaves out: page, dims, seeds and lists of lengths."""
-    text = problem.label
-    if problem.page != _DEFAULT.page:
-        text += "_contiguous" if problem.page is None else f"_page{problem.page}"
-    if (problem.k, problem.p, problem.d) != (_DEFAULT.k, _DEFAULT.p, _DEFAULT.d):
-        text += f"_k{problem.k}_p{problem.p}_d{problem.d}"
-    if problem.lengths != "uniform":
-        detail = json.dumps(problem.to_record()["lengths"], sort_keys=True)
-        text += "_" + hashlib.sha256(detail.encode()).hexdigest()[:4]
-    return text
+def cell_name(problem: Problem) -> str:
+    """`Problem.label`, with what that leaves out: page, dims, seeds and lists of lengths."""
+    return problem.label + problem.detail
 
 
 def contender_name(record: Record) -> str:
@@ -159,17 +150,6 @@ def contender_name(record: Record) -> str:
     if isinstance(asked, Mapping) and asked:
         return f"{label} ({', '.join(f'{k}={v}' for k, v in asked.items())})"
     return f"{label} (tuned)" if asked == "tuned" else label
-
-
-def geometry(problem: MlaProblem) -> str:
-    """What a filter of the report calls the dims and the cache: `latent 512+64, pages of 64`."""
-    cache = "contiguous" if problem.page is None else f"pages of {problem.page}"
-    dims = f"latent {problem.k}+{problem.p}"
-    return f"{dims}, {cache}" if problem.d == _DEFAULT.d else f"{dims}, head dim {problem.d}, {cache}"
-
-
-def phase(problem: MlaProblem) -> str:
-    return "decode" if problem.s <= DECODE_TOKENS else "prefill"
 
 
 def packages(record: Record) -> dict[str, str]:
@@ -192,34 +172,13 @@ def set_name(record: Record) -> str:
     return f"{record.device} {record.at[:10]}{torch} {digest}"
 
 
-def command(record: Record, problem: MlaProblem) -> str:
+def command(record: Record, problem: Problem) -> str:
     """What measures this contender on this problem again, on the same kind of GPU."""
     word = DISPATCH if record.requested == DISPATCH else str(record.kernel.label)
     word = FIXED_SPLIT if record.picked_by == FIXED_SPLIT else word
     asked = record.requested if isinstance(record.requested, Mapping) else {}
     knobs = ",".join(f"{k}={v}" for k, v in asked.items())
-    if problem.n:
-        fields = {
-            k: v for k, v in problem.to_record().items() if v != getattr(_DEFAULT, k) or k in ("b", "s", "t", "h")
-        }
-        cell = json.dumps(fields).replace('"', "").replace("null", "contiguous")
-        words = ["mla-var3", "sweep", f"experiment.cells=[{cell}]", f"kernels={word}"]
-        return shlex.join([*words, *(f"tiling.{k}={v}" for k, v in asked.items())])
-    words = ["mla-var3", "bench", word]
-    if isinstance(problem.lengths, tuple) and problem.lengths and isinstance(problem.lengths[0], int):
-        words += ["--lengths", ",".join(map(str, problem.lengths))]
-    else:
-        words += ["--b", str(problem.b), "--t", str(problem.t)]
-        if problem.lengths != "uniform":
-            named = dict(problem.lengths)  # type: ignore[arg-type]
-            words += ["--lengths", f"{named['name']}:{named.get('seed', 0)}"]
-    words += ["--s", str(problem.s), "--h", str(problem.h)]
-    for name in ("h_kv", "k", "p", "d", "dtype"):
-        if getattr(problem, name) != getattr(_DEFAULT, name):
-            words += [f"--{name}", str(getattr(problem, name))]
-    if problem.page != _DEFAULT.page:
-        words += ["--page", "contiguous" if problem.page is None else str(problem.page)]
-    words += ["--causal"] if problem.causal else []
+    words = ["mla-var3", "bench", word, *problem.options()]
     words += ["--tiling", knobs] if knobs else []
     words += ["--tune"] if record.requested == "tuned" else []
     return shlex.join(words)
@@ -264,7 +223,7 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
     aside: dict[str, list[str]] = {}
     for record in sorted(records, key=lambda r: r.at):
         try:
-            problem = MlaProblem.from_record(record.problem)
+            problem = problem_from_record(record.problem)
             cell = cell_name(problem)
         except (UserError, TypeError, ValueError) as error:
             unreadable.append(f"{record.id}: {error}")

@@ -15,8 +15,8 @@ from mla_var3 import __version__
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.lab.report import answers, charts, legend, sources
-from mla_var3.lab.report.gather import PEER, STATES, Gathered, Point, command, geometry, phase
-from mla_var3.problem import MlaProblem
+from mla_var3.lab.report.gather import PEER, STATES, Gathered, Point, command
+from mla_var3.workload import Problem
 
 SCRIPTS = ("core.js", "chart.js", "answers.js", "views.js", "main.js")
 
@@ -200,26 +200,16 @@ def _device_name(key: str) -> str:
 
 def _cells(points: Sequence[Point]) -> dict[str, dict[str, Any]]:
     problems = {p.cell: p.problem for p in points}
-    ranked = sorted(problems.items(), key=lambda item: (answers.order(item[1]), item[0]))
+    ranked = sorted(problems.items(), key=lambda item: (item[1].rank, item[0]))
     return {name: _cell(name, problem, rank) for rank, (name, problem) in enumerate(ranked)}
 
 
-def _cell(name: str, problem: MlaProblem, rank: int) -> dict[str, Any]:
-    words = f"{_count(problem.b, 'request')} of {_count(problem.t, 'cached token')}"
-    words += f", {_count(problem.s, 'query token')}, {_count(problem.h, 'head')}"
-    words += f" on {problem.h_kv} caches" if problem.h_kv != 1 else ""
-    words += ", causal" if problem.causal else ""
-    words += "" if problem.lengths == "uniform" else f", lengths {json.dumps(problem.to_record()['lengths'])[:80]}"
+def _cell(name: str, problem: Problem, rank: int) -> dict[str, Any]:
+    sizes = {field: getattr(problem, field, None) for field in ("b", "s", "t", "h")}
     return {
-        "name": name, "rank": rank, "panel": answers.panel(problem), "phase": phase(problem),
-        "geometry": geometry(problem), "dtype": problem.dtype,
-        "b": problem.b, "s": problem.s, "t": problem.t, "h": problem.h,
-        "text": f"{words}, {geometry(problem)}, {problem.dtype}",
+        "name": name, "rank": rank, "panel": problem.panel, "phase": problem.phase, "geometry": problem.geometry,
+        "dtype": problem.dtype, **sizes, "text": f"{problem.words}, {problem.geometry}, {problem.dtype}",
     }  # fmt: skip
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _point(p: Point) -> dict[str, Any]:
@@ -232,7 +222,8 @@ def _point(p: Point) -> dict[str, Any]:
         "sustained_limit": _round(p.limit("sustained")), "bound": r.limits.bound if r.limits else None,
         "rates": _rates(p), "flops": flops, "bytes": moved, "host": _round(r.host_us), "plan": _round(r.plan_us),
         "cross": _round(r.cross_check_us),
-        "error": _finite(r.error.out) if r.error else None, "lse": _finite(r.error.lse) if r.error else None,
+        "error": _finite(r.error.out) if r.error else None,
+        "lse": _finite(r.error.lse) if r.error and r.error.lse is not None else None,
         "tiling": " ".join(f"{k}={v}" for k, v in (r.tiling or {}).items()), "asked": _asked(r.requested),
         "clocks": _clocks(r.environment), "source": _source(p), "hash": r.source.hash, "experiment": r.experiment,
         "command": command(r, p.problem),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.lab.report.answers import Ladder, Move, Roof, Winner, instruction_mix, order, panel
+from mla_var3.lab.report.answers import Ladder, Move, Roof, Winner, instruction_mix
 from mla_var3.lab.report.gather import Point
 
 if TYPE_CHECKING:
@@ -17,12 +17,13 @@ FAR = 5.0  # contenders that take this many times the fastest's time are left ou
 
 def regime_map(found: Sequence[Winner], kernels: Mapping[str, Kernel], state: str, margin: str = "next") -> Rows:
     """margin: what the second line of a tile says, as `tile_text` knows it."""
-    ranks = {p: i for i, p in enumerate(sorted((w.best.problem for w in found), key=order))}
+    ranks = {p: i for i, p in enumerate(sorted((w.best.problem for w in found), key=lambda p: p.rank))}
     rows = []
     for w in found:
         kernel, problem = kernels[w.best.kernel], w.best.problem
         text = tile_text(w, state, margin)
-        base = {"panel": panel(problem), "rank": ranks[problem], "b": problem.b, "t": problem.t, "tip": w.best.cell}
+        b, t = problem.place
+        base = {"panel": problem.panel, "rank": ranks[problem], "b": b, "t": t, "tip": w.best.cell}
         said = f"{w.best.cell}: {w.best.name}, {text}"
         rows.append(
             {

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from mla_var3.device import Device
     from mla_var3.record import Record
+    from mla_var3.workload import Problem
 
 STATES = ("burst", "sustained")
 
@@ -183,7 +184,7 @@ def _work(record: Record) -> tuple[int, int]:
     """FLOPs and bytes of a record's call, from the problem where the record does not say."""
     if record.flops is not None and record.bytes is not None:
         return int(record.flops), int(record.bytes)
-    cost = MlaProblem.from_record(record.problem).cost()
+    cost = problem_from_record(record.problem).cost()
     return cost.flops, cost.bytes
 
 
@@ -331,7 +332,7 @@ def _compiled(record: Record) -> Compiled | None:
 
 
 # ---------------------------------------------------------------- limits
-def roofline(problems: Sequence[MlaProblem], device: Device, formulation: str = "absorbed") -> Table:
+def roofline(problems: Sequence[Problem], device: Device) -> Table:
     """The least time of each cell on a device: measured ceilings where there are any, and marked so."""
     table = new_table(
         f"Roofline on {device.name}: no kernel can be faster",
@@ -341,8 +342,8 @@ def roofline(problems: Sequence[MlaProblem], device: Device, formulation: str = 
     )
     sources: dict[str, None] = {}
     for problem in problems:
-        cost = problem.cost(formulation)
-        bounds = {state: bound_us(problem, device, state, formulation) for state in STATES}
+        cost = problem.cost()
+        bounds = {state: bound_us(problem, device, state) for state in STATES}
         texts = [plain(bound[0]) if bound else "-" for bound in bounds.values()]
         kind = bounds["burst"][1] if bounds["burst"] else "-"
         for state, bound in bounds.items():
@@ -355,11 +356,9 @@ def roofline(problems: Sequence[MlaProblem], device: Device, formulation: str = 
     return table
 
 
-def bound_us(
-    problem: MlaProblem, device: Device, state: str, formulation: str = "absorbed"
-) -> tuple[float, str, str] | None:
+def bound_us(problem: Problem, device: Device, state: str) -> tuple[float, str, str] | None:
     """(microseconds, "compute" or "memory", where the ceilings are from) of a problem, None where a peak is unknown."""
-    cost = problem.cost(formulation)
+    cost = problem.cost()
     matmul, read = device.ceiling("matmul_tflops", state), device.ceiling("read_gbps", state)
     tflops = (
         matmul.value if matmul is not None and problem.dtype in ("bf16", "fp16") else device.tflops.get(problem.dtype)
@@ -386,7 +385,7 @@ def checked(records: Sequence[Record], title: str = "Checked on the CPU") -> Tab
             _problem_text(record.problem),
             record.status,
             f"{record.error.out:.2e}" if record.error is not None else "-",
-            f"{record.error.lse:.2e}" if record.error is not None else "-",
+            f"{record.error.lse:.2e}" if record.error is not None and record.error.lse is not None else "-",
             plain((record.seconds or {}).get("check")),
             _esc(record.reason if record.status != "passed" else ""),
         )
@@ -394,10 +393,7 @@ def checked(records: Sequence[Record], title: str = "Checked on the CPU") -> Tab
 
 
 def _problem_text(problem: Mapping[str, Any]) -> str:
-    lengths = problem.get("lengths")
-    text = f"b={problem['b']} s={problem['s']} h={problem['h']}"
-    text += f" lengths={list(lengths)}" if isinstance(lengths, list | tuple) else f" t={problem['t']}"
-    return _esc(text + (" causal" if problem.get("causal") else ""))
+    return _esc(problem_from_record(problem).words)
 
 
 def refused(records: Sequence[Record], title: str = "Not run") -> Table:

@@ -163,7 +163,7 @@ def _choice(args: argparse.Namespace, gathered: Gathered, sets: tuple[str, str] 
     blocks = by_cell(mine)
     if args.cell and args.cell not in blocks:
         raise UserError(f"no record of cell {args.cell!r} on {device}: {nearest(args.cell, blocks)}.")
-    most = max(blocks, key=lambda name: (len(blocks[name]), blocks[name][0].problem.rows))
+    most = max(blocks, key=lambda name: (len(blocks[name]), blocks[name][0].problem.rank))
     known = designs(mine)
     design = args.design or (known[0] if known else "flash_mla")
     if args.design and design not in known:

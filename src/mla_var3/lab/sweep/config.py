@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mla_var3 import paths
+from mla_var3 import paths, workload
 from mla_var3.errors import UserError, nearest
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.profiling import MODES as PROFILES
+from mla_var3.workload import DEFAULT
 
 GROUPS = ("experiment", "model", "kernels", "device", "bench", "profile")
 MODES = ("measure", "compile")
@@ -36,8 +37,8 @@ class ExperimentConfig:
     order: listed, or even: parts of equal work, and what is done of each by some time lies evenly over its cells.
     mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`, or
     for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU. recorded:
-    without a GPU, show the records that the project ships beside what was compiled. formulation: of the roofline
-    (absorbed, decompressed or mixed).
+    without a GPU, show the records that the project ships beside what was compiled. workload: of its
+    cells, where they do not name their own.
     """
 
     name: str = "unnamed"
@@ -48,7 +49,7 @@ class ExperimentConfig:
     grid: Any = None
     cpu: bool = True
     recorded: bool = True
-    formulation: str = "absorbed"
+    workload: str = DEFAULT
     order: str = "listed"
 
 
@@ -87,25 +88,6 @@ class DeviceConfig:
 
 
 @dataclass
-class ProblemConfig:
-    """What is set in every cell; null leaves the cell alone."""
-
-    b: int | None = None
-    s: int | None = None
-    t: Any = None
-    h: int | None = None
-    h_kv: int | None = None
-    k: int | None = None
-    p: int | None = None
-    d: int | None = None
-    n: int | None = None
-    causal: bool | None = None
-    page: Any = None
-    dtype: str | None = None
-    lengths: Any = None
-
-
-@dataclass
 class ProfileConfig:
     """What happens to points that passed, once all of them are timed: one profile each, in a process of its own.
 
@@ -136,7 +118,7 @@ class SweepConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     bench: dict[str, Any] = field(default_factory=dict)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    problem: ProblemConfig = field(default_factory=ProblemConfig)
+    problem: dict[str, Any] = field(default_factory=dict)
     tiling: dict[str, Any] = field(default_factory=dict)
     tilings: list[Any] = field(default_factory=list)
     part: str = "1/1"
@@ -188,7 +170,11 @@ def typed(cfg: Any) -> SweepConfig:
             raise UserError(
                 f"tilings[{index}] = {knobs!r} is not a mapping of knobs: write 'tilings=[{{num_splits: 1}},{{}}]'."
             )
-    known = [f.name for f in fields(ProblemConfig)]
+    kind = workload.get(config.experiment.workload).problem
+    known = kind.fields()
+    for name in config.problem:
+        if name not in known:
+            raise UserError(f"there is no key 'problem.{name}': {nearest(str(name), known)}.")
     for index, rule in enumerate(config.kernels.only):
         if not isinstance(rule, dict) or not isinstance(rule.get("kernels"), str) or len(rule) < 2:
             raise UserError(
@@ -299,7 +285,7 @@ def _prepare_word(word: str, multirun: bool) -> list[str]:
         raise UserError(f"{word!r} is not KEY=VALUE: write for example experiment=quickstart problem.b=64.")
     key, value = word.split("=", 1)
     plain = key.lstrip("+")
-    if plain.startswith(("tiling.", "bench.")):
+    if plain.startswith(("tiling.", "bench.", "problem.")):
         return [f"++{plain}={value}"]
     top = re.split(r"[.@/]", plain.lstrip("~"))[0]
     known_keys = [f.name for f in fields(SweepConfig)]

@@ -16,19 +16,14 @@ from dataclasses import dataclass, field
 from importlib import util
 from typing import Any
 
-from mla_var3 import paths
+from mla_var3 import paths, workload
 from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel.registry import KernelId
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem, problem_from_record
 
 TIMEOUT_S = 150.0
 
-#: Requests of a small problem: one that fills whole pages and one that ends inside a page.
-_LENGTHS = (128, 93)
-#: Query tokens, and query rows of one request, at most; the class otherwise stays the cell's.
-_MOST_TOKENS, _MOST_ROWS = 4, 128
-_PROMPT = 160  # tokens of a prompt
 _CASES = ("own", "edges")
 
 
@@ -85,16 +80,9 @@ def use_interpreter(language: str, label: str) -> None:
     os.environ.update(BACKENDS[language].env)
 
 
-def small(problem: MlaProblem) -> MlaProblem:
-    """A problem of the cell's kind, heads, mask and dtype that a CPU runs in seconds: a prompt, or two requests."""
-    if problem.s == problem.t and problem.lengths == "uniform" and problem.s > 1:  # as prefill asks for
-        return problem.replace(b=1, s=_PROMPT, t=_PROMPT, h=min(problem.h, 4))
-    if problem.n:
-        s, t = min(problem.s, 4), max(_LENGTHS)
-        return problem.replace(b=len(_LENGTHS), s=s, h=min(problem.h, 16), t=t, lengths="uniform", n=min(problem.n, 64))
-    s = min(problem.s, _MOST_TOKENS)
-    h = problem.h_kv * min(problem.group, _MOST_ROWS // s)
-    return problem.replace(b=len(_LENGTHS), s=s, h=h, t=max(_LENGTHS), lengths=_LENGTHS)
+def small(problem: Problem) -> Any:
+    """A problem of the cell's kind that a CPU runs in seconds."""
+    return workload.get(problem.workload).small(problem)
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ class CpuResult:
     """Outcome of one run: status passed, incorrect, infeasible, skipped or failed."""
 
     kernel: KernelId
-    problem: MlaProblem
+    problem: Problem
     status: str
     reason: str
     error: dict[str, float] | None
@@ -111,7 +99,7 @@ class CpuResult:
 
 
 def run_many(
-    work: Sequence[tuple[KernelId, MlaProblem]],
+    work: Sequence[tuple[KernelId, Problem]],
     asked: Mapping[str, Any] | None = None,
     *,
     timeout_s: float = TIMEOUT_S,
@@ -131,7 +119,7 @@ def run_many(
 
 def _run_process(
     language: str,
-    work: Sequence[tuple[KernelId, MlaProblem]],
+    work: Sequence[tuple[KernelId, Problem]],
     asked: Mapping[str, Any],
     timeout_s: float,
     tell: Callable[[str], None],
@@ -185,14 +173,14 @@ def _run_process(
 
 # ---------------------------------------------------------------- in the process
 def run_one(
-    kernel: KernelId, problem: MlaProblem, asked: Mapping[str, Any], cases: Sequence[str] = _CASES
+    kernel: KernelId, problem: Problem, asked: Mapping[str, Any], cases: Sequence[str] = _CASES
 ) -> dict[str, Any]:
     """Checks one kernel on the CPU and returns the fields of a `CpuResult` that are not known outside."""
     import time
 
+    from mla_var3.check.judge import check
     from mla_var3.kernel.registry import get_plan
     from mla_var3.lab.sweep.plan import knobs, own_knobs
-    from mla_var3.runtime.correctness.checking import check
 
     began = time.perf_counter()
     outcome: dict[str, Any] = {"status": "failed", "reason": "", "error": None, "tiling": None}
@@ -231,7 +219,7 @@ def main() -> int:
     os.dup2(2, 1)  # what kernels print does not mix with the results
     for job in json.loads(sys.stdin.read()):
         kernel = KernelId(**job["kernel"])
-        outcome = run_one(kernel, MlaProblem.from_record(job["problem"]), job["asked"])
+        outcome = run_one(kernel, problem_from_record(job["problem"]), job["asked"])
         print(json.dumps(outcome), file=out, flush=True)
     return 0
 

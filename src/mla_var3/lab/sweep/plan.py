@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mla_var3 import workload
 from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.kernel.retired import where_is
-from mla_var3.problem import MlaProblem
+from mla_var3.workload import Problem
 
 if TYPE_CHECKING:
     from mla_var3.lab.sweep.config import SweepConfig
@@ -37,7 +38,7 @@ class Point:
     picked_by: the word of `PICKERS` that chose the kernel, or "". plan: "module:Class" of a plan that `kernel` runs in.
     """
 
-    problem: MlaProblem
+    problem: Problem
     kernel: KernelId
     device: Device
     asked: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -64,7 +65,7 @@ class Point:
 
 
 # ---------------------------------------------------------------- cells
-def expand_cells(config: SweepConfig) -> list[MlaProblem]:
+def expand_cells(config: SweepConfig) -> list[Problem]:
     """The experiment's problems, in order, each once: its cells, then its grid, under the model and `problem.*`."""
     experiment = config.experiment
     cells: list[Mapping[str, Any]] = []
@@ -86,29 +87,28 @@ def expand_cells(config: SweepConfig) -> list[MlaProblem]:
         cells += [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if grid]
     if not cells:
         raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
-    model = {name: value for name, value in vars(config.model).items() if name != "name"}
-    changes = {name: value for name, value in vars(config.problem).items() if value is not None}
-    problems = list(dict.fromkeys(_problem({**model, **cell, **changes}) for cell in cells))
+    changes = {name: value for name, value in config.problem.items() if value is not None}
+    problems = list(dict.fromkeys(_problem(config, {**cell, **changes}) for cell in cells))
     if experiment.order != "even":
         return _part(problems, config.part)
     dealt = set(_part(sorted(problems, key=_work, reverse=True), config.part))
     return _evenly([problem for problem in problems if problem in dealt])
 
 
-def _work(problem: MlaProblem) -> float:
+def _work(problem: Problem) -> float:
     """About how long a cell takes, in bytes: a GPU does some 150 dense operations in the time of one byte."""
-    cost = problem.cost("absorbed" if not problem.n else "mixed")
+    cost = problem.cost()
     return max(cost.flops / 150.0, cost.bytes)
 
 
-def _evenly(cells: list[MlaProblem]) -> list[MlaProblem]:
+def _evenly(cells: list[Problem]) -> list[Problem]:
     """The cells in an order whose every beginning lies evenly over the list: in strides of its golden section."""
     count = len(cells)
     stride = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
     return [cells[i * stride % count] for i in range(count)]
 
 
-def _part(cells: list[MlaProblem], part: str) -> list[MlaProblem]:
+def _part(cells: list[Problem], part: str) -> list[Problem]:
     """Every n-th cell from the k-th, for "k/n": parts are disjoint, and together they are all."""
     match = re.fullmatch(r"(\d+)/(\d+)", part.strip())
     k, n = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -119,10 +119,14 @@ def _part(cells: list[MlaProblem], part: str) -> list[MlaProblem]:
     return cells[k - 1 :: n]
 
 
-def _problem(fields: dict[str, Any]) -> MlaProblem:
+def _problem(config: SweepConfig, fields: dict[str, Any]) -> Problem:
+    """The problem of a cell, over the model's dims: of the experiment's workload unless the cell names its own."""
+    kind = workload.get(str(fields.pop("workload", config.experiment.workload))).problem
+    fields = {**{name: value for name, value in vars(config.model).items() if name in kind.fields()}, **fields}
     if fields.get("page") in ("contiguous", "none", 0):
         fields["page"] = None
-    return MlaProblem.from_record(fields)
+    problem: Problem = kind.from_record(fields)
+    return problem
 
 
 # ---------------------------------------------------------------- kernels
@@ -161,12 +165,12 @@ def chosen_kernels(config: SweepConfig) -> list[KernelId]:
     kernels = select_kernels(patterns, config.kernels.exclude)
     fitting = [
         k for k in kernels
-        if k.label in patterns or k.module_name in patterns or _formulation(k) in (None, config.experiment.formulation)
+        if k.label in patterns or k.module_name in patterns or _workload(k) in (None, config.experiment.workload)
     ]  # fmt: skip
     return fitting or kernels
 
 
-def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: MlaProblem) -> list[KernelId]:
+def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: Problem) -> list[KernelId]:
     """Those of the versions that `kernels.only` does not keep out of this cell."""
     cell = problem.to_record()
 
@@ -177,10 +181,10 @@ def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: MlaPro
     return [k for k in kernels if stays(k)]
 
 
-def _formulation(kernel: KernelId) -> str | None:
+def _workload(kernel: KernelId) -> str | None:
     """What a version computes; None where its language is missing, or it cannot be imported."""
     try:
-        return None if registry.missing(kernel.language) else registry.get_plan(kernel).formulation
+        return None if registry.missing(kernel.language) else registry.get_plan(kernel).workload.name
     except Exception:  # the point's own record says it
         return None
 
@@ -232,7 +236,7 @@ def claimed_devices(kernel: KernelId) -> list[Device]:
 def expand(
     config: SweepConfig,
     target: Target,
-    cells: Iterable[MlaProblem] | None = None,
+    cells: Iterable[Problem] | None = None,
     kernels: Sequence[KernelId] | None = None,
     *,
     tuned: bool = False,
@@ -276,7 +280,7 @@ def newest(points: Sequence[Point]) -> list[Point]:
 
 
 def prepare(
-    problem: MlaProblem,
+    problem: Problem,
     kernel: KernelId,
     device: Device,
     asked: Mapping[str, Any] | None = None,
@@ -314,7 +318,7 @@ def prepare(
         return refused("failed", _cannot("planned", kernel, error))
 
 
-def picked(word: str, problem: MlaProblem, device: Device, asked: Mapping[str, Any] | None = None) -> Point | None:
+def picked(word: str, problem: Problem, device: Device, asked: Mapping[str, Any] | None = None) -> Point | None:
     """What a word of `PICKERS` stands for on this problem; None where no version takes it (the others' records say
     why). Knobs that were asked for count for `fixed_split` alone: the dispatcher chooses its own."""
     if word == FIXED_SPLIT:
@@ -332,7 +336,10 @@ def picked(word: str, problem: MlaProblem, device: Device, asked: Mapping[str, A
         record = tiling.to_record()
         return Point(problem, kernel, device, record, tiling, status, verdict.reason, word, FIXED_SPLIT_PLAN)
     from mla_var3.dispatch import choose
+    from mla_var3.workload.decode import MlaProblem
 
+    if type(problem) is not MlaProblem:  # the dispatcher serves decode
+        return None
     try:
         choice = choose(problem, device)
     except Unsupported:

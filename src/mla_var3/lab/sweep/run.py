@@ -29,8 +29,8 @@ from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expan
 if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
     from mla_var3.lab.sweep.config import SweepConfig
-    from mla_var3.problem import MlaProblem
     from mla_var3.record import Record
+    from mla_var3.workload import Problem
 
 EXIT_INTERRUPTED = 130
 
@@ -92,7 +92,7 @@ class Sweep:
         self.settings = BenchSettings.of(bench)
         self.config = config
         self.target: Target = find_target(config, detected)
-        self.cells: list[MlaProblem] = expand_cells(config)
+        self.cells: list[Problem] = expand_cells(config)
         self.kernels = chosen_kernels(config)
         if self.tune and (config.tiling or config.tilings):
             raise UserError("tiling.* and tilings set knobs and bench.tune=true searches for them: give one of them.")
@@ -141,7 +141,7 @@ class Sweep:
 
     def form(self, point: Point, mode: str) -> dict[str, Any]:
         """A record of the point without its outcome."""
-        cost = point.problem.cost(formulation_of(point.kernel))
+        cost = point.problem.cost()
         return {
             **({"picked_by": point.picked_by} if point.picked_by else {}),
             "experiment": self.config.experiment.name,
@@ -189,7 +189,7 @@ class Sweep:
     def measure(self) -> None:
         """Measures every point that can run, cells one after the other, contenders of a cell in turn."""
         from mla_var3.measure.cell import measure_cells
-        from mla_var3.problem import MlaProblem
+        from mla_var3.workload import problem_from_record
 
         device = self.target.device
         points = expand(self.config, self.target, self.cells, tuned=self.tune)
@@ -210,7 +210,7 @@ class Sweep:
                 passed = time.monotonic() - began
                 left = passed / number * (total - number)
                 say(f"[{number}/{total}, {left:.0f} s left] {record.problem_label} {describe(record)}")
-                cell = MlaProblem.from_record(record.problem)
+                cell = problem_from_record(record.problem)
                 open_points[cell] = open_points.get(cell, 0) - 1
                 # Only between cells: the contenders of one are timed in turn, and their records come together.
                 if 0 < budget_s < passed and open_points[cell] <= 0 and number < total:
@@ -348,7 +348,7 @@ class Sweep:
             tables.show(tables.resources(records, device, f"Compiled for {name}"))
         if not measured and device is not None:
             print()
-            tables.show(tables.roofline(self.cells, device, self.config.experiment.formulation))
+            tables.show(tables.roofline(self.cells, device))
         if not measured and self.config.experiment.mode == "measure" and self.config.experiment.cpu:
             checks = self.on_cpu()
             if checks:
@@ -370,14 +370,14 @@ class Sweep:
         """Shipped measurements of these cells on the device, newest of each kernel, marked as recorded."""
         from mla_var3.lab.report import tables
         from mla_var3.measure.settings import ASIDE
-        from mla_var3.problem import MlaProblem
         from mla_var3.record import load
+        from mla_var3.workload import problem_from_record
 
         aside = set(ASIDE) - {self.config.experiment.name}
         folder = paths.shipped_results_dir() / device.key
         wanted = set(self.cells)
         found = [r for r in load(folder).records if r.experiment not in aside] if folder.is_dir() else []
-        mine = [r for r in found if r.status == "passed" and r.time_us and MlaProblem.from_record(r.problem) in wanted]
+        mine = [r for r in found if r.status == "passed" and r.time_us and problem_from_record(r.problem) in wanted]
         print()
         if not mine:
             print(f"No recorded measurements of these cells on {device.name} are shipped with this version.")
@@ -399,14 +399,6 @@ class Sweep:
         # Compiled records are written by worker processes, and count from the file.
         files = [journal.path for journal in self.journals.values() if journal.path.exists()]
         return f"finished points are in {', '.join(map(str, files))}" if files else "no point was finished"
-
-
-def formulation_of(kernel: KernelId) -> str:
-    """How a version computes attention; absorbed where its language is not installed here."""
-    try:
-        return registry.get_plan(kernel).formulation
-    except UserError:
-        return "absorbed"
 
 
 def _family(kernel: KernelId) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mla_var3.runtime import Verdict
 
 if TYPE_CHECKING:
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 LATENT = 512
 ROPE = 64
@@ -28,8 +28,6 @@ def takes_latents(pd: MlaProblem) -> Verdict:
     """Whether a problem is absorbed decode of the sizes that the kernels are written for, its page left aside."""
     if (pd.k, pd.p) != (LATENT, ROPE):
         return Verdict.no(f"written for latent 512 and rope 64; the problem has k = {pd.k}, p = {pd.p}.")
-    if pd.n:
-        return Verdict.no(f"attends to latent tokens only; the problem keeps n = {pd.n} decompressed ones.")
     if pd.b * pd.s * pd.h * LATENT >= 2**31:
         return Verdict.no(
             f"b · s · h = {pd.b * pd.s * pd.h} query rows: output offsets are 32 bits, use under 4194304."

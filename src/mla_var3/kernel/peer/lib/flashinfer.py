@@ -31,7 +31,7 @@ from mla_var3.kernel.peer.lib.kernel import (
     natural_lse,
     page_indices,
 )
-from mla_var3.runtime.correctness.checking import ROUNDED_ONCE_MORE
+from mla_var3.workload.decode import ROUNDED_ONCE_MORE
 
 _FLOAT_BYTES = 128 << 20  # what FlashInfer's documentation asks for
 _INT_BYTES = 8 << 20

@@ -28,10 +28,11 @@ from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
 from mla_var3.toolchain.digest import Code
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 #: Latent and rope columns that the peers of the absorbed form are compiled for.
 LATENT, ROPE = 512, 64
@@ -155,8 +156,8 @@ class PeerMixin:
 class PeerDecodePlan(PeerMixin, KernelPlan):
     """A peer of the absorbed form: inputs (q, kv_cache, page_table, seq_lens), outputs (out, lse)."""
 
+    workload = decode.WORKLOAD
     tiling_type = NoKnobs
-    formulation = "absorbed"
 
 
 def takes_decode(peer: str, *, page: int | None = None) -> Callable[[MlaProblem], Verdict]:
@@ -169,10 +170,6 @@ def takes_decode(peer: str, *, page: int | None = None) -> Callable[[MlaProblem]
             )
         if problem.h_kv != 1:
             return Verdict.no(f"peer/{peer} takes one latent cache; the problem has h_kv = {problem.h_kv}")
-        if problem.n:
-            return Verdict.no(
-                f"peer/{peer} reads latent tokens only; the problem has n = {problem.n} decompressed ones"
-            )
         if page is not None and problem.page_size != page:
             return Verdict.no(f"peer/{peer} takes pages of {page} tokens; the problem has {problem.page_size}")
         reason = find.absent(peer)

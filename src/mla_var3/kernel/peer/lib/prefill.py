@@ -7,28 +7,27 @@ from typing import TYPE_CHECKING
 
 from mla_var3.kernel.peer.lib import find
 from mla_var3.kernel.peer.lib.kernel import NoKnobs, PeerMixin
-from mla_var3.runtime.correctness.prefill import PrefillPlan, takes_prefill
+from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Verdict
+from mla_var3.workload import prefill
 
 if TYPE_CHECKING:
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.prefill import PrefillProblem
 
 
-class PeerPrefillPlan(PeerMixin, PrefillPlan):
+class PeerPrefillPlan(PeerMixin, KernelPlan):
     """A peer of the decompressed form: inputs (q, k, v), outputs (out, lse)."""
 
+    workload = prefill.WORKLOAD
     tiling_type = NoKnobs
     plans_lengths = False
     leaves_out = ()
 
 
-def takes_peer_prefill(peer: str) -> Callable[[MlaProblem], Verdict]:
-    """A predicate: the problem is a prefill, and the library is here."""
+def is_here(peer: str) -> Callable[[PrefillProblem], Verdict]:
+    """A predicate: the library is here."""
 
-    def verdict(problem: MlaProblem) -> Verdict:
-        fits = takes_prefill(problem)
-        if not fits:
-            return Verdict.no(f"peer/{peer} computes prefill: {fits.reason}")
+    def verdict(problem: PrefillProblem) -> Verdict:
         reason = find.absent(peer)
         return Verdict.yes() if reason is None else Verdict.no(reason)
 

@@ -51,10 +51,11 @@ from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, war
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.plan import require_int32
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 ROWS = 64  # of a query tile: one warpgroup MMA
 STAGES = 2
@@ -833,8 +834,6 @@ def takes(pd: MlaProblem) -> Verdict:
         return Verdict.no(f"k = {pd.k} must be 128, 256, 384 or 512: each consumer owns half of the latent")
     if pd.p != PANEL:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: P lies in its panel")
-    if pd.n:
-        return Verdict.no(f"this version reads latent tokens only; the problem has n = {pd.n} decompressed ones")
     if pd.page_size % TOKENS:
         return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
     return Verdict.yes()
@@ -874,6 +873,7 @@ class FlashMlaTiling(Tiling):
 class FlashMlaPlan(KernelPlan):
     """One compiled kernel a problem class; b, lengths, page table width and the number of splits are arguments."""
 
+    workload = decode.WORKLOAD
     tiling_type = FlashMlaTiling
     tiling: FlashMlaTiling
     requires = Requirement(

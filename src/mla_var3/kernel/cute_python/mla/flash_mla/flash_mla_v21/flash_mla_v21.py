@@ -62,10 +62,11 @@ from mla_var3.kernel.cute_python.prims.sync import (
 )
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 ROWS = 64  # of a query tile: one warpgroup MMA
 STAGES = 2
@@ -1049,8 +1050,6 @@ def takes(pd: MlaProblem) -> Verdict:
         )
     if pd.p != PANEL:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: P lies in its panel")
-    if pd.n:
-        return Verdict.no(f"this version reads latent tokens only; the problem has n = {pd.n} decompressed ones")
     if pd.page_size % TOKENS:
         return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
     return Verdict.yes()
@@ -1086,6 +1085,7 @@ class FlashMlaV21Tiling(Tiling):
 class FlashMlaV21Plan(KernelPlan):
     """One compiled kernel a problem class; b, lengths, page table width, workers and split_tokens are arguments."""
 
+    workload = decode.WORKLOAD
     tiling_type = FlashMlaV21Tiling
     tiling: FlashMlaV21Tiling
     requires = Requirement(

@@ -59,10 +59,11 @@ from mla_var3.kernel.cute_python.prims.sync import (
 )
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 ROW_TILES = (8, 16, 32)
 CONSUMERS = 2
@@ -991,8 +992,6 @@ def takes(pd: MlaProblem) -> Verdict:
         )
     if pd.p != PANEL:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
-    if pd.n:
-        return Verdict.no(f"this version reads latent tokens only; the problem has n = {pd.n} decompressed ones")
     if pd.page_size % TOKENS:
         return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
     if pd.rows > ROW_TILES[-1]:
@@ -1053,6 +1052,7 @@ class FlashMlaV22Plan(KernelPlan):
     """One compiled kernel a problem class and tile; b, lengths, page table width, workers and split_tokens are
     arguments."""
 
+    workload = decode.WORKLOAD
     tiling_type = FlashMlaV22Tiling
     tiling: FlashMlaV22Tiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)

@@ -39,11 +39,11 @@ import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
-from mla_var3.runtime import CtKernel, Tiling, Verdict
-from mla_var3.runtime.correctness.prefill import PrefillPlan, takes_prefill
+from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.workload import prefill
 
 if TYPE_CHECKING:
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -208,13 +208,14 @@ def takes(pd: MlaProblem) -> Verdict:
         return Verdict.no("there is nothing to attend to: t = 0.")
     if pd.t * pd.h * KEY >= 2**31:
         return Verdict.no(f"t · h = {pd.t * pd.h} keys of a request: strides are 32 bits, use under 11184811.")
-    return takes_prefill(pd)
+    return Verdict.yes()
 
 
 # ------------------------------------------------------------------------------------------------ plan
-class FlashAttentionPlan(PrefillPlan):
+class FlashAttentionPlan(KernelPlan):
     """Prefill attention in cuTile, base version: inputs (q, k, v), outputs (out (b, s, h, 128), lse (b, h, s))."""
 
+    workload = prefill.WORKLOAD
     tiling_type = FlashAttentionTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
     deterministic = True

@@ -54,9 +54,10 @@ from mla_var3.kernel.cutile.prims.latent import (
 )
 from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.plan import require_int32
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -335,6 +336,7 @@ def takes(pd: MlaProblem) -> Verdict:
 class FlashMlaPlan(KernelPlan):
     """One compiled attention kernel a problem class; b, lengths, page table width and splits are arguments."""
 
+    workload = decode.WORKLOAD
     tiling_type = FlashMlaTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
     deterministic = True

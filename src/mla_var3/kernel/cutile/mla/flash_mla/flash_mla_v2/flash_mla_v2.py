@@ -60,11 +60,12 @@ from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
 from mla_var3.kernel.cutile.prims.latent import FLOOR, LATENT, LN2, LOG2E, WIDTH, ceil_pow2, takes_latents
 from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.plan import require_int32
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
     import torch
 
-    from mla_var3.problem import MlaProblem
+    from mla_var3.workload.decode import MlaProblem
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -443,6 +444,7 @@ def takes(pd: MlaProblem) -> Verdict:
 class FlashMlaV2Plan(KernelPlan):
     """Two compiled attention kernels a problem class, unsplit and split; b, lengths and table width are arguments."""
 
+    workload = decode.WORKLOAD
     tiling_type = FlashMlaV2Tiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
     deterministic = True

@@ -9,7 +9,7 @@ brings the first into the second with W_UV, head by head, and merges them by the
 
     out = (w_old · W_UV·o_latent + w_new · o_heads) / (w_old + w_new)        lse = max + log(w_old + w_new)
 
-`mla_var3.runtime.correctness.mixed` has the computation and its reference. n = 0 leaves out the second path (flash_mla
+`mla_var3.workload.mixed` has the computation and its reference. n = 0 leaves out the second path (flash_mla
 and its projection), o = 0 the first and the merge (flash_attention). Two streams run the paths; how they divide the
 device is left to its scheduler: the latent path is compute-bound when s is large, the other one reads 71 times as many
 bytes a token.
@@ -36,14 +36,14 @@ from mla_var3.errors import Infeasible, Unsupported
 from mla_var3.kernel.cutile.prims.combine import combine_kernel, new_partials, warm_up
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
 from mla_var3.kernel.cutile.prims.latent import FLOOR, LATENT, LN2, LOG2E, ROPE, ceil_pow2, takes_pages_of_16
-from mla_var3.runtime import CtKernel, KernelPipeline, Tiling, Verdict
+from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.concurrent import ConcurrentKernels
-from mla_var3.runtime.correctness.mixed import MixedPlan, old_problem, takes_mixed
 from mla_var3.runtime.plan import require_int32
+from mla_var3.workload import decode, mixed
 
 if TYPE_CHECKING:
-    from mla_var3.problem import MlaProblem
     from mla_var3.runtime.base import BaseKernel
+    from mla_var3.workload.mixed import MixedProblem
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -78,7 +78,7 @@ class LatentTile(NamedTuple):
     tile_k: int
 
     @classmethod
-    def of(cls, pd: MlaProblem) -> LatentTile:
+    def of(cls, pd: MixedProblem) -> LatentTile:
         # Up to 16 rows swap AB needs no padding to 64; smaller KV tiles want wider chunks.
         if ceil_pow2(pd.s) * ceil_pow2(pd.h) <= 16 and pd.page_size >= 64:
             return cls(True, 16, 64, 128)
@@ -101,7 +101,7 @@ class MlaVar6PlusTiling(Tiling):
     new_tile_m: int = 64
     new_tile_n: int = 64
 
-    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+    def validate(self, pd: MixedProblem, device: Device | None = None) -> Verdict:
         if self.tile_m not in (64, 128):
             return Verdict.no(f"tile_m = {self.tile_m} is neither 64 nor 128.")
         if self.tile_k not in (64, 128, 256):
@@ -496,7 +496,7 @@ def choose_splits(blocks: int, tiles: int, sms: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)
 
 
-def takes(pd: MlaProblem) -> Verdict:
+def takes(pd: MixedProblem) -> Verdict:
     """Whether the version can be planned for a problem, n = 0 among them."""
     if (pd.k, pd.p, pd.d) != (LATENT, ROPE, HEAD):
         return Verdict.no(
@@ -506,10 +506,10 @@ def takes(pd: MlaProblem) -> Verdict:
         return verdict
     if max(pd.b * pd.s * pd.h * LATENT, pd.n * pd.h * KEY) >= 2**31:
         return Verdict.no("offsets are 32 bits: b · s · h may be under 4194304, and n · h under 11184811.")
-    return takes_mixed(pd)
+    return Verdict.yes()
 
 
-def offered(pd: MlaProblem) -> Verdict:
+def offered(pd: MixedProblem) -> Verdict:
     """Whether the version is among those to choose from for a problem."""
     if not pd.n:
         return Verdict.no("n = 0 keeps no token decompressed, which is flash_mla: use one of its versions.")
@@ -517,9 +517,11 @@ def offered(pd: MlaProblem) -> Verdict:
 
 
 # ------------------------------------------------------------------------------------------------ plan
-class MlaVar6PlusPlan(MixedPlan):
+class MlaVar6PlusPlan(KernelPlan):
     """Decoding over a mixed cache in cuTile, base version."""
 
+    workload = mixed.WORKLOAD
+    cos_slack = decode.ROUNDED_ONCE_MORE  # the latent output, before it meets W_UV
     tiling_type = MlaVar6PlusTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=offered)
     deterministic = True
@@ -567,7 +569,7 @@ class MlaVar6PlusPlan(MixedPlan):
         """On (q_latent, kv_cache, page_table, old_lens): writes `outputs` (o_latent, lse_old) when splits is 1, else
         `partials` (o_partial, lse_partial)."""
         pd, tile = self.problem, LatentTile.of(self.problem)
-        causal = old_problem(pd).causal
+        causal = pd.old().causal
         constants = [
             pd.s, 1, pd.h, pd.page_size, causal, *self.query_tile(), tile.tile_n, tile.tile_k, tile.swapped
         ]  # fmt: skip
@@ -609,7 +611,7 @@ class MlaVar6PlusPlan(MixedPlan):
         h, s)). Without inputs it compiles only."""
         pd = self.problem
         if not inputs:
-            splits = self.num_splits(pd.b, old_problem(pd).max_pages)
+            splits = self.num_splits(pd.b, pd.old().max_pages)
             attention, outputs, partials = self._flash_mla((), (), (), splits), None, None
             if splits == 1:
                 return attention
@@ -713,7 +715,7 @@ class MlaVar6PlusPlan(MixedPlan):
         pd, b = self.problem, q_heads.shape[0]
         out = q_heads.new_empty((b, pd.s, pd.h, HEAD))
         lse = torch.empty((b, pd.h, pd.s), dtype=torch.float32, device=q_heads.device)
-        if not old_problem(pd).t:
+        if not pd.old().t:
             return self._pipeline([self._heads((q_heads, k_new, v_new), (out, lse))], inputs, [])
         old = self._latents((q_latent, kv_cache, page_table, old_lens))
         o_latent, lse_old = old.output_tensors
@@ -729,7 +731,7 @@ class MlaVar6PlusPlan(MixedPlan):
     def plan_empty(self) -> BaseKernel:
         self.require()
         pd = self.problem
-        if not old_problem(pd).t:
+        if not pd.old().t:
             return self._pipeline([self._heads((), ())], (), [])
         old, merge = self._latents(()), self._merge((), ())
         if not pd.n:

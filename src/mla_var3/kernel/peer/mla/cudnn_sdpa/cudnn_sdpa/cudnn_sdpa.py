@@ -12,14 +12,14 @@ from typing import Any
 from mla_var3.device import Requirement
 from mla_var3.kernel.peer.lib.find import Library
 from mla_var3.kernel.peer.lib.kernel import Attached, natural_lse
-from mla_var3.kernel.peer.lib.prefill import PeerPrefillPlan, takes_peer_prefill
+from mla_var3.kernel.peer.lib.prefill import PeerPrefillPlan, is_here
 
 
 class CudnnSdpaPlan(PeerPrefillPlan):
     """Plan of torch's cuDNN attention."""
 
     peer = "cudnn_sdpa"
-    requires = Requirement(archs=("sm_80+",), problem=takes_peer_prefill("cudnn_sdpa"))
+    requires = Requirement(archs=("sm_80+",), problem=is_here("cudnn_sdpa"))
     allocates = True
 
     def attach(self, library: Library, *inputs: Any) -> Attached:

@@ -14,14 +14,14 @@ from mla_var3.device import Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.peer.lib.find import Library
 from mla_var3.kernel.peer.lib.kernel import Attached, natural_lse
-from mla_var3.kernel.peer.lib.prefill import PeerPrefillPlan, takes_peer_prefill
+from mla_var3.kernel.peer.lib.prefill import PeerPrefillPlan, is_here
 
 
 class Fa4Plan(PeerPrefillPlan):
     """Plan of the library's forward function."""
 
     peer = "fa4"
-    requires = Requirement(archs=("sm_90a", "sm_100a", "sm_103a"), problem=takes_peer_prefill("fa4"))
+    requires = Requirement(archs=("sm_90a", "sm_100a", "sm_103a"), problem=is_here("fa4"))
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         import torch

@@ -27,8 +27,8 @@ from mla_var3.errors import UserError
 from mla_var3.kernel.peer.lib import find
 from mla_var3.kernel.peer.lib.find import Library
 from mla_var3.kernel.peer.lib.kernel import LATENT, ROPE, Attached, PeerDecodePlan, takes_decode
-from mla_var3.problem import MlaProblem
 from mla_var3.runtime.types import Verdict
+from mla_var3.workload.decode import MlaProblem
 
 #: Heads and tokens of a tile, as the example's own main has them. Fewer heads are one tile.
 _TILE = 64

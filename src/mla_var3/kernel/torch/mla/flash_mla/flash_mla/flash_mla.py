@@ -15,17 +15,12 @@ import torch
 
 from mla_var3.device import Requirement
 from mla_var3.runtime import KernelPlan, Tiling, TorchKernel, Verdict
-from mla_var3.runtime.correctness.oracle import mla_decode_reference
+from mla_var3.workload import decode
+from mla_var3.workload.decode import mla_decode_reference
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
-
-
-def _takes(problem: MlaProblem) -> Verdict:
-    if problem.n:
-        return Verdict.no(f"flash_mla reads latent tokens only; the problem has n = {problem.n} decompressed ones")
-    return Verdict.yes()
+    from mla_var3.workload.decode import MlaProblem
 
 
 @dataclass(frozen=True)
@@ -39,8 +34,9 @@ class FlashMlaTiling(Tiling):
 class FlashMlaPlan(KernelPlan):
     """Plan of the oracle: inputs (q, kv_cache, page_table, seq_lens), outputs (out, lse)."""
 
+    workload = decode.WORKLOAD
     tiling_type = FlashMlaTiling
-    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"), problem=_takes)
+    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"))
     graph_capturable = False
 
     def default_tiling(self) -> FlashMlaTiling:

@@ -28,11 +28,12 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.triton.lib.combine import MAX_SPLITS, combine_kernel
 from mla_var3.kernel.triton.lib.numerics import dot, interpreted, round_to
 from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.problem import MlaProblem
     from mla_var3.runtime import BaseKernel
+    from mla_var3.workload.decode import MlaProblem
 
 #: Multiprocessors to fill when no device is named: an H100's or H200's.
 _DEFAULT_SMS = 132
@@ -45,8 +46,6 @@ def _power_of_two(x: int) -> bool:
 
 
 def _takes(problem: MlaProblem) -> Verdict:
-    if problem.n:
-        return Verdict.no(f"flash_mla reads latent tokens only; the problem has n = {problem.n} decompressed ones")
     if not (_power_of_two(problem.k) and _power_of_two(problem.p)):
         return Verdict.no(f"k and p must be powers of two of at least 16; they are {problem.k} and {problem.p}")
     return Verdict.yes()
@@ -217,6 +216,7 @@ def flash_mla(
 class FlashMlaPlan(KernelPlan):
     """Plan of the kernel and, where the keys are split, of its combine."""
 
+    workload = decode.WORKLOAD
     tiling_type = FlashMlaTiling
     requires = Requirement(archs=("sm_80+",), dtypes=("bf16", "fp16"), problem=_takes)
 

@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from mla_var3.check.judge import check
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
-from mla_var3.problem import MlaProblem
-from mla_var3.runtime import TorchKernel
-from mla_var3.runtime.correctness.prefill import (
-    CASES,
-    PrefillPlan,
-    make_prefill_inputs,
-    prefill_reference,
-    takes_prefill,
-)
+from mla_var3.runtime import KernelPlan, TorchKernel
 from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.prefill import CASES, WORKLOAD, PrefillProblem, make_inputs, prefill_reference
 
-PROBLEM = MlaProblem(b=2, s=70, t=70, h=2, causal=True)
+PROBLEM = PrefillProblem(b=2, s=70, h=2, causal=True)
 
 
 @dataclass(frozen=True)
@@ -30,11 +25,12 @@ class NoTiling(Tiling):
         return Verdict.yes()
 
 
-class OraclePlan(PrefillPlan):
+class OraclePlan(KernelPlan):
     """The oracle as a kernel; subclasses spoil it."""
 
+    workload = WORKLOAD
     tiling_type = NoTiling
-    requires = Requirement(archs=(), problem=takes_prefill)
+    requires = Requirement(archs=())
 
     def default_tiling(self) -> Tiling:
         return NoTiling()
@@ -56,19 +52,19 @@ class OraclePlan(PrefillPlan):
 
 
 def test_shapes_and_seeds() -> None:
-    q, k, v = make_prefill_inputs(PROBLEM, seed=4)
+    q, k, v = make_inputs(PROBLEM, seed=4)
     assert q.shape == k.shape == (2, 70, 2, 192) and v.shape == (2, 70, 2, 128) and q.dtype == torch.bfloat16
-    again = make_prefill_inputs(PROBLEM, seed=4)
+    again = make_inputs(PROBLEM, seed=4)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), again, strict=True))
-    small = make_prefill_inputs(PROBLEM, dist="flashmla")[0]
+    small = make_inputs(PROBLEM, dist="flashmla")[0]
     assert small.abs().max() <= 1 and small.float().std() < 0.2
-    assert not torch.equal(q, make_prefill_inputs(PROBLEM, seed=5)[0])
+    assert not torch.equal(q, make_inputs(PROBLEM, seed=5)[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_oracle_agrees_with_torch(causal: bool) -> None:
     problem = PROBLEM.replace(causal=causal, dtype="fp32")
-    q, k, v = make_prefill_inputs(problem, seed=1)
+    q, k, v = make_inputs(problem, seed=1)
     out, lse = prefill_reference(q, k, v, scale=problem.scale, causal=causal)
     assert out.dtype == lse.dtype == torch.float64
     rows = [x.transpose(1, 2).double() for x in (q, k, v)]
@@ -87,28 +83,31 @@ def test_the_cost_is_that_of_decompressed_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "word"), [({"s": 1}, "s = 1, t = 70"), ({"lengths": "ragged"}, "one length"), ({"n": 5}, "decompressed")]
+    ("fields", "word"), [({"t": 71}, "t = 71"), ({"lengths": "ragged"}, "one length"), ({"n": 5}, "no latents")]
 )
-def test_other_problems_are_refused(fields: dict[str, Any], word: str) -> None:
-    verdict = takes_prefill(PROBLEM.replace(**fields))
-    assert not verdict and word in verdict.reason
-    with pytest.raises(UserError):
-        make_prefill_inputs(PROBLEM.replace(**fields))
+def test_fields_of_decode_that_no_prefill_has_are_refused(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        PrefillProblem.from_record({"s": 70, **fields})
+
+
+def test_a_decode_problem_is_none_that_the_version_takes() -> None:
+    plan = OraclePlan(MlaProblem(b=2, s=70, t=70, h=2))
+    assert plan.supported().reason == "the kernel computes prefill; the problem is one of decode"
 
 
 def test_unknown_distributions_and_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(UserError, match="did you mean 'normal'"):
-        make_prefill_inputs(PROBLEM, dist="norml")
-    q, k, v = make_prefill_inputs(PROBLEM)
+        make_inputs(PROBLEM, dist="norml")
+    q, k, v = make_inputs(PROBLEM)
     with pytest.raises(UserError, match="prefill wants k"):
         prefill_reference(q, k[:, 1:], v, scale=1.0, causal=False)
 
 
 def test_the_check_passes_the_oracle_in_every_case() -> None:
-    report = OraclePlan.check(PROBLEM, device="cpu", seeds=[2])
+    report = check(OraclePlan, PROBLEM, device="cpu", seeds=[2])
     assert report.ok, report.reason
     assert {c.name for c in report.cases} == set(CASES) and report.error["out"] < 1e-2
-    assert OraclePlan.check(PROBLEM, device="cpu", quick=True).ok
+    assert check(OraclePlan, PROBLEM, device="cpu", quick=True).ok
 
 
 class NotCausal(OraclePlan):
@@ -145,16 +144,16 @@ class LeavesRows(OraclePlan):
     ],
 )
 def test_the_check_finds_what_is_wrong(plan: type[OraclePlan], words: str) -> None:
-    report = plan.check(PROBLEM, device="cpu", quick=True, seeds=[1])
+    report = check(plan, PROBLEM, device="cpu", quick=True, seeds=[1])
     assert not report.ok and words in report.reason
 
 
 def test_binding() -> None:
-    inputs = make_prefill_inputs(PROBLEM, seed=1)
+    inputs = make_inputs(PROBLEM, seed=1)
     kernel = OraclePlan(PROBLEM).plan(*inputs)
-    more = make_prefill_inputs(PROBLEM.replace(b=3), seed=2)
+    more = make_inputs(PROBLEM.replace(b=3), seed=2)
     assert kernel.bind(*more).output_tensors[0].shape == (3, 70, 2, 128)
-    other = make_prefill_inputs(PROBLEM.replace(s=64, t=64), seed=2)
+    other = make_inputs(PROBLEM.replace(s=64), seed=2)
     with pytest.raises(UserError, match="cannot bind"):
         kernel.bind(*other)
     with pytest.raises(UserError, match="planned for bf16"):

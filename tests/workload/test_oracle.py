@@ -9,12 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness import oracle  # noqa: E402
-from mla_var3.runtime.correctness.inputs import (  # noqa: E402
+from mla_var3.workload import decode as oracle  # noqa: E402
+from mla_var3.workload.decode import (  # noqa: E402
     DISTRIBUTIONS,
     DOMINANT,
     GARBAGE_PAGE,
+    MlaProblem,
     make_inputs,
     same_class,
 )

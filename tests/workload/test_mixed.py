@@ -1,4 +1,4 @@
-"""The mixed cache: its reference against the other oracles, and the cost model that chooses n."""
+"""The mixed cache: its reference against the other oracles."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.device import Device  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.mixed import make_mixed_inputs, mixed_reference, old_problem, takes_mixed  # noqa: E402
-from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
-from mla_var3.runtime.correctness.prefill import prefill_reference  # noqa: E402
+from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.workload.decode import mla_decode_reference  # noqa: E402
+from mla_var3.workload.mixed import MixedProblem, make_inputs, mixed_reference  # noqa: E402
+from mla_var3.workload.prefill import prefill_reference  # noqa: E402
 
-H200 = Device.get("h200")
-SMALL = MlaProblem(b=2, s=3, t=90, h=2, n=20, causal=True)
+SMALL = MixedProblem(b=2, s=3, t=90, h=2, n=20, causal=True)
 
 
-def reference(problem: MlaProblem, inputs: tuple) -> tuple:
+def reference(problem: MixedProblem, inputs: tuple) -> tuple:
     return mixed_reference(*inputs, scale=problem.scale, causal=problem.causal)
 
 
@@ -24,7 +22,7 @@ def reference(problem: MlaProblem, inputs: tuple) -> tuple:
 @pytest.mark.parametrize("causal", [False, True])
 def test_without_new_tokens_it_is_the_absorbed_form_projected(causal: bool) -> None:
     problem = SMALL.replace(n=0, causal=causal, lengths=(90, 1))
-    inputs = make_mixed_inputs(problem, seed=1)
+    inputs = make_inputs(problem, seed=1)
     q_latent, _, kv_cache, page_table, old_lens, *_, w_uv = inputs
     latent, lse = mla_decode_reference(
         q_latent, kv_cache, page_table, old_lens, k=problem.k, scale=problem.scale, causal=causal
@@ -39,7 +37,7 @@ def test_without_new_tokens_it_is_the_absorbed_form_projected(causal: bool) -> N
 @pytest.mark.parametrize("causal", [False, True])
 def test_without_old_tokens_it_is_attention_over_heads(causal: bool) -> None:
     problem = SMALL.replace(n=90, causal=causal)
-    inputs = make_mixed_inputs(problem, seed=2)
+    inputs = make_inputs(problem, seed=2)
     _, q, *_, k, v, _ = inputs
     want = prefill_reference(q, k, v, scale=problem.scale, causal=causal)
     for x, y in zip(reference(problem, inputs), want, strict=True):
@@ -48,8 +46,8 @@ def test_without_old_tokens_it_is_attention_over_heads(causal: bool) -> None:
 
 def test_it_does_not_matter_which_form_a_token_is_in() -> None:
     """The same 30 tokens, 30 latent, or 20 latent and 10 decompressed, give the same up to the rounding of bf16."""
-    whole = MlaProblem(b=1, s=2, t=30, h=2, n=10)
-    _, q_heads, *_, w_uv = make_mixed_inputs(whole, seed=3)
+    whole = MixedProblem(b=1, s=2, t=30, h=2, n=10)
+    _, q_heads, *_, w_uv = make_inputs(whole, seed=3)
     g = torch.Generator().manual_seed(4)
     w_uk = torch.randn(w_uv.shape, generator=g, dtype=torch.float64) / 22.6
     latents = torch.randn((30, 512), generator=g, dtype=torch.float64)
@@ -79,10 +77,7 @@ def test_what_it_refuses_says_why() -> None:
         ({"lengths": (90, 10)}, "a request has only 10"),
         ({"n": 2}, "the mask would reach into the latent tokens"),
     ):
-        verdict = takes_mixed(SMALL.replace(**options))
-        assert not verdict and words in verdict.reason
-    assert takes_mixed(SMALL.replace(n=0)) and takes_mixed(SMALL)
-    assert old_problem(SMALL).seq_lens == (70, 70) and not old_problem(SMALL).causal
-
-
-# ---------------------------------------------------------------- the model
+        with pytest.raises(UserError, match=words):
+            SMALL.replace(**options)
+    assert SMALL.replace(n=0).old().causal
+    assert SMALL.old().seq_lens == (70, 70) and not SMALL.old().causal

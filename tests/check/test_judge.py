@@ -10,20 +10,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.check.judge import bounds_of, check, compare, wanted_cases  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.problem import MlaProblem  # noqa: E402
-from mla_var3.runtime.correctness.checking import (  # noqa: E402
+from mla_var3.workload import decode  # noqa: E402
+from mla_var3.workload.decode import (  # noqa: E402
     CASES,
     FLASHMLA,
+    GARBAGE_PAGE,
     NORMAL,
     QUICK,
     ROUNDED_ONCE_MORE,
-    bounds_for,
-    check,
-    compare,
+    WORKLOAD,
+    MlaProblem,
+    make_inputs,
+    mla_decode_reference,
+    same_class,
 )
-from mla_var3.runtime.correctness.inputs import GARBAGE_PAGE, make_inputs, same_class  # noqa: E402
-from mla_var3.runtime.correctness.oracle import mla_decode_reference  # noqa: E402
 
 BLOCK = 64
 
@@ -34,6 +36,7 @@ class Honest:
     Mutants override one step each.
     """
 
+    workload = WORKLOAD
     splits = 3
     deterministic = True
 
@@ -359,9 +362,10 @@ def test_honest_rows_of_every_length_keep_a_margin():
     for dist, bounds in (("flashmla", FLASHMLA), ("normal", NORMAL)):
         inputs = make_inputs(problem, seed=3, dist=dist)
         kernel = Honest(problem).plan(*inputs)
-        report = compare(*kernel(), *mla_decode_reference(*inputs, k=512, scale=problem.scale, causal=False), bounds)
+        report = compare(WORKLOAD, kernel(), decode.reference(problem, *inputs), bounds)
         assert report.ok, report.reason
-        assert report.row_cos < 0.85 * bounds.row_cos and report.cos < 0.7 * bounds.out_cos
+        assert report.outputs["out"].row_cos < 0.85 * bounds["out"].row_cos
+        assert report.outputs["out"].cos < 0.7 * bounds["out"].cos
 
 
 def test_parts_in_16_bits_need_a_third_rounding():
@@ -369,11 +373,14 @@ def test_parts_in_16_bits_need_a_third_rounding():
     problem = MlaProblem(b=32, h=128, t=1024)
     inputs = make_inputs(problem, seed=1, dist="flashmla")
     reference = mla_decode_reference(*inputs, k=512, scale=problem.scale, causal=False)
-    honest, rounded = (compare(*kind(problem).plan(*inputs)(), *reference) for kind in (Honest, RoundedParts))
+    honest, rounded = (
+        compare(WORKLOAD, kind(problem).plan(*inputs)(), reference, FLASHMLA).outputs["out"]
+        for kind in (Honest, RoundedParts)
+    )
     third = (2**-8) ** 2 / 12
     assert 0.8 * third < rounded.cos - honest.cos < 1.3 * third
-    assert honest.row_cos < 0.6 * FLASHMLA.row_cos and 0.9 * FLASHMLA.row_cos < rounded.row_cos
-    assert rounded.row_cos < 0.75 * (FLASHMLA.row_cos + ROUNDED_ONCE_MORE)
+    assert honest.row_cos < 0.6 * FLASHMLA["out"].row_cos and 0.9 * FLASHMLA["out"].row_cos < rounded.row_cos
+    assert rounded.row_cos < 0.75 * (FLASHMLA["out"].row_cos + ROUNDED_ONCE_MORE)
 
 
 def test_a_plan_can_widen_the_bounds_on_cosine_differences_alone():
@@ -388,9 +395,10 @@ def test_a_plan_can_widen_the_bounds_on_cosine_differences_alone():
     report = check(Noisy, PLAIN, device="cpu", cases=("own",), seeds=(5,))
     assert not report.ok and "cosine difference" in report.reason
     assert check(Allowed, PLAIN, device="cpu", cases=("own",), seeds=(5,)).ok
-    wider, usual = bounds_for("normal", Allowed), bounds_for("normal", Noisy)
+    wider, usual = bounds_of(Allowed, "normal"), bounds_of(Noisy, "normal")
     assert usual == NORMAL
-    assert wider == replace(NORMAL, out_cos=usual.out_cos + 2.5e-6, row_cos=usual.row_cos + 2.5e-6)
+    out = usual["out"]
+    assert wider == {**NORMAL, "out": replace(out, cos=out.cos + 2.5e-6, row_cos=out.row_cos + 2.5e-6)}
 
 
 MUTANTS = {
@@ -474,9 +482,9 @@ def result():
 
 
 def test_compare_accepts_rounding_and_reports_it(result):
-    report = compare(result.out, result.lse, result.ref, result.ref_lse)
+    report = compare(WORKLOAD, (result.out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
     assert report and report.reason == ""
-    assert 1e-3 < report.out < 2.5e-3 and report.lse == 0.0
+    assert 1e-3 < report.to_record()["out"] < 2.5e-3 and report.to_record()["lse"] == 0.0
     assert set(report.to_record()) == {"out", "lse"}
 
 
@@ -484,22 +492,22 @@ def test_compare_accepts_rounding_and_reports_it(result):
 def test_compare_refuses_what_is_not_finite(result, value):
     out = result.out.clone()
     out[1, 0, 2, 7] = value
-    report = compare(out, result.lse, result.ref, result.ref_lse)
+    report = compare(WORKLOAD, (out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
     assert not report and "(1, 0, 2, 7)" in report.reason
     lse = result.lse.clone()
     lse[1, 3, 0] = value
-    report = compare(result.out, lse, result.ref, result.ref_lse)
+    report = compare(WORKLOAD, (result.out, lse), (result.ref, result.ref_lse), FLASHMLA)
     assert not report and "(1, 3, 0)" in report.reason
 
 
 def test_compare_sees_one_wrong_element_and_one_wrong_row(result):
     out = result.out.clone()
     out[0, 0, 3, 511] += 0.01
-    report = compare(out, result.lse, result.ref, result.ref_lse)
+    report = compare(WORKLOAD, (out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
     assert not report and "(0, 0, 3, 511)" in report.reason
     out = result.out.clone()
     out[1, 0, 0] = (result.ref[1, 0, 0] * 1.006).bfloat16()  # each element within its bound, the row not
-    report = compare(out, result.lse, result.ref, result.ref_lse)
+    report = compare(WORKLOAD, (out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
     assert not report and "(1, 0, 0)" in report.reason and "cosine" in report.reason
 
 
@@ -517,21 +525,35 @@ def test_rounding_alone_needs_the_bound_of_rows_that_one_key_rules():
         ref, out = e @ values / total, (e.bfloat16().double() @ values / total).bfloat16().double()
         row = 1 - 2 * (out * ref).sum(1) / ((out * out).sum(1) + (ref * ref).sum(1))
         worst = max(worst, float(row.max()))
-    assert 0.8 * NORMAL.row_cos < worst < NORMAL.row_cos
+    assert 0.8 * NORMAL["out"].row_cos < worst < NORMAL["out"].row_cos
 
 
 def test_compare_wants_empty_rows_exactly_zero(result):
     result.ref[0, 0, 0] = 0
     result.ref_lse[0, 0, 0] = math.inf
-    assert not compare(result.out, result.lse, result.ref, result.ref_lse)
+    assert not compare(WORKLOAD, (result.out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
     result.lse[0, 0, 0] = math.inf
-    assert not compare(result.out, result.lse, result.ref, result.ref_lse)
+    assert not compare(WORKLOAD, (result.out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
     result.out[0, 0, 0] = 0
-    assert compare(result.out, result.lse, result.ref, result.ref_lse)
+    assert compare(WORKLOAD, (result.out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
     result.out[0, 0, 0, 3] = 1e-7
-    assert not compare(result.out, result.lse, result.ref, result.ref_lse)
+    assert not compare(WORKLOAD, (result.out, result.lse), (result.ref, result.ref_lse), FLASHMLA)
 
 
 def test_compare_wants_shapes_and_dtypes(result):
-    assert "shape" in compare(result.out[:1], result.lse, result.ref, result.ref_lse).reason
-    assert "float32" in compare(result.out, result.lse.double(), result.ref, result.ref_lse).reason
+    assert "shape" in compare(WORKLOAD, (result.out[:1], result.lse), (result.ref, result.ref_lse), FLASHMLA).reason
+    assert (
+        "float32" in compare(WORKLOAD, (result.out, result.lse.double()), (result.ref, result.ref_lse), FLASHMLA).reason
+    )
+
+
+def test_cases_that_an_interface_rules_out_are_left_out():
+    class Library(Honest):
+        leaves_out = ("in_place",)
+
+    for quick, names in ((True, QUICK), (False, CASES)):
+        assert wanted_cases(Honest, quick) == tuple(names)
+        assert wanted_cases(Library, quick) == tuple(name for name in names if name != "in_place")
+    assert wanted_cases(Library, cases=["in_place"]) == ("in_place",)
+    with pytest.raises(UserError, match="did you mean 'in_place'"):
+        wanted_cases(Honest, cases=["inplace"])

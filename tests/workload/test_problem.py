@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mla_var3 import workload
 from mla_var3.errors import UserError
-from mla_var3.problem import GEOMETRIES, MlaProblem
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.mixed import MixedProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 
 @pytest.mark.parametrize(
@@ -16,7 +19,6 @@ from mla_var3.problem import GEOMETRIES, MlaProblem
         ({"t": 1.5}, "problem.t"),
         ({"h": 6, "h_kv": 4}, "problem.h"),
         ({"dtype": "bf61"}, "bf16"),
-        ({"n": 10, "t": 5}, "problem.n"),
         ({"page": 0}, "problem.page"),
         ({"causal": "yes"}, "problem.causal"),
         ({"lengths": "raged"}, "ragged"),
@@ -59,13 +61,6 @@ def test_class_ignores_b_t_and_lengths() -> None:
     assert a.problem_class() != MlaProblem(causal=True).problem_class()
 
 
-def test_named_geometries() -> None:
-    assert {g: MlaProblem.of(g).h for g in GEOMETRIES} == {"deepseek-v3": 128, "deepseek-v2-lite": 16, "kimi-k2": 64}
-    assert MlaProblem.of("kimi-k2", h=8).h == 8
-    with pytest.raises(UserError, match="kimi-k2"):
-        MlaProblem.of("kimi-k3")
-
-
 def test_public_figures_of_a_cell() -> None:
     """FLOPs = 2·b·s·h·t·1088, bytes = b·t·1152 + b·s·h·2176: the usual way to count dense MLA decode in bf16."""
     cost = MlaProblem(b=128, s=2, h=16, t=4096).cost()
@@ -89,7 +84,7 @@ def test_pairs_equal_a_counted_mask(pd: MlaProblem) -> None:
         for j in range(length)
         if not pd.causal or j <= length - pd.s + i
     )
-    assert pd.cost("absorbed").pairs == pd.cost("decompressed").pairs == pairs
+    assert pd.cost().pairs == pairs
 
 
 @pytest.mark.parametrize("pd", [p.replace(causal=False) for p in SMALL], ids=lambda p: p.label)
@@ -106,8 +101,12 @@ def test_flops_equal_torchs_counter(pd: MlaProblem) -> None:
                     scores @ torch.ones(pd.h, length, width_v)
         return counter.get_total_flops()
 
-    assert pd.cost("absorbed").flops == attend(pd.k + pd.p, pd.k)
-    assert pd.cost("decompressed").flops == attend(pd.d + pd.p, pd.d)
+    assert pd.cost().flops == attend(pd.k + pd.p, pd.k)
+    prompt = PrefillProblem(b=pd.b, s=pd.s, h=pd.h, p=pd.p, d=pd.d, dtype=pd.dtype)
+    with FlopCounterMode(display=False) as counter:
+        scores = torch.ones(pd.b * pd.h, pd.s, pd.d + pd.p) @ torch.ones(pd.b * pd.h, pd.d + pd.p, pd.s)
+        scores @ torch.ones(pd.b * pd.h, pd.s, pd.d)
+    assert prompt.cost().flops == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("pd", SMALL, ids=lambda p: p.label)
@@ -122,46 +121,40 @@ def test_bytes_equal_tensors(pd: MlaProblem) -> None:
         return torch.empty(shape, dtype=dtype, device="meta").nbytes
 
     rows = (pd.b, pd.s, pd.h)
-    assert pd.cost("absorbed").bytes == (
-        size(tokens, pd.h_kv, pd.k + pd.p) + size(*rows, pd.k + pd.p) + size(*rows, pd.k)
-    )
-    assert pd.cost("decompressed").bytes == (
-        size(tokens, pd.h, pd.d + pd.p) + size(tokens, pd.h, pd.d) + size(*rows, pd.d + pd.p) + size(*rows, pd.d)
-    )
+    assert pd.cost().bytes == size(tokens, pd.h_kv, pd.k + pd.p) + size(*rows, pd.k + pd.p) + size(*rows, pd.k)
+    prompt = PrefillProblem(b=pd.b, s=pd.s, h=pd.h, p=pd.p, d=pd.d, dtype=pd.dtype)
+    assert prompt.cost().bytes == 2 * size(*rows, pd.d + pd.p) + 2 * size(*rows, pd.d)
 
 
-@pytest.mark.parametrize("pd", SMALL[:2], ids=lambda p: p.label)
-def test_mixed_meets_both_ends_and_counts_pairs_in_between(pd: MlaProblem) -> None:
-    assert pd.replace(n=0).cost("mixed") == pd.cost("absorbed")
-    assert pd.replace(n=pd.t).cost("mixed") == pd.cost("decompressed")
+@pytest.mark.parametrize("pd", SMALL[1:], ids=lambda p: p.label)
+def test_mixed_meets_decode_and_counts_pairs_of_both_forms(pd: MlaProblem) -> None:
+    lengths = [x + 5 for x in pd.seq_lens]
+    fields = {**{name: getattr(pd, name) for name in pd.fields()}, "t": max(lengths), "lengths": tuple(lengths)}
+    assert MixedProblem(**fields).cost() == MlaProblem(**fields).cost()
     n = 4
-    cost = pd.replace(n=n).cost("mixed")
+    mixed = MixedProblem(**fields, n=n)
     flops = 0
-    for length in pd.seq_lens:
+    for length in lengths:
         for i in range(pd.s):
             for j in range(length):
                 if not pd.causal or j <= length - pd.s + i:
                     latent = j < length - n
                     flops += 2 * pd.h * ((2 * pd.k + pd.p) if latent else (2 * pd.d + pd.p))
-    assert cost.flops == flops
-    new = sum(min(n, x) for x in pd.seq_lens)
-    old = sum(pd.seq_lens) - new
-    columns = old * pd.h_kv * (pd.k + pd.p) + new * pd.h * (2 * pd.d + pd.p)
+    assert mixed.cost().flops == flops
+    new = n * len(lengths)
+    old = sum(lengths) - new
+    columns = old * (pd.k + pd.p) + new * pd.h * (2 * pd.d + pd.p)
     columns += pd.b * pd.s * pd.h * (2 * pd.k + 2 * pd.d + pd.p)
-    assert cost.bytes == 4 * columns
+    assert mixed.cost().bytes == 4 * columns
 
 
-def test_unknown_formulation() -> None:
-    with pytest.raises(UserError, match="absorbed"):
-        MlaProblem().cost("absorbd")
-
-
-def test_projection_cost_counts_four_products() -> None:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    pd = MlaProblem(b=2, s=3, t=8, h=4, k=32, p=8, d=16)
-    with FlopCounterMode(display=False) as counter:
-        torch.ones(pd.h, pd.b * pd.s, pd.d) @ torch.ones(pd.h, pd.d, pd.k)
-        torch.ones(pd.h, pd.b * pd.s, pd.k) @ torch.ones(pd.h, pd.k, pd.d)
-    assert pd.projection_cost().flops == counter.get_total_flops()
+def test_records_name_their_workload_and_old_ones_are_read() -> None:
+    decode, mixed, prefill = MlaProblem(b=2, t=70), MixedProblem(b=2, t=70, n=3), PrefillProblem(s=70, causal=True)
+    assert [workload.problem_from_record(x.to_record()) for x in (decode, mixed, prefill)] == [decode, mixed, prefill]
+    assert workload.problem_from_record({**decode.to_record(), "n": 0}) == decode
+    with pytest.raises(UserError, match="no field 'n'"):
+        workload.problem_from_record({**decode.to_record(), "n": 3})
+    old = {**MlaProblem(s=70, t=70, causal=True).to_record(), "n": 0, "workload": "prefill"}
+    assert workload.problem_from_record(old) == prefill
+    with pytest.raises(UserError, match="prefill"):
+        workload.problem_from_record({"workload": "prefil"})

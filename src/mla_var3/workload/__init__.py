@@ -1,0 +1,272 @@
+"""What is computed, without tensors or tilings: one file a workload, found by walking this folder.
+
+A file has the problem (a frozen dataclass), its FLOPs and bytes, how inputs are made, the oracle, the cases that break
+kernels and the error bounds, and ends with `WORKLOAD = Workload(...)`. A kernel's plan names its workload; checking,
+timing and records go through it, so that a new file is all that a new workload takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+from mla_var3.errors import UserError, nearest
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+#: The workload of a record whose problem names none: the first one there was.
+DEFAULT = "decode"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least work and traffic of a problem.
+
+    flops: floating-point operations of the matrix products (a multiply-add is 2).
+    bytes: device memory traffic when every input is read once and every output written once.
+    pairs: of attention, (query token, cached token) pairs that attend, over all requests, for one head.
+    """
+
+    flops: int
+    bytes: int
+    pairs: int = 0
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte; infinite when nothing moves."""
+        return self.flops / self.bytes if self.bytes else math.inf
+
+
+class ProblemClass(Protocol):
+    """What a compiled kernel is specialised on; hashable."""
+
+    def key(self) -> str:
+        """A short file-name-safe string, equal exactly for equal classes."""
+        ...
+
+
+class Problem(ABC):
+    """One instance of a workload: a frozen dataclass of plain values, so that problems are hashable.
+
+    A subclass names its workload, and raises `UserError`, naming the field, when the values make no sense.
+    """
+
+    workload: ClassVar[str]
+    dtype: str
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Short name for tables and folders, such as b128_s1_h128_t4096."""
+
+    @abstractmethod
+    def problem_class(self) -> ProblemClass:
+        """What compiled code depends on; problems of one class share kernels."""
+
+    @abstractmethod
+    def cost(self) -> Cost:
+        """FLOPs and minimal bytes of one call."""
+
+    @abstractmethod
+    def input_bytes(self) -> int:
+        """Device memory of one input set with its outputs."""
+
+    @abstractmethod
+    def output_bytes(self) -> int:
+        """Device memory of the outputs alone."""
+
+    # ------------------------------------------------------------ how tables and pages show it
+    @property
+    def detail(self) -> str:
+        """What `label` leaves out and two different problems may differ in, each word behind an underscore."""
+        return ""
+
+    @property
+    def panel(self) -> str:
+        """The panel of a map that it belongs to: problems of a panel differ in `place` only."""
+        return self.workload
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where in its panel it stands."""
+        return 1, 1
+
+    @property
+    def geometry(self) -> str:
+        """Widths and layout, for a filter."""
+        return self.workload
+
+    @property
+    def phase(self) -> str:
+        """The part of serving that it belongs to."""
+        return self.workload
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        """Problems are listed in this order."""
+        return (self.workload, self.label)
+
+    @property
+    def words(self) -> str:
+        """The sizes in words."""
+        return ", ".join(f"{name} = {value}" for name, value in self.to_record().items() if name != "workload")
+
+    def options(self) -> list[str]:
+        """The words of a command line that say this problem."""
+        default = type(self)()
+        changed = {name: getattr(self, name) for name in self.fields() if getattr(self, name) != getattr(default, name)}
+        return ["--problem", ",".join(f"{name}={value}" for name, value in changed.items())] if changed else []
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def torch_dtype(self) -> Any:
+        import torch
+
+        return getattr(torch, _TORCH_DTYPES[self.dtype])
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other fields."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def to_record(self) -> dict[str, Any]:
+        """The JSON form that records hold; it names every workload but `DEFAULT`."""
+        named = {} if self.workload == DEFAULT else {"workload": self.workload}
+        return {**named, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_record(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_record`; an unknown field is a `UserError` that names the nearest."""
+        names = cls.fields()
+        for key in data:
+            if key not in names and key != "workload":
+                raise UserError(f"problem has no field {key!r}: {nearest(str(key), names)}.")
+        return cls(**{name: value for name, value in data.items() if name != "workload"})
+
+    @classmethod
+    def fields(cls) -> list[str]:
+        """Names of the fields, in order."""
+        return [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def count(number: int, what: str) -> str:
+    """ "1 request", "2 requests"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def check_integer(name: str, value: Any, low: int) -> None:
+    """Raises `UserError` when a problem's field is no whole number of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"problem.{name} = {value!r} is not an integer: use a whole number of at least {low}.")
+    if value < low:
+        raise UserError(f"problem.{name} = {value} is too small: use at least {low}.")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises `UserError` for a dtype that no workload has."""
+    if dtype not in DTYPE_BYTES:
+        raise UserError(f"problem.dtype = {dtype!r} is unknown: {nearest(str(dtype), DTYPE_BYTES)}.")
+
+
+# ---------------------------------------------------------------- judging
+@dataclass(frozen=True)
+class Output:
+    """One output. axes: names of its dimensions. dtype: float32, or None for the problem's own. rows: whether the last
+    axis is a vector whose direction is judged (cosine difference), and its error is relative; else it is absolute."""
+
+    name: str
+    axes: tuple[str, ...]
+    dtype: str | None = None
+    rows: bool = True
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an output's error may be at most; an element passes with either its absolute or its relative error.
+
+    cos: cosine difference, 1 - cos, of the whole output. row_cos: of its worst row; infinite where rows are not judged.
+    """
+
+    abs: float
+    rel: float
+    cos: float
+    row_cos: float = math.inf
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of the check. dist: distribution of the inputs.
+
+    planned: planned anew, not bound to the first case's kernel. then: a problem whose inputs are written into the same
+    tensors after a first call, and judged. alter: changes a set of inputs before it is used; None from it leaves the
+    case out (memory is short).
+    """
+
+    name: str
+    problem: Any
+    dist: str
+    planned: bool = False
+    then: Any = None
+    alter: Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that is known of a workload beside its kernels.
+
+    make_inputs(problem, device, *, seed, dist, **options): fresh random inputs. reference(problem, *inputs): the
+    oracle, outputs in higher precision. cases(problem, on_gpu): what the check runs, "own" (the problem itself) first;
+    names and purposes are in `case_names`, those of a quick check in `quick`. bounds(dist): by output.
+    rebound(problem, *inputs): the problem that other tensors of the same class have; raises `UserError` for a tensor
+    that does not fit. as_bound(problem): what it makes of the problem's own inputs. small(problem): like it, and done
+    in seconds on a CPU. sample(small, given): fields of a problem of which a user gave only these.
+    """
+
+    name: str
+    problem: type[Any]
+    outputs: tuple[Output, ...]
+    make_inputs: Callable[..., tuple[Any, ...]]
+    reference: Callable[..., tuple[Any, ...]]
+    cases: Callable[[Any, bool], Iterable[Case]]
+    case_names: Mapping[str, str]
+    quick: tuple[str, ...]
+    bounds: Callable[[str], Mapping[str, Bound]]
+    rebound: Callable[..., Any]
+    small: Callable[[Any], Any]
+    as_bound: Callable[[Any], Any]
+    sample: Callable[[bool, Mapping[str, Any]], dict[str, Any]]
+
+    def case_problems(self, problem: Any) -> list[Any]:
+        """The problems that the check plans or binds on a GPU for this one, each once, itself first."""
+        return list(dict.fromkeys(case.problem for case in self.cases(problem, True)))
+
+
+# ---------------------------------------------------------------- finding
+@cache
+def names() -> tuple[str, ...]:
+    """Names of the workloads here: the files of this folder."""
+    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__"))
+
+
+@cache
+def get(name: str) -> Workload:
+    """A workload by its name; a `UserError` names the nearest."""
+    if name not in names():
+        raise UserError(f"workload {name!r} is unknown: {nearest(name, names())}.")
+    found: Workload = import_module(f"{__name__}.{name}").WORKLOAD
+    return found
+
+
+def problem_from_record(data: Mapping[str, Any]) -> Any:
+    """The problem that a record holds, of the workload that it names."""
+    return get(str(data.get("workload", DEFAULT))).problem.from_record(data)

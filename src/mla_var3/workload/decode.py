@@ -1,0 +1,821 @@
+"""Paged MLA decode in the absorbed form: `MlaProblem`, its inputs, its oracle, and what breaks its kernels.
+
+Words: b requests of s query tokens each attend to t cached tokens each (or a list of lengths). h query heads share
+h_kv latent caches (1 in MLA). A cached token is a latent of k columns and a rope part of p columns; decompressed,
+it is per head a key of d + p and a value of d columns.
+
+    q (b, s, h, k + p)   kv_cache (pages, page, h_kv, k + p)   page_table (b, max_pages) int32   seq_lens (b,) int32
+    →   out (b, s, h, k) in the inputs' dtype, lse (b, h, s) float32: the natural log-sum-exp of scale · q·k
+
+columns 0..k-1 of a cached token are the latent (V, and the first part of K). Entry j of request i in the page table is
+the page of its tokens j·page .. j·page + page-1. seq_lens may be 0: out is 0 and lse is +inf where a row sees no key.
+A contiguous cache (`problem.page is None`) is the same tensors with 64-token pages in order.
+
+Distributions of inputs (`dist`):
+
+    flashmla       N(0, 1) / 10 clamped to ±1: what FlashMLA's own test draws. Logits are small, attention is flat.
+    normal         N(0, 1): logits have a spread of about 1.7, attention is uneven.
+    first, last    one token (the first, the last) takes about 95 % of the attention of every query row.
+    page_boundary  the last token of a page and the first of the next one share it.
+    just_masked    the first token past each row's limit would take it: past the end of the request (where that lies on
+                   the request's last page, in place of the poison) and past the causal limit.
+    below_zero     every attended logit is far below zero, so a token whose key was filled with zeros, or a mask that
+                   writes 0 in place of -inf, would take it.
+
+The dominant ones lie on top of "flashmla" values: the last columns of q hold a common sign pattern, and the keys of
+the chosen tokens a multiple of it, as large as their length asks for. So one dropped or extra token is an error of
+order one.
+
+Bounds
+------
+On FlashMLA's inputs they are FlashMLA's own (`FLASHMLA`): every element of out within 8e-4
+absolute or 2.01/128 relative, cosine difference below 5e-6, lse within 1e-6 absolute or 8.01/65536 relative (and a
+cosine difference below 1e-7). Three things are stricter here: the reference is not rounded to the output's dtype, the
+cosine difference must hold in the worst row too, and a row without keys must be exactly 0 with lse = +inf.
+
+On N(0, 1) inputs (`NORMAL`) they follow from two facts. With u = 2^-8, bf16's unit roundoff:
+
+    out: rounding P and out moves an element by at most u · Σ p|v| + u · |out|. With values of spread σ, Σ p|v| is about
+         0.8 σ, so the error is at most 2u σ = 7.8e-3 σ where |out| <= σ: FlashMLA's 8e-4 at σ = 0.1. So the absolute
+         bound scales with σ: 8e-3 at σ = 1. Relative: 2 units in the last place, 2.01/128, whatever σ is.
+    cos: 1 - cos = |Δ|² / (|a|² + |b|²) = ε²/2 with ε the relative error. Rounding has a relative rms of u/√6 = 1.6e-3
+         in out, and as much in P where many keys share a row: (2 · u²/6)/2 = 2.5e-6, whatever σ is, so 5e-6 stays for
+         the whole. In a row that one key rules, P's error is that key's alone, at most u (0 when P is taken relative
+         to the exact maximum, and not when a kernel rescales lazily), and the output's has an rms of at most u/√3,
+         where all elements lie just over a power of two: (u² + u²/3)/2 = 1.02e-5 in the worst row. (Nothing but
+         these roundings gives 9.2e-6 in the worst of 200,000 rows of 128 keys; a test draws some of them.)
+    lse: a logit is a sum of products q·k, its float32 error scales with |q||k|: 1e-6 at spreads of 0.1, 1e-4 at 1.
+         Relative: 8.01/65536.
+
+The dominant inputs have FlashMLA's values with one key ruling each row: FlashMLA's bounds with that (`DOMINATED`).
+A kernel that rounds a third time by its design says so in its plan (`cos_slack`, `ROUNDED_ONCE_MORE`).
+The bounds are the same for fp16, whose rounding is 8 times finer, as in FlashMLA's test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from mla_var3.errors import UserError, nearest
+from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_dtype, check_integer, count
+
+if TYPE_CHECKING:
+    import torch
+
+    InputSet = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+#: Most query tokens of a request that count as decoding; speculation adds a few to one.
+DECODE_TOKENS = 64
+LENGTH_NAMES = ("uniform", "ragged", "normal", "edges")
+
+# Query heads and head dims of public models: config.json of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V2-Lite
+# and moonshotai/Kimi-K2-Instruct (num_attention_heads, kv_lora_rank, qk_rope_head_dim, v_head_dim).
+GEOMETRIES: dict[str, dict[str, int]] = {
+    "deepseek-v3": {"h": 128, "h_kv": 1, "k": 512, "p": 64, "d": 128},
+    "deepseek-v2-lite": {"h": 16, "h_kv": 1, "k": 512, "p": 64, "d": 128},
+    "kimi-k2": {"h": 64, "h_kv": 1, "k": 512, "p": 64, "d": 128},
+}
+
+
+@dataclass(frozen=True)
+class DecodeClass:
+    """What a compiled kernel is specialised on: everything of a problem but b, t and the lengths."""
+
+    s: int
+    h: int
+    h_kv: int
+    k: int
+    p: int
+    d: int
+    causal: bool
+    page: int | None
+    dtype: str
+
+    def key(self) -> str:
+        """A short file-name-safe string, equal exactly for equal classes."""
+        page = "contig" if self.page is None else f"pg{self.page}"
+        mask = "causal" if self.causal else "full"
+        return f"s{self.s}_h{self.h}_kv{self.h_kv}_k{self.k}_p{self.p}_d{self.d}_{mask}_{page}_{self.dtype}"
+
+
+@dataclass(frozen=True)
+class MlaProblem(Problem):
+    """One attention problem. Raises `UserError`, naming the field, when it makes no sense.
+
+    b: requests. s: query tokens of each request. t: cached tokens of each request, the s new ones included, or a
+    sequence of b lengths. h: query heads. h_kv: latent caches, each shared by h / h_kv heads. k: latent columns.
+    p: rope columns. d: head dim. causal: query token i attends to the first length - s + i + 1 tokens. page: tokens a
+    cache page, or None for a contiguous cache. dtype: bf16, fp16 or fp32.
+    lengths: "uniform" (all t), a mapping {"name": "ragged" | "normal" | "edges", "seed": int}, or a list.
+    softmax_scale: factor on q·k, None for that of the decompressed heads, (d + p)^-1/2; compiled code does not depend
+    on it.
+    """
+
+    workload: ClassVar[str] = "decode"
+
+    b: int = 1
+    s: int = 1
+    t: int = 4096
+    h: int = 128
+    h_kv: int = 1
+    k: int = 512
+    p: int = 64
+    d: int = 128
+    causal: bool = False
+    page: int | None = 64
+    dtype: str = "bf16"
+    lengths: Any = "uniform"
+    softmax_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        t: Any = self.t
+        if isinstance(t, Sequence) and not isinstance(t, str):
+            object.__setattr__(self, "lengths", tuple(t))
+            object.__setattr__(self, "b", len(t))
+            object.__setattr__(self, "t", max((int(x) for x in t), default=0))
+        self._freeze_lengths()
+        for name in ("b", "s", "h", "h_kv", "k", "d"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("t", "p"):
+            check_integer(name, getattr(self, name), 0)
+        if self.h % self.h_kv:
+            raise UserError(f"problem.h = {self.h} is not a multiple of h_kv = {self.h_kv}: choose one that is.")
+        if self.page is not None:
+            check_integer("page", self.page, 1)
+        check_dtype(self.dtype)
+        if not isinstance(self.causal, bool):
+            raise UserError(f"problem.causal = {self.causal!r} is not a boolean: use true or false.")
+
+    def _freeze_lengths(self) -> None:
+        """Brings `lengths` into one of its hashable forms: a name, (("name", x), ("seed", y)), or a tuple of ints."""
+        value = self.lengths
+        if isinstance(value, str):
+            value = {"name": value, "seed": 0} if value != "uniform" else value
+        if isinstance(value, Mapping):
+            unknown = set(value) - {"name", "seed"}
+            if unknown or "name" not in value:
+                raise UserError(f"problem.lengths = {dict(value)!r} needs the fields name and seed, and no others.")
+            name, seed = str(value["name"]), int(value.get("seed", 0))
+            if name not in LENGTH_NAMES:
+                raise UserError(f"problem.lengths name {name!r} is unknown: {nearest(name, LENGTH_NAMES)}.")
+            value = "uniform" if name == "uniform" else (("name", name), ("seed", seed))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            value = tuple(value)
+            if not (len(value) == 2 and isinstance(value[0], tuple)):
+                if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in value):
+                    raise UserError("problem.lengths holds something that is not a whole number of at least 0.")
+                if len(value) != self.b:
+                    raise UserError(f"problem.lengths has {len(value)} entries for b = {self.b}: give one a request.")
+                object.__setattr__(self, "t", max(value, default=0))
+        elif value != "uniform":
+            raise UserError(f"problem.lengths = {value!r} is neither a name, a mapping with name and seed, nor a list.")
+        object.__setattr__(self, "lengths", value)
+
+    # ---------------------------------------------------------------- derived
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """The b lengths. Named distributions are drawn from `random.Random(seed)`, so they are the same everywhere.
+
+        ragged: uniform in 0..t. normal: N(t, t/2), at least s and at most 2t (FlashMLA's own test draws so, with no
+        upper end). edges: 0, 1, page - 1, page, page + 1, t - 1, t in turn.
+        """
+        value = self.lengths
+        if value == "uniform":
+            return (self.t,) * self.b
+        if isinstance(value[0], int):
+            return value
+        spec = dict(value)
+        rng = random.Random(spec["seed"])
+        if spec["name"] == "ragged":
+            return tuple(rng.randint(0, self.t) for _ in range(self.b))
+        if spec["name"] == "normal":
+            draws = (int(rng.normalvariate(self.t, self.t / 2)) for _ in range(self.b))
+            return tuple(min(max(x, self.s), 2 * self.t) for x in draws)
+        page = self.page_size
+        edges = [x for x in (0, 1, page - 1, page, page + 1, self.t - 1, self.t) if 0 <= x <= self.t]
+        return tuple(edges[i % len(edges)] for i in range(self.b))
+
+    @property
+    def fill(self) -> float:
+        """Mean length over the longest one: 1 where all are equally long, and where none has a key."""
+        if self.lengths == "uniform":
+            return 1.0
+        lengths = self.seq_lens
+        return sum(lengths) / (len(lengths) * max(lengths)) if max(lengths) else 1.0
+
+    @property
+    def scale(self) -> float:
+        """Factor on q·k before the softmax."""
+        return (self.d + self.p) ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one latent cache."""
+        return self.h // self.h_kv
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request and one latent cache: s · h / h_kv, token-major."""
+        return self.s * self.group
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page; a contiguous cache is read as 64-token pages in order."""
+        return 64 if self.page is None else self.page
+
+    @property
+    def max_pages(self) -> int:
+        """Width of the page table: pages of the longest request, at least 1."""
+        return max(1, max(-(-x // self.page_size) for x in self.seq_lens))
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and folders: b128_s1_h128_t4096, with what differs from the default appended."""
+        text = f"b{self.b}_s{self.s}_h{self.h}_t{self.t}"
+        if self.h_kv != 1:
+            text += f"_kv{self.h_kv}"
+        if self.causal:
+            text += "_causal"
+        if self.lengths != "uniform":
+            text += "_list" if isinstance(self.lengths[0], int) else f"_{dict(self.lengths)['name']}"
+        if self.dtype != "bf16":
+            text += f"_{self.dtype}"
+        return text
+
+    def problem_class(self) -> DecodeClass:
+        """What compiled code depends on; problems of one class share kernels."""
+        return DecodeClass(**{f.name: getattr(self, f.name) for f in dataclasses.fields(DecodeClass)})
+
+    def to_record(self) -> dict[str, Any]:
+        data = super().to_record()
+        if self.lengths != "uniform":
+            data["lengths"] = list(self.lengths) if isinstance(self.lengths[0], int) else dict(self.lengths)
+        if self.softmax_scale is None:
+            del data["softmax_scale"]
+        return data
+
+    @classmethod
+    def from_record(cls, data: Mapping[str, Any]) -> Self:
+        fields = dict(data)
+        if "n" not in cls.fields() and fields.get("n") == 0:  # older records count decompressed tokens: here, none
+            del fields["n"]
+        return super().from_record(fields)
+
+    # ---------------------------------------------------------------- cost
+    def attending(self) -> Iterator[tuple[int, int]]:
+        """For each request its length L and the (query token, cached token) pairs that attend, of one head.
+
+        Without a mask every query token attends to all L tokens. With it, query token i attends to the first
+        L - s + i + 1, none when that is not positive.
+        """
+        for length in self.seq_lens:
+            if self.causal:
+                yield length, sum(max(length - self.s + i + 1, 0) for i in range(self.s))
+            else:
+                yield length, self.s * length
+
+    def cost(self) -> Cost:
+        """FLOPs and minimal bytes; log-sum-exps and page tables (under 1 %) are not counted.
+
+        Each head's query is in latent space, K = [latent | rope], V = latent. A pair costs 2(k + p) for q·k and 2k for
+        p·v. Bytes: each cached token (k + p columns, per latent cache) once, q in (k + p) and out (k) once per query
+        row. With k = 512, p = 64 that is 2176 FLOPs a pair and 1152 B a token in bf16.
+        """
+        tokens = pairs = 0
+        for length, attended in self.attending():
+            tokens += length
+            pairs += attended
+        columns = tokens * self.h_kv * (self.k + self.p) + self.b * self.s * self.h * (2 * self.k + self.p)
+        return Cost(pairs * 2 * (2 * self.k + self.p) * self.h, columns * self.element_bytes, pairs)
+
+    # ---------------------------------------------------------------- how tables and pages show it
+    @property
+    def detail(self) -> str:
+        default, text = MlaProblem(), ""
+        if self.page != default.page:
+            text += "_contiguous" if self.page is None else f"_page{self.page}"
+        if (self.k, self.p, self.d) != (default.k, default.p, default.d):
+            text += f"_k{self.k}_p{self.p}_d{self.d}"
+        if self.lengths != "uniform":
+            lengths = json.dumps(self.to_record()["lengths"], sort_keys=True)
+            text += "_" + hashlib.sha256(lengths.encode()).hexdigest()[:4]
+        return text
+
+    @property
+    def panel(self) -> str:
+        named = f"b{self.b}_s{self.s}_h{self.h}_t{self.t}"
+        unusual = (self.label + self.detail).removeprefix(named).strip("_").replace("_", " ")
+        heads = f"{self.h} heads × {self.s}"
+        return f"{heads}, {unusual}" if unusual else heads
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.b, self.t
+
+    @property
+    def geometry(self) -> str:
+        cache = "contiguous" if self.page is None else f"pages of {self.page}"
+        dims = f"latent {self.k}+{self.p}"
+        return f"{dims}, {cache}" if self.d == MlaProblem().d else f"{dims}, head dim {self.d}, {cache}"
+
+    @property
+    def phase(self) -> str:
+        return "decode" if self.s <= DECODE_TOKENS else "prefill"
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        return (self.s > DECODE_TOKENS, self.rows, self.h, self.s, self.causal, self.b, self.t)
+
+    @property
+    def words(self) -> str:
+        text = f"{count(self.b, 'request')} of {count(self.t, 'cached token')}"
+        text += f", {count(self.s, 'query token')}, {count(self.h, 'head')}"
+        text += f" on {self.h_kv} caches" if self.h_kv != 1 else ""
+        text += ", causal" if self.causal else ""
+        return text if self.lengths == "uniform" else f"{text}, lengths {json.dumps(self.to_record()['lengths'])[:80]}"
+
+    def options(self) -> list[str]:
+        default = type(self)(b=1)
+        if isinstance(self.lengths, tuple) and self.lengths and isinstance(self.lengths[0], int):
+            words = ["--lengths", ",".join(map(str, self.lengths))]
+        else:
+            words = ["--b", str(self.b), "--t", str(self.t)]
+            if self.lengths != "uniform":
+                named = dict(self.lengths)
+                words += ["--lengths", f"{named['name']}:{named.get('seed', 0)}"]
+        words += ["--s", str(self.s), "--h", str(self.h)]
+        for name in ("h_kv", "k", "p", "d", "n", "dtype"):
+            if getattr(self, name, None) != getattr(default, name, None):
+                words += [f"--{name}", str(getattr(self, name))]
+        if self.page != default.page:
+            words += ["--page", "contiguous" if self.page is None else str(self.page)]
+        return [*words, "--causal"] if self.causal else words
+
+    # ---------------------------------------------------------------- memory
+    def output_bytes(self) -> int:
+        return self.b * self.s * self.h * (self.k * self.element_bytes + 4)
+
+    def input_bytes(self) -> int:
+        """Device memory of one input set with its outputs, padding of the pages included."""
+        cache = self.b * self.max_pages * self.page_size * self.h_kv * (self.k + self.p)
+        rows = self.b * self.s * self.h * (2 * self.k + self.p)
+        return (cache + rows) * self.element_bytes + 4 * self.b * (self.s * self.h + self.max_pages + 1)
+
+
+# ---------------------------------------------------------------- inputs
+DOMINANT = ("first", "last", "page_boundary", "just_masked", "below_zero")
+DISTRIBUTIONS = ("flashmla", "normal", *DOMINANT)
+
+#: What unused page-table entries hold: a kernel that follows one of them leaves the cache, and faults.
+GARBAGE_PAGE = 2147480000
+
+#: How far (natural log) the chosen tokens stand above all others together: exp(3) = 20, or 95 % of the attention.
+_LEAD = 3.0
+#: Magnitude of the sign pattern in q.
+_PATTERN = 2.0
+
+
+def make_inputs(
+    problem: MlaProblem,
+    device: torch.device | str = "cpu",
+    *,
+    seed: int = 0,
+    dist: str = "flashmla",
+    shuffle_pages: bool = True,
+    poison: bool = True,
+    spare_pages: int = 0,
+) -> InputSet:
+    """Makes one input set of `problem` on `device`; the module's docstring has shapes and distributions.
+
+    seed: the same seed gives the same bits on the same kind of device (CPU and CUDA draw differently).
+    shuffle_pages: pages are handed out in random order; a contiguous cache never is.
+    poison: NaN in the cache's unreferenced pages and after each request's last token, and `GARBAGE_PAGE` in unused
+        page-table entries. Without it those hold finite random values, and 0.
+    spare_pages: pages that belong to no request, beside the b · max_pages; with shuffling they lie between the others.
+    Raises `UserError` for an unknown distribution.
+    """
+    import torch
+
+    if dist not in DISTRIBUTIONS:
+        raise UserError(f"input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
+    page, max_pages = problem.page_size, problem.max_pages
+    num_pages = problem.b * max_pages + spare_pages
+    width = problem.k + problem.p
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        x = torch.randn(shape, dtype=problem.torch_dtype, device=device, generator=generator)
+        return x if dist == "normal" else x.div_(10).clamp_(-1.0, 1.0)
+
+    q = draw(problem.b, problem.s, problem.h, width)
+    kv_cache = draw(num_pages, page, problem.h_kv, width)
+
+    lens = torch.tensor(problem.seq_lens, dtype=torch.int64)
+    if shuffle_pages and problem.page is not None:
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed + 1))
+    else:
+        order = torch.arange(num_pages)
+    table = order[: problem.b * max_pages].view(problem.b, max_pages).clone()
+    used = torch.arange(max_pages) < ((lens + page - 1) // page).unsqueeze(1)
+
+    if poison:
+        referenced = torch.zeros(num_pages, dtype=torch.bool)
+        referenced[table[used]] = True
+        kv_cache[torch.nonzero(~referenced).flatten().to(device)] = math.nan
+        _tail(kv_cache, table, lens, math.nan)
+    table[~used] = GARBAGE_PAGE if poison else 0
+    if dist in DOMINANT:
+        _dominate(problem, q, kv_cache, table, dist)
+
+    page_table = table.to(torch.int32).to(device)
+    seq_lens = lens.to(torch.int32).to(device)
+    return q, kv_cache, page_table, seq_lens
+
+
+def _tail(kv_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, value: float) -> None:
+    """Fills what lies after each request's last token on its last page."""
+    import torch
+
+    page = kv_cache.shape[1]
+    fill = lens % page
+    partial = fill > 0
+    if not bool(partial.any()):
+        return
+    last = table[torch.arange(len(lens)), (lens - 1).clamp(min=0) // page]
+    offset = torch.arange(page).expand(len(lens), page)
+    dead = partial.unsqueeze(1) & (offset >= fill.unsqueeze(1))
+    slots = (last.unsqueeze(1) * page + offset)[dead]
+    kv_cache.view(-1, *kv_cache.shape[2:])[slots.to(kv_cache.device)] = value
+
+
+def _chosen(problem: MlaProblem, dist: str, length: int) -> list[int]:
+    """Positions that dominate; `length` itself is the slot after the last token."""
+    page, s = problem.page_size, problem.s
+    if dist == "just_masked":
+        masked = range(max(0, length - s + 1), length) if problem.causal else range(0)
+        return [*masked, length]
+    if length == 0:
+        return []
+    if dist == "first":
+        return [0]
+    if dist == "last":
+        return [length - 1]
+    if dist == "page_boundary":
+        if length <= page:
+            return [length - 1]
+        edge = max(1, length // page // 2) * page
+        return [edge - 1, edge]
+    return list(range(length))
+
+
+def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, dist: str) -> None:
+    """Writes the sign pattern into q and its multiple into the chosen keys."""
+    import torch
+
+    device, width = q.device, problem.k + problem.p
+    w = min(64, width)
+    signs = torch.where(torch.arange(w) % 3 == 0, -1.0, 1.0).to(device=device, dtype=q.dtype)
+    q[..., width - w :] = _PATTERN * signs
+    page = problem.page_size
+    flat = kv_cache.view(-1, problem.h_kv, width)
+    slots: list[int] = []
+    sizes: list[float] = []
+    pages = table.tolist()
+    for i, length in enumerate(problem.seq_lens):
+        lead = math.log(max(length, 1)) + _LEAD
+        if dist == "below_zero":
+            lead = -(lead + 5.0)
+        for position in _chosen(problem, dist, length):
+            entry = position // page
+            if entry >= -(-length // page):  # the slot after the last token lies on no page of this request
+                continue
+            slots.append(pages[i][entry] * page + position % page)
+            sizes.append(lead / (w * _PATTERN * problem.scale))
+    if not slots:
+        return
+    index = torch.tensor(slots, device=device)
+    if dist == "just_masked":  # the slot after the end may hold poison: give it values that would be believed
+        rows = torch.randn(
+            (len(slots), problem.h_kv, width), dtype=torch.float32, device=device,
+            generator=torch.Generator(device=device).manual_seed(len(slots)),
+        )  # fmt: skip
+        flat[index] = (rows / 10).clamp_(-1.0, 1.0).to(q.dtype)
+    keys = torch.tensor(sizes, device=device, dtype=torch.float32).view(-1, 1, 1) * signs.float()
+    flat[index, :, width - w :] = keys.expand(-1, problem.h_kv, -1).to(q.dtype)
+
+
+def same_class(problem: MlaProblem, lengths: Sequence[int]) -> MlaProblem:
+    """A problem of the same class (so of the same compiled kernels) with other requests: one for each length."""
+    return problem.replace(b=len(lengths), t=max(lengths, default=0), lengths=tuple(lengths))
+
+
+# ---------------------------------------------------------------- oracle
+#: Above these many FLOPs of the problem the reference computes in float32: about a second of float64 on each device.
+FLOAT64_FLOPS = {"cpu": 2e10, "cuda": 2e13}
+
+#: Most elements of one block of attention probabilities (256 MiB in float64).
+BLOCK_ELEMENTS = 1 << 25
+
+
+def mla_decode_reference(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k: int,
+    scale: float,
+    causal: bool,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed attention of every request, one at a time, so that memory is bounded whatever the length.
+
+    The module's docstring has the inputs.
+
+    k: latent columns (the values). scale: factor on q·k. causal: query token i sees keys 0 .. len - s + i.
+    compute_dtype: torch.float64, or torch.float32 above `FLOAT64_FLOPS`, unless given.
+    Returns out (b, s, h, k), not rounded to the inputs' dtype, and lse (b, h, s), the natural log-sum-exp of
+    scale · q·k, both in the compute dtype on the inputs' device. A row that sees no key has out 0 and lse +inf.
+    Raises `UserError` when a page that a request needs is not in the cache.
+    """
+    import torch
+
+    b, s, h, width = q.shape
+    h_kv = kv_cache.shape[2]
+    group = h // h_kv
+    lens = [int(x) for x in seq_lens.tolist()]
+    if compute_dtype is None:
+        flops = 2.0 * s * h * (width + k) * sum(lens)
+        limit = FLOAT64_FLOPS["cuda" if q.is_cuda else "cpu"]
+        compute_dtype = torch.float64 if flops <= limit else torch.float32
+    out = torch.zeros((b, s, h, k), dtype=compute_dtype, device=q.device)
+    lse = torch.full((b, h, s), float("inf"), dtype=compute_dtype, device=q.device)
+    with full_precision():
+        for i, length in enumerate(lens):
+            if length == 0:
+                continue
+            keys = gather_tokens(kv_cache, page_table[i], length).to(compute_dtype)
+            for g in range(h_kv):
+                heads = slice(g * group, (g + 1) * group)
+                rows = q[i, :, heads].reshape(s * group, width).to(compute_dtype)
+                o, e = attend(rows, keys[:, g], keys[:, g, :k], group, s, scale, causal)
+                out[i, :, heads] = o.view(s, group, k)
+                lse[i, heads] = e.view(s, group).t()
+    return out, lse
+
+
+def gather_tokens(kv_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """The (length, h_kv, width) tokens of one request, in order. pages: its row of the page table."""
+    num_pages, page = kv_cache.shape[:2]
+    count = -(-length // page)
+    if count > len(pages):
+        raise UserError(f"A request of {length} tokens needs {count} pages and its page table holds {len(pages)}.")
+    ids = pages[:count].long()
+    if bool(((ids < 0) | (ids >= num_pages)).any()):
+        raise UserError(f"A page table names page {int(ids.max())} of a cache of {num_pages}: give it valid pages.")
+    return kv_cache[ids].flatten(0, 1)[:length]
+
+
+def attend(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: int, s: int, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of token-major rows (r = token · group + head) over (length, width) keys, in blocks of rows."""
+    import torch
+
+    count, length = rows.shape[0], keys.shape[0]
+    out = rows.new_zeros((count, values.shape[1]))
+    lse = rows.new_full((count,), float("inf"))
+    step = max(1, BLOCK_ELEMENTS // max(1, length))
+    position = torch.arange(length, device=rows.device)
+    for begin in range(0, count, step):
+        part = slice(begin, min(count, begin + step))
+        logits = rows[part] @ keys.t()
+        logits *= scale
+        if causal:
+            token = torch.arange(part.start, part.stop, device=rows.device) // group
+            logits.masked_fill_(position > (length - s + token).unsqueeze(1), float("-inf"))
+        e = torch.logsumexp(logits, dim=-1)
+        empty = e == float("-inf")
+        weights = logits.sub_(e.masked_fill(empty, 0.0).unsqueeze(1)).exp_()
+        out[part] = weights @ values
+        lse[part] = e.masked_fill(empty, float("inf"))
+    return out, lse
+
+
+def mla_decompressed_reference(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same attention from decompressed heads: keys [latent · w_uk[j]ᵀ | rope], values latent · w_uv[j]ᵀ of head j.
+
+    q_nope (b, s, h, d), q_rope (b, s, h, p), w_uk and w_uv (h, d, k); the cache has one latent (h_kv = 1).
+    Returns out (b, s, h, d) and lse (b, h, s) in float64. It equals the absorbed form with q = `absorb_query(...)` and
+    the output brought back by w_uv. For small sizes: it holds every head's keys of one request.
+    """
+    import torch
+
+    b, s, h, d = q_nope.shape
+    latent_width = w_uk.shape[2]
+    out = torch.zeros((b, s, h, d), dtype=torch.float64, device=q_nope.device)
+    lse = torch.full((b, h, s), float("inf"), dtype=torch.float64, device=q_nope.device)
+    for i, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            continue
+        tokens = gather_tokens(kv_cache, page_table[i], length)[:, 0].double()
+        latent, rope = tokens[:, :latent_width], tokens[:, latent_width:]
+        for j in range(h):
+            keys = torch.cat([latent @ w_uk[j].double().t(), rope], dim=1)
+            values = latent @ w_uv[j].double().t()
+            rows = torch.cat([q_nope[i, :, j], q_rope[i, :, j]], dim=1).double()
+            out[i, :, j], lse[i, j] = attend(rows, keys, values, 1, s, scale, causal)
+    return out, lse
+
+
+def absorb_query(q_nope: torch.Tensor, q_rope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+    """q in latent space, (b, s, h, k + p), from q_nope (b, s, h, d), q_rope (b, s, h, p) and w_uk (h, d, k)."""
+    import torch
+
+    return torch.cat([torch.einsum("bshd,hdk->bshk", q_nope.to(w_uk.dtype), w_uk), q_rope.to(w_uk.dtype)], dim=-1)
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 products without TF32, whatever the process chose."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---------------------------------------------------------------- bounds
+FLASHMLA = {
+    "out": Bound(abs=8e-4, rel=2.01 / 128, cos=5e-6, row_cos=5e-6),
+    "lse": Bound(abs=1e-6, rel=8.01 / 65536, cos=1e-7),
+}
+DOMINATED = {**FLASHMLA, "out": replace(FLASHMLA["out"], row_cos=1.02e-5)}
+NORMAL = {"out": replace(DOMINATED["out"], abs=8e-3), "lse": replace(FLASHMLA["lse"], abs=1e-4)}
+
+#: `cos_slack` of plans whose result is rounded to 16 bits once more on its way, beside P and out: a third
+#: u²/12 = 1.3e-6 of cosine difference, and twice that in the bounds, as they have it for the other two.
+ROUNDED_ONCE_MORE = 2.5e-6
+
+
+def bounds_for(dist: str) -> dict[str, Bound]:
+    """The bounds of out and lse on inputs of a distribution."""
+    return {"flashmla": FLASHMLA, "normal": NORMAL}.get(dist, DOMINATED)
+
+
+# ---------------------------------------------------------------- cases
+#: Names of the cases of the check, in order, with what each is for.
+CASES = {
+    "own": "the problem as it is (on a CPU: cut down to a few short requests), planned",
+    "edges": "lengths 0, 1, page - 1, page, page + 1, s - 1, s, t - 1, t in one batch",
+    "edges_normal": "the same with N(0, 1) values",
+    "first": "the first token of each request dominates",
+    "last": "the last token dominates",
+    "page_boundary": "the tokens on both sides of a page boundary dominate",
+    "just_masked": "the first token that must not be seen would dominate",
+    "below_zero": "a zero-filled key, or a masked logit of 0, would dominate",
+    "single": "one request of the full length",
+    "many": "more requests than a device has multiprocessors, most of them short",
+    "in_place": "lengths, pages, queries and cache change under a bound kernel",
+    "planned": "lengths as in edges, planned anew",
+    "far_pages": "pages beyond 2^31 elements from the start of the cache (on a GPU)",
+}
+QUICK = ("own", "edges", "just_masked", "below_zero", "in_place")
+
+
+def _cases(problem: MlaProblem, on_gpu: bool) -> Iterator[Case]:
+    page, s = problem.page_size, problem.s
+    longest = max(problem.seq_lens, default=0)
+    t = min(longest, 4096 if on_gpu else 4 * page + 9) or 1
+    full = min(longest, 131072 if on_gpu else 8 * page + 1) or 1
+    edges = [x for x in (t, 0, 1, page - 1, page, page + 1, s - 1, s, 2 * page, t - 1) if x >= 0]
+    lengths = list(dict.fromkeys(edges))
+    ruled = list(dict.fromkeys([t, page + 1, page, max(1, t - 3), max(1, page // 2), 2 * page + page // 2]))
+    own = problem if on_gpu else same_class(problem, [min(x, 2 * page + 3) for x in problem.seq_lens[:2]])
+    short = [(7 * i) % (2 * page) for i in range(199)] if on_gpu else [(29 * i) % (page + 9) for i in range(12)]
+
+    yield Case("own", own, "flashmla", planned=True)
+    yield Case("edges", same_class(problem, lengths), "flashmla")
+    yield Case("edges_normal", same_class(problem, lengths), "normal")
+    for dist in DOMINANT:
+        yield Case(dist, same_class(problem, ruled), dist)
+    yield Case("single", same_class(problem, [full]), "flashmla")
+    yield Case("many", same_class(problem, [*short, t]), "normal")
+    changed = same_class(problem, [*lengths[1:], lengths[0]])
+    yield Case("in_place", same_class(problem, lengths), "flashmla", then=changed)
+    yield Case("planned", same_class(problem, lengths), "normal", planned=True)
+    if problem.page is not None and on_gpu:
+        yield Case("far_pages", same_class(problem, ruled), "flashmla", alter=_far_pages)
+
+
+def _far_pages(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The same pages at the end of a cache of more than 2^31 elements; None where memory is short."""
+    import torch
+
+    q, cache, table, lens = inputs
+    before = 2**31 // cache[0].numel() + 1
+    if q.is_cuda and torch.cuda.mem_get_info(q.device)[0] < 1.5 * (before + len(cache)) * cache[0].nbytes:
+        return None
+    large = torch.empty((before + len(cache), *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
+    large[before:] = cache
+    return q, large, torch.where(table == GARBAGE_PAGE, table, table + before), lens
+
+
+# ---------------------------------------------------------------- the workload
+def reference(problem: MlaProblem, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle on inputs of the problem."""
+    q, kv_cache, page_table, seq_lens = inputs
+    return mla_decode_reference(
+        q, kv_cache, page_table, seq_lens, k=problem.k, scale=problem.scale, causal=problem.causal
+    )
+
+
+def rebound(problem: MlaProblem, *inputs: Any) -> MlaProblem:
+    """The problem of other tensors of the same class; raises `UserError` when the class differs.
+
+    Lengths stay on the device, so it has t = page table width · page size and uniform lengths: an upper bound, never
+    read by kernels. Nothing waits for the device.
+    """
+    q, kv_cache, page_table, seq_lens = inputs
+    b, s, h, width = q.shape
+    for name, found, want in (
+        ("s", s, problem.s),
+        ("h", h, problem.h),
+        ("k + p", width, problem.k + problem.p),
+        ("h_kv", kv_cache.shape[2], problem.h_kv),
+        ("page", kv_cache.shape[1], problem.page_size),
+        ("dtype", q.dtype, problem.torch_dtype),
+    ):
+        if found != want:
+            raise UserError(
+                f"cannot bind: {name} is {found}, and this kernel was planned for {want}; plan a new kernel."
+            )
+    if kv_cache.dtype != q.dtype or kv_cache.shape[3] != width:
+        raise UserError("cannot bind: q and kv_cache differ in dtype or width; give both as the problem says.")
+    if page_table.shape[0] != b or tuple(seq_lens.shape) != (b,):
+        raise UserError(f"cannot bind: page_table and seq_lens must have one row for each of the {b} requests.")
+    return problem.replace(b=b, t=page_table.shape[1] * problem.page_size, lengths="uniform")
+
+
+def as_bound(problem: MlaProblem) -> MlaProblem:
+    """What `rebound` makes of the problem's own inputs."""
+    return problem.replace(t=problem.max_pages * problem.page_size, lengths="uniform")
+
+
+#: Requests of a small problem: one that fills whole pages and one that ends inside a page.
+_SMALL = (128, 93)
+
+
+def small(problem: MlaProblem) -> MlaProblem:
+    """Two requests with the problem's mask, dtype and, up to 128 query rows, heads: seconds on a CPU."""
+    s = min(problem.s, 4)
+    h = problem.h_kv * min(problem.group, 128 // s)
+    return problem.replace(b=len(_SMALL), s=s, h=h, t=max(_SMALL), lengths=_SMALL)
+
+
+def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
+    return {"b": 2, "t": 300, "h": 16} if small else {"b": 32, "t": 4096}
+
+
+WORKLOAD = Workload(
+    name="decode",
+    problem=MlaProblem,
+    outputs=(
+        Output("out", ("b", "s", "h", "k")),
+        Output("lse", ("b", "h", "s"), dtype="float32", rows=False),
+    ),
+    make_inputs=make_inputs,
+    reference=reference,
+    cases=_cases,
+    case_names=CASES,
+    quick=QUICK,
+    bounds=bounds_for,
+    rebound=rebound,
+    small=small,
+    as_bound=as_bound,
+    sample=sample,
+)

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mla_var3.device import FEATURES, Device, Requirement, _from_properties
-from mla_var3.errors import UserError
-from mla_var3.runtime.types import Verdict
+from mla_var3.errors import UserError, Verdict
 
 CONF = resources.files("mla_var3").joinpath("conf")
 DATA = json.loads(CONF.joinpath("devices.json").read_text(encoding="utf-8"))

@@ -107,7 +107,7 @@ def test_the_lock_pins_every_wheel_by_hash(script: ModuleType) -> None:
 
 
 def test_peers_of_the_script_and_of_the_package_agree(script: ModuleType) -> None:
-    from mla_var3.kernel.peer.lib import find
+    from mla_var3.kernel.peer.prims import find
 
     assert set(script.SOURCES) == set(find.PEERS)
 
@@ -120,7 +120,7 @@ def test_another_python_or_cuda_is_named(script: ModuleType, capsys: pytest.Capt
 
 
 def test_only_the_objects_are_kept_and_found(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.kernel.peer.lib import find
+    from mla_var3.kernel.peer.prims import find
 
     assert world.fetcher().fetch(["flash_mla_vllm", "fa3_qv"], strict=True) == {"flash_mla_vllm": "", "fa3_qv": ""}
     package = world.folder / "site" / "mla_var3_peers"
@@ -157,7 +157,7 @@ def test_the_loader_is_a_fallback(script: ModuleType, world: Any, monkeypatch: p
     done = subprocess.run([sys.executable, "-c", code], cwd=world.folder / "fallback", capture_output=True, check=False)
     assert done.stdout.strip() == b"1", done.stderr
 
-    from mla_var3.kernel.peer.lib import find, flashinfer
+    from mla_var3.kernel.peer.prims import find, flashinfer
 
     monkeypatch.setattr(sys, "path", [*sys.path, str(world.folder / "site")])
     monkeypatch.setattr(find, "package_dirs", lambda name: [])
@@ -229,7 +229,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
 
 
 def test_tilelang_comes_with_its_own_packages(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.kernel.peer.lib import find
+    from mla_var3.kernel.peer.prims import find
 
     world.fetcher().fetch(["tilelang_mla"], strict=True)
     home = world.folder / "site/mla_var3_peers/tilelang"
@@ -316,7 +316,7 @@ def _for_this_python(world: Any) -> None:
 
 
 def test_flash_mla_is_built_by_its_own_setup(world: Any, checkout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.kernel.peer.lib import find
+    from mla_var3.kernel.peer.prims import find
 
     _for_this_python(world)
     stale = world.folder / "site/flash_mla/old.py"

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError, nearest
-from mla_var3.runtime.types import Verdict
+from mla_var3.errors import UserError, Verdict, nearest
 
 if TYPE_CHECKING:
     from mla_var3.workload import Problem

@@ -1,9 +1,10 @@
-"""The one exception a user sees: a sentence that says what is wrong and what to do."""
+"""The one exception a user sees, a sentence that says what is wrong and what to do; and verdicts, which say why not."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
 
@@ -27,3 +28,27 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}? (valid: {', '.join(options)})"
     return f"valid: {', '.join(options)}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """True or false, and why: `if not verdict: print(verdict.reason)`."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @classmethod
+    def yes(cls) -> Verdict:
+        return cls(True)
+
+    @classmethod
+    def no(cls, reason: str) -> Verdict:
+        return cls(False, reason)
+
+    def require(self, error: type[UserError] = Infeasible) -> None:
+        """Raises `error` with the reason when false."""
+        if not self.ok:
+            raise error(self.reason)

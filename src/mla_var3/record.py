@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 Status = Literal["passed", "incorrect", "infeasible", "skipped", "failed", "compiled"]
 
+#: Experiments that are not for who is fastest, and why: no table of the fastest counts their records.
+ASIDE = {
+    "host_cost": "times few calls, for what launches cost the host",
+    "one_turn": "gives each contender one hot turn, so that their order decides",
+}
+
 #: What `record_key` may say in place of a tiling.
 DEFAULT, TUNED = "default", "tuned"
 

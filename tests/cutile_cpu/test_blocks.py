@@ -11,7 +11,7 @@ import torch
 
 from mla_var3 import cutile_cpu
 from mla_var3.cutile_cpu import KernelFault, frontend
-from mla_var3.errors import UserError
+from mla_var3.cutile_cpu.errors import Misuse
 
 Const = ct.Constant[int]
 
@@ -35,8 +35,7 @@ def test_the_order_is_shuffled_by_a_seed() -> None:
 
     def run(seed: int | None) -> list[int]:
         out = torch.zeros(32, dtype=torch.int32)
-        with cutile_cpu.options(seed=seed):
-            cutile_cpu.launch((32,), order, (torch.zeros(1, dtype=torch.int32), out))
+        cutile_cpu.launch((32,), order, (torch.zeros(1, dtype=torch.int32), out), seed=seed)
         return out.tolist()
 
     assert run(None) == list(range(32))
@@ -52,8 +51,7 @@ def test_a_dependency_between_blocks_shows() -> None:
         ct.scatter(x, i + 1, ct.gather(x, i) + 1)
 
     ordered, shuffled = torch.zeros(17, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
-    with cutile_cpu.options(seed=None):
-        cutile_cpu.launch((16,), chain, (ordered,))
+    cutile_cpu.launch((16,), chain, (ordered,), seed=None)
     cutile_cpu.launch((16,), chain, (shuffled,))
     assert ordered.tolist() == list(range(17)) != shuffled.tolist()
 
@@ -72,8 +70,7 @@ def _relay(flags, out):
 @pytest.mark.parametrize("seed", [0, 1, None])
 def test_blocks_that_wait_for_others(seed: int | None) -> None:
     out = torch.zeros(12, dtype=torch.int32)
-    with cutile_cpu.options(seed=seed):
-        cutile_cpu.launch((12,), _relay, (torch.zeros(12, dtype=torch.int32), out))
+    cutile_cpu.launch((12,), _relay, (torch.zeros(12, dtype=torch.int32), out), seed=seed)
     assert out.tolist() == [i * (i + 1) // 2 for i in range(12)]
 
 
@@ -208,7 +205,7 @@ def test_wrong_arguments_are_one_sentence(arguments: tuple[object, ...], message
     def plain(x, n: Const):
         pass
 
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises(Misuse, match=message) as error:
         cutile_cpu.launch((1,), plain, arguments)
     assert "\n" not in str(error.value)
 
@@ -221,12 +218,12 @@ def test_wrong_grids_options_and_functions() -> None:
     cutile_cpu.launch((), nothing, ())
     cutile_cpu.launch((0, 4), nothing, ())
     for grid in ((1, 1, 1, 1), (-1,), (1.5,)):
-        with pytest.raises(UserError, match="up to 3 numbers of blocks"):
+        with pytest.raises(Misuse, match="up to 3 numbers of blocks"):
             cutile_cpu.launch(grid, nothing, ())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="is not a cuTile kernel"):
+    with pytest.raises(Misuse, match="is not a cuTile kernel"):
         cutile_cpu.launch((1,), len, ())
-    with pytest.raises(UserError, match="seed, poison and strict"), cutile_cpu.options(speed=3):
-        pass
+    with pytest.raises(TypeError, match="speed"):
+        cutile_cpu.launch((1,), nothing, (), speed=3)  # type: ignore[call-arg]
 
 
 def test_what_the_front_end_refuses_is_refused() -> None:

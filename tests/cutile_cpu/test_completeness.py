@@ -122,9 +122,9 @@ def test_an_unsupported_operation_is_refused_with_its_line(monkeypatch: pytest.M
 def test_another_version_of_cuda_tile_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import cuda.tile as ct
 
-    from mla_var3.errors import UserError
+    from mla_var3.cutile_cpu.errors import Misuse
 
     monkeypatch.setattr(ct, "__version__", "9.9.9")
-    with pytest.raises(UserError, match=r"written for cuda-tile 1\.7\.0 and this is 9\.9\.9: pip install") as error:
+    with pytest.raises(Misuse, match=r"written for cuda-tile 1\.7\.0 and this is 9\.9\.9: pip install") as error:
         cutile_cpu.launch((1,), CASES[0].kernel, CASES[0].inputs())
     assert "\n" not in str(error.value)

@@ -50,8 +50,7 @@ def test_undetermined_padding_is_poisoned_unless_asked_not_to() -> None:
     assert torch.isnan(out[5:]).all() and not torch.isnan(out[:5]).any()
     cutile_cpu.launch((1,), kernel, (torch.ones(5, dtype=torch.int32), whole, 0, 8))
     assert (whole[5:] > 1_000_000).all()
-    with cutile_cpu.options(poison=False):
-        cutile_cpu.launch((1,), kernel, (torch.ones(5), out, 0, 8))
+    cutile_cpu.launch((1,), kernel, (torch.ones(5), out, 0, 8), poison=False)
     assert out.tolist() == [1.0] * 5 + [0.0] * 3
 
 
@@ -63,8 +62,7 @@ def test_a_tile_outside_its_array_is_a_fault(index: int) -> None:
         KernelFault, match=r"load of a tile outside its array: .* axis 0, which has 5 .*test_memory.py:\d+"
     ):
         cutile_cpu.launch((1,), kernel, (torch.ones(5), out, index, 8))
-    with cutile_cpu.options(strict=False):
-        cutile_cpu.launch((1,), kernel, (torch.ones(5), out, index, 8))
+    cutile_cpu.launch((1,), kernel, (torch.ones(5), out, index, 8), strict=False)
     assert out.tolist() == [0.0] * 8
 
 
@@ -108,8 +106,8 @@ def test_a_fault_names_the_helper_its_caller_and_the_block() -> None:
         i = ct.bid(0)
         ct.scatter(out, i, helper(x, i * 4))
 
-    with pytest.raises(KernelFault) as fault, cutile_cpu.options(seed=None):
-        cutile_cpu.launch((3,), outer, (torch.ones(5), torch.ones(3)))
+    with pytest.raises(KernelFault) as fault:
+        cutile_cpu.launch((3,), outer, (torch.ones(5), torch.ones(3)), seed=None)
     assert "in helper: `return ct.gather(x, i, check_bounds=False)  # the faulty line`, called from" in str(fault.value)
     assert fault.value.block == (2, 0, 0) and "in block (2, 0, 0)" in str(fault.value)
 

@@ -43,7 +43,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda *_: 0)
     monkeypatch.setenv("TILEGYM_DISABLE_AUTOTUNE", "1")
-    with cutile_cpu.in_place_of_launch(), cutile_cpu.options(poison=False, strict=False):
+    with cutile_cpu.in_place_of_launch(poison=False, strict=False):
         yield
 
 
@@ -196,7 +196,7 @@ def test_upstream_attention(upstream: Callable[[str], Any], causal: bool, keys: 
     close(run(), attention(q, k, v, 0.125, causal), 1e-4, 1e-4)
     if keys % 32:
         # It loads the last tile of V without a padding mode and multiplies what is there by zero.
-        with cutile_cpu.options(poison=True):
+        with cutile_cpu.in_place_of_launch(strict=False):
             assert torch.isnan(run()).any()
 
 
@@ -231,8 +231,7 @@ def test_upstream_split_k_with_locks(upstream: Callable[[str], Any], seed: int |
     module = upstream("matmul")
     a, b, out = draw(64, 128), draw(128, 64, seed=1), torch.zeros(64, 64)
     locks, counts = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    with cutile_cpu.options(seed=seed):
-        cutile_cpu.launch((4, 4), module.matmul_split_k_kernel, (a, b, out, locks, counts, 32, 32, 32, 4))
+    cutile_cpu.launch((4, 4), module.matmul_split_k_kernel, (a, b, out, locks, counts, 32, 32, 32, 4), seed=seed)
     close(out, a.double() @ b.double())
 
 

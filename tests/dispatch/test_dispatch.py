@@ -15,13 +15,13 @@ from mla_var3.device import Device, Requirement
 from mla_var3.dispatch import choose, pick, selection, survey
 from mla_var3.dispatch import model as cost
 from mla_var3.dispatch import table as tables
-from mla_var3.errors import Unsupported, UserError
+from mla_var3.errors import Unsupported, UserError, Verdict
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.entry import entry_path
 from mla_var3.record import Record, load
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
 

@@ -38,7 +38,6 @@ def test_compiles_without_spills_on_the_fast_path() -> None:
         ({"k": 500}, "k = 500"),
         ({"p": 32}, "p = 32"),
         ({"page": 48}, "48"),
-        ({"n": 64}, "n = 64"),
         ({"dtype": "fp32"}, "fp32"),
     ],
 )

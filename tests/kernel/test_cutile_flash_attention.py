@@ -10,22 +10,23 @@ import pytest
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
+from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.kernel.cutile.mla.flash_attention.flash_attention.flash_attention import (
     FlashAttentionPlan,
     FlashAttentionTiling,
 )
 from mla_var3.workload.decode import MlaProblem
-from mla_var3.workload.prefill import make_prefill_inputs, prefill_reference
+from mla_var3.workload.prefill import PrefillProblem, make_inputs, prefill_reference
 
 H200 = Device.get("h200")
-CAUSAL = MlaProblem(b=1, s=8192, t=8192, causal=True)
+CAUSAL = PrefillProblem(b=1, s=8192, causal=True)
 CONFIGS = [x for x in FlashAttentionPlan(CAUSAL, device=H200).autotune_configs() if x.num_ctas == 1]
 WIDE_K = FlashAttentionTiling(128, 64, 128, 128)
 ONE_GROUP = FlashAttentionTiling(64, 64, 64, 128, num_warpgroups=1, occupancy=2)
 
 
-def compiled(problem: MlaProblem, tiling: FlashAttentionTiling) -> Any:
+def compiled(problem: PrefillProblem, tiling: FlashAttentionTiling) -> Any:
     return FlashAttentionPlan(problem, tiling, H200).plan_empty().compile(None, H200)
 
 
@@ -47,7 +48,7 @@ def test_every_tiling_that_is_tuned_compiles_to_hopper_code(tiling: FlashAttenti
 
 # ---------------------------------------------------------------- which code a launch asks for
 def test_sizes_do_not_change_the_signature() -> None:
-    def mangled(problem: MlaProblem) -> str:
+    def mangled(problem: PrefillProblem) -> str:
         kernel = FlashAttentionPlan(problem, device=H200).plan_empty()
         return kernel.signature_fn(kernel.tiling).with_mangled_symbol("x").symbol
 
@@ -88,7 +89,7 @@ def interpreted() -> Any:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_it_passes_the_check_in_the_interpreter(interpreted: Any, causal: bool) -> None:
-    report = FlashAttentionPlan.check(MlaProblem(b=2, s=97, t=97, h=2, causal=causal), None, "cpu", seeds=(5,))
+    report = check(FlashAttentionPlan, PrefillProblem(b=2, s=97, h=2, causal=causal), None, "cpu", seeds=(5,))
     assert report.ok, report.reason
     assert {"own", "short", "normal", "bound"} <= {case.name for case in report.cases}
 
@@ -99,9 +100,9 @@ def test_both_loops_are_right_in_the_interpreter(interpreted: Any, tiling: Flash
     from mla_var3.check.judge import compare
     from mla_var3.workload.decode import bounds_for
 
-    problem = MlaProblem(b=1, s=300, t=300, h=2, causal=causal, dtype="fp16")
+    problem = PrefillProblem(b=1, s=300, h=2, causal=causal, dtype="fp16")
     plan = FlashAttentionPlan(problem, tiling, H200)
-    q, k, v = make_prefill_inputs(problem, seed=3)
+    q, k, v = make_inputs(problem, seed=3)
     kernel = plan.plan(q, k, v)
     for x in kernel.output_tensors:
         x.fill_(float("nan"))
@@ -117,5 +118,5 @@ def test_both_loops_are_right_in_the_interpreter(interpreted: Any, tiling: Flash
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiling", CONFIGS, ids=str)
 def test_it_is_right_on_a_gpu(tiling: FlashAttentionTiling) -> None:
-    report = FlashAttentionPlan.check(MlaProblem(b=2, s=700, t=700, h=16, causal=True), tiling)
+    report = check(FlashAttentionPlan, PrefillProblem(b=2, s=700, h=16, causal=True), tiling)
     assert report.ok, report.reason

@@ -10,6 +10,7 @@ from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.kernel.registry import KernelId, get_plan  # noqa: E402
 from mla_var3.workload.decode import MlaProblem  # noqa: E402
+from mla_var3.workload.mixed import MixedProblem  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,8 @@ def test_it_passes_the_check(plan_cls, problem):
 
 
 def test_it_says_what_it_cannot_do(plan_cls):
-    problem = MlaProblem(t=64, h=2, n=4)
-    assert "n = 4" in plan_cls(problem).supported().reason
+    problem = MixedProblem(t=64, h=2, n=4)
+    assert "the problem is one of mixed" in plan_cls(problem).supported().reason
     kernel = plan_cls(MlaProblem(t=64, h=2)).plan_empty()
     with pytest.raises(UserError, match="plan"):
         kernel()

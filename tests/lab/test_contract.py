@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mla_var3 import workload
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.lab import contract
@@ -165,17 +166,17 @@ def test_unknown_targets(target: str, words: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("formulation", "given", "expected"),
+    ("name", "given", "expected"),
     [
-        ("absorbed", {}, {"b": 2, "t": 300, "h": 16}),
-        ("decompressed", {"t": 70}, {"b": 1, "s": 70, "t": 70, "h": 4}),
-        ("decompressed", {"s": 70}, {"b": 1, "s": 70, "t": 70, "h": 4}),
+        ("decode", {}, {"b": 2, "t": 300, "h": 16}),
+        ("prefill", {"t": 70}, {"b": 1, "s": 70, "h": 4}),
+        ("prefill", {"s": 70}, {"b": 1, "s": 70, "h": 4}),
         ("mixed", {}, {"b": 2, "t": 300, "h": 16, "n": 64}),
         ("mixed", {"t": 40}, {"b": 2, "t": 300, "h": 16, "n": 40}),
     ],
 )
-def test_a_design_gets_a_problem_of_its_kind(formulation: str, given: dict[str, int], expected: dict[str, int]) -> None:
-    assert contract.sample_fields(formulation, True, given) == expected
+def test_a_design_gets_a_problem_of_its_workload(name: str, given: dict[str, int], expected: dict[str, int]) -> None:
+    assert workload.get(name).sample(True, given) == expected
 
 
 @pytest.mark.parametrize("label", ["triton/flash_mla", "cutile-dsl/flash_attention", "cutile-dsl/mla_var6_plus"])

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.types import CompiledKernel, Resources, Tiling, Verdict
+from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
 

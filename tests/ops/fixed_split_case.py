@@ -10,12 +10,13 @@ import torch
 
 from mla_var3.check.judge import compare
 from mla_var3.device import Device, Requirement
+from mla_var3.errors import Verdict
 from mla_var3.ops import fixed
 from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling
 from mla_var3.runtime.pipeline import KernelPipeline
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.torch_kernel import TorchKernel
-from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode
 from mla_var3.workload.decode import (
     DOMINATED,

@@ -24,8 +24,8 @@ from mla_var3.device import Device
 from mla_var3.dispatch import pick
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
+from mla_var3.lab import bundle
 from mla_var3.ops import fixed
-from mla_var3.toolchain import bundle
 from mla_var3.workload.decode import MlaProblem
 
 DEVICE = Device.get("h200")

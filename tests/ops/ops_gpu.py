@@ -23,9 +23,9 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
     One class takes one core about 5 s; without this, a test would wait for each in turn. Where the compiler is missing
     the kernels must be in an open bundle, and nothing is done.
     """
+    from mla_var3.kernel.jobs import CompileJob, compile_all
     from mla_var3.toolchain import loader
     from mla_var3.toolchain.aot import code_knobs
-    from mla_var3.toolchain.pool import CompileJob, compile_many
 
     device = Device.detect()
     assert device is not None
@@ -52,7 +52,7 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
         jobs.setdefault(
             key, CompileJob(**kernel.to_record(), problem=record, device=device.key, tiling=plan.tiling.to_record())
         )
-    results = compile_many(list(jobs.values()), workers=max(1, min(len(jobs), os.cpu_count() or 1)), progress=False)
+    results = compile_all(list(jobs.values()), workers=max(1, min(len(jobs), os.cpu_count() or 1)), progress=False)
     failed = [f"{r.job.label}: {r.error}" for r in results if not r.ok]
     assert not failed, failed
     return len(jobs)

@@ -24,7 +24,7 @@ from mla_var3.runtime import (
     Verdict,
 )
 from mla_var3.runtime.autotune import autotune, tuning_key
-from mla_var3.runtime.types import CompiledKernel, Resources
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
 

@@ -20,8 +20,8 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.runtime.types import CompiledKernel, Resources
 from mla_var3.toolchain import aot, loader
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.workload.decode import MlaProblem
 
 PLANS = Path(__file__).parent / "plans"
@@ -66,13 +66,13 @@ class Compiler:
 
 def get(compiler: Compiler, cache: Path | None, **changes: Any) -> Any:
     asked = {
-        "kernel": "0123456789abcdef",
+        "source": "0123456789abcdef",
         "problem_class": CLASS,
         "tiling": {"threads": 128},
         "device": H200,
         "name": "tiny_scale",
         "compile_fn": compiler,
-        "cache_dir": cache,
+        "cache": aot.CompileCache(cache),
     }
     return aot.load_or_compile(**{**asked, **changes})
 
@@ -148,8 +148,8 @@ def test_this_version_s_source_decides(made: Any, tmp_path: Path) -> None:
 
     kernel = registry.find("flash_mla", 0, "triton")[0]
     compiler = Compiler(made)
-    get(compiler, tmp_path, kernel=aot.Source(registry.source_hash(kernel)))
-    assert aot.source_of_version(kernel).hash == registry.source_hash(kernel)
+    get(compiler, tmp_path, source=aot.Source(registry.source_hash(kernel)))
+    assert aot.source_of_file(kernel.path).hash == registry.source_hash(kernel)
     assert compiler.calls == 1
 
 
@@ -227,7 +227,7 @@ def test_code_that_changed_after_this_process_started_is_not_kept(made: Any, tmp
     """A process that imported a version and then saw it edited must not file the old code under the new source."""
     compiler = Compiler(made)
     with pytest.warns(RuntimeWarning, match="changed after this process started"):
-        get(compiler, tmp_path, kernel=aot.Source("0123456789abcdef", settled=False))
+        get(compiler, tmp_path, source=aot.Source("0123456789abcdef", settled=False))
     assert compiler.calls == 1 and list(tmp_path.iterdir()) == []
     old, new = tmp_path / "old.py", tmp_path / "new.py"
     for path, age in ((old, 3600.0), (new, -3600.0)):
@@ -335,7 +335,7 @@ sys.path = [p for p in sys.path if "dsl_packages" not in p]  # where cutlass liv
 sys.modules["torch"] = None  # loading does not need it, and importing it takes seconds
 import tvm_ffi
 from pathlib import Path
-from mla_var3.runtime.types import CompiledKernel, Resources
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.toolchain import aot, loader
 from mla_var3.device import Device
 from mla_var3.workload.decode import MlaProblem

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from mla_var3.errors import UserError
-from mla_var3.runtime.types import CompiledKernel, Resources
-from mla_var3.toolchain.pool import CompileJob, compile_many
+from mla_var3.kernel.jobs import CompileJob, compile_all
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
+from mla_var3.toolchain.pool import compile_many
 
 WORK = """
     import os, sys, time
     from mla_var3.errors import Infeasible
-    from mla_var3.runtime.types import CompiledKernel, Resources
+    from mla_var3.toolchain.compiled import CompiledKernel, Resources
 
     def work(job):
         if job == "crash":
@@ -69,13 +70,13 @@ def test_a_job_that_hangs_runs_out_of_time(work: Any) -> None:
 
 
 def test_nothing_to_do_and_wrong_use() -> None:
-    assert compile_many([]) == []
+    assert compile_many([], run=work) == []
     with pytest.raises(UserError, match="at least 1"):
-        compile_many(["a"], workers=0)
+        compile_many(["a"], workers=0, run=work)
 
 
 def test_an_unknown_kernel_is_that_job_s_result() -> None:
     job = CompileJob("torch", "mla", "no_such_design", 0, {"b": 1, "t": 64}, "h200")
-    (result,) = compile_many([job], progress=False)
+    (result,) = compile_all([job], progress=False)
     assert not result.ok and "no_such_design" in result.error
     assert job.label == "torch/no_such_design b1_t64"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mla_var3.runtime.types import CompiledKernel, Resources
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.toolchain.digest import Code, KernelCode, hash_of, plain_name
 
 HERE = Path(__file__).parent

@@ -11,8 +11,8 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.runtime.types import Resources
 from mla_var3.toolchain import resources, sass
+from mla_var3.toolchain.compiled import Resources
 
 H200, B200, RTX = Device.get("h200"), Device.get("b200"), Device.get("rtx5090")
 LISTING = """

@@ -10,9 +10,9 @@ import torch
 
 from mla_var3.check.judge import check
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.runtime.types import Tiling
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import CASES, WORKLOAD, PrefillProblem, make_inputs, prefill_reference
 

@@ -43,17 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="out/compile", metavar="DIR", help="where kept artefacts go (default out/compile)"
     )
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="compiler processes; 0 is one a core")
-    from mla_var3.toolchain import bundle
+    from mla_var3.lab import bundle
 
     bundle.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Resources of kernels for a device; 1 when one does not compile."""
+    from mla_var3.kernel.jobs import CompileJob, compile_all
     from mla_var3.lab.report import tables
     from mla_var3.lab.sweep.compile import NOT_COMPILED
     from mla_var3.toolchain.artefacts import KINDS
-    from mla_var3.toolchain.pool import CompileJob, compile_many
 
     device = (Device.detect() or Device.get("h200")) if args.device == "auto" else Device.get(args.device)
     keep = tuple(kind.strip() for kind in args.keep.split(",") if kind.strip())
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
     problem = problem_of(args, workload_of(kernels))
     if args.bundle:
-        from mla_var3.toolchain.bundle import bundle_main
+        from mla_var3.lab.bundle import bundle_main
 
         problems = [problem] if args.experiment is None else experiment_cells(args.experiment)
         return bundle_main(args, kernels, problems, device, asked)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("; ".join(refused) or "nothing to compile: name a kernel in Triton, cuTile or CuTe DSL.")
     for reason in refused:
         print(reason, file=sys.stderr)
-    results = compile_many(jobs, workers=args.jobs or None)
+    results = compile_all(jobs, workers=args.jobs or None)
     rows = [
         tables.Compiled(
             f"{r.job.language}/{r.job.design}" + (f"_v{r.job.version}" if r.job.version else ""),

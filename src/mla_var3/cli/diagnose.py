@@ -1,24 +1,223 @@
-"""`mla-var3 diagnose`: the reason why a kernel is slow."""
+"""`mla-var3 diagnose`: the reason why a kernel is as fast as it is, and what has helped before."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mla_var3.cli.arguments import add_problem
+from mla_var3.cli.arguments import add_problem, given_fields, problem_of, workload_of
+from mla_var3.errors import UserError
+
+if TYPE_CHECKING:
+    from mla_var3.lab.diagnosis.evidence import Evidence
+    from mla_var3.lab.diagnosis.verdict import Diagnosis
+    from mla_var3.lab.knowledge.find import Found
 
 HELP = "the reason why a kernel is slow, from profiles and records, and what has helped before"
+EPILOG = """\
+examples:
+  mla-var3 diagnose cute-dsl/flash_mla_v21 --b 128                its best profile and newest record
+  mla-var3 diagnose results/h200/profiles/ncu/triton-flash_mla    a profile
+  mla-var3 diagnose 022ea24da681                                  a record
+Counters come from profiles, times from records; what only a profile could tell is said, with the command that makes
+one. Entries of docs/knowledge are listed by their own trigger conditions, those that most facts speak for first."""
+
+#: Entries of each kind that are shown without --all.
+SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mla_var3.lab.diagnosis import verb
-
-    verb.add_arguments(parser)
+    parser.add_argument("what", metavar="WHAT", help="the folder of a profile, the id of a record, or a kernel")
+    parser.add_argument("--device", metavar="KEY", help="with a kernel: whose profiles and records (default h200)")
+    parser.add_argument(
+        "--alone", action="store_true", help="with a record: leave out the profile of the same version and problem"
+    )
+    parser.add_argument("--all", action="store_true", help=f"every entry that fits, not {SHOWN} of each kind")
+    parser.add_argument("--json", action="store_true", help="the same for programs")
     add_problem(parser)
-    parser.epilog = verb.EPILOG
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.lab.diagnosis.verb`."""
-    from mla_var3.lab.diagnosis import verb
+    """Prints the diagnosis; 0. Raises `UserError` where nothing is known by that name."""
+    from mla_var3.lab.diagnosis.verdict import diagnose
 
-    return verb.run(args)
+    diagnosis = diagnose(evidence_of(args))
+    if args.json:
+        print(json.dumps(to_record(diagnosis), indent=2))
+        return 0
+    print("\n".join(lines(diagnosis, None if args.all else SHOWN)))
+    sys.stdout.flush()
+    return 0
+
+
+def evidence_of(args: argparse.Namespace) -> Evidence:
+    """What the first argument means: an existing path, a kernel's label, else a record's id."""
+    from mla_var3.lab.diagnosis import evidence as found
+
+    what, path = str(args.what), Path(args.what)
+    if path.exists():
+        _no_problem(args, "the folder of a profile")
+        return found.of_profile(path)
+    if "/" in what and not re.match(r"\.{0,2}/|.*/.*/", what):
+        from mla_var3.kernel.registry import KernelId
+
+        device = args.device or _here()
+        from mla_var3.device import Device
+
+        kernel = KernelId.parse(what)
+        return found.of_kernel(
+            kernel, problem_of(args, workload_of([kernel])) if _given(args) else None, Device.get(device).key
+        )
+    if re.fullmatch(r"[0-9a-f]{6,}", what):
+        _no_problem(args, "a record")
+        return found.of_record(what, alone=args.alone)
+    raise UserError(
+        f"{what!r} is no folder here, no kernel (language/design[_vN]) and no record's id (6 or more hex digits)."
+    )
+
+
+def _here() -> str:
+    from mla_var3.device import Device
+
+    detected = Device.detect()
+    return detected.key if detected is not None and detected.known else "h200"
+
+
+def _given(args: argparse.Namespace) -> bool:
+    """Whether an option says something about the problem."""
+    return bool(given_fields(args)) or any(value is not None for value in (args.page, args.lengths, args.model))
+
+
+def _no_problem(args: argparse.Namespace, what: str) -> None:
+    if _given(args):
+        raise UserError(f"{what} has its own problem: leave out --b and the others, or name a kernel.")
+
+
+# ---------------------------------------------------------------- text
+def lines(d: Diagnosis, most: int | None = SHOWN) -> list[str]:
+    """The diagnosis as text; most: entries of each kind that are named, None for all."""
+    from mla_var3.lab.diagnosis.verdict import readings
+
+    e = d.evidence
+    device = e.device.name if e.device else e.device_key
+    found = [f"{e.label} {e.problem.label} on {device}", f"  {d.reason}", ""]
+    found += [f"{d.kind}-bound" if d.kind != "unknown" else "bound: unknown"]
+    found[-1] += (
+        f" ({'by counters' if d.measured else 'by times alone' if e.times else 'by the work alone'}): {d.because}."
+    )
+    if e.bound is not None:
+        found.append(f"The higher limit of the work itself: {e.bound}.")
+    for time in e.times:
+        share = "" if time.share is None else f", {time.share:.1f} % of the limit of {time.limit_us:,.1f} us"
+        found.append(f"  {time.state:10}{time.us:,.1f} us{share} ({time.how})")
+    rows = readings(e)
+    if rows:
+        found += ["", "What shows it:"]
+        name = max(len(row.name) for row in rows)
+        value = max(len(row.value) for row in rows)
+        found += [f"  {r.name:{name}}  {r.value:>{value}}  {r.beside}".rstrip() for r in rows]
+    if d.signs:
+        found += ["", "What stands out, the weightiest first:"]
+        for sign in d.signs:
+            found.append(f"  - {sign.title}{'' if sign.settled else ' (suspected)'}: {sign.text}.")
+    hot = e.profile.hot() if e.profile else []
+    if hot:
+        found += ["", "Where warps wait most:"]
+        found += [f"  {h.share:4.1f} %  {h.where}  {h.source}  ({h.stall})" for h in hot[:5]]
+    found += _entries("What has helped before", d.optimizations, most)
+    found += _entries("What to look out for", d.anti_patterns, most)
+    said = devlog_says(e)
+    if said:
+        found += ["", *said]
+    if d.open:
+        found += ["", "Not known here:"]
+        found += [f"  - {line}" for line in d.open]
+    found += ["", f"From: {'; '.join(e.sources) or 'nothing recorded'}."]
+    found += [f"Note: {note}." for note in e.notes]
+    return found
+
+
+def _entries(title: str, entries: Sequence[Found], most: int | None) -> list[str]:
+    if not entries:
+        return []
+    shown = entries if most is None else entries[:most]
+    found = ["", f"{title}:"]
+    for one in shown:
+        found.append(f"  - {one.entry['title']} (docs/knowledge/{one.entry['path']})")
+        if one.match is not None:
+            still = f"; to be looked at: {', '.join(one.match.open)}" if one.match.open else ""
+            found.append(f"      applies: {', '.join(one.match.held)}{still}")
+        found.append(f"      {one.entry['summary']}")
+        proof = evidence_line(str(one.entry["path"]))
+        if proof:
+            found.append(f"      {proof}")
+    if len(shown) < len(entries):
+        found.append(f"  and {len(entries) - len(shown)} more: --all")
+    return found
+
+
+def evidence_line(path: str) -> str | None:
+    """The first line under "Evidence" of a page that cites a record: what it did, in figures. None without one."""
+    from mla_var3 import paths
+    from mla_var3.lab.devlog.citations import without_comments
+
+    root = paths.repo_root()
+    page = None if root is None else root / "docs" / "knowledge" / path
+    if page is None or not page.is_file():
+        return None
+    section = page.read_text(encoding="utf-8").partition("\n## Evidence\n")[2].partition("\n## ")[0]
+    line = next((line[2:] for line in section.splitlines() if line.startswith("- ") and "<!-- r:" in line), None)
+    return None if line is None else re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", without_comments(line))
+
+
+def devlog_says(e: Evidence) -> list[str]:
+    """The section "Bottleneck" of the version's entry: what its author found, with where it stands."""
+    from mla_var3 import paths
+    from mla_var3.lab.devlog.citations import without_comments
+    from mla_var3.lab.devlog.entry import entry_path, parse
+
+    root = paths.repo_root()
+    path = None if root is None else entry_path(root, e.kernel)
+    if root is None or path is None or not path.is_file():
+        return []
+    entry, _ = parse(path)
+    text = " ".join(without_comments(entry.sections.get("Bottleneck", (0, ""))[1]).split())
+    return [f"Its devlog ({path.relative_to(root)}) says of the bottleneck:", f"  {text}"] if text else []
+
+
+# ---------------------------------------------------------------- for programs
+def to_record(d: Diagnosis) -> dict[str, Any]:
+    """The diagnosis as plain data."""
+    from dataclasses import asdict
+
+    from mla_var3.lab.diagnosis.verdict import readings
+
+    e = d.evidence
+
+    def entry(one: Found) -> dict[str, Any]:
+        match = {"held": list(one.match.held), "open": list(one.match.open)} if one.match else None
+        return {"path": one.entry["path"], "title": one.entry["title"], "match": match}
+
+    return {
+        "kernel": e.label,
+        "problem": e.problem.to_record(),
+        "device": e.device_key,
+        "reason": d.reason,
+        "bottleneck": d.kind,
+        "because": d.because,
+        "measured": d.measured,
+        "bound_of_the_work": e.bound,
+        "times": [{**asdict(time), "percent_of_limit": time.share} for time in e.times],
+        "readings": [asdict(row) for row in readings(e)],
+        "signs": [asdict(sign) for sign in d.signs],
+        "optimizations": [entry(one) for one in d.optimizations],
+        "anti_patterns": [entry(one) for one in d.anti_patterns],
+        "open": list(d.open),
+        "sources": e.sources,
+        "notes": e.notes,
+    }

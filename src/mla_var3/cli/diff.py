@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from mla_var3.cli.arguments import add_problem, add_tiling
+from mla_var3.cli.arguments import add_problem, add_tiling, problem_of, tiling_fields, workload_of
+from mla_var3.errors import UserError
 
 HELP = "two versions side by side: resources, instructions, the inner loop's SASS, counters, times"
+EPILOG = """\
+examples:
+  mla-var3 diff cute-dsl/flash_mla cute-dsl/flash_mla_v21 --b 128
+  mla-var3 diff triton/flash_mla cutile-dsl/flash_mla --b 128 --lines 0
+Both are compiled for the device, without a GPU; counters and times are those of kept profiles and of records. The inner
+loop is the innermost one with the most tensor-core products; its whole SASS, side by side, is in DIR/.../diff.md."""
+OUT = "out/diff"
+LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from mla_var3.lab.diagnosis import compare
-
-    compare.add_arguments(parser)
+    parser.add_argument("a", metavar="A", help="language/design[_vN]")
+    parser.add_argument("b_version", metavar="B", help="language/design[_vN], what A is compared with")
+    parser.add_argument("--device", metavar="KEY", help="device to compile for, and of the records (default h200)")
+    parser.add_argument("--out", default=OUT, metavar="DIR", help=f"where code and diff.md go (default {OUT})")
+    parser.add_argument(
+        "--lines", type=int, default=LINES, metavar="N", help=f"lines of SASS on the terminal (default {LINES})"
+    )
     add_problem(parser)
     add_tiling(parser)
-    parser.epilog = compare.EPILOG
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `mla_var3.lab.diagnosis.compare`."""
-    from mla_var3.lab.diagnosis import compare
+    """Prints the comparison and writes it to diff.md; 0. Raises `UserError`."""
+    from mla_var3.device import Device
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.lab.diagnosis.compare import folded, legend, render, side_by_side
+    from mla_var3.lab.diagnosis.evidence import load_records
+    from mla_var3.lab.diagnosis.versions import both
 
-    return compare.run(args)
+    kernels = [KernelId.parse(args.a), KernelId.parse(args.b_version)]
+    if kernels[0] == kernels[1]:
+        raise UserError(f"{args.a} twice: name two versions.")
+    if args.lines < 0:
+        raise UserError(f"--lines {args.lines} is below 0.")
+    device = Device.get(args.device or "h200")
+    problem = problem_of(args, workload_of(kernels))
+    out = Path(args.out) / "--".join(k.label.replace("/", "-") for k in kernels) / problem.label
+    records = load_records()
+    versions = both(kernels, problem, device, out, tiling_fields(args.tiling), records)
+    text = render(versions, problem.label, device.name, records, problem, device.key)
+    rows = side_by_side(versions)
+    out.mkdir(parents=True, exist_ok=True)
+    whole = ["", "## The inner loop, side by side", "", *legend(versions), "", "```text", *rows, "```"] if rows else []
+    (out / "diff.md").write_text("\n".join([*text, *whole]) + "\n", encoding="utf-8")
+    print("\n".join(text))
+    shown = folded(rows)[: args.lines] if args.lines else []
+    if shown:
+        print("\n## The inner loop where it differs\n")
+        print("\n".join([*legend(versions), "", *shown]))
+        left = len(folded(rows)) - len(shown)
+        if left > 0:
+            print(f"... {left} more lines in diff.md, or --lines {len(folded(rows))}")
+    print(f"\n{out / 'diff.md'}")
+    return 0

@@ -1,14 +1,132 @@
-"""`mla-var3 knowledge`: what was learned."""
+"""`mla-var3 knowledge check | find | compile`."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from mla_var3.errors import UserError, nearest
 
 HELP = "what was learned: entries that fit a kernel; check and compile the pages"
 
+VERBS = ("check", "find", "compile")
 
-def main(words: Sequence[str]) -> int:
-    """Runs `mla-var3 knowledge WORDS`, which has actions of its own."""
-    from mla_var3.lab.knowledge.cli import main as run
 
-    return run(words)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; 0 when it went well, 1 when something is to mend or nothing was found. Raises `UserError`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-") and words[0] not in VERBS:
+        raise UserError(f"knowledge has no verb {words[0]!r}: {nearest(words[0], VERBS)}.")
+    arguments = _parser().parse_args(words)
+    return int(arguments.run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mla-var3 knowledge",
+        description="docs/knowledge: its form, its index, and what of it fits a kernel.",
+        epilog="example: mla-var3 knowledge find --bound memory rows=16 tensor=35",
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    check = verbs.add_parser("check", help="form, links and quoted records of every page; writes the index")
+    check.add_argument("--frozen", action="store_true", help="write nothing: a stale index is something to mend")
+    check.set_defaults(run=_check)
+    find = verbs.add_parser(
+        "find",
+        help="entries that fit a kernel, the best first",
+        epilog="example: mla-var3 knowledge find --bound memory rows=16 b=128 tensor=35 --language cute-dsl",
+    )
+    find.add_argument("facts", nargs="*", metavar="NAME=VALUE|WORD", help="known facts, or words to search for")
+    find.add_argument("--bound", choices=["compute", "memory"], help="what the limit of the problem is")
+    find.add_argument("--record", metavar="ID", help="take the facts of a record")
+    find.add_argument("--kind", choices=["optimization", "anti-pattern"])
+    find.add_argument("--language", metavar="NAME", help="cute-dsl, cutile-dsl or triton")
+    find.add_argument("--arch", metavar="ARCH", help="only entries for it, as sm_90a")
+    find.set_defaults(run=_find)
+    compile_ = verbs.add_parser("compile", help="compile the code blocks of pages, without a GPU")
+    compile_.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="default: all")
+    compile_.set_defaults(run=_compile)
+    for verb in (check, find, compile_):
+        verb.add_argument("--root", type=Path, help="folder with docs/knowledge and results/; default: found from here")
+    return parser
+
+
+def _root(arguments: argparse.Namespace) -> Path:
+    from mla_var3.lab.devlog.check import find_root
+
+    return find_root(arguments.root)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from mla_var3.lab.knowledge import index
+    from mla_var3.lab.knowledge.check import check
+
+    root = _root(arguments)
+    failures, pages = check(root)
+    if not failures:
+        built = index.build(pages, root)
+        if arguments.frozen:
+            failures = [
+                f"{p.relative_to(root)}:1: is stale: mla-var3 knowledge check" for p in index.stale(built, root)
+            ]
+        else:
+            for path in index.write(built, root):
+                print(f"wrote {path.relative_to(root)}")
+    for line in failures:
+        print(line)
+    if failures:
+        print(f"knowledge check: {len(failures)} to mend", file=sys.stderr)
+        return 1
+    print(f"knowledge check: {len(pages)} pages, nothing to mend")
+    return 0
+
+
+def _find(arguments: argparse.Namespace) -> int:
+    from mla_var3.lab.knowledge import find
+    from mla_var3.lab.knowledge.triggers import Facts
+
+    index = find.load_index(arguments.root and arguments.root / "docs" / "knowledge")
+    words = [text for text in arguments.facts if "=" not in text]
+    facts = find.facts_of_words(arguments.bound, [text for text in arguments.facts if "=" in text])
+    if arguments.record:
+        from mla_var3.lab.devlog.check import load_records
+        from mla_var3.lab.devlog.citations import find_record
+        from mla_var3.lab.devlog.values import Unknown
+
+        try:
+            record = find_record(load_records(_root(arguments))[0], arguments.record)
+        except Unknown as error:
+            raise UserError(f"{error}.") from error
+        known = find.facts_of_record(record)
+        groups = {name: {**known.groups.get(name, {}), **facts.groups.get(name, {})} for name in known.groups}
+        facts = Facts(facts.bound or known.bound, groups)
+    chosen = find.find(index, facts, kind=arguments.kind, language=arguments.language, arch=arguments.arch, words=words)
+    for one in chosen:
+        entry = one.entry
+        print(f"{entry['kind']:13} {entry['title']}  docs/knowledge/{entry['path']}")
+        if one.match:
+            still = f"; to be looked at: {', '.join(one.match.open)}" if one.match.open else ""
+            print(f"{'':13} {', '.join(one.match.held)}{still}")
+    if not chosen:
+        print("no entry fits these facts and words", file=sys.stderr)
+    return 0 if chosen else 1
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    import subprocess
+
+    from mla_var3.lab.knowledge.blocks import blocks
+    from mla_var3.lab.knowledge.check import pages_of
+    from mla_var3.lab.knowledge.page import read
+
+    paths = arguments.pages or [p for p in pages_of(_root(arguments)) if blocks(read(p)[0])[0]]
+    # One process a page: it replaces the compilers' entry points, and an error of one page is no other page's.
+    codes = [
+        subprocess.run(
+            [sys.executable, "-m", "mla_var3.lab.knowledge.compile_blocks", str(path)], check=False
+        ).returncode
+        for path in paths
+    ]
+    return 1 if any(codes) else 0

@@ -3,8 +3,7 @@
     from mla_var3 import cutile_cpu
 
     cutile_cpu.launch((blocks,), kernel, (tensor, other, 128))       # in the place of ct.launch
-    with cutile_cpu.options(seed=7, poison=False):                   # order of blocks; padding that is not determined
-        cutile_cpu.launch(...)
+    cutile_cpu.launch(..., seed=7, poison=False)                     # order of blocks; padding that is not determined
     with cutile_cpu.in_place_of_launch():                            # other people's code that calls ct.launch
         their_function(cpu_tensor)
 
@@ -20,7 +19,7 @@ from mla_var3.cutile_cpu.unsupported import UNSUPPORTED, UNSUPPORTED_USES
 if TYPE_CHECKING:
     from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, UnsupportedOperation
     from mla_var3.cutile_cpu.frontend import CUDA_TILE_VERSION, check_version
-    from mla_var3.cutile_cpu.grid import Options, launch, options
+    from mla_var3.cutile_cpu.grid import launch
     from mla_var3.cutile_cpu.patch import in_place_of_launch
 
 __all__ = [
@@ -29,12 +28,10 @@ __all__ = [
     "UNSUPPORTED_USES",
     "InterpreterError",
     "KernelFault",
-    "Options",
     "UnsupportedOperation",
     "check_version",
     "in_place_of_launch",
     "launch",
-    "options",
 ]
 
 _WHERE = {
@@ -43,9 +40,7 @@ _WHERE = {
     "InterpreterError": "errors",
     "KernelFault": "errors",
     "UnsupportedOperation": "errors",
-    "Options": "grid",
     "launch": "grid",
-    "options": "grid",
     "in_place_of_launch": "patch",
 }
 

@@ -6,10 +6,12 @@ import linecache
 import os
 from typing import Any
 
-from mla_var3.errors import Unsupported, UserError
+
+class Misuse(Exception):
+    """What was asked for is no launch that can be interpreted: one sentence that says what is wrong and what to do."""
 
 
-class KernelFault(UserError):
+class KernelFault(Misuse):
     """The kernel did something cuTile leaves undefined, or one of its own assertions failed.
 
     where: the kernel's line. block: (x, y, z) of the block that did it.
@@ -22,7 +24,7 @@ class KernelFault(UserError):
         super().__init__(f"{message}{at}{who}")
 
 
-class UnsupportedOperation(Unsupported):
+class UnsupportedOperation(Misuse):
     """An operation of the published list (`mla_var3.cutile_cpu.UNSUPPORTED`)."""
 
 

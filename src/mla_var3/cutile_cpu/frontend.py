@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from mla_var3.cutile_cpu.errors import Misuse
 from mla_var3.cutile_cpu.machine import Program, compile_ir
-from mla_var3.errors import UserError
 
 #: The interpreter follows the operations of this version of the package, which are not a stable interface.
 CUDA_TILE_VERSION = "1.7.0"
@@ -31,15 +31,15 @@ _LOCK = threading.Lock()
 
 
 def check_version() -> None:
-    """Raises `UserError` when another version of cuda-tile is installed, or none."""
+    """Raises `Misuse` when another version of cuda-tile is installed, or none."""
     try:
         import cuda.tile as ct
     except ImportError as missing:
-        raise UserError(
+        raise Misuse(
             f"The cuTile interpreter needs cuda-tile: pip install cuda-tile=={CUDA_TILE_VERSION}."
         ) from missing
     if ct.__version__ != CUDA_TILE_VERSION:
-        raise UserError(
+        raise Misuse(
             f"The cuTile interpreter is written for cuda-tile {CUDA_TILE_VERSION} and this is {ct.__version__}: "
             f"pip install cuda-tile=={CUDA_TILE_VERSION}, or run the kernel on a GPU."
         )
@@ -77,7 +77,7 @@ def _picked(dims: Sequence[int], values: Sequence[int], name: str) -> dict[int, 
     out = {}
     for dim in dims:
         if not -len(values) <= dim < len(values):
-            raise UserError(f"{name} has a static dimension {dim}, but {len(values)} dimensions.")
+            raise Misuse(f"{name} has a static dimension {dim}, but {len(values)} dimensions.")
         out[dim % len(values)] = values[dim]
     return out
 
@@ -91,13 +91,13 @@ def _array(tensors: Sequence[Any], annotation: Any, name: str) -> tuple[Any, Any
     first = tensors[0]
     for t in tensors:
         if t.is_cuda:
-            raise UserError(f"{name} is on {t.device}: the cuTile interpreter runs on CPU tensors.")
+            raise Misuse(f"{name} is on {t.device}: the cuTile interpreter runs on CPU tensors.")
         if t.dtype != first.dtype or t.dim() != first.dim():
-            raise UserError(f"{name}: the arrays of a list have one data type and one rank.")
+            raise Misuse(f"{name}: the arrays of a list have one data type and one rank.")
     try:
         dtype = to_dtype(first.dtype)
     except TypeError:
-        raise UserError(f"{name} is {first.dtype}, which cuTile has no data type for.") from None
+        raise Misuse(f"{name} is {first.dtype}, which cuTile has no data type for.") from None
     index_dtype = int32 if annotation is None else annotation.index_dtype
     static_shape = () if annotation is None else annotation.static_shape_dims
     static_strides = () if annotation is None else annotation.static_stride_dims
@@ -107,7 +107,7 @@ def _array(tensors: Sequence[Any], annotation: Any, name: str) -> tuple[Any, Any
     for t in tensors:
         shape, strides = tuple(t.shape), tuple(t.stride())
         if any(v >= limit for v in (*shape, *strides)):
-            raise UserError(f"{name} has a shape or stride beyond 32 bits: annotate it with ct.IndexedWithInt64.")
+            raise Misuse(f"{name} has a shape or stride beyond 32 bits: annotate it with ct.IndexedWithInt64.")
         small = rank <= _TMA_RANK
         facts.append(
             [
@@ -122,7 +122,7 @@ def _array(tensors: Sequence[Any], annotation: Any, name: str) -> tuple[Any, Any
             ]
         )
     if any(f[6:] != facts[0][6:] for f in facts):
-        raise UserError(f"{name}: the arrays of a list differ in a static dimension.")
+        raise Misuse(f"{name}: the arrays of a list differ in a static dimension.")
     ones, unit, by16, bytes16 = (
         tuple(all(column) for column in zip(*(f[i] for f in facts), strict=True)) for i in range(4)
     )
@@ -160,7 +160,7 @@ def _describe(value: Any, node: Any, name: str, into: Arguments) -> Argument:
         items = getattr(node, "items", None)
         each = getattr(node, "each", None)
         if items is not None and len(items) != len(value):
-            raise UserError(f"{name} has {len(value)} items, and its annotation {len(items)}.")
+            raise Misuse(f"{name} has {len(value)} items, and its annotation {len(items)}.")
         parts = [
             _describe(v, items[i] if items is not None else each if each is not None else node, f"{name}[{i}]", into)
             for i, v in enumerate(value)
@@ -168,26 +168,26 @@ def _describe(value: Any, node: Any, name: str, into: Arguments) -> Argument:
         values = tuple(v for p in parts for v in p.values)
         return Argument(TupleConstraint([p.constraint for p in parts]), ("tuple", *(p.key for p in parts)), values)
     if node.KIND != "leaf":
-        raise UserError(f"{name} is annotated as a tuple: pass one, not {type(value).__name__}.")
+        raise Misuse(f"{name} is annotated as a tuple: pass one, not {type(value).__name__}.")
     if node.constant:
         try:
             return Argument(ConstantConstraint(value), ("constant", type(value), repr(value)), ())
         except TypeError as error:
-            raise UserError(f"{name} cannot be a constant: {error}.") from None
+            raise Misuse(f"{name} cannot be a constant: {error}.") from None
     if isinstance(value, bool):
         return Argument(ScalarConstraint(bool_), "bool", (value,))
     if isinstance(value, int):
         dtype = int32 if node.scalar is None else node.scalar.dtype
         if not -(1 << (dtype.bitwidth - 1)) <= value < 1 << (dtype.bitwidth - 1):
-            raise UserError(f"{name} = {value} does not fit {dtype}: annotate it with ct.ScalarInt64.")
+            raise Misuse(f"{name} = {value} does not fit {dtype}: annotate it with ct.ScalarInt64.")
         return Argument(ScalarConstraint(dtype), ("int", dtype.bitwidth), (value,))
     if isinstance(value, float):
         return Argument(ScalarConstraint(float32), "float", (torch.tensor(value, dtype=torch.float32),))
     if isinstance(value, list):
         if not value:
-            raise UserError(f"{name} is an empty list, which cuTile does not take.")
+            raise Misuse(f"{name} is an empty list, which cuTile does not take.")
         if not all(isinstance(t, torch.Tensor) for t in value):
-            raise UserError(f"{name} has items that are not arrays.")
+            raise Misuse(f"{name} has items that are not arrays.")
         constraint, key = _array(value, None if node.list is None else node.list.element, name)
         into.tensors += [(t.detach(), f"{name}[{i}]") for i, t in enumerate(value)]
         # The table has an address of its own, as on the GPU; nothing else lives there.
@@ -202,14 +202,14 @@ def _describe(value: Any, node: Any, name: str, into: Arguments) -> Argument:
         constraint, key = _array([value], node.array, name)
         into.tensors.append((value.detach(), name))
         return Argument(constraint, key, _words(value))
-    raise UserError(f"{name} is a {type(value).__name__}, which is no argument of a cuTile kernel.")
+    raise Misuse(f"{name} is a {type(value).__name__}, which is no argument of a cuTile kernel.")
 
 
 def annotated(kernel: Any) -> Any:
     """The annotated function of a `@ct.kernel` object."""
     function = getattr(kernel, "_annotated_function", None)
     if function is None:
-        raise UserError(f"{kernel!r} is not a cuTile kernel: decorate the function with @ct.kernel.")
+        raise Misuse(f"{kernel!r} is not a cuTile kernel: decorate the function with @ct.kernel.")
     return function
 
 
@@ -218,9 +218,7 @@ def describe_arguments(kernel: Any, args: Sequence[Any]) -> Arguments:
     function = annotated(kernel)
     names = tuple(function.pysig.parameters)
     if len(args) != len(names):
-        raise UserError(
-            f"{function.pyfunc.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}."
-        )
+        raise Misuse(f"{function.pyfunc.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}.")
     into = Arguments([], (), [], [], {})
     keys = []
     for value, node, name in zip(args, function.parameter_annotations, names, strict=True):

@@ -13,73 +13,47 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 from mla_var3.cutile_cpu import frontend
-from mla_var3.cutile_cpu.errors import KernelFault
+from mla_var3.cutile_cpu.errors import KernelFault, Misuse
 from mla_var3.cutile_cpu.machine import BlockState, Program
 from mla_var3.cutile_cpu.memory import Memory
-from mla_var3.errors import UserError
 
 #: Rounds of all waiting blocks without a write before they are said to wait for ever.
 _PATIENT_ROUNDS = 2
 
 
-@dataclass(frozen=True)
-class Options:
-    """How kernels are interpreted.
+def launch(
+    grid: Sequence[int],
+    kernel: Any,
+    args: Sequence[Any],
+    *,
+    seed: int | None = 0,
+    poison: bool = True,
+    strict: bool = True,
+) -> None:
+    """Runs a `@ct.kernel` over `grid` (up to 3 extents) with CPU tensors, to the end.
 
     seed: of the order of blocks; None runs them in order. poison: undetermined padding is NaN (a large number for
     integers), else zero. strict: a tile wholly outside its array, which cuTile leaves undefined, is a fault; else it is
     padding, and storing it does nothing.
-    """
 
-    seed: int | None = 0
-    poison: bool = True
-    strict: bool = True
-
-
-_DEFAULT = Options()
-_OPTIONS: ContextVar[Options] = ContextVar("cutile_cpu_options", default=_DEFAULT)
-
-
-@contextmanager
-def options(**changes: Any) -> Iterator[Options]:
-    """Other `Options` for the launches inside."""
-    try:
-        chosen = replace(_OPTIONS.get(), **changes)
-    except TypeError:
-        raise UserError(
-            f"The cuTile interpreter's options are seed, poison and strict, not {', '.join(changes)}."
-        ) from None
-    token = _OPTIONS.set(chosen)
-    try:
-        yield chosen
-    finally:
-        _OPTIONS.reset(token)
-
-
-def launch(grid: Sequence[int], kernel: Any, args: Sequence[Any], *, settings: Options | None = None) -> None:
-    """Runs a `@ct.kernel` over `grid` (up to 3 extents) with CPU tensors, to the end.
-
-    Raises `KernelFault` (a `UserError`) for what cuTile leaves undefined and for failed assertions, with the kernel's
+    Raises `KernelFault` (a `Misuse`) for what cuTile leaves undefined and for failed assertions, with the kernel's
     line; cuTile's own errors for code that its front end refuses.
     """
     frontend.check_version()
-    chosen = settings or _OPTIONS.get()
     if len(grid) > 3 or any(not isinstance(n, int) or n < 0 for n in grid):
-        raise UserError(f"grid = {tuple(grid)}: give up to 3 numbers of blocks.")
+        raise Misuse(f"grid = {tuple(grid)}: give up to 3 numbers of blocks.")
     arguments = frontend.describe_arguments(kernel, args)
     program = frontend.program(kernel, arguments)
-    memory = Memory(fill=chosen.poison, strict=chosen.strict)
+    memory = Memory(fill=poison, strict=strict)
     for tensor, name in arguments.tensors:
         memory.add(tensor, name)
     x, y, z = (*grid, 1, 1, 1)[:3]
     blocks = [(i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x))]
-    if chosen.seed is not None:
-        random.Random(chosen.seed).shuffle(blocks)
+    if seed is not None:
+        random.Random(seed).shuffle(blocks)
     with _one_thread():
         _Schedule(program, arguments, memory, (x, y, z)).run(blocks)
 

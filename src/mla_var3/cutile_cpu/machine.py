@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_var3.cutile_cpu.dtypes import Dtype, dtype_of
-from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, UnsupportedOperation, describe_location
+from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, Misuse, UnsupportedOperation, describe_location
 from mla_var3.cutile_cpu.memory import Memory
 from mla_var3.cutile_cpu.ops import FACTORIES, Registers, Step, load_all
 from mla_var3.cutile_cpu.unsupported import UNSUPPORTED
-from mla_var3.errors import UserError
 
 
 @dataclass
@@ -131,7 +130,7 @@ def _sequence(steps: tuple[Step, ...], origins: tuple[Any, ...]) -> Step:
                 signal = step(registers)
                 if signal is not None:
                     return signal
-        except (UserError, InterpreterError):
+        except (Misuse, InterpreterError):
             raise
         except Exception as error:
             op = origins[i]

@@ -16,11 +16,11 @@ def _on_a_gpu(args: Any) -> bool:
 
 
 @contextmanager
-def in_place_of_launch() -> Iterator[None]:
+def in_place_of_launch(**options: Any) -> Iterator[None]:
     """Inside, `ct.launch(stream, grid, kernel, args)` interprets kernels whose tensors are on the CPU.
 
-    It replaces the attribute of the module `cuda.tile`, for the whole process and one caller at a time; code that took
-    the function out of the module earlier keeps the real one.
+    options: those of `launch`. It replaces the attribute of the module `cuda.tile`, for the whole process and one
+    caller at a time; code that took the function out of the module earlier keeps the real one.
     """
     import cuda.tile as ct
 
@@ -29,7 +29,7 @@ def in_place_of_launch() -> Iterator[None]:
     def either(stream: Any, grid: Any, kernel: Any, kernel_args: Any, /, **keywords: Any) -> Any:
         if _on_a_gpu(kernel_args):
             return real(stream, grid, kernel, kernel_args, **keywords)
-        return launch(grid, kernel, kernel_args)
+        return launch(grid, kernel, kernel_args, **options)
 
     ct.launch = either
     try:

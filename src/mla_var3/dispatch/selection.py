@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.dispatch import model
 from mla_var3.dispatch import table as tables
-from mla_var3.errors import Unsupported, UserError
+from mla_var3.errors import Unsupported, UserError, Verdict
 from mla_var3.kernel import registry
-from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.runtime.types import Tiling
 from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mla_var3.device import Device
 from mla_var3.dispatch import model
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
-from mla_var3.measure.settings import ASIDE
+from mla_var3.record import ASIDE
 from mla_var3.workload import DEFAULT, problem_from_record
 from mla_var3.workload.decode import MlaProblem
 

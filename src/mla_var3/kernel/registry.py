@@ -90,7 +90,7 @@ def all_kernels() -> tuple[KernelId, ...]:
         for path in sorted((root / folder).glob("*/*/*/*.py")):
             layer, design, name = path.parts[-4], path.parts[-3], path.parts[-2]
             match = re.fullmatch(re.escape(design) + r"(?:_v(\d+))?", name)
-            if layer not in ("lib", "prims") and match and path.stem == name:
+            if layer != "prims" and match and path.stem == name:
                 found.append(KernelId(language, layer, design, int(match[1] or 0)))
     return tuple(sorted(found))
 
@@ -123,7 +123,7 @@ def missing(what: str | KernelId) -> str | None:
     if isinstance(what, KernelId):
         reason = missing(what.language)
         if reason is None and what.language == "peer":
-            from mla_var3.kernel.peer.lib.find import absent
+            from mla_var3.kernel.peer.prims.find import absent
 
             reason = absent(what.design)
         return reason
@@ -138,6 +138,13 @@ def missing(what: str | KernelId) -> str | None:
 
         found = aot.usable(language)  # an open bundle needs no compiler
     return None if found else f"{language} needs the package {package}, which is not installed: {how}."
+
+
+def library_versions() -> dict[str, str]:
+    """Which build of each wrapped library is here, by the peer's design."""
+    from mla_var3.kernel.peer.prims.find import versions
+
+    return versions()
 
 
 def get_plan(kernel: KernelId) -> type[KernelPlan]:

@@ -30,7 +30,7 @@ _QUERY = {
 def describe(gpu: bool = False) -> dict[str, Any]:
     """Python, platform, packages, the libraries behind peers; with `gpu`, also the current GPU's name, `chip`, driver,
     power limit and CUDA."""
-    from mla_var3.kernel.peer.lib.find import versions
+    from mla_var3.kernel.registry import library_versions
     from mla_var3.toolchain import aot
     from mla_var3.toolchain.versions import GENERATES, installed
 
@@ -46,7 +46,7 @@ def describe(gpu: bool = False) -> dict[str, Any]:
     if bundled:
         found["bundle_packages"] = bundled
     # A peer that was fetched is no installed package.
-    if peers := versions():
+    if peers := library_versions():
         found["peers"] = peers
     if gpu:
         import torch

@@ -9,11 +9,6 @@ from typing import Any
 
 from mla_var3.errors import UserError, nearest
 
-#: Experiments that are not for who is fastest, and why: no table of the fastest counts their records.
-ASIDE = {
-    "host_cost": "times few calls, for what launches cost the host",
-    "one_turn": "gives each contender one hot turn, so that their order decides",
-}
 MODES = ("time", "check", "compile")
 
 

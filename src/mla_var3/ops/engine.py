@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.toolchain.aot import CompileCache
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ class Engine:
         self._kept: OrderedDict[Any, Bound] = OrderedDict()
         self._captured: tuple[int, dict[Any, Bound]] = (0, {})
         self._warm: set[Any] = set()
-        self._compiled: dict[Any, dict[Any, Any]] = {}
+        self._compiled: dict[Any, CompileCache] = {}
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------ what the device says; replaced in tests
@@ -168,7 +169,7 @@ class Engine:
         plan = way.make(problem, hardware)
         arch = None if hardware is None else hardware.arch
         with self._lock:
-            plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), {})
+            plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), CompileCache())
         plan.late_tensors = True
         # Tensors made in inference mode could not be pointed elsewhere outside of it.
         with torch.inference_mode(False), torch.no_grad():

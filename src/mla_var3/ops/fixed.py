@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
+from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.compiled import CompiledKernel
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
 
@@ -217,7 +218,7 @@ class FixedSplitKernel(BaseKernel):
             assert self.short is not None
             self.short.launch()
             return
-        from mla_var3.kernel.triton.lib.numerics import interpreted
+        from mla_var3.kernel.triton.prims.numerics import interpreted
         from mla_var3.ops.fixed_kernels import join, spread
 
         assert isinstance(self.plan, FixedSplitPlan)

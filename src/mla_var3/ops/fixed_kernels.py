@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from mla_var3.kernel.triton.lib.numerics import round_to
+from mla_var3.kernel.triton.prims.numerics import round_to
 
 LN2 = tl.constexpr(math.log(2.0))
 

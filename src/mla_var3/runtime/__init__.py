@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.runtime.types import CompiledKernel, Kernel, Resources, Tiling, Verdict
+from mla_var3.errors import Verdict
+from mla_var3.runtime.types import Kernel, Tiling
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 
 if TYPE_CHECKING:
     from mla_var3.runtime.concurrent import ConcurrentKernels as ConcurrentKernels

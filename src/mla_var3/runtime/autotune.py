@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Infeasible, UserError
 from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.source import source_hash
 from mla_var3.toolchain.versions import GENERATES, installed
 
 if TYPE_CHECKING:
     from mla_var3.runtime.base import BaseKernel
-    from mla_var3.runtime.types import CompiledKernel
+    from mla_var3.toolchain.compiled import CompiledKernel
 
 #: Most that two tilings' results may be apart, of their norm: each has an error of some 2e-3 in bf16.
 SAME = 2e-2
@@ -88,17 +89,10 @@ def tuning_key(kernel: BaseKernel) -> str:
 
 
 def _source_of(kernel: BaseKernel) -> str:
-    """Hash of the version's files and its language's lib; of the function's own file when there is no plan."""
-    if kernel.plan is not None:
-        from mla_var3.kernel import registry
-
-        module = type(kernel.plan).__module__
-        for known in registry.all_kernels():
-            if known.module == module:
-                return registry.source_hash(known)
+    """Hash of the import closure of the plan's file, or of the kernel class's where there is no plan."""
     owner = kernel.plan if kernel.plan is not None else kernel
     file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+    return source_hash(Path(file)) if file else ""
 
 
 def _record(tiling: Any) -> Any:

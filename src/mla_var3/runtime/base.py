@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.runtime.types import CompiledKernel, Tiling
+from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.pipeline import _distinct
-from mla_var3.runtime.types import CompiledKernel, Verdict
+from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError
+from mla_var3.errors import Unsupported, UserError
 from mla_var3.runtime.base import BaseKernel, FlopsBytes
-from mla_var3.runtime.types import CompiledKernel
+from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -31,6 +31,19 @@ def _name_of(kernel_fn: Any) -> str:
     from mla_var3.toolchain.cutile import kernel_name  # a @ct.kernel object hides the function's name
 
     return kernel_name(kernel_fn)
+
+
+def _interpret(grid: Any, kernel: Any, args: Any) -> None:
+    """Launches on the CPU; what the interpreter refuses is the user's mistake."""
+    from mla_var3 import cutile_cpu
+    from mla_var3.cutile_cpu.errors import Misuse
+
+    try:
+        cutile_cpu.launch(grid, kernel, args)
+    except cutile_cpu.UnsupportedOperation as error:
+        raise Unsupported(str(error)) from error
+    except Misuse as error:
+        raise UserError(str(error)) from error
 
 
 class CtKernel(BaseKernel):
@@ -109,9 +122,7 @@ class CtKernel(BaseKernel):
     def _launcher(self) -> Callable[..., None]:
         """What launches (grid, kernel, arguments): the GPU's current stream, or the interpreter."""
         if self.on_cpu:
-            from mla_var3 import cutile_cpu
-
-            return cutile_cpu.launch
+            return _interpret
         import cuda.tile as ct
         import torch
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.base import BaseKernel, FlopsBytes
-from mla_var3.runtime.types import CompiledKernel
+from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

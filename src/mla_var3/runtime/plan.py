@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mla_var3.device import Requirement
-from mla_var3.errors import Infeasible, Unsupported, UserError
-from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.errors import Infeasible, Unsupported, UserError, Verdict
+from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.aot import CompileCache
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -29,9 +30,9 @@ class KernelPlan(ABC):
     """One version of a design for one problem and tiling. Subclasses live one a file; the registry names them.
 
     A subclass sets `workload`, `tiling_type` and `requires`, and implements `default_tiling`, `autotune_configs`,
-    `plan` and `plan_empty`. Inputs, oracle and costs are the workload's. Compiled functions go into `self.compiled`, a
-    dictionary that rebinding and retuning share, and that other plans of the version may be given, under keys that hold
-    everything the code depends on; that is what makes binding free of compilation.
+    `plan` and `plan_empty`. Inputs, oracle and costs are the workload's. Compiled functions go into `self.compiled`,
+    which rebinding and retuning share, and which other plans of the version may be given; that is what makes binding
+    free of compilation.
     """
 
     workload: ClassVar[Workload]
@@ -52,7 +53,7 @@ class KernelPlan(ABC):
     def __init__(self, problem: Any, tiling: Tiling | None = None, device: Device | None = None) -> None:
         self.problem = problem
         self.device = device
-        self.compiled: dict[Any, Any] = {}
+        self.compiled = CompileCache()
         self.tiling = self.default_tiling() if tiling is None else tiling
 
     # ------------------------------------------------------------ for subclasses

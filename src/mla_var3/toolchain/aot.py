@@ -1,7 +1,7 @@
 """Compiled CuTe host functions, kept on disk and loaded by later processes instead of compiled again.
 
 An entry is two files, `<name>-<arch>-<key>.so` and a `.json` with what compiling found out (resources, warnings) and
-the parts of its key. The key covers the source of the version with its language's lib, the problem class, the tiling,
+the parts of its key. The key covers the version's source, the problem class, the tiling,
 the architecture, the name of the host function, compile options, and what generates code: the compiler's packages, its
 environment variables and this package's way of calling it. Entries are looked for in the cache
 (`$XDG_CACHE_HOME/mla_var3/cute`) and in the bundles that are open (`mla_var3.toolchain.bundle`).
@@ -24,22 +24,20 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mla_var3.errors import UserError
-from mla_var3.runtime.types import CompiledKernel, Resources
 from mla_var3.toolchain import loader
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.toolchain.digest import Code
+from mla_var3.toolchain.source import import_closure, source_hash
 from mla_var3.toolchain.versions import GENERATES, installed
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId
-    from mla_var3.runtime.plan import KernelPlan
 
 SCHEMA = 1
 BUNDLES = "MLA_VAR3_BUNDLES"  # environment: folders of open bundles, so that worker processes find them too
@@ -127,8 +125,31 @@ def code_knobs(tiling: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- the two ways in
+class CompileCache(dict[Any, Any]):
+    """What the plans that share it have compiled in this process, under keys that hold everything the code depends on.
+
+    folder: where host functions are kept on disk; `default_cache_dir()` unless given. making: a bundle is made: open
+    bundles are not looked at, and whatever goes to the folder is noted in `entries`.
+    """
+
+    def __init__(self, folder: Path | None = None, *, making: bool = False) -> None:
+        super().__init__()
+        self.folder = folder
+        self.making = making
+        self.entries: list[dict[str, Any]] = []
+
+
+class Planned(Protocol):
+    """What compiling needs to know of a plan."""
+
+    problem: Any
+    tiling: Any
+    device: Device | None
+    compiled: CompileCache
+
+
 def compiled_host(
-    plan: KernelPlan,
+    plan: Planned,
     name: str,
     compile_fn: Callable[..., CompiledKernel],
     *,
@@ -149,7 +170,7 @@ def compiled_host(
         raise UserError(f"{name} was planned for no device, and there is no GPU here: give the plan a device.")
     tiling = plan.tiling if tiling is None else tiling
     memo = ("host", name, plan.problem.problem_class(), tuple(code_knobs(tiling).items()), device.arch, options)
-    if memo not in plan.compiled or _target.get() is not None:
+    if memo not in plan.compiled or plan.compiled.making:
         plan.compiled[memo] = load_or_compile(
             source_of(plan),
             plan.problem.problem_class(),
@@ -157,37 +178,39 @@ def compiled_host(
             device,
             name,
             lambda: compile_fn(tiling, device),
+            plan.compiled,
             options=options,
         )
     return plan.compiled[memo]
 
 
 def load_or_compile(
-    kernel: KernelId | Source | str,
+    source: Source | Path | str,
     problem_class: Any,
     tiling: Any,
     device: Device,
     name: str,
     compile_fn: Callable[[], CompiledKernel],
-    cache_dir: Path | None = None,
+    cache: CompileCache | None = None,
     *,
     options: str = "",
 ) -> CompiledKernel:
     """A compiled host function with its `handle` loaded, from the cache or an open bundle, else from `compile_fn()`.
 
-    kernel: a registered version; any other is given by the hash of its source. cache_dir: `default_cache_dir()`.
-    compile_fn returns a `CompiledKernel` whose handle is what `cute.compile` made with TVM-FFI; it is kept under the
-    key of the other arguments. Two processes that want the same compile it once. `seconds` of the result is what this
-    call took. A cache that cannot be written costs a warning, a damaged entry is made again. Where the compiler is
-    missing and no bundle has the function, raises `UserError` that says what differs.
+    source: of the version: its file, or a hash. compile_fn returns a `CompiledKernel` whose handle is what
+    `cute.compile` made with TVM-FFI; it is kept under the key of the other arguments. Two processes that want the same
+    compile it once. `seconds` of the result is what this call took. A cache that cannot be written costs a warning, a
+    damaged entry is made again. Where the compiler is missing and no bundle has the function, raises `UserError` that
+    says what differs.
     """
     start = time.perf_counter()
-    if isinstance(kernel, str):
-        kernel = Source(kernel)
-    source = kernel if isinstance(kernel, Source) else source_of_version(kernel)
+    cache = cache if cache is not None else CompileCache()
+    if isinstance(source, Path):
+        source = source_of_file(source)
+    elif isinstance(source, str):
+        source = Source(source)
     key = make_key(source.hash, problem_class, tiling, device, name, options)
-    target = _target.get()
-    if target is None:
+    if not cache.making:
         found = _from_bundles(key)
         if found is not None:
             return replace(found, seconds=time.perf_counter() - start)
@@ -196,19 +219,19 @@ def load_or_compile(
     elif not loader.compiler_here():
         raise UserError("making a bundle needs the compiler: pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'.")
     if not source.settled:
-        if target is not None:
+        if cache.making:
             raise UserError(f"the source of {name} changed after this process started: start again.")
         _warn_once("source", "what is compiled from a source that changed after this process started is not kept")
         return compile_fn()
-    store = Store(Path(cache_dir) if cache_dir is not None else target.folder if target else default_cache_dir())
+    store = Store(cache.folder or default_cache_dir())
     found = store.load(key)
     if found is None:
         with store.lock(key):
-            found = store.load(key) or store.keep(key, compile_fn(), strict=target is not None)
-    if target is not None:
+            found = store.load(key) or store.keep(key, compile_fn(), strict=cache.making)
+    if cache.making:
         entry = read_entry(store.folder / f"{key.stem}.json")
         assert entry is not None
-        target.entries.append(entry)
+        cache.entries.append(entry)
     return replace(found, seconds=time.perf_counter() - start)
 
 
@@ -224,25 +247,17 @@ class Source:
     settled: bool = True
 
 
-def source_of(plan: KernelPlan) -> Source:
-    """The source of a plan's version; of its own file alone when it is not registered."""
-    from mla_var3.kernel import registry
-
-    module = type(plan).__module__
-    known = next((k for k in registry.all_kernels() if k.module == module), None)
-    if known is not None:
-        return source_of_version(known)
-    file = getattr(sys.modules.get(module), "__file__", None)
+def source_of(plan: Any) -> Source:
+    """The source of a plan's version: the import closure of the file that defines it."""
+    file = getattr(sys.modules.get(type(plan).__module__), "__file__", None)
     if file is None:  # typed into an interpreter: nothing to know it by in another process
         return Source("", settled=False)
-    return Source(hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16], _older_than_process([Path(file)]))
+    return source_of_file(Path(file))
 
 
-def source_of_version(kernel: KernelId) -> Source:
-    """The source of a registered version: its files and its language's lib."""
-    from mla_var3.kernel import registry
-
-    return Source(registry.source_hash(kernel), _older_than_process(registry.source_files(kernel)))
+def source_of_file(file: Path) -> Source:
+    """The source of the version that a file defines."""
+    return Source(source_hash(file), _older_than_process(import_closure(file)))
 
 
 def _older_than_process(paths: Sequence[Path]) -> bool:
@@ -424,29 +439,6 @@ def _warn_once(kind: str, message: str) -> None:
 
 
 # ---------------------------------------------------------------- bundles
-@dataclass
-class Target:
-    """A folder that everything compiled goes to, and what went there."""
-
-    folder: Path
-    entries: list[dict[str, Any]] = field(default_factory=list)
-
-
-_target: ContextVar[Target | None] = ContextVar("target", default=None)
-
-
-@contextlib.contextmanager
-def keeping_in(folder: Path) -> Iterator[Target]:
-    """Inside, host functions are kept in `folder` and noted, and open bundles are not looked at."""
-    token = _target.set(Target(Path(folder)))
-    try:
-        target = _target.get()
-        assert target is not None
-        yield target
-    finally:
-        _target.reset(token)
-
-
 def bundle_dirs() -> list[Path]:
     """Folders of the open bundles."""
     return [Path(part) for part in os.environ.get(BUNDLES, "").split(os.pathsep) if part]

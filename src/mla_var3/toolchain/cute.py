@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.runtime.types import CompiledKernel
 from mla_var3.toolchain import artefacts, digest, resources, sass
+from mla_var3.toolchain.compiled import CompiledKernel
 from mla_var3.toolchain.versions import toolchain
 
 if TYPE_CHECKING:

@@ -10,36 +10,15 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError
-from mla_var3.runtime.types import CompiledKernel
+from mla_var3.toolchain.compiled import CompiledKernel
 
 _KEPT_OUTPUT = 2000  # characters of what a crashed worker had printed
-
-
-@dataclass(frozen=True)
-class CompileJob:
-    """What to compile, as plain data. problem and tiling are records; tiling None is the version's default."""
-
-    language: str
-    layer: str
-    design: str
-    version: int
-    problem: dict[str, Any] = field(hash=False)
-    device: str
-    tiling: dict[str, Any] | None = field(default=None, hash=False)
-    out_dir: str | None = None
-    keep: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        suffix = f"_v{self.version}" if self.version else ""
-        sizes = "_".join(f"{name}{self.problem[name]}" for name in ("b", "s", "h", "t") if name in self.problem)
-        return f"{self.language}/{self.design}{suffix} {sizes}".strip()
 
 
 @dataclass(frozen=True)
@@ -63,28 +42,13 @@ class CompileResult:
         return not self.error_type
 
 
-def run_job(job: CompileJob) -> CompiledKernel:
-    """Compiles one job in this process; raises what the version raises."""
-    from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId, get_plan
-    from mla_var3.workload import problem_from_record
-
-    plan_type = get_plan(KernelId(job.language, job.layer, job.design, job.version))
-    device = Device.get(job.device)
-    tiling = None if job.tiling is None else plan_type.tiling_type.from_record(job.tiling)
-    plan = plan_type(problem_from_record(job.problem), tiling, device)
-    plan.require()
-    out_dir = None if job.out_dir is None else Path(job.out_dir)
-    return plan.plan_empty().compile(out_dir, device, keep=job.keep)
-
-
 def compile_many(
     jobs: Sequence[Any],
     workers: int | None = None,
     progress: bool = True,
     *,
     timeout_s: float | None = None,
-    run: Callable[[Any], Any] = run_job,
+    run: Callable[[Any], Any],
 ) -> list[CompileResult]:
     """Runs the jobs in freshly started processes and returns their results in the jobs' order.
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.types import CompiledKernel, Resources
 from mla_var3.toolchain import sass as sass_
+from mla_var3.toolchain.compiled import CompiledKernel, Resources
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

@@ -343,21 +343,20 @@ class MlaProblem(Problem):
         return text if self.lengths == "uniform" else f"{text}, lengths {json.dumps(self.to_record()['lengths'])[:80]}"
 
     def options(self) -> list[str]:
-        default = type(self)(b=1)
-        if isinstance(self.lengths, tuple) and self.lengths and isinstance(self.lengths[0], int):
-            words = ["--lengths", ",".join(map(str, self.lengths))]
-        else:
-            words = ["--b", str(self.b), "--t", str(self.t)]
-            if self.lengths != "uniform":
-                named = dict(self.lengths)
-                words += ["--lengths", f"{named['name']}:{named.get('seed', 0)}"]
-        words += ["--s", str(self.s), "--h", str(self.h)]
-        for name in ("h_kv", "k", "p", "d", "n", "dtype"):
-            if getattr(self, name, None) != getattr(default, name, None):
-                words += [f"--{name}", str(getattr(self, name))]
+        default, words = type(self)(), ["--b", str(self.b)]
+        for name in ("s", "t", "h", "h_kv", "k", "p", "d", "n", "dtype"):
+            if (value := getattr(self, name, None)) != getattr(default, name, None):
+                words += [f"--{name}", str(value)]
+        if self.causal:
+            words.append("--causal")
         if self.page != default.page:
             words += ["--page", "contiguous" if self.page is None else str(self.page)]
-        return [*words, "--causal"] if self.causal else words
+        if self.lengths != "uniform":
+            lengths = self.to_record()["lengths"]
+            named = isinstance(lengths, dict)
+            text = f"{lengths['name']}:{lengths.get('seed', 0)}" if named else ",".join(map(str, lengths))
+            words += ["--lengths", text]
+        return words
 
     # ---------------------------------------------------------------- memory
     def output_bytes(self) -> int:

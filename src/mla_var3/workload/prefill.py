@@ -130,8 +130,8 @@ class PrefillProblem(Problem):
         return f"{count(self.b, 'prompt')} of {count(self.s, 'token')}, {count(self.h, 'head')}{mask}"
 
     def options(self) -> list[str]:
-        words = ["--b", str(self.b), "--s", str(self.s), "--h", str(self.h)]
-        for name in ("p", "d", "dtype"):
+        words = ["--b", str(self.b), "--s", str(self.s)]
+        for name in ("h", "p", "d", "dtype"):
             if getattr(self, name) != getattr(PrefillProblem(), name):
                 words += [f"--{name}", str(getattr(self, name))]
         return [*words, "--causal"] if self.causal else words

@@ -18,7 +18,7 @@ import torch
 from mla_var3.check.judge import check
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
-from mla_var3.kernel.peer.lib import find, flashinfer, kernel
+from mla_var3.kernel.peer.prims import find, flashinfer, kernel
 from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference
 
 CASES_HERE = ("own", "edges", "planned")
@@ -169,7 +169,7 @@ def test_flash_mla_installed(new_interface: bool, tmp_path: Path, monkeypatch: p
     assert registry.missing(registry.KernelId("peer", "mla", "flash_mla_lib")) is None
     monkeypatch.setitem(sys.modules, "flash_mla", fake)
     monkeypatch.setattr(
-        "mla_var3.kernel.peer.lib.find.package_dirs", lambda name: [tmp_path / name] if name == "flash_mla" else []
+        "mla_var3.kernel.peer.prims.find.package_dirs", lambda name: [tmp_path / name] if name == "flash_mla" else []
     )
     _passes_the_check("flash_mla_lib")
     assert made
@@ -236,7 +236,7 @@ def test_flashinfer(
         return
     (tmp_path / "flashinfer" / "mla").mkdir(parents=True)
     monkeypatch.setattr(
-        "mla_var3.kernel.peer.lib.find.package_dirs", lambda name: [tmp_path / name] if name == "flashinfer" else []
+        "mla_var3.kernel.peer.prims.find.package_dirs", lambda name: [tmp_path / name] if name == "flashinfer" else []
     )
     fake = types.ModuleType("flashinfer.mla")
     fake.BatchMLAPagedAttentionWrapper = Wrapper  # type: ignore[attr-defined]
@@ -421,9 +421,10 @@ def test_results_are_converted_when_read_and_not_in_the_call() -> None:
 
 def test_an_empty_plan_says_that_there_is_nothing_to_compile() -> None:
     from mla_var3.device import Device
+    from mla_var3.workload.prefill import PrefillProblem
 
     with pytest.raises(UserError, match="library's binary"):
-        _plan_type("fa4")(MlaProblem(b=1, s=64, t=64)).plan_empty().compile(None, Device.get("h200"))
+        _plan_type("fa4")(PrefillProblem(s=64)).plan_empty().compile(None, Device.get("h200"))
 
 
 @pytest.mark.parametrize(

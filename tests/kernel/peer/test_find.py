@@ -13,16 +13,17 @@ import pytest
 from mla_var3.device import Device
 from mla_var3.errors import Unsupported
 from mla_var3.kernel import registry
-from mla_var3.kernel.peer.lib import find
+from mla_var3.kernel.peer.prims import find
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 PEERS = [k for k in registry.all_kernels() if k.language == "peer"]
 PREFILL = ("fa4", "cudnn_sdpa")
 
 
-def _problem(name: str) -> MlaProblem:
+def _problem(name: str) -> MlaProblem | PrefillProblem:
     if name in PREFILL:
-        return MlaProblem(b=2, s=128, t=128, causal=True)
+        return PrefillProblem(b=2, s=128, causal=True)
     return MlaProblem(b=2, t=256, dtype="fp16" if name == "tilelang_mla" else "bf16")
 
 
@@ -67,7 +68,7 @@ def test_each_peer_declares_what_it_does(kernel: registry.KernelId) -> None:
     plan_type = registry.get_plan(kernel)
     assert plan_type.peer == kernel.design  # type: ignore[attr-defined]
     assert isinstance(plan_type.allocates, bool)  # type: ignore[attr-defined]
-    assert plan_type.formulation == ("decompressed" if kernel.design in PREFILL else "absorbed")
+    assert plan_type.workload.name == ("prefill" if kernel.design in PREFILL else "decode")
     for name in plan_type.leaves_out:  # type: ignore[attr-defined]
         from mla_var3.workload.decode import CASES
 
@@ -135,7 +136,6 @@ def test_an_installed_package_is_found_and_not_imported(tmp_path: Path, monkeypa
     [
         ({"k": 256}, "columns"),
         ({"h": 4, "h_kv": 2}, "h_kv = 2"),
-        ({"n": 8}, "n = 8"),
         ({"page": 16}, "pages of 64"),
         ({"dtype": "fp32"}, "fp32"),
     ],

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from mla_var3.cli.devlog import main
 from mla_var3.errors import UserError
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.check import check, find_root
-from mla_var3.lab.devlog.cli import main
 
 FAST, SLOW = "aaaa11112222", "bbbb33334444"
 

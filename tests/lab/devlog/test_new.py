@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from mla_var3.cli.devlog import main
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.check import check
-from mla_var3.lab.devlog.cli import main
 
 FAST, SLOW, COMPILED = "aaaa11112222", "bbbb33334444", "cccc55556666"
 V0, V1 = KernelId("triton", "mla", "flash_mla", 0), KernelId("triton", "mla", "flash_mla", 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mla_var3.cli.devlog import main
 from mla_var3.errors import UserError
-from mla_var3.lab.devlog.cli import main
 from mla_var3.lab.devlog.render import _cells, designs, page, render
 
 FAST, SLOW = "aaaa11112222", "bbbb33334444"

@@ -10,6 +10,7 @@ from diagnosis_fakes import FEW, evidence, record
 from mla_var3.lab.diagnosis import signs
 from mla_var3.lab.diagnosis.verdict import Diagnosis, command, diagnose
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.mixed import MixedProblem
 
 
 def paths(found: Any) -> list[str]:
@@ -166,4 +167,4 @@ def test_the_command_names_the_problem() -> None:
     assert "--lengths ragged:1" in command(evidence(RAGGED)) and "--t 16384" in command(evidence(RAGGED))
     listed = MlaProblem(t=[3, 70], causal=True, page=None)  # type: ignore[arg-type]
     assert command(evidence(listed)).endswith("--b 2 --t 70 --causal --page contiguous --lengths 3,70")
-    assert "--n 512" in command(evidence(MlaProblem(b=4, h=16, t=4096, n=512)))
+    assert "--n 512" in command(evidence(MixedProblem(b=4, h=16, t=4096, n=512)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.lab.knowledge.cli import main
+from mla_var3.cli.knowledge import main
 from mla_var3.lab.knowledge.compile_blocks import run_page
 
 KERNEL = """\

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mla_var3 import cli
+from mla_var3.cli.knowledge import main
 from mla_var3.errors import UserError
 from mla_var3.lab.knowledge.check import check
-from mla_var3.lab.knowledge.cli import main
 
 
 def test_good_project_passes_and_writes_the_index(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

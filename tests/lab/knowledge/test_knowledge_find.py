@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from mla_var3.cli.knowledge import main
 from mla_var3.errors import UserError
 from mla_var3.lab.knowledge import find, index, triggers
 from mla_var3.lab.knowledge.check import check
-from mla_var3.lab.knowledge.cli import main
 from mla_var3.lab.knowledge.triggers import Facts
 
 RESULTS = Path(__file__).resolve().parents[3] / "results" / "h200" / "2026-11-21-decode-earlier.jsonl"

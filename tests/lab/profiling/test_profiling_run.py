@@ -16,7 +16,7 @@ import pytest
 
 from mla_var3 import cli
 from mla_var3.device import Device
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.profiling import MODES, folder, points, run, target
@@ -26,7 +26,6 @@ from mla_var3.lab.profiling.request import Request, baseline_of, version_before
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.measure import environment
 from mla_var3.record import KernelRef, Record, new_id
-from mla_var3.runtime.types import Verdict
 from mla_var3.workload.decode import MlaProblem
 
 H200 = Device.get("h200")

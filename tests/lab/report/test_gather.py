@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from mla_var3 import cli
+from mla_var3 import cli, workload
 from mla_var3.cli import arguments
 from mla_var3.errors import UserError
 from mla_var3.lab.report.gather import Gathered, arrange, cell_name, command, gather
-from mla_var3.measure.settings import ASIDE
-from mla_var3.record import RecordStore
+from mla_var3.record import ASIDE, RecordStore
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.mixed import MixedProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 
 def said(gathered: Gathered) -> str:
@@ -123,15 +124,12 @@ def test_the_command_measures_the_same_again(make: Any, problem: MlaProblem, req
     assert arguments.tiling_fields(args.tiling) == (requested if isinstance(requested, dict) else {})
 
 
-def test_a_field_that_bench_has_no_option_for_goes_through_a_sweep(make: Any) -> None:
-    from mla_var3.lab.sweep import config, plan
-
-    problem = MlaProblem(b=2, t=512, n=64, causal=True)
+@pytest.mark.parametrize("problem", [MixedProblem(b=2, t=512, n=64), PrefillProblem(b=2, s=96, causal=True)], ids=repr)
+def test_the_command_names_problems_of_other_workloads(make: Any, problem: Any) -> None:
     words = shlex.split(command(make(problem=problem, requested={"num_splits": 2}), problem))
-    assert words[:2] == ["mla-var3", "sweep"]
-    asked = config.compose([word for word in words[2:] if not word.startswith("kernels=")])
-    assert plan.expand_cells(asked) == [problem]
-    assert asked.tiling == {"num_splits": 2}
+    args = cli.parser_of("bench").parse_args(words[2:])
+    assert arguments.problem_of(args, workload.get(problem.workload)) == problem
+    assert arguments.tiling_fields(args.tiling) == {"num_splits": 2}
 
 
 def test_cells_that_differ_have_names_that_differ() -> None:
@@ -147,7 +145,7 @@ def test_no_records_and_no_files_are_mistakes_with_a_way_out(tmp_path: Path) -> 
         gather([tmp_path / "nothing.jsonl"])
     (tmp_path / "empty.jsonl").write_text("")
     args = cli.parser_of("report").parse_args([str(tmp_path / "empty.jsonl")])
-    from mla_var3.lab.report import verb
+    from mla_var3.cli import report as verb
 
     with pytest.raises(UserError, match="hold no times"):
         verb.run(args)

@@ -17,7 +17,7 @@ import pytest
 
 from mla_var3 import paths
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.sweep import config as sweep_config
@@ -26,7 +26,7 @@ from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.lab.sweep import run as sweep
 from mla_var3.record import Record, load, new_id, now
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.types import Tiling, Verdict
+from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode
 from mla_var3.workload.decode import GEOMETRIES, MlaProblem
 
@@ -513,7 +513,7 @@ def test_hydra_can_show_the_configuration(toys: Path, capsys: pytest.CaptureFixt
 def compiled_here(monkeypatch: pytest.MonkeyPatch, fail: str = "") -> list[Any]:
     """Replaces the compilers: jobs run in this process, and one label can crash its process."""
     from mla_var3.lab.sweep import compile as sweep_compile
-    from mla_var3.runtime.types import CompiledKernel, Resources
+    from mla_var3.toolchain.compiled import CompiledKernel, Resources
     from mla_var3.toolchain.pool import CompileResult
 
     jobs: list[Any] = []

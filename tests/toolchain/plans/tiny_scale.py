@@ -13,10 +13,12 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.device import Device, Requirement
+from mla_var3.errors import Verdict
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.pipeline import KernelPipeline
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
+from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.compiled import CompiledKernel
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
 

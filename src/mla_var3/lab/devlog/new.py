@@ -17,7 +17,7 @@ from mla_var3.lab.devlog.check import is_of, load_records, source_name
 from mla_var3.lab.devlog.citations import cite, find_record
 from mla_var3.lab.devlog.entry import TODO, entry_path, write_records
 from mla_var3.lab.devlog.values import Record, Unknown
-from mla_var3.measure.settings import ASIDE
+from mla_var3.record import ASIDE
 
 
 def new(kernel: KernelId, root: Path, chosen: Sequence[str] = (), *, force: bool = False) -> Path:

@@ -14,13 +14,13 @@ from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import profiles
 from mla_var3.lab.knowledge import find as knowledge
 from mla_var3.lab.knowledge.triggers import Facts
-from mla_var3.measure.settings import ASIDE
+from mla_var3.record import ASIDE
 from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.lab.diagnosis.profiles import Profile
-    from mla_var3.runtime.types import CompiledKernel
+    from mla_var3.toolchain.compiled import CompiledKernel
 
 Record = Mapping[str, Any]
 

@@ -12,12 +12,12 @@ from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import loops
 from mla_var3.lab.diagnosis.evidence import Evidence, Record, load_records, of_kernel
 from mla_var3.lab.diagnosis.profiles import Profile, known
-from mla_var3.measure.settings import ASIDE
+from mla_var3.record import ASIDE
 from mla_var3.workload import Problem
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.runtime.types import CompiledKernel
+    from mla_var3.toolchain.compiled import CompiledKernel
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def both(
     Raises `UserError` when one does not take the problem, or a knob exists in neither.
     """
     from mla_var3.kernel import registry
+    from mla_var3.kernel.jobs import CompileJob, compile_all
     from mla_var3.lab.profiling.run import NOT_COMPILED
     from mla_var3.lab.sweep.plan import knobs, own_knobs
-    from mla_var3.toolchain.pool import CompileJob, compile_many
 
     records = load_records() if records is None else list(records)
     asked, used, jobs, tilings = dict(asked or {}), set(), {}, {}
@@ -82,7 +82,7 @@ def both(
     left = [name for name in asked if name not in used]
     if left:
         raise UserError(f"neither version has a knob {left[0]!r}: leave it out of --tiling.")
-    compiled = dict(zip(jobs, compile_many(list(jobs.values()), workers=2), strict=True))
+    compiled = dict(zip(jobs, compile_all(list(jobs.values()), workers=2), strict=True))
     together = _profiled_together(kernels, problem, device.key)
     return [
         _version(k, problem, device, compiled.get(k), tilings.get(k, {}), records, bool(asked), together.get(k))

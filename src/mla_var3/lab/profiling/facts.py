@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.lab.profiling.modes.event import Timing
     from mla_var3.lab.profiling.roofline import Roofline
-    from mla_var3.runtime.types import CompiledKernel
+    from mla_var3.toolchain.compiled import CompiledKernel
 
 #: Traffic over the minimum, idle tensor cores, a clock below its top: from here on they are worth a sentence.
 _TRAFFIC = 1.15

@@ -13,7 +13,7 @@ from mla_var3.lab.profiling.modes.spans import Span, place, totals
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.lab.profiling.request import Request
-    from mla_var3.runtime.types import CompiledKernel
+    from mla_var3.toolchain.compiled import CompiledKernel
 
 TOP_STALLS = 4
 MAX_ROWS = 60

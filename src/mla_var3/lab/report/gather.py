@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.measure.settings import ASIDE
+from mla_var3.record import ASIDE
 from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:

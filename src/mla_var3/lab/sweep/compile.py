@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
+from mla_var3.kernel.jobs import CompileJob, run_job
 from mla_var3.lab.sweep.plan import Point
-from mla_var3.toolchain.pool import CompileJob, CompileResult, compile_many, run_job
+from mla_var3.toolchain.pool import CompileResult, compile_many
 
 if TYPE_CHECKING:
     from mla_var3.record import Record

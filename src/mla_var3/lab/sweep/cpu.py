@@ -200,12 +200,12 @@ def run_one(
                 report = check(plan_type, problem, tiling, "cpu", cases=cases)
                 outcome |= {"status": "passed" if report.ok else "incorrect", "reason": report.reason}
                 outcome["error"] = {name: float(value) for name, value in report.error.items()}
-    except KernelFault as error:  # what it did has no meaning on a GPU either
-        outcome |= {"status": "incorrect", "reason": str(error)}
     except Unsupported as error:
         outcome |= {"status": "skipped", "reason": str(error)}
     except UserError as error:
-        outcome |= {"status": "infeasible", "reason": str(error)}
+        # What an interpreted kernel did wrong has no meaning on a GPU either.
+        status = "incorrect" if isinstance(error.__cause__, KernelFault) else "infeasible"
+        outcome |= {"status": status, "reason": str(error)}
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
         outcome |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}

@@ -369,8 +369,7 @@ class Sweep:
     def recorded(self, device: Device) -> None:
         """Shipped measurements of these cells on the device, newest of each kernel, marked as recorded."""
         from mla_var3.lab.report import tables
-        from mla_var3.measure.settings import ASIDE
-        from mla_var3.record import load
+        from mla_var3.record import ASIDE, load
         from mla_var3.workload import problem_from_record
 
         aside = set(ASIDE) - {self.config.experiment.name}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.types import CompiledKernel
+    from mla_var3.toolchain.compiled import CompiledKernel
 
 _ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 

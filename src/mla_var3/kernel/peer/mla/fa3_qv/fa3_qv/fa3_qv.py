@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 from mla_var3.device import Device, Requirement
-from mla_var3.kernel.peer.lib.find import Library
-from mla_var3.kernel.peer.lib.kernel import (
+from mla_var3.kernel.peer.prims.find import Library
+from mla_var3.kernel.peer.prims.kernel import (
     LATENT,
     ROPE,
     Attached,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.peer.lib.find import Library
-from mla_var3.kernel.peer.lib.kernel import LATENT, Attached, PeerDecodePlan, natural_lse, takes_decode
+from mla_var3.kernel.peer.prims.find import Library
+from mla_var3.kernel.peer.prims.kernel import LATENT, Attached, PeerDecodePlan, natural_lse, takes_decode
 
 
 class FlashMlaLibPlan(PeerDecodePlan):

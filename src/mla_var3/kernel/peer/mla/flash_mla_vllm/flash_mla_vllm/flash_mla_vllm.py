@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.peer.lib.find import Library
-from mla_var3.kernel.peer.lib.kernel import (
+from mla_var3.kernel.peer.prims.find import Library
+from mla_var3.kernel.peer.prims.kernel import (
     LATENT,
     Attached,
     PeerDecodePlan,

@@ -1,10 +1,10 @@
-"""FlashInfer's paged MLA decode, backend fa2; see `mla_var3.kernel.peer.lib.flashinfer`."""
+"""FlashInfer's paged MLA decode, backend fa2; see `mla_var3.kernel.peer.prims.flashinfer`."""
 
 from __future__ import annotations
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.peer.lib.flashinfer import FlashInferPlan
-from mla_var3.kernel.peer.lib.kernel import takes_decode
+from mla_var3.kernel.peer.prims.flashinfer import FlashInferPlan
+from mla_var3.kernel.peer.prims.kernel import takes_decode
 
 
 class FlashInferFa2Plan(FlashInferPlan):

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
-from mla_var3.kernel.peer.lib import find
-from mla_var3.kernel.peer.lib.find import Library
-from mla_var3.kernel.peer.lib.kernel import LATENT, ROPE, Attached, PeerDecodePlan, takes_decode
-from mla_var3.runtime.types import Verdict
+from mla_var3.errors import UserError, Verdict
+from mla_var3.kernel.peer.prims import find
+from mla_var3.kernel.peer.prims.find import Library
+from mla_var3.kernel.peer.prims.kernel import LATENT, ROPE, Attached, PeerDecodePlan, takes_decode
 from mla_var3.workload.decode import MlaProblem
 
 #: Heads and tokens of a tile, as the example's own main has them. Fewer heads are one tile.

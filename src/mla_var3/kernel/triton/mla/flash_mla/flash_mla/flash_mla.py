@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.triton.lib.combine import MAX_SPLITS, combine_kernel
-from mla_var3.kernel.triton.lib.numerics import dot, interpreted, round_to
+from mla_var3.kernel.triton.prims.combine import MAX_SPLITS, combine_kernel
+from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
 from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict
 from mla_var3.workload import decode
 

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mla_var3.errors import UserError
-from mla_var3.kernel.peer.lib import find
-from mla_var3.kernel.peer.lib.find import Library
+from mla_var3.errors import UserError, Verdict
+from mla_var3.kernel.peer.prims import find
+from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.types import CompiledKernel, Tiling, Verdict
+from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.compiled import CompiledKernel
 from mla_var3.toolchain.digest import Code
 from mla_var3.workload import decode
 

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from mla_var3.kernel.triton.lib.numerics import interpreted, round_to
+from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
 from mla_var3.runtime.triton_kernel import TritonKernel
 
 MAX_SPLITS = 128

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mla_var3.kernel.peer.lib import find
-from mla_var3.kernel.peer.lib.kernel import NoKnobs, PeerMixin
+from mla_var3.errors import Verdict
+from mla_var3.kernel.peer.prims import find
+from mla_var3.kernel.peer.prims.kernel import NoKnobs, PeerMixin
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.types import Verdict
 from mla_var3.workload import prefill
 
 if TYPE_CHECKING:

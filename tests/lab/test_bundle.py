@@ -18,12 +18,14 @@ import pytest
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId, get_plan
-from mla_var3.toolchain import aot, bundle, loader
+from mla_var3.lab import bundle
+from mla_var3.toolchain import aot, loader
+from mla_var3.toolchain.bundle import close_bundle, open_bundle
 from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-PLANS = Path(__file__).parent / "plans"
+PLANS = Path(__file__).parents[1] / "toolchain" / "plans"
 SRC = Path(aot.__file__).parents[2]
 TINY = "tiny_scale:TinyPlan"
 ONE, TWO = MlaProblem(b=1, h=16, t=64), MlaProblem(b=2, h=16, t=64)
@@ -37,7 +39,9 @@ from pathlib import Path
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.workload.decode import MlaProblem
-from mla_var3.toolchain import aot, bundle, loader, without_compiler
+from mla_var3.lab import bundle
+from mla_var3.toolchain import aot, loader, without_compiler
+from mla_var3.toolchain.bundle import open_bundle
 installed = {{k: v for k, v in aot._installed().items() if k not in aot.PACKAGES}}
 aot._installed = lambda: installed
 assert not loader.compiler_here()
@@ -123,17 +127,17 @@ def test_an_opened_bundle_is_loaded_and_not_compiled(shipped: Path, monkeypatch:
     plan = tiny_scale.TinyPlan(TWO, None, Device.get("h200"))
     with pytest.raises(AssertionError, match="compiled"):
         aot.compiled_host(plan, "tiny_scale", never)
-    opened = bundle.open_bundle(shipped)
+    opened = open_bundle(shipped)
     assert len(opened.entries) == 4 and aot.usable("cute-dsl") and not aot.usable("triton")
     found = aot.compiled_host(plan, "tiny_scale", never)
     assert found.handle is not None and found.resources.threads == 128
-    bundle.close_bundle(shipped)
+    close_bundle(shipped)
     assert aot.bundle_dirs() == [] and not aot.usable("cute-dsl")
 
 
 def test_a_machine_without_the_compiler_plans_and_loads(shipped: Path) -> None:
     said = run(f"""
-        bundle.open_bundle(Path({str(shipped)!r}))
+        open_bundle(Path({str(shipped)!r}))
         import json, time
         module = without_compiler.import_version("tiny_scale")
         import tvm_ffi, torch
@@ -188,25 +192,25 @@ def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
     data = victim.read_bytes()
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(UserError, match=rf"{victim.name} is damaged"):
-        bundle.open_bundle(folder)
+        open_bundle(folder)
     victim.unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        bundle.open_bundle(folder)
+        open_bundle(folder)
     (folder / "manifest.json").write_text('{"schema": 1')
     with pytest.raises(UserError, match=r"manifest.json is damaged"):
-        bundle.open_bundle(folder)
+        open_bundle(folder)
     with pytest.raises(UserError, match="is no bundle"):
-        bundle.open_bundle(tmp_path / "nowhere")
+        open_bundle(tmp_path / "nowhere")
 
 
 def test_another_tvm_ffi_or_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "tvm_ffi_abi", lambda: "9.9")
     with pytest.raises(UserError, match=r"needs apache-tvm-ffi 0\.\d+ and here is 9\.9"):
-        bundle.open_bundle(folder)
+        open_bundle(folder)
     monkeypatch.undo()
     monkeypatch.setattr(bundle.platform, "machine", lambda: "aarch64")
     with pytest.raises(UserError, match="was made for x86_64, and this machine is aarch64"):
-        bundle.open_bundle(folder)
+        open_bundle(folder)
 
 
 def test_making_it_again_compiles_only_what_is_new(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +291,7 @@ def test_a_bundle_runs_on_a_gpu_without_the_compiler(tmp_path: Path) -> None:
     bundle.make_bundle(made, [TINY], [TWO], "default", device, workers=0)
     said = run(f"""
         import torch
-        bundle.open_bundle(Path({str(made)!r}))
+        open_bundle(Path({str(made)!r}))
         plan = bundle.plan_of({TINY!r})(MlaProblem(b=2, h=16, t=64), None, Device.detect())
         x = torch.randn(1000, device="cuda")
         kernel = plan.plan(x)

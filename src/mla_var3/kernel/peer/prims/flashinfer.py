@@ -21,9 +21,9 @@ from importlib import import_module
 from typing import Any
 
 from mla_var3.errors import Unsupported, UserError
-from mla_var3.kernel.peer.lib import find
-from mla_var3.kernel.peer.lib.find import Library
-from mla_var3.kernel.peer.lib.kernel import (
+from mla_var3.kernel.peer.prims import find
+from mla_var3.kernel.peer.prims.find import Library
+from mla_var3.kernel.peer.prims.kernel import (
     LATENT,
     ROPE,
     Attached,

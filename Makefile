@@ -31,10 +31,11 @@ install: $(BASE) ## the virtual environment only
 test: $(DEV) ## install what is missing, then run the tests; ARGS='-k name' selects
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-lint: $(DEV) ## ruff, mypy, and devlogs and knowledge against their records
+lint: $(DEV) ## ruff, mypy, the arrows between rooms, and devlogs and knowledge against their records
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mla-var3 devlog check
 	$(BIN)/mla-var3 knowledge check --frozen
 

@@ -23,13 +23,10 @@ from mla_var3.kernel import registry
 from mla_var3.kernel.cutile.prims.combine import FEW, combine_kernel
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.sweep import cpu
-from mla_var3.workload import Problem  # noqa: E402
-from mla_var3.workload.decode import (
-from mla_var3.workload.mixed import MixedProblem  # noqa: E402
-from mla_var3.workload.prefill import PrefillProblem  # noqa: E402
-    FLASHMLA,
-    MlaProblem,
-)
+from mla_var3.workload import Problem
+from mla_var3.workload.decode import FLASHMLA, MlaProblem
+from mla_var3.workload.mixed import MixedProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 KERNELS = [kernel for kernel in registry.all_kernels() if kernel.language == "cutile-dsl"]
 DECODE = [kernel for kernel in KERNELS if kernel.design == "flash_mla"]

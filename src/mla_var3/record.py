@@ -12,6 +12,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import uuid
 from collections.abc import Iterable, Mapping
@@ -40,6 +41,16 @@ ASIDE = {
 DEFAULT, TUNED = "default", "tuned"
 
 
+def version_name(design: str, version: int) -> str:
+    """`flash_mla` for the base version, `flash_mla_v2` for version 2."""
+    return f"{design}_v{version}" if version else design
+
+
+def kernel_label(language: str, design: str, version: int) -> str:
+    """`cute-dsl/flash_mla` or `cute-dsl/flash_mla_v2`: how users name a version."""
+    return f"{language}/{version_name(design, version)}"
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="allow", ser_json_inf_nan="strings")
 
@@ -54,8 +65,7 @@ class KernelRef(_Part):
 
     @property
     def label(self) -> str:
-        """`language/design` or `language/design_vN`."""
-        return f"{self.language}/{self.design}" + (f"_v{self.version}" if self.version else "")
+        return kernel_label(self.language, self.design, self.version)
 
 
 class Stats(_Part):
@@ -173,6 +183,33 @@ class Record(_Part):
             raise ValueError(f"problem lacks {', '.join(sorted(missing))}")
         self.problem = problem.to_record()  # one form for old records and new ones, so that they compare
         return self
+
+    def median(self, state: str) -> float | None:
+        """Microseconds of a call in a state, burst or sustained; None where it was not timed."""
+        stats = getattr(self.time_us, state, None)
+        return None if stats is None else float(stats.median)
+
+    def limit(self, state: str) -> float | None:
+        """Microseconds that the hardware needs at least, measured in the same run; None where it was not."""
+        limits = getattr(self.limits, state, None)
+        return float(limits.limit_us) if limits is not None and 0 < limits.limit_us < math.inf else None
+
+    def of_limit(self, state: str) -> float | None:
+        """The limit over the time: 1 is as fast as the hardware allows."""
+        limit, us = self.limit(state), self.median(state)
+        return None if limit is None or us is None else limit / us
+
+    def speedup(self, other: Record, state: str) -> float | None:
+        """The other record's time over this one's: above 1 where this one is faster."""
+        mine, others = self.median(state), other.median(state)
+        return None if mine is None or others is None else others / mine
+
+    def work(self) -> tuple[int, int]:
+        """(FLOPs, minimal bytes) of one call: as recorded, else of the problem."""
+        if self.flops is not None and self.bytes is not None:
+            return self.flops, self.bytes
+        cost = problem_from_record(self.problem).cost()
+        return cost.flops, cost.bytes
 
     @property
     def problem_label(self) -> str:
@@ -354,8 +391,8 @@ def _row(record: Record) -> dict[str, Any]:
     row.update(_flat("", data))
     for state in ("burst", "sustained"):
         stats = getattr(record.time_us, state, None) if record.time_us else None
-        limit = getattr(record.limits, state, None) if record.limits else None
-        row[f"ratio_{state}"] = stats.median / limit.limit_us if stats and limit and limit.limit_us else None
+        share = record.of_limit(state)
+        row[f"ratio_{state}"] = None if share is None else 1.0 / share
         row[f"tflops_{state}"] = record.flops / stats.median / 1e6 if stats and record.flops is not None else None
         row[f"gbps_{state}"] = record.bytes / stats.median / 1e3 if stats and record.bytes is not None else None
     return row

@@ -122,11 +122,11 @@ def _without_a_gpu(args: argparse.Namespace, kernels: list[KernelId]) -> int:
 
 def _on_cpu(kernels: list[KernelId]) -> list[KernelId]:
     """The kernels that run on a CPU, in a process that is ready for them."""
-    from mla_var3.lab.sweep.cpu import can_run, use_interpreter
+    from mla_var3.lab.sweep.cpu import use_interpreter
 
     chosen = []
     for kernel in kernels:
-        reason = can_run(kernel.language)
+        reason = registry.cannot_run_on_cpu(kernel.language)
         if reason:
             print(f"{kernel.label}: not run: {reason}", file=sys.stderr)
             continue

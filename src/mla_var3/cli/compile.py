@@ -20,6 +20,7 @@ from mla_var3.cli.arguments import (
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel import registry
+from mla_var3.record import kernel_label
 
 HELP = "registers, shared memory, spills and instructions for a device, without a GPU"
 EPILOG = """\
@@ -52,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
     """Resources of kernels for a device; 1 when one does not compile."""
     from mla_var3.kernel.jobs import CompileJob, compile_all
     from mla_var3.lab.report import tables
-    from mla_var3.lab.sweep.compile import NOT_COMPILED
     from mla_var3.toolchain.artefacts import KINDS
 
     device = (Device.detect() or Device.get("h200")) if args.device == "auto" else Device.get(args.device)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return bundle_main(args, kernels, problems, device, asked)
     jobs, refused = [], []
     for kernel in kernels:
-        if kernel.language in NOT_COMPILED:
+        if not registry.is_compiled(kernel.language):
             why = "it is made of torch operations" if kernel.language == "torch" else "it comes compiled"
             print(f"{kernel.label}: not compiled: {why}", file=sys.stderr)
             continue
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     results = compile_all(jobs, workers=args.jobs or None)
     rows = [
         tables.Compiled(
-            f"{r.job.language}/{r.job.design}" + (f"_v{r.job.version}" if r.job.version else ""),
+            kernel_label(r.job.language, r.job.design, r.job.version),
             problem.label,
             device.key,
             r.compiled.to_record(),

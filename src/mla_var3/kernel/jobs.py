@@ -9,6 +9,7 @@ from typing import Any
 
 from mla_var3.device import Device
 from mla_var3.kernel.registry import KernelId, get_plan
+from mla_var3.record import kernel_label
 from mla_var3.toolchain import pool
 from mla_var3.toolchain.compiled import CompiledKernel
 from mla_var3.workload import problem_from_record
@@ -30,9 +31,8 @@ class CompileJob:
 
     @property
     def label(self) -> str:
-        suffix = f"_v{self.version}" if self.version else ""
         sizes = "_".join(f"{name}{self.problem[name]}" for name in ("b", "s", "h", "t") if name in self.problem)
-        return f"{self.language}/{self.design}{suffix} {sizes}".strip()
+        return f"{kernel_label(self.language, self.design, self.version)} {sizes}".strip()
 
 
 def run_job(job: CompileJob) -> CompiledKernel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, util
 from pathlib import Path
@@ -16,20 +16,81 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel.retired import where_is
+from mla_var3.record import kernel_label, version_name
 from mla_var3.toolchain import source
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
 
-# Public name -> (package folder, what must be importable, how to get it)
-LANGUAGES: dict[str, tuple[str, str, str]] = {
-    "torch": ("torch", "torch", "pip install torch"),
-    "triton": ("triton", "triton", "pip install 'triton>=3.6'"),
-    "cutile-dsl": ("cutile", "cuda.tile", "pip install cuda-tile==1.7.0 nvidia-cuda-tileiras==13.4.92"),
-    "cute-dsl": ("cute_python", "cutlass", "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'"),
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What runs a language's kernels on a CPU. module: must be importable. env: of the process."""
+
+    name: str
+    module: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Language:
+    """folder: of its package. package: must be importable. how: to get it. compiled: whether its kernels are compiled
+    here. interpreter: None where nothing runs its kernels on a CPU, for which `gpu_only` gives the reason."""
+
+    folder: str
+    package: str
+    how: str
+    compiled: bool = True
+    interpreter: Interpreter | None = None
+    gpu_only: str = ""
+
+
+#: By public name. The one place that says of a language where it is, whether it is compiled and where it runs.
+LANGUAGES: dict[str, Language] = {
+    "torch": Language(
+        "torch", "torch", "pip install torch", compiled=False, interpreter=Interpreter("torch on the CPU", "torch")
+    ),
+    "triton": Language(
+        "triton",
+        "triton",
+        "pip install 'triton>=3.6'",
+        interpreter=Interpreter("Triton's interpreter", "triton", {"TRITON_INTERPRET": "1"}),
+    ),
+    "cutile-dsl": Language(
+        "cutile",
+        "cuda.tile",
+        "pip install cuda-tile==1.7.0 nvidia-cuda-tileiras==13.4.92",
+        interpreter=Interpreter("the cuTile interpreter", "mla_var3.cutile_cpu"),
+    ),
+    "cute-dsl": Language(
+        "cute_python",
+        "cutlass",
+        "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'",
+        gpu_only="CuTe DSL has no interpreter: its kernels are compiled only",
+    ),
     # Other people's libraries. Each is optional and found by itself: `missing(kernel)` says which one is not here.
-    "peer": ("peer", "torch", "pip install torch"),
+    "peer": Language("peer", "torch", "pip install torch", compiled=False, gpu_only="peer kernels do not run on a CPU"),
 }
+
+
+def is_compiled(language: str) -> bool:
+    """Whether a language's kernels are compiled here; torch has none, and libraries come compiled."""
+    return LANGUAGES[language].compiled
+
+
+def cannot_run_on_cpu(language: str) -> str:
+    """ "" when kernels of the language run on a CPU here, else why not."""
+    known = LANGUAGES[language]
+    if known.interpreter is None:
+        return known.gpu_only
+    for package in (known.interpreter.module, known.package):
+        try:
+            found = util.find_spec(package) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            return f"{known.interpreter.name} needs {package}, which is not installed"
+    return ""
 
 
 @dataclass(frozen=True, order=True)
@@ -44,11 +105,11 @@ class KernelId:
     @property
     def module_name(self) -> str:
         """`flash_mla` for the base version, `flash_mla_v2` for version 2."""
-        return self.design if self.version == 0 else f"{self.design}_v{self.version}"
+        return version_name(self.design, self.version)
 
     @property
     def module(self) -> str:
-        folder = LANGUAGES[self.language][0]
+        folder = LANGUAGES[self.language].folder
         return f"mla_var3.kernel.{folder}.{self.layer}.{self.design}.{self.module_name}.{self.module_name}"
 
     @property
@@ -59,7 +120,7 @@ class KernelId:
     @property
     def label(self) -> str:
         """`cute-dsl/flash_mla` or `cute-dsl/flash_mla_v2`: how users name a version."""
-        return f"{self.language}/{self.module_name}"
+        return kernel_label(self.language, self.design, self.version)
 
     def to_record(self) -> dict[str, Any]:
         return {"language": self.language, "layer": self.layer, "design": self.design, "version": self.version}
@@ -86,8 +147,8 @@ def all_kernels() -> tuple[KernelId, ...]:
     """Every version in the packages, sorted."""
     root = Path(__file__).parent
     found = []
-    for language, (folder, _, _) in LANGUAGES.items():
-        for path in sorted((root / folder).glob("*/*/*/*.py")):
+    for language, known in LANGUAGES.items():
+        for path in sorted((root / known.folder).glob("*/*/*/*.py")):
             layer, design, name = path.parts[-4], path.parts[-3], path.parts[-2]
             match = re.fullmatch(re.escape(design) + r"(?:_v(\d+))?", name)
             if layer != "prims" and match and path.stem == name:
@@ -128,7 +189,7 @@ def missing(what: str | KernelId) -> str | None:
             reason = absent(what.design)
         return reason
     language = what
-    _, package, how = LANGUAGES[language]
+    package, how = LANGUAGES[language].package, LANGUAGES[language].how
     try:
         found = util.find_spec(package) is not None
     except ModuleNotFoundError:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from mla_var3 import paths
+from mla_var3.record import kernel_label
 
 
 @cache
@@ -19,8 +20,8 @@ def retired() -> dict[str, tuple[str, Path]]:
         head = entry.read_text(encoding="utf-8").split("\n---", 1)[0]
         fields = dict(re.findall(r"^(\w+):[ \t]*(.+?)[ \t]*$", head, re.MULTILINE))
         if "code" in fields:
-            name = fields["design"] + (f"_v{fields['version']}" if fields["version"] != "0" else "")
-            found[f"{fields['language']}/{name}"] = (fields["code"], entry.relative_to(root or entry))
+            label = kernel_label(fields["language"], fields["design"], int(fields["version"]))
+            found[label] = (fields["code"], entry.relative_to(root or entry))
     return found
 
 

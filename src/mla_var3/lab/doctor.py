@@ -236,18 +236,18 @@ def _probed(language: str, process: subprocess.Popen[str], device: Device) -> Fi
 def _reinstall(language: str) -> str:
     from mla_var3.kernel.registry import LANGUAGES
 
-    return f"reinstall it with the pins: {LANGUAGES[language][2]}"
+    return f"reinstall it with the pins: {LANGUAGES[language].how}"
 
 
 def _on_cpu() -> Iterator[Finding]:
-    from mla_var3.kernel.registry import missing
-    from mla_var3.lab.sweep.cpu import BACKENDS, can_run
+    from mla_var3.kernel.registry import LANGUAGES, cannot_run_on_cpu, missing
 
-    for language, backend in BACKENDS.items():
-        if missing(language) is not None:
+    for language, known in LANGUAGES.items():
+        if language == "peer" or missing(language) is not None:
             continue
-        reason = can_run(language)
-        yield Finding("cpu", NOTE if reason else OK, reason or f"{language} kernels run with {backend.name}")
+        reason = cannot_run_on_cpu(language)
+        name = known.interpreter.name if known.interpreter is not None else ""
+        yield Finding("cpu", NOTE if reason else OK, reason or f"{language} kernels run with {name}")
 
 
 def _peers() -> Iterator[Finding]:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Infeasible, Unsupported, UserError
+from mla_var3.kernel import registry
 from mla_var3.measure import environment, timing
 from mla_var3.measure.calibrate import LimitItems
 from mla_var3.measure.cuda_backend import make_backend
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
 EXIT_POISONED = 3
 _PR_SET_PDEATHSIG = 1
 
-#: Languages without a compiled kernel of their own to look into, and those that need a GPU to run at all.
-NOT_COMPILED = ("torch", "peer")
-GPU_ONLY = ("cute-dsl", "peer")
 #: What `info` events say that belongs in the record of a contender however it ends.
 KEPT = ("tiling", "resources", "code", "error", "warnings", "tuning")
 TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us")
@@ -216,22 +214,22 @@ class Worker:
         language = spec["kernel"]["language"]
         with self.phase(contender, "plan"):
             self._plan(contender, problem)
-        if settings.mode != "compile" and language in GPU_ONLY and self.backend.torch_device == "cpu":
+        if settings.mode != "compile" and self.backend.torch_device == "cpu" and _only_on_gpu(language):
             raise Stop("skipped", f"{language} kernels do not run on a CPU; compile this one, or check it on a GPU")
         if spec.get("tune") and "tuning" not in carry and settings.mode != "compile":
             with self.phase(contender, "tune"):
                 self._tune(contender, problem, inputs)
         contender.facts.update(dict(zip(("flops", "bytes"), contender.plan.algorithmic_flops_bytes(), strict=True)))
         wants_resources = settings.resources or settings.mode == "compile"
-        if self.device is not None and wants_resources and language not in NOT_COMPILED and "resources" not in carry:
+        if self.device is not None and wants_resources and _compiled(language) and "resources" not in carry:
             with self.phase(contender, "compile"):
                 self._compile(contender, problem)
-        elif self.device is not None and language in NOT_COMPILED and "code" not in carry:
+        elif self.device is not None and not _compiled(language) and "code" not in carry:
             code = contender.plan.plan_empty().code(self.device)
             if code is not None:
                 self.info(contender, code=code.to_record())
         if settings.mode == "compile":
-            if language in NOT_COMPILED:
+            if not _compiled(language):
                 raise Stop("skipped", f"{language} has no kernel of its own to compile")
             self.finish(contender, "compiled")
             return False
@@ -454,13 +452,20 @@ class _Inputs:
         self._made.clear()
 
 
+def _compiled(language: str) -> bool:
+    return language not in registry.LANGUAGES or registry.is_compiled(language)
+
+
+def _only_on_gpu(language: str) -> bool:
+    known = registry.LANGUAGES.get(language)
+    return known is not None and known.interpreter is None
+
+
 def _plan_class(spec: Mapping[str, Any]) -> Any:
     """The plan class of a contender. A language that is not installed skips it."""
     if spec.get("plan"):
         module, _, name = str(spec["plan"]).partition(":")
         return getattr(import_module(module), name)
-    from mla_var3.kernel import registry
-
     kernel = registry.KernelId(**spec["kernel"])
     if kernel.language in registry.LANGUAGES:
         reason = registry.missing(kernel.language)

@@ -18,6 +18,7 @@ from mla_var3.lab.devlog import skips
 from mla_var3.lab.devlog.citations import COMMENT, cited_ids, find_record, without_comments
 from mla_var3.lab.devlog.entry import SECTIONS, Entry, parse
 from mla_var3.lab.devlog.values import Record, Unknown
+from mla_var3.record import kernel_label
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.answers import Ladder
@@ -118,7 +119,7 @@ def _esc(text: object) -> str:
 
 def _label(entry: Entry) -> str:
     design, language, version = entry.kernel
-    return f"{language}/{design}" + (f"_v{version}" if version > 0 else "")
+    return kernel_label(language, design, version)
 
 
 def _anchor(entry: Entry) -> str:

@@ -11,6 +11,7 @@ from mla_var3.errors import Unsupported
 from mla_var3.lab.devlog import values
 from mla_var3.lab.devlog.citations import cite
 from mla_var3.lab.devlog.values import Record, Unknown
+from mla_var3.record import kernel_label
 from mla_var3.workload import problem_from_record
 
 #: (header, unit, expression, significant digits): one column each.
@@ -45,7 +46,7 @@ def problem_label(record: Record) -> str:
 def label(record: Record) -> str:
     """`cute-dsl/flash_mla_v1`."""
     of = record["kernel"]
-    return f"{of['language']}/{of['design']}" + (f"_v{of['version']}" if of["version"] else "")
+    return kernel_label(of["language"], of["design"], of["version"])
 
 
 def cell(record: Record) -> tuple[str, str]:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mla_var3 import record as records
+
 Record = Mapping[str, Any]
 
 STATES = ("burst", "sustained")
@@ -173,6 +175,20 @@ def _limit(record: Record, state: str, field: str = "limit_us") -> float:
     return path_value(record, f"limits.{state}.{field}").number
 
 
+def _share(record: Record, state: str) -> float:
+    _limit(record, state), _time(record, state)  # what is missing is said by its path
+    share = records.Record.model_validate(record).of_limit(state)
+    assert share is not None
+    return share
+
+
+def _speedup(record: Record, other: Record, state: str) -> float:
+    _time(record, state), _time(other, state)
+    ratio = records.Record.model_validate(record).speedup(records.Record.model_validate(other), state)
+    assert ratio is not None
+    return ratio
+
+
 _ONE: dict[str, tuple[str, Callable[[Record, str], float]]] = {
     "": ("time", _time),
     "p10": ("time", lambda r, s: _time(r, s, "p10")),
@@ -182,13 +198,13 @@ _ONE: dict[str, tuple[str, Callable[[Record, str], float]]] = {
     "limit": ("time", _limit),
     "matmul": ("compute rate", lambda r, s: _limit(r, s, "matmul_tflops")),
     "read": ("memory rate", lambda r, s: _limit(r, s, "read_gbps")),
-    "of_limit": ("ratio", lambda r, s: _limit(r, s) / _time(r, s)),
+    "of_limit": ("ratio", lambda r, s: _share(r, s)),
     "of_matmul": ("ratio", lambda r, s: _tflops(r, s) / _limit(r, s, "matmul_tflops")),
     "of_read": ("ratio", lambda r, s: _gbps(r, s) / _limit(r, s, "read_gbps")),
 }
 _TWO: dict[str, Callable[[Record, Record, str], float]] = {
-    "speedup": lambda a, b, s: _time(b, s) / _time(a, s),
-    "limit_speedup": lambda a, b, s: (_time(b, s) / _limit(b, s)) / (_time(a, s) / _limit(a, s)),
+    "speedup": lambda a, b, s: _speedup(a, b, s),
+    "limit_speedup": lambda a, b, s: _share(a, s) / _share(b, s),
 }
 
 

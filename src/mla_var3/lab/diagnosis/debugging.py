@@ -80,9 +80,9 @@ def keep(args: argparse.Namespace, kernel: KernelId, plan: Any) -> list[Path]:
     if not wanted:
         return []
     from mla_var3.device import Device
-    from mla_var3.lab.profiling.run import NOT_COMPILED
+    from mla_var3.kernel.registry import is_compiled
 
-    if kernel.language in NOT_COMPILED:
+    if not is_compiled(kernel.language):
         raise UserError(f"{kernel.label} has nothing to keep: it is not compiled here; leave out --keep.")
     folder = _folder(args, kernel, plan.problem)
     compiled = plan.plan_empty().compile(folder, plan.device or Device.get("h200"), keep=wanted)

@@ -340,9 +340,7 @@ def _shown(folder: Path) -> str:
 
 def _compile(evidence: Evidence) -> None:
     """Adds what a compilation for the device says; a language that is not here is a note."""
-    from mla_var3.lab.profiling.run import NOT_COMPILED
-
-    if evidence.kernel.language in NOT_COMPILED or evidence.device is None:
+    if not registry.is_compiled(evidence.kernel.language) or evidence.device is None:
         evidence.notes.append(f"{evidence.label} has no binary to look into")
         return
     reason = registry.missing(evidence.kernel)

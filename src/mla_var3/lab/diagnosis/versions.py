@@ -56,14 +56,14 @@ def both(
     """
     from mla_var3.kernel import registry
     from mla_var3.kernel.jobs import CompileJob, compile_all
-    from mla_var3.lab.profiling.run import NOT_COMPILED
+    from mla_var3.kernel.registry import is_compiled
     from mla_var3.lab.sweep.plan import knobs, own_knobs
 
     records = load_records() if records is None else list(records)
     asked, used, jobs, tilings = dict(asked or {}), set(), {}, {}
     for kernel in kernels:
         reason = registry.missing(kernel)
-        if kernel.language in NOT_COMPILED or reason:
+        if not is_compiled(kernel.language) or reason:
             continue
         plan_type = registry.get_plan(kernel)
         own = own_knobs(plan_type, asked)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import EXIT_USER_ERROR, UserError
 from mla_var3.kernel import registry
+from mla_var3.kernel.registry import is_compiled
 from mla_var3.lab.profiling import folder as folders
 from mla_var3.lab.profiling.facts import Facts
 from mla_var3.lab.profiling.modes import tools
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
 
 #: Languages without a binary of ours to look into.
-NOT_COMPILED = ("torch", "peer")
 #: Calls on a time axis: enough to see what stands between two of them.
 TIMELINE_CALLS = 5
 _FILES = {"ncu": "ncu.ncu-rep", "annotation": "counters.ncu-rep", "nsys": "nsys.nsys-rep", "timeline": "trace.json"}
@@ -182,7 +182,7 @@ def _tuned(plan: KernelPlan, folder: Path, facts: Facts) -> KernelPlan:
 
 def _compile(kernel: KernelId, plan: KernelPlan, device: Device, folder: Path, facts: Facts) -> None:
     """Resources and artefacts; a version without a binary of its own, or a machine without its compiler, is noted."""
-    if kernel.language in NOT_COMPILED:
+    if not is_compiled(kernel.language):
         why = "it is made of torch operations" if kernel.language == "torch" else "it comes compiled, with its library"
         facts.notes.append(f"no binary to look into: {why}")
         return
@@ -264,7 +264,7 @@ def _under_a_tool(request: Request, kernel: KernelId, plan: KernelPlan, folder: 
 
 def own_names(kernel: KernelId, plan: KernelPlan) -> str | None:
     """A regular expression of the version's device functions; None for libraries, whose names nobody knows."""
-    if kernel.language in NOT_COMPILED:
+    if not is_compiled(kernel.language):
         return None
     return "|".join(sorted(set(_stage_names(plan.plan_empty()))))
 

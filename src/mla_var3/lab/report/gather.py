@@ -85,21 +85,15 @@ class Point:
 
     def limit(self, state: str) -> float | None:
         """Microseconds that the hardware needs at least, from the same run."""
-        limits = getattr(self.record.limits, state, None) if self.record.limits is not None else None
-        value = None if limits is None else float(limits.limit_us)
-        return value if value is not None and 0 < value < math.inf else None
+        return self.record.limit(state)
 
     def share(self, state: str) -> float | None:
         """Limit over time: 1 is as fast as the hardware allows."""
-        limit, us = self.limit(state), self.us(state)
-        return limit / us if limit is not None and us < math.inf else None
+        return self.record.of_limit(state)
 
     def work(self) -> tuple[int, int]:
         """FLOPs and bytes of one call."""
-        if self.record.flops is not None and self.record.bytes is not None:
-            return int(self.record.flops), int(self.record.bytes)
-        cost = self.problem.cost()
-        return cost.flops, cost.bytes
+        return self.record.work()
 
 
 @dataclass(frozen=True)

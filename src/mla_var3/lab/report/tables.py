@@ -97,16 +97,6 @@ def _esc(text: str) -> str:
 
 
 # ---------------------------------------------------------------- measured
-def median_us(record: Record, state: str) -> float | None:
-    stats = getattr(record.time_us, state, None) if record.time_us is not None else None
-    return None if stats is None else float(stats.median)
-
-
-def limit_us(record: Record, state: str) -> float | None:
-    limits = getattr(record.limits, state, None) if record.limits is not None else None
-    return None if limits is None else float(limits.limit_us)
-
-
 def latest(records: Iterable[Record]) -> list[Record]:
     """The newest record of each kernel, problem, device and way of tuning, in order of first appearance."""
     found: dict[Any, Record] = {}
@@ -132,10 +122,10 @@ def comparison(records: Sequence[Record], title: str = "Measured", *, dated: boo
     last = ["recorded"] if dated else []
     table = new_table(title, ["cell", "kernel"], numbers, [*last, "note"])
     for label, block in _by_cell(records).items():
-        block.sort(key=lambda r: (median_us(r, "burst") or median_us(r, "sustained") or float("inf"), r.kernel.label))
+        block.sort(key=lambda r: (r.median("burst") or r.median("sustained") or float("inf"), r.kernel.label))
         limits = next((r for r in block if r.limits is not None), None)
         if limits is not None:
-            cells = [plain(limit_us(limits, "burst")), "", plain(limit_us(limits, "sustained")), "", "", "", ""]
+            cells = [plain(limits.limit("burst")), "", plain(limits.limit("sustained")), "", "", "", ""]
             bound = getattr(limits.limits, "bound", None)
             table.add_row(label, "limit", *cells, *([""] if dated else []), f"{bound}-bound" if bound else "")
         for index, record in enumerate(block):
@@ -170,22 +160,14 @@ def _name(record: Record) -> str:
 def _measured_cells(record: Record) -> list[str]:
     cells = []
     for state in STATES:
-        time, limit = median_us(record, state), limit_us(record, state)
+        time, limit = record.median(state), record.limit(state)
         cells += [plain(time), plain(100 * limit / time, 0) if time and limit else "-"]
-    time = median_us(record, "burst") or median_us(record, "sustained")
-    flops, moved = _work(record)
+    time = record.median("burst") or record.median("sustained")
+    flops, moved = record.work()
     cells.append(plain(flops / time / 1e6, 0) if time else "-")
     cells.append(plain(moved / time / 1e6, 2) if time else "-")
     cells.append(f"{record.error.out:.1e}" if record.error is not None else "-")
     return cells
-
-
-def _work(record: Record) -> tuple[int, int]:
-    """FLOPs and bytes of a record's call, from the problem where the record does not say."""
-    if record.flops is not None and record.bytes is not None:
-        return int(record.flops), int(record.bytes)
-    cost = problem_from_record(record.problem).cost()
-    return cost.flops, cost.bytes
 
 
 def _note(record: Record) -> str:
@@ -221,7 +203,7 @@ def versus(records: Sequence[Record], first: str, second: str) -> tuple[Table, d
             continue
         times, ratios = [], []
         for state in STATES:
-            a, b = median_us(one, state), median_us(two, state)
+            a, b = one.median(state), two.median(state)
             times += [plain(a), plain(b)]
             ratios.append(f"{a / b:.3f}" if a and b else "-")
             if a and b:

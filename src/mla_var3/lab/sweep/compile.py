@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.jobs import CompileJob, run_job
+from mla_var3.kernel.registry import is_compiled
 from mla_var3.lab.sweep.plan import Point
 from mla_var3.toolchain.pool import CompileResult, compile_many
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from mla_var3.record import Record
 
 #: Languages whose kernels come compiled, with the library they belong to.
-NOT_COMPILED = frozenset({"torch", "peer"})
 TIMEOUT_S = 300.0
 
 _STATUS = {"Infeasible": "infeasible", "Unsupported": "skipped"}
@@ -51,7 +51,7 @@ def compile_points(
     jobs: dict[Any, list[Point]] = {}
     forms: dict[Point, dict[str, Any]] = {}
     for point in points:
-        if not point.runnable or point.kernel.language in NOT_COMPILED:
+        if not point.runnable or not is_compiled(point.kernel.language):
             continue
         forms[point] = form(point, "compile")
         if not done(forms[point]["key"]):

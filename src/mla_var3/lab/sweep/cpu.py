@@ -12,14 +12,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import util
+from dataclasses import dataclass
 from typing import Any
 
 from mla_var3 import paths, workload
 from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.errors import Unsupported, UserError
-from mla_var3.kernel.registry import KernelId
+from mla_var3.kernel.registry import LANGUAGES, Interpreter, KernelId, cannot_run_on_cpu
 from mla_var3.workload import Problem, problem_from_record
 
 TIMEOUT_S = 150.0
@@ -27,44 +26,12 @@ TIMEOUT_S = 150.0
 _CASES = ("own", "edges")
 
 
-@dataclass(frozen=True)
-class CpuBackend:
-    """How a language runs on a CPU. module: must be importable for it, and so must `needs`. env: of the process.
-    why_not: when it cannot."""
-
-    module: str
-    name: str
-    env: Mapping[str, str] = field(default_factory=dict)
-    why_not: str = ""
-    needs: tuple[str, ...] = ()
-
-    def available(self) -> bool:
-        try:
-            return bool(self.module) and all(util.find_spec(name) is not None for name in (self.module, *self.needs))
-        except ModuleNotFoundError:
-            return False
-
-
-#: A language that gains an interpreter gets its entry here; the rest of the sweep needs no change.
-BACKENDS: dict[str, CpuBackend] = {
-    "torch": CpuBackend("torch", "torch on the CPU"),
-    "triton": CpuBackend("triton", "Triton's interpreter", {"TRITON_INTERPRET": "1"}),
-    "cutile-dsl": CpuBackend(
-        "mla_var3.cutile_cpu",
-        "the cuTile interpreter",
-        why_not="the cuTile interpreter needs cuda-tile, which is not installed",
-        needs=("cuda.tile",),
-    ),
-    "cute-dsl": CpuBackend("", "", why_not="CuTe DSL has no interpreter: its kernels are compiled only"),
-}
-
-
-def can_run(language: str) -> str:
-    """ "" when kernels of the language run on a CPU here, else why not."""
-    backend = BACKENDS.get(language)
-    if backend is None:
-        return f"{language} kernels do not run on a CPU"
-    return "" if backend.available() else backend.why_not or f"{backend.module} is not installed"
+def interpreter(language: str) -> Interpreter:
+    """What runs a language's kernels on a CPU; a `UserError` where nothing does."""
+    found = LANGUAGES[language].interpreter
+    if found is None:
+        raise UserError(f"{LANGUAGES[language].gpu_only}.")
+    return found
 
 
 def use_interpreter(language: str, label: str) -> None:
@@ -72,12 +39,12 @@ def use_interpreter(language: str, label: str) -> None:
 
     label: the version that asks. Raises `UserError` where the language has no interpreter, or is loaded for a GPU.
     """
-    why = can_run(language)
+    why = cannot_run_on_cpu(language)
     if why:
         raise UserError(f"{label} does not run here: {why}; use a machine with a GPU.")
     if language == "triton" and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError("Triton is loaded for a GPU in this process: start with TRITON_INTERPRET=1 in the environment.")
-    os.environ.update(BACKENDS[language].env)
+    os.environ.update(interpreter(language).env)
 
 
 def small(problem: Problem) -> Any:
@@ -124,10 +91,10 @@ def _run_process(
     timeout_s: float,
     tell: Callable[[str], None],
 ) -> Iterator[CpuResult]:
-    env = {**os.environ, **BACKENDS[language].env, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    env = {**os.environ, **interpreter(language).env, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     env["PYTHONPATH"] = os.pathsep.join([str(paths.import_root()), *filter(None, [env.get("PYTHONPATH")])])
     jobs = [{"kernel": k.to_record(), "problem": p.to_record(), "asked": dict(asked)} for k, p in work]
-    tell(f"running {len(work)} small problems with {BACKENDS[language].name}")
+    tell(f"running {len(work)} small problems with {interpreter(language).name}")
     process = subprocess.Popen(
         [sys.executable, "-m", "mla_var3.lab.sweep.cpu"],
         env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -240,9 +240,9 @@ class Sweep:
 
     def compile(self) -> None:
         """Compiles for the target, checks small problems on the CPU, and shows what was recorded there."""
-        from mla_var3.lab.sweep.compile import NOT_COMPILED, compile_points
+        from mla_var3.lab.sweep.compile import compile_points
 
-        kernels = [k for k in self.kernels if k.language not in NOT_COMPILED]
+        kernels = [k for k in self.kernels if registry.is_compiled(k.language)]
         peers = sum(k.language == "peer" for k in self.kernels)
         if peers:
             say(f"{peers} peer libraries left out: they can only be measured, on a GPU")
@@ -268,7 +268,7 @@ class Sweep:
         from mla_var3.record import Record, new_id, now
 
         languages = dict.fromkeys(k.language for k in self.kernels if k.language != "peer")
-        reasons = {name: registry.missing(name) or sweep_cpu.can_run(name) for name in languages}
+        reasons = {name: registry.missing(name) or registry.cannot_run_on_cpu(name) for name in languages}
         for language, reason in reasons.items():
             if reason and not registry.missing(language):
                 say(f"not run on the CPU: {reason}")
@@ -305,7 +305,7 @@ class Sweep:
                     "source": {"commit": self.commit, "hash": registry.source_hash(result.kernel), "dirty": self.dirty},
                     "requested": contender.requested,
                     "mode": "check",
-                    "method": f"checked with {sweep_cpu.BACKENDS[result.kernel.language].name}; not timed",
+                    "method": f"checked with {sweep_cpu.interpreter(result.kernel.language).name}; not timed",
                     "key": contender_key(result.problem, contender, None, "check"),
                     "seconds": {"check": result.seconds},
                 }
@@ -406,10 +406,8 @@ def _family(kernel: KernelId) -> tuple[str, str, str]:
 
 def describe(record: Record) -> str:
     """One line about a record, for the progress."""
-    from mla_var3.lab.report.tables import median_us
-
     text = f"{record.kernel.label}: {record.status}"
-    times = [f"{state} {us:.1f} us" for state in ("burst", "sustained") if (us := median_us(record, state)) is not None]
+    times = [f"{state} {us:.1f} us" for state in ("burst", "sustained") if (us := record.median(state)) is not None]
     if times:
         text += " " + ", ".join(times)
     elif record.error is not None and record.status == "passed":

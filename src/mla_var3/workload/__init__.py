@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 from mla_var3.errors import UserError, nearest
@@ -255,7 +255,7 @@ class Workload:
 @cache
 def names() -> tuple[str, ...]:
     """Names of the workloads here: the files of this folder."""
-    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__"))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 @cache

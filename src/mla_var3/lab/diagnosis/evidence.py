@@ -44,7 +44,7 @@ class Time:
 class Evidence:
     """profile, record, compiled: whichever there is; what stands in several is taken from the first of them.
 
-    planned: FLOPs and bytes by the version's own formulation, where it was planned for this.
+    planned: FLOPs and bytes of the problem, where it was planned for this.
     sources: one sentence for each, with what they were made of. notes: what does not fit together.
     """
 

@@ -631,7 +631,7 @@ def add_partial(
     registers: cutlass.Constexpr, sums: cutlass.Constexpr, targets: cutlass.Constexpr, slot: Int32, kv_head: Int32,
     thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Adds a partial result: turned as it was for the store, it lies as the accumulators do."""
+    """Adds a partial result: transposed within quads as it was for the store, it lies as the accumulators do."""
     acc_o, row_max, _ = registers
     _, _, outputs, stats = targets
     count, layout = geometry.n // 4, geometry.partials

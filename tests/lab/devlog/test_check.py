@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from mla_var3.cli.devlog import main
 from mla_var3.errors import UserError
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
-from mla_var3.lab.devlog.check import check, find_root
+from mla_var3.lab.devlog.check import MOST_WORDS, check, find_root
 
 FAST, SLOW = "aaaa11112222", "bbbb33334444"
 
@@ -115,6 +116,18 @@ def test_list_without_an_entry(project: Path, entry: Path) -> None:
     failures, _ = check(project)
     assert "devlogs/flash_mla/triton-v9.records:1: no entry triton-v9.md stands beside this list" in failures
     assert any("triton-v1.records:1: no record of this version" in line for line in failures)
+
+
+def test_an_entry_is_read_in_two_minutes(project: Path, entry: Path) -> None:
+    text = entry.read_text()
+    body = re.sub(r" *<!--.*?-->", "", text.split("---", 2)[2], flags=re.DOTALL)
+    left = MOST_WORDS - len(body.split())
+    full = text.replace("date: 2026-11-22", "date: 2026-11-22 # of the last run") + "\n<!-- a comment\nof two lines -->"
+    entry.write_text(full + " word" * left + "\n")
+    assert check(project) == ([], []), "comments and front matter count as no words"
+    entry.write_text(full + " word" * (left + 1) + "\n")
+    message = "it has 601 words, and an entry may have 600 at most: it is read in two minutes"
+    assert check(project) == ([f"devlogs/flash_mla/triton-v1.md:1: {message}"], [])
 
 
 # ---------------------------------------------------------------- versions whose file is gone

@@ -12,10 +12,14 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog import skips
-from mla_var3.lab.devlog.citations import check_text
-from mla_var3.lab.devlog.entry import check_entry, entry_path, holds, parse, records_path
+from mla_var3.lab.devlog.citations import Finding, check_text, without_comments
+from mla_var3.lab.devlog.entry import Entry, check_entry, entry_path, holds, parse, records_path
+from mla_var3.lab.devlog.front_matter import body_line
 from mla_var3.lab.devlog.values import Record
 from mla_var3.workload import problem_from_record
+
+#: Words of an entry that is read in two minutes; its front matter and comments, citations among them, count as none.
+MOST_WORDS = 600
 
 
 def find_root(given: Path | None = None) -> Path:
@@ -79,6 +83,7 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         version = versions.get(path)
         source = None if version is None else source_name(version, root)
         findings += check_entry(entry, records, source, root)
+        findings += _length(entry)
         if version is None and entry.commit and entry.location and holds(root, entry.commit, entry.location) is None:
             unasked.append(entry.commit)
         skipped, unread = skips.check(entry, version, records)
@@ -106,6 +111,15 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         found = check_text(path.read_text(encoding="utf-8"), records, require="tables")
         failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in found]
     return failures, notes
+
+
+def _length(entry: Entry) -> list[Finding]:
+    """Whether an entry is longer than what is read in two minutes."""
+    body = "\n".join(entry.text.split("\n")[body_line(entry.text) - 1 :])
+    words = len(without_comments(body).split())
+    if words <= MOST_WORDS:
+        return []
+    return [Finding(1, f"it has {words} words, and an entry may have {MOST_WORDS} at most: it is read in two minutes")]
 
 
 def _entry_of(path: Path) -> Path:

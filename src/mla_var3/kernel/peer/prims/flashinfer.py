@@ -42,8 +42,9 @@ class FlashInferPlan(PeerDecodePlan):
     """Base of the two backends; subclasses set `peer`, `requires` and `backend`."""
 
     backend = ""
-    # The partial results of a split request lie in the output's dtype until they are merged: 3.7e-6 of cosine difference where
-    # other libraries have 2.1e-6, and 2.1e-6 without a split (results/h200/traces/2026-11-24-flashinfer_parts.txt).
+    # The partial results of a split request lie in the output's dtype until they are merged: 3.7e-6 of cosine
+    # difference where other libraries have 2.1e-6, and 2.1e-6 without a split
+    # (results/h200/traces/2026-11-24-flashinfer_parts.txt).
     cos_slack = ROUNDED_ONCE_MORE
 
     def attach(self, library: Library, *inputs: Any) -> Attached:

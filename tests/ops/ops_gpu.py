@@ -10,7 +10,6 @@ import torch
 
 from mla_var3.device import Device
 from mla_var3.ops.decode import way_for
-from mla_var3.ops.fixed import HALVES, WHOLE
 from mla_var3.problem import MlaProblem
 from mla_var3.runtime.correctness.checking import Bounds, ErrorReport, compare
 from mla_var3.runtime.correctness.oracle import mla_decode_reference
@@ -36,12 +35,7 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
     wanted: list[tuple[Any, Any]] = []
     for problem in problems:
         way = way_for(problem, device, fixed_split=fixed_split)
-        plan: Any = way.make(problem, device)
-        if fixed_split is None:
-            wanted.append((way.key[0], plan))
-            continue
-        for splits in (WHOLE, HALVES):
-            wanted.append((plan.inner_kernel(splits), plan._inner(splits, problem.b, fixed_split)))
+        wanted.append((way.key[0], way.make(problem, device)))
     for kernel, plan in wanted:
         if kernel.language != "cute-dsl":
             continue

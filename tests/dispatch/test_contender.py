@@ -58,7 +58,7 @@ def test_dispatch_stands_beside_named_versions() -> None:
 
 
 def _contender(point: sweep_plan.Point) -> Contender:
-    return Contender(point.kernel, dict(point.asked) or None, plan=point.plan, picked_by=point.picked_by)
+    return Contender(point.kernel, dict(point.asked) or None, picked_by=point.picked_by)
 
 
 def test_the_newest_of_each_family_does_not_push_the_pick_out() -> None:
@@ -68,15 +68,16 @@ def test_the_newest_of_each_family_does_not_push_the_pick_out() -> None:
     assert len(found) == 8 and sum(p.picked_by == "dispatch" for p in found) == 4
 
 
-def test_fixed_split_runs_the_version_inside_a_plan_of_its_own() -> None:
+def test_fixed_split_sets_the_knob_of_the_version_that_it_takes() -> None:
     found = points("experiment=fixed_split", "tiling.split_tokens=2048")
     assert {p.picked_by for p in found} == {"dispatch", "fixed_split"}
     for point in found:
         if point.picked_by == "fixed_split":
-            assert point.plan == "mla_var3.ops.fixed:FixedSplitPlan" and point.runnable, point.reason
-            assert point.asked == {"split_tokens": 2048} == point.requested
+            assert point.kernel.label in ("cute-dsl/flash_mla_v21", "cute-dsl/flash_mla_v22")
+            assert point.runnable and point.tiling.split_tokens == 2048, point.reason
+            assert point.asked == {"split_tokens": 2048} == point.requested == _contender(point).requested
         else:
-            assert "split_tokens" not in point.asked
+            assert "split_tokens" not in point.asked and point.requested == "dispatch"
 
 
 def test_a_knob_that_nobody_has_is_named(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,9 +171,7 @@ def test_check_checks_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "dispatch picks a version for a GPU" in capsys.readouterr().err
 
 
-def test_without_a_gpu_the_pick_is_compiled_by_its_own_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_the_picks_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from mla_var3.lab.sweep import compile as sweep_compile
 
     monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
@@ -186,8 +185,7 @@ def test_without_a_gpu_the_pick_is_compiled_by_its_own_name(
     monkeypatch.setattr(sweep_compile, "compile_points", compile_points)
     words = ["experiment=fixed_split", "experiment.cpu=false", "experiment.recorded=false"]
     assert cli.main(["sweep", *words]) == 0
-    assert asked and all(p.picked_by == "dispatch" and p.plan is None for p in asked)
-    assert "fixed_split left out" in capsys.readouterr().err
+    assert {p.picked_by for p in asked} == {"dispatch", "fixed_split"}
 
 
 def test_a_pick_is_never_tuned() -> None:

@@ -75,13 +75,11 @@ def picked(problems: Iterable[MlaProblem]) -> Iterator[Wanted]:
         yield choice.kernel, choice.knobs, seen
 
 
-def whole(problems: Iterable[MlaProblem], part: int) -> Iterator[Wanted]:
+def fixed_splits(problems: Iterable[MlaProblem], tokens: int) -> Iterator[Wanted]:
     """What the fixed-split mode runs for each problem."""
     for problem in problems:
-        plan = fixed.FixedSplitPlan(problem, fixed.FixedSplitTiling(part), DEVICE)
-        inner = fixed.inner_problem(problem, problem.b, part)
-        for splits in (fixed.WHOLE, fixed.HALVES):
-            yield plan.inner_kernel(splits), {"num_splits": splits}, inner
+        choice = fixed.fixed_choice(problem, tokens, DEVICE)
+        yield choice.kernel, choice.knobs, problem
 
 
 def random_part() -> Iterator[Wanted]:
@@ -101,19 +99,19 @@ def ops_part() -> Iterator[Wanted]:
     import test_mla_decode_gpu as tests
 
     yield from picked([tests.SPLIT, tests.SPLIT.replace(b=1, lengths="uniform"), *tests.FIXED])
-    yield from whole(tests.FIXED, tests.PART)
+    yield from fixed_splits(tests.FIXED, tests.SPLIT_TOKENS)
 
 
 def serving_part() -> Iterator[Wanted]:
     """What the code of docs/serving.md calls."""
     batch = MlaProblem(b=4, h=128, t=2048, lengths=[2000, 1, 700, 0])
     yield from picked([batch, batch.replace(causal=True), *(MlaProblem(b=b, h=16, t=8192) for b in (1, 64))])
-    yield from whole([batch], 1024)
+    yield from fixed_splits([batch], 1024)
 
 
 def sanitizer_part() -> Iterator[Wanted]:
     """Every version on the cells of experiment=sanitizer, and what tests/ops/sanitizer_case.py adds to it."""
-    from sanitizer_case import PART
+    from sanitizer_case import SPLIT_TOKENS
 
     cells = experiment_cells("sanitizer")
     for kernel in registry.all_kernels():
@@ -121,14 +119,14 @@ def sanitizer_part() -> Iterator[Wanted]:
             plan_type = registry.get_plan(kernel)
             yield from ((kernel, {}, cell) for cell in cells if plan_type(cell, None, DEVICE).supported())
     yield from picked(cells)
-    yield from whole(cells, PART)
+    yield from fixed_splits(cells, SPLIT_TOKENS)
 
 
 def fixed_part() -> Iterator[Wanted]:
     """Both contenders of experiment=fixed_split, as a sweep checks and times them."""
     cells = experiment_cells("fixed_split")
     yield from picked(cells)
-    yield from whole(cells, fixed.SPLIT_TOKENS)
+    yield from fixed_splits(cells, fixed.SPLIT_TOKENS)
 
 
 PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mla_var3.check.judge import Bounds, ErrorReport, compare
+from mla_var3.check.judge import ErrorReport, compare
 from mla_var3.device import Device
 from mla_var3.ops.decode import way_for
-from mla_var3.ops.fixed import HALVES, WHOLE
+from mla_var3.workload import Bound
 from mla_var3.workload.decode import WORKLOAD, MlaProblem, mla_decode_reference
 
 FLASH_MLA_SCALE = 576**-0.5
@@ -35,12 +35,7 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
     wanted: list[tuple[Any, Any]] = []
     for problem in problems:
         way = way_for(problem, device, fixed_split=fixed_split)
-        plan: Any = way.make(problem, device)
-        if fixed_split is None:
-            wanted.append((way.key[0], plan))
-            continue
-        for splits in (WHOLE, HALVES):
-            wanted.append((plan.inner_kernel(splits), plan._inner(splits, problem.b, fixed_split)))
+        wanted.append((way.key[0], way.make(problem, device)))
     for kernel, plan in wanted:
         if kernel.language != "cute-dsl":
             continue
@@ -59,7 +54,11 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
 
 
 def judge(
-    found: Sequence[torch.Tensor], given: Sequence[torch.Tensor], scale: float, causal: bool, bounds: Bounds
+    found: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    scale: float,
+    causal: bool,
+    bounds: dict[str, Bound],
 ) -> ErrorReport:
     """(out, lse) against the oracle on the same inputs."""
     reference = mla_decode_reference(*given, k=found[0].shape[3], scale=scale, causal=causal)

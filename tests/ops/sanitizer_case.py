@@ -1,7 +1,7 @@
 """Small calls of kernel versions, for compute-sanitizer: a few seconds under each of its tools.
 
     compute-sanitizer --tool memcheck  python3 tests/ops/sanitizer_case.py 'cute-dsl/*'
-    compute-sanitizer --tool racecheck python3 tests/ops/sanitizer_case.py cute-dsl/flash_mla_v1
+    compute-sanitizer --tool racecheck python3 tests/ops/sanitizer_case.py cute-dsl/flash_mla_v21
     compute-sanitizer --tool synccheck python3 tests/ops/sanitizer_case.py --bundle DIR 'cute-dsl/*'
 
 The cells are those of experiment=sanitizer, which a bundle can be made of:
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-PART = 128  # tokens of a part of the fixed-split mode
+SPLIT_TOKENS = 128  # of the fixed-split mode
 
 
 def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str, Any, Any]]:
@@ -45,7 +45,7 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
                 print(f"{kernel.label} {problem.label}: skipped: {verdict.reason}")
                 continue
             yield kernel.label, problem, lambda given, plan=plan: plan.plan(*given)()
-        for name, wanted, options in (("fixed_split", fixed, {"fixed_split": PART}), ("mla_decode", ops, {})):
+        for name, wanted, options in (("fixed_split", fixed, {"fixed_split": SPLIT_TOKENS}), ("mla_decode", ops, {})):
             if wanted:
                 yield (
                     name,

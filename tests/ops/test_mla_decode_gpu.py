@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch")
 from ops_gpu import compile_ahead, judge, request, same_bits  # noqa: E402
 
 from mla_var3.check.judge import check  # noqa: E402
+from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
+from mla_var3.ops.decode import way_for  # noqa: E402
 from mla_var3.ops.engine import Engine, capture_id  # noqa: E402
-from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling  # noqa: E402
 from mla_var3.workload.decode import FLASHMLA, MlaProblem, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -28,13 +29,13 @@ FIXED = [
     MlaProblem(b=8, h=128, s=2, causal=True, t=1, lengths=LENGTHS),
     MlaProblem(b=8, h=16, dtype="fp16", t=1, lengths=LENGTHS),
 ]
-PART = 4096
+SPLIT_TOKENS = 4096
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     compile_ahead([SPLIT, SPLIT.replace(b=1, t=20000, lengths="uniform")])
-    compile_ahead(FIXED, fixed_split=PART)
+    compile_ahead(FIXED, fixed_split=SPLIT_TOKENS)
 
 
 def test_a_call_never_waits() -> None:
@@ -116,7 +117,7 @@ def test_a_capture_of_unknown_shapes_says_what_to_do() -> None:
 def test_a_fixed_split_gives_a_request_the_same_bits_anywhere(problem: MlaProblem) -> None:
     """Alone, under a narrow page table; among seven others; at other places; under a table wider than anyone needs."""
     given = make_inputs(problem, "cuda", seed=11)
-    options: dict[str, Any] = {"causal": problem.causal, "return_lse": True, "fixed_split": PART}
+    options: dict[str, Any] = {"causal": problem.causal, "return_lse": True, "fixed_split": SPLIT_TOKENS}
     out, lse = mla_decode(*given, **options)
     verdict = judge((out, lse), given, problem.scale, problem.causal, FLASHMLA)
     assert verdict.ok, verdict.reason
@@ -137,11 +138,12 @@ def test_a_fixed_split_gives_a_request_the_same_bits_anywhere(problem: MlaProble
 
 @pytest.mark.parametrize("problem", [FIXED[1], FIXED[3]], ids=lambda p: p.problem_class().key())
 def test_a_fixed_split_is_right_on_the_cases_that_break_kernels(problem: MlaProblem) -> None:
-    report = check(FixedSplitPlan, problem, FixedSplitTiling(PART), "cuda")
+    device = Device.detect()
+    report = check(way_for(problem, device, fixed_split=SPLIT_TOKENS).make(problem, device), device="cuda")
     assert report.ok, report.reason
 
 
-def test_a_free_cut_and_a_fixed_one_agree_within_the_bounds() -> None:
+def test_free_splits_are_right_on_the_same_batch() -> None:
     given = make_inputs(FIXED[0], "cuda", seed=2)
     free = mla_decode(*given, return_lse=True)
     assert judge(free, given, FIXED[0].scale, False, FLASHMLA).ok
@@ -150,7 +152,7 @@ def test_a_free_cut_and_a_fixed_one_agree_within_the_bounds() -> None:
 def test_a_fixed_split_can_be_captured() -> None:
     problem = FIXED[3]
     given = make_inputs(problem, "cuda", seed=3)
-    options: dict[str, Any] = {"causal": True, "return_lse": True, "fixed_split": PART}
+    options: dict[str, Any] = {"causal": True, "return_lse": True, "fixed_split": SPLIT_TOKENS}
     wanted = mla_decode(*given, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -47,7 +47,7 @@ class Contender:
 
     tiling: fields that differ from the default tiling, or None. tune: measure the tilings first and take the fastest.
     plan: "module:Class" of a `KernelPlan` outside the registry, which `kernel` then only names.
-    picked_by: what chose the version ("dispatch"), or "" where the user named it.
+    picked_by: what chose the version ("dispatch", "fixed_split"), or "" where the user named it.
     """
 
     kernel: KernelId
@@ -62,8 +62,8 @@ class Contender:
 
     @property
     def requested(self) -> str | dict[str, Any]:
-        """ "default", "tuned", the tiling fields, or what picked a registered version, as records have it."""
-        if self.picked_by and self.plan is None:
+        """ "default", "tuned", the tiling fields, or "dispatch", which chooses them too, as records have it."""
+        if self.picked_by == "dispatch":
             return self.picked_by
         return TUNED if self.tune else dict(self.tiling) if self.tiling else DEFAULT
 

@@ -49,10 +49,9 @@ def mla_decode(
     write, (b, s, h, k) in q's dtype and (b, h, s) float32. return_lse: also returns the natural log-sum-exp of
     scale · q·k. A row that sees no key has out 0 and lse +inf.
 
-    fixed_split: tokens up to which a request is left whole, a multiple of the page, for results that do not depend on
-    the rest of the batch: version, cut and order of sums follow from the request's own length and the problem class,
-    so a request has the same bits alone, in any batch, at any place in it, and under a page table of any width.
-    `mla_var3.ops.fixed` has the costs.
+    fixed_split: tokens of a split, a multiple of 64, for results that do not depend on the rest of the batch: version,
+    splits and order of sums follow from the request's own length and the problem class, so a request has the same bits
+    alone, in any batch, at any place in it, and under a page table of any width. `mla_var3.ops.fixed` has the costs.
     kernel: a version's name ("cute-dsl/flash_mla_v21") in place of the dispatcher's pick. on: another engine.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
@@ -79,11 +78,14 @@ def mla_decode(
 def way_for(
     problem: MlaProblem, device: Device | None, *, fixed_split: int | None = None, kernel: str | None = None
 ) -> Way:
-    """How a problem is computed on a device: the dispatcher's pick, a named version, or in parts of fixed size."""
+    """How a problem is computed on a device: the dispatcher's pick, a named version, or one with splits of a fixed
+    length."""
     if device is None:
         raise UserError("there is no GPU here: mla_decode needs one that a version is written for.")
     if fixed_split is not None:
-        return _fixed_way(fixed_split)
+        from mla_var3.ops.fixed import fixed_choice
+
+        return _way(fixed_choice(problem, fixed_split, device, "fixed_split"))
     return _way(_named(kernel) if kernel is not None else _pick(problem, device))
 
 
@@ -102,19 +104,6 @@ def _named(label: str) -> Choice:
 
 def _way(choice: Choice) -> Way:
     return Way((choice.kernel, choice.tiling), choice.plan)
-
-
-def _fixed_way(tokens: int) -> Way:
-    from mla_var3.ops.fixed import FixedSplitPlan, FixedSplitTiling
-
-    tiling = FixedSplitTiling(_whole("fixed_split", tokens))
-    return Way(("fixed_split", tokens), lambda problem, device: FixedSplitPlan(problem, tiling, device))
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} = {value!r} is not a whole number of tokens of at least 1.")
-    return value
 
 
 def _float32() -> Any:

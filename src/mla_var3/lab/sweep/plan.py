@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 #: Words that stand, in place of a version, for what is picked in each cell.
 DISPATCH, FIXED_SPLIT = "dispatch", "fixed_split"
 PICKERS = (DISPATCH, FIXED_SPLIT)
-FIXED_SPLIT_PLAN = "mla_var3.ops.fixed:FixedSplitPlan"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Point:
     """One kernel on one problem. status is "" when it can run, else infeasible, skipped or failed, with the reason.
 
     asked: tiling fields that the user set on this kernel. tiling: what comes out of them and the defaults.
-    picked_by: the word of `PICKERS` that chose the kernel, or "". plan: "module:Class" of a plan that `kernel` runs in.
+    picked_by: the word of `PICKERS` that chose the kernel, or "".
     """
 
     problem: Problem
@@ -46,7 +45,6 @@ class Point:
     status: str = ""
     reason: str = ""
     picked_by: str = ""
-    plan: str | None = None
 
     @property
     def runnable(self) -> bool:
@@ -55,7 +53,7 @@ class Point:
     @property
     def requested(self) -> str | dict[str, Any]:
         """What the record says was asked for: the fields, "default", or what picked the version."""
-        if self.picked_by and self.plan is None:
+        if self.picked_by == DISPATCH:
             return self.picked_by
         return dict(self.asked) if self.asked else "default"
 
@@ -320,28 +318,18 @@ def prepare(
 
 def picked(word: str, problem: Problem, device: Device, asked: Mapping[str, Any] | None = None) -> Point | None:
     """What a word of `PICKERS` stands for on this problem; None where no version takes it (the others' records say
-    why). Knobs that were asked for count for `fixed_split` alone: the dispatcher chooses its own."""
-    if word == FIXED_SPLIT:
-        from mla_var3.ops.fixed import FixedSplitPlan
-
-        try:
-            own = own_knobs(FixedSplitPlan, asked)
-            tiling = knobs(FixedSplitPlan(problem, None, device).tiling, own)
-            plan = FixedSplitPlan(problem, tiling, device)
-            kernel = plan.inner_kernel()
-        except Unsupported:
-            return None
-        verdict = plan.feasible()
-        status = "" if verdict else "infeasible"
-        record = tiling.to_record()
-        return Point(problem, kernel, device, record, tiling, status, verdict.reason, word, FIXED_SPLIT_PLAN)
+    why). Of knobs that were asked for, the tokens of a split count for `fixed_split`."""
     from mla_var3.dispatch import choose
+    from mla_var3.ops.fixed import SPLIT_TOKENS, fixed_choice
     from mla_var3.workload.decode import MlaProblem
 
     if type(problem) is not MlaProblem:  # the dispatcher serves decode
         return None
     try:
-        choice = choose(problem, device)
+        if word == FIXED_SPLIT:
+            choice = fixed_choice(problem, (asked or {}).get("split_tokens", SPLIT_TOKENS), device)
+        else:
+            choice = choose(problem, device)
     except Unsupported:
         return None
     return dataclasses.replace(prepare(problem, choice.kernel, device, choice.knobs), picked_by=word)
@@ -380,9 +368,7 @@ def _check_knobs(kernels: Sequence[KernelId], asked: Mapping[str, Any], pickers:
         return
     known: set[str] = set()
     if FIXED_SPLIT in pickers:
-        from mla_var3.ops.fixed import FixedSplitTiling
-
-        known |= {f.name for f in dataclasses.fields(FixedSplitTiling)}
+        known.add("split_tokens")
     for kernel in kernels:
         try:
             known |= {f.name for f in dataclasses.fields(registry.get_plan(kernel).tiling_type)}

@@ -121,7 +121,7 @@ class Sweep:
 
         tune = self.tune and self.measures and not point.picked_by
         asked = dict(point.asked) or None
-        return Contender(point.kernel, asked, tune=tune, plan=point.plan, picked_by=point.picked_by)
+        return Contender(point.kernel, asked, tune=tune, picked_by=point.picked_by)
 
     def contenders(self, point: Point) -> list[Any]:
         """The point's contender; of a tuned one the default tiling too, in turn with it on the same chip: two runs of
@@ -129,7 +129,7 @@ class Sweep:
         from mla_var3.measure.cell import Contender
 
         first = self.contender(point)
-        return [first, Contender(point.kernel, plan=point.plan)] if first.tune else [first]
+        return [first, Contender(point.kernel)] if first.tune else [first]
 
     def key(self, point: Point, mode: str) -> str:
         """The point's `record_key`, as it was when first asked for: sources may be edited while a sweep runs."""
@@ -247,9 +247,6 @@ class Sweep:
         if peers:
             say(f"{peers} peer libraries left out: they can only be measured, on a GPU")
         compiling = expand(self.config, self.target, self.cells, kernels)
-        if any(p.plan for p in compiling):
-            say("fixed_split left out: the version that it runs is compiled under its own name")
-            compiling = [p for p in compiling if not p.plan]
         self.refuse([p for p in compiling if not p.runnable], "compile", measured=False)
         for key in dict.fromkeys(p.device.key for p in compiling):
             journal = self.journal(key)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mla_var3.errors import UserError
+from mla_var3.names import kernel_label
 from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
@@ -39,16 +40,6 @@ ASIDE = {
 
 #: What `record_key` may say in place of a tiling.
 DEFAULT, TUNED = "default", "tuned"
-
-
-def version_name(design: str, version: int) -> str:
-    """`flash_mla` for the base version, `flash_mla_v2` for version 2."""
-    return f"{design}_v{version}" if version else design
-
-
-def kernel_label(language: str, design: str, version: int) -> str:
-    """`cute-dsl/flash_mla` or `cute-dsl/flash_mla_v2`: how users name a version."""
-    return f"{language}/{version_name(design, version)}"
 
 
 class _Part(BaseModel):

@@ -137,7 +137,7 @@ def test_a_mistake_is_one_line_and_exit_2(
         (["--model", "kimi"], "--model 'kimi' is unknown: did you mean 'kimi-k2'?"),
         (["--page", "x"], "--page 'x' is not a whole number"),
         (["--lengths", "raged"], "is unknown: did you mean 'ragged'?"),
-        (["--tiling", "tile_m"], "--tiling 'tile_m' is not KNOB=VALUE"),
+        (["--tiling", "tile_m"], "--tiling 'tile_m' is not NAME=VALUE"),
         (["--cases", "edgy"], "check case 'edgy' is unknown: did you mean 'edges'?"),
         (["--device", "cuda"], "there is no GPU here"),
     ],

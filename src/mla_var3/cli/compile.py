@@ -20,7 +20,7 @@ from mla_var3.cli.arguments import (
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel import registry
-from mla_var3.record import kernel_label
+from mla_var3.names import kernel_label
 
 HELP = "registers, shared memory, spills and instructions for a device, without a GPU"
 EPILOG = """\

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.lab.report.gather import STATES, Gathered, Point, arrange, gather
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.export import Choice
+    from mla_var3.lab.report.gather import Gathered, Point
 
 SHOWS = ("map", "cell", "ladder", "languages", "compare", "sets", "left")
 DEFAULT_OUT = "out/report/index.html"
@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help=f"where the page goes (default {DEFAULT_OUT})")
     parser.add_argument(
-        "--state", default="burst", choices=STATES, help="burst: a cool chip; sustained: at its power limit"
+        "--state",
+        default="burst",
+        choices=("burst", "sustained"),
+        help="burst: a cool chip; sustained: at its power limit",
     )
     parser.add_argument("--device", metavar="KEY", help="of tables and pictures (default: the one with most records)")
     parser.add_argument("--cell", metavar="CELL", help="b128_s1_h128_t4096 (default: the one with most contenders)")
@@ -112,6 +115,8 @@ def _installed(charts: bool, parquet: bool) -> None:
 # ---------------------------------------------------------------- what was asked for
 def _gathered(args: argparse.Namespace) -> tuple[Gathered, tuple[str, str] | None]:
     """Everything that was read, and the names of the two sets of --compare."""
+    from mla_var3.lab.report.gather import arrange, gather
+
     if not args.compare:
         return gather(args.files), None
     paths = [Path(text) for text in args.compare]

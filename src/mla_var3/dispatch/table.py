@@ -20,7 +20,6 @@ from mla_var3.device import Device
 from mla_var3.dispatch import model
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId
-from mla_var3.record import ASIDE
 from mla_var3.workload import DEFAULT, problem_from_record
 from mla_var3.workload.decode import MlaProblem
 
@@ -33,7 +32,7 @@ PATH = Path(__file__).with_name("table.json")
 #: Never picked: torch is the oracle and reads lengths on the host, peers are other people's libraries.
 NOT_SERVED = ("torch", "peer")
 #: Experiments that time one version alone where others would be faster: beside nothing it would look like the choice.
-NOT_COMPARED = ("mla_var6_plus", "tuning", *ASIDE)
+NOT_COMPARED = ("mla_var6_plus", "tuning")
 
 Timed = tuple[Any, str, Any, float]  # what, run, when, us
 
@@ -295,10 +294,12 @@ def _at_newest(timed: Sequence[Timed]) -> dict[Any, float]:
 
 
 def _counts(record: Record) -> bool:
+    from mla_var3.record import ASIDE
+
     known = any(device.key == record.device for device in Device.all())
     served = record.kernel.language not in NOT_SERVED and record.kernel.layer == "mla"
     plain = record.problem.get("workload", DEFAULT) == DEFAULT
-    compared = record.experiment not in NOT_COMPARED
+    compared = record.experiment not in (*NOT_COMPARED, *ASIDE)
     times = record.time_us if record.status == "passed" else None
     both = times is not None and times.burst is not None and times.sustained is not None
     return bool(known and served and plain and compared and both)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mla_var3.device import Device
 from mla_var3.kernel.registry import KernelId, get_plan
-from mla_var3.record import kernel_label
+from mla_var3.names import kernel_label
 from mla_var3.toolchain import pool
 from mla_var3.toolchain.compiled import CompiledKernel
 from mla_var3.workload import problem_from_record

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel.retired import where_is
-from mla_var3.record import kernel_label, version_name
+from mla_var3.names import kernel_label, version_name
 from mla_var3.toolchain import source
 
 if TYPE_CHECKING:

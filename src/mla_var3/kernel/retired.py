@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from mla_var3 import paths
-from mla_var3.record import kernel_label
+from mla_var3.names import kernel_label
 
 
 @cache

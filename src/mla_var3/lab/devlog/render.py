@@ -18,7 +18,7 @@ from mla_var3.lab.devlog import skips
 from mla_var3.lab.devlog.citations import COMMENT, cited_ids, find_record, without_comments
 from mla_var3.lab.devlog.entry import SECTIONS, Entry, parse
 from mla_var3.lab.devlog.values import Record, Unknown
-from mla_var3.record import kernel_label
+from mla_var3.names import kernel_label
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.answers import Ladder

@@ -11,7 +11,7 @@ from mla_var3.errors import Unsupported
 from mla_var3.lab.devlog import values
 from mla_var3.lab.devlog.citations import cite
 from mla_var3.lab.devlog.values import Record, Unknown
-from mla_var3.record import kernel_label
+from mla_var3.names import kernel_label
 from mla_var3.workload import problem_from_record
 
 #: (header, unit, expression, significant digits): one column each.

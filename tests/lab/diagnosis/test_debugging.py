@@ -18,6 +18,7 @@ import pytest
 from mla_var3 import cli, paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import debugging, reports, sanitizer, watched
 from mla_var3.workload.decode import MlaProblem
@@ -252,11 +253,12 @@ def test_the_watched_process_judges_with_the_oracle() -> None:
     from mla_var3.workload.decode import make_inputs, mla_decode_reference
 
     pd = MlaProblem(b=2, h=2, t=20)
+    plan = registry.get_plan(KernelId("torch", "mla", "flash_mla"))
     reference = mla_decode_reference(*make_inputs(pd, "cpu", seed=1), k=pd.k, scale=pd.scale, causal=False)
     out = reference[0].to(pd.torch_dtype)
-    assert watched.judge((out, reference[1].float()), reference, "flashmla")[0]
+    assert watched.judge(plan, (out, reference[1].float()), reference, "flashmla")[0]
     out[0, 0, 0, 0] += 1
-    right, said = watched.judge((out, reference[1].float()), reference, "flashmla")
+    right, said = watched.judge(plan, (out, reference[1].float()), reference, "flashmla")
     assert not right and said.startswith("WRONG: ")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.problem import MlaProblem
+from mla_var3.toolchain.digest import Code
 
 
 def find_root(given: Path | None = None) -> Path:
@@ -36,7 +37,8 @@ def find_root(given: Path | None = None) -> Path:
 
 
 def load_records(root: Path, more: Sequence[Path] = ()) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Records of `results/` (and of other files) by id, and one line for each that cannot be read or stands twice."""
+    """Records of `results/` (and of other files) by id, and one line for each that cannot be read, that stands twice,
+    or whose digest is damaged."""
     from mla_var3.bench.records import load
 
     folders = [folder for folder in (root / "results",) if folder.is_dir()]
@@ -46,8 +48,18 @@ def load_records(root: Path, more: Sequence[Path] = ()) -> tuple[dict[str, dict[
     for record in result.records:
         if record.id in records and records[record.id] != record.model_dump():
             problems.append(f"results: two different records have the id {record.id}")
+        if record.code is not None and not _whole(record.code):
+            problems.append(f"results: the digest of record {record.id} is not that of the code that it holds")
         records[record.id] = record.model_dump()
     return records, problems
+
+
+def _whole(code: Mapping[str, Any]) -> bool:
+    """Whether the digest of a record's code is that of what it is made of."""
+    try:
+        return Code.from_record(code).digest == code["digest"]
+    except (KeyError, TypeError):
+        return False
 
 
 def _relative(text: str, root: Path) -> str:

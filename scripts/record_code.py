@@ -4,9 +4,11 @@
     scripts/record_code.py                 # every version whose source changed since its lines were written
     scripts/record_code.py --all           # all of them
     scripts/record_code.py cute-dsl/flash_mla_v21
+    PYTHONPATH=DIR scripts/record_code.py triton/flash_mla     # pip install --no-deps --target DIR triton==3.6.0
 
-A kernel is compiled in a process of its own: in one that has compiled others before, the compiler was seen to choose
-other registers. One compilation takes about ten seconds.
+A line says what the source that is here makes with the compiler of the records: where they name another one than is
+installed, lines stay as they are. A problem class of CuTe is compiled in a process of its own: in one that has compiled
+others before, the compiler was seen to choose other registers. That takes about ten seconds.
 """
 
 from __future__ import annotations
@@ -15,83 +17,139 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import Line
-from mla_var3.lab.sweep.plan import knobs
+from mla_var3.lab.sweep.plan import knobs, own_knobs
 from mla_var3.record import load
-from mla_var3.workload import problem_from_record
-from mla_var3.workload.decode import MlaProblem
+from mla_var3.toolchain.aot import code_knobs
+from mla_var3.toolchain.versions import toolchain
+from mla_var3.workload import get, problem_from_record
 
-#: Beside what records timed, so that every CuTe version has a line: kernel, problem, tiling.
-ALWAYS = (("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 1}), ("cute-dsl/flash_mla", {"h": 128}, {"num_splits": 4}))
+#: Beside what records timed, so that every compiled version has a line: kernel, workload, problem, tiling, number of
+#: kernels.
+ALWAYS = (
+    ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 1}, 1),
+    ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 4}, 2),
+    ("cutile-dsl/flash_attention", "prefill", {"b": 8, "s": 1024, "h": 128, "causal": True}, None, 1),
+)
 
 
-def compiled_line(label: str, problem: dict[str, Any], tiling: dict[str, Any] | None, device: str) -> Line:
-    """The line of one version, compiled in this process."""
-    from mla_var3.toolchain.aot import code_knobs
+@dataclass(frozen=True)
+class Call:
+    """What one line is compiled from. tiling: of the record, None for the default. kernels: how many it launches, 0
+    where that is not known. toolchain: what compiled what a record timed."""
 
-    kernel = registry.KernelId.parse(label)
-    pd, hardware = problem_from_record(problem), Device.get(device)
-    plan = registry.get_plan(kernel)(pd, None, hardware)
-    plan = plan.with_tiling(knobs(plan.tiling, tiling or {}))
-    code = plan.plan_empty().compile(None, hardware).code
+    label: str
+    problem: dict[str, Any]
+    tiling: dict[str, Any] | None
+    device: str
+    kernels: int = 0
+    toolchain: Mapping[str, str] = field(default_factory=dict)
+
+    def place(self) -> tuple[Any, ...]:
+        """Equal for calls that one line stands for, as `place_of` has it of that line."""
+        pd, plan = self.plan()
+        knobs = json.dumps(code_knobs(plan.tiling), sort_keys=True)
+        return self.label, pd.problem_class().key(), knobs, own_problem(self.label, pd), self.kernels
+
+    def plan(self) -> tuple[Any, Any]:
+        kernel, pd, hardware = registry.KernelId.parse(self.label), problem_from_record(self.problem), self.device
+        plan = registry.get_plan(kernel)(pd, None, Device.get(hardware))
+        # Of a record's knobs, those that the version still has.
+        return pd, plan.with_tiling(knobs(plan.tiling, own_knobs(type(plan), self.tiling)))
+
+
+def place_of(line: Line) -> tuple[Any, ...]:
+    return line.kernel, line.problem_class, json.dumps(line.knobs, sort_keys=True), line.problem, len(line.stages)
+
+
+def own_problem(label: str, problem: Any) -> str:
+    """`Line.problem`: elsewhere than in CuTe a launch is known by its values, which follow from the sizes."""
+    return "" if label.startswith("cute-dsl/") else problem.label
+
+
+def compiled_line(call: Call) -> Line:
+    """The line of a call, compiled in this process."""
+    kernel = registry.KernelId.parse(call.label)
+    pd, plan = call.plan()
+    code = plan.plan_empty().compile(None, Device.get(call.device)).code
     if code is None:
-        raise SystemExit(f"{label}: what it compiles to has no digest")
+        raise SystemExit(f"{call.label}: what it compiles to has no digest")
     return Line(
-        kernel=label,
+        kernel=call.label,
         problem_class=pd.problem_class().key(),
         knobs=code_knobs(plan.tiling),
         stages=[stage.name for stage in code.kernels],
         arch=code.arch,
         source=registry.source_hash(kernel),
         digest=code.digest,
+        problem=own_problem(call.label, pd),
+        toolchain=dict(code.toolchain),
     )
 
 
-def wanted() -> Iterator[tuple[str, dict[str, Any], dict[str, Any] | None, str]]:
-    """(version, problem, tiling, device) of every record that says which code it timed, and of `ALWAYS`."""
+def wanted() -> Iterator[Call]:
+    """What every record timed that says so, of versions that are here and compiled here, and `ALWAYS`."""
     here = {kernel.label for kernel in registry.all_kernels()}
-    for label, fields, tiling in ALWAYS:
-        yield label, MlaProblem(**fields).to_record(), tiling, "h200"
+    for label, workload, fields, tiling, kernels in ALWAYS:
+        yield Call(label, get(workload).problem(**fields).to_record(), tiling, "h200", kernels)
     for record in load([paths.shipped_results_dir()]).records:
-        if record.code and not record.code.get("binary") and record.kernel.label in here:
-            yield record.kernel.label, record.problem, record.tiling, record.device
+        code = record.code or {}
+        if code.get("kernels") and record.kernel.label in here:
+            many, by = len(code["kernels"]), code.get("toolchain") or {}
+            yield Call(record.kernel.label, record.problem, record.tiling, record.device, many, by)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="only these versions")
     parser.add_argument("--all", action="store_true", help="also what has a line of the source that is here")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # JSON of the arguments of `compiled_line`
+    parser.add_argument("--some", help=argparse.SUPPRESS)  # JSON of a list of `Call`
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(asdict(compiled_line(*json.loads(args.one)))))
+    if args.some:
+        for call in json.loads(args.some):
+            print(json.dumps(asdict(compiled_line(Call(**call)))), flush=True)
         return 0
     hashes = {kernel.label: registry.source_hash(kernel) for kernel in registry.all_kernels()}
     lines = [line for line in ledger.lines() if line.kernel in hashes]
     known = () if args.all else lines
-    current = {(line.kernel, line.problem_class) for line in known if line.source == hashes[line.kernel]}
-    todo: dict[str, tuple[str, str]] = {}  # arguments of `compiled_line` -> (version, problem class)
-    for label, problem, tiling, device in wanted():
-        place = (label, problem_from_record(problem).problem_class().key())
-        if place not in current and (not args.kernels or label in args.kernels):
-            # Sizes that code is not made for are all alike, so that each class is compiled once.
-            alike = {**problem, "b": 1, "t": 4096, "lengths": "uniform"}
-            todo.setdefault(json.dumps([label, alike, tiling, device], sort_keys=True), place)
-    again = set(todo.values())
-    kept = [line for line in lines if (line.kernel, line.problem_class) not in again]
-    for arguments in todo:
-        words = [sys.executable, __file__, "--one", arguments]
-        line = Line(**json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout))
-        kept.append(line)
-        print(f"{line.kernel} {line.problem_class} {'+'.join(line.stages)}: {line.digest}", flush=True)
-    kept.sort(key=lambda line: (line.kernel, line.problem_class, list(line.stages), line.digest))
+    current = {place_of(line) for line in known if line.source == hashes[line.kernel]}
+    todo: dict[str, dict[tuple[Any, ...], Call]] = {}  # what one process compiles
+    other: Counter[str] = Counter()
+    for call in wanted():
+        if args.kernels and call.label not in args.kernels:
+            continue
+        place = call.place()
+        if place in current:
+            continue
+        language = call.label.split("/")[0]
+        here = toolchain(language)
+        if any(here.get(package, version) != version for package, version in call.toolchain.items()):
+            other[f"{call.label}: compiled by {dict(call.toolchain)}, and {here} is here"] += 1
+            continue
+        group = json.dumps(place[:3] if language == "cute-dsl" else place[:1])
+        todo.setdefault(group, {}).setdefault(place, call)
+    made = []
+    for calls in todo.values():
+        words = [sys.executable, __file__, "--some", json.dumps([asdict(call) for call in calls.values()])]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        for text in done.stdout.splitlines():
+            line = Line(**json.loads(text))
+            made.append(line)
+            where = line.problem or line.problem_class
+            print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
+    again = {place_of(line) for line in made}
+    kept = [line for line in lines if place_of(line) not in again] + made
+    for what, count in other.items():
+        print(f"{count} left as they are: {what}")
+    kept.sort(key=lambda line: (line.kernel, line.problem_class, line.problem, list(line.stages), line.digest))
     ledger.path().write_text(ledger.to_json(kept), encoding="utf-8")
     print(f"{len(kept)} lines in {ledger.path()}")
     return 0

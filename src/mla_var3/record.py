@@ -100,11 +100,13 @@ class Error(_Part):
 
 
 class Source(_Part):
-    """commit: of the repository, or null. dirty: tracked files differed from it. hash: version's files and its lib."""
+    """commit: of the repository, or null. dirty: tracked files differed from it. hash: version's files and its lib.
+    code_added: the commit that a record's `code` was compiled from afterwards, by scripts/digest_past_records.py."""
 
     commit: str | None = None
     hash: str
     dirty: bool | None = None
+    code_added: str | None = None
 
 
 class Record(_Part):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,13 @@ from mla_var3 import paths
 from mla_var3.dispatch import table as tables
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
-from mla_var3.record import load
+from mla_var3.record import Record, load
+from mla_var3.toolchain.digest import Code, KernelCode
+from mla_var3.toolchain.versions import GENERATES, toolchain
+from mla_var3.workload import problem_from_record
 from mla_var3.workload.decode import MlaProblem
 
-VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
+VERSIONS = [k for k in registry.all_kernels() if k.language in GENERATES]
 
 
 def test_no_line_is_older_than_its_source() -> None:
@@ -30,33 +35,35 @@ def test_no_line_is_older_than_its_source() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
 def test_a_version_compiles_to_what_its_line_says(kernel: registry.KernelId, repo_root: Path) -> None:
-    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    known = [line for line in ledger.lines() if line.kernel == kernel.label]
-    # One of the problem classes that records timed, or of what always has a line: the first of each version.
-    problem = MlaProblem(h=16 if kernel.version == 22 else 128)
-    tiling = {"num_splits": 4} if kernel.version == 0 else None
-    arguments = json.dumps([kernel.label, problem.to_record(), tiling, "h200"])
+    if (reason := registry.missing(kernel)) is not None:
+        pytest.skip(reason)
+    path = repo_root / "scripts" / "record_code.py"
+    script = runpy.run_path(str(path))
+    # The first that a record timed, or of what always has a line.
+    call = next(call for call in script["wanted"]() if call.label == kernel.label)
+    line = next(line for line in ledger.lines() if script["place_of"](line) == call.place())
+    if dict(line.toolchain) and dict(line.toolchain) != toolchain(kernel.language):
+        pytest.skip(f"{dict(line.toolchain)} made its line, and {toolchain(kernel.language)} is installed")
     done = subprocess.run(
-        [sys.executable, str(repo_root / "scripts" / "record_code.py"), "--one", arguments],
+        [sys.executable, str(path), "--some", json.dumps([asdict(call)])],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    line = Line(**json.loads(done.stdout))
-    same = [one for one in known if (one.problem_class, one.stages) == (line.problem_class, line.stages)]
-    assert [one.digest for one in same] == [line.digest]
+    assert Line(**json.loads(done.stdout)) == replace(line, toolchain=toolchain(kernel.language))
 
 
-def test_the_dispatcher_rests_on_code_that_is_here() -> None:
+def test_the_dispatcher_rests_on_code_that_is_known() -> None:
     found = {
         (recipe.kernel.label, ledger.standing(recipe.kernel.label, point.problem, point.code))
         for device in tables.load().devices.values()
         for recipe in device.recipes
         for point in recipe.points
     }
-    late = {standing for label, standing in found if label in ("cute-dsl/flash_mla_v21", "cute-dsl/flash_mla_v22")}
-    assert late == {SAME}
-    # Records of the first versions were written before records had a digest.
-    assert {standing for _, standing in found} <= {SAME, UNKNOWN}
+    # cuTile: the Tile IR of the combine has changed since, and no commit has the source of flash_attention's records.
+    allowed = {"cutile-dsl/flash_mla": {SAME, OTHER}, "cutile-dsl/flash_attention": {UNKNOWN}}
+    assert {"cute-dsl/flash_mla", "cute-dsl/flash_mla_v22", "triton/flash_mla"} <= {label for label, _ in found}
+    for label, standing in found:
+        assert standing in allowed.get(label, {SAME}), label
 
 
 def test_what_a_digest_says(tmp_path: Path) -> None:
@@ -75,6 +82,9 @@ def test_what_a_digest_says(tmp_path: Path) -> None:
     assert says("", line) == UNKNOWN
     assert says("aa", replace(line, source="older")) == STALE
     assert says("aa", line, of=problem.replace(h=16)) == STALE
+    alone = replace(line, problem=problem.label)
+    assert says("aa", alone) == SAME and says("bb", alone) == OTHER
+    assert says("aa", alone, of=problem.replace(b=4)) == STALE
     assert says("aa", line, kernel="cute-dsl/flash_mla_v8") == GONE
     assert says("aa", line, kernel="peer/flash_mla_lib") == LIBRARY
     ledger.lines.cache_clear()
@@ -84,5 +94,64 @@ def test_records_of_the_newest_versions_timed_the_code_that_is_here() -> None:
     found = [r for r in load([paths.shipped_results_dir() / "h200"]).records if r.code and r.kernel.version in (21, 22)]
     assert len(found) >= 41
     for record in found:
-        problem = MlaProblem.from_record(record.problem)
+        problem = problem_from_record(record.problem)
         assert ledger.standing(record.kernel.label, problem, record.code["digest"]) == SAME, record.id
+
+
+# ---------------------------------------------------------------- digests that were added afterwards
+PAST: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "digest_past_records.py"))
+CODE = Code("sm_90a", (KernelCode("one", "a" * 16, "", 168, 1024),), ("b" * 16,)).to_record()
+
+
+def past_records() -> list[Record]:
+    records = load([paths.shipped_results_dir()]).records
+    return [record for record in records if record.source.code_added]
+
+
+def test_every_digest_is_that_of_what_it_is_made_of() -> None:
+    records = [record for record in load([paths.shipped_results_dir()]).records if record.code]
+    assert len(records) > len(past_records()) > 100
+    for record in records:
+        assert record.code is not None
+        assert Code.from_record(record.code).digest == record.code["digest"], record.id
+
+
+def test_digests_were_added_to_quoted_versions_by_their_own_compiler() -> None:
+    labels = {record.kernel.label for record in past_records()}
+    assert labels >= {"cute-dsl/flash_mla", "triton/flash_mla", "cutile-dsl/flash_mla", "cutile-dsl/flash_mla_v2"}
+    for record in past_records():
+        assert record.code is not None
+        assert PAST["other_packages"](record, record.code["toolchain"]) == [], record.id
+
+
+def test_a_line_takes_code_and_nothing_else() -> None:
+    file = next(iter(sorted(paths.shipped_results_dir().rglob("*.jsonl"))))
+    line = next(text for text in file.read_text().splitlines() if '"code"' not in text)
+    changed = PAST["with_code"](line, CODE, "0123456789ab")
+    record = Record.model_validate_json(changed)
+    assert (record.code, record.source.code_added) == (CODE, "0123456789ab")
+    data = json.loads(changed)
+    del data["code"], data["source"]["code_added"]
+    assert data == json.loads(line) and line.removesuffix("}").split('"source":{')[1] in changed
+    with pytest.raises(ValueError, match="cannot take a digest"):
+        PAST["with_code"](changed, CODE, "0123456789ab")
+
+
+def test_what_speaks_against_a_digest_is_named() -> None:
+    record = next(r for r in past_records() if r.kernel.label == "cute-dsl/flash_mla" and r.environment.get("packages"))
+    assert record.resources is not None
+    assert PAST["other_resources"](record, record.resources) == []
+    now = {**record.resources, "registers": 1, "instructions": {**record.resources["instructions"], "HGMMA": 2}}
+    then = record.resources
+    assert sorted(PAST["other_resources"](record, now)) == [
+        f"HGMMA 2, recorded {then['instructions']['HGMMA']}",
+        f"registers 1, recorded {then['registers']}",
+    ]
+    stages = then.get("stages") or []
+    wrong = f"{len(stages) + 1} kernels, recorded {len(stages)}"
+    assert PAST["other_resources"](record, {**then, "stages": [*stages, {}]}) == [wrong]
+    other = PAST["other_packages"](record, {"nvidia-cutlass-dsl": "4.9.0"})
+    assert other == ["it names nvidia-cutlass-dsl 4.8.1, and 4.9.0 is here"]
+    assert PAST["other_packages"](record, {"triton-of-another-name": "1"}) == [
+        "it names none of its compiler's packages"
+    ]

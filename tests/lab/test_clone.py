@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import mla_var3
 from mla_var3.errors import UserError
 from mla_var3.kernel.registry import KernelId, all_kernels
 from mla_var3.lab import clone
+from mla_var3.workload.decode import MlaProblem
 
 PACKAGE = Path(mla_var3.__file__).parent
 
@@ -177,3 +181,107 @@ def test_a_clone_passes_its_check_untouched(language: str, tmp_path: Path) -> No
     checked = run("-m", "mla_var3.cli", "check", new, *small)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "passed" in checked.stdout
+
+
+# ---------------------------------------------------------------- a copy whose main loop is changed
+ORIGINAL, COPY = "cute-dsl/flash_mla_v22", "cute-dsl/flash_mla_v77"
+PROBLEM = ("--b", "128", "--h", "16", "--device", "h200")
+#: What a reader changes in the copied file: (old text, new text, how often it stands there).
+CHANGES = {
+    # The ring of KV panels: 20 of them, where as many as fit would be 22.
+    "stages": (("    num_pipeline_stages: int = 0\n", "    num_pipeline_stages: int = 20\n", 1),),
+    # The products of a tile's latent panels with P, and so the freeing of panels, from the last panel to the first.
+    "order": (
+        ("ring_at(slot, phase, self.me * count + i, ", "ring_at(slot, phase, self.me * count + count - 1 - i, ", 2),
+        ("self.acc_o[i], self.frag_v[", "self.acc_o[count - 1 - i], self.frag_v[", 1),
+    ),
+}
+SOURCES = """
+import json
+from mla_var3.kernel import registry
+print(json.dumps({kernel.label: registry.source_hash(kernel) for kernel in registry.all_kernels()}))
+"""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A copy of the package in a folder of its own, with a clone in it."""
+
+    root: Path
+
+    def run(self, *words: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "XDG_CACHE_HOME": str(self.root / "cache")}
+        done = subprocess.run(
+            [sys.executable, *words], env=environment, cwd=self.root, capture_output=True, text=True, timeout=240,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def sources(self) -> dict[str, str]:
+        found: dict[str, str] = json.loads(self.run("-c", SOURCES))
+        return found
+
+    def compile(self, label: str) -> str:
+        """The digest of what a version compiles to."""
+        text = self.run("-m", "mla_var3.cli", "compile", label, *PROBLEM)
+        found = re.findall(rf"^code +{re.escape(label)} \S+: ([0-9a-f]{{16}})$", text, re.MULTILINE)
+        assert len(found) == 1, text
+        return str(found[0])
+
+    def diff(self) -> tuple[list[str], str]:
+        """(digests of the original and the copy, what `diff` says of them)."""
+        text = self.run("-m", "mla_var3.cli", "diff", ORIGINAL, COPY, *PROBLEM, "--lines", "0")
+        row = re.search(r"^\| code +\|(.*)$", text, re.MULTILINE)
+        said = re.search(r"^(Same|Other) code: .*$", text, re.MULTILINE)
+        assert row and said, text
+        return re.findall(r"\b[0-9a-f]{16}\b", row[1]), said[0]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    root = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(PACKAGE, root / "mla_var3", ignore=shutil.ignore_patterns("__pycache__"))
+    made = Checkout(root)
+    before = made.sources()
+    assert f"made {COPY}" in made.run("-m", "mla_var3.cli", "clone", ORIGINAL, "77")
+    assert made.sources() == {**before, COPY: made.sources()[COPY]}
+    return made
+
+
+@pytest.fixture(scope="module")
+def original() -> str:
+    """The digest that results/code.json has of the version that is copied."""
+    known = json.loads((Path(__file__).parents[1] / "results" / "code.json").read_text())
+    here = MlaProblem(b=128, h=16).problem_class().key()
+    (digest,) = [x["digest"] for x in known if (x["kernel"], x["problem_class"]) == (ORIGINAL, here)]
+    return str(digest)
+
+
+@pytest.mark.slow
+def test_an_untouched_copy_is_the_same_code(checkout: Checkout, original: str) -> None:
+    assert checkout.diff() == ([original, original], "Same code: records of one are records of the other.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_copy_is_other_code_and_nothing_else_moves(checkout: Checkout, original: str, change: str) -> None:
+    file = next(checkout.root.rglob("flash_mla_v77.py"))
+    before, untouched = checkout.sources(), file.read_text()
+    text = untouched
+    for old, new, count in CHANGES[change]:
+        assert text.count(old) == count, old
+        text = text.replace(old, new)
+    try:
+        file.write_text(text)
+        after = checkout.sources()
+        assert {label for label in after if after[label] != before[label]} == {COPY}
+        if change == "stages":
+            assert checkout.compile(COPY) != original
+        else:
+            digests, said = checkout.diff()
+            assert digests[0] == original != digests[1]
+            assert said.startswith("Other code: flash_mla_v22: machine code")
+    finally:
+        file.write_text(untouched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import mla_var3
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.toolchain.digest import Code, KernelCode, hash_of, plain_name
 
@@ -101,6 +103,33 @@ def test_triton_and_cutile_have_one_too() -> None:
         assert first.kernels and first.toolchain, label
         assert code().digest == first.digest, label
         assert code(s=2).digest != first.digest, label
+
+
+CUTILE = """
+from mla_var3.device import Device
+from mla_var3.kernel.registry import KernelId, get_plan
+from mla_var3.workload.decode import MlaProblem
+plan = get_plan(KernelId.parse("cutile-dsl/flash_mla"))(MlaProblem(b=128, h=128), None, Device.get("h200"))
+print(plan.plan_empty().compile(None, Device.get("h200")).code.digest)
+"""
+
+
+@pytest.mark.slow
+def test_where_cutiles_source_lies_is_no_part_of_it(tmp_path: Path) -> None:
+    """Another folder, and every line of a kernel further down. Nor is which machine code its compiler happens to make:
+    of this kernel there are two."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    package = Path(mla_var3.__file__).parent
+    shutil.copytree(package, tmp_path / "mla_var3", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (tmp_path / "mla_var3" / "kernel" / "cutile").rglob("*.py"):
+        file.write_text(file.read_text().replace("from __future__", "\n\n\nfrom __future__", 1))
+    digests = []
+    for folder in (package.parent, tmp_path):
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        words = [sys.executable, "-c", CUTILE]
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        digests.append(done.stdout.strip())
+    assert len(digests[0]) == 16 and digests[0] == digests[1]
 
 
 # ---------------------------------------------------------------- without a compiler

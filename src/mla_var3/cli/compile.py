@@ -114,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
         if result.compiled is None:
             print(f"{result.job.label}: {result.error_type}: {result.error}", file=sys.stderr)
             continue
+        if result.compiled.code is not None:
+            print(f"code    {result.job.label}: {result.compiled.code.digest}")
         for compiled in (result.compiled, *result.compiled.stages):
             for kind, path in compiled.artefacts.items():
                 print(f"{kind:8}{path}")

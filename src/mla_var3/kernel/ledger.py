@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ LIBRARY = "a library"
 @dataclass(frozen=True)
 class Line:
     """What one version compiles to. knobs: fields of the tiling that code is made for. stages: names of the call's
-    kernels, in order: a version may launch more of them where requests are split. source: hash of its import
-    closure."""
+    kernels, in order: a version may launch more of them where requests are split. source: hash of its import closure.
+    problem: label of the one problem that it stands for; empty where host functions are compiled with their kernels, so
+    that the code of a problem class holds the rule for every size. toolchain: what compiled it."""
 
     kernel: str
     problem_class: str
@@ -40,6 +41,11 @@ class Line:
     arch: str
     source: str
     digest: str
+    problem: str = ""
+    toolchain: Mapping[str, str] = field(default_factory=dict)
+
+    def speaks_of(self, problem: MlaProblem) -> bool:
+        return self.problem_class == problem.problem_class().key() and self.problem in ("", problem.label)
 
 
 def path() -> Path:
@@ -78,9 +84,7 @@ def standing(label: str, problem: MlaProblem, digest: str, file: Path | None = N
         return UNKNOWN
     if here[label].language == "peer":
         return LIBRARY
-    found = [
-        line for line in lines(file) if line.kernel == label and line.problem_class == problem.problem_class().key()
-    ]
+    found = [line for line in lines(file) if line.kernel == label and line.speaks_of(problem)]
     current = [line.digest for line in found if line.source == _source_hash(here[label])]
     if not current:
         return STALE

@@ -152,5 +152,4 @@ class CtKernel(BaseKernel):
         if self.signature_fn is None:
             raise UserError(f"{self.name} has no signature_fn: give CtKernel one that describes its arguments.")
         signature = self.signature_fn(self.tiling)
-        grid = self.grid_fn(self.tiling)
-        return compile_cutile(self.hinted(), signature, device=device, grid=grid, out_dir=out_dir, keep=keep)
+        return compile_cutile(self.hinted(), signature, device=device, out_dir=out_dir, keep=keep)

@@ -87,7 +87,6 @@ class TritonKernel(BaseKernel):
             device=device,
             num_warps=options.get("num_warps", 4),
             num_stages=options.get("num_stages", 2),
-            grid=self.grid_fn(self.tiling),
             out_dir=out_dir,
             keep=keep,
         )

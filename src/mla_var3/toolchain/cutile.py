@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.toolchain import artefacts, digest, resources, sass
 from mla_var3.toolchain.compiled import CompiledKernel
+from mla_var3.toolchain.tile_ir import tile_ir
 from mla_var3.toolchain.versions import toolchain
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ def compile_cutile(
     signature: Any,
     *,
     device: Device,
-    grid: Sequence[int] = (),
     out_dir: Path | None = None,
     keep: Sequence[str] = (),
     name: str | None = None,
@@ -33,15 +33,15 @@ def compile_cutile(
     """Compiles a `@ct.kernel` function for `device`.
 
     signature: a `cuda.tile.compilation.KernelSignature`, built by hand (`from_kernel_args` needs a driver); hints are
-    those of `kernel` (`kernel.replace_hints(...)`). grid: of the launch, for the digest. out_dir, keep: see
-    `artefacts.wanted`; kinds cubin, sass, tileir (bytecode). cuTile makes no PTX. A tile that misses HGMMA is no error
-    to the compiler: it is in `warnings`.
+    those of `kernel` (`kernel.replace_hints(...)`). out_dir, keep: see `artefacts.wanted`; kinds cubin, sass, tileir
+    (bytecode). cuTile makes no PTX. A tile that misses HGMMA is no error to the compiler: it is in `warnings`. `code`
+    is what the compiler was given, see `code_of`.
     """
     from cuda.tile.compilation import export_kernel
 
     name = name or kernel_name(kernel)
     kinds = artefacts.wanted(out_dir, keep)
-    key = (kernel, signature.with_mangled_symbol(name).symbol, device.key, name, tuple(grid))
+    key = (kernel, signature.with_mangled_symbol(name).symbol, device.key, name)
     if not kinds and key in _READ:
         return _READ[key]
     gpu_code = device.arch.removesuffix("a")
@@ -63,12 +63,23 @@ def compile_cutile(
     (taken,) = resources.read(cubin.getvalue(), device, sass=text).values()
     kept = artefacts.save(name, out_dir, kinds, {"cubin": cubin.getvalue(), "sass": text, "tileir": bytecode})
     warnings = tuple(resources.problems(taken, device))
-    launch = digest.hash_of({"grid": list(grid), "smem": taken.smem_dynamic, "threads": taken.threads})
-    code = digest.of_cubin(cubin.getvalue(), device.arch, launch, toolchain=toolchain("cutile-dsl"))
+    code = code_of(name, *tile_ir(kernel, signature, gpu_code), device)
     made = CompiledKernel(name, device.arch, taken, kept, (), warnings, time.perf_counter() - start, code)
     if not kinds:
         _READ[key] = made
     return made
+
+
+def code_of(name: str, ir: bytes, options: str, device: Device) -> digest.Code:
+    """The code of a call of one kernel: its Tile IR, and with its launch what makes code of that. ir, options: of
+    `tile_ir`.
+
+    tileiras 13.4.92 makes one of two machine codes from the same Tile IR, from run to run of the same command, so that
+    machine code tells nothing.
+    """
+    compiler = toolchain("cutile-dsl")
+    kernel = digest.KernelCode(name, digest.hash_of(ir), "", 0, 0)
+    return digest.Code(device.arch, (kernel,), (digest.hash_of([options, compiler]),), toolchain=compiler)
 
 
 def kernel_name(kernel: Any) -> str:

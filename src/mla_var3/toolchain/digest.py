@@ -9,8 +9,10 @@ refactoring proves itself and records of the older source stay valid. A digest c
     launch          block, grid rule, cluster, dynamic shared memory and PDL attribute
 
 and no address, symbol name or line information. Where a host function is compiled with its kernels (CuTe DSL), the
-launch is that function's code, in which the rule for the grid stands; elsewhere it is the values themselves. Names of
-packages and their versions stand beside a digest, not in it: another compiler that makes the same code changes nothing.
+launch is that function's code, in which the rule for the grid stands. Elsewhere Python computes the grid from sizes,
+which no digest covers, and the launch is the other values. Names of packages and their versions stand beside a digest,
+not in it: another compiler that makes the same code changes nothing. cuTile's compiler makes other machine code of the
+same Tile IR from run to run: there a digest covers the Tile IR, the compiler's options and its versions.
 """
 
 from __future__ import annotations

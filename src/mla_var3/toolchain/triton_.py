@@ -15,6 +15,9 @@ from mla_var3.toolchain.versions import toolchain
 if TYPE_CHECKING:
     from mla_var3.device import Device
 
+#: What the metadata of a compiled kernel say of its launch.
+LAUNCH = ("num_warps", "num_ctas", "cluster_dims", "launch_pdl", "shared")
+
 
 def compile_triton(
     fn: Any,
@@ -24,7 +27,6 @@ def compile_triton(
     device: Device,
     num_warps: int = 4,
     num_stages: int = 2,
-    grid: Sequence[int] = (),
     out_dir: Path | None = None,
     keep: Sequence[str] = (),
     name: str | None = None,
@@ -33,7 +35,7 @@ def compile_triton(
 
     signature: argument -> Triton type of every argument that is no constexpr: "*bf16", "i32", "fp32". A number after a
     colon promises divisibility ("i32:16"); pointers are taken as 16-byte aligned, as torch's are, unless they say
-    otherwise ("*bf16:1"). constexprs: the others, by name. grid: of the launch, for the digest. out_dir, keep: see
+    otherwise ("*bf16:1"). constexprs: the others, by name. out_dir, keep: see
     `artefacts.wanted`; kinds ptx, cubin, sass, ttir, ttgir.
     """
     import triton
@@ -61,11 +63,14 @@ def compile_triton(
     made = {kind: compiled.asm.get(kind) for kind in ("ptx", "ttir", "ttgir")}
     kept = artefacts.save(name, out_dir, kinds, {"cubin": cubin, "sass": text, **made})
     warnings = tuple(resources.problems(taken, device))
-    given = ("num_warps", "num_ctas", "cluster_dims", "launch_pdl", "shared")
-    launch = {"grid": list(grid), **{key: getattr(compiled.metadata, key, None) for key in given}}
-    code = digest.of_cubin(cubin, device.arch, digest.hash_of(launch), toolchain=toolchain("triton"))
+    code = code_of(cubin, {key: getattr(compiled.metadata, key, None) for key in LAUNCH}, device)
     seconds = time.perf_counter() - start
     return CompiledKernel(name, device.arch, taken, kept, (), warnings, seconds, code, compiled)
+
+
+def code_of(cubin: bytes, launch: Mapping[str, Any], device: Device) -> digest.Code:
+    """The code of a call of one kernel. launch: what Triton's metadata say of `LAUNCH`."""
+    return digest.of_cubin(cubin, device.arch, digest.hash_of(launch), toolchain=toolchain("triton"))
 
 
 def _typed(

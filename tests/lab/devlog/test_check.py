@@ -15,6 +15,7 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.check import MOST_WORDS, check, find_root
+from mla_var3.toolchain.digest import Code, KernelCode
 
 FAST, SLOW = "aaaa11112222", "bbbb33334444"
 
@@ -223,6 +224,18 @@ def test_corrupt_record_line_is_named_and_the_others_count(project: Path) -> Non
     failures, _ = check(project)
     assert len(failures) == 1
     assert failures[0].startswith("results/h200/2026-11-22-decode.jsonl:4: ")
+
+
+def test_a_damaged_digest_is_noticed(project: Path) -> None:
+    file = project / "results" / "h200" / "2026-11-22-decode.jsonl"
+    first, *others = file.read_text().splitlines()
+    code = Code("sm_90a", (KernelCode("one", "a" * 16, "", 100, 1024),), ("b" * 16,)).to_record()
+    damaged = {**code, "digest": "0" * 16}
+    for kept, failures in ((code, 0), (damaged, 1), ({**code, "launch": []}, 1), ({"digest": code["digest"]}, 1)):
+        file.write_text("\n".join([json.dumps({**json.loads(first), "code": kept}), *others]) + "\n")
+        found, _ = check(project)
+        said = f"results: the digest of record {json.loads(first)['id']} is not that of the code that it holds"
+        assert found == [said] * failures, kept
 
 
 def test_one_id_for_two_records(project: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mla_var3.lab.devlog.citations import Finding, check_text, without_comments
 from mla_var3.lab.devlog.entry import Entry, check_entry, entry_path, holds, parse, records_path
 from mla_var3.lab.devlog.front_matter import body_line
 from mla_var3.lab.devlog.values import Record
+from mla_var3.toolchain.digest import Code
 from mla_var3.workload import problem_from_record
 
 #: Words of an entry that is read in two minutes; its front matter and comments, citations among them, count as none.
@@ -40,7 +41,8 @@ def find_root(given: Path | None = None) -> Path:
 
 
 def load_records(root: Path, more: Sequence[Path] = ()) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Records of `results/` (and of other files) by id, and one line for each that cannot be read or stands twice."""
+    """Records of `results/` (and of other files) by id, and one line for each that cannot be read, that stands twice,
+    or whose digest is damaged."""
     from mla_var3.record import load
 
     folders = [folder for folder in (root / "results",) if folder.is_dir()]
@@ -50,8 +52,18 @@ def load_records(root: Path, more: Sequence[Path] = ()) -> tuple[dict[str, dict[
     for record in result.records:
         if record.id in records and records[record.id] != record.model_dump():
             problems.append(f"results: two different records have the id {record.id}")
+        if record.code is not None and not _whole(record.code):
+            problems.append(f"results: the digest of record {record.id} is not that of the code that it holds")
         records[record.id] = record.model_dump()
     return records, problems
+
+
+def _whole(code: Mapping[str, Any]) -> bool:
+    """Whether the digest of a record's code is that of what it is made of."""
+    try:
+        return Code.from_record(code).digest == code["digest"]
+    except (KeyError, TypeError):
+        return False
 
 
 def _relative(text: str, root: Path) -> str:

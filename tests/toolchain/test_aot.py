@@ -95,7 +95,7 @@ def test_the_default_folder_follows_xdg_at_the_call(made: Any, tmp_path: Path, m
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "source": {"kernel": "fedcba9876543210"},
+    "source": {"source": "fedcba9876543210"},
     "problem class": {"problem_class": PROBLEM.replace(h=32).problem_class()},
     "problem dtype": {"problem_class": PROBLEM.replace(dtype="fp16").problem_class()},
     "tiling": {"tiling": {"threads": 256}},

@@ -176,7 +176,7 @@ def test_a_contender_opens_its_record_with_the_command_that_repeats_it(open_page
     tab.locator("#cell-table a", has_text=re.compile(r"cute-dsl/flash_mla_v1\b")).first.click()
     tab.locator("#record h3").wait_for()
     text = tab.inner_text("#record")
-    assert "mla-var3 bench cute-dsl/flash_mla_v1 --b 128 --t 4096 --s 1 --h 128" in text
+    assert "mla-var3 bench cute-dsl/flash_mla_v1 --b 128" in text
     for word in ("registers", "CUDA-graph replays", "GPU", "hash"):
         assert word.lower() in text.lower()
     tab.go_back()

@@ -21,7 +21,7 @@ def params_name(request: Request) -> str:
     problem = request.problem
     parts = [problem.label]
     if problem.detail:
-        parts.append(problem.detail.strip("_"))
+        parts.append(problem.detail.strip("_").replace("_", "-"))
     parts += [f"{name}{value}" for name, value in sorted(request.tiling.items())]
     if request.tune:
         parts.append("tuned")

@@ -363,7 +363,8 @@ def explain(error: BaseException, words: Sequence[str] = ()) -> str | None:
             return _yaml(item)
     for item in chain:
         if isinstance(item, OverrideParseException):
-            return f"cannot read the override {item.override!r}: write KEY=VALUE, with quotes around odd characters."
+            word = item.override.lstrip("+")
+            return f"cannot read the override {word!r}: write KEY=VALUE, with quotes around odd characters."
         if isinstance(item, MissingConfigException):
             return _missing(item)
     for item in chain:

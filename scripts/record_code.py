@@ -123,10 +123,12 @@ def main() -> int:
     current = {place_of(line) for line in known if line.source == hashes[line.kernel]}
     todo: dict[str, dict[tuple[Any, ...], Call]] = {}  # what one process compiles
     other: Counter[str] = Counter()
+    asked: set[tuple[Any, ...]] = set()
     for call in wanted():
         if args.kernels and call.label not in args.kernels:
             continue
         place = call.place()
+        asked.add(place)
         if place in current:
             continue
         language = call.label.split("/")[0]
@@ -146,7 +148,9 @@ def main() -> int:
             where = line.problem or line.problem_class
             print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
     again = {place_of(line) for line in made}
-    kept = [line for line in lines if place_of(line) not in again] + made
+    # A line that nothing asks for any more goes, unless its version was not looked at.
+    looked = [line for line in lines if (args.kernels and line.kernel not in args.kernels) or place_of(line) in asked]
+    kept = [line for line in looked if place_of(line) not in again] + made
     for what, count in other.items():
         print(f"{count} left as they are: {what}")
     kept.sort(key=lambda line: (line.kernel, line.problem_class, line.problem, list(line.stages), line.digest))

@@ -62,7 +62,7 @@ class Requirement:
 
     def accepts(self, problem: Problem) -> Verdict:
         """Whether the problem alone is one the kernel takes, on whatever device."""
-        if self.workload not in ("", problem.workload):
+        if self.workload and problem.workload != self.workload:
             return Verdict(False, f"the kernel computes {self.workload}; the problem is one of {problem.workload}")
         if self.dtypes and problem.dtype not in self.dtypes:
             return Verdict(False, f"the kernel takes {' or '.join(self.dtypes)}; the problem is {problem.dtype}")

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from mla_var3.check.judge import bounds_of, compare  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.kernel import registry  # noqa: E402
+from mla_var3.toolchain.aot import CompileCache  # noqa: E402
 from mla_var3.workload.decode import (  # noqa: E402
     MlaProblem,
     make_inputs,
@@ -59,7 +60,7 @@ class Case:
         )
         self.device = Device.detect()
         self.given = make_inputs(self.problem, "cuda", seed=h + tokens, dist=dist)
-        self.compiled: dict[Any, Any] = {}
+        self.compiled = CompileCache()
 
     def planned(self, inputs: Any, workers: int = 0) -> Any:
         plan_type = registry.get_plan(self.kernel)

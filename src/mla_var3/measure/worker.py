@@ -39,11 +39,13 @@ from mla_var3.measure import environment, timing
 from mla_var3.measure.calibrate import LimitItems
 from mla_var3.measure.cuda_backend import make_backend
 from mla_var3.measure.settings import BenchSettings, from_record
+from mla_var3.toolchain.aot import CompileCache
 from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.measure.timing import Backend, Item
+    from mla_var3.runtime.plan import KernelPlan
 
 EXIT_POISONED = 3
 _PR_SET_PDEATHSIG = 1
@@ -103,7 +105,7 @@ class Worker:
         self.backend: Backend
         self.device: Device | None = None
         self.limits: LimitItems | None = None
-        self._compiled: dict[Any, dict[Any, Any]] = {}
+        self._compiled: dict[Any, CompileCache] = {}
         self._resources: dict[Any, dict[str, Any]] = {}
 
     # ------------------------------------------------------------ phases
@@ -247,8 +249,8 @@ class Worker:
         plan_cls = _plan_class(spec)
         # Plans of one problem class share what is compiled: check, timing and later cells compile nothing again.
         key = (json.dumps(spec["kernel"], sort_keys=True), spec.get("plan"), problem.problem_class())
-        plan = plan_cls(problem, None, self.device)
-        plan.compiled = self._compiled.setdefault(key, {})
+        plan: KernelPlan = plan_cls(problem, None, self.device)
+        plan.compiled = self._compiled.setdefault(key, CompileCache())
         fields = carry.get("tiling") or spec.get("tiling")
         if fields:
             tiling = plan.tiling.from_record({**plan.tiling.to_record(), **fields})

@@ -253,7 +253,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 @pytest.fixture(scope="module")
 def original() -> str:
     """The digest that results/code.json has of the version that is copied."""
-    known = json.loads((Path(__file__).parents[1] / "results" / "code.json").read_text())
+    known = json.loads((Path(__file__).parents[2] / "results" / "code.json").read_text())
     here = MlaProblem(b=128, h=16).problem_class().key()
     (digest,) = [x["digest"] for x in known if (x["kernel"], x["problem_class"]) == (ORIGINAL, here)]
     return str(digest)

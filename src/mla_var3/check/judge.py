@@ -214,7 +214,7 @@ def check(
     results: list[CaseResult] = []
     for base_seed in seeds:
         run = _Run(plan_cls, tiling, hardware, device, compiled)
-        given = list(workload.cases(problem, on_gpu))
+        given = [case for case in workload.cases(problem, on_gpu) if on_gpu or cases is not None or not case.gpu]
         binds = any(case.name in wanted and not case.planned for case in given)
         for index, case in enumerate(given):
             if case.name not in wanted and not (index == 0 and binds):  # the first is what others are bound to

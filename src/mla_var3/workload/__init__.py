@@ -209,7 +209,7 @@ class Case:
 
     planned: planned anew, not bound to the first case's kernel. then: a problem whose inputs are written into the same
     tensors after a first call, and judged. alter: changes a set of inputs before it is used; None from it leaves the
-    case out (memory is short).
+    case out (memory is short). gpu: left out on a CPU, unless it is asked for by its name.
     """
 
     name: str
@@ -218,6 +218,7 @@ class Case:
     planned: bool = False
     then: Any = None
     alter: Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None = None
+    gpu: bool = False
 
 
 @dataclass(frozen=True)

@@ -726,8 +726,8 @@ def _cases(problem: MlaProblem, on_gpu: bool) -> Iterator[Case]:
     changed = same_class(problem, [*lengths[1:], lengths[0]])
     yield Case("in_place", same_class(problem, lengths), "flashmla", then=changed)
     yield Case("planned", same_class(problem, lengths), "normal", planned=True)
-    if problem.page is not None and on_gpu:
-        yield Case("far_pages", same_class(problem, ruled), "flashmla", alter=_far_pages)
+    if problem.page is not None:
+        yield Case("far_pages", same_class(problem, ruled), "flashmla", alter=_far_pages, gpu=True)
 
 
 def _far_pages(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -153,7 +153,7 @@ def test_a_problem_that_a_library_does_not_compute_is_refused(
 def test_decode_is_refused_by_peers_that_prefill() -> None:
     plan_type = registry.get_plan(registry.KernelId("peer", "mla", "cudnn_sdpa"))
     verdict = plan_type.requires.accepts(MlaProblem(b=2, t=256))
-    assert not verdict and "s = 1, t = 256" in verdict.reason
+    assert verdict.reason == "the kernel computes prefill; the problem is one of decode"
 
 
 def test_finding_loads_nothing_heavy(repo_root: Path) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, paths
+from mla_var3.cli import report as verb
 from mla_var3.errors import UserError
-from mla_var3.lab.report import export, page, verb
+from mla_var3.lab.report import export, page
 from mla_var3.lab.report.gather import arrange, gather
 from mla_var3.record import RecordStore
 

@@ -198,11 +198,8 @@ class Record(_Part):
         return None if mine is None or others is None else others / mine
 
     def work(self) -> tuple[int, int]:
-        """(FLOPs, minimal bytes) of one call: as recorded, else of the problem."""
-        if self.flops is not None and self.bytes is not None:
-            return self.flops, self.bytes
-        cost = problem_from_record(self.problem).cost()
-        return cost.flops, cost.bytes
+        """(FLOPs, minimal bytes) of one call; see `work_of`."""
+        return work_of(self.flops, self.bytes, self.problem)
 
     @property
     def problem_label(self) -> str:
@@ -211,6 +208,14 @@ class Record(_Part):
     def to_json(self) -> str:
         """One line, without the optional fields that are not set."""
         return self.model_dump_json(exclude_unset=True)
+
+
+def work_of(flops: int | None, bytes_: int | None, problem: Mapping[str, Any]) -> tuple[int, int]:
+    """(FLOPs, minimal bytes) of one call: as recorded, else of the problem."""
+    if flops is not None and bytes_ is not None:
+        return flops, bytes_
+    cost = problem_from_record(problem).cost()
+    return cost.flops, cost.bytes
 
 
 def new_id() -> str:

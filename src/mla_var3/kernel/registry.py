@@ -73,6 +73,14 @@ LANGUAGES: dict[str, Language] = {
 }
 
 
+def _importable(package: str) -> bool:
+    """Whether a package is here; it is not imported, but those that it lies in are."""
+    try:
+        return util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def is_compiled(language: str) -> bool:
     """Whether a language's kernels are compiled here; torch has none, and libraries come compiled."""
     return LANGUAGES[language].compiled
@@ -84,11 +92,7 @@ def cannot_run_on_cpu(language: str) -> str:
     if known.interpreter is None:
         return known.gpu_only
     for package in (known.interpreter.module, known.package):
-        try:
-            found = util.find_spec(package) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
+        if not _importable(package):
             return f"{known.interpreter.name} needs {package}, which is not installed"
     return ""
 
@@ -190,10 +194,7 @@ def missing(what: str | KernelId) -> str | None:
         return reason
     language = what
     package, how = LANGUAGES[language].package, LANGUAGES[language].how
-    try:
-        found = util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        found = False
+    found = _importable(package)
     if not found:
         from mla_var3.toolchain import aot
 

@@ -125,6 +125,14 @@ class Problem(ABC):
         changed = {name: getattr(self, name) for name in self.fields() if getattr(self, name) != getattr(default, name)}
         return ["--problem", ",".join(f"{name}={value}" for name, value in changed.items())] if changed else []
 
+    def changed_options(self, names: Iterable[str]) -> list[str]:
+        """`--name value` for those of the fields that it has and that differ from their defaults."""
+        default, words = type(self)(), list[str]()
+        for name in names:
+            if (value := getattr(self, name, None)) != getattr(default, name, None):
+                words += [f"--{name}", str(value)]
+        return words
+
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]

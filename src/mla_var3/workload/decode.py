@@ -343,13 +343,11 @@ class MlaProblem(Problem):
         return text if self.lengths == "uniform" else f"{text}, lengths {json.dumps(self.to_record()['lengths'])[:80]}"
 
     def options(self) -> list[str]:
-        default, words = type(self)(), ["--b", str(self.b)]
-        for name in ("s", "t", "h", "h_kv", "k", "p", "d", "n", "dtype"):
-            if (value := getattr(self, name, None)) != getattr(default, name, None):
-                words += [f"--{name}", str(value)]
+        names = ("s", "t", "h", "h_kv", "k", "p", "d", "n", "dtype")
+        words = ["--b", str(self.b), *self.changed_options(names)]
         if self.causal:
             words.append("--causal")
-        if self.page != default.page:
+        if self.page != MlaProblem().page:
             words += ["--page", "contiguous" if self.page is None else str(self.page)]
         if self.lengths != "uniform":
             lengths = self.to_record()["lengths"]

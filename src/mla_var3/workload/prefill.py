@@ -130,10 +130,7 @@ class PrefillProblem(Problem):
         return f"{count(self.b, 'prompt')} of {count(self.s, 'token')}, {count(self.h, 'head')}{mask}"
 
     def options(self) -> list[str]:
-        words = ["--b", str(self.b), "--s", str(self.s)]
-        for name in ("h", "p", "d", "dtype"):
-            if getattr(self, name) != getattr(PrefillProblem(), name):
-                words += [f"--{name}", str(getattr(self, name))]
+        words = ["--b", str(self.b), "--s", str(self.s), *self.changed_options(("h", "p", "d", "dtype"))]
         return [*words, "--causal"] if self.causal else words
 
     def to_record(self) -> dict[str, Any]:

@@ -144,16 +144,12 @@ def _dimension(keys: list[str]) -> tuple[str, float]:
 
 def work(record: Record) -> tuple[int, int]:
     """(FLOPs, minimal bytes) of one call: as recorded, else of the problem."""
-    if record.get("flops") is not None and record.get("bytes") is not None:
-        return int(record["flops"]), int(record["bytes"])
     from mla_var3.errors import UserError
-    from mla_var3.workload import problem_from_record
 
     try:
-        cost = problem_from_record(record["problem"]).cost()
+        return records.work_of(record.get("flops"), record.get("bytes"), record["problem"])
     except (KeyError, TypeError, UserError) as error:
         raise Unknown(f"its problem cannot be read: {error}") from error
-    return cost.flops, cost.bytes
 
 
 def _time(record: Record, state: str, field: str = "median") -> float:

@@ -88,7 +88,7 @@ def test_a_launcher_converts_tensors_once_and_leaves_the_first_to_name_the_strea
     import torch
     import tvm_ffi
 
-    from mla_var3.kernel.cute_python.prims import host
+    from mla_var3.kernel.cute_python import host
 
     tensors = [torch.zeros(2, 3), torch.arange(4, dtype=torch.int32), torch.empty(0, 5)]
     seen: list[tuple[object, ...]] = []

@@ -187,7 +187,7 @@ def fake_times(times: dict[int, float]) -> Any:
 def test_tuning_measures_skips_records_and_keeps(tmp_path: Path) -> None:
     kernel = toy()
     measure = fake_times({1: 5.0, 2: 3.0, 4: -1.0, 8: 4.0})
-    result = autotune(kernel, cache_dir=tmp_path, measure=measure, progress=False)
+    result = autotune(kernel, measure, cache_dir=tmp_path, progress=False)
     assert result.best == ToyTiling(2) and result.best_us == 3.0
     status = {t.tiling["tile_m"]: t.status for t in result.trials}
     assert status == {1: "measured", 2: "measured", 4: "failed", 8: "measured", 16: "infeasible"}
@@ -197,9 +197,9 @@ def test_tuning_measures_skips_records_and_keeps(tmp_path: Path) -> None:
     def never(kernel: Any) -> float:
         raise AssertionError("measured again")
 
-    again = autotune(toy(), cache_dir=tmp_path, measure=never, progress=False)
+    again = autotune(toy(), never, cache_dir=tmp_path, progress=False)
     assert again.from_cache and again.best == ToyTiling(2)
-    assert kernel.autotune(cache_dir=tmp_path, measure=never, progress=False) == ToyTiling(2) == kernel.tiling
+    assert kernel.autotune(never, cache_dir=tmp_path, progress=False) == ToyTiling(2) == kernel.tiling
 
 
 class Picking(TorchKernel):
@@ -239,7 +239,7 @@ def test_what_is_off_the_tensor_cores_or_wrong_gets_no_time(tmp_path: Path) -> N
         timed.append(candidate.tiling.tile_m)
         return float(9 - candidate.tiling.tile_m)
 
-    result = autotune(kernel, cache_dir=tmp_path, measure=measure, progress=False)
+    result = autotune(kernel, measure, cache_dir=tmp_path, progress=False)
     assert timed == [1, 2] and result.best == ToyTiling(2)
     said = {t.tiling["tile_m"]: (t.status, t.reason) for t in result.trials}
     assert said[4][0] == "refused"
@@ -249,35 +249,19 @@ def test_what_is_off_the_tensor_cores_or_wrong_gets_no_time(tmp_path: Path) -> N
     assert said[16][0] == "infeasible"
 
 
-def test_all_tilings_are_measured_one_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A search of a kernel's own only where every tiling has it: a pipeline has none."""
-    ways = []
-    monkeypatch.setattr("mla_var3.runtime.autotune.graph_us", lambda kernel: ways.append("graph") or 1.0)
-    monkeypatch.setattr(Picking, "measure_us", lambda self: ways.append("own") or 1.0, raising=False)
-    kernel = PickingPlan(PROBLEM, device=Device.get("h200")).plan(*inputs_of(2, 2))
-    autotune(kernel, cache_dir=tmp_path / "own", progress=False)
-    assert ways == ["own", "own"]
-    whole = PickingPlan.plan_empty
-    split = lambda plan: whole(plan) if plan.tiling.tile_m == 1 else KernelPipeline([whole(plan)])  # noqa: E731
-    monkeypatch.setattr(PickingPlan, "plan_empty", split)
-    ways.clear()
-    autotune(kernel, cache_dir=tmp_path / "graph", progress=False)
-    assert ways == ["graph", "graph"]
-
-
 def test_tuning_stops_at_its_budget_and_keeps_no_partial_result(tmp_path: Path) -> None:
     def slow(kernel: Any) -> float:
         time.sleep(0.05)
         return 1.0
 
-    cut = autotune(toy(), cache_dir=tmp_path, budget_s=0.01, measure=slow, progress=False)
+    cut = autotune(toy(), slow, cache_dir=tmp_path, budget_s=0.01, progress=False)
     assert [t.status for t in cut.trials].count("not reached") >= 3
     assert not list(tmp_path.glob("*.json"))
 
 
 def test_tuning_without_a_success_names_the_first_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="launch failed"):
-        autotune(toy(), cache_dir=tmp_path, measure=fake_times(dict.fromkeys((1, 2, 4, 8), -1.0)), progress=False)
+        autotune(toy(), fake_times(dict.fromkeys((1, 2, 4, 8), -1.0)), cache_dir=tmp_path, progress=False)
 
 
 def test_tuning_key_changes_with_what_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +278,7 @@ def test_tuning_key_changes_with_what_it_covers(monkeypatch: pytest.MonkeyPatch)
 def test_torn_cache_entry_is_tuned_again(tmp_path: Path) -> None:
     kernel = toy()
     (tmp_path / f"{tuning_key(kernel)}.json").write_text('{"best": {"tile_m"')
-    result = autotune(kernel, cache_dir=tmp_path, measure=fake_times({1: 1.0, 2: 2.0, 4: 2.0, 8: 2.0}), progress=False)
+    result = autotune(kernel, fake_times({1: 1.0, 2: 2.0, 4: 2.0, 8: 2.0}), cache_dir=tmp_path, progress=False)
     assert not result.from_cache
     assert json.loads(next(tmp_path.glob("*.json")).read_text())["best"] == {"tile_m": 1}
 

@@ -275,16 +275,11 @@ class Worker:
 
         def measure(kernel: Any) -> float:
             calls = [kernel, *(kernel.bind(*other) for other in sets[1:])]
-            for call in calls:
-                call()
-            replay = self.backend.capture(calls, 1, graph=contender.plan.graph_capturable)
-            return timing.percentile(self.backend.start(replay, 6).wait(), 0.5) / len(calls)
+            return timing.median_us(self.backend, calls, graph=contender.plan.graph_capturable)
 
         kernel = contender.plan.plan(*sets[0])
-        # As they will be timed, also where a language has a search of its own: that one repeats one input set, and
-        # cannot time a tiling that splits.
-        budget_s = self.settings.tune_budget_s
-        result = autotune(kernel, budget_s=budget_s, cache_dir=cache, measure=measure, progress=False)
+        # Not by cuTile's own search: it repeats one input set, and cannot time a tiling that splits.
+        result = autotune(kernel, measure, budget_s=self.settings.tune_budget_s, cache_dir=cache, progress=False)
         trials = [asdict(trial) for trial in result.trials]
         tuning = {"from_cache": result.from_cache, "tried": len(trials), "trials": trials}
         self.info(contender, tuning=tuning, tiling=result.best.to_record())

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,33 +99,19 @@ def _record(tiling: Any) -> Any:
     return tiling.to_record() if isinstance(tiling, Tiling) else tiling
 
 
-def measure_us(kernel: BaseKernel) -> float:
-    """Median time of a call in microseconds: the kernel's own way if it has one, else replays of a CUDA graph."""
-    own = getattr(kernel, "measure_us", None)
-    return float(own()) if own is not None else graph_us(kernel)
-
-
-def graph_us(kernel: BaseKernel) -> float:
-    """Median time of a call in microseconds, by replays of a CUDA graph."""
-    from triton.testing import do_bench_cudagraph
-
-    kernel()  # compile and load outside the capture
-    return float(do_bench_cudagraph(kernel.launch, rep=20, return_mode="median")) * 1e3
-
-
 def autotune(
     kernel: BaseKernel,
+    measure: Measure,
     *,
     budget_s: float = 60.0,
     cache_dir: Path | None = None,
-    measure: Measure | None = None,
     progress: bool = True,
 ) -> TuneResult:
     """Times `kernel` in every feasible tiling of its plan and returns the fastest.
 
-    budget_s: no new tiling is begun after this many seconds (one that runs is finished). measure: kernel -> median
-    microseconds. progress: a line per trial on stderr. Raises `UserError` when no tiling could be measured, with the
-    reason of the first failure.
+    measure: kernel -> median microseconds, such as `measure.timing.median_us`. budget_s: no new tiling is begun after
+    this many seconds (one that runs is finished). progress: a line per trial on stderr. Raises `UserError` when no
+    tiling could be measured, with the reason of the first failure.
     """
     path = (cache_dir or default_cache_dir()) / f"{tuning_key(kernel)}.json"
     cached = _load(path, kernel)
@@ -135,7 +121,6 @@ def autotune(
     start = time.monotonic()
     trials: list[Trial] = []
     gate = _Gate(kernel)
-    measure = measure or _way_of(kernel, configs)
     for i, tiling in enumerate(configs):
         late = time.monotonic() - start > budget_s
         reason = f"the budget of {budget_s:g} s ended before it"
@@ -152,18 +137,6 @@ def autotune(
     if not any(t.status == "not reached" for t in trials):  # a result cut short is not worth keeping
         _store(path, result)
     return result
-
-
-def _way_of(kernel: BaseKernel, configs: Sequence[Any]) -> Measure:
-    """One way of measuring for all tilings: the kernel's own only where each of them has it.
-
-    A tiling that splits is a pipeline, which cuTile's search cannot time; its graph replays and that search's launches,
-    each behind a flush of the L2, are not comparable.
-    """
-    if kernel.plan is None:
-        return measure_us
-    empty = [_empty(kernel, tiling) for tiling in configs]
-    return measure_us if all(hasattr(x, "measure_us") for x in empty if x is not None) else graph_us
 
 
 def _empty(kernel: BaseKernel, tiling: Any) -> BaseKernel | None:

@@ -110,11 +110,11 @@ class BaseKernel(ABC):
         configs = self.autotune_configs or (self.plan.autotune_configs() if self.plan is not None else [])
         return [self.tiling, *[c for c in configs if c != self.tiling]]
 
-    def autotune(self, **options: Any) -> Tiling:
+    def autotune(self, measure: Callable[[BaseKernel], float], **options: Any) -> Tiling:
         """Measures every feasible tiling and adopts the fastest; see `mla_var3.runtime.autotune.autotune`."""
         from mla_var3.runtime.autotune import autotune
 
-        result = autotune(self, **options)
+        result = autotune(self, measure, **options)
         self.adopt(self.retile(result.best))
         return result.best
 

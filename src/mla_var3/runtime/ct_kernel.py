@@ -129,23 +129,6 @@ class CtKernel(BaseKernel):
         # Making this object takes 6.6 us on an H200's host. cuTile takes the stream's number too: to be run on a GPU.
         return lambda grid, kernel, args: ct.launch(torch.cuda.current_stream(), grid, kernel, args)
 
-    def measure_us(self) -> float:
-        """Mean time of a call as cuTile's own search measures it, in microseconds."""
-        if self.on_cpu:
-            raise UserError(f"{self.name} has its tensors on the CPU, where it is interpreted: tune it on a GPU.")
-        import cuda.tile as ct
-        import torch
-
-        result = ct.tune.exhaustive_search(
-            [self.tiling],
-            torch.cuda.current_stream(),
-            self.grid_fn,
-            lambda tiling: self.hinted(),
-            lambda tiling: tuple(self.args_fn(tiling)),
-            quiet=True,
-        )
-        return float(result.best.mean_us)
-
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
         from mla_var3.toolchain.cutile import compile_cutile
 

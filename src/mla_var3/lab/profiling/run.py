@@ -170,9 +170,14 @@ def _tuned(plan: KernelPlan, folder: Path, facts: Facts) -> KernelPlan:
     from dataclasses import asdict
 
     from mla_var3.lab.profiling.target import inputs_of
+    from mla_var3.measure.cuda_backend import CudaBackend
+    from mla_var3.measure.timing import median_us
     from mla_var3.runtime.autotune import autotune
 
-    result = autotune(plan.plan(*inputs_of(plan)))
+    backend = CudaBackend()
+    result = autotune(
+        plan.plan(*inputs_of(plan)), lambda kernel: median_us(backend, [kernel], graph=plan.graph_capturable)
+    )
     trials = [asdict(trial) for trial in result.trials]
     record = {"best": result.best.to_record(), "from_cache": result.from_cache, "trials": trials}
     folders.write_json(folder / "tuning.json", record)

@@ -45,7 +45,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python.prims import host, paged, rows, softmax, wgmma
+from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python.prims import paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP

@@ -48,7 +48,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python.prims import combine, host, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool

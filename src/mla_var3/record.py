@@ -83,6 +83,10 @@ class StateLimits(_Part):
     limit_us: float
 
 
+#: Layers of DeepSeek V3 (num_hidden_layers of its config.json), which share the schedule of a step.
+LAYERS = 61
+
+
 class RunLimits(_Part):
     """Measured in the same run as the times; bound: which of the two sets limit_us ("compute" or "memory")."""
 
@@ -119,6 +123,7 @@ class Record(_Part):
     cross_check_us: `triton.testing.do_bench_cudagraph` on the same rotating input sets, last of all,
     after an idle gap: neither quite burst nor sustained.
     picked_by: what chose the version for this problem ("dispatch", "fixed_split"), where it was not named.
+    with_schedule_us: like time_us, of a call that also makes what the calls of a step share (`LAYERS`).
     overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
     code: what ran (`mla_var3.toolchain.digest.Code.to_record`): its digest, and what that is made of.
     seconds: of each phase. warnings: what the compiler said. Unknown names are kept.
@@ -153,6 +158,7 @@ class Record(_Part):
     plan_us: float | None = None
     cross_check_us: float | None = None
     overlap_us: float | None = None
+    with_schedule_us: Times | None = None
     seconds: dict[str, float] | None = None
     warnings: list[str] | None = None
     tuning: dict[str, Any] | None = None
@@ -182,6 +188,16 @@ class Record(_Part):
         stats = getattr(self.time_us, state, None)
         return None if stats is None else float(stats.median)
 
+    def in_a_step(self, state: str) -> float | None:
+        """Microseconds of a call with its share of what the calls of a step make once; None where it was not timed."""
+        call, scheduled = self.median(state), self.scheduled(state)
+        return None if call is None or scheduled is None else call + max(scheduled - call, 0.0) / LAYERS
+
+    def scheduled(self, state: str) -> float | None:
+        """Microseconds of a call that makes its own schedule; of most kernels, of any call."""
+        stats = getattr(self.with_schedule_us, state, None)
+        return self.median(state) if stats is None else float(stats.median)
+
     def limit(self, state: str) -> float | None:
         """Microseconds that the hardware needs at least, measured in the same run; None where it was not."""
         limits = getattr(self.limits, state, None)
@@ -193,8 +209,8 @@ class Record(_Part):
         return None if limit is None or us is None else limit / us
 
     def speedup(self, other: Record, state: str) -> float | None:
-        """The other record's time over this one's: above 1 where this one is faster."""
-        mine, others = self.median(state), other.median(state)
+        """The other record's time over this one's, both as in a step: above 1 where this one is faster."""
+        mine, others = self.in_a_step(state), other.in_a_step(state)
         return None if mine is None or others is None else others / mine
 
     def work(self) -> tuple[int, int]:

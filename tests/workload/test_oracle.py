@@ -117,7 +117,8 @@ def test_absorbed_equals_decompressed(causal):
 def test_inputs_have_the_stated_shapes_and_values():
     problem = MlaProblem(s=2, h=16, t=[300, 0, 64, 65], dtype="fp16")
     q, cache, table, lens = make_inputs(problem, seed=5)
-    assert q.shape == (4, 2, 16, 576) and cache.shape == (4 * 5, 64, 1, 576) and table.shape == (4, 5)
+    assert q.shape == (4, 2, 16, 576) and cache.shape == (problem.num_pages, 64, 1, 576)
+    assert problem.num_pages == 5 + 0 + 1 + 2 + 8 // 8 + 1 and table.shape == (4, 5)
     assert q.dtype == cache.dtype == torch.float16 and table.dtype == lens.dtype == torch.int32
     assert lens.tolist() == [300, 0, 64, 65] and q.is_contiguous() and cache.is_contiguous()
     assert float(q.abs().max()) <= 1 and abs(float(q.float().std()) - 0.1) < 0.002

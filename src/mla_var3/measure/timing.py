@@ -141,9 +141,10 @@ class SetPlan:
 def plan_sets(problem: Problem, contenders: int, memory_bytes: float, settings: BenchSettings) -> SetPlan:
     """How many input sets a cell rotates over, and whether they fit in the device's memory.
 
-    As many as hold `cold_mb`, at least 2; a single one when two do not fit, which is then larger than any L2 many times
-    over. Outputs and workspaces of every contender are counted as three times the outputs of each set; a check keeps a
-    second copy of inputs below 2^31 elements, and compares outputs in float64.
+    As many as calls read `cold_mb` of, at least 2, or as many as fit; a single one where two do not, which is then
+    larger than any L2 many times over. Of requests that differ in length a set takes more than a call reads.
+    Outputs and workspaces of every contender are counted as three times the outputs of each set; a check keeps a second
+    copy of inputs below 2^31 elements, and compares outputs in float64.
     """
     outputs = problem.output_bytes()
     inputs = max(1, problem.input_bytes() - outputs)
@@ -154,8 +155,9 @@ def plan_sets(problem: Problem, contenders: int, memory_bytes: float, settings: 
         checking = inputs + min(inputs, problem.element_bytes << 31) + 24 * outputs + LIMIT_BYTES
         return max(timing, checking) + CONTEXT_BYTES
 
-    wanted = min(settings.max_sets, max(2, math.ceil(settings.cold_mb * 1e6 / inputs)))
-    for count in (wanted, 1):
+    read = max(1, min(inputs, problem.cost().bytes))
+    wanted = min(settings.max_sets, max(2, math.ceil(settings.cold_mb * 1e6 / read)))
+    for count in range(wanted, 0, -1):
         if need(count) <= room:
             return SetPlan(count, inputs, need(count))
     reason = (

@@ -52,7 +52,7 @@ _PR_SET_PDEATHSIG = 1
 
 #: What `info` events say that belongs in the record of a contender however it ends.
 KEPT = ("tiling", "resources", "code", "error", "warnings", "tuning")
-TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us")
+TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us", "with_schedule_us")
 
 
 class Stop(Exception):
@@ -90,6 +90,7 @@ class Contender:
     plan: Any = None
     calls: list[Any] = field(default_factory=list)
     item: Item | None = None
+    with_schedule: Item | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     phase: str = "plan"
     seconds: dict[str, float] = field(default_factory=dict)
@@ -330,7 +331,7 @@ class Worker:
                     self._prepare(contender, inputs)
                 lost = False
             if lost:
-                contender.item = None
+                contender.item = contender.with_schedule = None
                 contender.calls.clear()
                 ready.remove(contender)
         if not ready:
@@ -339,8 +340,13 @@ class Worker:
         fresh = age_s is None or age_s >= self.settings.limits_every_s
         if fresh:
             self.limits.reset()
-        owners = {id(c.item): c for c in ready}
-        items = [*(self.limits.items if fresh else ()), *(c.item for c in ready if c.item is not None)]
+        items = [*(self.limits.items if fresh else ())]
+        owners = {}
+        for contender in ready:
+            for item in (contender.item, contender.with_schedule):
+                if item is not None:
+                    owners[id(item)] = contender
+                    items.append(item)
 
         def announce(item: Item, state: str, number: int) -> None:
             owner = owners.get(id(item))
@@ -354,8 +360,9 @@ class Worker:
             owner = owners.get(id(item))
             if owner is None:
                 raise error
-            ready.remove(owner)
-            self._lost(owner, error)
+            if owner in ready:
+                ready.remove(owner)
+                self._lost(owner, error)
 
         start = time.monotonic()
         timing.take_turns(self.backend, items, self.settings, announce, failed)
@@ -389,6 +396,8 @@ class Worker:
         contender.item = timing.prepare(
             self.backend, str(contender.slot), contender.calls, self.settings, graph=bool(plan.graph_capturable)
         )
+        if plan.graph_capturable and (again := [x for c in contender.calls if (x := c.with_schedule) is not None]):
+            contender.with_schedule = timing.prepare(self.backend, f"{contender.slot} scheduled", again, self.settings)
         contender.facts["host_us"] = timing.host_us(self.backend, first, self.settings.host_calls)
         launches = self.backend.launches(first) if plan.graph_capturable else None
         if launches is not None:
@@ -407,6 +416,8 @@ class Worker:
                 facts["cross_check_us"] = cross
         if item.overlap_us:
             facts["overlap_us"] = item.overlap_us
+        if contender.with_schedule is not None:
+            facts["with_schedule_us"] = contender.with_schedule.stats()
         sensors = item.sensors()
         self.finish(
             contender,

@@ -64,6 +64,12 @@ class BaseKernel(ABC):
         """What a launch writes, as far as planning made it: outputs and workspaces."""
         return (*self.output_tensors, *self.workspace_tensors)
 
+    @property
+    def with_schedule(self) -> Callable[[], Any] | None:
+        """A call that also makes what the calls of a step share (a library's schedule of the splits); None where a call
+        shares nothing."""
+        return None
+
     def keep_results(self, keep: bool) -> None:  # noqa: B027 - optional to override
         """keep=False: a launch keeps nothing alive that a library makes in the call. Nothing to do for our own
         kernels, whose outputs are made when they are planned."""

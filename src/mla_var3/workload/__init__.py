@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pkgutil
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -238,7 +239,8 @@ class Workload:
     names and purposes are in `case_names`, those of a quick check in `quick`. bounds(dist): by output.
     rebound(problem, *inputs): the problem that other tensors of the same class have; raises `UserError` for a tensor
     that does not fit. as_bound(problem): what it makes of the problem's own inputs. small(problem): like it, and done
-    in seconds on a CPU. sample(small, given): fields of a problem of which a user gave only these.
+    in seconds on a CPU. sample(small, given): fields of a problem of which a user gave only these. draw(rng): fields of
+    a problem that somebody may have, at random.
     """
 
     name: str
@@ -254,6 +256,7 @@ class Workload:
     small: Callable[[Any], Any]
     as_bound: Callable[[Any], Any]
     sample: Callable[[bool, Mapping[str, Any]], dict[str, Any]]
+    draw: Callable[[random.Random], dict[str, Any]] | None = None
 
     def case_problems(self, problem: Any) -> list[Any]:
         """The problems that the check plans or binds on a GPU for this one, each once, itself first."""

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 #: Most query tokens of a request that count as decoding; speculation adds a few to one.
 DECODE_TOKENS = 64
-LENGTH_NAMES = ("uniform", "ragged", "normal", "edges")
+LENGTH_NAMES = ("uniform", "ragged", "normal", "lognormal", "bimodal", "one_long", "mostly_empty", "edges")
 
 # Query heads and head dims of public models: config.json of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V2-Lite
 # and moonshotai/Kimi-K2-Instruct (num_attention_heads, kv_lora_rank, qk_rope_head_dim, v_head_dim).
@@ -114,7 +114,7 @@ class MlaProblem(Problem):
     sequence of b lengths. h: query heads. h_kv: latent caches, each shared by h / h_kv heads. k: latent columns.
     p: rope columns. d: head dim. causal: query token i attends to the first length - s + i + 1 tokens. page: tokens a
     cache page, or None for a contiguous cache. dtype: bf16, fp16 or fp32.
-    lengths: "uniform" (all t), a mapping {"name": "ragged" | "normal" | "edges", "seed": int}, or a list.
+    lengths: "uniform" (all t), a mapping {"name": ..., "seed": int} of a name of `seq_lens`, or a list.
     softmax_scale: factor on q·k, None for that of the decompressed heads, (d + p)^-1/2; compiled code does not depend
     on it.
     """
@@ -185,7 +185,10 @@ class MlaProblem(Problem):
         """The b lengths. Named distributions are drawn from `random.Random(seed)`, so they are the same everywhere.
 
         ragged: uniform in 0..t. normal: N(t, t/2), at least s and at most 2t (FlashMLA's own test draws so, with no
-        upper end). edges: 0, 1, page - 1, page, page + 1, t - 1, t in turn.
+        upper end). lognormal: t · exp(N(0, 1)), from s to 16t, as prompts of a chat service spread. bimodal: every
+        other request has t tokens, the others up to t/16. one_long: one of t tokens, the others up to t/64.
+        mostly_empty: a quarter uniform in 1..t, the others 0, as slots of a padded batch. edges: 0, 1, page - 1, page,
+        page + 1, t - 1, t in turn.
         """
         value = self.lengths
         if value == "uniform":
@@ -199,6 +202,18 @@ class MlaProblem(Problem):
         if spec["name"] == "normal":
             draws = (int(rng.normalvariate(self.t, self.t / 2)) for _ in range(self.b))
             return tuple(min(max(x, self.s), 2 * self.t) for x in draws)
+        if spec["name"] == "lognormal":
+            draws = (int(self.t * rng.lognormvariate(0.0, 1.0)) for _ in range(self.b))
+            return tuple(min(max(x, self.s), 16 * self.t) for x in draws)
+        if spec["name"] in ("bimodal", "one_long"):
+            every, short = (2, self.t // 16) if spec["name"] == "bimodal" else (self.b, self.t // 64)
+            lengths = [self.t if i % every == 0 else rng.randint(1, max(short, 1)) for i in range(self.b)]
+            rng.shuffle(lengths)
+            return tuple(lengths)
+        if spec["name"] == "mostly_empty":
+            lengths = [rng.randint(1, max(self.t, 1)) if i % 4 == 0 else 0 for i in range(self.b)]
+            rng.shuffle(lengths)
+            return tuple(lengths)
         page = self.page_size
         edges = [x for x in (0, 1, page - 1, page, page + 1, self.t - 1, self.t) if 0 <= x <= self.t]
         return tuple(edges[i % len(edges)] for i in range(self.b))
@@ -235,6 +250,15 @@ class MlaProblem(Problem):
     def max_pages(self) -> int:
         """Width of the page table: pages of the longest request, at least 1."""
         return max(1, max(-(-x // self.page_size) for x in self.seq_lens))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of an input set. Where requests differ in length, an eighth more than they use; a contiguous cache has
+        room for the longest in every request."""
+        if self.page is None or self.lengths == "uniform":
+            return self.b * self.max_pages
+        used = sum(-(-x // self.page_size) for x in self.seq_lens)
+        return min(used + used // 8 + 1, self.b * self.max_pages)
 
     @property
     def label(self) -> str:
@@ -361,8 +385,8 @@ class MlaProblem(Problem):
         return self.b * self.s * self.h * (self.k * self.element_bytes + 4)
 
     def input_bytes(self) -> int:
-        """Device memory of one input set with its outputs, padding of the pages included."""
-        cache = self.b * self.max_pages * self.page_size * self.h_kv * (self.k + self.p)
+        """Device memory of one input set with its outputs, pages that no request uses included."""
+        cache = self.num_pages * self.page_size * self.h_kv * (self.k + self.p)
         rows = self.b * self.s * self.h * (2 * self.k + self.p)
         return (cache + rows) * self.element_bytes + 4 * self.b * (self.s * self.h + self.max_pages + 1)
 
@@ -396,7 +420,7 @@ def make_inputs(
     shuffle_pages: pages are handed out in random order; a contiguous cache never is.
     poison: NaN in the cache's unreferenced pages and after each request's last token, and `GARBAGE_PAGE` in unused
         page-table entries. Without it those hold finite random values, and 0.
-    spare_pages: pages that belong to no request, beside the b · max_pages; with shuffling they lie between the others.
+    spare_pages: pages beside those of `problem.num_pages`; with shuffling they lie between the others.
     Raises `UserError` for an unknown distribution.
     """
     import torch
@@ -404,7 +428,7 @@ def make_inputs(
     if dist not in DISTRIBUTIONS:
         raise UserError(f"input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
     page, max_pages = problem.page_size, problem.max_pages
-    num_pages = problem.b * max_pages + spare_pages
+    num_pages = problem.num_pages + spare_pages
     width = problem.k + problem.p
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
@@ -421,8 +445,12 @@ def make_inputs(
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed + 1))
     else:
         order = torch.arange(num_pages)
-    table = order[: problem.b * max_pages].view(problem.b, max_pages).clone()
     used = torch.arange(max_pages) < ((lens + page - 1) // page).unsqueeze(1)
+    if num_pages < problem.b * max_pages:
+        table = torch.zeros((problem.b, max_pages), dtype=torch.int64)
+        table[used] = order[: int(used.sum())]
+    else:
+        table = order[: problem.b * max_pages].view(problem.b, max_pages).clone()
 
     if poison:
         referenced = torch.zeros(num_pages, dtype=torch.bool)
@@ -793,6 +821,27 @@ def small(problem: MlaProblem) -> MlaProblem:
     return problem.replace(b=len(_SMALL), s=s, h=h, t=max(_SMALL), lengths=_SMALL)
 
 
+#: Query heads of the published models, whole and after tensor parallelism over 2 to 16 GPUs.
+SERVED_HEADS = (128, 64, 40, 32, 20, 16, 12, 8, 4)
+MOST_DRAWN = 1 << 20  # tokens of a drawn problem
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    """Fields of a problem as a server may have it, up to 1M tokens in all: b log-uniform in 1..256, half of them with
+    one query token, else up to 8 and causal; t log-uniform, lengths of any distribution."""
+    b = round(2 ** rng.uniform(0, 8))
+    s = rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8))
+    h = rng.choice(SERVED_HEADS)
+    name = rng.choice([x for x in LENGTH_NAMES if x != "edges"])
+    seed = rng.randrange(1 << 16)
+    # Shares of t that a request has in the mean: so that short batches are as likely as full ones.
+    mean = {"ragged": 0.5, "bimodal": 0.53, "lognormal": 1.65, "mostly_empty": 0.125}.get(name, 1.0)
+    most = min(MOST_DRAWN / (b * mean), 1 << 17)
+    t = round(2 ** rng.uniform(8, math.log2(max(most, 512))))
+    lengths = "uniform" if name == "uniform" else {"name": name, "seed": seed}
+    return {"b": b, "s": s, "h": h, "t": t, "causal": s > 1, "lengths": lengths}
+
+
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
     return {"b": 2, "t": 300, "h": 16} if small else {"b": 32, "t": 4096}
@@ -815,4 +864,5 @@ WORKLOAD = Workload(
     small=small,
     as_bound=as_bound,
     sample=sample,
+    draw=draw,
 )

@@ -36,6 +36,9 @@ SPEEDUPS: tuple[Column, ...] = (
     ("speedup sustained (x)", "x", "sustained.speedup", 3),
 )
 _ACROSS_RUNS: tuple[Column, ...] = tuple((h, u, e.replace("speedup", "limit_speedup"), d) for h, u, e, d in SPEEDUPS)
+_SCHEDULED: tuple[Column, ...] = tuple(
+    (f"{h}, scheduled in every call", u, e.replace("speedup", "scheduled_speedup"), d) for h, u, e, d in SPEEDUPS
+)
 
 
 def problem_label(record: Record) -> str:
@@ -100,6 +103,8 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
     blocks: dict[Any, list[Record]] = {}
     for record in select(records):
         blocks.setdefault(cell(record), []).append(record)
+    timed = [record for block in blocks.values() for record in block]
+    ratio_columns = (*_ACROSS_RUNS, *(_SCHEDULED if any(r.get("with_schedule_us") for r in timed) else ()))
     rows = []
     for block in blocks.values():
         block.sort(key=_nearest)
@@ -113,13 +118,13 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
             continue
         own = [TIMES[i] for i in (0, 1, 4, 5)]
         times = [_text(ours, None, c) for c in own]
-        ratios = [_text(ours, library, c) for c in _ACROSS_RUNS]
+        ratios = [_text(ours, library, c) for c in ratio_columns]
         row = [problem_label(ours), label(ours), *_cited(times, cite(ours["id"], (c[2] for c in own)))]
-        against = cite(f"{ours['id']} vs {library['id']}", (c[2] for c in _ACROSS_RUNS))
+        against = cite(f"{ours['id']} vs {library['id']}", (c[2] for c in ratio_columns))
         rows.append([*row, label(library), *_cited(ratios, against)])
     whose = "picked" if picks else "fastest here"
     header = ["cell", whose, *(TIMES[i][0] for i in (0, 1, 4, 5)), "fastest library"]
-    return _grid([*header, *(c[0] for c in _ACROSS_RUNS)], rows) if rows else ""
+    return _grid([*header, *(c[0] for c in ratio_columns)], rows) if rows else ""
 
 
 def comparison(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> str:

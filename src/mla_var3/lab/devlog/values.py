@@ -10,8 +10,10 @@ An expression is either a dotted path into the record (`time_us.burst.median`, `
 
 and over two records, "A vs B":
 
-    S.speedup            time of B / time of A (above 1: A is faster)
+    S.speedup            time of B / time of A (above 1: A is faster), with its share of a schedule that the layers of a
+                         step have in common, where a library makes one
     S.limit_speedup      the same, each time divided by the limit of its own run: for records of different runs
+    S.scheduled_speedup  as limit_speedup, where every call makes its own schedule
 """
 
 from __future__ import annotations
@@ -185,6 +187,18 @@ def _speedup(record: Record, other: Record, state: str) -> float:
     return ratio
 
 
+def _across_runs(
+    record: Record, other: Record, state: str, time: Callable[[records.Record, str], float | None]
+) -> float:
+    """Ratio of two records' times, each over the limit of its own run."""
+    shares = []
+    for each in (record, other):
+        us = (_time(each, state), time(records.Record.model_validate(each), state))[1]
+        assert us is not None
+        shares.append(_limit(each, state) / us)
+    return shares[0] / shares[1]
+
+
 _ONE: dict[str, tuple[str, Callable[[Record, str], float]]] = {
     "": ("time", _time),
     "p10": ("time", lambda r, s: _time(r, s, "p10")),
@@ -200,7 +214,8 @@ _ONE: dict[str, tuple[str, Callable[[Record, str], float]]] = {
 }
 _TWO: dict[str, Callable[[Record, Record, str], float]] = {
     "speedup": lambda a, b, s: _speedup(a, b, s),
-    "limit_speedup": lambda a, b, s: _share(a, s) / _share(b, s),
+    "limit_speedup": lambda a, b, s: _across_runs(a, b, s, records.Record.in_a_step),
+    "scheduled_speedup": lambda a, b, s: _across_runs(a, b, s, records.Record.scheduled),
 }
 
 

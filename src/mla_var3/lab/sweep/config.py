@@ -32,13 +32,13 @@ _VALUED = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-di
 
 @dataclass
 class ExperimentConfig:
-    """Cells, as a list (`cells`), as a product or a list of products (`grid`), or both.
+    """Cells, as a list (`cells`), as a product or a list of products (`grid`), or drawn at random (`draw`).
 
     order: listed, or even: parts of equal work, and what is done of each by some time lies evenly over its cells.
     mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`, or
     for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU. recorded:
     without a GPU, show the records that the project ships beside what was compiled. workload: of its
-    cells, where they do not name their own.
+    cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`.
     """
 
     name: str = "unnamed"
@@ -51,6 +51,7 @@ class ExperimentConfig:
     recorded: bool = True
     workload: str = DEFAULT
     order: str = "listed"
+    draw: int = 0
 
 
 @dataclass
@@ -109,7 +110,7 @@ class SweepConfig:
 
     tilings: mappings of knobs, over `tiling`; every version is run in each of them, in turn, as a contender of its own.
     bench: `tune`, and fields of `mla_var3.measure.settings.BenchSettings`. part: "k/n", every n-th cell from the k-th.
-    budget_s: no cell is begun after this many seconds of measuring; 0: all of them.
+    seed: of drawn cells. budget_s: no cell is begun after this many seconds of measuring; 0: all of them.
     """
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
@@ -121,6 +122,7 @@ class SweepConfig:
     problem: dict[str, Any] = field(default_factory=dict)
     tiling: dict[str, Any] = field(default_factory=dict)
     tilings: list[Any] = field(default_factory=list)
+    seed: int = 0
     part: str = "1/1"
     resume: bool = False
     budget_s: float = 0.0

@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import itertools
 import math
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ def expand_cells(config: SweepConfig) -> list[Problem]:
                     f"experiment.grid.{name} = {values!r} is not a list of values: write {name}: [{values}]."
                 )
         cells += [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if grid]
+    cells += _drawn(config)
     if not cells:
         raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
     changes = {name: value for name, value in config.problem.items() if value is not None}
@@ -91,6 +93,18 @@ def expand_cells(config: SweepConfig) -> list[Problem]:
         return _part(problems, config.part)
     dealt = set(_part(sorted(problems, key=_work, reverse=True), config.part))
     return _evenly([problem for problem in problems if problem in dealt])
+
+
+def _drawn(config: SweepConfig) -> list[Mapping[str, Any]]:
+    """The cells that the workload draws: the same for the same seed, on every machine."""
+    experiment = config.experiment
+    if experiment.draw < 1:
+        return []
+    draw = workload.get(experiment.workload).draw
+    if draw is None:
+        raise UserError(f"workload {experiment.workload!r} draws no problems: set experiment.draw=0.")
+    rng = random.Random(config.seed)
+    return [draw(rng) for _ in range(experiment.draw)]
 
 
 def _work(problem: Problem) -> float:

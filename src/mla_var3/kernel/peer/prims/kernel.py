@@ -70,7 +70,8 @@ class Attached:
 
     call: launches on torch's current stream. read: (out (b, s, h, columns), lse (b, h, s)) of the last call.
     workspaces: tensors that only the call uses. keep: what must stay alive beside them. outputs: what was made here for
-    the call to write. made: a list in which the call leaves what the library returned.
+    the call to write. made: a list in which the call leaves what the library returned. with_schedule: the
+    call with a schedule of its own, where calls share one.
     """
 
     call: Callable[[], None]
@@ -79,6 +80,7 @@ class Attached:
     keep: tuple[Any, ...] = ()
     outputs: tuple[Any, ...] = ()
     made: list[Any] | None = None
+    with_schedule: Callable[[], None] | None = None
 
 
 class PeerKernel(BaseKernel):
@@ -108,9 +110,18 @@ class PeerKernel(BaseKernel):
 
     def launch(self) -> None:
         assert self.attached is not None
-        self.attached.call()
+        self._run(self.attached.call)
+
+    def _run(self, call: Callable[[], None]) -> None:
+        assert self.attached is not None
+        call()
         if self._drops and self.attached.made is not None:
             self.attached.made[:] = [None] * len(self.attached.made)
+
+    @property
+    def with_schedule(self) -> Callable[[], None] | None:
+        made = None if self.attached is None else self.attached.with_schedule
+        return None if made is None else lambda: self._run(made)
 
     def written_tensors(self) -> tuple[Any, ...]:
         return () if self.attached is None else (*self.attached.outputs, *self.workspace_tensors)

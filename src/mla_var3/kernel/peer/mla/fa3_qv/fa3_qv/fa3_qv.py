@@ -73,23 +73,22 @@ class Fa3QvPlan(PeerDecodePlan):
             "sm_margin": 0,
         }
         schedule = ops.get_scheduler_metadata.default
-        metadata = schedule(
-            *named_arguments(
-                schedule,
-                {
-                    **shared,
-                    "batch_size": b,
-                    "num_heads": h,
-                    "num_heads_k": 1,
-                    "headdim": ROPE,
-                    "headdim_v": LATENT,
-                    "qkv_dtype": q.dtype,
-                    "page_size": page,
-                    "max_seqlen_k_new": 0,
-                    "has_softcap": False,
-                },
-            )
+        planning = named_arguments(
+            schedule,
+            {
+                **shared,
+                "batch_size": b,
+                "num_heads": h,
+                "num_heads_k": 1,
+                "headdim": ROPE,
+                "headdim_v": LATENT,
+                "qkv_dtype": q.dtype,
+                "page_size": page,
+                "max_seqlen_k_new": 0,
+                "has_softcap": False,
+            },
         )
+        metadata = schedule(*planning)
         attend = ops.fwd.default
         arguments = named_arguments(
             attend,
@@ -114,7 +113,12 @@ class Fa3QvPlan(PeerDecodePlan):
         def call() -> None:
             last[0] = attend(*arguments)[1]
 
+        place = next(i for i, argument in enumerate(arguments) if argument is metadata)
+
+        def with_schedule() -> None:
+            last[0] = attend(*arguments[:place], schedule(*planning), *arguments[place + 1 :])[1]
+
         def read() -> tuple[Any, ...]:
             return out.view(b, s, h, LATENT), natural_lse(last[0].view(h, b, s).transpose(0, 1).contiguous())
 
-        return Attached(call, read, keep=(metadata, starts), outputs=(out,), made=last)
+        return Attached(call, read, keep=(metadata, starts), outputs=(out,), made=last, with_schedule=with_schedule)

@@ -1,6 +1,6 @@
 """FlashMLA, DeepSeek's own dense decode kernel.
 
-    plan():  the schedule of the splits, by the library's small kernel over the lengths
+    plan():  the schedule of the splits, by the library's small kernel over the lengths: once a step of a model
     call:    split-KV attention → combine, both of the library
 
 Hopper only, 64-token pages, 64 query rows a tile. Called through the installed `flash_mla`, which allocates in every
@@ -32,7 +32,7 @@ class FlashMlaLibPlan(PeerDecodePlan):
         schedule, splits = flash_mla.get_mla_metadata(seq_lens, s * h, 1)
         last: list[Any] = []
 
-        def call() -> None:
+        def attend(schedule: Any, splits: Any) -> None:
             last[:] = flash_mla.flash_mla_with_kvcache(
                 q,
                 kv_cache,
@@ -45,5 +45,17 @@ class FlashMlaLibPlan(PeerDecodePlan):
                 causal=self.problem.causal,
             )
 
+        def call() -> None:
+            attend(schedule, splits)
+
+        def with_schedule() -> None:
+            attend(*flash_mla.get_mla_metadata(seq_lens, s * h, 1))
+
         call()
-        return Attached(call, lambda: (last[0], natural_lse(last[1])), keep=(schedule, splits), made=last)
+        return Attached(
+            call,
+            lambda: (last[0], natural_lse(last[1])),
+            keep=(schedule, splits),
+            made=last,
+            with_schedule=with_schedule,
+        )

@@ -103,7 +103,7 @@ def decode_kernel(
             q.new_empty(rows * partials.columns, dtype=torch.float16),
             q.new_empty(rows * STATS, dtype=torch.float32),
             q.new_empty(2 * (b + 1), dtype=torch.int32),
-            q.new_zeros(2 * workers * partials.tiles, dtype=torch.int32),
+            q.new_zeros((b + workers) * partials.tiles, dtype=torch.int32),
         )
         given = (*inputs, *outputs, *workspaces, pd.scale, workers, fixed)
     return stage(plan, kernel_fn, host_fn, name, arguments, given, inputs, outputs, workspaces)

@@ -6,8 +6,8 @@ thread. The order of every sum follows from how many splits a request has.
 
 The attention kernel writes a mode word: how the batch is split. Shares (`scheduler`) follow from the lengths. The first
 partial results are loaded together with that word, as if all lengths were the page table's width; if they are not, that
-is done again. Splits of a length that the caller fixes are listed in a table, which has how many each request has and
-where they lie. The kernel is a programmatic dependent of the attention,
+is done again. Splits on an even line, or of a length that the caller fixes, are listed in a table, which has how many
+each request has and where they lie. The kernel is a programmatic dependent of the attention,
 and the next kernel may be one of it.
 
 Few instructions a row, and few lines of code: with 64 vectors of 16 bytes in a row and two splits, a combine is bound
@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, transpose_quad
 from mla_var3.kernel.cute_python.prims.rows import row_offset
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Line, Split, ceil_div, in_shares, split_evenly, units_of
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Line, Pool, in_shares, split_evenly, units_of
 from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 
@@ -82,17 +82,23 @@ class Entry(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ which splits
-def write_mode(table: cute.Tensor, line: Line, as_guessed: Boolean, fixed: Int32) -> None:
+def lists(line: Line, pool: Pool) -> Any:
+    """Whether the attention kernel lists the splits of each request: of a length that the caller fixes, or on an even
+    line."""
+    return (pool.fixed > 0) | ((line.lead > 0) & (pool.combined > 0))
+
+
+def write_mode(table: cute.Tensor, line: Line, as_guessed: Boolean, pool: Pool) -> None:
     """Writes the batch's mode word; one thread of the attention kernel. as_guessed: all requests are as long as the
-    page table is wide. fixed: of `scheduler.Pool`."""
+    page table is wide."""
     shares = cutlass.select_(as_guessed, Int32(FULL), Int32(SHARES))
-    others = cutlass.select_(fixed > 0, Int32(LISTED), Int32(MERGED))
-    table[2 * (cute.size(table) // 2 - 1)] = cutlass.select_(in_shares(line, fixed), shares, others)
+    others = cutlass.select_(lists(line, pool), Int32(LISTED), Int32(MERGED))
+    table[2 * (cute.size(table) // 2 - 1)] = cutlass.select_(in_shares(line, pool.fixed), shares, others)
 
 
-def list_request(table: cute.Tensor, split: Split, units: Int32, step: Int32) -> None:
-    """Writes a request's entry, of chunks of `step` units; one thread of the worker that begins the request."""
-    table[2 * split.request], table[2 * split.request + 1] = ceil_div(units, step), split.start
+def list_request(table: cute.Tensor, request: Int32, count: Int32, base: Int32) -> None:
+    """Writes a request's entry: its splits, and the slot of the first one; one thread."""
+    table[2 * request], table[2 * request + 1] = count, base
 
 
 def log2_warps_of(count: Any, together: int) -> Any:
@@ -329,7 +335,7 @@ def combine(
     rows = cutlass.select_(width > 1, requests * (merge.all_rows * slices), Int32(0))  # times slices
     if rows == 0:
         cute.arch.griddepcontrol_wait()
-        mode = Int32(LISTED)
+        mode = word[0]
     searching = Boolean(True)
     while searching:
         per_cta = Int32(WARPS) >> log2_warps
@@ -396,16 +402,17 @@ def launch(
     out: cute.Tensor,
     lse: cute.Tensor,
     seq_lens: cute.Tensor,
-    width: Int32,
-    fixed: Int32,  # of `scheduler.Pool`
+    pool: Pool,
     ctas: Int32,  # how many there are to be where there are no shares
     merge: cutlass.Constexpr,
     stream: Any,
 ):
     """Launches the combine behind the attention kernel, inside a host function, where that may leave it something."""
+    width = pool.shares
     arguments = (outputs, stats, table, out, lse, seq_lens, width, ctas, merge)
-    if width > 1 or fixed > 0:
-        if width <= UP_TO[0]:
+    if pool.combined > 0:
+        # Listed splits are as many as the lengths ask for: few warps a row, so that there are few rounds of rows.
+        if width <= UP_TO[0] and in_shares(pool.guess, pool.fixed):
             launch_one(*arguments, SHAPES[0], stream)
         elif width <= UP_TO[1]:
             launch_one(*arguments, SHAPES[1], stream)

@@ -17,6 +17,15 @@ def row_offset(tensor: cute.Tensor, request: Int32, kv_head: Int32, row: Int32, 
     return cute.assume(Int64(request) * (s * h * columns) + (token * h + head) * columns, divby=CHUNK)
 
 
+def copy_chunk(target: cute.Pointer, source: cute.Pointer, filled: Int32) -> None:
+    """Starts copying 16 bytes from global to shared memory (cp.async), of which the first `filled` are read and the
+    others become zeros. No branch: behind one, ptxas may take addresses that follow for not uniform."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[target.toint(), source.toint(), filled],
+    )
+
+
 @cute.jit
 def copy_query_rows(
     query: cute.Tensor,  # global memory, (b, s, h, width)
@@ -39,17 +48,12 @@ def copy_query_rows(
         atom, cute.make_ordered_layout((step, per_row), order=(1, 0)), cute.make_layout((1, CHUNK))
     )
     target = copy.get_slice(thread).partition_D(tile)  # (chunk, row pass, column pass)
-    zeros = cute.make_rmem_tensor(CHUNK, query.element_type)
-    zeros.fill(0.0)
     if thread < step * per_row:
         for i in cutlass.range_constexpr(height // step):
             row = first_row + i * step + thread // per_row
-            if row < num_rows:
-                source = query.iterator + row_offset(query, request, kv_head, row, group)
-                chunks = cute.zipped_divide(cute.make_tensor(source, cute.make_layout(width)), (CHUNK,))
-                for j in cutlass.range_constexpr(width // (per_row * CHUNK)):
-                    cute.copy(atom, chunks[None, j * per_row + thread % per_row], target[(None, 0), i, j])
-            else:
-                for j in cutlass.range_constexpr(width // (per_row * CHUNK)):
-                    cute.autovec_copy(zeros, target[(None, 0), i, j])
+            filled = cutlass.select_(row < num_rows, Int32(2 * CHUNK), Int32(0))
+            source = query.iterator + row_offset(query, request, kv_head, cutlass.min(row, num_rows - 1), group)
+            for j in cutlass.range_constexpr(width // (per_row * CHUNK)):
+                place = target[(None, 0), i, j].iterator
+                copy_chunk(place, source + (j * per_row + thread % per_row) * CHUNK, filled)
     cute.arch.cp_async_commit_group()

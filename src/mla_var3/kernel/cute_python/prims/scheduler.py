@@ -9,8 +9,9 @@ Requests lie behind each other on a line, and worker w takes the points [w · sp
 
     whole   A point is a request.
     even    A point is a unit, and each request begins with `lead` points for what a split costs besides its units. A
-            request is split only where it crosses from one worker to the next, and all workers end within a unit. They
-            merge its splits themselves, level by level of a binary tree (`takes` says which with which).
+            request is split only where it crosses from one worker to the next, and all workers end within a unit. A
+            request without keys has no point. Where a combine is launched it merges the splits; else the workers do,
+            level by level of a binary tree (`takes` says which with which).
     shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
             many equal chunks. `prims.combine` merges them.
     chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on
@@ -33,36 +34,38 @@ WARP = 32
 PER_LANE = 8  # lengths of a lane
 BATCH = WARP * PER_LANE  # requests that a warp holds at once
 WHOLE = 1 << 29  # more than any request has units or points
-# Workers for each request from which on a combine is launched whatever the page table's width lets expect: with fewer,
-# shares gain less on an even line than a combine that has nothing to do costs.
+# Workers for each request from which on a combine is launched: with fewer, most requests are whole or cut once.
 WORTH_A_COMBINE = 4
 
 
 @dataclass(frozen=True)
 class Costs:
     """What the model knows. unit: tokens. The others are in units: overhead: begin and end of a split, at least 1;
-    combine: the kernel that merges shares; join: a level of the tree in which workers merge splits."""
+    combine: the kernel that merges shares; listed: the same where it first reads which splits there are; join: a level
+    of the tree in which workers merge splits."""
 
     unit: int
     overhead: int
     combine: int
+    listed: int
     join: int
 
 
 class Line(NamedTuple):
     """How requests lie on the line: see the module. lead: 0 unless even. step: units of a point; of shares, those of
-    the longest request, or of the worker's own one. A split is at most `stride` points long."""
+    the longest request, or of the worker's own one. empty: requests that have no point."""
 
     lead: Int32
     step: Int32
-    stride: Int32
     span: Int32
+    empty: Int32
 
 
 class Pool(NamedTuple):
     """What the host knows. fixed: units of a chunk that the caller fixes, or 0. tokens: that
     a request may have. guess, width: the line, and the points of a request on it, if all have as many. shares: workers
-    for each request where they may be in shares, and a combine is behind the attention; 1: they may not."""
+    for each request where they may be in shares; 1: they may not. combined: whether a combine is launched behind the
+    attention."""
 
     workers: Int32
     fixed: Int32
@@ -70,6 +73,7 @@ class Pool(NamedTuple):
     guess: Line
     width: Int32
     shares: Int32
+    combined: Int32
 
 
 class Split(NamedTuple):
@@ -100,13 +104,15 @@ def line_of(
     longest: Int32,
     chunks: Int32,
     requests: Int32,
+    empty: Int32,  # of them
     workers: Int32,
     fixed: Int32,
     width: Int32,  # workers for each request, where they may be in shares; 1: they may not
+    combined: Int32,  # whether a combine is launched
     costs: cutlass.Constexpr,
 ) -> Line:
     """The line of a batch. total, longest: units. chunks: of `fixed` units, over all requests."""
-    lead, step, stride, span = Int32(0), fixed, Int32(1), Int32(1)
+    lead, step, span, pointless = Int32(0), fixed, Int32(1), Int32(0)
     if fixed > 0:
         span = ceil_div(chunks, workers)
     else:
@@ -117,10 +123,13 @@ def line_of(
             if chunk + (costs.overhead + costs.combine) < slowest:
                 step, span, slowest = chunk, Int32(1), chunk + (costs.overhead + costs.combine)
         # No worker has more than its share, and the overhead of a request that began before it.
-        share = ceil_div(total + costs.overhead * requests, workers)
-        if share + costs.overhead + costs.join * levels_of(longest // share + 2) < slowest:
-            lead, step, stride, span = Int32(costs.overhead), Int32(1), Int32(WHOLE), share
-    return Line(lead, step, stride, span)
+        share = cutlass.max(ceil_div(total + costs.overhead * (requests - empty), workers), 1)
+        merging = costs.join * levels_of(longest // share + 2)
+        if combined > 0:
+            merging = Int32(costs.listed)
+        if share + costs.overhead + merging < slowest:
+            lead, step, span, pointless = Int32(costs.overhead), Int32(1), share, empty
+    return Line(lead, step, span, pointless)
 
 
 def levels_of(splits: Any) -> Any:
@@ -148,17 +157,21 @@ def make_pool(requests: Int32, tokens: Int32, workers: Int32, fixed: Int32, cost
     units, width = units_of(tokens, costs), Int32(1)
     if fixed > 0:
         width = cutlass.max(ceil_div(units, fixed), 1)
+    combined = Int32(1)
+    if fixed == 0:
+        combined = Int32(workers >= WORTH_A_COMBINE * requests)
+    shares = Int32(1)
+    if combined > 0 and fixed == 0:
+        shares = cutlass.max(workers // requests, 1)
     line = line_of(
-        requests * units, units, requests * width, requests, workers, fixed, workers // requests, costs
+        requests * units, units, requests * width, requests, Int32(0), workers, fixed, shares, combined, costs
     )  # fmt: skip
-    width, shares = cutlass.max(ceil_div(units, line.step), 1), Int32(1)
+    width = cutlass.max(ceil_div(units, line.step), 1)
     if in_shares(line, fixed):
         shares = width
-    elif fixed == 0 and workers // requests >= WORTH_A_COMBINE:
-        shares = workers // requests
     if line.lead > 0:
         width = line.lead + units
-    return Pool(workers, fixed, tokens, line, width, shares)
+    return Pool(workers, fixed, tokens, line, width, shares, combined)
 
 
 @cute.jit
@@ -180,7 +193,7 @@ def units_range(split: Split, line: Line, costs: Costs) -> tuple[Any, Any, Any, 
     """(first unit, end unit, units of the request, point behind) of a split."""
     units = units_of(split.length, costs)
     of_request = cutlass.select_(line.lead > 0, split.start + line.lead + units, split.point + 1)
-    behind = cutlass.min(cutlass.min(of_request, split.point + line.stride), split.end)
+    behind = cutlass.min(of_request, split.end)
     return place_of(split.point, split.start, units, line), place_of(behind, split.start, units, line), units, behind
 
 
@@ -234,12 +247,13 @@ def are_as_long(seq_lens: cute.Tensor, tokens: Int32, lane: Int32, costs: cutlas
 def lay_out(seq_lens: cute.Tensor, lane: Int32, pool: Pool, costs: cutlass.Constexpr) -> Line:
     """The line of a batch, from its lengths; the same in all lanes of a warp."""
     requests = seq_lens.shape[0]
-    total, longest, chunks = Int32(0), Int32(0), Int32(0)
+    total, longest, chunks, empty = Int32(0), Int32(0), Int32(0), Int32(0)
     for first in cutlass.range(0, requests, BATCH, unroll=1):
         units = read_units(seq_lens, first, lane, costs)
         for i in cutlass.range_constexpr(PER_LANE):
             total = total + cutlass.max(units[i], 0)
             longest = cutlass.max(longest, units[i])
+            empty = empty + Int32(units[i] == 0)
         if pool.fixed > 0:
             inverse = cute.arch.rcp_approx(Float32(pool.fixed))
             for i in cutlass.range_constexpr(PER_LANE):
@@ -247,7 +261,8 @@ def lay_out(seq_lens: cute.Tensor, lane: Int32, pool: Pool, costs: cutlass.Const
     total = Int32(cute.arch.warp_redux_sync(total, kind="add"))
     longest = Int32(cute.arch.warp_redux_sync(longest, kind="max"))
     chunks = Int32(cute.arch.warp_redux_sync(chunks, kind="add"))
-    return line_of(total, longest, chunks, requests, pool.workers, pool.fixed, pool.shares, costs)
+    empty = Int32(cute.arch.warp_redux_sync(empty, kind="add"))
+    return line_of(total, longest, chunks, requests, empty, pool.workers, pool.fixed, pool.shares, pool.combined, costs)
 
 
 @cute.jit
@@ -256,7 +271,8 @@ def widths_of(units: cute.Tensor, line: Line) -> cute.Tensor:
     widths = cute.make_rmem_tensor(PER_LANE, Int32)
     inverse = cute.arch.rcp_approx(Float32(line.step))
     for i in cutlass.range_constexpr(PER_LANE):
-        width = cutlass.select_(line.lead > 0, line.lead + units[i], chunks_of(units[i], line.step, inverse))
+        even = cutlass.select_(units[i] > 0, line.lead + units[i], Int32(0))
+        width = cutlass.select_(line.lead > 0, even, chunks_of(units[i], line.step, inverse))
         widths[i] = cutlass.select_(units[i] >= 0, width, Int32(0))
     return widths
 
@@ -314,32 +330,52 @@ def first_split(
         request, start = locate(point, seq_lens, line, lane, costs)
         length = seq_lens[cutlass.min(request, requests - 1)]
     end = cutlass.select_(request < requests, point + line.span, point)
-    return Split(point, end, request, start, length), Line(line.lead, step, line.stride, line.span)
+    return Split(point, end, request, start, length), Line(line.lead, step, line.span, line.empty)
+
+
+@cute.jit
+def next_with_keys(request: Int32, seq_lens: cute.Tensor):
+    """(the first request from this one on that has keys, or the number of requests; its length); by a whole warp, which
+    reads as many lengths at once."""
+    requests, lane = Int32(seq_lens.shape[0]), cute.arch.lane_idx()
+    found, length = requests, Int32(0)
+    while found == requests and request < requests:
+        own = Int32(0)
+        if request + lane < requests:
+            own = seq_lens[request + lane]
+        holders = Int32(cute.arch.vote_ballot_sync(own > 0))
+        if holders != 0:
+            first = Int32(31 - cute.arch.clz(holders & -holders))
+            found, length = Int32(request + first), cute.arch.shuffle_sync(own, first)
+        request = request + WARP
+    return found, length
 
 
 @cute.jit
 def next_place(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
-    """The place behind a split, whether there is something to do or not."""
+    """The place behind a split, whether there is something to do or not; by a whole warp."""
     _, _, units, behind = units_range(split, line, costs)
     request, start, length, end = split.request, split.start, split.length, split.end
     if (behind - start - line.lead) * line.step >= units:
         request, start = request + 1, behind
-        if request < seq_lens.shape[0]:
+        if line.empty > 0:
+            request, length = next_with_keys(request, seq_lens)
+        elif request < seq_lens.shape[0]:
             length = seq_lens[request]
-        else:
+        if request >= seq_lens.shape[0]:
             end = behind
     return Split(behind, end, request, start, length)
 
 
 @cute.jit
 def skip_empty(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
-    """This place, or the next one with something to do: a worker may have the lead of a request and none of its units.
-    A request without keys belongs to the worker at its first point."""
+    """This place, or the next one with something to do: a worker may have the lead of a request and none of its
+    units."""
     if line.lead > 0:
         searching = has_work(split)
         while searching:
-            first, end, units, _ = units_range(split, line, costs)
-            searching = first == end and (units > 0 or split.point > split.start)
+            first, end, _, _ = units_range(split, line, costs)
+            searching = first == end
             if searching:
                 split = next_place(split, seq_lens, line, costs)
                 searching = has_work(split)
@@ -352,13 +388,40 @@ def next_split(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.C
     return skip_empty(next_place(split, seq_lens, line, costs), seq_lens, line, costs)
 
 
+PLAN = 9  # int32 values that `share_plan` needs
+
+
+@cute.jit
+def share_plan(
+    plan: cute.Pointer,  # (PLAN,) int32, shared memory
+    worker: Int32,
+    seq_lens: cute.Tensor,
+    pool: Pool,
+    mine: Boolean,  # whether this warp is the one that finds it
+    lane: Int32,
+    costs: cutlass.Constexpr,
+):
+    """(a worker's first split with something to do, its line), by one warp for all of the CTA, which all call this: in
+    every warp by itself, the search takes three times as long, as warps take turns to issue."""
+    values = cute.make_tensor(plan, cute.make_layout(PLAN))
+    if mine:
+        line = lay_out(seq_lens, lane, pool, costs)
+        split, line = first_split(worker, seq_lens, line, pool, lane, costs)
+        split = skip_empty(split, seq_lens, line, costs)
+        if lane == 0:
+            for i, value in enumerate((*split, *line)):
+                values[i] = value
+    cute.arch.sync_threads()
+    found = [values[i] for i in range(PLAN)]
+    return Split(*found[:5]), Line(*found[5:])
+
+
 # ------------------------------------------------------------------------------------------------ splits of a request
 class Piece(NamedTuple):
-    """A split among those of its request on an even line. index: of `count`. base: slot of the first one."""
+    """A split among those of its request on an even line. index: of `count`."""
 
     index: Int32
     count: Int32
-    base: Int32
 
 
 @cute.jit
@@ -367,7 +430,7 @@ def piece_of(worker: Int32, split: Split, units: Int32, line: Line) -> Piece:
     the first: who waits for the one behind it waits for nobody who waits for him."""
     begin = split.start + line.lead
     first = begin // line.span  # worker
-    return Piece(worker - first, (begin + units - 1) // line.span - first + 1, 2 * first + 1)
+    return Piece(worker - first, (begin + units - 1) // line.span - first + 1)
 
 
 def takes(piece: Piece, step: Any) -> Any:
@@ -375,17 +438,23 @@ def takes(piece: Piece, step: Any) -> Any:
     return (piece.index % (2 * step) == 0) & (piece.index + step < piece.count)
 
 
-def slot_of(worker: Any) -> Any:
-    """Slot of a worker's split on an even line that goes on with a request; the one behind it is for the request that
-    it begins."""
-    return 2 * worker
+def slot_of(worker: Any, request: Any) -> Any:
+    """Slot of a worker's share of a request on an even line: those of a request lie behind each other, as its workers
+    do, and the next request begins where it ends, at the earliest with the same worker."""
+    return worker + request
 
 
-def slot_behind(base: Any, index: Any) -> Any:
-    """Slot of a split on an even line among those of its request: see `slot_of`."""
-    return base + index + cutlass.max(index - 1, 0)
+@cute.jit
+def slots_of(worker: Int32, split: Split, units: Int32, line: Line, pool: Pool):
+    """(splits of a request, slot of the first one), of the worker that begins it; for `combine.list_request`."""
+    count, base = Int32(0), split.start
+    if pool.fixed > 0:
+        count = ceil_div(units, pool.fixed)
+    else:
+        count, base = piece_of(worker, split, units, line).count, slot_of(worker, split.request)
+    return count, base
 
 
 def most_slots(requests: int, workers: int, units: int, fixed: int) -> int:
     """Slots that a batch may take. units: of the longest request that its page table can hold; on the host."""
-    return requests * -(-units // fixed) if fixed else 2 * workers
+    return requests * -(-units // fixed) if fixed else requests + workers

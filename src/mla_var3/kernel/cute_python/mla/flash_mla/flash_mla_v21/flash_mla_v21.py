@@ -80,8 +80,6 @@ RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits bes
 # Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
 # the product with V works on padding as on rows, which a chip at its power limit pays for in clock.
 PADDING = 1.0e30
-# A tile takes 1.2 us, the begin and end of a split 3 us, the combine 2 to 3 us (devlog of version 10).
-COSTS = Costs(unit=TOKENS, overhead=2, combine=3, join=2)
 
 
 class Barrier(IntEnum):
@@ -176,8 +174,15 @@ class Geometry:
         return Partials(self.tiles, ROWS, self.k)
 
     @property
+    def costs(self) -> Costs:
+        """In KV tiles. A pair of query tiles takes 1.6 us for one, and 6.5 us for the begin and end of a split, in
+        which the loop drains and fills; a single query tile takes 2.5 us, with memory as the limit, and no more for
+        the rest."""
+        return Costs(unit=TOKENS, overhead=4 if self.cluster > 1 else 3, combine=3, listed=4, join=3)
+
+    @property
     def merge(self) -> combine.Merge:
-        return combine.Merge(self.h, self.h_kv, self.s, self.partials, COSTS)
+        return combine.Merge(self.h, self.h_kv, self.s, self.partials, self.costs)
 
 
 def shared_storage(geometry: Geometry, dtype: type) -> type:
@@ -189,6 +194,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "full": array(Int64, STAGES * geometry.panels),  # mbarriers: a panel has been loaded
         "empty": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are no longer read
+        "plan": array(Int32, scheduler.PLAN),
         "row_max": array(Float32, ROWS),  # running maximum that both consumers share
         "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
         "query": cute.struct.Align[array(dtype, ROWS * (geometry.k + geometry.p)), 1024],
@@ -239,7 +245,7 @@ def load(
     parity = Int32(1)  # the first pass finds its panels free
     is_first = Boolean(True)
     while scheduler.has_work(split):
-        first, end, _, _ = scheduler.units_range(split, line, COSTS)
+        first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
         for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
             if tile // per_page != guess:
                 page = page_table[split.request, tile // per_page]
@@ -270,7 +276,7 @@ def load(
                         named_arrive(Barrier.FIRST_TILE_LEFT + waiting, 3 * 32)
             is_first = Boolean(False)
         guess, is_first = Int32(-1), Boolean(False)
-        split = scheduler.next_split(split, seq_lens, line, COSTS)
+        split = scheduler.next_split(split, seq_lens, line, geometry.costs)
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
@@ -672,6 +678,8 @@ def join(
     targets: cutlass.Constexpr,
     flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
     piece: scheduler.Piece,
+    worker: Int32,
+    request: Int32,
     tile: Int32,  # query tile of the request
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
@@ -679,7 +687,7 @@ def join(
     """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
     step = Int32(1)
     while scheduler.takes(piece, step):
-        slot = scheduler.slot_behind(piece.base, piece.index + step)
+        slot = scheduler.slot_of(worker + step, request)
         if thread == 0:
             take_flag(flags.iterator + (slot * geometry.tiles + tile))
         named_sync(Barrier.CONSUMERS, CONSUMERS)
@@ -806,6 +814,19 @@ def store_no_keys(
             lse[request, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
 
 
+@cute.jit
+def store_empty(
+    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, pool: Pool, worker: Int32,
+    kv_head: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """The results of this worker's share of the requests without keys, which have no point on an even line."""
+    for request in cutlass.range(worker, seq_lens.shape[0], pool.workers, unroll=1):
+        if seq_lens[request] <= 0:
+            store_no_keys(out, lse, request, kv_head, first_row, thread, geometry)
+            if thread == 0:
+                combine.list_request(table, request, Int32(0), Int32(0))
+
+
 # ------------------------------------------------------------------------------------------------ device: consume
 @cute.jit
 def consume(
@@ -816,7 +837,7 @@ def consume(
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
-    fixed: Int32,  # of `scheduler.Pool`
+    pool: Pool,
     split: scheduler.Split,
     line: scheduler.Line,
     scale_log2: Float32,
@@ -838,11 +859,14 @@ def consume(
     row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
     me = thread // WARPGROUP
     parity = Int32(0)  # of this consumer's stage
+    if line.empty > 0:
+        store_empty(out, lse, table, seq_lens, pool, worker, kv_head, first_row, thread, geometry)
     while scheduler.has_work(split):
-        first, end, units, _ = scheduler.units_range(split, line, COSTS)
+        first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
         following = split
-        if fixed > 0 and first == 0 and thread == 0:
-            combine.list_request(table, split, units, fixed)
+        if first == 0 and thread == 0 and combine.lists(line, pool):
+            count, base = scheduler.slots_of(worker, split, units, line, pool)
+            combine.list_request(table, split.request, count, base)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -855,7 +879,7 @@ def consume(
                     w = Consumer.make(consumer, geometry, storage, q_tile, lane, scale_log2, registers)
                     w.begin(first_row, split.length)
                     w.run(first, end, unmasked, split.length, parity)
-                    following = scheduler.next_split(split, seq_lens, line, COSTS)
+                    following = scheduler.next_split(split, seq_lens, line, geometry.costs)
                     if cutlass.const_expr(consumer == EVEN):
                         # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
                         if scheduler.has_work(following):
@@ -869,19 +893,21 @@ def consume(
             for r in cutlass.range_constexpr(2):
                 registers[2][r] = softmax.quad_sum(registers[2][r])
             whole, slot, tile = end - first == units, split.point, kv_head * geometry.row_tiles + row_tile
-            if line.lead > 0 and not whole:
-                piece = scheduler.piece_of(worker, split, units, line)
-                join(registers, targets, flags, piece, tile, thread, geometry)
-                whole, slot = piece.index == 0, scheduler.slot_behind(piece.base, piece.index)
+            if line.lead > 0:
+                slot = scheduler.slot_of(worker, split.request)
+                if pool.combined == 0 and not whole:
+                    piece = scheduler.piece_of(worker, split, units, line)
+                    join(registers, targets, flags, piece, worker, split.request, tile, thread, geometry)
+                    whole = piece.index == 0
             epilogue(
                 registers, row_sums, targets, split.request, slot, whole, kv_head, row_tile, thread, geometry,
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
-            sends = (thread == 0) & (line.lead > 0) & (first > 0)
-            raise_flag(flags.iterator + (scheduler.slot_of(worker) * geometry.tiles + tile), sends)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
+            raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), sends)
         else:
             store_no_keys(out, lse, split.request, kv_head, first_row, thread, geometry)
-            following = scheduler.next_split(split, seq_lens, line, COSTS)
+            following = scheduler.next_split(split, seq_lens, line, geometry.costs)
             if thread < WARPGROUP and scheduler.has_work(following):
                 rows.copy_query_rows(
                     q, q_tile, following.request, kv_head, first_row, geometry.rows, geometry.group, thread, WARPGROUP
@@ -933,7 +959,7 @@ def flash_mla_v21(
     # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind them.
     requests, width = page_table.shape
     line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
-    at, _, _, _ = scheduler.units_range(split, line, COSTS)
+    at, _, _, _ = scheduler.units_range(split, line, geometry.costs)
     stage = (warp - CONSUMERS // 32) // 2  # of a producer
     guess = cutlass.max(cutlass.min((at + stage) * TOKENS // geometry.page, width - 1), 0)
     guessed = cutlass.min(split.request, requests - 1)
@@ -941,7 +967,7 @@ def flash_mla_v21(
     of_length = seq_lens.iterator + guessed
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     wait_for_launch(of_page.toint() | of_length.toint())
-    as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, COSTS)
+    as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, geometry.costs)
     length = cute.make_tensor(of_length, cute.make_layout(1))[0]
     page = cute.make_tensor(of_page, cute.make_layout(1))[0]
     if warp < CONSUMERS // 32:
@@ -950,12 +976,13 @@ def flash_mla_v21(
         )  # fmt: skip
     if as_guessed:
         split = scheduler.Split(split.point, split.end, split.request, split.start, length)
+        split = scheduler.skip_empty(split, seq_lens, line, geometry.costs)
     else:
-        line = scheduler.lay_out(seq_lens, lane, pool, COSTS)
-        split, line = scheduler.first_split(worker, seq_lens, line, pool, lane, COSTS)
-    split = scheduler.skip_empty(split, seq_lens, line, COSTS)
+        split, line = scheduler.share_plan(
+            storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
+        )  # fmt: skip
     if tile == 0 and worker == 0 and thread == CONSUMERS:
-        combine.write_mode(table, line, as_guessed, pool.fixed)
+        combine.write_mode(table, line, as_guessed, pool)
     if split.request != guessed:
         guess = Int32(-1)
         if warp < CONSUMERS // 32 and scheduler.has_work(split):
@@ -979,7 +1006,7 @@ kv_head, rank, i // 2, i % 2, geometry,
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
-            q, q_tile, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool.fixed, split, line, scale_log2,
+            q, q_tile, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool, split, line, scale_log2,
             worker, kv_head, row_tile, thread, geometry,
         )  # fmt: skip
     if cutlass.const_expr(geometry.cluster > 1):
@@ -1012,7 +1039,7 @@ def launch_flash_mla_v21(
 ):
     """Launches a CTA for each query tile and worker, and behind it the combine, both as programmatic dependents."""
     tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1)
-    pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
+    pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, geometry.costs)
     flash_mla_v21(
         q,
         tma,
@@ -1038,7 +1065,7 @@ def launch_flash_mla_v21(
     )
     ctas = workers * geometry.tiles
     combine.launch(
-        outputs, stats, table, out, lse, seq_lens, pool.shares, fixed, 2 * ctas, geometry.merge, stream
+        outputs, stats, table, out, lse, seq_lens, pool, 2 * ctas, geometry.merge, stream
     )  # fmt: skip
 
 

@@ -72,8 +72,8 @@ CONSUMER_THREADS = CONSUMERS * WARPGROUP
 THREADS = CONSUMER_THREADS + 32
 WARPS = WARPGROUP // 32
 EVEN, ODD = 0, 1
-# A tile takes 2 us where all CTAs read, 1.2 us where few do; begin and end of a split 2 us, the combine 2 us.
-COSTS = Costs(unit=TOKENS, overhead=1, combine=1, join=1)
+# A tile takes 2 us where all CTAs read, 1.2 us where few do; begin and end of a split 3 us, the combine 2 to 3 us.
+COSTS = Costs(unit=TOKENS, overhead=2, combine=1, listed=2, join=2)
 COMBINE_BYTES = 2 * 9 * 1024  # shared memory that is left to CTAs of the combine
 
 
@@ -154,6 +154,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "full": array(Int64, geometry.slots),  # mbarriers: the panel has been loaded
         "empty": array(Int64, geometry.slots),  # mbarriers: the panel is no longer read
+        "plan": array(Int32, scheduler.PLAN),
         "board": board,  # maxima, then sums of P
         "magnitudes": board,
         "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
@@ -612,6 +613,8 @@ def join(
     targets: cutlass.Constexpr,
     flags: cute.Tensor,  # (slots · h_kv,) int32, global memory: the partial result of a slot is there
     piece: scheduler.Piece,
+    worker: Int32,
+    request: Int32,
     kv_head: Int32,
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
@@ -619,7 +622,7 @@ def join(
     """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
     step = Int32(1)
     while scheduler.takes(piece, step):
-        slot = scheduler.slot_behind(piece.base, piece.index + step)
+        slot = scheduler.slot_of(worker + step, request)
         if thread == 0:
             take_flag(flags.iterator + (slot * geometry.h_kv + kv_head))
         named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
@@ -766,6 +769,19 @@ def store_no_keys(out: cute.Tensor, lse: cute.Tensor, request: Int32, kv_head: I
             lse[request, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
 
 
+@cute.jit
+def store_empty(
+    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, pool: Pool, worker: Int32,
+    kv_head: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """The results of this worker's share of the requests without keys, which have no point on an even line."""
+    for request in cutlass.range(worker, seq_lens.shape[0], pool.workers, unroll=1):
+        if seq_lens[request] <= 0:
+            store_no_keys(out, lse, request, kv_head, thread, geometry)
+            if thread == 0:
+                combine.list_request(table, request, Int32(0), Int32(0))
+
+
 # ------------------------------------------------------------------------------------------------ device: consume
 @cute.jit
 def consume(
@@ -775,7 +791,7 @@ def consume(
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
-    fixed: Int32,  # of `scheduler.Pool`
+    pool: Pool,
     split: scheduler.Split,
     line: scheduler.Line,
     scale_log2: Float32,
@@ -797,10 +813,13 @@ def consume(
     q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
     slot, phase = Int32(0), Int32(0)
     is_first = Boolean(True)
+    if line.empty > 0:
+        store_empty(out, lse, table, seq_lens, pool, worker, kv_head, thread, geometry)
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, COSTS)
-        if fixed > 0 and first == 0 and thread == 0:
-            combine.list_request(table, split, units, fixed)
+        if first == 0 and thread == 0 and combine.lists(line, pool):
+            count, base = scheduler.slots_of(worker, split, units, line, pool)
+            combine.list_request(table, split.request, count, base)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -834,14 +853,16 @@ def consume(
         if first < end:
             whole, place = end - first == units, split.point
             sums = share_sums(registers[2], storage, thread, geometry)
-            if line.lead > 0 and not whole:
-                piece = scheduler.piece_of(worker, split, units, line)
-                join(registers, sums, targets, flags, piece, kv_head, thread, geometry)
-                whole, place = piece.index == 0, scheduler.slot_behind(piece.base, piece.index)
+            if line.lead > 0:
+                place = scheduler.slot_of(worker, split.request)
+                if pool.combined == 0 and not whole:
+                    piece = scheduler.piece_of(worker, split, units, line)
+                    join(registers, sums, targets, flags, piece, worker, split.request, kv_head, thread, geometry)
+                    whole = piece.index == 0
             epilogue(registers, sums, storage, targets, split.request, place, whole, kv_head, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            sends = (thread == 0) & (line.lead > 0) & (first > 0)
-            raise_flag(flags.iterator + (scheduler.slot_of(worker) * geometry.h_kv + kv_head), sends)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
+            raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.h_kv + kv_head), sends)
         else:
             store_no_keys(out, lse, split.request, kv_head, thread, geometry)
         split = following
@@ -904,12 +925,13 @@ def flash_mla_v22(
         )  # fmt: skip
     if as_guessed:
         split = scheduler.Split(split.point, split.end, split.request, split.start, length)
+        split = scheduler.skip_empty(split, seq_lens, line, COSTS)
     else:
-        line = scheduler.lay_out(seq_lens, lane, pool, COSTS)
-        split, line = scheduler.first_split(worker, seq_lens, line, pool, lane, COSTS)
-    split = scheduler.skip_empty(split, seq_lens, line, COSTS)
+        split, line = scheduler.share_plan(
+            storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
+        )  # fmt: skip
     if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
-        combine.write_mode(table, line, as_guessed, pool.fixed)
+        combine.write_mode(table, line, as_guessed, pool)
     if split.request != guessed:
         guess = Int32(-1)
         if warp < CONSUMERS * WARPS and scheduler.has_work(split):
@@ -926,7 +948,7 @@ def flash_mla_v22(
         )  # fmt: skip
     else:
         consume(
-            q, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool.fixed, split, line, scale_log2, worker,
+            q, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool, split, line, scale_log2, worker,
             kv_head, thread, geometry,
         )  # fmt: skip
 
@@ -980,7 +1002,7 @@ def launch_flash_mla_v22(
     )
     ctas = workers * geometry.h_kv
     combine.launch(
-        outputs, stats, table, out, lse, seq_lens, pool.shares, fixed, 2 * ctas, geometry.merge, stream
+        outputs, stats, table, out, lse, seq_lens, pool, 2 * ctas, geometry.merge, stream
     )  # fmt: skip
 
 

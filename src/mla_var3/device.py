@@ -46,6 +46,7 @@ class Requirement:
     archs: architectures it is written for, as in `FEATURES` ("sm_90a", "sm_80+"); () is any.
     features: names of `FEATURES`. dtypes: of the problem; () is any.
     problem: a predicate over the problem that returns a `Verdict` (its reason is passed on) or a bool.
+    strided_pages: whether pages of a cache may lie further apart than they are long.
     workload: name of the problem's workload; "" is any. A `KernelPlan` fills it in.
     """
 
@@ -53,6 +54,7 @@ class Requirement:
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     features: tuple[str, ...] = ()
     problem: Callable[[Any], Verdict | bool] | None = None
+    strided_pages: bool = False
     workload: str = ""
 
     def __post_init__(self) -> None:
@@ -66,6 +68,8 @@ class Requirement:
             return Verdict(False, f"the kernel computes {self.workload}; the problem is one of {problem.workload}")
         if self.dtypes and problem.dtype not in self.dtypes:
             return Verdict(False, f"the kernel takes {' or '.join(self.dtypes)}; the problem is {problem.dtype}")
+        if getattr(problem, "strided_pages", False) and not self.strided_pages:
+            return Verdict(False, "the kernel reads contiguous caches; the problem's pages lie further apart")
         if self.problem is None:
             return Verdict(True)
         answer = self.problem(problem)

@@ -31,6 +31,7 @@ PROBLEM = MlaProblem(h=4, s=2, b=3, t=1, lengths=[70, 0, 129])
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
     engine = CpuEngine()
     monkeypatch.setattr(api, "mla_decode", functools.partial(mla_decode, on=engine, kernel="torch/flash_mla"))
+    monkeypatch.setattr(api, "engine", lambda: engine)
     return engine
 
 
@@ -64,6 +65,83 @@ def test_gives_flash_mlas_results(causal: bool) -> None:
     assert lse.shape == (3, 4, 2) and lse.dtype == torch.float32
     assert not out[1].any() and torch.isposinf(lse[1]).all(), "a request without keys"
     assert meta.have_initialized
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    # num_sms / h_kv / ceil(s·h / h_kv / 64) of 132 multiprocessors, at least 1, in whole numbers
+    [({}, 132), ({"h": 128}, 66), ({"h": 128, "s": 2}, 33), ({"h": 6, "h_kv": 3}, 44), ({"h": 100, "h_kv": 100}, 1)],
+)
+def test_metadata_has_flash_mlas_tensors_after_the_first_call(fields: dict[str, int], parts: int) -> None:
+    tensors = make_inputs(MlaProblem(b=3, t=1, **{"h": 4, **fields}), "cpu")
+    meta, _ = api.get_mla_metadata()
+    api.flash_mla_with_kvcache(*tensors, 512, meta)
+    plan, splits = meta.tile_scheduler_metadata, meta.num_splits
+    assert plan is not None and splits is not None
+    assert plan.shape == (parts, 8) and plan.dtype == torch.int32 and plan.device == tensors[0].device
+    assert splits.shape == (4,) and splits.dtype == torch.int32 and splits.device == tensors[0].device
+
+
+def test_tensors_of_the_metadata_may_be_copied_overwritten_and_passed_around() -> None:
+    """As engines do it: buffers as large as there are multiprocessors and requests, whose first rows a graph reads."""
+    tensors = given()
+    meta, _ = api.get_mla_metadata()
+    wanted = api.flash_mla_with_kvcache(*tensors, 512, meta)
+    plan, splits = meta.tile_scheduler_metadata, meta.num_splits
+    assert plan is not None and splits is not None
+    rows, counts = torch.zeros(132, 8, dtype=torch.int32), torch.zeros(257, dtype=torch.int32)
+    rows[: len(plan)].copy_(plan)
+    counts[: len(splits)].copy_(splits)
+    plan.fill_(-1)
+    meta.tile_scheduler_metadata, meta.num_splits = rows[: len(plan)], counts[: len(splits)]
+    for each, number in ((meta, None), (meta, meta.num_splits), (rows[: len(plan)], counts[: len(splits)])):
+        found = api.flash_mla_with_kvcache(*tensors, 512, each, number)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert meta.tile_scheduler_metadata is not plan, "what a program put there stays there"
+
+
+def test_fresh_metadata_keeps_the_tensors_that_a_program_gave_it() -> None:
+    rows, counts = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    meta, _ = api.get_mla_metadata()
+    meta.tile_scheduler_metadata, meta.num_splits = rows, counts
+    api.flash_mla_with_kvcache(*given(), 512, meta)
+    assert meta.have_initialized and meta.tile_scheduler_metadata is rows and meta.num_splits is counts
+
+
+def test_a_refused_call_leaves_metadata_fresh() -> None:
+    q, cache, table, lens = given()
+    meta, _ = api.get_mla_metadata()
+    with pytest.raises(UserError, match="page_table has 2 rows"):
+        api.flash_mla_with_kvcache(q, cache, table[:2], lens, 512, meta)
+    assert meta == api.get_mla_metadata()[0]
+
+
+def test_tensors_in_place_of_metadata_are_of_no_group() -> None:
+    """FlashMLA's older interface: two tensors, and calls of any shape with them."""
+    rows, counts = torch.zeros(132, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    q, cache, table, lens = given()
+    for b in (3, 2):
+        out, lse = api.flash_mla_with_kvcache(
+            q=q[:b], k_cache=cache, block_table=table[:b], cache_seqlens=lens[:b], head_dim_v=512,
+            tile_scheduler_metadata=rows, num_splits=counts, softmax_scale=576**-0.5, causal=True,
+        )  # fmt: skip
+        want = mla_decode_reference(q[:b], cache, table[:b], lens[:b], k=512, scale=576**-0.5, causal=True)
+        assert torch.equal(out, want[0].to(q.dtype)) and torch.equal(lse, want[1].float())
+
+
+@pytest.mark.parametrize(("k", "p"), [(512, 0), (256, 64)])
+def test_other_widths_have_their_own_default_scale(k: int, p: int) -> None:
+    tensors = make_inputs(PROBLEM.replace(k=k, p=p), "cpu")
+    out, lse = api.flash_mla_with_kvcache(*tensors, k, api.get_mla_metadata()[0])
+    want = mla_decode_reference(*tensors, k=k, scale=(k + p) ** -0.5, causal=False)
+    assert torch.equal(out, want[0].to(out.dtype)) and torch.equal(lse, want[1].float())
+
+
+def test_a_cache_of_three_dimensions_is_of_the_same_group() -> None:
+    q, cache, table, lens = given()
+    meta, _ = api.get_mla_metadata()
+    both = [api.flash_mla_with_kvcache(q, c, table.long(), lens.long(), 512, meta) for c in (cache, cache[:, :, 0])]
+    assert torch.equal(both[0][0], both[1][0])
 
 
 def test_the_scale_is_the_callers() -> None:
@@ -123,7 +201,7 @@ def test_arguments_of_sparse_attention_are_refused_by_name(name: str) -> None:
 
 
 def test_fp8_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"^is_fp8_kvcache was given: FP8 caches"):
+    with pytest.raises(UserError, match=r"^is_fp8_kvcache was given: FP8 caches are not supported yet by mla_dec"):
         api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], is_fp8_kvcache=True)
 
 
@@ -132,9 +210,10 @@ def test_fp8_is_refused_by_name() -> None:
     [
         ({"block_table": None}, "block_table is None: dense attention needs it"),
         ({"cache_seqlens": None}, "cache_seqlens is None"),
-        ({"head_dim_v": 256}, "head_dim_v = 256 must be 512"),
+        ({"head_dim_v": 600}, "head_dim_v = 600 latent columns of 576"),
+        ({"k_cache": torch.zeros(9, 64, 656, dtype=torch.uint8)}, "kv_cache is torch.uint8: FP8 caches"),
         ({"tile_scheduler_metadata": None}, "tile_scheduler_metadata is a NoneType: pass what get_mla_metadata"),
-        ({"num_splits": torch.zeros(4)}, "num_splits was given: pass None"),
+        ({"num_splits": 4}, "num_splits is a int: pass None, or a tensor"),
         ({"q": torch.zeros(3, 4, 576, dtype=torch.bfloat16)}, "must have four dimensions"),
     ],
 )

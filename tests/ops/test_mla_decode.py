@@ -107,6 +107,137 @@ def test_slices_of_tables_and_transposed_queries_are_taken(engine: CpuEngine) ->
     assert same(call(engine, (turned, cache, sliced, lens)), expected((q, cache, table, lens), 192**-0.5))
 
 
+# ---------------------------------------------------------------- what engines hand over
+def pages_apart(cache: Any, room: int = 1, before: int = 0) -> Any:
+    """The same pages with others between them: of `room` other layers, say, `before` of which lie in front."""
+    between = cache.new_full((len(cache), 1 + room, *cache.shape[1:]), float("nan"))
+    between[:, before] = cache
+    return between[:, before]
+
+
+def test_a_cache_of_three_dimensions_has_one_latent_a_token(engine: CpuEngine) -> None:
+    q, cache, table, lens = given = inputs()
+    wanted = expected(given, 192**-0.5)
+    assert same(call(engine, (q, cache[:, :, 0], table, lens)), wanted)
+    assert same(call(engine, (q, pages_apart(cache)[:, :, 0], table, lens)), wanted)
+    assert same(call(engine, given), wanted)
+    assert engine.planned == 2, "contiguous, and with pages apart"
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, PROBLEM.replace(h_kv=2), PROBLEM.replace(page=1)], ids=lambda p: p.label)
+def test_pages_may_lie_apart(engine: CpuEngine, problem: MlaProblem) -> None:
+    q, cache, table, lens = given = inputs(problem)
+    wanted = expected(given, 192**-0.5)
+    for apart in (pages_apart(cache), pages_apart(cache, 2, before=1), pages_apart(cache, 2), cache):
+        assert same(call(engine, (q, apart, table, lens)), wanted)
+    assert engine.planned == 3, "one for each stride"
+
+
+def test_the_same_pages_apart_are_one_problem() -> None:
+    from mla_var3.ops.request import problem_of
+
+    q, cache, table, lens = inputs()
+    options: dict[str, Any] = {"head_dim_v": 512, "scale": None, "causal": True}
+    plain, apart = (problem_of(q, c, table, lens, **options) for c in (cache, pages_apart(cache)))
+    assert not plain.strided_pages and apart == plain.replace(strided_pages=True)
+    assert problem_of(q, pages_apart(cache, 3), table, lens, **options) is apart
+
+
+def test_pages_apart_are_given_to_versions_that_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    picked = set()
+    for b in (1, 32, 256):
+        for h in (8, 16, 64, 128):
+            problem = MlaProblem(b=b, h=h, t=4096, strided_pages=True)
+            for split in (None, 1024):
+                way = decode_module.way_for(problem, Device.get("h200"), fixed_split=split)
+                picked.add(way.key[0].label)
+                assert way.make(problem, Device.get("h200")).requires.strided_pages
+    assert picked == {"cute-dsl/flash_mla_v21", "cute-dsl/flash_mla_v22"}
+
+
+def test_pages_apart_that_no_version_takes_are_refused_with_the_reasons() -> None:
+    problem = MlaProblem(b=3, h=16, t=4096, strided_pages=True)
+    with pytest.raises(Unsupported, match=r"no version takes .*: the kernel reads contiguous caches; the problem's pa"):
+        decode_module.way_for(problem, Device.get("a100"))
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(9, 64, 2, 576, dtype=torch.bfloat16)[:, :, :1],
+        torch.zeros(9, 64, 2, 576, dtype=torch.bfloat16)[:, ::2],
+        torch.zeros(9, 64, 1, 640, dtype=torch.bfloat16)[..., :576],
+        torch.zeros(9, 2, 64, 576, dtype=torch.bfloat16).transpose(1, 2),
+        torch.zeros(9, 576, 64, dtype=torch.bfloat16).transpose(1, 2),
+        torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16).expand(9, -1, -1, -1),
+        torch.zeros(9 * 64 * 580, dtype=torch.bfloat16).as_strided((9, 64, 1, 576), (64 * 576 + 4, 576, 576, 1)),
+        torch.zeros(9 * 64 * 580, dtype=torch.bfloat16).as_strided((9, 64, 1, 576), (64 * 288, 576, 576, 1)),
+    ],
+    ids=["heads", "tokens", "columns", "heads first", "columns first", "one page", "8 bytes", "overlapping"],
+)
+def test_other_strides_of_a_cache_are_refused(engine: CpuEngine, cache: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"^kv_cache is not contiguous \(strides .* only its pages may lie further apart"
+    ):
+        call(engine, changed(kv_cache=cache))
+
+
+@pytest.mark.parametrize("names", [("page_table",), ("seq_lens",), ("page_table", "seq_lens")])
+def test_tables_and_lengths_of_64_bits_are_taken(engine: CpuEngine, names: tuple[str, ...]) -> None:
+    given = inputs()
+    wanted = expected(given, 192**-0.5)
+    call(engine, given)
+    for seed in (0, 1):
+        q, cache, table, lens = given = inputs(seed=seed)
+        wanted = expected(given, 192**-0.5)
+        long = {"page_table": table.long(), "seq_lens": lens.long()}
+        found = call(
+            engine, (q, cache, *(long[n] if n in names else x for n, x in zip(long, (table, lens), strict=True)))
+        )
+        assert same(found, wanted)
+    assert engine.planned == 1
+
+
+def test_a_wide_table_of_64_bits_is_narrowed_row_by_row(engine: CpuEngine) -> None:
+    q, cache, table, lens = given = inputs()
+    wide = torch.full((3, 9), -1, dtype=torch.int64)
+    wide[:, : table.shape[1]] = table
+    turned = wide.t().contiguous().t()
+    for each in (wide, wide[:, : table.shape[1]], turned):
+        assert same(call(engine, (q, cache, each, lens.long())), expected(given, 192**-0.5))
+
+
+def test_a_common_call_makes_no_tensors_of_its_inputs(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """int32, contiguous, four dimensions: what the kernel is given are the caller's tensors."""
+    seen: list[Any] = []
+    monkeypatch.setattr(CpuEngine, "run", lambda self, way, problem, given, results: seen.extend(given))
+    given = inputs()
+    call(engine, given)
+    assert seen[2] is given[2] and seen[3] is given[3]
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in given]
+    assert seen[1].shape == given[1].shape and seen[1].stride() == given[1].stride()
+
+
+@pytest.mark.parametrize("columns", [576, 656, 584])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.float8_e5m2])
+def test_caches_of_8_bits_are_refused_as_such(engine: CpuEngine, dtype: Any, columns: int) -> None:
+    for cache in (torch.zeros(9, 64, 1, columns, dtype=dtype), torch.zeros(9, 64, columns, dtype=dtype)):
+        with pytest.raises(
+            UserError, match=r"FP8 caches are not supported yet by mla_decode, so pass .* torch.bfloat16"
+        ):
+            call(engine, changed(kv_cache=cache))
+
+
+@pytest.mark.parametrize(("k", "p"), [(512, 0), (256, 64), (256, 32)])
+def test_other_widths_are_computed_where_a_version_takes_them(engine: CpuEngine, k: int, p: int) -> None:
+    problem = PROBLEM.replace(k=k, p=p)
+    given = make_inputs(problem, "cpu", dist="normal")
+    found = call(engine, given, head_dim_v=k)
+    out, lse = mla_decode_reference(*given, k=k, scale=(128 + p) ** -0.5, causal=True)
+    assert same(found, (out.to(given[0].dtype), lse.float()))
+
+
 def test_an_empty_batch_gives_empty_results(engine: CpuEngine) -> None:
     q, cache, table, lens = inputs()
     out, lse = call(engine, (q[:0], cache, table[:0], lens[:0]))
@@ -239,7 +370,8 @@ def changed(**tensors: Any) -> tuple[Any, ...]:
         ({"q": torch.zeros(3, 2, 4, 576)}, r"q is torch.float32: the kernels compute in torch.bfloat16"),
         ({"kv_cache": torch.zeros(9, 64, 1, 576, dtype=torch.float16)}, "kv_cache is torch.float16 and q torch.bf"),
         ({"page_table": torch.zeros(3, 3)}, "page_table is torch.float32: pass it as torch.int32"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int64)}, "seq_lens is torch.int64: pass it as torch.int32"),
+        ({"seq_lens": torch.zeros(3, dtype=torch.int16)}, "seq_lens is torch.int16: pass it as torch.int32"),
+        ({"kv_cache": torch.zeros(9, 576, dtype=torch.bfloat16)}, r"kv_cache has 2 dimensions, .* or without h_kv"),
         (
             {"page_table": torch.zeros(2, 3, dtype=torch.int32)},
             "page_table has 2 rows and seq_lens 3 entries for the 3",
@@ -248,7 +380,6 @@ def changed(**tensors: Any) -> tuple[Any, ...]:
         ({"kv_cache": torch.zeros(9, 64, 1, 512, dtype=torch.bfloat16)}, "kv_cache has 512 columns and q 576"),
         ({"kv_cache": torch.zeros(9, 64, 3, 576, dtype=torch.bfloat16)}, "4 query heads do not share 3 latent caches"),
         ({"kv_cache": torch.zeros(9, 1, 64, 576, dtype=torch.bfloat16).transpose(1, 2)}, None),
-        ({"kv_cache": torch.zeros(9, 64, 2, 576, dtype=torch.bfloat16)[:, :, :1]}, "kv_cache is not contiguous"),
         ({"seq_lens": torch.zeros(3, dtype=torch.int32, device="meta")}, "seq_lens is on meta and q on cpu"),
     ],
 )

@@ -30,12 +30,18 @@ FIXED = [
     MlaProblem(b=8, h=16, dtype="fp16", t=1, lengths=LENGTHS),
 ]
 SPLIT_TOKENS = 4096
+HANDED_OVER = [
+    MlaProblem(b=8, h=128, t=1, lengths=LENGTHS),
+    MlaProblem(b=8, h=16, t=1, lengths=LENGTHS),
+    MlaProblem(b=8, h=16, h_kv=2, s=2, causal=True, t=1, lengths=LENGTHS),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     compile_ahead([SPLIT, SPLIT.replace(b=1, t=20000, lengths="uniform")])
     compile_ahead(FIXED, fixed_split=SPLIT_TOKENS)
+    compile_ahead([*HANDED_OVER, *(problem.replace(strided_pages=True) for problem in HANDED_OVER)])
 
 
 def test_a_call_never_waits() -> None:
@@ -110,6 +116,97 @@ def test_a_capture_of_unknown_shapes_says_what_to_do() -> None:
             mla_decode(*given, on=engine)
         x.add_(1)
     assert same_bits(mla_decode(*given, on=engine), mla_decode(*given))
+
+
+# ---------------------------------------------------------------- what engines hand over
+def pages_apart(cache: Any, room: int = 1, before: int = 0) -> Any:
+    """The same pages with NaN between them, as long as `room` pages, `before` of it in front of each."""
+    between = cache.new_full((len(cache), 1 + room, *cache.shape[1:]), float("nan"))
+    between[:, before] = cache
+    return between[:, before]
+
+
+def pages_and_a_bit_apart(cache: Any) -> Any:
+    """The same pages with 16 bytes of NaN behind each."""
+    step = cache[0].numel() + 8
+    between = cache.new_full((len(cache) * step,), float("nan")).as_strided(cache.shape, (step, *cache.stride()[1:]))
+    between.copy_(cache)
+    return between
+
+
+def wide(table: Any, columns: int = 37) -> Any:
+    """The table as the front of wider rows."""
+    rows = table.new_full((len(table), table.shape[1] + columns), -1)
+    rows[:, : table.shape[1]] = table
+    return rows[:, : table.shape[1]]
+
+
+FORMS: dict[str, Any] = {
+    "pages apart": lambda q, cache, table, lens: (q, pages_apart(cache), table, lens),
+    "pages far apart": lambda q, cache, table, lens: (q, pages_apart(cache, 60, before=7), table, lens),
+    "pages 16 bytes apart": lambda q, cache, table, lens: (q, pages_and_a_bit_apart(cache), table, lens),
+    "int64": lambda q, cache, table, lens: (q, cache, table.long(), lens.long()),
+    "wide rows": lambda q, cache, table, lens: (q, cache, wide(table), lens),
+    "wide table": lambda q, cache, table, lens: (q, cache, torch.nn.functional.pad(table, (0, 37), value=-1), lens),
+    "wide rows of int64": lambda q, cache, table, lens: (q, cache, wide(table.long()), lens.long()),
+    "all": lambda q, cache, table, lens: (q, pages_apart(cache), wide(table.long()), lens.long()),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("problem", HANDED_OVER, ids=lambda p: p.problem_class().key())
+def test_what_engines_hand_over_gives_the_same_results(problem: MlaProblem, form: str) -> None:
+    given = make_inputs(problem, "cuda", seed=21)
+    handed = FORMS[form](*given)
+    options: dict[str, Any] = {"causal": problem.causal, "return_lse": True}
+    forms = [handed]
+    if problem.h_kv == 1:  # without that dimension
+        forms.append((handed[0], handed[1][:, :, 0], *handed[2:]))
+    for each in forms:
+        found = mla_decode(*each, **options)
+        verdict = judge(found, given, problem.scale, problem.causal, FLASHMLA)
+        assert verdict.ok, verdict.reason
+        if not each[1].is_contiguous() or each[2].shape != given[2].shape:  # other code or splits, perhaps other bits
+            continue
+        assert all(same_bits(a, b) for a, b in zip(found, mla_decode(*given, **options), strict=True))
+
+
+@pytest.mark.parametrize("problem", HANDED_OVER, ids=lambda p: p.problem_class().key())
+def test_a_fixed_split_takes_pages_apart(problem: MlaProblem) -> None:
+    given = make_inputs(problem, "cuda", seed=22)
+    options: dict[str, Any] = {"causal": problem.causal, "return_lse": True, "fixed_split": SPLIT_TOKENS}
+    results = [mla_decode(given[0], pages_apart(given[1], room), *given[2:], **options) for room in (1, 2)]
+    for found in results:
+        verdict = judge(found, given, problem.scale, problem.causal, FLASHMLA)
+        assert verdict.ok, verdict.reason
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("problem", HANDED_OVER, ids=lambda p: p.problem_class().key())
+def test_a_captured_call_follows_tables_and_lengths_of_64_bits(problem: MlaProblem) -> None:
+    """Two calls in one graph, so that the second's copies of int64 tensors may lie where the first's were; filler
+    outside of the graph shows that a replay's copies lie in memory of the graph alone."""
+    causal = problem.causal
+    sets = [FORMS["all"](*make_inputs(problem, "cuda", seed=seed)) for seed in (31, 32)]
+    for given in sets:
+        mla_decode(*given, causal=causal)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [mla_decode(*given, causal=causal, return_lse=True) for given in sets]
+    torch.cuda.empty_cache()
+    filler = [torch.full((problem.b, n), -7, dtype=torch.int32, device="cuda") for n in (1, 64, 188, 200) * 50]
+    for turn in (1, 2, 3):
+        changed = problem.replace(lengths=problem.seq_lens[turn:] + problem.seq_lens[:turn])
+        for i, given in enumerate(sets):
+            for old, new in zip(given, make_inputs(changed, "cuda", seed=10 * turn + i), strict=True):
+                old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, given in zip(captured, sets, strict=True):
+            verdict = judge(found, given, problem.scale, causal, FLASHMLA)
+            assert verdict.ok, verdict.reason
+    assert all(bool((x == -7).all()) for x in filler), "a replay wrote into memory of others"
 
 
 # ---------------------------------------------------------------- fixed split

@@ -23,10 +23,11 @@ from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 
 VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
-PROBLEMS = [MlaProblem(b=1, h=16, t=2048), MlaProblem(b=150, h=16, t=64)]  # cut into parts, and whole
+# Cut into parts, and whole; with pages apart.
+PROBLEMS = [MlaProblem(b=1, h=16, t=2048), MlaProblem(b=150, h=16, t=64), MlaProblem(b=2, h=16, strided_pages=True)]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label + p.detail)
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
 def test_addresses_are_taken_at_the_launch(
     kernel: registry.KernelId, problem: MlaProblem, monkeypatch: pytest.MonkeyPatch

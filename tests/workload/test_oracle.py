@@ -150,6 +150,27 @@ def test_a_contiguous_cache_has_its_pages_in_order():
     assert cache.shape[1] == 64 and table.tolist() == [[0, 1], [2, GARBAGE_PAGE]]
 
 
+@pytest.mark.parametrize("dist", oracle.DISTRIBUTIONS)
+def test_pages_apart_hold_what_contiguous_ones_do(dist):
+    problem = MlaProblem(h=4, h_kv=2, s=2, causal=True, t=[100, 0, 64], page=16)
+    plain, apart = (make_inputs(p, dist=dist) for p in (problem, problem.replace(strided_pages=True)))
+    assert apart[1].stride() == (2 * plain[1].stride(0), *plain[1].stride()[1:])
+    for a, b in zip(plain, apart, strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    assert bool(torch.isnan(apart[1].as_strided(plain[1].shape, apart[1].stride(), plain[1][0].numel())).all())
+    assert all(torch.equal(a, b) for a, b in zip(run(problem, plain), run(problem, apart), strict=True))
+
+
+def test_a_kernel_for_pages_apart_may_be_bound_to_any_and_another_only_to_contiguous_ones():
+    problem = MlaProblem(h=4, t=[100, 64], page=16)
+    strided = problem.replace(strided_pages=True)
+    plain, apart = make_inputs(problem), make_inputs(strided)
+    assert oracle.rebound(strided, *apart) == oracle.as_bound(strided) == oracle.rebound(strided, *plain)
+    assert oracle.rebound(problem, *plain) == oracle.as_bound(problem)
+    with pytest.raises(UserError, match="kv_cache is not contiguous, and this kernel was planned for one that is"):
+        oracle.rebound(problem, *apart)
+
+
 def test_seeds_repeat_and_differ():
     problem = MlaProblem(h=2, t=[100, 30])
     first, again, other = (make_inputs(problem, seed=seed) for seed in (8, 8, 7))

@@ -61,6 +61,20 @@ def test_class_ignores_b_t_and_lengths() -> None:
     assert a.problem_class() != MlaProblem(causal=True).problem_class()
 
 
+def test_pages_apart_are_another_class_and_only_then_in_a_record() -> None:
+    plain, apart = MlaProblem(h=16), MlaProblem(h=16, strided_pages=True)
+    assert "strided_pages" not in plain.to_record() and MlaProblem.from_record(apart.to_record()) == apart
+    assert apart.problem_class() != plain.problem_class()
+    assert apart.problem_class().key() == plain.problem_class().key() + "_strided"
+    assert (apart.detail, apart.geometry) == ("_strided", "latent 512+64, pages of 64 further apart")
+    assert apart.options()[-2:] == ["--problem", "strided_pages=true"]
+    assert apart.cost() == plain.cost() and apart.input_bytes() > plain.input_bytes()
+    with pytest.raises(UserError, match="page is None: give the page's tokens"):
+        MlaProblem(page=None, strided_pages=True)
+    with pytest.raises(UserError, match="strided_pages = 2 is not a boolean"):
+        MlaProblem(strided_pages=2)  # type: ignore[arg-type]
+
+
 def test_public_figures_of_a_cell() -> None:
     """FLOPs = 2·b·s·h·t·1088, bytes = b·t·1152 + b·s·h·2176: the usual way to count dense MLA decode in bf16."""
     cost = MlaProblem(b=128, s=2, h=16, t=4096).cost()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.ops.engine import Way, engine
-from mla_var3.ops.request import compact, on_gpu, problem_of, result
+from mla_var3.ops.request import as_pages, compact, on_gpu, problem_of, result
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +39,11 @@ def mla_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over each request's cached tokens, in latent space.
 
-    q (b, s, h, k + p), bf16 or fp16. kv_cache (pages, tokens of a page, h_kv, k + p), contiguous; columns 0..k-1 are
-    the latent (the values, and the first part of the keys), the rest is rope. page_table (b, width) int32: entry j of
-    a request is the page of its tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read
-    on the device; 0 is allowed. All on one GPU.
+    q (b, s, h, k + p), bf16 or fp16. kv_cache (pages, tokens of a page, h_kv, k + p), or without h_kv, which is 1 then;
+    columns 0..k-1 are the latent (the values, and the first part of the keys), the rest is rope. It is contiguous, but
+    pages may lie further apart than they are long, by a multiple of 16 bytes. page_table (b, width) int32: entry j of a
+    request is the page of its tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read
+    on the device; 0 is allowed. int64 page tables and lengths cost a small copy each. All on one GPU.
 
     scale: factor on q·k; default (128 + p)^-1/2, that of decompressed heads with 128 + p columns (FlashMLA's default
     is another: (k + p)^-1/2). causal: query token i sees keys 0 .. length - s + i. head_dim_v: k. out, lse: where to
@@ -69,7 +70,10 @@ def mla_decode(
         if fixed_split is not None and kernel is not None:
             raise UserError("fixed_split chooses its own version: give it, or kernel, not both.")
         way = way_for(problem, served.hardware(q.device), fixed_split=fixed_split, kernel=kernel)
-        inputs = (compact(q.detach()), kv_cache.detach(), compact(page_table), compact(seq_lens))
+        cache = kv_cache.detach()
+        if problem.strided_pages or cache.dim() == 3:
+            cache = as_pages(cache)
+        inputs = (compact(q.detach()), cache, compact(page_table), compact(seq_lens))
         served.run(way, problem, inputs, (target, sums))
     return (target, sums) if return_lse else target
 

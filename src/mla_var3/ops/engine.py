@@ -115,7 +115,8 @@ class Engine:
     def run(
         self, way: Way, problem: MlaProblem, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        """Computes a problem on contiguous inputs (q, kv_cache, page_table, seq_lens) into outputs (out, lse).
+        """Computes a problem on inputs (q, kv_cache, page_table, seq_lens) into outputs (out, lse), all contiguous but
+        a cache of `strided_pages`.
 
         Never waits for the device. The first call for a way and shapes plans, and compiles what is in no cache.
         Raises `UserError` when that would happen in a capture.
@@ -124,7 +125,9 @@ class Engine:
         with self.on(device):
             stream = self.stream(device)
             # A problem holds all shapes but the number of pages of the cache, which is no part of any plan.
-            key = (way.key, problem, device.index)
+            key: tuple[Any, ...] = (way.key, problem, device.index)
+            if problem.strided_pages:  # what is planned may depend on the stride
+                key = (*key, inputs[1].stride(0))
             capture = self.capture(stream)
             bound = self._find(key, stream, capture)
             if bound is None:

@@ -11,8 +11,13 @@ from mla_var3.workload.decode import MlaProblem
 if TYPE_CHECKING:
     import torch
 
+#: Why a cache of 8-bit values is refused, and what to do.
+NO_FP8 = "FP8 caches are not supported yet by mla_decode, so pass the cache in torch.bfloat16 or torch.float16"
+
 _CACHE_ALIGNMENT = 128  # bytes: what the copy engine that reads pages assumes of their base
-_ALIGNMENT = 16  # bytes: vectors of query and output rows; numbers by themselves lie anywhere
+_PAGE_ALIGNMENT = 16  # bytes: what it assumes of the step between pages
+#: Bytes that an address must be a multiple of, by the bytes of an element: rows of 16-bit values are read as vectors.
+_NEEDED = {2: 16, 4: 4}
 
 
 def problem_of(
@@ -32,24 +37,27 @@ def problem_of(
     import torch
 
     tensors = {"q": q, "kv_cache": kv_cache, "page_table": page_table, "seq_lens": seq_lens}
-    for (name, tensor), rank in zip(tensors.items(), (4, 4, 2, 1), strict=True):
+    for (name, tensor), ranks in zip(tensors.items(), _RANKS, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise UserError(f"{name} is a {type(tensor).__name__}: pass a torch tensor.")
-        if tensor.dim() != rank:
+        if tensor.dim() not in ranks:
             raise UserError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}: {_SHAPES[name]}.")
     dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if q.dtype not in dtypes:
         raise UserError(f"q is {q.dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
     if kv_cache.dtype != q.dtype:
+        if kv_cache.element_size() == 1:
+            raise UserError(f"kv_cache is {kv_cache.dtype}: {NO_FP8}.")
         raise UserError(f"kv_cache is {kv_cache.dtype} and q {q.dtype}: give both the same dtype.")
     for name in ("page_table", "seq_lens"):
-        if tensors[name].dtype != torch.int32:
-            raise UserError(f"{name} is {tensors[name].dtype}: pass it as torch.int32.")
+        dtype = tensors[name].dtype
+        if dtype != torch.int32 and dtype != torch.int64:
+            raise UserError(f"{name} is {dtype}: pass it as torch.int32.")
     for name, tensor in tensors.items():
         if tensor.device != q.device:
             raise UserError(f"{name} is on {tensor.device} and q on {q.device}: put all tensors on one GPU.")
     b, s, h, width = q.shape
-    _, page, h_kv, cached = kv_cache.shape
+    _, page, h_kv, cached = kv_cache.shape if kv_cache.dim() == 4 else (*kv_cache.shape[:2], 1, kv_cache.shape[2])
     if cached != width:
         raise UserError(f"kv_cache has {cached} columns and q {width}: both are latent + rope columns wide.")
     if not 0 < head_dim_v <= width:
@@ -63,15 +71,14 @@ def problem_of(
         raise UserError("page_table has no columns: give at least one page for a request.")
     if h_kv < 1 or h % h_kv:
         raise UserError(f"{h} query heads do not share {h_kv} latent caches evenly: h must be a multiple of h_kv.")
-    if not kv_cache.is_contiguous():
-        raise UserError(
-            f"kv_cache is not contiguous (strides {tuple(kv_cache.stride())}): pass a contiguous cache; it is too "
-            "large to be copied in a call."
-        )
+    strided = not kv_cache.is_contiguous()
+    if strided:
+        _pages_apart(kv_cache)
     if kv_cache.is_cuda and kv_cache.data_ptr() % _CACHE_ALIGNMENT:
         raise UserError(f"kv_cache starts at an address that is not a multiple of {_CACHE_ALIGNMENT} bytes: align it.")
     sizes = (max(b, 1), s, page_table.shape[1] * page, h, h_kv, head_dim_v, width - head_dim_v)
-    return _problem(*sizes, bool(causal) and s > 1, page, dtypes[q.dtype], None if scale is None else float(scale))
+    masked, factor = bool(causal) and s > 1, None if scale is None else float(scale)
+    return _problem(*sizes, masked, page, dtypes[q.dtype], factor, strided)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,19 +94,44 @@ def _problem(
     page: int,
     dtype: str,
     scale: float | None,
+    strided: bool,
 ) -> MlaProblem:
     """One object for equal problems: making and judging one takes longer than all else that a call does on the host."""
     return MlaProblem(
-        b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale
+        b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale,
+        strided_pages=strided,
     )  # fmt: skip
 
 
+_RANKS = ((4,), (3, 4), (2,), (1,))
 _SHAPES = {
     "q": "pass (b, s, h, k + p)",
-    "kv_cache": "pass (pages, tokens of a page, h_kv, k + p)",
+    "kv_cache": "pass (pages, tokens of a page, h_kv, k + p), or without h_kv",
     "page_table": "pass (b, pages of the longest request)",
     "seq_lens": "pass (b,)",
 }
+
+
+def _pages_apart(kv_cache: torch.Tensor) -> None:
+    """Raises `UserError` for a cache whose strides are anything but contiguous pages at even distances."""
+    step = kv_cache.stride(0)
+    too_near = step < kv_cache[0].numel()
+    if too_near or step * kv_cache.element_size() % _PAGE_ALIGNMENT or not kv_cache[:1].is_contiguous():
+        raise UserError(
+            f"kv_cache is not contiguous (strides {tuple(kv_cache.stride())}) and too large to be copied in a call: "
+            f"only its pages may lie further apart than they are long, by a multiple of {_PAGE_ALIGNMENT} bytes."
+        )
+
+
+def as_pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A view of a cache in four dimensions. Where pages lie apart, it has a contiguous page's strides in dimensions of
+    size 1 too, of which a tensor may say anything."""
+    if kv_cache.dim() == 3:
+        kv_cache = kv_cache.unsqueeze(2)
+    if kv_cache.is_contiguous():
+        return kv_cache
+    _, _, h_kv, width = kv_cache.shape
+    return kv_cache.as_strided(kv_cache.shape, (kv_cache.stride(0), h_kv * width, width, 1))
 
 
 def on_gpu(q: torch.Tensor) -> None:
@@ -109,17 +141,17 @@ def on_gpu(q: torch.Tensor) -> None:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where a kernel can read it, else a copy of it (small tensors only: a copy is a launch)."""
-    if tensor.is_contiguous() and tensor.data_ptr() % _needed(tensor) == 0:
+    """The tensor itself where a kernel can read it, else a copy of it (small tensors only: a copy is a launch); int64
+    becomes int32. The copy is made on the current stream, whose later work may use its memory again; in a capture it
+    lies in the graph's own memory, so that replays make it anew."""
+    needed = _NEEDED.get(tensor.element_size())
+    if needed is not None and tensor.is_contiguous() and not tensor.data_ptr() % needed:
         return tensor
     import torch
 
+    if needed is None:
+        return tensor.to(torch.int32, memory_format=torch.contiguous_format)
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _needed(tensor: torch.Tensor) -> int:
-    """Bytes that a tensor's address must be a multiple of: rows of 16-bit values are read as vectors."""
-    return _ALIGNMENT if tensor.element_size() == 2 else tensor.element_size()
 
 
 def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
@@ -132,6 +164,7 @@ def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype:
         raise UserError(
             f"{name} is {tuple(given.shape)} {given.dtype} on {given.device}: pass {shape} {dtype} on {device}."
         )
-    if not given.is_contiguous() or given.data_ptr() % _needed(given):
-        raise UserError(f"{name} must be contiguous and start at a multiple of {_needed(given)} bytes.")
+    needed = _NEEDED[given.element_size()]
+    if not given.is_contiguous() or given.data_ptr() % needed:
+        raise UserError(f"{name} must be contiguous and start at a multiple of {needed} bytes.")
     return given

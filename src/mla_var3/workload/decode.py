@@ -98,12 +98,14 @@ class DecodeClass:
     causal: bool
     page: int | None
     dtype: str
+    strided_pages: bool
 
     def key(self) -> str:
         """A short file-name-safe string, equal exactly for equal classes."""
         page = "contig" if self.page is None else f"pg{self.page}"
         mask = "causal" if self.causal else "full"
-        return f"s{self.s}_h{self.h}_kv{self.h_kv}_k{self.k}_p{self.p}_d{self.d}_{mask}_{page}_{self.dtype}"
+        apart = "_strided" if self.strided_pages else ""
+        return f"s{self.s}_h{self.h}_kv{self.h_kv}_k{self.k}_p{self.p}_d{self.d}_{mask}_{page}_{self.dtype}{apart}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class MlaProblem(Problem):
     cache page, or None for a contiguous cache. dtype: bf16, fp16 or fp32.
     lengths: "uniform" (all t), a mapping {"name": ..., "seed": int} of a name of `seq_lens`, or a list.
     softmax_scale: factor on q·k, None for that of the decompressed heads, (d + p)^-1/2; compiled code does not depend
-    on it.
+    on it. strided_pages: pages lie further apart than they are long, as where other layers' pages lie between them.
     """
 
     workload: ClassVar[str] = "decode"
@@ -134,6 +136,7 @@ class MlaProblem(Problem):
     dtype: str = "bf16"
     lengths: Any = "uniform"
     softmax_scale: float | None = None
+    strided_pages: bool = False
 
     def __post_init__(self) -> None:
         t: Any = self.t
@@ -151,8 +154,11 @@ class MlaProblem(Problem):
         if self.page is not None:
             check_integer("page", self.page, 1)
         check_dtype(self.dtype)
-        if not isinstance(self.causal, bool):
-            raise UserError(f"problem.causal = {self.causal!r} is not a boolean: use true or false.")
+        for name in ("causal", "strided_pages"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
+        if self.strided_pages and self.page is None:
+            raise UserError("problem.strided_pages is for a cache of pages, and page is None: give the page's tokens.")
 
     def _freeze_lengths(self) -> None:
         """Brings `lengths` into one of its hashable forms: a name, (("name", x), ("seed", y)), or a tuple of ints."""
@@ -284,6 +290,8 @@ class MlaProblem(Problem):
             data["lengths"] = list(self.lengths) if isinstance(self.lengths[0], int) else dict(self.lengths)
         if self.softmax_scale is None:
             del data["softmax_scale"]
+        if not self.strided_pages:
+            del data["strided_pages"]
         return data
 
     @classmethod
@@ -326,6 +334,7 @@ class MlaProblem(Problem):
         default, text = MlaProblem(), ""
         if self.page != default.page:
             text += "_contiguous" if self.page is None else f"_page{self.page}"
+        text += "_strided" if self.strided_pages else ""
         if (self.k, self.p, self.d) != (default.k, default.p, default.d):
             text += f"_k{self.k}_p{self.p}_d{self.d}"
         if self.lengths != "uniform":
@@ -347,6 +356,7 @@ class MlaProblem(Problem):
     @property
     def geometry(self) -> str:
         cache = "contiguous" if self.page is None else f"pages of {self.page}"
+        cache += " further apart" if self.strided_pages else ""
         dims = f"latent {self.k}+{self.p}"
         return f"{dims}, {cache}" if self.d == MlaProblem().d else f"{dims}, head dim {self.d}, {cache}"
 
@@ -373,6 +383,8 @@ class MlaProblem(Problem):
             words.append("--causal")
         if self.page != MlaProblem().page:
             words += ["--page", "contiguous" if self.page is None else str(self.page)]
+        if self.strided_pages:
+            words += ["--problem", "strided_pages=true"]
         if self.lengths != "uniform":
             lengths = self.to_record()["lengths"]
             named = isinstance(lengths, dict)
@@ -386,7 +398,7 @@ class MlaProblem(Problem):
 
     def input_bytes(self) -> int:
         """Device memory of one input set with its outputs, pages that no request uses included."""
-        cache = self.num_pages * self.page_size * self.h_kv * (self.k + self.p)
+        cache = self.num_pages * self.page_size * self.h_kv * (self.k + self.p) * (1 + self.strided_pages)
         rows = self.b * self.s * self.h * (2 * self.k + self.p)
         return (cache + rows) * self.element_bytes + 4 * self.b * (self.s * self.h + self.max_pages + 1)
 
@@ -421,6 +433,7 @@ def make_inputs(
     poison: NaN in the cache's unreferenced pages and after each request's last token, and `GARBAGE_PAGE` in unused
         page-table entries. Without it those hold finite random values, and 0.
     spare_pages: pages beside those of `problem.num_pages`; with shuffling they lie between the others.
+    With `problem.strided_pages` as much room as a page takes lies behind each page, NaN with poison.
     Raises `UserError` for an unknown distribution.
     """
     import torch
@@ -460,6 +473,11 @@ def make_inputs(
     table[~used] = GARBAGE_PAGE if poison else 0
     if dist in DOMINANT:
         _dominate(problem, q, kv_cache, table, dist)
+
+    if problem.strided_pages:
+        apart = kv_cache.new_full((num_pages, 2, *kv_cache.shape[1:]), math.nan if poison else 0.0)
+        apart[:, 0] = kv_cache
+        kv_cache = apart[:, 0]
 
     page_table = table.to(torch.int32).to(device)
     seq_lens = lens.to(torch.int32).to(device)
@@ -761,10 +779,13 @@ def _far_pages(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     import torch
 
     q, cache, table, lens = inputs
-    before = 2**31 // cache[0].numel() + 1
-    if q.is_cuda and torch.cuda.mem_get_info(q.device)[0] < 1.5 * (before + len(cache)) * cache[0].nbytes:
+    step = cache.stride(0)
+    before = 2**31 // step + 1
+    elements = (before + len(cache)) * step
+    if q.is_cuda and torch.cuda.mem_get_info(q.device)[0] < 1.5 * elements * cache.element_size():
         return None
-    large = torch.empty((before + len(cache), *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
+    large = torch.empty(elements, dtype=cache.dtype, device=cache.device)
+    large = large.as_strided((before + len(cache), *cache.shape[1:]), cache.stride())
     large[before:] = cache
     return q, large, torch.where(table == GARBAGE_PAGE, table, table + before), lens
 
@@ -798,6 +819,10 @@ def rebound(problem: MlaProblem, *inputs: Any) -> MlaProblem:
             raise UserError(
                 f"cannot bind: {name} is {found}, and this kernel was planned for {want}; plan a new kernel."
             )
+    if not problem.strided_pages and not kv_cache.is_contiguous():
+        raise UserError(
+            "cannot bind: kv_cache is not contiguous, and this kernel was planned for one that is; plan a new kernel."
+        )
     if kv_cache.dtype != q.dtype or kv_cache.shape[3] != width:
         raise UserError("cannot bind: q and kv_cache differ in dtype or width; give both as the problem says.")
     if page_table.shape[0] != b or tuple(seq_lens.shape) != (b,):

@@ -1117,8 +1117,9 @@ class FlashMlaV21Plan(KernelPlan):
     tiling_type = FlashMlaV21Tiling
     tiling: FlashMlaV21Tiling
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes
-    )
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        strided_pages=True,
+    )  # fmt: skip
 
     def default_tiling(self) -> Tiling:
         return FlashMlaV21Tiling()

@@ -1078,7 +1078,9 @@ class FlashMlaV22Plan(KernelPlan):
     workload = decode.WORKLOAD
     tiling_type = FlashMlaV22Tiling
     tiling: FlashMlaV22Tiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes, strided_pages=True
+    )
 
     def default_tiling(self) -> Tiling:
         return FlashMlaV22Tiling()

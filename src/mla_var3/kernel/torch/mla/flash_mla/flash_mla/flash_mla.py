@@ -36,7 +36,7 @@ class FlashMlaPlan(KernelPlan):
 
     workload = decode.WORKLOAD
     tiling_type = FlashMlaTiling
-    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"))
+    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"), strided_pages=True)
     graph_capturable = False
 
     def default_tiling(self) -> FlashMlaTiling:

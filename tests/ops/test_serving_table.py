@@ -1,0 +1,113 @@
+"""docs/serving.md's table of what is supported where, against what the versions themselves say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.device import Device
+from mla_var3.dispatch import choose
+from mla_var3.dispatch.table import NOT_SERVED
+from mla_var3.errors import Unsupported
+from mla_var3.kernel import registry
+from mla_var3.workload.decode import MlaProblem
+
+Cell = tuple[dict[str, Any], str]
+
+
+def here(*fields: dict[str, Any]) -> list[Cell]:
+    return [(each, "h200") for each in fields]
+
+
+def pages(*sizes: int) -> list[Cell]:
+    return here(*({"page": size} for size in sizes))
+
+
+def widths(*sizes: tuple[int, int]) -> list[Cell]:
+    return here(*({"k": k, "p": p} for k, p in sizes))
+
+
+# What the first column says, in problems and devices: every one of them must agree with the row.
+ROWS: dict[str, list[Cell]] = {
+    "pages of 64, 128, 256, .. tokens": pages(64, 128, 256, 1024),
+    "pages of other multiples of 64": pages(192, 320, 576),
+    "pages of 16, 32": pages(16, 32),
+    "pages of other multiples of 16": pages(48, 80, 96, 272),
+    "pages of 1": pages(1),
+    "pages of 2 to 15": pages(*range(2, 16)),
+    "pages of any other number": pages(17, 24, 63, 65, 100),
+    "pages further apart than they are long": here(*({"strided_pages": True, "page": n} for n in (1, 16, 64, 128))),
+    "512 + 64 columns": widths((512, 64)),
+    "256 + 64": widths((256, 64)),
+    "512 + 32, 256 + 32": widths((512, 32), (256, 32)),
+    "512 + 0, 256 + 0": widths((512, 0), (256, 0)),
+    "128 + 64": widths((128, 64)),
+    "384 + 64": widths((384, 64)),
+    "other powers of two, 16 to 512": widths((16, 16), (64, 64), (128, 32), (256, 128), (512, 128), (512, 512)),
+    "other widths": widths((500, 64), (512, 48), (128, 8), (64, 0)),
+    "up to 16 query rows of a cache (s · h / h_kv)": here({"h": 1}, {"h": 3}, {"h": 16}, {"h": 4, "s": 4}),
+    "17 to 32 query rows": here({"h": 17}, {"h": 20}, {"h": 32}, {"h": 16, "s": 2}, {"h": 8, "s": 4, "causal": True}),
+    "more query rows": here({"h": 33}, {"h": 64}, {"h": 128}, {"h": 256}, {"h": 16, "s": 4}, {"h": 128, "s": 2}),
+    "several caches (h_kv)": here({"h": 128, "h_kv": 8}, {"h": 9, "h_kv": 3}, {"h": 16, "h_kv": 16}),
+    "bf16, fp16": here({"dtype": "bf16"}, {"dtype": "fp16"}),
+    "fp32": here({"dtype": "fp32"}),
+    "Hopper (sm_90a)": [({"h": 16}, key) for key in ("h100", "h800", "h200", "h20")],
+    "other GPUs from sm_80 on": [({"h": h}, key) for h in (16, 128) for key in ("a100", "rtx4090", "rtx5090", "b200")],
+}
+
+
+@functools.cache
+def table() -> dict[str, dict[str, str]]:
+    """Row → version → yes or no."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = text.split("## What is supported where\n")[1].split("\n## ")[0]
+    lines = [[cell.strip() for cell in x.strip("|").split("|")] for x in section.splitlines() if x.startswith("|")]
+    (_, *versions), _, *rows = lines
+    return {name: dict(zip(versions, cells, strict=True)) for name, *cells in rows}
+
+
+def versions() -> list[registry.KernelId]:
+    known = (k for k in registry.all_kernels() if k.layer == "mla" and k.design == "flash_mla")
+    return [k for k in known if k.language not in NOT_SERVED]
+
+
+def problems(row: str) -> Iterator[tuple[MlaProblem, Device]]:
+    for fields, key in ROWS[row]:
+        yield MlaProblem(**{"b": 4, "h": 16, "t": 4096, **fields}), Device.get(key)
+
+
+def test_the_table_has_every_version_and_the_rows_that_are_tested() -> None:
+    assert list(table()) == list(ROWS)
+    for row, cells in table().items():
+        assert set(cells) == {k.label for k in versions()}, row
+        assert set(cells.values()) <= {"yes", "no"}, row
+
+
+@pytest.mark.parametrize("kernel", versions(), ids=lambda k: k.label)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_version_takes_what_the_table_says(row: str, kernel: registry.KernelId) -> None:
+    if reason := registry.missing(kernel):
+        pytest.skip(reason)
+    wanted = table()[row][kernel.label] == "yes"
+    for problem, device in problems(row):
+        plan = registry.get_plan(kernel)(problem, None, device)
+        verdict = plan.supported()
+        verdict = plan.feasible() if verdict else verdict
+        assert bool(verdict) == wanted, f"{problem.label}{problem.detail} on {device.key}: {verdict.reason or 'taken'}"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_is_picked_is_a_version_with_a_yes(row: str) -> None:
+    if reason := next((text for k in versions() if (text := registry.missing(k))), ""):
+        pytest.skip(reason)
+    taken = {label for label, cell in table()[row].items() if cell == "yes"}
+    for problem, device in problems(row):
+        if taken:
+            assert choose(problem, device).kernel.label in taken
+        else:
+            with pytest.raises(Unsupported, match="no version takes"):
+                choose(problem, device)

@@ -137,6 +137,11 @@ class Geometry:
         return self.row_tiles * self.h_kv
 
     @property
+    def box(self) -> int:
+        """Tokens of a TMA box of the cache."""
+        return paged.box_tokens(self.page)
+
+    @property
     def cluster(self) -> int:
         """CTAs that load KV tiles for each other."""
         return 2 if self.row_tiles % 2 == 0 else 1
@@ -217,7 +222,7 @@ def load(
     seq_lens: cute.Tensor,
     split: scheduler.Split,
     line: scheduler.Line,
-    guess: Int32,  # where in its row of the page table the first split begins, or -1
+    guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
     page: Int32,  # the page there
     kv_head: Int32,
     rank: Int32,  # in the cluster
@@ -234,16 +239,17 @@ def load(
     full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
     layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, geometry.k + geometry.p))
     own_stage = wgmma.smem_view(storage.stages.data_ptr(), stage * geometry.stage_elements, layout)
-    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], own_stage)
-    per_page = geometry.page // TOKENS
+    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], own_stage, geometry.box)
     parity = Int32(1)  # the first pass finds its panels free
     is_first = Boolean(True)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
         for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
-            if tile // per_page != guess:
-                page = page_table[split.request, tile // per_page]
+            entry = paged.entry_of(tile, split.length, geometry.page)
+            if entry != guess:
+                page = page_table[split.request, entry]
             guess = Int32(-1)
+            pages = paged.pages_of(page, geometry.page)
             cute.arch.mbarrier_wait(empty, parity)
             parity = parity ^ 1
             if cutlass.const_expr(stage == ODD):
@@ -260,8 +266,8 @@ def load(
                     cute.arch.mbarrier_arrive_and_expect_tx(full + panels[i], paged.PANEL_BYTES)
                 # Each CTA of a cluster expects every panel and issues the loads of its share.
                 if rank == panels[i] % blocks:
-                    paged.load_box(
-                        tma, boxes[None, tile % per_page, panels[i], page], places[None, 0, panels[i]],
+                    paged.load_panel(
+                        tma, boxes, places[None, None, panels[i]], tile, panels[i], pages, geometry.page,
                         full + panels[i], blocks,
                     )  # fmt: skip
             if cutlass.const_expr(stage == EVEN):
@@ -893,7 +899,7 @@ def consume(
 @cute.kernel
 def flash_mla_v21(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
-    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    tma: cute.CopyAtom,  # a box of the cache, 64 columns
     cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
@@ -935,7 +941,10 @@ def flash_mla_v21(
     line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
     at, _, _, _ = scheduler.units_range(split, line, COSTS)
     stage = (warp - CONSUMERS // 32) // 2  # of a producer
-    guess = cutlass.max(cutlass.min((at + stage) * TOKENS // geometry.page, width - 1), 0)
+    guess = (at + stage) * TOKENS // geometry.page
+    if cutlass.const_expr(geometry.box != TOKENS):
+        guess = paged.entry_of(at + stage, split.length, geometry.page)
+    guess = cutlass.max(cutlass.min(guess, width - 1), 0)
     guessed = cutlass.min(split.request, requests - 1)
     of_page = page_table[guessed, None].iterator + guess
     of_length = seq_lens.iterator + guessed
@@ -995,7 +1004,7 @@ flash_mla_v21.set_name_prefix("flash_mla_v21", remove_cutlass_symbol=True, keep_
 @cute.jit
 def launch_flash_mla_v21(
     q: cute.Tensor,
-    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
     out: cute.Tensor,
@@ -1011,7 +1020,7 @@ def launch_flash_mla_v21(
     stream: CUstream,
 ):
     """Launches a CTA for each query tile and worker, and behind it the combine, both as programmatic dependents."""
-    tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1)
+    tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1, geometry.box)
     pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
     flash_mla_v21(
         q,
@@ -1051,8 +1060,8 @@ def takes(pd: MlaProblem) -> Verdict:
         )
     if pd.p != PANEL:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: P lies in its panel")
-    if pd.page_size % TOKENS:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
+    if not paged.box_tokens(pd.page_size):
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of {paged.SMALLEST_BOX}")
     return Verdict.yes()
 
 

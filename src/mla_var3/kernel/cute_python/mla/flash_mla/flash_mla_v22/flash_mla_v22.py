@@ -116,6 +116,11 @@ class Geometry:
         return self.s * self.group
 
     @property
+    def box(self) -> int:
+        """Tokens of a TMA box of the cache."""
+        return paged.box_tokens(self.page)
+
+    @property
     def panels(self) -> int:
         """64-column panels of a cached token."""
         return (self.k + self.p) // PANEL
@@ -188,7 +193,7 @@ def load(
     seq_lens: cute.Tensor,
     split: scheduler.Split,
     line: scheduler.Line,
-    guess: Int32,  # where in its row of the page table the first split begins, or -1
+    guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
     page: Int32,  # the page there
     kv_head: Int32,
     geometry: cutlass.Constexpr,
@@ -200,24 +205,28 @@ def load(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     layout = wgmma.k_major_layout(storage.ring.data_ptr().dtype, (TOKENS, PANEL, geometry.slots))
     ring = wgmma.smem_view(storage.ring.data_ptr(), 0, layout)
-    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], ring)
-    per_page = geometry.page // TOKENS
+    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], ring, geometry.box)
     slot, phase = Int32(0), Int32(0)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
-        if first < end and first // per_page != guess:
-            page = page_table[split.request, first // per_page]
+        entry = paged.entry_of(first, split.length, geometry.page)
+        if first < end and entry != guess:
+            page = page_table[split.request, entry]
         guess = Int32(-1)
         for tile in cutlass.range(first, end, unroll=1):
             # Loaded a tile ahead, to hide its latency; behind the last tile, the same entry again.
-            following = page_table[split.request, cutlass.min(tile + 1, end - 1) // per_page]
+            entry = paged.entry_of(cutlass.min(tile + 1, end - 1), split.length, geometry.page)
+            following = page_table[split.request, entry]
+            pages = paged.pages_of(page, geometry.page)
             for i in cutlass.range(geometry.panels, unroll=1):
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 # One lane is to be elected for the whole warp, not one for each group that left the wait together.
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + slot, PANEL_BYTES)
-                paged.load_box(tma, boxes[None, tile % per_page, i, page], places[None, 0, 0, slot], full + slot)
+                paged.load_panel(
+                    tma, boxes, places[None, None, 0, slot], tile, i, pages, geometry.page, full + slot
+                )  # fmt: skip
                 slot, phase = ring_at(slot, phase, 1, geometry.slots)
             page = following
         split = scheduler.next_split(split, seq_lens, line, COSTS)
@@ -851,7 +860,7 @@ def consume(
 @cute.kernel
 def flash_mla_v22(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
-    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
+    tma: cute.CopyAtom,  # a box of the cache, 64 columns
     cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
@@ -889,7 +898,10 @@ def flash_mla_v22(
     requests, width = page_table.shape
     line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
     at, _, _, _ = scheduler.units_range(split, line, COSTS)
-    guess = cutlass.max(cutlass.min(at * TOKENS // geometry.page, width - 1), 0)
+    guess = at * TOKENS // geometry.page
+    if cutlass.const_expr(geometry.box != TOKENS):
+        guess = paged.entry_of(at, split.length, geometry.page)
+    guess = cutlass.max(cutlass.min(guess, width - 1), 0)
     guessed = cutlass.min(split.request, requests - 1)
     of_page = page_table[guessed, None].iterator + guess
     of_length = seq_lens.iterator + guessed
@@ -938,7 +950,7 @@ flash_mla_v22.set_name_prefix("flash_mla_v22", remove_cutlass_symbol=True, keep_
 @cute.jit
 def launch_flash_mla_v22(
     q: cute.Tensor,
-    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
     out: cute.Tensor,
@@ -954,7 +966,7 @@ def launch_flash_mla_v22(
     stream: CUstream,
 ):
     """Launches a CTA for each kv head and worker, and behind it the combine, both as programmatic dependents."""
-    tma, cache = paged.make_page_tma(kv_cache)
+    tma, cache = paged.make_page_tma(kv_cache, tokens=geometry.box)
     pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
     flash_mla_v22(
         q,
@@ -993,8 +1005,8 @@ def takes(pd: MlaProblem) -> Verdict:
         )
     if pd.p != PANEL:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
-    if pd.page_size % TOKENS:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
+    if not paged.box_tokens(pd.page_size):
+        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of {paged.SMALLEST_BOX}")
     if pd.rows > ROW_TILES[-1]:
         return Verdict.no(
             f"s·h/h_kv = {pd.rows} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v21"

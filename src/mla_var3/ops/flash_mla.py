@@ -4,8 +4,8 @@
 
 `get_mla_metadata` and `flash_mla_with_kvcache` take the arguments and give the results of FlashMLA's Python interface
 as of its revision 9241ae3. Different are: sparse attention and FP8 caches are refused by the name of their argument;
-refusals are `UserError`, not assertions; a width of 512 without rope columns is refused; pages may hold any multiple of
-64 tokens; and metadata may be used again after `cache_seqlens` changed, which FlashMLA forbids.
+refusals are `UserError`, not assertions; a width of 512 without rope columns is refused; pages may hold any number of
+tokens; and metadata may be used again after `cache_seqlens` changed, which FlashMLA forbids.
 
 Metadata: FlashMLA's first call with fresh metadata runs a small kernel that deals out the blocks of all requests, and
 later calls with the same metadata reuse its result; its own benchmark counts neither that kernel nor the one that

@@ -1,4 +1,4 @@
-"""Gathering tokens of a paged cache whose pages are too small for TMA: cp.async, 16 bytes a lane, into panels of 64
+"""Gathering tokens of a paged cache whose pages no TMA box fits: cp.async, 16 bytes a lane, into panels of 64
 tokens by 64 columns that lie in shared memory as TMA would have laid them.
 
 Eight lanes copy a row of a panel, 128 bytes, so a warp copies four rows an instruction. A lane looks up the page of one

@@ -143,7 +143,7 @@ class Geometry:
 
     @property
     def box(self) -> int:
-        """Tokens of a TMA box of the cache; 0: pages are so small that rows are gathered."""
+        """Tokens of a TMA box of the cache; 0: none fits its pages, and rows are gathered."""
         return paged.box_tokens(self.page)
 
     @property
@@ -297,7 +297,7 @@ def load_rows(
     half: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
-    """`load` of a cache whose pages are too small for TMA: the warp gathers the rows of its panels."""
+    """`load` of a cache whose pages no TMA box fits: the warp gathers the rows of its panels."""
     panels = geometry.freed_by(stage, half)
     groups = [panels[i : i + GATHERED] for i in range(0, len(panels), GATHERED)]
     full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)

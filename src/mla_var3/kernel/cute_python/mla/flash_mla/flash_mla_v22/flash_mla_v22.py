@@ -124,7 +124,7 @@ class Geometry:
 
     @property
     def box(self) -> int:
-        """Tokens of a TMA box of the cache; 0: pages are so small that rows are gathered."""
+        """Tokens of a TMA box of the cache; 0: none fits its pages, and rows are gathered."""
         return paged.box_tokens(self.page)
 
     @property
@@ -260,7 +260,7 @@ def load_rows(
     warp: Int32,  # 0..3
     geometry: cutlass.Constexpr,
 ):
-    """`load` of a cache whose pages are too small for TMA: what one of four producer warps does. It gathers 16 rows of
+    """`load` of a cache whose pages no TMA box fits: what one of four producer warps does. It gathers 16 rows of
     every panel.
 
     A panel's copies are published when `IN_FLIGHT` panels have been issued behind it, or earlier, where the next one

@@ -65,6 +65,58 @@ def test_machine_code_of_the_loop(kernel: registry.KernelId, tmp_path: Path) -> 
         assert [line for line in loop if re.search(costly, line)] == []
 
 
+@pytest.mark.parametrize("page", [1, 16, 32])
+@pytest.mark.parametrize("label", ["cute-dsl/flash_mla_v21", "cute-dsl/flash_mla_v22"])
+def test_machine_code_of_small_pages(label: str, page: int, tmp_path: Path) -> None:
+    """Pages of 16 and 32 tokens are read by TMA, those of one token are gathered; the loop of products stays as it
+    is."""
+    h200, kernel = Device.get("h200"), registry.KernelId.parse(label)
+    plan = registry.get_plan(kernel)(MlaProblem(h=16 if kernel.version == 22 else 128, page=page), None, h200)
+    made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
+    main = made.stages[0] if made.stages else made
+    counts = main.resources.instructions
+    # Producers of v21 have 24 registers: they keep some of a split's numbers in local memory.
+    assert main.resources.spill_bytes <= (200 if kernel.version == 21 and page == 1 else 24)
+    assert (counts["UTMALDG"] == 0) == (page == 1)
+    sass = {**made.artefacts, **main.artefacts}["sass"].read_text()
+    assert ("LDGSTS.E.BYPASS.128" in sass) == (page == 1)
+    assert overwritten_operands(sass) == []
+    loop = loop_of_products(max(functions(sass).values(), key=lambda body: str(body).count("HGMMA")))
+    assert [line for line in loop if re.search(r"\b(NANOSLEEP|LDL|STL)\b", line)] == []
+
+
+def test_pages_that_lie_apart_change_the_host_function_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from mla_var3.kernel.cute_python import host
+    from mla_var3.toolchain import aot
+
+    asked = []
+
+    def compiled_host(plan: Any, name: str, compile_fn: Any, **_: Any) -> Any:
+        asked.append(name)
+        return SimpleNamespace(handle=None)
+
+    monkeypatch.setattr(host, "launcher", lambda *_, **__: None)
+    h200, kernel = Device.get("h200"), registry.KernelId.parse("cute-dsl/flash_mla_v22")
+    plan = registry.get_plan(kernel)(MlaProblem(b=1, h=16, t=128), None, h200)
+    q, cache, page_table, seq_lens = plan.prepare_inputs("cpu")
+    apart = torch.zeros((len(cache), 2, *cache.shape[1:]), dtype=cache.dtype)[:, 0]
+    with monkeypatch.context() as patched:
+        patched.setattr(aot, "compiled_host", compiled_host)
+        bound = [plan.plan(q, x, page_table, seq_lens) for x in (cache, apart)]
+    assert asked == ["flash_mla_v22", "flash_mla_v22_strided"]
+    codes = [x.compile(None, h200).code for x in bound]
+    assert codes[0].kernels == codes[1].kernels and codes[0].launch != codes[1].launch
+
+
+@pytest.mark.parametrize("label", ["cute-dsl/flash_mla_v21", "cute-dsl/flash_mla_v22"])
+def test_any_page_is_taken(label: str) -> None:
+    plan = registry.get_plan(registry.KernelId.parse(label))
+    for page in (1, 2, 3, 8, 15, 16, 24, 32, 48, 64, 96, 100, 128, 4096):
+        assert plan(MlaProblem(h=16, page=page), None, Device.get("h200")).tiling.validate(MlaProblem(h=16, page=page))
+
+
 def loop_of_products(sass: str) -> list[str]:
     """The instructions from a branch back's target to the branch: the shortest loop that holds a tile's products."""
     lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
-from cutlass.cute.runtime import make_fake_compact_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.kernel.cute_python.prims import paged
 from mla_var3.kernel.cute_python.prims.partials import STATS, Partials
 from mla_var3.runtime import CuteKernel
 from mla_var3.runtime.plan import require_int32
@@ -40,6 +41,15 @@ def fake(kind: type, *sizes: Any, align: int = 16) -> Any:
     return make_fake_compact_tensor(kind, sizes, stride_order=tuple(reversed(range(len(sizes)))), assumed_align=align)
 
 
+def fake_cache(kind: type, pages: Any, page: int, h_kv: int, width: int, strided: bool) -> Any:
+    """A paged cache without memory: contiguous, or `strided`: but for the stride between pages, a multiple of 16
+    bytes."""
+    if not strided:
+        return fake(kind, pages, page, h_kv, width, align=128)
+    strides = (cute.sym_int64(divisibility=paged.CHUNK), h_kv * width, width, 1)
+    return make_fake_tensor(kind, (pages, page, h_kv, width), strides, assumed_align=128)
+
+
 def target(plan: KernelPlan) -> Device:
     """The device to compile for: the plan's, or the one that is here."""
     device = plan.device or Device.detect()
@@ -66,7 +76,8 @@ def decode_kernel(
         workers, fixed, *constants, stream
 
     inputs: q (b, s, h, k + p), kv_cache (pages, page, h_kv, k + p), page_table (b, width) int32, seq_lens (b,) int32,
-    contiguous; without them the kernel only compiles. slots: of partial results. workers, fixed: of `scheduler.Pool`.
+    contiguous, but for the pages of a `strided_pages` problem, whose stride is given at the call; without them the
+    kernel only compiles. slots: of partial results. workers, fixed: of `scheduler.Pool`.
     """
     pd, kind = plan.problem, element_type(plan.problem.dtype)
 
@@ -74,7 +85,7 @@ def decode_kernel(
         b, pages, width, partial_elements, partial_stats, entries, flags = symbols(7)
         return (
             fake(kind, b, pd.s, pd.h, pd.k + pd.p),
-            fake(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, align=128),
+            fake_cache(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, pd.strided_pages),
             fake(Int32, b, width, align=4),
             fake(Int32, b, align=4),
             fake(kind, b, pd.s, pd.h, pd.k),

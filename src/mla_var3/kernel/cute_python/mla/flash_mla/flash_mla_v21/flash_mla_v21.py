@@ -23,6 +23,10 @@ consumer knows; the reader rescales its half of the output when the maximum has 
 2^8 makes rare. A quarter of Q's columns stay in registers: a 64 x 64 x 16 product with both operands in shared memory
 takes all of its bandwidth, which the other consumer's softmax needs too.
 
+A panel of a KV tile is one TMA box where pages are multiples of 64 tokens, and several of 16 or 32 tokens where they
+are other multiples of 16. Of any other page size the producers gather rows with cp.async (`load_rows`), and CTAs load
+for themselves. Pages of the cache may lie apart.
+
 Split-KV: `prims.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
 loading the next one, and EVEN copies its query rows as soon as the last scores are made. A split that is a whole
 request is written to `out`. Of shares the partial results are written, and `prims.combine`, a programmatic dependent,
@@ -49,7 +53,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims import combine, gather, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
@@ -75,6 +79,7 @@ CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 = 384 · 168, what a launch gives
 EVEN, ODD = 0, 1
+GATHERED = 2  # panels whose rows are gathered together, and which are there together
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
 RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
 # Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
@@ -101,7 +106,7 @@ class Barrier(IntEnum):
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
-    """What the code is specialised on: heads, query tokens, columns of latent and rope, page, mask."""
+    """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask."""
 
     h: int
     h_kv: int
@@ -135,9 +140,14 @@ class Geometry:
         return self.row_tiles * self.h_kv
 
     @property
+    def box(self) -> int:
+        """Tokens of a TMA box of the cache; 0: none fits its pages, and rows are gathered."""
+        return paged.box_tokens(self.page)
+
+    @property
     def cluster(self) -> int:
-        """CTAs that load KV tiles for each other."""
-        return 2 if self.row_tiles % 2 == 0 else 1
+        """CTAs that load KV tiles for each other, by TMA multicast."""
+        return 2 if self.row_tiles % 2 == 0 and self.box else 1
 
     @property
     def panels(self) -> int:
@@ -223,7 +233,7 @@ def load(
     seq_lens: cute.Tensor,
     split: scheduler.Split,
     line: scheduler.Line,
-    guess: Int32,  # where in its row of the page table the first split begins, or -1
+    guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
     page: Int32,  # the page there
     kv_head: Int32,
     rank: Int32,  # in the cluster
@@ -240,16 +250,17 @@ def load(
     full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
     layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, geometry.k + geometry.p))
     own_stage = wgmma.smem_view(storage.stages.data_ptr(), stage * geometry.stage_elements, layout)
-    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], own_stage)
-    per_page = geometry.page // TOKENS
+    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], own_stage, geometry.box)
     parity = Int32(1)  # the first pass finds its panels free
     is_first = Boolean(True)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
         for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
-            if tile // per_page != guess:
-                page = page_table[split.request, tile // per_page]
+            entry = paged.entry_of(tile, split.length, geometry.page)
+            if entry != guess:
+                page = page_table[split.request, entry]
             guess = Int32(-1)
+            pages = paged.pages_of(page, geometry.page)
             cute.arch.mbarrier_wait(empty, parity)
             parity = parity ^ 1
             if cutlass.const_expr(stage == ODD):
@@ -266,8 +277,8 @@ def load(
                     cute.arch.mbarrier_arrive_and_expect_tx(full + panels[i], paged.PANEL_BYTES)
                 # Each CTA of a cluster expects every panel and issues the loads of its share.
                 if rank == panels[i] % blocks:
-                    paged.load_box(
-                        tma, boxes[None, tile % per_page, panels[i], page], places[None, 0, panels[i]],
+                    paged.load_panel(
+                        tma, boxes, places[None, None, panels[i]], tile, panels[i], pages, geometry.page,
                         full + panels[i], blocks,
                     )  # fmt: skip
             if cutlass.const_expr(stage == EVEN):
@@ -276,6 +287,49 @@ def load(
                         named_arrive(Barrier.FIRST_TILE_LEFT + waiting, 3 * 32)
             is_first = Boolean(False)
         guess, is_first = Int32(-1), Boolean(False)
+        split = scheduler.next_split(split, seq_lens, line, geometry.costs)
+
+
+@cute.jit
+def load_rows(
+    cache: cute.Tensor,  # (num_pages, page, h_kv, k + p), global memory
+    storage: cutlass.Constexpr,
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    kv_head: Int32,
+    stage: cutlass.Constexpr,
+    half: cutlass.Constexpr,
+    geometry: cutlass.Constexpr,
+):
+    """`load` of a cache whose pages no TMA box fits: the warp gathers the rows of its panels."""
+    panels = geometry.freed_by(stage, half)
+    groups = [panels[i : i + GATHERED] for i in range(0, len(panels), GATHERED)]
+    full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
+    own_stage = storage.stages.data_ptr() + stage * geometry.stage_elements
+    lane = cute.arch.lane_idx()
+    parity = Int32(1)
+    while scheduler.has_work(split):
+        first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
+        length = split.length
+        for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
+            tokens = [tile * TOKENS + i for i in (0, 32)]
+            found = [page_table[split.request, gather.entry_of(i + lane, length, geometry.page)] for i in tokens]
+            cute.arch.mbarrier_wait(empty, parity)
+            parity = parity ^ 1
+            for g in cutlass.range_constexpr(len(groups)):
+                for i in cutlass.range_constexpr(2):
+                    for row in cutlass.range(0, 32, gather.ROWS, unroll=1):
+                        source = gather.source_of(cache, found[i], tokens[i], row, length, kv_head)
+                        for panel in groups[g]:
+                            gather.copy_rows(
+                                source, panel * PANEL, own_stage + panel * PANEL_ELEMENTS, i * 32 + row
+                            )  # fmt: skip
+                cute.arch.cp_async_commit_group()
+            for g in cutlass.range_constexpr(len(groups)):
+                cute.arch.cp_async_wait_group(len(groups) - 1 - g)
+                gather.publish([full + panel for panel in groups[g]])
         split = scheduler.next_split(split, seq_lens, line, geometry.costs)
 
 
@@ -919,8 +973,8 @@ def consume(
 @cute.kernel
 def flash_mla_v21(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
-    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
-    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
+    cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
@@ -949,7 +1003,8 @@ def flash_mla_v21(
     if warp == 0:
         with cute.arch.elect_one():
             make_barriers(storage.full.data_ptr(), storage.empty.data_ptr(), geometry)
-        cpasync.prefetch_descriptor(tma)
+        if cutlass.const_expr(geometry.box):
+            cpasync.prefetch_descriptor(tma)
         cute.arch.mbarrier_init_fence()
     if cutlass.const_expr(geometry.cluster > 1):
         cute.arch.cluster_arrive_relaxed()
@@ -961,7 +1016,10 @@ def flash_mla_v21(
     line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
     at, _, _, _ = scheduler.units_range(split, line, geometry.costs)
     stage = (warp - CONSUMERS // 32) // 2  # of a producer
-    guess = cutlass.max(cutlass.min((at + stage) * TOKENS // geometry.page, width - 1), 0)
+    guess = (at + stage) * TOKENS // geometry.page
+    if cutlass.const_expr(geometry.box not in (0, TOKENS)):
+        guess = paged.entry_of(at + stage, split.length, geometry.page)
+    guess = cutlass.max(cutlass.min(guess, width - 1), 0)
     guessed = cutlass.min(split.request, requests - 1)
     of_page = page_table[guessed, None].iterator + guess
     of_length = seq_lens.iterator + guessed
@@ -999,10 +1057,15 @@ def flash_mla_v21(
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         for i in cutlass.range_constexpr(2 * STAGES):
             if warp == CONSUMERS // 32 + i:
-                load(
-                    tma, cache, storage, page_table, seq_lens, split, line, guess, page,
-kv_head, rank, i // 2, i % 2, geometry,
-                )  # fmt: skip
+                if cutlass.const_expr(geometry.box):
+                    load(
+                        tma, cache, storage, page_table, seq_lens, split, line, guess, page, kv_head, rank, i // 2,
+                        i % 2, geometry,
+                    )  # fmt: skip
+                else:
+                    load_rows(
+                        cache, storage, page_table, seq_lens, split, line, kv_head, i // 2, i % 2, geometry
+                    )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
@@ -1022,7 +1085,7 @@ flash_mla_v21.set_name_prefix("flash_mla_v21", remove_cutlass_symbol=True, keep_
 @cute.jit
 def launch_flash_mla_v21(
     q: cute.Tensor,
-    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
     out: cute.Tensor,
@@ -1038,7 +1101,9 @@ def launch_flash_mla_v21(
     stream: CUstream,
 ):
     """Launches a CTA for each query tile and worker, and behind it the combine, both as programmatic dependents."""
-    tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1)
+    tma, cache = None, kv_cache
+    if cutlass.const_expr(geometry.box):
+        tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1, geometry.box)
     pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, geometry.costs)
     flash_mla_v21(
         q,
@@ -1078,8 +1143,6 @@ def takes(pd: MlaProblem) -> Verdict:
         )
     if pd.p != PANEL:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: P lies in its panel")
-    if pd.page_size % TOKENS:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
     return Verdict.yes()
 
 

@@ -22,6 +22,10 @@ one: all of the ring but the panels being multiplied holds loads in flight, also
 memory busy. The running maximum of the rows is shared and may lag by 2^8 (lazy rescale). Most tiles move it for no row;
 the barrier at which the warps of a consumer meet anyway reports that (PTX `barrier.red.or`), without a reduction.
 
+A panel is one TMA box where pages are multiples of 64 tokens, and several of 16 or 32 tokens where they are other
+multiples of 16. Of any other page size four producer warps gather rows with cp.async (`load_rows`), 16 of a panel each.
+Pages of the cache may lie apart.
+
 Split-KV: `prims.scheduler` deals splits to workers from the lengths. Where it deals shares, `prims.combine` merges the
 partial results. On an even line the workers merge them themselves (`join`), from registers into registers, while the
 rest of the chip still works. Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
@@ -45,7 +49,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims import combine, gather, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
@@ -69,8 +73,10 @@ if TYPE_CHECKING:
 ROW_TILES = (8, 16, 32)
 CONSUMERS = 2
 CONSUMER_THREADS = CONSUMERS * WARPGROUP
-THREADS = CONSUMER_THREADS + 32
 WARPS = WARPGROUP // 32
+GATHERERS = 4  # producer warps where rows are gathered: as many registers a thread as with one
+GATHERED = TOKENS // GATHERERS  # rows of a KV tile, of each of them
+IN_FLIGHT = 6  # panels that each of them has in flight behind the one it waits for: 48 KiB
 EVEN, ODD = 0, 1
 # A tile takes 2 us where all CTAs read, 1.2 us where few do; begin and end of a split 3 us, the combine 2 to 3 us.
 COSTS = Costs(unit=TOKENS, overhead=2, combine=1, listed=2, join=2)
@@ -87,13 +93,14 @@ class Barrier(IntEnum):
     ODD = 4
     P_EVEN = 5  # P of an even tile is in shared memory
     P_ODD = 6
+    PRODUCERS = 7  # the ring's mbarriers are made
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
-    """What the code is specialised on: heads, query tokens, columns of latent and rope, page, mask; n: rows of the
-    query tile; slots: panels of the ring."""
+    """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask; n: rows
+    of the query tile; slots: panels of the ring."""
 
     h: int
     h_kv: int
@@ -114,6 +121,20 @@ class Geometry:
     def rows(self) -> int:
         """Query rows that share a cache."""
         return self.s * self.group
+
+    @property
+    def box(self) -> int:
+        """Tokens of a TMA box of the cache; 0: none fits its pages, and rows are gathered."""
+        return paged.box_tokens(self.page)
+
+    @property
+    def producers(self) -> int:
+        """Producer warps; as many arrivals fill a panel."""
+        return 1 if self.box else GATHERERS
+
+    @property
+    def threads(self) -> int:
+        return CONSUMER_THREADS + 32 * self.producers
 
     @property
     def panels(self) -> int:
@@ -189,7 +210,7 @@ def load(
     seq_lens: cute.Tensor,
     split: scheduler.Split,
     line: scheduler.Line,
-    guess: Int32,  # where in its row of the page table the first split begins, or -1
+    guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
     page: Int32,  # the page there
     kv_head: Int32,
     geometry: cutlass.Constexpr,
@@ -201,27 +222,105 @@ def load(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     layout = wgmma.k_major_layout(storage.ring.data_ptr().dtype, (TOKENS, PANEL, geometry.slots))
     ring = wgmma.smem_view(storage.ring.data_ptr(), 0, layout)
-    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], ring)
-    per_page = geometry.page // TOKENS
+    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], ring, geometry.box)
     slot, phase = Int32(0), Int32(0)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
-        if first < end and first // per_page != guess:
-            page = page_table[split.request, first // per_page]
+        entry = paged.entry_of(first, split.length, geometry.page)
+        if first < end and entry != guess:
+            page = page_table[split.request, entry]
         guess = Int32(-1)
         for tile in cutlass.range(first, end, unroll=1):
             # Loaded a tile ahead, to hide its latency; behind the last tile, the same entry again.
-            following = page_table[split.request, cutlass.min(tile + 1, end - 1) // per_page]
+            entry = paged.entry_of(cutlass.min(tile + 1, end - 1), split.length, geometry.page)
+            following = page_table[split.request, entry]
+            pages = paged.pages_of(page, geometry.page)
             for i in cutlass.range(geometry.panels, unroll=1):
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 # One lane is to be elected for the whole warp, not one for each group that left the wait together.
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + slot, PANEL_BYTES)
-                paged.load_box(tma, boxes[None, tile % per_page, i, page], places[None, 0, 0, slot], full + slot)
+                paged.load_panel(
+                    tma, boxes, places[None, None, 0, slot], tile, i, pages, geometry.page, full + slot
+                )  # fmt: skip
                 slot, phase = ring_at(slot, phase, 1, geometry.slots)
             page = following
         split = scheduler.next_split(split, seq_lens, line, COSTS)
+
+
+@cute.jit
+def load_rows(
+    cache: cute.Tensor,  # (num_pages, page, h_kv, k + p), global memory
+    storage: cutlass.Constexpr,
+    page_table: cute.Tensor,
+    seq_lens: cute.Tensor,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    kv_head: Int32,
+    warp: Int32,  # 0..3
+    geometry: cutlass.Constexpr,
+):
+    """`load` of a cache whose pages no TMA box fits: what one of four producer warps does. It gathers 16 rows of
+    every panel.
+
+    A panel's copies are published when `IN_FLIGHT` panels have been issued behind it, or earlier, where the next one
+    finds no free slot: consumers may need those that are in flight before they free one.
+    """
+    full, empty, ring = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ring.data_ptr()
+    first_row, lane = warp * GATHERED, cute.arch.lane_idx()  # a lane looks up the page of row first_row + lane
+    slot, phase = Int32(0), Int32(0)
+    oldest, pending = Int32(0), Int32(0)  # slot of the first panel that is not published, and number of those
+    page = Int32(0)
+    while scheduler.has_work(split):
+        first, end, _, _ = scheduler.units_range(split, line, COSTS)
+        request, length = split.request, split.length
+        if first < end:
+            page = page_table[request, gather.entry_of(first * TOKENS + first_row + lane, length, geometry.page)]
+        for tile in cutlass.range(first, end, unroll=1):
+            # Loaded a tile ahead, to hide its latency; behind the last tile, the same entry again.
+            ahead = cutlass.min(tile + 1, end - 1) * TOKENS + first_row + lane
+            following = page_table[request, gather.entry_of(ahead, length, geometry.page)]
+            token = tile * TOKENS + first_row
+            sources = [
+                gather.source_of(cache, page, token, i, length, kv_head) for i in range(0, GATHERED, gather.ROWS)
+            ]
+            for i in cutlass.range(geometry.panels, unroll=1):
+                full_up = is_taken(empty + slot, phase)
+                while pending > 0 and full_up:
+                    oldest, pending = publish_oldest(full, oldest, pending, geometry)
+                    full_up = is_taken(empty + slot, phase)
+                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                for j in cutlass.range_constexpr(len(sources)):
+                    gather.copy_rows(
+                        sources[j], i * PANEL, ring + slot * PANEL_ELEMENTS, first_row + j * gather.ROWS
+                    )  # fmt: skip
+                cute.arch.cp_async_commit_group()
+                pending = pending + 1
+                if pending > IN_FLIGHT:
+                    oldest, pending = publish_oldest(full, oldest, pending, geometry)
+                slot, phase = ring_at(slot, phase, 1, geometry.slots)
+            page = following
+        split = scheduler.next_split(split, seq_lens, line, COSTS)
+    while pending > 0:
+        oldest, pending = publish_oldest(full, oldest, pending, geometry)
+
+
+@cute.jit
+def is_taken(empty: cute.Pointer, phase: Int32) -> Boolean:
+    """Whether a slot of the ring still holds panels that are read; the same in all lanes."""
+    return cute.arch.vote_any_sync(not cute.arch.mbarrier_test_wait(empty, phase ^ 1))
+
+
+@cute.jit
+def publish_oldest(full: cute.Pointer, oldest: Int32, pending: Int32, geometry: cutlass.Constexpr):
+    """Publishes the oldest of a warp's `pending` panels, 1 .. IN_FLIGHT + 1; gives what is left."""
+    for behind in cutlass.range_constexpr(IN_FLIGHT + 1):
+        if pending == behind + 1:
+            cute.arch.cp_async_wait_group(behind)
+    gather.publish([full + oldest])
+    following, _ = ring_at(oldest, Int32(0), 1, geometry.slots)
+    return following, pending - 1
 
 
 # ------------------------------------------------------------------------------------------------ device: columns
@@ -824,7 +923,7 @@ def consume(
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
         if is_first:
-            named_sync(Barrier.START, THREADS)
+            named_sync(Barrier.START, geometry.threads)
         else:
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
         is_first = Boolean(False)
@@ -872,8 +971,8 @@ def consume(
 @cute.kernel
 def flash_mla_v22(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
-    tma: cute.CopyAtom,  # one 64 x 64 box of the cache
-    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
+    cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
@@ -898,10 +997,11 @@ def flash_mla_v22(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     if warp == CONSUMERS * WARPS:
         # The producer makes the mbarriers itself, so that its first loads need not wait for the others.
-        cpasync.prefetch_descriptor(tma)
+        if cutlass.const_expr(geometry.box):
+            cpasync.prefetch_descriptor(tma)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(geometry.slots):
-                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(full + i, geometry.producers)
                 cute.arch.mbarrier_init(empty + i, WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
@@ -910,7 +1010,10 @@ def flash_mla_v22(
     requests, width = page_table.shape
     line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
     at, _, _, _ = scheduler.units_range(split, line, COSTS)
-    guess = cutlass.max(cutlass.min(at * TOKENS // geometry.page, width - 1), 0)
+    guess = at * TOKENS // geometry.page
+    if cutlass.const_expr(geometry.box not in (0, TOKENS)):
+        guess = paged.entry_of(at, split.length, geometry.page)
+    guess = cutlass.max(cutlass.min(guess, width - 1), 0)
     guessed = cutlass.min(split.request, requests - 1)
     of_page = page_table[guessed, None].iterator + guess
     of_length = seq_lens.iterator + guessed
@@ -942,10 +1045,16 @@ def flash_mla_v22(
 
     if warp >= CONSUMERS * WARPS:
         if scheduler.has_work(split):
-            named_arrive(Barrier.START, THREADS)
-        load(
-            tma, cache, storage, page_table, seq_lens, split, line, guess, page, kv_head, geometry
-        )  # fmt: skip
+            named_arrive(Barrier.START, geometry.threads)
+        if cutlass.const_expr(geometry.box):
+            load(
+                tma, cache, storage, page_table, seq_lens, split, line, guess, page, kv_head, geometry
+            )  # fmt: skip
+        else:
+            named_sync(Barrier.PRODUCERS, 32 * GATHERERS)
+            load_rows(
+                cache, storage, page_table, seq_lens, split, line, kv_head, warp - CONSUMERS * WARPS, geometry
+            )  # fmt: skip
     else:
         consume(
             q, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool, split, line, scale_log2, worker,
@@ -960,7 +1069,7 @@ flash_mla_v22.set_name_prefix("flash_mla_v22", remove_cutlass_symbol=True, keep_
 @cute.jit
 def launch_flash_mla_v22(
     q: cute.Tensor,
-    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous
+    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
     out: cute.Tensor,
@@ -976,7 +1085,9 @@ def launch_flash_mla_v22(
     stream: CUstream,
 ):
     """Launches a CTA for each kv head and worker, and behind it the combine, both as programmatic dependents."""
-    tma, cache = paged.make_page_tma(kv_cache)
+    tma, cache = None, kv_cache
+    if cutlass.const_expr(geometry.box):
+        tma, cache = paged.make_page_tma(kv_cache, tokens=geometry.box)
     pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
     flash_mla_v22(
         q,
@@ -995,7 +1106,7 @@ def launch_flash_mla_v22(
         geometry,
     ).launch(
         grid=(geometry.h_kv, workers, 1),
-        block=(THREADS, 1, 1),
+        block=(geometry.threads, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
         use_pdl=True,
@@ -1015,8 +1126,6 @@ def takes(pd: MlaProblem) -> Verdict:
         )
     if pd.p != PANEL:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
-    if pd.page_size % TOKENS:
-        return Verdict.no(f"a page of {pd.page_size} tokens is not a multiple of the KV tile of {TOKENS}")
     if pd.rows > ROW_TILES[-1]:
         return Verdict.no(
             f"s·h/h_kv = {pd.rows} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v21"

@@ -1,0 +1,96 @@
+"""Caches with pages of any size, and with pages that lie apart, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_var3.check.judge import bounds_of, check, compare  # noqa: E402
+from mla_var3.device import Device  # noqa: E402
+from mla_var3.kernel import registry  # noqa: E402
+from mla_var3.toolchain.aot import CompileCache  # noqa: E402
+from mla_var3.workload.decode import MlaProblem, make_inputs, same_class  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+#: (version, heads, caches they share, query tokens); several query tokens are masked.
+CLASSES = [
+    *(("cute-dsl/flash_mla_v21", h, h_kv, s) for h, h_kv, s in ((128, 1, 1), (64, 1, 2), (128, 2, 1))),
+    *(("cute-dsl/flash_mla_v22", h, h_kv, s) for h, h_kv, s in ((16, 1, 1), (8, 1, 1), (8, 1, 2), (16, 2, 1))),
+]
+PAGES = (1, 2, 16, 24, 32, 48, 128)
+
+
+def planned(label: str, problem: MlaProblem, compiled: CompileCache | None = None) -> Any:
+    kernel = registry.KernelId.parse(label)
+    if reason := registry.missing(kernel.language):
+        pytest.skip(reason)
+    plan = registry.get_plan(kernel)(problem, None, Device.detect())
+    if compiled is not None:
+        plan.compiled = compiled
+    return plan
+
+
+def apart(cache: Any, stride: int) -> Any:
+    """The same pages, `stride` elements from each other, with NaN between them."""
+    memory = torch.full((len(cache) * stride,), float("nan"), dtype=cache.dtype, device=cache.device)
+    _, _, h_kv, width = cache.shape
+    strided = memory.as_strided(cache.shape, (stride, h_kv * width, width, 1))
+    strided.copy_(cache)
+    return strided
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("label", "h", "h_kv", "s"), CLASSES)
+def test_every_case_of_the_check(label: str, h: int, h_kv: int, s: int, page: int) -> None:
+    problem = MlaProblem(b=5, s=s, t=4100, h=h, h_kv=h_kv, causal=s > 1, page=page, lengths="ragged")
+    report = check(planned(label, problem, CompileCache()), seeds=(3,))
+    assert report.ok, report.reason
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("label", "h", "h_kv", "s"), CLASSES)
+def test_splits_of_few_and_of_many_requests(label: str, h: int, h_kv: int, s: int, page: int) -> None:
+    """One long request, and more requests than there are multiprocessors, all of them longer than the ring."""
+    compiled = CompileCache()
+    for lengths in ([30_011], [64, 65, 63, 1, 0, 129, 700] * 40):
+        problem = same_class(MlaProblem(s=s, h=h, h_kv=h_kv, causal=s > 1, page=page), lengths)
+        report = check(planned(label, problem, compiled), seeds=(5,), cases=("own",))
+        assert report.ok, (lengths[:8], report.reason)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("label", "h", "h_kv", "s"), CLASSES)
+def test_pages_that_lie_apart(label: str, h: int, h_kv: int, s: int, page: int) -> None:
+    """The same bits as with pages behind each other; the last stride takes the cache past 2^31 elements."""
+    lengths = [777, 0, 1, page, page + 1, 64, 65, 130]
+    problem = same_class(MlaProblem(s=s, h=h, h_kv=h_kv, causal=s > 1, page=page), lengths)
+    q, cache, table, lens = make_inputs(problem, "cuda", seed=page)
+    plan = planned(label, problem, CompileCache())
+    kernel = plan.plan(q, cache, table, lens)
+    expected = [x.clone() for x in kernel()]
+    reference = plan.reference_fn(q, cache, table, lens)
+    verdict = compare(plan.workload, expected, reference, bounds_of(type(plan), "flashmla"))
+    assert verdict.ok, verdict.reason
+    elements = cache[0].numel()
+    for stride in (elements + 8, 2 * elements, max(elements + 64, 2**31 // len(cache) // 8 * 8 + 800)):
+        for bound in (
+            plan.plan(q, apart(cache, stride), table, lens),
+            kernel.bind(q, apart(cache, stride), table, lens),
+        ):
+            for x in (*bound.output_tensors, *bound.workspace_tensors):
+                if x.is_floating_point():
+                    x.fill_(float("nan"))
+            for found, wanted in zip(bound(), expected, strict=True):
+                assert torch.equal(found, wanted), stride
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("label", "h", "h_kv", "s"), CLASSES)
+def test_a_cache_of_one_page(label: str, h: int, h_kv: int, s: int, page: int) -> None:
+    problem = same_class(MlaProblem(s=s, h=h, h_kv=h_kv, causal=s > 1, page=page), [page])
+    report = check(planned(label, problem, CompileCache()), seeds=(7,), cases=("own",))
+    assert report.ok, report.reason

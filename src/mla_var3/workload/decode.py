@@ -76,14 +76,6 @@ if TYPE_CHECKING:
 DECODE_TOKENS = 64
 LENGTH_NAMES = ("uniform", "ragged", "normal", "edges")
 
-# Query heads and head dims of public models: config.json of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V2-Lite
-# and moonshotai/Kimi-K2-Instruct (num_attention_heads, kv_lora_rank, qk_rope_head_dim, v_head_dim).
-GEOMETRIES: dict[str, dict[str, int]] = {
-    "deepseek-v3": {"h": 128, "h_kv": 1, "k": 512, "p": 64, "d": 128},
-    "deepseek-v2-lite": {"h": 16, "h_kv": 1, "k": 512, "p": 64, "d": 128},
-    "kimi-k2": {"h": 64, "h_kv": 1, "k": 512, "p": 64, "d": 128},
-}
-
 
 @dataclass(frozen=True)
 class DecodeClass:

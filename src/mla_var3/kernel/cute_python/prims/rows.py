@@ -19,8 +19,8 @@ def row_offset(tensor: cute.Tensor, request: Int32, kv_head: Int32, row: Int32, 
 
 @cute.jit
 def copy_query_rows(
-    query: cute.Tensor,  # global memory, (b, s, h, width)
-    tile: cute.Tensor,  # shared memory, swizzled, (rows, width)
+    query: cute.Tensor,  # global memory, (b, s, h, width), width a multiple of 8
+    tile: cute.Tensor,  # shared memory, swizzled, (rows, width up to a multiple of 64)
     request: Int32,
     kv_head: Int32,
     first_row: Int32,
@@ -29,9 +29,10 @@ def copy_query_rows(
     thread: Int32,  # 0..num_threads-1
     num_threads: cutlass.Constexpr,
 ):
-    """Starts copying the rows of a tile, 16 bytes at a time (cp.async); rows past the end become zeros. The caller
-    waits (cp_async_wait_group) and joins the threads before anybody reads."""
-    width, height = cute.size(tile, mode=[1]), cute.size(tile, mode=[0])
+    """Starts copying the rows of a tile, 16 bytes at a time (cp.async); rows past the end become zeros, and columns
+    past the query's width hold nothing of use. The caller waits (cp_async_wait_group) and joins the threads before
+    anybody reads."""
+    width, height = cutlass.const_expr(query.shape[3]), cute.size(tile, mode=[0])
     per_row = 8  # threads on one row: 128 bytes, one swizzle row, a pass
     step = cutlass.const_expr(min(num_threads // per_row, height))
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), query.element_type, num_bits_per_copy=128)
@@ -49,7 +50,12 @@ def copy_query_rows(
                 chunks = cute.zipped_divide(cute.make_tensor(source, cute.make_layout(width)), (CHUNK,))
                 for j in cutlass.range_constexpr(width // (per_row * CHUNK)):
                     cute.copy(atom, chunks[None, j * per_row + thread % per_row], target[(None, 0), i, j])
+                if cutlass.const_expr(width % (per_row * CHUNK) != 0):
+                    # No branch: behind one, ptxas takes addresses that follow for not uniform.
+                    last = cutlass.const_expr(width // (per_row * CHUNK))
+                    chunk = cutlass.min(last * per_row + thread % per_row, width // CHUNK - 1)
+                    cute.copy(atom, chunks[None, chunk], target[(None, 0), i, last])
             else:
-                for j in cutlass.range_constexpr(width // (per_row * CHUNK)):
+                for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // (per_row * CHUNK)):
                     cute.autovec_copy(zeros, target[(None, 0), i, j])
     cute.arch.cp_async_commit_group()

@@ -50,3 +50,8 @@ def shipped_results_dir() -> Path:
 def options(group: str) -> list[str]:
     """Names of the yaml files of a config group, sorted."""
     return sorted({path.stem for folder in conf_dirs() for path in (folder / group).glob("*.yaml")})
+
+
+def option_file(group: str, name: str) -> Path:
+    """The file of one of `options`."""
+    return next(path for folder in conf_dirs() if (path := folder / group / f"{name}.yaml").is_file())

@@ -18,6 +18,9 @@ from mla_var3.workload.decode import MlaProblem
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
+#: Columns of latent and rope, beside 512 + 64, of versions that take them.
+WIDTHS = [(512, 0), (256, 64), (256, 32)]
+WIDE = [k for k in VERSIONS if k.version >= 21]
 
 
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
@@ -52,15 +55,26 @@ def test_splits_do_not_compile_again(kernel: registry.KernelId) -> None:
 def test_machine_code_of_the_loop(kernel: registry.KernelId, tmp_path: Path) -> None:
     """What results do not show: operands of products in flight stay as they are, and the loop of products holds neither
     a sleeping wait nor moves of addresses into uniform registers (see `devlogs/flash_mla`)."""
+    check_machine_code(kernel, MlaProblem(h=16 if kernel.version == 22 else 128), tmp_path)
+
+
+@pytest.mark.parametrize(("k", "p"), WIDTHS)
+@pytest.mark.parametrize("kernel", WIDE, ids=lambda k: k.label)
+def test_machine_code_of_other_widths(kernel: registry.KernelId, k: int, p: int, tmp_path: Path) -> None:
+    check_machine_code(kernel, MlaProblem(h=16 if kernel.version == 22 else 128, k=k, p=p), tmp_path)
+
+
+def check_machine_code(kernel: registry.KernelId, problem: MlaProblem, tmp_path: Path) -> None:
     h200 = Device.get("h200")
-    plan = registry.get_plan(kernel)(MlaProblem(h=16 if kernel.version == 22 else 128), None, h200)
+    plan = registry.get_plan(kernel)(problem, None, h200)
     made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
     main = made.stages[0] if made.stages else made
     assert main.resources.spill_bytes <= 24
     sass = {**made.artefacts, **main.artefacts}["sass"].read_text()
     assert sass.count("HGMMA") > 50 and overwritten_operands(sass) == []
     if kernel.version:
-        loop = loop_of_products(max(functions(sass).values(), key=lambda body: str(body).count("HGMMA")))
+        body = max(functions(sass).values(), key=lambda body: str(body).count("HGMMA"))
+        loop = loop_of_products(body, (problem.k + problem.p) // 16)
         costly = r"\b(R2UR|NANOSLEEP|LDL|STL)\b" if kernel.version == 21 else r"\b(NANOSLEEP|LDL|STL)\b"
         assert [line for line in loop if re.search(costly, line)] == []
 
@@ -81,32 +95,14 @@ def test_machine_code_of_small_pages(label: str, page: int, tmp_path: Path) -> N
     sass = {**made.artefacts, **main.artefacts}["sass"].read_text()
     assert ("LDGSTS.E.BYPASS.128" in sass) == (page == 1)
     assert overwritten_operands(sass) == []
-    loop = loop_of_products(max(functions(sass).values(), key=lambda body: str(body).count("HGMMA")))
+    loop = loop_of_products(max(functions(sass).values(), key=lambda body: str(body).count("HGMMA")), 36)
     assert [line for line in loop if re.search(r"\b(NANOSLEEP|LDL|STL)\b", line)] == []
 
 
-def test_pages_that_lie_apart_change_the_host_function_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from mla_var3.kernel.cute_python import host
-    from mla_var3.toolchain import aot
-
-    asked = []
-
-    def compiled_host(plan: Any, name: str, compile_fn: Any, **_: Any) -> Any:
-        asked.append(name)
-        return SimpleNamespace(handle=None)
-
-    monkeypatch.setattr(host, "launcher", lambda *_, **__: None)
+def test_pages_that_lie_apart_change_the_host_function_alone() -> None:
     h200, kernel = Device.get("h200"), registry.KernelId.parse("cute-dsl/flash_mla_v22")
-    plan = registry.get_plan(kernel)(MlaProblem(b=1, h=16, t=128), None, h200)
-    q, cache, page_table, seq_lens = plan.prepare_inputs("cpu")
-    apart = torch.zeros((len(cache), 2, *cache.shape[1:]), dtype=cache.dtype)[:, 0]
-    with monkeypatch.context() as patched:
-        patched.setattr(aot, "compiled_host", compiled_host)
-        bound = [plan.plan(q, x, page_table, seq_lens) for x in (cache, apart)]
-    assert asked == ["flash_mla_v22", "flash_mla_v22_strided"]
-    codes = [x.compile(None, h200).code for x in bound]
+    problems = [MlaProblem(h=16), MlaProblem(h=16, strided_pages=True)]
+    codes = [registry.get_plan(kernel)(pd, None, h200).plan_empty().compile(None, h200).code for pd in problems]
     assert codes[0].kernels == codes[1].kernels and codes[0].launch != codes[1].launch
 
 
@@ -117,8 +113,9 @@ def test_any_page_is_taken(label: str) -> None:
         assert plan(MlaProblem(h=16, page=page), None, Device.get("h200")).tiling.validate(MlaProblem(h=16, page=page))
 
 
-def loop_of_products(sass: str) -> list[str]:
-    """The instructions from a branch back's target to the branch: the shortest loop that holds a tile's products."""
+def loop_of_products(sass: str, products: int) -> list[str]:
+    """The instructions from a branch back's target to the branch: the shortest loop that holds a tile's products, so
+    many at least."""
     lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
     at: dict[str, int] = {}
     for i, line in enumerate(lines):
@@ -131,9 +128,44 @@ def loop_of_products(sass: str) -> list[str]:
         start = at.get(back[1]) if back else None
         if start is not None and start < end:
             loops.append(lines[start : end + 1])
-    full = [loop for loop in loops if sum("HGMMA" in line for line in loop) >= 36]
+    full = [loop for loop in loops if sum("HGMMA" in line for line in loop) >= products]
     assert full, "no loop with a tile's products in this code"
     return min(full, key=len)
+
+
+@pytest.mark.parametrize("kernel", WIDE, ids=lambda k: k.label)
+def test_widths_are_refused_with_a_reason(kernel: registry.KernelId) -> None:
+    plan_type, h200 = registry.get_plan(kernel), Device.get("h200")
+    for k, p in (*WIDTHS, (512, 64)):
+        plan = plan_type(MlaProblem(h=16, k=k, p=p), None, h200)
+        assert plan.supported() and plan.feasible()
+    for fields, word in (({"k": 384}, "k = 384"), ({"p": 128}, "p = 128"), ({"p": 8}, "p = 8")):
+        assert word in plan_type(MlaProblem(h=16, **fields), None, h200).supported().reason
+
+
+def test_what_is_loaded_is_freed_by_exactly_one_consumer() -> None:
+    from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v21.flash_mla_v21 import Geometry
+
+    for k, p in (*WIDTHS, (512, 64)):
+        geometry = Geometry.of(MlaProblem(k=k, p=p))
+        assert geometry.stage_elements == 64 * 64 * (geometry.p_panel + 1)
+        assert geometry.panels == geometry.p_panel + (p > 0) and geometry.slices == (k + p) // 16
+        for stage in (0, 1):
+            freed = [*geometry.freed_by(stage, 0), *geometry.freed_by(stage, 1)]
+            assert sorted(freed) == list(range(geometry.panels))
+            assert (geometry.p_panel in geometry.freed_by(stage, 1 - stage)) == (p > 0)
+
+
+def test_a_version_takes_every_model() -> None:
+    import yaml
+
+    from mla_var3 import paths
+
+    for name in paths.options("model"):
+        dims = yaml.safe_load(paths.option_file("model", name).read_text())
+        assert dims.pop("name") == name
+        plans = [registry.get_plan(kernel)(MlaProblem(**dims), None, Device.get("h200")) for kernel in WIDE]
+        assert any(plan.supported() and plan.feasible() for plan in plans), name
 
 
 def test_a_launcher_converts_tensors_once_and_leaves_the_first_to_name_the_stream() -> None:

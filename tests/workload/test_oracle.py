@@ -19,6 +19,7 @@ from mla_var3.workload.decode import (  # noqa: E402
     same_class,
 )
 
+WIDTHS = [(512, 64), (512, 0), (256, 64), (256, 32)]
 SMALL = MlaProblem(s=3, h=4, h_kv=2, k=32, p=16, d=8, page=8, causal=True, t=[0, 1, 2, 7, 8, 9, 21])
 
 
@@ -179,21 +180,23 @@ def test_seeds_repeat_and_differ():
     assert not torch.equal(first[0], other[0])
 
 
+@pytest.mark.parametrize(("k", "p"), WIDTHS)
 @pytest.mark.parametrize("dist", ["first", "last", "page_boundary"])
-def test_dominant_tokens_take_almost_all(dist):
-    problem = MlaProblem(h=4, t=[1000, 65, 64, 3, 1])
+def test_dominant_tokens_take_almost_all(dist, k, p):
+    problem = MlaProblem(h=4, k=k, p=p, t=[1000, 65, 64, 3, 1])
     q, cache, table, lens = make_inputs(problem, dist=dist)
     edge = {1000: (447, 448), 65: (63, 64), 64: (63,), 3: (2,), 1: (0,)}
     out, _ = run(problem, (q, cache, table, lens))
     for i, length in enumerate(lens.tolist()):
         chosen = {"first": (0,), "last": (length - 1,), "page_boundary": edge[length]}[dist]
         tokens = oracle.gather_tokens(cache, table[i], length)[:, 0]
-        expected = tokens[list(chosen), :512].double().mean(0)
+        expected = tokens[list(chosen), :k].double().mean(0)
         assert float((out[i, 0] - expected).norm(dim=-1).max() / expected.norm()) < 0.12
 
 
-def test_just_masked_tokens_would_dominate():
-    problem = MlaProblem(h=4, s=3, causal=True, t=[1000, 65, 130, 3, 2])
+@pytest.mark.parametrize(("k", "p"), WIDTHS)
+def test_just_masked_tokens_would_dominate(k, p):
+    problem = MlaProblem(h=4, s=3, k=k, p=p, causal=True, t=[1000, 65, 130, 3, 2])
     q, cache, table, lens = make_inputs(problem, dist="just_masked")
     honest = run(problem, (q, cache, table, lens))[0]
     for changed in (
@@ -204,10 +207,31 @@ def test_just_masked_tokens_would_dominate():
         assert float(change.min(dim=2).values.max(dim=1).values.min()) > 0.5  # in some token of every request
 
 
-def test_below_zero_logits_lose_against_a_zero():
-    problem = MlaProblem(h=4, t=[1000, 1])
+@pytest.mark.parametrize(("k", "p"), WIDTHS)
+def test_below_zero_logits_lose_against_a_zero(k, p):
+    problem = MlaProblem(h=4, k=k, p=p, t=[1000, 1])
     _, lse = run(problem, make_inputs(problem, dist="below_zero"))
     assert float(lse.max()) < -6
+
+
+@pytest.mark.parametrize(("k", "p"), WIDTHS)
+@pytest.mark.parametrize("dist", DISTRIBUTIONS)
+def test_the_bounds_hold_for_roundings_of_p_and_out(dist, k, p):
+    """Also where the keys that a pattern makes dominant are values."""
+    from mla_var3.check.judge import compare
+
+    problem = MlaProblem(h=8, k=k, p=p, t=[1000, 65, 64, 3, 1])
+    q, cache, table, lens = make_inputs(problem, seed=6, dist=dist)
+    expected = run(problem, (q, cache, table, lens))
+    out = torch.zeros(problem.b, 1, problem.h, k, dtype=torch.bfloat16)
+    for i, length in enumerate(lens.tolist()):
+        keys = oracle.gather_tokens(cache, table[i], length)[:, 0].double()
+        logits = q[i, 0].double() @ keys.t() * problem.scale
+        weights = (logits - logits.max(dim=1, keepdim=True).values).exp()
+        rounded = weights.to(torch.bfloat16).double() @ keys[:, :k]
+        out[i, 0] = (rounded / weights.sum(dim=1, keepdim=True)).to(torch.bfloat16)
+    verdict = compare(oracle.WORKLOAD, (out, expected[1].float()), expected, oracle.bounds_for(dist))
+    assert verdict.ok, verdict.reason
 
 
 def test_dominant_inputs_work_without_rope_columns():

@@ -44,7 +44,7 @@ def add_kernels(parser: argparse.ArgumentParser, count: str) -> None:
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """The options that describe a problem; read them with `problem_of`."""
     group = parser.add_argument_group("problem")
-    group.add_argument("--model", metavar="NAME", help="geometry: deepseek-v3 (default), deepseek-v2-lite, kimi-k2")
+    group.add_argument("--model", metavar="NAME", help="heads and widths: deepseek-v3 (default), ... (`list models`)")
     for name, text in (
         ("b", "requests"),
         ("s", "query tokens of each request"),
@@ -79,7 +79,6 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
 def problem_of(args: argparse.Namespace, workload: Workload | None = None, **defaults: Any) -> Any:
     """The problem that the options of `add_problem` describe, over `defaults`; of decode unless a workload is given."""
     from mla_var3.workload import DEFAULT, get
-    from mla_var3.workload.decode import GEOMETRIES
 
     workload = workload or get(DEFAULT)
     fields = {**defaults, **given_fields(args)}
@@ -87,12 +86,21 @@ def problem_of(args: argparse.Namespace, workload: Workload | None = None, **def
         fields["page"] = None if args.page in ("contiguous", "none") else _integer("--page", args.page)
     if args.lengths is not None:
         fields |= _lengths(args.lengths, fields)
-    model = args.model or "deepseek-v3"
-    if model not in GEOMETRIES:
-        raise UserError(f"--model {model!r} is unknown: {nearest(model, GEOMETRIES)}.")
     known = workload.problem.fields()
-    dims = {name: value for name, value in GEOMETRIES[model].items() if name in known}
+    dims = {name: value for name, value in _model(args.model or "deepseek-v3").items() if name in known}
     return workload.problem.from_record({**dims, **fields})
+
+
+def _model(name: str) -> dict[str, Any]:
+    """What a file of conf/model says."""
+    import yaml
+
+    from mla_var3 import paths
+
+    if name not in (models := paths.options("model")):
+        raise UserError(f"--model {name!r} is unknown: {nearest(name, models)}.")
+    said: dict[str, Any] = yaml.safe_load(paths.option_file("model", name).read_text(encoding="utf-8"))
+    return said
 
 
 def workload_of(kernels: Sequence[KernelId]) -> Workload:

@@ -68,11 +68,8 @@ def _yaml_comments(group: str) -> list[str]:
     """Names of a config group's files, each with its description, or its first comment."""
     from mla_var3 import paths
 
-    rows = []
-    for name in paths.options(group):
-        path = next(p for folder in paths.conf_dirs() if (p := folder / group / f"{name}.yaml").is_file())
-        rows.append((name, _said(path.read_text(encoding="utf-8"))))
-    return _columns(rows)
+    files = {name: paths.option_file(group, name) for name in paths.options(group)}
+    return _columns([(name, _said(path.read_text(encoding="utf-8"))) for name, path in files.items()])
 
 
 def _said(text: str) -> str:

@@ -22,9 +22,10 @@ Distributions of inputs (`dist`):
     below_zero     every attended logit is far below zero, so a token whose key was filled with zeros, or a mask that
                    writes 0 in place of -inf, would take it.
 
-The dominant ones lie on top of "flashmla" values: the last columns of q hold a common sign pattern, and the keys of
-the chosen tokens a multiple of it, as large as their length asks for. So one dropped or extra token is an error of
-order one.
+The dominant ones lie on top of "flashmla" values: the last rope columns of q hold a common sign pattern, and the keys
+of the chosen tokens a multiple of it, as large as their length asks for. So one dropped or extra token is an error of
+order one. Without rope columns these are the last half of the latent's, so values too, and the multiples differ from
+column to column: equal ones would be rounded alike in out, and the bounds below count on roundings that are not.
 
 Bounds
 ------
@@ -75,14 +76,6 @@ if TYPE_CHECKING:
 #: Most query tokens of a request that count as decoding; speculation adds a few to one.
 DECODE_TOKENS = 64
 LENGTH_NAMES = ("uniform", "ragged", "normal", "lognormal", "bimodal", "one_long", "mostly_empty", "edges")
-
-# Query heads and head dims of public models: config.json of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V2-Lite
-# and moonshotai/Kimi-K2-Instruct (num_attention_heads, kv_lora_rank, qk_rope_head_dim, v_head_dim).
-GEOMETRIES: dict[str, dict[str, int]] = {
-    "deepseek-v3": {"h": 128, "h_kv": 1, "k": 512, "p": 64, "d": 128},
-    "deepseek-v2-lite": {"h": 16, "h_kv": 1, "k": 512, "p": 64, "d": 128},
-    "kimi-k2": {"h": 64, "h_kv": 1, "k": 512, "p": 64, "d": 128},
-}
 
 
 @dataclass(frozen=True)
@@ -525,9 +518,11 @@ def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, tabl
     import torch
 
     device, width = q.device, problem.k + problem.p
-    w = min(64, width)
+    w = min(64, problem.p) or max(1, problem.k // 2)
+    multiples = torch.ones(w) if problem.p else torch.linspace(0.5, 1.5, w)
     signs = torch.where(torch.arange(w) % 3 == 0, -1.0, 1.0).to(device=device, dtype=q.dtype)
     q[..., width - w :] = _PATTERN * signs
+    pattern, total = signs.float() * multiples.to(device), float(multiples.sum())
     page = problem.page_size
     flat = kv_cache.view(-1, problem.h_kv, width)
     slots: list[int] = []
@@ -542,7 +537,7 @@ def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, tabl
             if entry >= -(-length // page):  # the slot after the last token lies on no page of this request
                 continue
             slots.append(pages[i][entry] * page + position % page)
-            sizes.append(lead / (w * _PATTERN * problem.scale))
+            sizes.append(lead / (total * _PATTERN * problem.scale))
     if not slots:
         return
     index = torch.tensor(slots, device=device)
@@ -552,7 +547,7 @@ def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, tabl
             generator=torch.Generator(device=device).manual_seed(len(slots)),
         )  # fmt: skip
         flat[index] = (rows / 10).clamp_(-1.0, 1.0).to(q.dtype)
-    keys = torch.tensor(sizes, device=device, dtype=torch.float32).view(-1, 1, 1) * signs.float()
+    keys = torch.tensor(sizes, device=device, dtype=torch.float32).view(-1, 1, 1) * pattern
     flat[index, :, width - w :] = keys.expand(-1, problem.h_kv, -1).to(q.dtype)
 
 

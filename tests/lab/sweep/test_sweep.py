@@ -28,7 +28,7 @@ from mla_var3.record import Record, load, new_id, now
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode
-from mla_var3.workload.decode import GEOMETRIES, MlaProblem
+from mla_var3.workload.decode import MlaProblem
 
 SOURCE = Path(sweep.__file__).resolve().parents[2]
 H200, A100 = Device.get("h200"), Device.get("a100")
@@ -166,11 +166,14 @@ def test_every_experiment_composes_and_expands() -> None:
     assert all(p.causal for p in masked)
 
 
-def test_models_are_the_geometries() -> None:
-    for name, geometry in GEOMETRIES.items():
-        model = vars(sweep_config.compose([f"model={name}"]).model)
-        assert model == {"name": name, **geometry}
-    assert set(paths.options("model")) == set(GEOMETRIES)
+def test_cells_of_a_model_have_the_scale_of_its_query_heads() -> None:
+    heads = {"deepseek-v4-flash": 512, "deepseek-v4-pro": 512, "mistral-small-4": 128, "minicpm3": 96}
+    for name in paths.options("model"):
+        config = sweep_config.compose([f"model={name}", "experiment.cells=[{b: 1, t: 128}]"])
+        assert config.model.name == name
+        (cell,) = sweep_plan.expand_cells(config)
+        columns = heads.get(name, 256 if name.startswith("glm") else 192)
+        assert cell.scale == columns**-0.5, name
 
 
 def test_overrides_set_every_cell_and_equal_cells_run_once() -> None:

@@ -45,10 +45,13 @@ def source_of(
 
 
 @cute.jit
-def copy_rows(source: Int64, column: Int32, panel: cute.Pointer, first_row: Int32):
-    """Starts a warp's copy of four rows of a panel. source: of `source_of`; column: of the cache, with which the panel
-    begins; first_row: of the panel, a multiple of 4."""
+def copy_rows(source: Int64, column: Int32, width: cutlass.Constexpr, panel: cute.Pointer, first_row: Int32):
+    """Starts a warp's copy of four rows of a panel. source: of `source_of`; column: of the cache, which is `width`
+    columns wide, with which the panel begins; first_row: of the panel, a multiple of 4. Where the cache ends inside the
+    panel, its last columns are read again: behind them there may be no memory."""
     lane, dtype = cute.arch.lane_idx(), panel.dtype
+    if cutlass.const_expr(width % PANEL != 0):
+        column = column - cutlass.max(column + (lane % LANES + 1) * CHUNK - width, 0)
     row = first_row + lane // LANES
     place = panel + cute.assume(row * PANEL + ((lane % LANES) ^ (row % 8)) * CHUNK, divby=CHUNK)
     address = cute.make_ptr(dtype, source + dtype.width // 8 * column, cute.AddressSpace.gmem, assumed_align=16)

@@ -28,8 +28,8 @@ def copy_chunk(target: cute.Pointer, source: cute.Pointer, filled: Int32) -> Non
 
 @cute.jit
 def copy_query_rows(
-    query: cute.Tensor,  # global memory, (b, s, h, width)
-    tile: cute.Tensor,  # shared memory, swizzled, (rows, width)
+    query: cute.Tensor,  # global memory, (b, s, h, width), width a multiple of 8
+    tile: cute.Tensor,  # shared memory, swizzled, (rows, width up to a multiple of 64)
     request: Int32,
     kv_head: Int32,
     first_row: Int32,
@@ -38,9 +38,10 @@ def copy_query_rows(
     thread: Int32,  # 0..num_threads-1
     num_threads: cutlass.Constexpr,
 ):
-    """Starts copying the rows of a tile, 16 bytes at a time (cp.async); rows past the end become zeros. The caller
-    waits (cp_async_wait_group) and joins the threads before anybody reads."""
-    width, height = cute.size(tile, mode=[1]), cute.size(tile, mode=[0])
+    """Starts copying the rows of a tile, 16 bytes at a time (cp.async); rows past the end become zeros, and columns
+    past the query's width hold nothing of use. The caller waits (cp_async_wait_group) and joins the threads before
+    anybody reads."""
+    width, height = cutlass.const_expr(query.shape[3]), cute.size(tile, mode=[0])
     per_row = 8  # threads on one row: 128 bytes, one swizzle row, a pass
     step = cutlass.const_expr(min(num_threads // per_row, height))
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), query.element_type, num_bits_per_copy=128)
@@ -53,7 +54,10 @@ def copy_query_rows(
             row = first_row + i * step + thread // per_row
             filled = cutlass.select_(row < num_rows, Int32(2 * CHUNK), Int32(0))
             source = query.iterator + row_offset(query, request, kv_head, cutlass.min(row, num_rows - 1), group)
-            for j in cutlass.range_constexpr(width // (per_row * CHUNK)):
-                place = target[(None, 0), i, j].iterator
-                copy_chunk(place, source + (j * per_row + thread % per_row) * CHUNK, filled)
+            for j in cutlass.range_constexpr(-(-width // (per_row * CHUNK))):
+                chunk = j * per_row + thread % per_row
+                if cutlass.const_expr((j + 1) * per_row * CHUNK > width):
+                    filled = cutlass.select_(chunk < width // CHUNK, filled, Int32(0))
+                    chunk = cutlass.min(chunk, width // CHUNK - 1)
+                copy_chunk(target[(None, 0), i, j].iterator, source + chunk * CHUNK, filled)
     cute.arch.cp_async_commit_group()

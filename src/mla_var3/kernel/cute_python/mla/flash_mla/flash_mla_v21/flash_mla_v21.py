@@ -3,6 +3,8 @@ device.
 
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
 
+The latent may also have 256 columns, and the rope part 32 or none.
+
 A CTA keeps one query tile's place (64 rows of the s · h / h_kv that share a cache) and goes through its worker's
 splits of the batch, two KV tiles of 64 tokens at a time. With an even number of query tiles two CTAs form a cluster:
 both are the same worker, and each loads half of every KV tile for both (TMA multicast).
@@ -18,10 +20,10 @@ The consumers are half a pair of tiles out of phase, so that the softmax of one 
     freed                         | 0L                0R       | 1R                      1L |
 
 A consumer's own P is an operand from registers. The other reads it from shared memory, where it lies in the rope panel
-of its stage, which nobody needs once the scores are made. Each P is relative to the running maximum that its own
-consumer knows; the reader rescales its half of the output when the maximum has moved, which a maximum that may lag by
-2^8 makes rare. A quarter of Q's columns stay in registers: a 64 x 64 x 16 product with both operands in shared memory
-takes all of its bandwidth, which the other consumer's softmax needs too.
+of its stage, which nobody needs once the scores are made, or without rope columns in a panel of its own. Each P is
+relative to the running maximum that its own consumer knows; the reader rescales its half of the output when the maximum
+has moved, which a maximum that may lag by 2^8 makes rare. A quarter of Q's columns stay in registers: a 64 x 64 x 16
+product with both operands in shared memory takes all of its bandwidth, which the other consumer's softmax needs too.
 
 A panel of a KV tile is one TMA box where pages are multiples of 64 tokens, and several of 16 or 32 tokens where they
 are other multiples of 16. Of any other page size the producers gather rows with cp.async (`load_rows`), and CTAs load
@@ -151,12 +153,24 @@ class Geometry:
 
     @property
     def panels(self) -> int:
-        """64-column panels of a cached token."""
-        return (self.k + self.p) // PANEL
+        """64-column panels of a cached token. Of a last one that is not full TMA reads the rest as zeros."""
+        return -(-(self.k + self.p) // PANEL)
 
     @property
-    def rope(self) -> int:
-        """The panel of rope columns; P lies in it once the scores of the stage are made."""
+    def slices(self) -> int:
+        """16-column slices of a query or key: what the scores are multiplied over."""
+        return (self.k + self.p) // wgmma.MMA_K
+
+    @property
+    def p_panel(self) -> int:
+        """The panel of a stage behind the latent's, for P: that of rope columns, once the scores of the stage are made.
+
+        Without rope columns nothing is loaded there, and no mbarrier stands between a P and the next one. What does:
+        EVEN writes P0 once it is past P_ODD of the pair before, and ODD arrives there when its product with that P0 has
+        ended (`odd_product`). ODD writes P1 once it is past P_EVEN of its own pair, and EVEN arrives there when its
+        product with the last P1 has ended, which its scores wait for (`even_scores`). That also holds for a tile
+        without a partner. Between splits all consumers meet at CONSUMERS, when no product is in flight.
+        """
         return self.k // PANEL
 
     @property
@@ -170,14 +184,14 @@ class Geometry:
 
     @property
     def stage_elements(self) -> int:
-        return TOKENS * (self.k + self.p)
+        return PANEL_ELEMENTS * (self.p_panel + 1)
 
     def freed_by(self, stage: int, consumer: int) -> tuple[int, ...]:
-        """Panels of a stage that a consumer frees: its half of V, and the rope panel if it reads the other's P
-        there."""
+        """Loaded panels of a stage that a consumer frees: its half of V, and the rope panel, if there is one, where it
+        reads the other's P."""
         first = consumer * self.half_panels
         own = tuple(range(first, first + self.half_panels))
-        return own if stage == consumer else (*own, self.rope)
+        return own if stage == consumer else (*own, *range(self.p_panel, self.panels))
 
     @property
     def partials(self) -> Partials:
@@ -196,7 +210,8 @@ class Geometry:
 
 
 def shared_storage(geometry: Geometry, dtype: type) -> type:
-    """The CTA's shared memory: 72 KiB of Q, two stages of 72 KiB, and under 2 KiB of barriers and row values."""
+    """The CTA's shared memory: up to 72 KiB of Q, two stages of up to 72 KiB, and under 2 KiB of barriers and row
+    values."""
 
     def array(kind: type, size: int) -> Any:
         return cute.struct.MemRange[kind, size]
@@ -207,7 +222,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "plan": array(Int32, scheduler.PLAN),
         "row_max": array(Float32, ROWS),  # running maximum that both consumers share
         "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
-        "query": cute.struct.Align[array(dtype, ROWS * (geometry.k + geometry.p)), 1024],
+        "query": cute.struct.Align[array(dtype, ROWS * PANEL * geometry.panels), 1024],
         "stages": cute.struct.Align[array(dtype, STAGES * geometry.stage_elements), 1024],
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
@@ -248,7 +263,7 @@ def load(
     blocks = geometry.cluster
     panels = geometry.freed_by(stage, half)
     full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
-    layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, geometry.k + geometry.p))
+    layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, PANEL * geometry.panels))
     own_stage = wgmma.smem_view(storage.stages.data_ptr(), stage * geometry.stage_elements, layout)
     boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], own_stage, geometry.box)
     parity = Int32(1)  # the first pass finds its panels free
@@ -324,7 +339,7 @@ def load_rows(
                         source = gather.source_of(cache, found[i], tokens[i], row, length, kv_head)
                         for panel in groups[g]:
                             gather.copy_rows(
-                                source, panel * PANEL, own_stage + panel * PANEL_ELEMENTS, i * 32 + row
+                                source, panel * PANEL, geometry.k + geometry.p, own_stage + panel * PANEL_ELEMENTS, i * 32 + row
                             )  # fmt: skip
                 cute.arch.cp_async_commit_group()
             for g in cutlass.range_constexpr(len(groups)):
@@ -352,7 +367,7 @@ class Consumer:
     empty: Any
     stages: Any  # shared memory
     shared_max: Any  # (ROWS,) shared memory
-    q_tile: Any  # (ROWS, k + p) shared memory
+    q_tile: Any  # (ROWS, columns of all panels) shared memory
     resident: tuple[int, ...]  # 16-column slices of Q in q_regs
     q_regs: Any
     mma_qs: Any  # S = Q·Kᵀ with Q in registers,
@@ -377,7 +392,7 @@ class Consumer:
         dtype, stages = q_tile.element_type, storage.stages.data_ptr()
         # Ahead of the accumulators: behind them, ptxas spills.
         mma_qs = wgmma.make_mma(dtype, TOKENS, a_in_registers=True)
-        resident = resident_slices((geometry.k + geometry.p) // wgmma.MMA_K)
+        resident = resident_slices(geometry.slices)
         q_regs = cute.make_rmem_tensor(
             cute.make_layout(((2, 2, 2), 1, max(len(resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
         )
@@ -385,10 +400,10 @@ class Consumer:
         mma_rs = wgmma.make_mma(dtype, geometry.half, a_in_registers=True, b_major=OperandMajorMode.MN)
         mma_ss = wgmma.make_mma(dtype, geometry.half, b_major=OperandMajorMode.MN)
         scores, output = mma_s.get_slice(thread), mma_ss.get_slice(thread)
-        keys = wgmma.k_major_layout(dtype, (TOKENS, geometry.k + geometry.p))
+        keys = wgmma.k_major_layout(dtype, (TOKENS, PANEL * geometry.panels))
         values = wgmma.mn_major_layout(dtype, (geometry.half, TOKENS))
         square = wgmma.k_major_layout(dtype, (ROWS, TOKENS))
-        left, rope = me * geometry.half_panels * PANEL_ELEMENTS, geometry.rope * PANEL_ELEMENTS
+        left, behind = me * geometry.half_panels * PANEL_ELEMENTS, geometry.p_panel * PANEL_ELEMENTS
 
         def at(stage: int, offset: int, layout: Any) -> cute.Tensor:
             return wgmma.smem_view(stages, stage * geometry.stage_elements + offset, layout)
@@ -415,9 +430,9 @@ class Consumer:
             frag_q=mma_s.make_fragment_A(scores.partition_A(q_tile)),
             frag_k=mma_s.make_fragment_B(scores.partition_B(at(me, 0, keys))),
             frag_v=[mma_ss.make_fragment_B(output.partition_B(at(i, left, values))) for i in (EVEN, ODD)],
-            frag_p=mma_ss.make_fragment_A(output.partition_A(at(1 - me, rope, square))),
+            frag_p=mma_ss.make_fragment_A(output.partition_A(at(1 - me, behind, square))),
             p_copy=p_copy,
-            p_target=p_copy.partition_D(at(me, rope, square)),
+            p_target=p_copy.partition_D(at(me, behind, square)),
             acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, TOKENS)), Float32),
             acc_o=acc_o,
             row_max=row_max,
@@ -437,12 +452,12 @@ class Consumer:
 
     @cute.jit
     def issue_panel(self, panel: cutlass.Constexpr, zero_init: cutlass.Constexpr):
-        """S (+)= Q·Kᵀ of one 64-column panel; commits it and waits for nothing."""
+        """S (+)= Q·Kᵀ of one 64-column panel, as far as it has columns; commits it and waits for nothing."""
         warpgroup.fence()
         from_smem, from_registers = cute.make_mma_atom(self.mma_s.op), cute.make_mma_atom(self.mma_qs.op)
         from_smem.set(warpgroup.Field.ACCUMULATE, not zero_init)
         from_registers.set(warpgroup.Field.ACCUMULATE, not zero_init)
-        blocks = wgmma.k_blocks((panel,))
+        blocks = [k for k in wgmma.k_blocks((panel,)) if k < self.geometry.slices]
         for i in cutlass.range_constexpr(len(blocks)):
             k = blocks[i]
             if cutlass.const_expr(k in self.resident):
@@ -536,7 +551,7 @@ class Consumer:
 
     @cute.jit
     def send_p(self, p: cute.Tensor):
-        """This consumer's P into the rope panel of its own stage."""
+        """This consumer's P into its panel of its own stage."""
         cute.copy(self.p_copy, self.p_copy.retile(p), self.p_target)
         cute.arch.fence_view_async_shared()
         named_arrive(Barrier.P_EVEN + self.me, CONSUMERS)
@@ -998,7 +1013,7 @@ def flash_mla_v21(
     first_row = row_tile * ROWS
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
-    q_layout = wgmma.k_major_layout(dtype, (ROWS, geometry.k + geometry.p))
+    q_layout = wgmma.k_major_layout(dtype, (ROWS, PANEL * geometry.panels))
     q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
     if warp == 0:
         with cute.arch.elect_one():
@@ -1141,8 +1156,8 @@ def takes(pd: MlaProblem) -> Verdict:
         return Verdict.no(
             f"k = {pd.k} must be 256 or 512: each consumer owns half of the latent, an even number of panels"
         )
-    if pd.p != PANEL:
-        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: P lies in its panel")
+    if pd.p not in (0, PANEL // 2, PANEL):
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be 0, {PANEL // 2} or {PANEL}: one panel at most")
     return Verdict.yes()
 
 
@@ -1164,7 +1179,9 @@ class FlashMlaV21Tiling(Tiling):
             return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         if not (taken := takes(pd)):
             return taken
-        smem = 2048 + (1 + STAGES) * Geometry.of(pd).stage_elements * pd.element_bytes
+        geometry = Geometry.of(pd)
+        elements = geometry.panels * ROWS * PANEL + STAGES * geometry.stage_elements
+        smem = 2048 + elements * pd.element_bytes
         if device is not None and smem > device.smem_per_block:
             return Verdict.no(
                 f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "

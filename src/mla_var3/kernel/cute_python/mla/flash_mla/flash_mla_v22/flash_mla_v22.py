@@ -3,6 +3,8 @@ scheduler on the device.
 
     Sᵀ (64 tokens x n) = K · Qᵀ     softmax down the columns     Oᵀ (512 x n) += Vᵀ · P       n = 8, 16 or 32 rows
 
+The latent may also have 256 columns; K has 64 rope columns more, or 32, or none.
+
 With at most 32 query rows a query tile of 64 would be mostly padding, which costs power and registers. So KV tiles are
 on the M side of the MMA and query rows on the N side: a 64-token x 64-column panel of the cache is the A operand of
 both products, K-major for the scores and transposed (MN-major) for the output. What belongs to a query row lies in one
@@ -138,8 +140,13 @@ class Geometry:
 
     @property
     def panels(self) -> int:
-        """64-column panels of a cached token."""
-        return (self.k + self.p) // PANEL
+        """64-column panels of a cached token. Of a last one that is not full TMA reads the rest as zeros."""
+        return -(-(self.k + self.p) // PANEL)
+
+    @property
+    def slices(self) -> int:
+        """16-column slices of a query or key: what the scores are multiplied over."""
+        return (self.k + self.p) // MMA_K
 
     @property
     def latent_panels(self) -> int:
@@ -179,7 +186,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "board": board,  # maxima, then sums of P
         "magnitudes": board,
         "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
-        "query": cute.struct.Align[array(dtype, n * (geometry.k + geometry.p)), 1024],
+        "query": cute.struct.Align[array(dtype, n * PANEL * geometry.panels), 1024],
         "p": cute.struct.Align[array(dtype, CONSUMERS * n * TOKENS), 1024],
         "ring": cute.struct.Align[array(dtype, geometry.slots * PANEL_ELEMENTS), 1024],
     }
@@ -188,9 +195,9 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
 
 
 def fixed_bytes(n: int, columns: int, element_bytes: int) -> int:
-    """Shared memory besides the ring: mbarriers, boards and alignment (4 KiB are enough), Q, and P of both
-    consumers."""
-    return 4096 + n * (columns + CONSUMERS * TOKENS) * element_bytes
+    """Shared memory besides the ring: mbarriers, boards and alignment (4 KiB are enough), Q in whole panels, and P of
+    both consumers."""
+    return 4096 + n * (-(-columns // PANEL) * PANEL + CONSUMERS * TOKENS) * element_bytes
 
 
 # ------------------------------------------------------------------------------------------------ device: load
@@ -293,7 +300,7 @@ def load_rows(
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 for j in cutlass.range_constexpr(len(sources)):
                     gather.copy_rows(
-                        sources[j], i * PANEL, ring + slot * PANEL_ELEMENTS, first_row + j * gather.ROWS
+                        sources[j], i * PANEL, geometry.k + geometry.p, ring + slot * PANEL_ELEMENTS, first_row + j * gather.ROWS
                     )  # fmt: skip
                 cute.arch.cp_async_commit_group()
                 pending = pending + 1
@@ -413,11 +420,12 @@ def issue(
     frag_b: cute.Tensor,  # descriptors, (MMA, 1, K)
     first_b: cutlass.Constexpr,
     zero_init: cutlass.Constexpr = False,
+    count: cutlass.Constexpr = PANEL // MMA_K,
 ):
-    """acc (+)= panel · B[first_b .. first_b + 3]; the caller fences before and commits after."""
+    """acc (+)= panel · B[first_b .. first_b + count - 1]; the caller fences before and commits after."""
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
-    for i in cutlass.range_constexpr(PANEL // MMA_K):
+    for i in cutlass.range_constexpr(count):
         cute.gemm(atom, acc, frag_a[None, None, i], frag_b[None, None, first_b + i], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
 
@@ -461,7 +469,7 @@ class Consumer:
         keys = wgmma.smem_view(ring, 0, wgmma.k_major_layout(dtype, box))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
         values = wgmma.smem_view(ring, 0, cute.tile_to_shape(atom, box, order=(0, 1, 2)))
-        query = wgmma.k_major_layout(dtype, (n, geometry.k + geometry.p))
+        query = wgmma.k_major_layout(dtype, (n, PANEL * geometry.panels))
         p_layout = wgmma.k_major_layout(dtype, (n, TOKENS))
         # Stores a 64 x n accumulator with its 64 rows next to each other: as K-major n x 64.
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4 if n % 16 == 0 else 2), dtype)
@@ -509,7 +517,10 @@ class Consumer:
         for i in cutlass.range_constexpr(self.geometry.panels):
             place, parity = ring_at(slot, phase, i, self.geometry.slots)
             cute.arch.mbarrier_wait(self.full + place, parity)
-            issue(self.mma_s, self.acc_s, self.frag_k[None, None, None, place], self.frag_q, 4 * i, zero_init=i == 0)
+            # Of a last panel that is not full, what has columns: Q has none there.
+            count = cutlass.const_expr(min(PANEL // MMA_K, self.geometry.slices - 4 * i))
+            keys = self.frag_k[None, None, None, place]
+            issue(self.mma_s, self.acc_s, keys, self.frag_q, 4 * i, zero_init=i == 0, count=count)
         warpgroup.commit_group()
 
     @cute.jit
@@ -908,7 +919,7 @@ def consume(
         cute.make_rmem_tensor(geometry.n // 4, Float32),
         cute.make_rmem_tensor(geometry.n // 4, Float32),
     )
-    layout = wgmma.k_major_layout(dtype, (geometry.n, geometry.k + geometry.p))
+    layout = wgmma.k_major_layout(dtype, (geometry.n, PANEL * geometry.panels))
     q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
     slot, phase = Int32(0), Int32(0)
     is_first = Boolean(True)
@@ -992,7 +1003,7 @@ def flash_mla_v22(
     worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
     lane, warp = thread % 32, cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
-    layout = wgmma.k_major_layout(dtype, (geometry.n, geometry.k + geometry.p))
+    layout = wgmma.k_major_layout(dtype, (geometry.n, PANEL * geometry.panels))
     q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     if warp == CONSUMERS * WARPS:
@@ -1124,8 +1135,8 @@ def takes(pd: MlaProblem) -> Verdict:
         return Verdict.no(
             f"k = {pd.k} must be 256 or 512: each consumer owns half of the latent, an even number of panels"
         )
-    if pd.p != PANEL:
-        return Verdict.no(f"the rope part of p = {pd.p} columns must be {PANEL}: one panel")
+    if pd.p not in (0, PANEL // 2, PANEL):
+        return Verdict.no(f"the rope part of p = {pd.p} columns must be 0, {PANEL // 2} or {PANEL}: one panel at most")
     if pd.rows > ROW_TILES[-1]:
         return Verdict.no(
             f"s·h/h_kv = {pd.rows} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v21"

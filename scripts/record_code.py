@@ -3,7 +3,7 @@
 
     scripts/record_code.py                 # every version whose source changed since its lines were written
     scripts/record_code.py --all           # all of them
-    scripts/record_code.py cute-dsl/flash_mla_v21
+    scripts/record_code.py cute-dsl/flash_mla_v23
     PYTHONPATH=DIR scripts/record_code.py triton/flash_mla     # pip install --no-deps --target DIR triton==3.6.0
 
 A line says what the source that is here makes with the compiler of the records: where they name another one than is

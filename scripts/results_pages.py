@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/results/ from record files: a page an experiment, every figure with its record in an HTML comment.
 
-scripts/results_pages.py            # after a sweep: name its file in `PAGES`
+scripts/results_pages.py            # after a sweep: name its file in `FILES`
 """
 
 from __future__ import annotations
@@ -10,64 +10,73 @@ import argparse
 import sys
 from pathlib import Path
 
+from mla_var3.device import Device
 from mla_var3.kernel import registry
-from mla_var3.lab.devlog.tables import against_libraries, comparison, label
+from mla_var3.lab.devlog.tables import against_libraries, comparison, label, summary
 from mla_var3.record import load
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Page -> (record file, what it shows).
-PAGES = {
-    "decode": (
-        "h200/2026-11-24-decode-v21.jsonl",
-        "Requests of equal length: heads, query tokens and context as DeepSeek V3 has them (`experiment=decode`).",
-    ),
-    "tensor_parallel": (
-        "h200/2026-11-24-tensor_parallel-v21.jsonl",
-        "Heads as tensor parallelism leaves them on one GPU (`experiment=tensor_parallel`).",
-    ),
+#: Page -> what it shows.
+WHAT = {
+    "decode": "Requests of equal length, heads and context as DeepSeek V3 has them (`experiment=decode`).",
+    "tensor_parallel": "Heads as tensor parallelism leaves them on one GPU (`experiment=tensor_parallel`).",
+    "query_rows": "4 to 512 query rows a request (`experiment=query_rows`).",
     "ragged": (
-        "h200/2026-11-24-ragged-v21.jsonl",
-        (
-            "Requests of unequal length: uniform in 0..t, or normal around t (`experiment=ragged`). Versions 21 and 22 "
-            "and FlashMLA deal the work out from the lengths on the device; the retired versions cut it on the host, "
-            "and were told the mean length."
-        ),
+        "Requests of unequal length, as a server has them (`experiment=ragged`). Kernels read the lengths on the "
+        "device and have no hint. FlashMLA makes its schedule with a kernel that the 61 layers of a step share: a 61st "
+        "of its time is in the ratio, all of it in the ratio that is scheduled in every call."
     ),
+    "unseen": (
+        "Problems drawn at random from a seed that was new in that run, so that no kernel was made for them "
+        "(`experiment=unseen`)."
+    ),
+}
+#: Device -> page -> record file.
+FILES = {
+    "h200": {name: f"h200/2026-11-24-{name}-v23.jsonl" for name in WHAT},
+    "h100": {name: f"h100/2026-11-24-{name}.jsonl" for name in ("decode", "ragged")},
 }
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
-METHOD = (
-    "NVIDIA H200, bf16, latent 512 + rope 64, 64-token pages, cold L2. Burst is a cool chip, sustained the chip at its "
-    "power limit; the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. All contenders of a cell "
-    "took turns in one process. The library is FlashMLA, built from source; a speedup above 1 means that the kernel "
-    "here is faster."
-)
 
 
-def page(name: str) -> str:
-    """The text of one page."""
-    file, what = PAGES[name]
+def method(device: str) -> str:
+    return (
+        f"{Device.get(device).name}, bf16, latent 512 + rope 64, 64-token pages, cold L2. Burst is a cool chip, "
+        "sustained the chip at its power limit; the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same "
+        "run. All contenders of a cell took turns in one process. The library is FlashMLA, built from source; a "
+        "speedup above 1 means that the kernel here is faster."
+    )
+
+
+def section(device: str, name: str, level: str) -> str:
+    """An experiment's tables on a device."""
+    file = FILES[device][name]
     records = [record.model_dump() for record in load([ROOT / "results" / file]).records]
     here = {kernel.label for kernel in registry.all_kernels()}
     live = [r for r in records if label(r) in here]
     return (
-        f"{HEAD}\n# {name}\n\n{what} {METHOD} Records: `results/{file}`.\n\n"
-        f"## The fastest kernel here against the library\n\n{against_libraries(live)}\n\n"
-        f"## All contenders\n\nVersions that are retired stand beside those that replaced them.\n\n"
-        f"{comparison(records)}\n"
+        f"{WHAT[name]} Records: `results/{file}`.\n\n{summary(live)}\n\n"
+        f"{level} The fastest kernel here against the library\n\n{against_libraries(live)}\n\n"
+        f"{level} All contenders\n\n{comparison(records)}\n"
     )
 
 
-def index() -> str:
-    """The text of docs/results/README.md."""
-    rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, (_, what) in PAGES.items())
-    return f"{HEAD}\n# Results\n\n{METHOD}\n\n{rows}"
-
-
 def pages() -> dict[str, str]:
-    """File name -> text of every page."""
-    return {"README.md": index(), **{f"{name}.md": page(name) for name in PAGES}}
+    """File name -> text of every page: one an experiment on an H200, one for each other device."""
+    made = {}
+    for name in FILES["h200"]:
+        made[f"{name}.md"] = f"{HEAD}\n# {name}\n\n{method('h200')}\n\n{section('h200', name, '##')}"
+    for device in FILES.keys() - {"h200"}:
+        parts = "\n".join(f"## {name}\n\n{section(device, name, '###')}" for name in FILES[device])
+        made[f"{device}.md"] = f"{HEAD}\n# {device}\n\n{method(device)}\n\n{parts}"
+    rows = "".join(f"- [{name}]({name}.md): {WHAT[name]}\n" for name in FILES["h200"])
+    others = "".join(
+        f"- [{device}]({device}.md): the same on an {Device.get(device).name}\n" for device in FILES.keys() - {"h200"}
+    )
+    made["README.md"] = f"{HEAD}\n# Results\n\n{method('h200')}\n\n{rows}{others}"
+    return made
 
 
 def main() -> int:

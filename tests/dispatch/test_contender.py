@@ -48,7 +48,7 @@ def test_dispatch_stands_for_one_version_a_cell() -> None:
 
 
 def test_dispatch_stands_beside_named_versions() -> None:
-    found = points("experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla,cute-dsl/flash_mla_v21")
+    found = points("experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla,cute-dsl/flash_mla_v23")
     by_picker = [(p.problem, p.kernel.label) for p in found if not p.picked_by]
     assert len(found) == 12 and len(by_picker) == 8
     # A version that is named and picked is two contenders, with keys of their own.
@@ -73,7 +73,7 @@ def test_fixed_split_sets_the_knob_of_the_version_that_it_takes() -> None:
     assert {p.picked_by for p in found} == {"dispatch", "fixed_split"}
     for point in found:
         if point.picked_by == "fixed_split":
-            assert point.kernel.label in ("cute-dsl/flash_mla_v21", "cute-dsl/flash_mla_v22")
+            assert point.kernel.label in ("cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24")
             assert point.runnable and point.tiling.split_tokens == 2048, point.reason
             assert point.asked == {"split_tokens": 2048} == point.requested == _contender(point).requested
         else:
@@ -115,18 +115,18 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> list[Contender]:
 
 def test_a_record_names_the_version_and_what_picked_it(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = measure(monkeypatch)
-    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v21"]) == 0
+    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v23"]) == 0
     records = load(gpu / "results").records
     assert len(records) == len(seen) == 8
     for record in records:
         if record.picked_by is None:
-            assert record.kernel.label == "cute-dsl/flash_mla_v21" and record.requested == "default"
+            assert record.kernel.label == "cute-dsl/flash_mla_v23" and record.requested == "default"
             continue
         choice = choose(MlaProblem.from_record(record.problem), H200)
         assert record.picked_by == record.requested == "dispatch"
         assert record.kernel.label == choice.kernel.label
     assert len({r.key for r in records}) == 8
-    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v21", "resume=true"]) == 0
+    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v23", "resume=true"]) == 0
     assert len(seen) == 8, "everything was there already"
 
 
@@ -134,14 +134,14 @@ def test_tables_tell_the_pick_from_the_version(
     gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure(monkeypatch)
-    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v21"]) == 0
+    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v23"]) == 0
     assert "dispatch: cute-dsl/" in capsys.readouterr().out
     records = load(gpu / "results").records
     assert len(tables.latest(records)) == 8
-    compare = ["compare", str(gpu / "results"), "--kernels", "dispatch", "cute-dsl/flash_mla_v21"]
+    compare = ["compare", str(gpu / "results"), "--kernels", "dispatch", "cute-dsl/flash_mla_v23"]
     assert cli.main(compare) == 0
     out = capsys.readouterr().out
-    assert "dispatch against cute-dsl/flash_mla_v21" in out and "geometric mean" in out
+    assert "dispatch against cute-dsl/flash_mla_v23" in out and "geometric mean" in out
 
 
 def test_bench_measures_the_pick(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ from mla_var3.workload.decode import MlaProblem
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    ("cute-dsl/flash_mla_v22", MlaProblem(b=3, s=1, t=700, h=16, lengths=[700, 1, 130])),
-    ("cute-dsl/flash_mla_v22", MlaProblem(b=140, s=1, t=512, h=16)),
-    ("cute-dsl/flash_mla_v22", MlaProblem(b=2, s=2, t=1024, h=16)),
-    ("cute-dsl/flash_mla_v21", MlaProblem(b=1, s=1, t=4096, h=128)),
-    ("cute-dsl/flash_mla_v21", MlaProblem(b=1, s=1, t=1024, h=64)),
-    ("cute-dsl/flash_mla_v21", MlaProblem(b=3, s=1, t=2048, h=64, lengths=[2048, 1, 130])),
+    ("cute-dsl/flash_mla_v24", MlaProblem(b=3, s=1, t=700, h=16, lengths=[700, 1, 130])),
+    ("cute-dsl/flash_mla_v24", MlaProblem(b=140, s=1, t=512, h=16)),
+    ("cute-dsl/flash_mla_v24", MlaProblem(b=2, s=2, t=1024, h=16)),
+    ("cute-dsl/flash_mla_v23", MlaProblem(b=1, s=1, t=4096, h=128)),
+    ("cute-dsl/flash_mla_v23", MlaProblem(b=1, s=1, t=1024, h=64)),
+    ("cute-dsl/flash_mla_v23", MlaProblem(b=3, s=1, t=2048, h=64, lengths=[2048, 1, 130])),
 ]
 ROUNDS = 20
 

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.gpu
 
 #: (version, heads, query tokens); several query tokens are masked. First those with a knob split_tokens.
 CLASSES = [
-    *(("cute-dsl/flash_mla_v21", h, s) for h, s in ((128, 1), (64, 1), (128, 2), (64, 2), (32, 2))),
-    *(("cute-dsl/flash_mla_v22", h, s) for h, s in ((8, 1), (16, 1), (32, 1), (8, 2), (16, 2))),
+    *(("cute-dsl/flash_mla_v23", h, s) for h, s in ((128, 1), (64, 1), (128, 2), (64, 2), (32, 2))),
+    *(("cute-dsl/flash_mla_v24", h, s) for h, s in ((8, 1), (16, 1), (32, 1), (8, 2), (16, 2))),
 ]
 #: Those that are told num_splits = 1.
 WHOLE = [(f"{name}/flash_mla", h, s) for name in ("cute-dsl", "triton") for h, s in ((16, 1), (128, 1), (64, 2))]

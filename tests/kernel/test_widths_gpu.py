@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 WIDTHS = ((512, 0), (256, 64), (256, 32))
 #: (version, heads, query tokens); several query tokens are masked.
 CLASSES = (
-    *(("cute-dsl/flash_mla_v21", h, s) for h, s in ((128, 1), (64, 2), (40, 1), (20, 1), (16, 1), (8, 1))),
-    *(("cute-dsl/flash_mla_v22", h, s) for h, s in ((20, 1), (16, 1), (8, 1), (8, 2))),
+    *(("cute-dsl/flash_mla_v23", h, s) for h, s in ((128, 1), (64, 2), (40, 1), (20, 1), (16, 1), (8, 1))),
+    *(("cute-dsl/flash_mla_v24", h, s) for h, s in ((20, 1), (16, 1), (8, 1), (8, 2))),
 )
 #: Tokens of a split: as the scheduler chooses, in one or several for a request, or the same for all requests.
 SPLITS = (0, 256)

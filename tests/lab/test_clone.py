@@ -184,7 +184,7 @@ def test_a_clone_passes_its_check_untouched(language: str, tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------- a copy whose main loop is changed
-ORIGINAL, COPY = "cute-dsl/flash_mla_v22", "cute-dsl/flash_mla_v77"
+ORIGINAL, COPY = "cute-dsl/flash_mla_v24", "cute-dsl/flash_mla_v77"
 PROBLEM = ("--b", "128", "--h", "16", "--device", "h200")
 #: What a reader changes in the copied file: (old text, new text, how often it stands there).
 CHANGES = {
@@ -282,6 +282,6 @@ def test_a_changed_copy_is_other_code_and_nothing_else_moves(checkout: Checkout,
         else:
             digests, said = checkout.diff()
             assert digests[0] == original != digests[1]
-            assert said.startswith("Other code: flash_mla_v22: machine code")
+            assert said.startswith("Other code: flash_mla_v24: machine code")
     finally:
         file.write_text(untouched)

@@ -83,6 +83,21 @@ class Slow(FakePlan):
     seconds = 100e-6
 
 
+class SharedSchedule(FakePlan):
+    """A library's: calls share a schedule, and making it takes as long again."""
+
+    def plan(self, *inputs: Any) -> FakeKernel:
+        kernel: FakeKernel = super().plan(*inputs)
+        kernel.__class__ = Scheduling
+        return kernel
+
+
+class Scheduling(FakeKernel):
+    @property
+    def with_schedule(self) -> Any:
+        return lambda: (self.launch(), self.launch())
+
+
 class Wrong(FakePlan):
     answer = 2.0
 

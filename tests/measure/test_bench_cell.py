@@ -93,6 +93,20 @@ def test_a_passed_record_has_everything() -> None:
     assert record.device == "cpu" and record.environment["gpu"] is None and record.resources is None
 
 
+def test_what_calls_share_is_timed_beside_them() -> None:
+    found = measure(fake("Good"), fake("SharedSchedule"))
+    assert found["good"].with_schedule_us is None
+    record = found["sharedschedule"]
+    assert record.with_schedule_us is not None and record.time_us is not None
+    for state in ("burst", "sustained"):
+        call, scheduled, in_a_step = record.median(state), record.scheduled(state), record.in_a_step(state)
+        assert call is not None and scheduled is not None and in_a_step is not None
+        assert 1.5 * call < scheduled < 4 * call
+        assert in_a_step == pytest.approx(call + (scheduled - call) / 61)
+        assert found["good"].in_a_step(state) == found["good"].median(state) == found["good"].scheduled(state)
+        assert found["good"].speedup(record, state) == pytest.approx(in_a_step / found["good"].median(state))
+
+
 def test_the_order_of_tests_on_the_way() -> None:
     h200 = Device.get("h200")
     found = measure(

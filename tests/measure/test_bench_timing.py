@@ -218,6 +218,10 @@ def test_input_sets_are_cold_and_fit() -> None:
     small = plan_sets(MlaProblem(b=1, h=16, t=4096), 3, h200, SETTINGS)
     assert small.count * small.set_bytes >= 256e6 and small.count < 64
     assert plan_sets(MlaProblem(b=1, h=1, t=64), 3, h200, SETTINGS).count == SETTINGS.max_sets
+    # Of unequal lengths, it is what calls read that must be more than the L2 holds, not what lies there.
+    lengths = {"name": "one_long", "seed": 1}
+    ragged = plan_sets(MlaProblem(b=64, h=16, t=32768, lengths=lengths), 2, h200, SETTINGS)
+    assert ragged.count * MlaProblem(b=64, h=16, t=32768, lengths=lengths).cost().bytes >= 256e6
     single = plan_sets(MlaProblem(b=1024, h=16, t=65536), 1, h200, SETTINGS)
     assert single.count == 1 and single.need_bytes > 77e9 and not single.reason
     none = plan_sets(MlaProblem(b=4096, t=65536), 2, h200, SETTINGS)

@@ -1,7 +1,7 @@
 """Small calls of kernel versions, for compute-sanitizer: a few seconds under each of its tools.
 
     compute-sanitizer --tool memcheck  python3 tests/ops/sanitizer_case.py 'cute-dsl/*'
-    compute-sanitizer --tool racecheck python3 tests/ops/sanitizer_case.py cute-dsl/flash_mla_v21
+    compute-sanitizer --tool racecheck python3 tests/ops/sanitizer_case.py cute-dsl/flash_mla_v23
     compute-sanitizer --tool synccheck python3 tests/ops/sanitizer_case.py --bundle DIR 'cute-dsl/*'
 
 The cells are those of experiment=sanitizer, which a bundle can be made of:

@@ -153,7 +153,7 @@ def test_pages_apart_are_given_to_versions_that_take_them(monkeypatch: pytest.Mo
                 way = decode_module.way_for(problem, Device.get("h200"), fixed_split=split)
                 picked.add(way.key[0].label)
                 assert way.make(problem, Device.get("h200")).requires.strided_pages
-    assert picked == {"cute-dsl/flash_mla_v21", "cute-dsl/flash_mla_v22"}
+    assert picked == {"cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"}
 
 
 def test_pages_apart_that_no_version_takes_are_refused_with_the_reasons() -> None:

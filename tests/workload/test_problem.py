@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mla_var3 import workload
 from mla_var3.errors import UserError
-from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.decode import MOST_DRAWN, SERVED_HEADS, MlaProblem, draw
 from mla_var3.workload.mixed import MixedProblem
 from mla_var3.workload.prefill import PrefillProblem
 
@@ -37,13 +39,42 @@ def test_lengths_as_t() -> None:
     assert (pd.b, pd.t, pd.seq_lens, pd.max_pages) == (3, 70, (3, 70, 0), 2)
 
 
-@pytest.mark.parametrize("name", ["ragged", "normal", "edges"])
+@pytest.mark.parametrize("name", ["ragged", "normal", "lognormal", "bimodal", "one_long", "mostly_empty", "edges"])
 def test_named_lengths_repeat_and_survive_a_record(name: str) -> None:
     pd = MlaProblem(b=9, s=2, t=1000, lengths={"name": name, "seed": 5})
     again = MlaProblem.from_record(pd.to_record())
     assert again == pd and again.seq_lens == pd.seq_lens
     assert len(set(pd.seq_lens)) > 3
-    assert max(pd.seq_lens) <= (2000 if name == "normal" else 1000)
+    assert max(pd.seq_lens) <= {"normal": 2000, "lognormal": 16000}.get(name, 1000)
+
+
+def test_lengths_are_spread_as_their_names_say() -> None:
+    def lengths(name: str) -> list[int]:
+        return sorted(MlaProblem(b=400, t=3200, lengths={"name": name, "seed": 3}).seq_lens)
+
+    long = lengths("one_long")
+    assert long[-1] == 3200 and long[-2] <= 50 and long[0] >= 1
+    assert lengths("bimodal").count(3200) == 200 and lengths("bimodal")[199] <= 200
+    assert lengths("mostly_empty").count(0) == 300 and max(lengths("mostly_empty")) > 2500
+    drawn = lengths("lognormal")
+    assert 2600 < drawn[200] < 3900 and drawn[-1] > 5 * drawn[200]
+
+
+def test_unequal_lengths_take_the_pages_they_use() -> None:
+    pd = MlaProblem(b=32, t=65536, h=16, lengths={"name": "one_long", "seed": 1})
+    used = sum(-(-x // 64) for x in pd.seq_lens)
+    assert used < pd.num_pages <= used + used // 8 + 1 < 32 * pd.max_pages
+    assert MlaProblem(b=3, t=640).num_pages == 30 and pd.replace(page=None).num_pages == 32 * pd.max_pages
+    assert pd.input_bytes() < 1.2 * used * 64 * 1152
+
+
+def test_problems_are_drawn_within_bounds_and_again_for_the_same_seed() -> None:
+    drawn = [MlaProblem(**draw(random.Random(seed))) for seed in range(300)]
+    assert [MlaProblem(**draw(random.Random(seed))) for seed in range(300)] == drawn
+    assert {p.h for p in drawn} == set(SERVED_HEADS) and {p.s for p in drawn} == set(range(1, 9))
+    assert min(p.b for p in drawn) == 1 and max(p.b for p in drawn) > 200
+    assert max(sum(p.seq_lens) for p in drawn) < 2.5 * MOST_DRAWN  # a long tail may lie above its mean
+    assert all(p.causal == (p.s > 1) for p in drawn)
 
 
 def test_edges_hold_the_page_boundaries() -> None:

@@ -31,7 +31,7 @@ EPILOG = """\
 examples:
   mla-var3 check triton/flash_mla --b 2 --t 300 --h 16
   mla-var3 check 'cute-dsl/*' --lengths 70,0,128 --s 4 --causal
-  mla-var3 check cute-dsl/flash_mla_v21 --b 2 --t 300 --sanitize racecheck
+  mla-var3 check cute-dsl/flash_mla_v23 --b 2 --t 300 --sanitize racecheck
 Ends with 1 when a kernel is wrong."""
 
 

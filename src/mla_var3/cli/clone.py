@@ -8,7 +8,7 @@ HELP = "copy a version under the next version number, ready to be changed"
 EPILOG = """\
 examples:
   mla-var3 clone triton/flash_mla        makes triton/flash_mla_v1, or the next free one
-  mla-var3 clone cute-dsl/flash_mla_v21 30"""
+  mla-var3 clone cute-dsl/flash_mla_v23 30"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

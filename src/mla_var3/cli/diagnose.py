@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HELP = "the reason why a kernel is slow, from profiles and records, and what has helped before"
 EPILOG = """\
 examples:
-  mla-var3 diagnose cute-dsl/flash_mla_v21 --b 128                its best profile and newest record
+  mla-var3 diagnose cute-dsl/flash_mla_v23 --b 128                its best profile and newest record
   mla-var3 diagnose results/h200/profiles/ncu/triton-flash_mla    a profile
   mla-var3 diagnose 022ea24da681                                  a record
 Counters come from profiles, times from records; what only a profile could tell is said, with the command that makes

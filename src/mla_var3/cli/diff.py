@@ -11,7 +11,7 @@ from mla_var3.errors import UserError
 HELP = "two versions side by side: resources, instructions, the inner loop's SASS, counters, times"
 EPILOG = """\
 examples:
-  mla-var3 diff cute-dsl/flash_mla cute-dsl/flash_mla_v21 --b 128
+  mla-var3 diff cute-dsl/flash_mla cute-dsl/flash_mla_v23 --b 128
   mla-var3 diff triton/flash_mla cutile-dsl/flash_mla --b 128 --lines 0
 Both are compiled for the device, without a GPU; counters and times are those of kept profiles and of records. The inner
 loop is the innermost one with the most tensor-core products; its whole SASS, side by side, is in DIR/.../diff.md."""

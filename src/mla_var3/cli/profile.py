@@ -29,7 +29,7 @@ modes:
 
 examples:
   mla-var3 profile cute-dsl/flash_mla --b 128
-  mla-var3 profile cute-dsl/flash_mla_v21 --mode ncu --baseline cute-dsl/flash_mla
+  mla-var3 profile cute-dsl/flash_mla_v23 --mode ncu --baseline cute-dsl/flash_mla
   mla-var3 profile triton/flash_mla --device h200       without a GPU: resources and the roofline's limit
 Each profile has a folder of its own: OUT/<mode>/<kernel>/<params>/<time>/report.md"""
 

@@ -53,7 +53,7 @@ def mla_decode(
     fixed_split: tokens of a split, a multiple of 64, for results that do not depend on the rest of the batch: version,
     splits and order of sums follow from the request's own length and the problem class, so a request has the same bits
     alone, in any batch, at any place in it, and under a page table of any width. `mla_var3.ops.fixed` has the costs.
-    kernel: a version's name ("cute-dsl/flash_mla_v21") in place of the dispatcher's pick. on: another engine.
+    kernel: a version's name ("cute-dsl/flash_mla_v23") in place of the dispatcher's pick. on: another engine.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for arguments, a device or a problem that no version

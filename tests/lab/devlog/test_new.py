@@ -182,6 +182,22 @@ def test_cells_that_compiled_alike_share_a_row(project: Path, entry: Path) -> No
     assert text.count("resources.registers") == 1
 
 
+def test_a_shared_schedule_counts_once_a_step(record_of: Callable[..., dict[str, Any]]) -> None:
+    from mla_var3.lab.devlog.citations import check_text
+    from mla_var3.lab.devlog.tables import against_libraries, summary
+
+    ours = record_of("aaaa00002222", kernel=V1, burst=200.0)
+    library = record_of("aaaa00003333", kernel=KernelId("peer", "mla", "fa3_qv", 0), burst=221.0)
+    stats = {"median": 282.0, "p10": 282.0, "p90": 282.0, "n": 3}
+    library["with_schedule_us"] = {"burst": stats}
+    text = against_libraries([ours, library])
+    assert "speedup burst (x), scheduled in every call" in text.splitlines()[0]
+    assert "| 1.11 |" in text and "| 1.41 |" in text  # (221 + 61 / 61) / 200 and 282 / 200
+    assert check_text(text, {r["id"]: r for r in (ours, library)}) == []
+    assert summary([ours, library]).startswith("Geometric mean of the speedups over 1 cells: 1.110 in burst")
+    assert summary([ours]) == ""
+
+
 def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> None:
     """A row a cell: the fastest of ours, the fastest library, and ratios that check accepts."""
     from mla_var3.lab.devlog.citations import check_text

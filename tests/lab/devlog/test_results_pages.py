@@ -17,4 +17,4 @@ def test_the_pages_are_those_of_the_records(repo_root: Path) -> None:
     assert {p.name for p in folder.iterdir()} == set(made)
     for name, text in made.items():
         assert (folder / name).read_text(encoding="utf-8") == text, f"run scripts/results_pages.py ({name})"
-    assert made["decode.md"].count("cute-dsl/flash_mla_v21") >= 17
+    assert made["decode.md"].count("cute-dsl/flash_mla_v23") >= 17

@@ -110,7 +110,7 @@ def test_a_requirement_that_cannot_be_read_is_a_note(project: Path, monkeypatch:
 
 
 def test_the_requirement_of_versions_that_exist() -> None:
-    assert skips.words(KernelId.parse("cute-dsl/flash_mla_v21")) == "\nskips: {others: wgmma needs sm_90a}"
+    assert skips.words(KernelId.parse("cute-dsl/flash_mla_v23")) == "\nskips: {others: wgmma needs sm_90a}"
     assert [skips.words(KernelId.parse(f"{name}/flash_mla")) for name in ("triton", "torch")] == ["", ""]
     assert skips.requirement_of(KernelId("triton", "mla", "flash_mla", 99)) == (None, "")
 

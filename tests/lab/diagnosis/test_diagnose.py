@@ -18,7 +18,7 @@ from mla_var3.lab.diagnosis.verdict import diagnose
 from mla_var3.workload.decode import MlaProblem
 
 RETIRED_ALONE = "a0c25ad39527"  # cute-dsl/flash_mla_v2 on b128 h8: no profile of it is kept, and its code is gone
-RECORD_ALONE = "8a46348371d5"  # cute-dsl/flash_mla_v22 there: no profile of it either
+RECORD_ALONE = "8a46348371d5"  # cute-dsl/flash_mla_v24 there: no profile of it either
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_record_alone_says_what_only_a_profile_could_tell(capsys: pytest.Captu
     assert status == 0 and "memory-bound (by times alone)" in out and "of the memory limit" in out
     missing = out.partition("Not known here:")[2]
     assert "L2 hits, occupancy and eligible warps" in missing and "the source lines" in missing
-    assert "mla-var3 profile cute-dsl/flash_mla_v22 --b 128 --h 8 --mode ncu" in missing
+    assert "mla-var3 profile cute-dsl/flash_mla_v24 --b 128 --h 8 --mode ncu" in missing
     assert "tensor pipe active" not in out
 
 
@@ -132,7 +132,7 @@ def test_a_record_that_was_refused_says_why() -> None:
     refused = record(status="skipped", reason="256 query rows share a cache", time_us=None, limits=None, resources=None)
     d = diagnose(evidences.of_record("abcdef012345", [refused], alone=True))
     assert d.kind == "unknown" and d.evidence.notes == ["the record is skipped: 256 query rows share a cache"]
-    assert d.open[-1].endswith("mla-var3 bench cute-dsl/flash_mla_v21 --b 128")
+    assert d.open[-1].endswith("mla-var3 bench cute-dsl/flash_mla_v23 --b 128")
 
 
 def test_a_kernel_that_nobody_ran_is_compiled(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_profile_without_counters_is_judged_by_its_time(here: Path, capsys: py
     folder = write_profile(here / "p", FEW, time_us=150.0, counters=False)
     status, out, _ = run(capsys, str(folder))
     assert status == 0 and "by times alone" in out and "which has no counters" in out
-    assert "mla-var3 profile cute-dsl/flash_mla_v21 --b 128 --h 8" in out.partition("Not known here:")[2]
+    assert "mla-var3 profile cute-dsl/flash_mla_v23 --b 128 --h 8" in out.partition("Not known here:")[2]
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_traffic_that_need_not_be() -> None:
 
 
 def test_the_command_names_the_problem() -> None:
-    assert command(evidence(FEW)) == "cute-dsl/flash_mla_v21 --b 128 --h 8"
+    assert command(evidence(FEW)) == "cute-dsl/flash_mla_v23 --b 128 --h 8"
     assert "--lengths ragged:1" in command(evidence(RAGGED)) and "--t 16384" in command(evidence(RAGGED))
     listed = MlaProblem(t=[3, 70], causal=True, page=None)  # type: ignore[arg-type]
     assert command(evidence(listed)).endswith("--b 2 --t 70 --causal --page contiguous --lengths 3,70")

@@ -31,7 +31,7 @@ def row(text: str, name: str) -> list[str]:
 
 def test_two_versions_in_cute_dsl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = diff(
-        capsys, tmp_path, "cute-dsl/flash_mla", "cute-dsl/flash_mla_v21", "--b", "128", "--lines", "9"
+        capsys, tmp_path, "cute-dsl/flash_mla", "cute-dsl/flash_mla_v23", "--b", "128", "--lines", "9"
     )
     assert status == 0
     # Two consumer warpgroups, each with its loop of 44 products or a little more.
@@ -48,12 +48,12 @@ def test_two_versions_in_cute_dsl(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert int(row(part, "out of line (retries of waits)")[0]) > 0
     # Version 0 stands in a kept profile, and each in a recorded run of its own.
     assert row(out, "tensor pipe active (%)")[:2] == ["67.8", "-"]
-    assert "cute-dsl/flash_mla_v21 has no profile on this problem: `mla-var3 profile" in out
+    assert "cute-dsl/flash_mla_v23 has no profile on this problem: `mla-var3 profile" in out
     assert row(out, "burst (us)")[0] == "241.5"
     assert re.search(
-        r"burst: cute-dsl/flash_mla_v21 is 1\.\d+ times as fast as cute-dsl/flash_mla, each time over", out
+        r"burst: cute-dsl/flash_mla_v23 is 1\.\d+ times as fast as cute-dsl/flash_mla, each time over", out
     )
-    folder = tmp_path / "cute-dsl-flash_mla--cute-dsl-flash_mla_v21" / "b128_s1_h128_t4096"
+    folder = tmp_path / "cute-dsl-flash_mla--cute-dsl-flash_mla_v23" / "b128_s1_h128_t4096"
     assert (folder / "cute-dsl-flash_mla" / "flash_mla.sass").is_file()
     whole = (folder / "diff.md").read_text()
     assert whole.count("HGMMA.64x64x16.F32.BF16") >= 44 and "FMNMX" in whole and "more lines in diff.md" in out

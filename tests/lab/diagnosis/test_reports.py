@@ -102,7 +102,7 @@ def test_what_is_known_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("tool", "text", "old", "new"),
     [
-        ("racecheck", RACE, "flash_mla_0", "flash_mla_v21_0"),  # another kernel
+        ("racecheck", RACE, "flash_mla_0", "flash_mla_v23_0"),  # another kernel
         ("racecheck", RACE, f"flash_mla.py:{READ}", f"flash_mla.py:{READ + 1}"),  # another line
         ("racecheck", RACE, f"flash_mla.py:{WRITE}", f"flash_mla.py:{WRITE - 1}"),
         ("racecheck", RACE, " in flash_mla.py:" + str(READ), ""),  # no line
@@ -110,7 +110,7 @@ def test_what_is_known_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
         ("racecheck", RACE, "0x7af0", "0x7af8"),  # no load there
         ("racecheck", RACE, "Error: Race", "Error: Potential race"),
         ("synccheck", RACE, "Error", "Error"),  # another tool
-        ("synccheck", BARRIER, "flash_mla_0", "flash_mla_v21_0"),
+        ("synccheck", BARRIER, "flash_mla_0", "flash_mla_v23_0"),
         ("synccheck", BARRIER, "Divergent thread(s) in block", "Divergent thread(s) in warp"),
         ("synccheck", BARRIER, f"sync.py:{SYNC}", f"sync.py:{SYNC + 1}"),
         ("synccheck", BARRIER, "0x10e60", "0x10e70"),  # no barrier there
@@ -154,8 +154,8 @@ def test_the_verb_ends_with_1_when_something_is_new_or_hidden(
         return status, capsys.readouterr().out
 
     assert run(RACE)[0] == 0
-    status, out = run(RACE.replace("flash_mla_0", "flash_mla_v21_0"))
-    assert status == 1 and "1 new: Error: Race reported" in out and "flash_mla_v21_0+0x7af0" in out
+    status, out = run(RACE.replace("flash_mla_0", "flash_mla_v23_0"))
+    assert status == 1 and "1 new: Error: Race reported" in out and "flash_mla_v23_0+0x7af0" in out
     status, out = run(RACE.replace("SUMMARY: 1 hazard", "SUMMARY: 3 hazards"))
     assert status == 1 and "2 that were not printed" in out
     assert run("nothing of the tool\n")[0] == 2

@@ -54,8 +54,8 @@ SOURCE_CSV = """\
 #: And for `--print-source cuda,sass`: a file's lines, each above its instructions, and dots where some were left out.
 #: Two lines are the package's own, wherever they stand now (`lines_csv`).
 _LINES_CSV = """\
-"File Path","/elsewhere/src/mla_var3/kernel/cute_python/mla/flash_mla/flash_mla_v22/flash_mla_v22.py"
-"Function Name","flash_mla_v22_0"
+"File Path","/elsewhere/src/mla_var3/kernel/cute_python/mla/flash_mla/flash_mla_v24/flash_mla_v24.py"
+"Function Name","flash_mla_v24_0"
 "Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_barrier","stall_long_sb"
 "1","print("a kernel", "of few rows")","-","-","0","0","0","0"
 "{code}","page = following","-","-","7","7","7","0"
@@ -65,7 +65,7 @@ _LINES_CSV = """\
 "","","0x10","      SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R27+URZ], R24","10","10","3","0"
 "","","0x50","@!P0  BRA 0x7f991b7ba1e0","40","40","0","40"
 "File Path","/elsewhere/site-packages/nobody/here.py"
-"Function Name","flash_mla_v22_0"
+"Function Name","flash_mla_v24_0"
 "Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_barrier","stall_long_sb"
 "5","","-","-","3","3","0","3"
 "","","0x60","      NOP","3","3","0","3"
@@ -73,7 +73,7 @@ _LINES_CSV = """\
 
 
 def lines_csv(code: int, below: int) -> str:
-    """The page with its two lines of flash_mla_v22.py: one of code, and one that a wait above it is counted as."""
+    """The page with its two lines of flash_mla_v24.py: one of code, and one that a wait above it is counted as."""
     return _LINES_CSV.format(code=code, below=below)
 
 

@@ -73,15 +73,15 @@ def test_the_source_page_gives_the_hottest_instructions() -> None:
 
 def test_the_source_page_gives_the_hottest_lines_where_the_code_has_lines() -> None:
     """Compiled elsewhere: the texts are those of this package, and a wait's instructions come back to the wait."""
-    name = "/elsewhere/src/mla_var3/kernel/cute_python/mla/flash_mla/flash_mla_v22/flash_mla_v22.py"
+    name = "/elsewhere/src/mla_var3/kernel/cute_python/mla/flash_mla/flash_mla_v24/flash_mla_v24.py"
     texts = [text.strip() for text in sources.lines(name)]
     waits = 1 + texts.index("cute.arch.mbarrier_wait(self.full + place, parity)")
     code = 1 + texts.index("page = following")
     below = 1 + texts.index("def mask_tokens(self, first_token: Int32, length: Int32):")
     wait, other, unknown = ncu.parse_source(fakes.lines_csv(code, below))
-    assert (wait.where, wait.samples, wait.stall) == (f"flash_mla_v22.py:{waits}", 50, "long_scoreboard")
+    assert (wait.where, wait.samples, wait.stall) == (f"flash_mla_v24.py:{waits}", 50, "long_scoreboard")
     assert wait.text == "cute.arch.mbarrier_wait(self.full + place, parity)"
-    assert (other.where, other.text) == (f"flash_mla_v22.py:{code}", "page = following")
+    assert (other.where, other.text) == (f"flash_mla_v24.py:{code}", "page = following")
     assert (unknown.where, unknown.text, unknown.samples) == ("here.py:5", "", 3)
     assert wait.share == pytest.approx(100 * 50 / 60)
 

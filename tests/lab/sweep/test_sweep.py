@@ -159,6 +159,9 @@ def test_every_experiment_composes_and_expands() -> None:
         sizes[name] = len(sweep_plan.expand_cells(config))
     assert sizes["decode"] == 17
     assert set(sizes) >= {"quickstart", "decode", "tensor_parallel", "speculative", "ladder", "compile_matrix"}
+    drawn = sweep_plan.expand_cells(sweep_config.compose(["experiment=unseen", "seed=7"]))
+    assert len(drawn) == 24 and drawn == sweep_plan.expand_cells(sweep_config.compose(["experiment=unseen", "seed=7"]))
+    assert not set(drawn) & set(sweep_plan.expand_cells(sweep_config.compose(["experiment=unseen", "seed=8"])))
     grid = sweep_plan.expand_cells(sweep_config.compose(["experiment=tensor_parallel"]))
     assert {p.h for p in grid} == {8, 16, 32, 64}
     masked = sweep_plan.expand_cells(sweep_config.compose(["experiment=speculative"]))

@@ -38,25 +38,25 @@ def asked(*words: str) -> list[tuple[str, dict[str, Any]]]:
 
 def test_every_version_runs_in_each_of_the_tilings_that_it_tells_apart() -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    words = ("kernels=cute-dsl/flash_mla_v21,cute-dsl/flash_mla_v22", "tiling.workers=2")
-    versions = "kernels=cute-dsl/flash_mla,cute-dsl/flash_mla_v21"
+    words = ("kernels=cute-dsl/flash_mla_v23,cute-dsl/flash_mla_v24", "tiling.workers=2")
+    versions = "kernels=cute-dsl/flash_mla,cute-dsl/flash_mla_v23"
     assert asked(*words, "tilings=[{split_tokens: 512},{workers: 4},{}]") == [
         (f"cute-dsl/flash_mla_{version}", tiling)
-        for version in ("v21", "v22")
+        for version in ("v23", "v24")
         for tiling in ({"workers": 2, "split_tokens": 512}, {"workers": 4}, {"workers": 2})
     ]
-    assert asked(*words) == [(f"cute-dsl/flash_mla_{v}", {"workers": 2}) for v in ("v21", "v22")]
+    assert asked(*words) == [(f"cute-dsl/flash_mla_{v}", {"workers": 2}) for v in ("v23", "v24")]
     # A version that lacks a knob runs without it, once.
     assert asked(versions, "tilings=[{workers: 3},{num_splits: 4}]") == [
         ("cute-dsl/flash_mla", {}),
         ("cute-dsl/flash_mla", {"num_splits": 4}),
-        ("cute-dsl/flash_mla_v21", {"workers": 3}),
-        ("cute-dsl/flash_mla_v21", {}),
+        ("cute-dsl/flash_mla_v23", {"workers": 3}),
+        ("cute-dsl/flash_mla_v23", {}),
     ]
     # An older version that lacks the knob is no other tiling's newest.
-    newest = [("cute-dsl/flash_mla_v21", {"workers": 3})]
+    newest = [("cute-dsl/flash_mla_v23", {"workers": 3})]
     both = asked(versions, "kernels.newest=true", "tilings=[{workers: 3},{}]")
-    assert both == [*newest, ("cute-dsl/flash_mla_v21", {})]
+    assert both == [*newest, ("cute-dsl/flash_mla_v23", {})]
     assert asked(versions, "kernels.newest=true", "tiling.workers=3") == newest
     assert asked(versions, "kernels.newest=true", "tilings=[{workers: 3}]") == newest
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -100,31 +102,57 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
 
     Newest records may be of different runs, so each time counts as a share of its own run's limit.
     """
+    pairs = _with_libraries(records, picks)
+    ratio_columns = (*_ACROSS_RUNS, *(_SCHEDULED if any(r.get("with_schedule_us") for _, r in pairs) else ()))
+    rows = []
+    for ours, library in pairs:
+        own = [TIMES[i] for i in (0, 1, 4, 5)]
+        times = [_text(ours, None, c) for c in own]
+        ratios = [_text(ours, library, c) for c in ratio_columns]
+        shown = [c[2] for c, text in zip(own, times, strict=True) if text]
+        row = [problem_label(ours), label(ours), *_cited([x or "-" for x in times], cite(ours["id"], shown))]
+        shown = [c[2] for c, text in zip(ratio_columns, ratios, strict=True) if text]
+        against = cite(f"{ours['id']} vs {library['id']}", shown)
+        rows.append([*row, label(library), *_cited([x or "-" for x in ratios], against)])
+    whose = "picked" if picks else "fastest here"
+    header = ["cell", whose, *(TIMES[i][0] for i in (0, 1, 4, 5)), "fastest library"]
+    return _grid([*header, *(c[0] for c in ratio_columns)], rows) if rows else ""
+
+
+def summary(records: Iterable[Record]) -> str:
+    """What `against_libraries` comes to: in each state the geometric mean of the speedups and the slowest cell."""
+    pairs, said = _with_libraries(records, False), []
+    for state in values.STATES:
+        found = []
+        for ours, library in pairs:
+            with contextlib.suppress(Unknown):
+                ratio = values.evaluate(f"{state}.limit_speedup", ours, library).number
+                found.append((ratio, problem_label(ours)))
+        if found:
+            mean = math.exp(math.fsum(math.log(ratio) for ratio, _ in found) / len(found))
+            worst, where = min(found)
+            said.append(f"{mean:.3f} in {state} (slowest: {worst:.3f}, {where})")
+    if not said:
+        return ""
+    return f"Geometric mean of the speedups over {len(pairs)} cells: {'; '.join(said)}."
+
+
+def _with_libraries(records: Iterable[Record], picks: bool) -> list[tuple[Record, Record]]:
+    """(a record of this project, the fastest library's) of each cell that has both."""
     blocks: dict[Any, list[Record]] = {}
     for record in select(records):
         blocks.setdefault(cell(record), []).append(record)
-    timed = [record for block in blocks.values() for record in block]
-    ratio_columns = (*_ACROSS_RUNS, *(_SCHEDULED if any(r.get("with_schedule_us") for r in timed) else ()))
-    rows = []
+    pairs = []
     for block in blocks.values():
         block.sort(key=_nearest)
         mine = [r for r in block if r["kernel"]["language"] != "peer"]
         if picks:
             picked = _picked(block[0])
             mine = [r for r in mine if label(r) == picked]
-        ours = next(iter(mine), None)
-        library = next((r for r in block if r["kernel"]["language"] == "peer"), None)
-        if ours is None or library is None:
-            continue
-        own = [TIMES[i] for i in (0, 1, 4, 5)]
-        times = [_text(ours, None, c) for c in own]
-        ratios = [_text(ours, library, c) for c in ratio_columns]
-        row = [problem_label(ours), label(ours), *_cited(times, cite(ours["id"], (c[2] for c in own)))]
-        against = cite(f"{ours['id']} vs {library['id']}", (c[2] for c in ratio_columns))
-        rows.append([*row, label(library), *_cited(ratios, against)])
-    whose = "picked" if picks else "fastest here"
-    header = ["cell", whose, *(TIMES[i][0] for i in (0, 1, 4, 5)), "fastest library"]
-    return _grid([*header, *(c[0] for c in ratio_columns)], rows) if rows else ""
+        libraries = [r for r in block if r["kernel"]["language"] == "peer"]
+        if mine and libraries:
+            pairs.append((mine[0], libraries[0]))
+    return pairs
 
 
 def comparison(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> str:

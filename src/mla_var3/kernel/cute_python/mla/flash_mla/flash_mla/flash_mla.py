@@ -26,7 +26,7 @@ more than one, each CTA writes an fp32 partial output with its log-sum-exp (LSE)
 out = Σ wᵢ Oᵢ / Σ wᵢ with wᵢ = 2^(lseᵢ - max), in the order of the splits.
 
 What later versions do differently is in their own files: persistent CTAs and a tile scheduler on the device (version
-21), swapped operands for few query rows (version 22).
+23), swapped operands for few query rows (version 24).
 """
 
 from __future__ import annotations

@@ -986,7 +986,7 @@ def consume(
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
-def flash_mla_v21(
+def flash_mla_v23(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
     tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
@@ -1093,12 +1093,12 @@ def flash_mla_v21(
         cute.arch.cluster_wait()
 
 
-flash_mla_v21.set_name_prefix("flash_mla_v21", remove_cutlass_symbol=True, keep_mangled_name=False)
+flash_mla_v23.set_name_prefix("flash_mla_v23", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
-def launch_flash_mla_v21(
+def launch_flash_mla_v23(
     q: cute.Tensor,
     kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
@@ -1120,7 +1120,7 @@ def launch_flash_mla_v21(
     if cutlass.const_expr(geometry.box):
         tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1, geometry.box)
     pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, geometry.costs)
-    flash_mla_v21(
+    flash_mla_v23(
         q,
         tma,
         cache,
@@ -1162,7 +1162,7 @@ def takes(pd: MlaProblem) -> Verdict:
 
 
 @dataclass(frozen=True)
-class FlashMlaV21Tiling(Tiling):
+class FlashMlaV23Tiling(Tiling):
     """workers: CTAs or clusters for each query tile of a request; 0: as many as fill the device. split_tokens: tokens
     of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0: the scheduler
     chooses."""
@@ -1190,22 +1190,22 @@ class FlashMlaV21Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashMlaV21Plan(KernelPlan):
+class FlashMlaV23Plan(KernelPlan):
     """One compiled kernel a problem class; b, lengths, page table width, workers and split_tokens are arguments."""
 
     workload = decode.WORKLOAD
-    tiling_type = FlashMlaV21Tiling
-    tiling: FlashMlaV21Tiling
+    tiling_type = FlashMlaV23Tiling
+    tiling: FlashMlaV23Tiling
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         strided_pages=True,
     )  # fmt: skip
 
     def default_tiling(self) -> Tiling:
-        return FlashMlaV21Tiling()
+        return FlashMlaV23Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        return [FlashMlaV21Tiling()]
+        return [FlashMlaV23Tiling()]
 
     def workers(self) -> int:
         """Workers of a query tile: the tiling's, or those that fill the device."""
@@ -1225,6 +1225,6 @@ class FlashMlaV21Plan(KernelPlan):
     def _make(self, inputs: Any, slots: int, workers: int, fixed: int) -> CuteKernel:
         geometry = Geometry.of(self.problem)
         return host.decode_kernel(
-            self, flash_mla_v21, launch_flash_mla_v21, "flash_mla_v21", (geometry,), geometry.partials, inputs, slots,
+            self, flash_mla_v23, launch_flash_mla_v23, "flash_mla_v23", (geometry,), geometry.partials, inputs, slots,
             workers, fixed,
         )  # fmt: skip

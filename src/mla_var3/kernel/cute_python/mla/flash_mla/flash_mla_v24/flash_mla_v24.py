@@ -980,7 +980,7 @@ def consume(
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
-def flash_mla_v22(
+def flash_mla_v24(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
     tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
@@ -1073,12 +1073,12 @@ def flash_mla_v22(
         )  # fmt: skip
 
 
-flash_mla_v22.set_name_prefix("flash_mla_v22", remove_cutlass_symbol=True, keep_mangled_name=False)
+flash_mla_v24.set_name_prefix("flash_mla_v24", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
-def launch_flash_mla_v22(
+def launch_flash_mla_v24(
     q: cute.Tensor,
     kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
@@ -1100,7 +1100,7 @@ def launch_flash_mla_v22(
     if cutlass.const_expr(geometry.box):
         tma, cache = paged.make_page_tma(kv_cache, tokens=geometry.box)
     pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
-    flash_mla_v22(
+    flash_mla_v24(
         q,
         tma,
         cache,
@@ -1139,13 +1139,13 @@ def takes(pd: MlaProblem) -> Verdict:
         return Verdict.no(f"the rope part of p = {pd.p} columns must be 0, {PANEL // 2} or {PANEL}: one panel at most")
     if pd.rows > ROW_TILES[-1]:
         return Verdict.no(
-            f"s·h/h_kv = {pd.rows} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v21"
+            f"s·h/h_kv = {pd.rows} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v23"
         )
     return Verdict.yes()
 
 
 @dataclass(frozen=True)
-class FlashMlaV22Tiling(Tiling):
+class FlashMlaV24Tiling(Tiling):
     """tile_n: rows of the query tile, 8, 16 or 32; 0: the smallest that holds the problem's. num_pipeline_stages: 64 x
     64 panels in the ring; 0: as many as fit. workers: CTAs for each kv head; 0: as many as fill the device.
     split_tokens: tokens of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0:
@@ -1191,22 +1191,22 @@ class FlashMlaV22Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashMlaV22Plan(KernelPlan):
+class FlashMlaV24Plan(KernelPlan):
     """One compiled kernel a problem class and tile; b, lengths, page table width, workers and split_tokens are
     arguments."""
 
     workload = decode.WORKLOAD
-    tiling_type = FlashMlaV22Tiling
-    tiling: FlashMlaV22Tiling
+    tiling_type = FlashMlaV24Tiling
+    tiling: FlashMlaV24Tiling
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes, strided_pages=True
     )
 
     def default_tiling(self) -> Tiling:
-        return FlashMlaV22Tiling()
+        return FlashMlaV24Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        return [FlashMlaV22Tiling()]
+        return [FlashMlaV24Tiling()]
 
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
@@ -1223,6 +1223,6 @@ class FlashMlaV22Plan(KernelPlan):
     def _make(self, inputs: Any, slots: int, workers: int, fixed: int) -> CuteKernel:
         geometry = self.tiling.geometry(self.problem)
         return host.decode_kernel(
-            self, flash_mla_v22, launch_flash_mla_v22, "flash_mla_v22", (geometry,), geometry.partials, inputs, slots,
+            self, flash_mla_v24, launch_flash_mla_v24, "flash_mla_v24", (geometry,), geometry.partials, inputs, slots,
             workers, fixed,
         )  # fmt: skip

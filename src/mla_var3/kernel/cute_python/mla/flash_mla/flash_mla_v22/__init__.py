@@ -1,1 +1,0 @@
-"""Version 22: persistent CTAs with few query rows, KV tiles on the M side of the MMA, splits dealt on the device."""

@@ -19,10 +19,13 @@ def row_offset(tensor: cute.Tensor, request: Int32, kv_head: Int32, row: Int32, 
 
 def copy_chunk(target: cute.Pointer, source: cute.Pointer, filled: Int32) -> None:
     """Starts copying 16 bytes from global to shared memory (cp.async), of which the first `filled` are read and the
-    others become zeros. No branch: behind one, ptxas may take addresses that follow for not uniform."""
+    others become zeros. target: where they would lie without the 128-byte swizzle, in a tile aligned to 1024 bytes. No
+    branch: behind one, ptxas may take addresses that follow for not uniform."""
+    place = target.toint()
+    place = place ^ ((place >> 3) & 0x70)  # chunk ^ row % 8
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[target.toint(), source.toint(), filled],
+        read_only_args=[place, source.toint(), filled],
     )
 
 

@@ -338,9 +338,8 @@ def load_rows(
                     for row in cutlass.range(0, 32, gather.ROWS, unroll=1):
                         source = gather.source_of(cache, found[i], tokens[i], row, length, kv_head)
                         for panel in groups[g]:
-                            gather.copy_rows(
-                                source, panel * PANEL, geometry.k + geometry.p, own_stage + panel * PANEL_ELEMENTS, i * 32 + row
-                            )  # fmt: skip
+                            place, width = own_stage + panel * PANEL_ELEMENTS, geometry.k + geometry.p
+                            gather.copy_rows(source, panel * PANEL, width, place, i * 32 + row)
                 cute.arch.cp_async_commit_group()
             for g in cutlass.range_constexpr(len(groups)):
                 cute.arch.cp_async_wait_group(len(groups) - 1 - g)

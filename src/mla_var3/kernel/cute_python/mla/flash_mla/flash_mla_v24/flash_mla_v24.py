@@ -299,9 +299,8 @@ def load_rows(
                     full_up = is_taken(empty + slot, phase)
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 for j in cutlass.range_constexpr(len(sources)):
-                    gather.copy_rows(
-                        sources[j], i * PANEL, geometry.k + geometry.p, ring + slot * PANEL_ELEMENTS, first_row + j * gather.ROWS
-                    )  # fmt: skip
+                    place, width = ring + slot * PANEL_ELEMENTS, geometry.k + geometry.p
+                    gather.copy_rows(sources[j], i * PANEL, width, place, first_row + j * gather.ROWS)
                 cute.arch.cp_async_commit_group()
                 pending = pending + 1
                 if pending > IN_FLIGHT:

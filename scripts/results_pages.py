@@ -33,10 +33,7 @@ WHAT = {
     ),
 }
 #: Device -> page -> record file.
-FILES = {
-    "h200": {name: f"h200/2026-11-24-{name}-v23.jsonl" for name in WHAT},
-    "h100": {name: f"h100/2026-11-24-{name}.jsonl" for name in ("decode", "ragged")},
-}
+FILES = {"h200": {name: f"h200/2026-11-25-{name}-v23.jsonl" for name in WHAT}}
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.device import Device
 from mla_var3.dispatch import model
 from mla_var3.errors import UserError
+from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import DEFAULT, problem_from_record
 from mla_var3.workload.decode import MlaProblem
@@ -222,7 +223,7 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
     timed: dict[Any, list[Timed]] = {}  # of a device and problem
     for record, run in counted:
         picked = getattr(record, "picked_by", None)
-        if picked and (record.requested != "dispatch" or own.get(named(record)) != record.tiling):
+        if picked and (record.requested != "dispatch" or own.get(named(record), _default(record)) != record.tiling):
             continue
         asked = () if picked else _asked(record)
         problem = _problem(record)
@@ -315,6 +316,17 @@ def _asked(record: Record) -> tuple[tuple[str, Any], ...]:
         return ()
     fields = record.tiling if isinstance(record.requested, str) else record.requested
     return tuple(sorted((fields or {}).items()))
+
+
+def _default(record: Record) -> dict[str, Any] | None:
+    """A version's own knobs for a record's problem; None where the version is no longer here, or not installed."""
+    kernel = named(record)
+    if kernel not in registry.all_kernels() or registry.missing(kernel) is not None:
+        return None
+    knobs: dict[str, Any] = registry.get_plan(kernel)(
+        _problem(record), None, Device.get(record.device)
+    ).tiling.to_record()
+    return knobs
 
 
 def _problem(record: Record) -> MlaProblem:

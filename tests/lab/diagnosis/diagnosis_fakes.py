@@ -16,7 +16,7 @@ from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.profiles import Profile
 from mla_var3.workload.decode import MlaProblem
 
-KERNEL = KernelId("cute-dsl", "mla", "flash_mla", 21)
+KERNEL = KernelId("cute-dsl", "mla", "flash_mla", 23)
 WIDE = MlaProblem(b=128, h=128, t=4096)
 FEW = MlaProblem(b=128, h=8, t=4096)
 #: A pipelined kernel with warpgroup products, of which each case changes what it is about.

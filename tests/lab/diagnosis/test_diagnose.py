@@ -18,7 +18,7 @@ from mla_var3.lab.diagnosis.verdict import diagnose
 from mla_var3.workload.decode import MlaProblem
 
 RETIRED_ALONE = "a0c25ad39527"  # cute-dsl/flash_mla_v2 on b128 h8: no profile of it is kept, and its code is gone
-RECORD_ALONE = "8a46348371d5"  # cute-dsl/flash_mla_v24 there: no profile of it either
+RECORD_ALONE = "04d3a4d3d79b"  # cute-dsl/flash_mla_v24 there: no profile of it either
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mla_var3.lab.diagnosis import compare, loops
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.versions import Version, records_of
 
-V0, V21 = KernelId("cute-dsl", "mla", "flash_mla", 0), KernelId("cute-dsl", "mla", "flash_mla", 21)
+V0, V21 = KernelId("cute-dsl", "mla", "flash_mla", 0), KernelId("cute-dsl", "mla", "flash_mla", 23)
 
 
 def diff(capsys: pytest.CaptureFixture[str], out: Path, *words: str) -> tuple[int, str, str]:

@@ -61,7 +61,7 @@ _LINES_CSV = """\
 "{code}","page = following","-","-","7","7","7","0"
 "","","0x40","      IMAD R1, R2, R3, R4","7","7","7","0"
 "","","...","...","-","-","-","-"
-"{below}","def mask_tokens(self, first_token: Int32, length: Int32):","-","-","50","50","3","40"
+"{below}","# Of a last panel that is not full, what has columns: Q has none there.","-","-","50","50","3","40"
 "","","0x10","      SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R27+URZ], R24","10","10","3","0"
 "","","0x50","@!P0  BRA 0x7f991b7ba1e0","40","40","0","40"
 "File Path","/elsewhere/site-packages/nobody/here.py"

@@ -77,7 +77,7 @@ def test_the_source_page_gives_the_hottest_lines_where_the_code_has_lines() -> N
     texts = [text.strip() for text in sources.lines(name)]
     waits = 1 + texts.index("cute.arch.mbarrier_wait(self.full + place, parity)")
     code = 1 + texts.index("page = following")
-    below = 1 + texts.index("def mask_tokens(self, first_token: Int32, length: Int32):")
+    below = 1 + texts.index("# Of a last panel that is not full, what has columns: Q has none there.")
     wait, other, unknown = ncu.parse_source(fakes.lines_csv(code, below))
     assert (wait.where, wait.samples, wait.stall) == (f"flash_mla_v24.py:{waits}", 50, "long_scoreboard")
     assert wait.text == "cute.arch.mbarrier_wait(self.full + place, parity)"

@@ -146,7 +146,7 @@ def records_of(
                     for r in records
                     if r["device"] == device and r.get("time_us") and dict(r["problem"]) == wanted
                     and KernelId.from_record(r["kernel"]) == version.kernel
-                    and not r.get("picked_by") and (not knobs or _same(r.get("tiling"), knobs))
+                    and (_same(r.get("tiling"), knobs) if knobs else not r.get("picked_by"))
                     and r.get("experiment") not in ASIDE
                 ),
                 key=lambda r: str(r["at"]),

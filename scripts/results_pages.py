@@ -32,48 +32,38 @@ WHAT = {
         "(`experiment=unseen`)."
     ),
 }
-#: Device -> page -> record file.
-FILES = {"h200": {name: f"h200/2026-11-25-{name}-v23.jsonl" for name in WHAT}}
+FILES = {name: f"h200/2026-11-25-{name}-v23.jsonl" for name in WHAT}
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
+METHOD = (
+    f"{Device.get('h200').name}, bf16, latent 512 + rope 64, 64-token pages, cold L2. Burst is a cool chip, "
+    "sustained the chip at its power limit; the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same "
+    "run. All contenders of a cell took turns in one process. The library is FlashMLA, built from source; a "
+    "speedup above 1 means that the kernel here is faster."
+)
 
 
-def method(device: str) -> str:
-    return (
-        f"{Device.get(device).name}, bf16, latent 512 + rope 64, 64-token pages, cold L2. Burst is a cool chip, "
-        "sustained the chip at its power limit; the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same "
-        "run. All contenders of a cell took turns in one process. The library is FlashMLA, built from source; a "
-        "speedup above 1 means that the kernel here is faster."
-    )
-
-
-def section(device: str, name: str, level: str) -> str:
-    """An experiment's tables on a device."""
-    file = FILES[device][name]
-    records = [record.model_dump() for record in load([ROOT / "results" / file]).records]
+def page(name: str) -> str:
+    """The text of one page."""
+    records = [record.model_dump() for record in load([ROOT / "results" / FILES[name]]).records]
     here = {kernel.label for kernel in registry.all_kernels()}
     live = [r for r in records if label(r) in here]
     return (
-        f"{WHAT[name]} Records: `results/{file}`.\n\n{summary(live)}\n\n"
-        f"{level} The fastest kernel here against the library\n\n{against_libraries(live)}\n\n"
-        f"{level} All contenders\n\n{comparison(records)}\n"
+        f"{HEAD}\n# {name}\n\n{METHOD}\n\n{WHAT[name]} Records: `results/{FILES[name]}`.\n\n{summary(live)}\n\n"
+        f"## The fastest kernel here against the library\n\n{against_libraries(live)}\n\n"
+        f"## All contenders\n\n{comparison(records)}\n"
     )
+
+
+def index() -> str:
+    """The text of docs/results/README.md."""
+    rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
+    return f"{HEAD}\n# Results\n\n{METHOD}\n\n{rows}"
 
 
 def pages() -> dict[str, str]:
-    """File name -> text of every page: one an experiment on an H200, one for each other device."""
-    made = {}
-    for name in FILES["h200"]:
-        made[f"{name}.md"] = f"{HEAD}\n# {name}\n\n{method('h200')}\n\n{section('h200', name, '##')}"
-    for device in FILES.keys() - {"h200"}:
-        parts = "\n".join(f"## {name}\n\n{section(device, name, '###')}" for name in FILES[device])
-        made[f"{device}.md"] = f"{HEAD}\n# {device}\n\n{method(device)}\n\n{parts}"
-    rows = "".join(f"- [{name}]({name}.md): {WHAT[name]}\n" for name in FILES["h200"])
-    others = "".join(
-        f"- [{device}]({device}.md): the same on an {Device.get(device).name}\n" for device in FILES.keys() - {"h200"}
-    )
-    made["README.md"] = f"{HEAD}\n# Results\n\n{method('h200')}\n\n{rows}{others}"
-    return made
+    """File name -> text of every page."""
+    return {"README.md": index(), **{f"{name}.md": page(name) for name in WHAT}}
 
 
 def main() -> int:

@@ -223,7 +223,7 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
     timed: dict[Any, list[Timed]] = {}  # of a device and problem
     for record, run in counted:
         picked = getattr(record, "picked_by", None)
-        if picked and (record.requested != "dispatch" or own.get(named(record), _default(record)) != record.tiling):
+        if picked and (record.requested != "dispatch" or (own.get(named(record)) or _default(record)) != record.tiling):
             continue
         asked = () if picked else _asked(record)
         problem = _problem(record)
@@ -323,9 +323,8 @@ def _default(record: Record) -> dict[str, Any] | None:
     kernel = named(record)
     if kernel not in registry.all_kernels() or registry.missing(kernel) is not None:
         return None
-    knobs: dict[str, Any] = registry.get_plan(kernel)(
-        _problem(record), None, Device.get(record.device)
-    ).tiling.to_record()
+    plan = registry.get_plan(kernel)(_problem(record), None, Device.get(record.device))
+    knobs: dict[str, Any] = plan.tiling.to_record()
     return knobs
 
 

@@ -204,13 +204,12 @@ class MlaProblem(Problem):
         if spec["name"] == "lognormal":
             draws = (int(self.t * rng.lognormvariate(0.0, 1.0)) for _ in range(self.b))
             return tuple(min(max(x, self.s), 16 * self.t) for x in draws)
-        if spec["name"] in ("bimodal", "one_long"):
-            every, short = (2, self.t // 16) if spec["name"] == "bimodal" else (self.b, self.t // 64)
-            lengths = [self.t if i % every == 0 else rng.randint(1, max(short, 1)) for i in range(self.b)]
-            rng.shuffle(lengths)
-            return tuple(lengths)
-        if spec["name"] == "mostly_empty":
-            lengths = [rng.randint(1, max(self.t, 1)) if i % 4 == 0 else 0 for i in range(self.b)]
+        if spec["name"] in ("bimodal", "one_long", "mostly_empty"):
+            if spec["name"] == "mostly_empty":
+                lengths = [rng.randint(1, max(self.t, 1)) if i % 4 == 0 else 0 for i in range(self.b)]
+            else:
+                every, short = (2, self.t // 16) if spec["name"] == "bimodal" else (self.b, self.t // 64)
+                lengths = [self.t if i % every == 0 else rng.randint(1, max(short, 1)) for i in range(self.b)]
             rng.shuffle(lengths)
             return tuple(lengths)
         page = self.page_size
@@ -847,14 +846,14 @@ MOST_DRAWN = 1 << 20  # tokens of a drawn problem
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
-    """Fields of a problem as a server may have it, up to 1M tokens in all: b log-uniform in 1..256, half of them with
-    one query token, else up to 8 and causal; t log-uniform, lengths of any distribution."""
+    """Fields of a problem as a server may have it, about 1M tokens in all at the most: b log-uniform in 1..256; one
+    query token in every other problem, else up to 8 and causal; t log-uniform; lengths of any distribution."""
     b = round(2 ** rng.uniform(0, 8))
     s = rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8))
     h = rng.choice(SERVED_HEADS)
     name = rng.choice([x for x in LENGTH_NAMES if x != "edges"])
     seed = rng.randrange(1 << 16)
-    # Shares of t that a request has in the mean: so that short batches are as likely as full ones.
+    # The mean length over t, which bounds t by the tokens of the batch.
     mean = {"ragged": 0.5, "bimodal": 0.53, "lognormal": 1.65, "mostly_empty": 0.125}.get(name, 1.0)
     most = min(MOST_DRAWN / (b * mean), 1 << 17)
     t = round(2 ** rng.uniform(8, math.log2(max(most, 512))))

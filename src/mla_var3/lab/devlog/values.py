@@ -190,13 +190,15 @@ def _speedup(record: Record, other: Record, state: str) -> float:
 def _across_runs(
     record: Record, other: Record, state: str, time: Callable[[records.Record, str], float | None]
 ) -> float:
-    """Ratio of two records' times, each over the limit of its own run."""
-    shares = []
-    for each in (record, other):
-        us = (_time(each, state), time(records.Record.model_validate(each), state))[1]
+    """The other record's time over this one's, each as a share of the limit of its own run."""
+
+    def share(of: Record) -> float:
+        _time(of, state)  # what is missing is said by its path
+        us = time(records.Record.model_validate(of), state)
         assert us is not None
-        shares.append(_limit(each, state) / us)
-    return shares[0] / shares[1]
+        return _limit(of, state) / us
+
+    return share(record) / share(other)
 
 
 _ONE: dict[str, tuple[str, Callable[[Record, str], float]]] = {

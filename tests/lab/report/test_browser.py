@@ -140,6 +140,7 @@ def test_filters_leave_only_what_passes(open_page: Open, shipped_page: Path) -> 
     tab = open_page(shipped_page)
     tab.uncheck("#languages input[value=peer]")
     tab.uncheck("#languages input[value=cute-dsl]")
+    tab.uncheck("#languages input[value=triton]")
     tab.evaluate("report.settled()")
     assert {w["kernel"].split("/")[0] for w in tab.evaluate("report.winners()")} == {"cutile-dsl"}
     assert "cutile-dsl/flash_mla" in tab.inner_text("#map-lead")

@@ -61,9 +61,11 @@ function hover(event, content) {
   box.style.left = `${Math.max(4, Math.min(event.clientX + 14, w - box.offsetWidth - 6))}px`;
   box.style.top = `${event.clientY + 16 + box.offsetHeight < h ? event.clientY + 16 : Math.max(4, event.clientY - box.offsetHeight - 12)}px`;
 }
-function hide() { $("hover").hidden = true; }
+// Shows the focused mark's box again at its place. Focus scrolls to a mark that is out of sight, behind which it must not vanish.
+let follow = null;
+function hide() { follow = null; $("hover").hidden = true; }
 addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-addEventListener("scroll", hide, { passive: true });
+addEventListener("scroll", () => { if (follow) follow(); else hide(); }, { passive: true });
 
 // ---------------------------------------------------------------- keyboard
 // One stop for Tab in each picture; arrow keys go to the nearest mark in that direction, Enter opens it.
@@ -82,8 +84,11 @@ function reach(place, rows, open, show) {
     node.setAttribute("aria-label", row.said);
     node.removeAttribute("aria-roledescription");
     node.addEventListener("focus", () => {
-      const box = node.getBoundingClientRect();
-      hover({ clientX: box.right, clientY: box.bottom - 10 }, show(row));
+      follow = () => {
+        const box = node.getBoundingClientRect();
+        hover({ clientX: box.right, clientY: box.bottom - 10 }, show(row));
+      };
+      follow();
     });
     node.addEventListener("blur", hide);
     node.addEventListener("keydown", (event) => {

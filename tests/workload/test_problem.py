@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+import yaml
 
 from mla_var3 import workload
 from mla_var3.errors import UserError
@@ -203,3 +205,12 @@ def test_records_name_their_workload_and_old_ones_are_read() -> None:
     assert workload.problem_from_record(old) == prefill
     with pytest.raises(UserError, match="prefill"):
         workload.problem_from_record({"workload": "prefil"})
+
+
+def test_problems_have_the_default_models_heads_and_widths(repo_root: Path) -> None:
+    """What the command line takes where no --model is given, without reading a file."""
+    said = yaml.safe_load((repo_root / "conf" / "model" / "deepseek-v3.yaml").read_text())
+    for name in workload.names():
+        problem = workload.get(name).problem()
+        same = {field: getattr(problem, field) for field in said if field in problem.fields()}
+        assert same and same == {field: said[field] for field in same}, name

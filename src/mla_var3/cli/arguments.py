@@ -87,7 +87,8 @@ def problem_of(args: argparse.Namespace, workload: Workload | None = None, **def
     if args.lengths is not None:
         fields |= _lengths(args.lengths, fields)
     known = workload.problem.fields()
-    dims = {name: value for name, value in _model(args.model or "deepseek-v3").items() if name in known}
+    # A problem's own heads and widths are those of the default model.
+    dims = {name: value for name, value in (_model(args.model) if args.model else {}).items() if name in known}
     return workload.problem.from_record({**dims, **fields})
 
 

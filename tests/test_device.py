@@ -125,7 +125,7 @@ def test_requirement_on_architecture_dtype_and_problem() -> None:
     assert h200.can_run(Requirement(problem=few_heads))
     apart = SimpleNamespace(dtype="bf16", h=8, strided_pages=True)
     assert "contiguous caches; the problem's pages" in h200.can_run(Requirement(problem=few_heads), apart).reason
-    assert h200.can_run(Requirement(problem=few_heads, strided_pages=True), apart)
+    assert h200.can_run(Requirement(problem=few_heads, options=("strided_pages",)), apart)
     with pytest.raises(UserError, match="did you mean 'wgmma'"):
         Requirement(features=("wgma",))
     assert all(FEATURES.values())

@@ -34,6 +34,13 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "bf16": ("sm_80+",),
 }
 
+#: What problems may have and most kernels do not take: a field or property of the problem, and why it is refused.
+OPTIONS: Mapping[str, str] = {
+    "strided_pages": "the kernel reads contiguous caches; the problem's pages lie further apart",
+    "packed": "the kernel takes requests with equally many query tokens; the problem's are packed",
+    "tree": "the kernel takes no mask but the causal one; the problem has a tree's",
+}
+
 _REG_UNIT = 256  # registers are handed to a warp in units of 256
 _SMEM_UNIT = 128  # bytes of shared memory, likewise
 SUBPARTITIONS = 4  # warps of a CTA are spread over the SM's four register files
@@ -46,7 +53,7 @@ class Requirement:
     archs: architectures it is written for, as in `FEATURES` ("sm_90a", "sm_80+"); () is any.
     features: names of `FEATURES`. dtypes: of the problem; () is any.
     problem: a predicate over the problem that returns a `Verdict` (its reason is passed on) or a bool.
-    strided_pages: whether pages of a cache may lie further apart than they are long.
+    options: names of `OPTIONS` that it takes.
     workload: name of the problem's workload; "" is any. A `KernelPlan` fills it in.
     """
 
@@ -54,13 +61,16 @@ class Requirement:
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     features: tuple[str, ...] = ()
     problem: Callable[[Any], Verdict | bool] | None = None
-    strided_pages: bool = False
+    options: tuple[str, ...] = ()
     workload: str = ""
 
     def __post_init__(self) -> None:
         for feature in self.features:
             if feature not in FEATURES:
                 raise UserError(f"Requirement has an unknown feature {feature!r}: {nearest(feature, FEATURES)}.")
+        for option in self.options:
+            if option not in OPTIONS:
+                raise UserError(f"Requirement has an unknown option {option!r}: {nearest(option, OPTIONS)}.")
 
     def accepts(self, problem: Problem) -> Verdict:
         """Whether the problem alone is one the kernel takes, on whatever device."""
@@ -68,8 +78,9 @@ class Requirement:
             return Verdict(False, f"the kernel computes {self.workload}; the problem is one of {problem.workload}")
         if self.dtypes and problem.dtype not in self.dtypes:
             return Verdict(False, f"the kernel takes {' or '.join(self.dtypes)}; the problem is {problem.dtype}")
-        if getattr(problem, "strided_pages", False) and not self.strided_pages:
-            return Verdict(False, "the kernel reads contiguous caches; the problem's pages lie further apart")
+        for option, reason in OPTIONS.items():
+            if getattr(problem, option, False) and option not in self.options:
+                return Verdict(False, reason)
         if self.problem is None:
             return Verdict(True)
         answer = self.problem(problem)

@@ -177,7 +177,7 @@ class Record(_Part):
             problem = problem_from_record(self.problem)
         except UserError as error:
             raise ValueError(str(error)) from error
-        missing = set(problem.fields()) - self.problem.keys() - {"softmax_scale", "strided_pages"}
+        missing = problem.to_record().keys() - self.problem.keys()
         if missing:
             raise ValueError(f"problem lacks {', '.join(sorted(missing))}")
         self.problem = problem.to_record()  # one form for old records and new ones, so that they compare

@@ -98,12 +98,17 @@ def api_part() -> Iterator[Wanted]:
 def ops_part() -> Iterator[Wanted]:
     import test_mla_decode_gpu as tests
 
+    apart = [problem.replace(strided_pages=True) for problem in tests.HANDED_OVER]
     yield from picked([tests.SPLIT, tests.SPLIT.replace(b=1, lengths="uniform"), *tests.FIXED])
+    yield from picked([*tests.HANDED_OVER, *apart, *tests.PACKED, tests.TREE])
     yield from fixed_splits(tests.FIXED, tests.SPLIT_TOKENS)
 
 
 def serving_part() -> Iterator[Wanted]:
-    """What the code of docs/serving.md calls."""
+    """What the code of docs/serving.md calls, and the steps of a serving engine."""
+    import test_serving_steps_gpu as steps
+
+    yield from picked([problem for h in steps.HEADS for problem in steps.problems(h)])
     batch = MlaProblem(b=4, h=128, t=2048, lengths=[2000, 1, 700, 0])
     yield from picked([batch, batch.replace(causal=True), *(MlaProblem(b=b, h=16, t=8192) for b in (1, 64))])
     yield from fixed_splits([batch], 1024)

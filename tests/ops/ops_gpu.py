@@ -12,7 +12,7 @@ from mla_var3.check.judge import ErrorReport, compare
 from mla_var3.device import Device
 from mla_var3.ops.decode import way_for
 from mla_var3.workload import Bound
-from mla_var3.workload.decode import WORKLOAD, MlaProblem, mla_decode_reference
+from mla_var3.workload.decode import WORKLOAD, MlaProblem, mla_decode_reference, more
 
 FLASH_MLA_SCALE = 576**-0.5
 
@@ -60,8 +60,8 @@ def judge(
     causal: bool,
     bounds: dict[str, Bound],
 ) -> ErrorReport:
-    """(out, lse) against the oracle on the same inputs."""
-    reference = mla_decode_reference(*given, k=found[0].shape[3], scale=scale, causal=causal)
+    """(out, lse) against the oracle on the same inputs, of which a fifth is cu_seqlens_q or a mask."""
+    reference = mla_decode_reference(*given[:4], k=found[0].shape[-1], scale=scale, causal=causal, **more(*given))
     return compare(WORKLOAD, found, reference, bounds)
 
 

@@ -152,7 +152,7 @@ def test_pages_apart_are_given_to_versions_that_take_them(monkeypatch: pytest.Mo
             for split in (None, 1024):
                 way = decode_module.way_for(problem, Device.get("h200"), fixed_split=split)
                 picked.add(way.key[0].label)
-                assert way.make(problem, Device.get("h200")).requires.strided_pages
+                assert way.make(problem, Device.get("h200")).requires.options
     assert picked == {"cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"}
 
 

@@ -35,6 +35,11 @@ HANDED_OVER = [
     MlaProblem(b=8, h=16, t=1, lengths=LENGTHS),
     MlaProblem(b=8, h=16, h_kv=2, s=2, causal=True, t=1, lengths=LENGTHS),
 ]
+#: A chunk of 200 tokens among requests with few and with none; for each version that may be picked.
+COUNTS = [2, 200, 0, 1, 4, 1, 3, 1]
+PACKED = [MlaProblem(b=8, h=h, t=1, lengths=LENGTHS, queries=COUNTS, causal=True) for h in (128, 16)]
+PACKED.append(MlaProblem(b=8, h=16, t=1, lengths=LENGTHS, queries=[1, 2, 0, 1, 2, 1, 2, 1], causal=True))
+TREE = MlaProblem(b=8, s=6, h=16, t=1, lengths=LENGTHS, tree=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,6 +47,7 @@ def compiled() -> None:
     compile_ahead([SPLIT, SPLIT.replace(b=1, t=20000, lengths="uniform")])
     compile_ahead(FIXED, fixed_split=SPLIT_TOKENS)
     compile_ahead([*HANDED_OVER, *(problem.replace(strided_pages=True) for problem in HANDED_OVER)])
+    compile_ahead([*PACKED, TREE])
 
 
 def test_a_call_never_waits() -> None:
@@ -207,6 +213,55 @@ def test_a_captured_call_follows_tables_and_lengths_of_64_bits(problem: MlaProbl
             verdict = judge(found, given, problem.scale, causal, FLASHMLA)
             assert verdict.ok, verdict.reason
     assert all(bool((x == -7).all()) for x in filler), "a replay wrote into memory of others"
+
+
+# ---------------------------------------------------------------- packed queries, trees
+@pytest.mark.parametrize("problem", PACKED, ids=lambda p: p.label)
+def test_packed_queries(problem: MlaProblem) -> None:
+    """Right, also as int64; each request has what it has alone; a graph follows other counts of the same total."""
+    q, cache, table, lens, offsets = given = make_inputs(problem, "cuda", seed=41)
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    out, lse = mla_decode(q, cache, table, lens, cu_seqlens_q=offsets, **options)
+    verdict = judge((out, lse), given, problem.scale, True, FLASHMLA)
+    assert verdict.ok, verdict.reason
+    again = mla_decode(q, cache, table, lens, cu_seqlens_q=offsets.long(), **options)
+    assert same_bits(out, again[0]) and same_bits(lse, again[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = mla_decode(q, cache, table, lens, cu_seqlens_q=offsets, **options)
+    counts = problem.query_lens
+    for turn in (1, 3):
+        changed = problem.replace(queries=counts[turn:] + counts[:turn])
+        for old, new in zip(given, make_inputs(changed, "cuda", seed=41 + turn), strict=True):
+            old.copy_(new)
+        graph.replay()
+        verdict = judge(found, given, problem.scale, True, FLASHMLA)
+        assert verdict.ok, verdict.reason
+
+
+def test_rows_past_the_last_request_are_left_alone() -> None:
+    """As where a graph is captured for more query tokens than a step has."""
+    problem = PACKED[0]
+    q, cache, table, lens, offsets = make_inputs(problem, "cuda", seed=43)
+    padded = torch.cat([q, torch.full_like(q[:37], float("nan"))])
+    out = torch.full((len(padded), problem.h, problem.k), 7.0, dtype=q.dtype, device="cuda")
+    mla_decode(padded, cache, table, lens, cu_seqlens_q=offsets, causal=True, out=out)
+    assert bool((out[len(q) :] == 7).all())
+    verdict = judge(
+        mla_decode(q, cache, table, lens, cu_seqlens_q=offsets, causal=True, return_lse=True),
+        (q, cache, table, lens, offsets), problem.scale, True, FLASHMLA,
+    )  # fmt: skip
+    assert verdict.ok, verdict.reason
+
+
+def test_a_tree_of_speculative_tokens() -> None:
+    q, cache, table, lens, mask = given = make_inputs(TREE, "cuda", seed=44)
+    found = mla_decode(q, cache, table, lens, mask=mask.bool(), return_lse=True)
+    verdict = judge(found, given, TREE.scale, False, FLASHMLA)
+    assert verdict.ok, verdict.reason
+    chain = torch.ones_like(mask).tril().bool()
+    found, wanted = (mla_decode(q, cache, table, lens, **x) for x in ({"mask": chain}, {"causal": True}))
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=2e-2)
 
 
 # ---------------------------------------------------------------- fixed split

@@ -34,9 +34,9 @@ DOUBT = 1.5
 class Place:
     """Where a problem lies, in octaves: what decides how near to the limit a version comes.
 
-    rows: query rows that share a latent cache. limit: least microseconds of the problem on the device. blocks: 64-row
-    blocks of work before any split. fill: mean length over the longest. other: what makes a problem another kind (mask,
-    dtype, page, latent width).
+    rows: query rows that share a latent cache, of the mean request. limit: least microseconds of the problem on the
+    device. blocks: 64-row blocks of work before any split. fill: mean length over the longest. other: what makes a
+    problem another kind (mask, dtype, page, latent width).
     """
 
     rows: float
@@ -79,11 +79,12 @@ def has_peaks(device: Device) -> bool:
 @functools.lru_cache(maxsize=8192)
 def place_of(problem: MlaProblem, device: Device) -> Place:
     """Where a problem lies on a device."""
-    masked = problem.causal and problem.s > 1
+    masked = problem.tree or (problem.causal and problem.s > 1)
+    rows = max(problem.query_tokens, 1) * problem.group / problem.b  # of the mean request
     other = (masked, problem.dtype, problem.page_size, problem.k, problem.p)
-    blocks = problem.b * problem.h_kv * -(-problem.rows // 64)
+    blocks = problem.b * problem.h_kv * math.ceil(rows / 64)
     limit = math.log2(limit_us(problem, device))
-    return Place(math.log2(problem.rows), limit, math.log2(blocks), math.log2(problem.fill), other)
+    return Place(math.log2(rows), limit, math.log2(blocks), math.log2(problem.fill), other)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mla_var3.dispatch import table as tables
 from mla_var3.errors import Unsupported, UserError, Verdict
 from mla_var3.kernel import registry
 from mla_var3.runtime.types import Tiling
-from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.decode import MlaProblem, of_class
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -112,22 +112,22 @@ def choose(
 def pick(problem: MlaProblem, device: Device) -> Choice:
     """`choose` for the neighbourhood of the problem's sizes: asked again, it costs microseconds.
 
-    Sizes are taken to the nearest quarter of an octave (4096 stays 4096), the mean length to the nearest half octave
-    under the longest.
+    Sizes are taken to the nearest quarter of an octave (4096 stays 4096), packed query tokens too, the mean length to
+    the nearest half octave under the longest.
     """
     shape = (neighbourhood(problem.b), neighbourhood(max(problem.t, 1)))
     halves = round(2 * math.log2(problem.fill))
-    return _pick(problem.problem_class(), *shape, halves, device)
+    queries = neighbourhood(max(problem.query_tokens, 1)) if problem.packed else None
+    return _pick(problem.problem_class(), *shape, queries, halves, device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _pick(problem_class: Any, b: int, t: int, halves: int, device: Device) -> Choice:
-    fields = {name: getattr(problem_class, name) for name in problem_class.__dataclass_fields__}
+def _pick(problem_class: Any, b: int, t: int, queries: int | None, halves: int, device: Device) -> Choice:
     lengths: Any = "uniform"
     if halves and b > 1:
         rest = max(0, round((2 ** (halves / 2) * b - 1) * t / (b - 1)))
         lengths = (t, *(rest,) * (b - 1))
-    return choose(MlaProblem(b=b, t=t, lengths=lengths, **fields), device)
+    return choose(of_class(problem_class, b=b, t=t, lengths=lengths, query_tokens=queries), device)
 
 
 def neighbourhood(size: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.ops.engine import Way, engine
-from mla_var3.ops.request import as_pages, compact, on_gpu, problem_of, result
+from mla_var3.ops.request import as_bytes, as_pages, compact, on_gpu, problem_of, result
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,8 @@ def mla_decode(
     *,
     scale: float | None = None,
     causal: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     head_dim_v: int = LATENT,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
@@ -50,6 +52,13 @@ def mla_decode(
     write, (b, s, h, k) in q's dtype and (b, h, s) float32. return_lse: also returns the natural log-sum-exp of
     scale · q·k. A row that sees no key has out 0 and lse +inf.
 
+    cu_seqlens_q: (b + 1,) int32, read on the device, where requests differ in their query tokens, as where prefill
+    chunks and speculative tokens stand beside decodes: request i has the tokens cu_seqlens_q[i] .. cu_seqlens_q[i + 1]
+    - 1 of q, which is (tokens, h, k + p) then, out (tokens, h, k) and lse (tokens, h). None is allowed. causal is at
+    the end of each request. The last entry may be below the number of tokens; rows past it are not written.
+    mask: (b, s, s) bool, for a tree of speculative tokens: query token i sees the newest token j, j = 0 .. s - 1,
+    where mask[·, i, j] is true, and every token before those. Not with causal or cu_seqlens_q.
+
     fixed_split: tokens of a split, a multiple of 64, for results that do not depend on the rest of the batch: version,
     splits and order of sums follow from the request's own length and the problem class, so a request has the same bits
     alone, in any batch, at any place in it, and under a page table of any width. `mla_var3.ops.fixed` has the costs.
@@ -59,21 +68,28 @@ def mla_decode(
     Returns out, or (out, lse). Raises `UserError` in one sentence for arguments, a device or a problem that no version
     takes.
     """
-    problem = problem_of(q, kv_cache, page_table, seq_lens, head_dim_v=head_dim_v, scale=scale, causal=causal)
+    problem = problem_of(
+        q, kv_cache, page_table, seq_lens, head_dim_v=head_dim_v, scale=scale, causal=causal,
+        cu_seqlens_q=cu_seqlens_q, mask=mask,
+    )  # fmt: skip
     served = engine() if on is None else on
     if on is None:
         on_gpu(q)
-    b, s, h, _ = q.shape
-    target = result("out", out, (b, s, h, head_dim_v), q.dtype, q.device)
-    sums = result("lse", lse, (b, h, s), _float32(), q.device)
-    if b:
+    *tokens, h, _ = q.shape
+    target = result("out", out, (*tokens, h, head_dim_v), q.dtype, q.device)
+    sums = result("lse", lse, (tokens[0], h, *tokens[1:]), _float32(), q.device)
+    if len(q) and len(seq_lens):
         if fixed_split is not None and kernel is not None:
             raise UserError("fixed_split chooses its own version: give it, or kernel, not both.")
         way = way_for(problem, served.hardware(q.device), fixed_split=fixed_split, kernel=kernel)
         cache = kv_cache.detach()
         if problem.strided_pages or cache.dim() == 3:
             cache = as_pages(cache)
-        inputs = (compact(q.detach()), cache, compact(page_table), compact(seq_lens))
+        inputs: tuple[torch.Tensor, ...] = (compact(q.detach()), cache, compact(page_table), compact(seq_lens))
+        if cu_seqlens_q is not None:
+            inputs = (*inputs, compact(cu_seqlens_q))
+        if mask is not None:
+            inputs = (*inputs, as_bytes(mask))
         served.run(way, problem, inputs, (target, sums))
     return (target, sums) if return_lse else target
 

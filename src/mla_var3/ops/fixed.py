@@ -22,12 +22,13 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Unsupported, UserError, Verdict
-from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.decode import of_class
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.dispatch import Choice
     from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.workload.decode import MlaProblem
 
 SPLIT_TOKENS = 4096
 STEP = 64  # tokens of a KV tile
@@ -41,6 +42,8 @@ def fixed_choice(problem: MlaProblem, split_tokens: int, device: Device, name: s
         raise UserError(
             f"{name} = {split_tokens!r} is not a whole number of KV tiles: give a multiple of {STEP} tokens."
         )
+    if problem.packed:
+        raise UserError(f"{name} is for requests with equally many query tokens: leave it or cu_seqlens_q out.")
     return _choice(problem.problem_class(), split_tokens, device)
 
 
@@ -49,8 +52,7 @@ def _choice(problem_class: Any, split_tokens: int, device: Device) -> Choice:
     """The fastest one where as many splits as fill the device are a request each."""
     from mla_var3.dispatch import choose
 
-    fields = {name: getattr(problem_class, name) for name in problem_class.__dataclass_fields__}
-    problem = MlaProblem(b=max(1, device.num_sms), t=split_tokens, **fields)
+    problem = of_class(problem_class, b=max(1, device.num_sms), t=split_tokens)
 
     def splits(plan_type: type[KernelPlan], plan: KernelPlan) -> Verdict:
         return splits_by_length(plan_type, plan, split_tokens)

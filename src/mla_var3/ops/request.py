@@ -29,19 +29,26 @@ def problem_of(
     head_dim_v: int,
     scale: float | None,
     causal: bool,
+    cu_seqlens_q: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> MlaProblem:
-    """The problem of a call, with t the most tokens that its page table can name.
+    """The problem of a call, with t the most tokens that its page table can name, and packed query tokens spread
+    evenly.
 
     Looks at shapes, dtypes and devices only, never at what lies on the device. Raises `UserError` naming the argument.
     """
     import torch
 
     tensors = {"q": q, "kv_cache": kv_cache, "page_table": page_table, "seq_lens": seq_lens}
-    for (name, tensor), ranks in zip(tensors.items(), _RANKS, strict=True):
+    optional = {"cu_seqlens_q": cu_seqlens_q, "mask": mask}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    packed = cu_seqlens_q is not None
+    for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise UserError(f"{name} is a {type(tensor).__name__}: pass a torch tensor.")
-        if tensor.dim() not in ranks:
-            raise UserError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}: {_SHAPES[name]}.")
+        kind = "packed q" if packed and name == "q" else name
+        if tensor.dim() not in _RANKS[kind]:
+            raise UserError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}: {_SHAPES[kind]}.")
     dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if q.dtype not in dtypes:
         raise UserError(f"q is {q.dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
@@ -49,14 +56,14 @@ def problem_of(
         if kv_cache.element_size() == 1:
             raise UserError(f"kv_cache is {kv_cache.dtype}: {NO_FP8}.")
         raise UserError(f"kv_cache is {kv_cache.dtype} and q {q.dtype}: give both the same dtype.")
-    for name in ("page_table", "seq_lens"):
+    for name in ("page_table", "seq_lens", *(["cu_seqlens_q"] if packed else [])):
         dtype = tensors[name].dtype
         if dtype != torch.int32 and dtype != torch.int64:
             raise UserError(f"{name} is {dtype}: pass it as torch.int32.")
     for name, tensor in tensors.items():
         if tensor.device != q.device:
             raise UserError(f"{name} is on {tensor.device} and q on {q.device}: put all tensors on one GPU.")
-    b, s, h, width = q.shape
+    b, s, h, width = (len(seq_lens), 1, *q.shape[1:]) if packed else q.shape
     _, page, h_kv, cached = kv_cache.shape if kv_cache.dim() == 4 else (*kv_cache.shape[:2], 1, kv_cache.shape[2])
     if cached != width:
         raise UserError(f"kv_cache has {cached} columns and q {width}: both are latent + rope columns wide.")
@@ -67,6 +74,13 @@ def problem_of(
             f"page_table has {page_table.shape[0]} rows and seq_lens {seq_lens.shape[0]} entries for the {b} requests "
             "of q: give one of each for a request."
         )
+    if cu_seqlens_q is not None and len(cu_seqlens_q) != b + 1:
+        raise UserError(
+            f"cu_seqlens_q has {len(cu_seqlens_q)} entries for {b} requests: give where each one's query tokens begin, "
+            "and how many there are in all."
+        )
+    if mask is not None:
+        _tree(mask, b, s, causal, packed)
     if page_table.shape[1] < 1:
         raise UserError("page_table has no columns: give at least one page for a request.")
     if h_kv < 1 or h % h_kv:
@@ -77,8 +91,20 @@ def problem_of(
     if kv_cache.is_cuda and kv_cache.data_ptr() % _CACHE_ALIGNMENT:
         raise UserError(f"kv_cache starts at an address that is not a multiple of {_CACHE_ALIGNMENT} bytes: align it.")
     sizes = (max(b, 1), s, page_table.shape[1] * page, h, h_kv, head_dim_v, width - head_dim_v)
-    masked, factor = bool(causal) and s > 1, None if scale is None else float(scale)
-    return _problem(*sizes, masked, page, dtypes[q.dtype], factor, strided)
+    masked, factor = bool(causal) and (packed or s > 1), None if scale is None else float(scale)
+    total = len(q) if packed else None
+    return _problem(*sizes, masked, page, dtypes[q.dtype], factor, strided, total, mask is not None)
+
+
+def _tree(mask: torch.Tensor, b: int, s: int, causal: bool, packed: bool) -> None:
+    """Raises `UserError` for a mask of the newest tokens that does not fit."""
+    import torch
+
+    if packed or causal:
+        other = "cu_seqlens_q" if packed else "causal"
+        raise UserError(f"mask says what each of s query tokens sees of the newest s: leave it or {other} out.")
+    if mask.dtype != torch.bool or tuple(mask.shape) != (b, s, s):
+        raise UserError(f"mask is {mask.dtype} {tuple(mask.shape)}: pass torch.bool, ({b}, {s}, {s}).")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,17 +121,25 @@ def _problem(
     dtype: str,
     scale: float | None,
     strided: bool,
+    total: int | None,
+    tree: bool,
 ) -> MlaProblem:
     """One object for equal problems: making and judging one takes longer than all else that a call does on the host."""
     return MlaProblem(
         b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale,
-        strided_pages=strided,
+        strided_pages=strided, queries=None if total is None else {"total": total}, tree=tree,
     )  # fmt: skip
 
 
-_RANKS = ((4,), (3, 4), (2,), (1,))
+_RANKS = {
+    "q": (4,), "packed q": (3,), "kv_cache": (3, 4), "page_table": (2,), "seq_lens": (1,), "cu_seqlens_q": (1,),
+    "mask": (3,),
+}  # fmt: skip
 _SHAPES = {
-    "q": "pass (b, s, h, k + p)",
+    "q": "pass (b, s, h, k + p), or with cu_seqlens_q (tokens, h, k + p)",
+    "packed q": "with cu_seqlens_q pass (tokens, h, k + p)",
+    "cu_seqlens_q": "pass (b + 1,)",
+    "mask": "pass (b, s, s)",
     "kv_cache": "pass (pages, tokens of a page, h_kv, k + p), or without h_kv",
     "page_table": "pass (b, pages of the longest request)",
     "seq_lens": "pass (b,)",
@@ -132,6 +166,13 @@ def as_pages(kv_cache: torch.Tensor) -> torch.Tensor:
         return kv_cache
     _, _, h_kv, width = kv_cache.shape
     return kv_cache.as_strided(kv_cache.shape, (kv_cache.stride(0), h_kv * width, width, 1))
+
+
+def as_bytes(mask: torch.Tensor) -> torch.Tensor:
+    """A bool tensor as contiguous uint8: a view, or a copy of one that is not contiguous."""
+    import torch
+
+    return mask.detach().contiguous().view(torch.uint8)
 
 
 def on_gpu(q: torch.Tensor) -> None:

@@ -7,6 +7,15 @@ it is per head a key of d + p and a value of d columns.
     q (b, s, h, k + p)   kv_cache (pages, page, h_kv, k + p)   page_table (b, max_pages) int32   seq_lens (b,) int32
     →   out (b, s, h, k) in the inputs' dtype, lse (b, h, s) float32: the natural log-sum-exp of scale · q·k
 
+Requests may differ in their query tokens, as where prefill chunks and speculative tokens stand beside decodes
+(`queries`). Then q and out are packed, as is lse:
+
+    q (tokens, h, k + p)   ...   cu_seqlens_q (b + 1,) int32   →   out (tokens, h, k), lse (tokens, h)
+
+where request i has the tokens cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1 of q. With `tree` a fifth input is a mask of
+speculative tokens, (b, s, s) uint8: query token i sees the newest token j, j = 0 .. s - 1, where mask[·, i, j] is not
+0, and all tokens before those.
+
 columns 0..k-1 of a cached token are the latent (V, and the first part of K). Entry j of request i in the page table is
 the page of its tokens j·page .. j·page + page-1. seq_lens may be 0: out is 0 and lse is +inf where a row sees no key.
 A contiguous cache (`problem.page is None`) is the same tensors with 64-token pages in order.
@@ -71,7 +80,7 @@ from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, chec
 if TYPE_CHECKING:
     import torch
 
-    InputSet = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    InputSet = tuple[torch.Tensor, ...]
 
 #: Most query tokens of a request that count as decoding; speculation adds a few to one.
 DECODE_TOKENS = 64
@@ -92,13 +101,16 @@ class DecodeClass:
     page: int | None
     dtype: str
     strided_pages: bool
+    packed: bool = False
+    tree: bool = False
 
     def key(self) -> str:
         """A short file-name-safe string, equal exactly for equal classes."""
         page = "contig" if self.page is None else f"pg{self.page}"
         mask = "causal" if self.causal else "full"
-        apart = "_strided" if self.strided_pages else ""
-        return f"s{self.s}_h{self.h}_kv{self.h_kv}_k{self.k}_p{self.p}_d{self.d}_{mask}_{page}_{self.dtype}{apart}"
+        options = {"strided": self.strided_pages, "packed": self.packed, "tree": self.tree}
+        more = "".join(f"_{name}" for name, is_so in options.items() if is_so)
+        return f"s{self.s}_h{self.h}_kv{self.h_kv}_k{self.k}_p{self.p}_d{self.d}_{mask}_{page}_{self.dtype}{more}"
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,10 @@ class MlaProblem(Problem):
     lengths: "uniform" (all t), a mapping {"name": ..., "seed": int} of a name of `seq_lens`, or a list.
     softmax_scale: factor on q·k, None for that of the decompressed heads, (d + p)^-1/2; compiled code does not depend
     on it. strided_pages: pages lie further apart than they are long, as where other layers' pages lie between them.
+    queries: query tokens of each request where they differ: a list of b counts; {"chunks": n, "tokens": m}: m for each
+    of the first n requests, s for the others; or {"total": n}, spread evenly; s is then the most of a request. causal
+    is at the end of each. tree: a mask says which of the newest s tokens a query token sees (not causal, not with
+    queries).
     """
 
     workload: ClassVar[str] = "decode"
@@ -130,6 +146,8 @@ class MlaProblem(Problem):
     lengths: Any = "uniform"
     softmax_scale: float | None = None
     strided_pages: bool = False
+    queries: Any = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         t: Any = self.t
@@ -147,11 +165,14 @@ class MlaProblem(Problem):
         if self.page is not None:
             check_integer("page", self.page, 1)
         check_dtype(self.dtype)
-        for name in ("causal", "strided_pages"):
+        for name in ("causal", "strided_pages", "tree"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
         if self.strided_pages and self.page is None:
             raise UserError("problem.strided_pages is for a cache of pages, and page is None: give the page's tokens.")
+        if self.tree and (self.causal or self.queries is not None):
+            raise UserError("problem.tree has a mask of its own: leave causal and queries out.")
+        self._freeze_queries()
 
     def _freeze_lengths(self) -> None:
         """Brings `lengths` into one of its hashable forms: a name, (("name", x), ("seed", y)), or a tuple of ints."""
@@ -178,7 +199,55 @@ class MlaProblem(Problem):
             raise UserError(f"problem.lengths = {value!r} is neither a name, a mapping with name and seed, nor a list.")
         object.__setattr__(self, "lengths", value)
 
+    def _freeze_queries(self) -> None:
+        """Brings `queries` into None, (("total", n),) or a tuple of counts, and `s` to the most of a request."""
+        value = self.queries
+        if value is None:
+            return
+        wanted = "problem.queries"
+        if isinstance(value, Mapping):
+            if set(value) == {"chunks", "tokens"}:
+                for name in ("chunks", "tokens"):
+                    check_integer(f"queries.{name}", value[name], 0)
+                value = tuple(value["tokens"] if i < value["chunks"] else self.s for i in range(self.b))
+            elif set(value) == {"total"}:
+                check_integer("queries.total", value["total"], 0)
+                value = (("total", value["total"]),)
+            else:
+                raise UserError(f"{wanted} = {dict(value)!r}: give the fields chunks and tokens, or total alone.")
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            value = tuple(value)
+            if not (len(value) == 1 and isinstance(value[0], tuple)):
+                if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in value):
+                    raise UserError(f"{wanted} holds something that is not a whole number of at least 0.")
+                if len(value) != self.b:
+                    raise UserError(f"{wanted} has {len(value)} entries for b = {self.b}: give one a request.")
+        else:
+            raise UserError(f"{wanted} = {value!r} is neither a list nor a mapping.")
+        object.__setattr__(self, "queries", value)
+        object.__setattr__(self, "s", max(1, *self.query_lens))
+
     # ---------------------------------------------------------------- derived
+    @property
+    def packed(self) -> bool:
+        """Whether requests may differ in their query tokens, so that q is packed."""
+        return self.queries is not None
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Query tokens of each request."""
+        if self.queries is None:
+            return (self.s,) * self.b
+        if isinstance(self.queries[0], int):
+            return self.queries
+        each, more = divmod(dict(self.queries)["total"], self.b)
+        return tuple(each + (i < more) for i in range(self.b))
+
+    @property
+    def query_tokens(self) -> int:
+        """Query tokens of all requests."""
+        return self.b * self.s if self.queries is None else sum(self.query_lens)
+
     @property
     def seq_lens(self) -> tuple[int, ...]:
         """The b lengths. Named distributions are drawn from `random.Random(seed)`, so they are the same everywhere.
@@ -268,13 +337,16 @@ class MlaProblem(Problem):
             text += "_causal"
         if self.lengths != "uniform":
             text += "_list" if isinstance(self.lengths[0], int) else f"_{dict(self.lengths)['name']}"
+        text += f"_q{self.query_tokens}" if self.packed else "_tree" if self.tree else ""
         if self.dtype != "bf16":
             text += f"_{self.dtype}"
         return text
 
     def problem_class(self) -> DecodeClass:
-        """What compiled code depends on; problems of one class share kernels."""
-        return DecodeClass(**{f.name: getattr(self, f.name) for f in dataclasses.fields(DecodeClass)})
+        """What compiled code depends on; problems of one class share kernels. Of packed queries, how many tokens a
+        request has is no part of it."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(DecodeClass)}
+        return DecodeClass(**{**fields, "s": 1} if self.packed else fields)
 
     def to_record(self) -> dict[str, Any]:
         data = super().to_record()
@@ -282,8 +354,13 @@ class MlaProblem(Problem):
             data["lengths"] = list(self.lengths) if isinstance(self.lengths[0], int) else dict(self.lengths)
         if self.softmax_scale is None:
             del data["softmax_scale"]
-        if not self.strided_pages:
-            del data["strided_pages"]
+        if self.queries is None:
+            del data["queries"]
+        else:
+            data["queries"] = list(self.queries) if isinstance(self.queries[0], int) else dict(self.queries)
+        for name in ("strided_pages", "tree"):
+            if not data[name]:
+                del data[name]
         return data
 
     @classmethod
@@ -298,13 +375,14 @@ class MlaProblem(Problem):
         """For each request its length L and the (query token, cached token) pairs that attend, of one head.
 
         Without a mask every query token attends to all L tokens. With it, query token i attends to the first
-        L - s + i + 1, none when that is not positive.
+        L - s + i + 1, none when that is not positive. Of a tree, whose mask no problem holds, as with a causal mask: no
+        tree has more.
         """
-        for length in self.seq_lens:
-            if self.causal:
-                yield length, sum(max(length - self.s + i + 1, 0) for i in range(self.s))
+        for length, s in zip(self.seq_lens, self.query_lens, strict=True):
+            if self.causal or self.tree:
+                yield length, sum(max(length - s + i + 1, 0) for i in range(s))
             else:
-                yield length, self.s * length
+                yield length, s * length
 
     def cost(self) -> Cost:
         """FLOPs and minimal bytes; log-sum-exps and page tables (under 1 %) are not counted.
@@ -317,7 +395,7 @@ class MlaProblem(Problem):
         for length, attended in self.attending():
             tokens += length
             pairs += attended
-        columns = tokens * self.h_kv * (self.k + self.p) + self.b * self.s * self.h * (2 * self.k + self.p)
+        columns = tokens * self.h_kv * (self.k + self.p) + self.query_tokens * self.h * (2 * self.k + self.p)
         return Cost(pairs * 2 * (2 * self.k + self.p) * self.h, columns * self.element_bytes, pairs)
 
     # ---------------------------------------------------------------- how tables and pages show it
@@ -327,6 +405,8 @@ class MlaProblem(Problem):
         if self.page != default.page:
             text += "_contiguous" if self.page is None else f"_page{self.page}"
         text += "_strided" if self.strided_pages else ""
+        if self.packed:
+            text += "_" + hashlib.sha256(str(self.query_lens).encode()).hexdigest()[:4]
         if (self.k, self.p, self.d) != (default.k, default.p, default.d):
             text += f"_k{self.k}_p{self.p}_d{self.d}"
         if self.lengths != "uniform":
@@ -366,6 +446,7 @@ class MlaProblem(Problem):
         text += f", {count(self.s, 'query token')}, {count(self.h, 'head')}"
         text += f" on {self.h_kv} caches" if self.h_kv != 1 else ""
         text += ", causal" if self.causal else ""
+        text += f" at the most, {self.query_tokens} in all" if self.packed else ", a tree's mask" if self.tree else ""
         return text if self.lengths == "uniform" else f"{text}, lengths {json.dumps(self.to_record()['lengths'])[:80]}"
 
     def options(self) -> list[str]:
@@ -377,6 +458,10 @@ class MlaProblem(Problem):
             words += ["--page", "contiguous" if self.page is None else str(self.page)]
         if self.strided_pages:
             words += ["--problem", "strided_pages=true"]
+        if self.packed:
+            words += ["--problem", "queries=" + json.dumps(self.to_record()["queries"]).replace(" ", "")]
+        if self.tree:
+            words += ["--problem", "tree=true"]
         if self.lengths != "uniform":
             lengths = self.to_record()["lengths"]
             named = isinstance(lengths, dict)
@@ -386,13 +471,14 @@ class MlaProblem(Problem):
 
     # ---------------------------------------------------------------- memory
     def output_bytes(self) -> int:
-        return self.b * self.s * self.h * (self.k * self.element_bytes + 4)
+        return self.query_tokens * self.h * (self.k * self.element_bytes + 4)
 
     def input_bytes(self) -> int:
         """Device memory of one input set with its outputs, pages that no request uses included."""
         cache = self.num_pages * self.page_size * self.h_kv * (self.k + self.p) * (1 + self.strided_pages)
-        rows = self.b * self.s * self.h * (2 * self.k + self.p)
-        return (cache + rows) * self.element_bytes + 4 * self.b * (self.s * self.h + self.max_pages + 1)
+        rows = self.query_tokens * self.h
+        tables = 4 * (rows + self.b * (self.max_pages + 1))
+        return (cache + rows * (2 * self.k + self.p)) * self.element_bytes + tables
 
 
 # ---------------------------------------------------------------- inputs
@@ -442,7 +528,7 @@ def make_inputs(
         x = torch.randn(shape, dtype=problem.torch_dtype, device=device, generator=generator)
         return x if dist == "normal" else x.div_(10).clamp_(-1.0, 1.0)
 
-    q = draw(problem.b, problem.s, problem.h, width)
+    q = draw(*((problem.query_tokens,) if problem.packed else (problem.b, problem.s)), problem.h, width)
     kv_cache = draw(num_pages, page, problem.h_kv, width)
 
     lens = torch.tensor(problem.seq_lens, dtype=torch.int64)
@@ -473,7 +559,25 @@ def make_inputs(
 
     page_table = table.to(torch.int32).to(device)
     seq_lens = lens.to(torch.int32).to(device)
-    return q, kv_cache, page_table, seq_lens
+    inputs: tuple[torch.Tensor, ...] = (q, kv_cache, page_table, seq_lens)
+    if problem.packed:
+        offsets = torch.tensor([0, *problem.query_lens]).cumsum(0)
+        inputs = (*inputs, offsets.to(torch.int32).to(device))
+    if problem.tree:
+        inputs = (*inputs, _trees(problem.b, problem.s, seed).to(device))
+    return inputs
+
+
+def _trees(b: int, s: int, seed: int) -> torch.Tensor:
+    """(b, s, s) uint8: s tokens of a tree drawn for each request; a token sees itself and its ancestors."""
+    import torch
+
+    mask, rng = torch.eye(s, dtype=torch.uint8).repeat(b, 1, 1), random.Random(seed)
+    for i in range(b):
+        for token in range(1, s):
+            # Mostly one of the last few: trees that a draft model makes are deeper than they are wide.
+            mask[i, token] |= mask[i, rng.randrange(max(0, token - 4), token)]
+    return mask
 
 
 def _tail(kv_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, value: float) -> None:
@@ -492,11 +596,11 @@ def _tail(kv_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, value
     kv_cache.view(-1, *kv_cache.shape[2:])[slots.to(kv_cache.device)] = value
 
 
-def _chosen(problem: MlaProblem, dist: str, length: int) -> list[int]:
-    """Positions that dominate; `length` itself is the slot after the last token."""
-    page, s = problem.page_size, problem.s
+def _chosen(problem: MlaProblem, dist: str, length: int, s: int) -> list[int]:
+    """Positions that dominate; `length` itself is the slot after the last token. s: query tokens of the request."""
+    page = problem.page_size
     if dist == "just_masked":
-        masked = range(max(0, length - s + 1), length) if problem.causal else range(0)
+        masked = range(max(0, length - s + 1), length) if problem.causal or problem.tree else range(0)
         return [*masked, length]
     if length == 0:
         return []
@@ -527,11 +631,11 @@ def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, tabl
     slots: list[int] = []
     sizes: list[float] = []
     pages = table.tolist()
-    for i, length in enumerate(problem.seq_lens):
+    for i, (length, s) in enumerate(zip(problem.seq_lens, problem.query_lens, strict=True)):
         lead = math.log(max(length, 1)) + _LEAD
         if dist == "below_zero":
             lead = -(lead + 5.0)
-        for position in _chosen(problem, dist, length):
+        for position in _chosen(problem, dist, length, s):
             entry = position // page
             if entry >= -(-length // page):  # the slot after the last token lies on no page of this request
                 continue
@@ -551,8 +655,20 @@ def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, tabl
 
 
 def same_class(problem: MlaProblem, lengths: Sequence[int]) -> MlaProblem:
-    """A problem of the same class (so of the same compiled kernels) with other requests: one for each length."""
-    return problem.replace(b=len(lengths), t=max(lengths, default=0), lengths=tuple(lengths))
+    """A problem of the same class (so of the same compiled kernels) with other requests: one for each length. Packed
+    queries: the problem's own counts in turn, then few and none."""
+    queries = problem.queries
+    if problem.packed:
+        counts = (*dict.fromkeys(problem.query_lens), 1, 2, 0, 3)
+        queries = tuple(counts[i % len(counts)] for i in range(len(lengths)))
+    return problem.replace(b=len(lengths), t=max(lengths, default=0), lengths=tuple(lengths), queries=queries)
+
+
+def of_class(kind: DecodeClass, *, query_tokens: int | None = None, **sizes: Any) -> MlaProblem:
+    """A problem of a class. query_tokens: of all requests, where the class is packed. sizes: b, t and lengths."""
+    fields = {field.name: getattr(kind, field.name) for field in dataclasses.fields(kind) if field.name != "packed"}
+    queries = {"total": sizes.get("b", 1) if query_tokens is None else query_tokens} if kind.packed else None
+    return MlaProblem(**fields, **sizes, queries=queries)
 
 
 # ---------------------------------------------------------------- oracle
@@ -572,6 +688,8 @@ def mla_decode_reference(
     k: int,
     scale: float,
     causal: bool,
+    cu_seqlens_q: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed attention of every request, one at a time, so that memory is bounded whatever the length.
@@ -579,6 +697,7 @@ def mla_decode_reference(
     The module's docstring has the inputs.
 
     k: latent columns (the values). scale: factor on q·k. causal: query token i sees keys 0 .. len - s + i.
+    cu_seqlens_q: of packed q (tokens, h, k + p); out is (tokens, h, k) then, lse (tokens, h). mask: of a tree.
     compute_dtype: torch.float64, or torch.float32 above `FLOAT64_FLOPS`, unless given.
     Returns out (b, s, h, k), not rounded to the inputs' dtype, and lse (b, h, s), the natural log-sum-exp of
     scale · q·k, both in the compute dtype on the inputs' device. A row that sees no key has out 0 and lse +inf.
@@ -586,28 +705,38 @@ def mla_decode_reference(
     """
     import torch
 
-    b, s, h, width = q.shape
+    *_, h, width = q.shape
     h_kv = kv_cache.shape[2]
     group = h // h_kv
     lens = [int(x) for x in seq_lens.tolist()]
+    flat = q.reshape(-1, h, width)
+    if cu_seqlens_q is None:
+        offsets = [i * q.shape[1] for i in range(len(lens) + 1)]
+    else:
+        offsets = cu_seqlens_q.tolist()
     if compute_dtype is None:
-        flops = 2.0 * s * h * (width + k) * sum(lens)
+        pairs = sum(n * (end - begin) for n, begin, end in zip(lens, offsets[:-1], offsets[1:], strict=True))
         limit = FLOAT64_FLOPS["cuda" if q.is_cuda else "cpu"]
-        compute_dtype = torch.float64 if flops <= limit else torch.float32
-    out = torch.zeros((b, s, h, k), dtype=compute_dtype, device=q.device)
-    lse = torch.full((b, h, s), float("inf"), dtype=compute_dtype, device=q.device)
+        compute_dtype = torch.float64 if 2.0 * h * (width + k) * pairs <= limit else torch.float32
+    out = torch.zeros((len(flat), h, k), dtype=compute_dtype, device=q.device)
+    lse = torch.full((len(flat), h), float("inf"), dtype=compute_dtype, device=q.device)
     with full_precision():
         for i, length in enumerate(lens):
-            if length == 0:
+            tokens = slice(offsets[i], offsets[i + 1])
+            s = tokens.stop - tokens.start
+            if length == 0 or s == 0:
                 continue
             keys = gather_tokens(kv_cache, page_table[i], length).to(compute_dtype)
+            seen = None if mask is None else mask[i] != 0
             for g in range(h_kv):
                 heads = slice(g * group, (g + 1) * group)
-                rows = q[i, :, heads].reshape(s * group, width).to(compute_dtype)
-                o, e = attend(rows, keys[:, g], keys[:, g, :k], group, s, scale, causal)
-                out[i, :, heads] = o.view(s, group, k)
-                lse[i, heads] = e.view(s, group).t()
-    return out, lse
+                rows = flat[tokens, heads].reshape(s * group, width).to(compute_dtype)
+                o, e = attend(rows, keys[:, g], keys[:, g, :k], group, s, scale, causal, seen)
+                out[tokens, heads] = o.view(s, group, k)
+                lse[tokens, heads] = e.view(s, group)
+    if cu_seqlens_q is not None:
+        return out, lse
+    return out.view(*q.shape[:-1], k), lse.view(*q.shape[:-1]).transpose(1, 2).contiguous()
 
 
 def gather_tokens(kv_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -623,9 +752,17 @@ def gather_tokens(kv_cache: torch.Tensor, pages: torch.Tensor, length: int) -> t
 
 
 def attend(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: int, s: int, scale: float, causal: bool
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: int,
+    s: int,
+    scale: float,
+    causal: bool,
+    seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of token-major rows (r = token · group + head) over (length, width) keys, in blocks of rows."""
+    """Softmax attention of token-major rows (r = token · group + head) over (length, width) keys, in blocks of rows.
+    seen: (s, s) bool, which of the newest s keys a token sees."""
     import torch
 
     count, length = rows.shape[0], keys.shape[0]
@@ -640,6 +777,11 @@ def attend(
         if causal:
             token = torch.arange(part.start, part.stop, device=rows.device) // group
             logits.masked_fill_(position > (length - s + token).unsqueeze(1), float("-inf"))
+        if seen is not None:
+            token = torch.arange(part.start, part.stop, device=rows.device) // group
+            newest = (position - (length - s)).clamp(min=0)  # the requests' own keys are 0 .. s - 1 from there on
+            hidden = (position >= length - s) & ~seen[token][:, newest]
+            logits.masked_fill_(hidden, float("-inf"))
         e = torch.logsumexp(logits, dim=-1)
         empty = e == float("-inf")
         weights = logits.sub_(e.masked_fill(empty, 0.0).unsqueeze(1)).exp_()
@@ -787,10 +929,12 @@ def _far_pages(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
 # ---------------------------------------------------------------- the workload
 def reference(problem: MlaProblem, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle on inputs of the problem."""
-    q, kv_cache, page_table, seq_lens = inputs
-    return mla_decode_reference(
-        q, kv_cache, page_table, seq_lens, k=problem.k, scale=problem.scale, causal=problem.causal
-    )
+    return mla_decode_reference(*inputs[:4], k=problem.k, scale=problem.scale, causal=problem.causal, **more(*inputs))
+
+
+def more(q: torch.Tensor, kv_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, *fifth: Any) -> Any:
+    """The fifth input, if there is one, by its name in `mla_decode_reference`."""
+    return {} if not fifth else {"cu_seqlens_q": fifth[0]} if q.dim() == 3 else {"mask": fifth[0]}
 
 
 def rebound(problem: MlaProblem, *inputs: Any) -> MlaProblem:
@@ -799,8 +943,10 @@ def rebound(problem: MlaProblem, *inputs: Any) -> MlaProblem:
     Lengths stay on the device, so it has t = page table width · page size and uniform lengths: an upper bound, never
     read by kernels. Nothing waits for the device.
     """
-    q, kv_cache, page_table, seq_lens = inputs
-    b, s, h, width = q.shape
+    q, kv_cache, page_table, seq_lens, *fifth = inputs
+    b, s, h, width = (len(seq_lens), problem.s, *q.shape[1:]) if problem.packed else q.shape
+    if len(fifth) != problem.packed + problem.tree:
+        raise UserError(f"cannot bind: {4 + problem.packed + problem.tree} inputs are wanted, and {len(inputs)} given.")
     for name, found, want in (
         ("s", s, problem.s),
         ("h", h, problem.h),
@@ -821,12 +967,20 @@ def rebound(problem: MlaProblem, *inputs: Any) -> MlaProblem:
         raise UserError("cannot bind: q and kv_cache differ in dtype or width; give both as the problem says.")
     if page_table.shape[0] != b or tuple(seq_lens.shape) != (b,):
         raise UserError(f"cannot bind: page_table and seq_lens must have one row for each of the {b} requests.")
-    return problem.replace(b=b, t=page_table.shape[1] * problem.page_size, lengths="uniform")
+    if problem.packed and tuple(fifth[0].shape) != (b + 1,):
+        raise UserError(f"cannot bind: cu_seqlens_q must have {b + 1} entries, one more than there are requests.")
+    if problem.tree and tuple(fifth[0].shape) != (b, s, s):
+        raise UserError(
+            f"cannot bind: the mask must be ({b}, {s}, {s}): its request's newest keys for each query token."
+        )
+    queries = {"total": len(q)} if problem.packed else None
+    return problem.replace(b=b, t=page_table.shape[1] * problem.page_size, lengths="uniform", queries=queries)
 
 
 def as_bound(problem: MlaProblem) -> MlaProblem:
     """What `rebound` makes of the problem's own inputs."""
-    return problem.replace(t=problem.max_pages * problem.page_size, lengths="uniform")
+    queries = {"total": problem.query_tokens} if problem.packed else None
+    return problem.replace(t=problem.max_pages * problem.page_size, lengths="uniform", queries=queries)
 
 
 #: Requests of a small problem: one that fills whole pages and one that ends inside a page.
@@ -837,7 +991,8 @@ def small(problem: MlaProblem) -> MlaProblem:
     """Two requests with the problem's mask, dtype and, up to 128 query rows, heads: seconds on a CPU."""
     s = min(problem.s, 4)
     h = problem.h_kv * min(problem.group, 128 // s)
-    return problem.replace(b=len(_SMALL), s=s, h=h, t=max(_SMALL), lengths=_SMALL)
+    queries = (s, 1) if problem.packed else None
+    return problem.replace(b=len(_SMALL), s=s, h=h, t=max(_SMALL), lengths=_SMALL, queries=queries)
 
 
 #: Query heads of the published models, whole and after tensor parallelism over 2 to 16 GPUs.

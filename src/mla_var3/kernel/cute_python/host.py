@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, Uint8
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python.prims import paged
 from mla_var3.kernel.cute_python.prims.partials import STATS, Partials
+from mla_var3.kernel.cute_python.prims.rows import BLOCK
 from mla_var3.runtime import CuteKernel
 from mla_var3.runtime.plan import require_int32
 
@@ -66,6 +67,7 @@ def decode_kernel(
     constants: Sequence[Any],
     partials: Partials,
     inputs: Sequence[Any],
+    requests: int,
     slots: int,
     workers: int,
     fixed: int,
@@ -73,23 +75,33 @@ def decode_kernel(
     """The kernel of an absorbed decode version whose host function takes
 
         q, kv_cache, page_table, seq_lens, out, lse, partial outputs, partial statistics, table of splits, flags, scale,
-        workers, fixed, *constants, stream
+        workers, fixed, cu_seqlens_q, blocks of packed queries, mask, *constants, stream
 
     inputs: q (b, s, h, k + p), kv_cache (pages, page, h_kv, k + p), page_table (b, width) int32, seq_lens (b,) int32,
     contiguous, but for the pages of a `strided_pages` problem, whose stride is given at the call; without them the
-    kernel only compiles. slots: of partial results. workers, fixed: of `scheduler.Pool`.
+    kernel only compiles. Of a packed problem q is (tokens, h, k + p), out and lse likewise, and cu_seqlens_q (b + 1,)
+    int32 a fifth input; where the problem has a tree that is the mask, (b, s, s) uint8. What a problem lacks is None.
+    requests: scheduled ones, blocks of packed queries. slots: of partial results. workers, fixed: of `scheduler.Pool`.
     """
     pd, kind = plan.problem, element_type(plan.problem.dtype)
 
     def arguments() -> tuple[Any, ...]:
         b, pages, width, partial_elements, partial_stats, entries, flags = symbols(7)
+        rows, per_row = ((b, pd.s, pd.h), (b, pd.h, pd.s))
+        cu_seqlens = blocks = mask = None
+        if pd.packed:
+            tokens, offsets, most = symbols(3)
+            rows, per_row = (tokens, pd.h), (tokens, pd.h)
+            cu_seqlens, blocks = fake(Int32, offsets, align=4), fake(Int32, most, BLOCK)
+        if pd.tree:
+            mask = fake(Uint8, b, pd.s, pd.s, align=1)
         return (
-            fake(kind, b, pd.s, pd.h, pd.k + pd.p),
+            fake(kind, *rows, pd.k + pd.p),
             fake_cache(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, pd.strided_pages),
             fake(Int32, b, width, align=4),
             fake(Int32, b, align=4),
-            fake(kind, b, pd.s, pd.h, pd.k),
-            fake(Float32, b, pd.h, pd.s, align=4),
+            fake(kind, *rows, pd.k),
+            fake(Float32, *per_row, align=4),
             fake(Float16, partial_elements),
             fake(Float32, partial_stats),
             fake(Int32, entries),
@@ -97,6 +109,9 @@ def decode_kernel(
             Float32(1.0),
             Int32(1),
             Int32(0),
+            cu_seqlens,
+            blocks,
+            mask,
             *constants,
         )
 
@@ -106,17 +121,25 @@ def decode_kernel(
     if inputs:
         import torch
 
-        q, _, page_table, seq_lens = inputs
+        q, cache, page_table, seq_lens, *more = inputs
         require_int32(page_table=page_table, seq_lens=seq_lens)
-        b, rows = q.shape[0], slots * partials.tiles * partials.rows
-        outputs = q.new_empty((b, pd.s, pd.h, pd.k)), q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
+        rows, per_row = slots * partials.tiles * partials.rows, (q.shape[0], pd.h, pd.s)
+        optional: list[Any] = [None, None, None]
+        if pd.packed:
+            require_int32(cu_seqlens_q=more[0])
+            per_row = (q.shape[0], pd.h)
+            optional[:2] = more[0], q.new_empty((requests, BLOCK), dtype=torch.int32)
+        if pd.tree:
+            optional[2] = more[0]
+        outputs = q.new_empty((*q.shape[:-1], pd.k)), q.new_empty(per_row, dtype=torch.float32)
         workspaces = (
             q.new_empty(rows * partials.columns, dtype=torch.float16),
             q.new_empty(rows * STATS, dtype=torch.float32),
-            q.new_empty(2 * (b + 1), dtype=torch.int32),
-            q.new_zeros((b + workers) * partials.tiles, dtype=torch.int32),
+            q.new_empty(2 * (requests + 1), dtype=torch.int32),
+            q.new_zeros((requests + workers) * partials.tiles, dtype=torch.int32),
         )
-        given = (*inputs, *outputs, *workspaces, pd.scale, workers, fixed)
+        tensors = (q, cache, page_table, seq_lens, *outputs, *workspaces)
+        given = (*tensors, pd.scale, workers, fixed, *optional)
     return stage(plan, kernel_fn, host_fn, name, arguments, given, inputs, outputs, workspaces)
 
 

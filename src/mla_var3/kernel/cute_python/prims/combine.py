@@ -25,7 +25,7 @@ from cutlass import Boolean, Float16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, transpose_quad
-from mla_var3.kernel.cute_python.prims.rows import row_offset
+from mla_var3.kernel.cute_python.prims.rows import Queries, row_offset
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Line, Pool, in_shares, split_evenly, units_of
 from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
@@ -176,7 +176,7 @@ def add_splits(
     together: cutlass.Constexpr,
 ) -> Int32:
     """Adds up this warp's splits of a row, `together` at a time. Returns the mode word."""
-    outputs, stats, _, _ = tensors
+    outputs, stats, _, _, _ = tensors
     layout, vectors = merge.partials, cute.size(sums.columns, mode=[1])
     # With one vector of a row in a lane, the upper half of the warp has the right half of the columns.
     in_right = lane >= WARP // 2 if cutlass.const_expr(merge.row_vectors == 1) else first_vector > 0
@@ -232,7 +232,7 @@ def store_shared(
     merge: cutlass.Constexpr,
 ):
     """Adds up what the warps of a row have and writes it, a pair of columns a thread: neighbours write neighbours."""
-    _, _, out, lse = tensors
+    _, _, out, lse, queries = tensors
     count = cutlass.const_expr(cute.size(sums.columns))
     for n in cutlass.range_constexpr(count):
         board[n, lane, warp] = sums.columns[n]
@@ -253,7 +253,8 @@ def store_shared(
             total = total + weights[i] * board[count + 1, lane, first + i]
     inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     if there:
-        offset = row_offset(out, entry.request, kv_head, row, merge.group)
+        first_token = queries.block(entry.request).first
+        offset = row_offset(out, first_token, kv_head, row, merge.group)
         pairs = cute.size(sums.columns) * WARP // 2
         for pair in cutlass.range((warp - first) * WARP + lane, pairs, warps * WARP, unroll=1):
             quad, block, of_quad = pair // (QUAD * QUAD), pair // QUAD % QUAD, pair % QUAD
@@ -273,7 +274,7 @@ def store_shared(
             cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(2)))
         if warp == first and lane == 0 and first_vector == 0:
             head, token = kv_head * merge.group + row % merge.group, row // merge.group
-            lse[entry.request, head, token] = natural_lse(total, top)
+            lse[first_token, head, token] = natural_lse(total, top)
     cute.arch.sync_threads()
 
 
@@ -281,10 +282,11 @@ def store_shared(
 def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32, first_vector: Int32,
           sums: cutlass.Constexpr, lane: Int32, merge: cutlass.Constexpr):  # fmt: skip
     """Writes a warp's columns of a row and its log-sum-exp. The four lanes of a quad put their vectors in order."""
-    _, _, out, lse = tensors
+    _, _, out, lse, queries = tensors
     total = sums.of_row[1]
     inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
-    offset = row_offset(out, request, kv_head, row, merge.group)
+    first_token = queries.block(request).first
+    offset = row_offset(out, first_token, kv_head, row, merge.group)
     for v in cutlass.range_constexpr(cute.size(sums.columns, mode=[1])):
         packed = cute.make_rmem_tensor(VECTOR, out.element_type)
         for n in cutlass.range_constexpr(VECTOR):
@@ -295,7 +297,7 @@ def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32
         cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(VECTOR)))
     if lane == 0 and first_vector == 0:
         head, token = kv_head * merge.group + row % merge.group, row // merge.group
-        lse[request, head, token] = natural_lse(total, sums.of_row[0])
+        lse[first_token, head, token] = natural_lse(total, sums.of_row[0])
 
 
 # ------------------------------------------------------------------------------------------------ the kernel
@@ -307,6 +309,7 @@ def combine(
     out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
     lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
+    query_blocks: cute.Tensor | None,  # of `prims.blocks`, or None: out and lse are packed, and requests are blocks
     width: Int32,  # workers for each request where they are in shares (`scheduler.shares_of`)
     merge: cutlass.Constexpr,
     shape: cutlass.Constexpr,  # of `SHAPES`
@@ -327,7 +330,10 @@ def combine(
     )
     listed = memory.allocate_tensor(Int32, cute.make_layout((3, BATCH)), 16)
     shared = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
-    tensors, requests = (outputs, stats, out, lse), out.shape[0]
+    queries = Queries(merge.s, query_blocks)
+    tensors, requests = (outputs, stats, out, lse, queries), out.shape[0]
+    if cutlass.const_expr(query_blocks is not None):
+        requests = query_blocks.shape[0]
     word = cute.make_tensor(table.iterator + 2 * requests, cute.make_layout(1))
     layout, sums = merge.partials, Sums.make(vectors)
 
@@ -365,6 +371,8 @@ def combine(
                 # A warp that had no split to load has not read it.
                 mode = word[0]
             there = there and entry.count > 1 and (known or mode == FULL)
+            if cutlass.const_expr(queries.blocks is not None):
+                there = there and row < queries.block(entry.request).count * merge.group
             if log2_warps > 0:
                 store_shared(
                     tensors, board, entry, kv_head, row, slice_ * vectors, there, log2_warps, sums, warp, lane, merge
@@ -402,6 +410,7 @@ def launch(
     out: cute.Tensor,
     lse: cute.Tensor,
     seq_lens: cute.Tensor,
+    query_blocks: cute.Tensor | None,  # of `prims.blocks`, or None
     pool: Pool,
     ctas: Int32,  # how many there are to be where there are no shares
     merge: cutlass.Constexpr,
@@ -409,7 +418,7 @@ def launch(
 ):
     """Launches the combine behind the attention kernel, inside a host function, where that may leave it something."""
     width = pool.shares
-    arguments = (outputs, stats, table, out, lse, seq_lens, width, ctas, merge)
+    arguments = (outputs, stats, table, out, lse, seq_lens, query_blocks, width, ctas, merge)
     if pool.combined > 0:
         # Listed splits are as many as the lengths ask for: few warps a row, so that there are few rounds of rows.
         if width <= UP_TO[0] and in_shares(pool.guess, pool.fixed):
@@ -430,6 +439,7 @@ def launch_one(
     out: cute.Tensor,
     lse: cute.Tensor,
     seq_lens: cute.Tensor,
+    query_blocks: cute.Tensor | None,
     width: Int32,
     ctas: Int32,
     merge: cutlass.Constexpr,
@@ -438,9 +448,10 @@ def launch_one(
 ):
     per_cta = Int32(WARPS) >> log2_warps_of(width, shape[0])
     slices = merge.row_vectors // min(shape[1], merge.row_vectors)
-    needed = (merge.all_rows * slices * out.shape[0] + per_cta - 1) // per_cta
+    requests = out.shape[0] if cutlass.const_expr(query_blocks is None) else query_blocks.shape[0]
+    needed = (merge.all_rows * slices * requests + per_cta - 1) // per_cta
     blocks = Int32(cutlass.select_(width > 1, cutlass.min(needed, ctas), ctas))
-    combine(outputs, stats, table, out, lse, seq_lens, width, merge, shape).launch(
+    combine(outputs, stats, table, out, lse, seq_lens, query_blocks, width, merge, shape).launch(
         grid=(blocks, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,

@@ -1,6 +1,14 @@
-"""Query rows of a tile: row r of one request and kv head is query token r // group and head r % group of the group."""
+"""Query rows of a tile: row r of one request and kv head is query token r // group and head r % group of the group.
+
+Where requests differ in how many query tokens they have, q and out are packed, (tokens, h, ·), and a request's tokens
+are cut into blocks of equal size, the last of which may be shorter (`prims.blocks`). Each block is scheduled as a
+request of its own: wherever a kernel says request, it means a block there.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -8,6 +16,37 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 CHUNK = 8  # 16-bit elements in 16 bytes
+
+
+class Block(NamedTuple):
+    """Query tokens that are scheduled together. first: where they are in q, out and lse (`row_offset`); count: how
+    many; request: its row of the page table."""
+
+    first: Any
+    count: Any
+    request: Any
+
+
+BLOCK = 4  # int32 of a block in memory: first, count, request, and keys that its last token sees
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """What says where query tokens are. tokens: of each request, or of a block. blocks: (blocks, BLOCK) int32, global
+    memory, where they are packed. mask: (b, s, s) uint8, global memory, where there is one of the newest keys."""
+
+    tokens: int
+    blocks: Any = None
+    mask: Any = None
+
+    def block(self, request: Int32) -> Block:
+        """The block of a request: where none are packed, all of its query tokens."""
+        if self.blocks is None:
+            return Block(request, self.tokens, request)
+        values = cute.make_rmem_tensor(BLOCK, Int32)
+        source = self.blocks.iterator + cute.assume(request * BLOCK, divby=BLOCK)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(BLOCK)), values)
+        return Block(values[0], values[1], values[2])
 
 
 def row_offset(tensor: cute.Tensor, request: Int32, kv_head: Int32, row: Int32, group: int) -> Int64:
@@ -36,7 +75,7 @@ def copy_query_rows(
     request: Int32,
     kv_head: Int32,
     first_row: Int32,
-    num_rows: cutlass.Constexpr,
+    num_rows: Any,  # of the request
     group: cutlass.Constexpr,
     thread: Int32,  # 0..num_threads-1
     num_threads: cutlass.Constexpr,
@@ -64,3 +103,17 @@ def copy_query_rows(
                     chunk = cutlass.min(chunk, width // CHUNK - 1)
                 copy_chunk(target[(None, 0), i, j].iterator, source + chunk * CHUNK, filled)
     cute.arch.cp_async_commit_group()
+
+
+# ------------------------------------------------------------------------------------------------ packed queries
+def packed(tensor: cute.Tensor) -> cute.Tensor:
+    """A contiguous (tokens, h, columns) tensor as one of requests with a query token each, (tokens, 1, h, columns)."""
+    tokens, h, columns = tensor.shape
+    layout = cute.make_layout((tokens, 1, h, columns), stride=(h * columns, h * columns, columns, 1))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def packed_lse(lse: cute.Tensor, block: int) -> cute.Tensor:
+    """A contiguous (tokens, h) tensor as (first token, h, token behind it)."""
+    tokens, h = lse.shape
+    return cute.make_tensor(lse.iterator, cute.make_layout((tokens, h, block), stride=(h, 1, h)))

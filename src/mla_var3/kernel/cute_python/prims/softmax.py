@@ -44,6 +44,26 @@ def mask_columns(acc_s: cute.Tensor, thread: Int32, first_column: Int32, limits:
 
 
 @cute.jit
+def mask_newest(
+    acc_s: cute.Tensor,
+    thread: Int32,
+    first_column: Int32,  # of the tile, in tokens from the first of the newest s keys on
+    s: cutlass.Constexpr,
+    mask: cute.Pointer,  # uint8, global memory
+    places: cute.Tensor,  # of each of the thread's rows, where its s values begin
+) -> None:
+    """Sets scores of the newest s keys that a row may not see to -inf. Loads for every column, so that all are in
+    flight together."""
+    rows = as_rows(acc_s)
+    base = first_column + (thread % 4) * 2
+    for r in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            key = base + (j // 2) * 8 + j % 2
+            seen = cute.make_tensor(mask + (places[r] + cutlass.min(cutlass.max(key, 0), s - 1)), cute.make_layout(1))
+            rows[r, j] = rows[r, j] if key < 0 or seen[0] != 0 else -Float32.inf
+
+
+@cute.jit
 def thread_max(acc_s: cute.Tensor, r: cutlass.Constexpr) -> Float32:
     """Maximum of this thread's columns of accumulator row r, as four independent chains."""
     rows = as_rows(acc_s)

@@ -56,6 +56,7 @@ from cutlass.memory import SmemAllocator
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import combine, gather, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims.blocks import cut, keyless_place, most_blocks
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
@@ -108,7 +109,9 @@ class Barrier(IntEnum):
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
-    """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask."""
+    """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask. packed:
+    requests differ in their query tokens, and s is those of a block (`prims.blocks`). tree: the caller's mask says
+    which of the newest s keys a query token sees."""
 
     h: int
     h_kv: int
@@ -117,10 +120,13 @@ class Geometry:
     p: int
     page: int
     causal: bool
+    packed: bool = False
+    tree: bool = False
 
-    @classmethod
-    def of(cls, pd: MlaProblem) -> Geometry:
-        return cls(pd.h, pd.h_kv, pd.s, pd.k, pd.p, pd.page_size, pd.causal and pd.s > 1)
+    @property
+    def masked(self) -> bool:
+        """Whether some query tokens of a request see keys that others do not."""
+        return self.causal or self.tree
 
     @property
     def group(self) -> int:
@@ -246,6 +252,7 @@ def load(
     storage: cutlass.Constexpr,
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
+    queries: cutlass.Constexpr,  # `rows.Queries`
     split: scheduler.Split,
     line: scheduler.Line,
     guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
@@ -270,10 +277,11 @@ def load(
     is_first = Boolean(True)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
+        request = queries.block(split.request).request
         for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
             entry = paged.entry_of(tile, split.length, geometry.page)
             if entry != guess:
-                page = page_table[split.request, entry]
+                page = page_table[request, entry]
             guess = Int32(-1)
             pages = paged.pages_of(page, geometry.page)
             cute.arch.mbarrier_wait(empty, parity)
@@ -311,6 +319,7 @@ def load_rows(
     storage: cutlass.Constexpr,
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
+    queries: cutlass.Constexpr,  # `rows.Queries`
     split: scheduler.Split,
     line: scheduler.Line,
     kv_head: Int32,
@@ -328,9 +337,10 @@ def load_rows(
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
         length = split.length
+        request = queries.block(split.request).request
         for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
             tokens = [tile * TOKENS + i for i in (0, 32)]
-            found = [page_table[split.request, gather.entry_of(i + lane, length, geometry.page)] for i in tokens]
+            found = [page_table[request, gather.entry_of(i + lane, length, geometry.page)] for i in tokens]
             cute.arch.mbarrier_wait(empty, parity)
             parity = parity ^ 1
             for g in cutlass.range_constexpr(len(groups)):
@@ -384,9 +394,11 @@ class Consumer:
     row_max: Any  # as the running maximum of the thread's two rows
     row_sum: Any  # and this thread's share of the sums of the own P
     limits: Any  # keys that each of the two rows may see
+    mask: Any  # (b, s, s) uint8, global memory, or None: whether a query token sees each of the newest s keys,
+    mask_rows: Any  # and where the two rows' tokens have theirs
 
     @classmethod
-    def make(cls, me, geometry, storage, q_tile, thread, scale_log2, registers) -> Consumer:
+    def make(cls, me, geometry, storage, q_tile, mask, thread, scale_log2, registers) -> Consumer:
         """registers: acc_o, row_max and row_sum."""
         dtype, stages = q_tile.element_type, storage.stages.data_ptr()
         # Ahead of the accumulators: behind them, ptxas spills.
@@ -437,6 +449,8 @@ class Consumer:
             row_max=row_max,
             row_sum=row_sum,
             limits=cute.make_rmem_tensor(2, Int32),
+            mask=mask,
+            mask_rows=None if mask is None else cute.make_rmem_tensor(2, Int32),
         )
 
     # -------------------------------------------------------------------------------------------- scores
@@ -500,6 +514,14 @@ class Consumer:
         warp_arrive(self.empty + (2 * stage + self.me), self.geometry.cluster)
 
     # -------------------------------------------------------------------------------------------- softmax
+    @cute.jit
+    def mask_scores(self, first_token: Int32, length: Int32):
+        """Sets scores of keys that a row may not see to -inf."""
+        softmax.mask_columns(self.acc_s, self.thread, first_token, self.limits)
+        if cutlass.const_expr(self.mask is not None):
+            first_column, s = first_token - (length - self.geometry.s), self.geometry.s
+            softmax.mask_newest(self.acc_s, self.thread, first_column, s, self.mask.iterator, self.mask_rows)
+
     @cute.jit
     def exceeds(self):
         """Whether the running maximum of any of this warp's rows has to move. No shuffle: one thread of a row is
@@ -571,7 +593,7 @@ class Consumer:
                   more: cutlass.Constexpr):  # fmt: skip
         """EVEN's share of a pair of tiles; S0 is in acc_s. more: makes the next pair's S0."""
         if cutlass.const_expr(masked):
-            softmax.mask_columns(self.acc_s, self.thread, first_token, self.limits)
+            self.mask_scores(first_token, length)
         if self.exceeds():
             factor = cute.make_rmem_tensor(2, Float32)
             self.move_max(factor)
@@ -612,7 +634,7 @@ class Consumer:
         wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[EVEN], range(4))
         warpgroup.wait_group(1)  # S1
         if cutlass.const_expr(masked):
-            softmax.mask_columns(self.acc_s, self.thread, first_token + TOKENS, self.limits)
+            self.mask_scores(first_token + TOKENS, length)
             self.zero_past_end(ODD, length - first_token - TOKENS)
         factor = cute.make_rmem_tensor(2, Float32)
         factor.fill(1.0)
@@ -646,7 +668,7 @@ class Consumer:
         """A tile without a partner: EVEN has made its scores, and both multiply their half of its V."""
         if cutlass.const_expr(self.me == EVEN):
             if cutlass.const_expr(masked):
-                softmax.mask_columns(self.acc_s, self.thread, first_token, self.limits)
+                self.mask_scores(first_token, length)
             if self.exceeds():
                 factor = cute.make_rmem_tensor(2, Float32)
                 self.move_max(factor)
@@ -675,21 +697,24 @@ class Consumer:
             self.free(EVEN)
 
     @cute.jit
-    def begin(self, first_row: Int32, length: Int32):
+    def begin(self, first_row: Int32, length: Int32, block: rows.Block):
         """What a split begins with: no keys, and its query in shared memory and, a quarter of it, in registers."""
         shared_max = self.shared_max
         self.acc_o.fill(0.0)
         for r in cutlass.range_constexpr(2):
             row = first_row + wgmma.acc_row(self.thread, r)
-            self.row_max[r] = first_maximum(row, self.geometry)
+            self.row_max[r] = first_maximum(row, block.count, self.geometry)
             if cutlass.const_expr(self.me == EVEN):
                 # ODD reads it behind P0.
                 if self.thread % 4 == 0:
                     shared_max[wgmma.acc_row(self.thread, r)] = self.row_max[r]
             limit = length
             if cutlass.const_expr(self.geometry.causal):
-                limit = length - self.geometry.s + 1 + row // self.geometry.group
+                limit = length - block.count + 1 + row // self.geometry.group
             self.limits[r] = limit
+            if cutlass.const_expr(self.mask is not None):
+                token = cutlass.min(row // self.geometry.group, self.geometry.s - 1)
+                self.mask_rows[r] = (block.request * self.geometry.s + token) * self.geometry.s
         self.row_sum.fill(0.0)
         self.load_resident()
 
@@ -699,7 +724,7 @@ class Consumer:
         see; tiles below need no mask. parity: of this consumer's first tile."""
         last = first + (end - 1 - first) // STAGES * STAGES  # tile with which the last step begins
         plain = last
-        if cutlass.const_expr(self.geometry.causal):
+        if cutlass.const_expr(self.geometry.masked):
             plain = first + cutlass.max(cutlass.min(unmasked // TOKENS, last) - first, 0) // STAGES * STAGES
         step = self.even_step if cutlass.const_expr(self.me == EVEN) else self.odd_step
         if cutlass.const_expr(self.me == EVEN):
@@ -707,7 +732,7 @@ class Consumer:
         for tile in cutlass.range(first, plain, STAGES, unroll=1):
             step(tile * TOKENS, length, parity, masked=False, more=True)
             parity = parity ^ 1
-        if cutlass.const_expr(self.geometry.causal):
+        if cutlass.const_expr(self.geometry.masked):
             for tile in cutlass.range(plain, last, STAGES, unroll=1):
                 step(tile * TOKENS, length, parity, masked=True, more=True)
                 parity = parity ^ 1
@@ -723,19 +748,32 @@ class Consumer:
 
 
 @cute.jit
-def first_maximum(row: Int32, geometry: cutlass.Constexpr) -> Float32:
-    """What the running maximum of a row begins with."""
-    if cutlass.const_expr(geometry.rows % ROWS == 0):
+def first_maximum(row: Int32, tokens: Any, geometry: cutlass.Constexpr) -> Float32:
+    """What the running maximum of a row begins with. tokens: of the query."""
+    if cutlass.const_expr(geometry.rows % ROWS == 0 and not geometry.packed):
         return Float32(softmax.NO_KEY)
-    return Float32(cutlass.select_(row < geometry.rows, Float32(softmax.NO_KEY), Float32(PADDING)))
+    return Float32(cutlass.select_(row < tokens * geometry.group, Float32(softmax.NO_KEY), Float32(PADDING)))
 
 
 @cute.jit
-def keys_of_all_rows(length: Int32, row_tile: Int32, geometry: cutlass.Constexpr) -> Int32:
-    """Keys that every row of a query tile may see."""
+def copy_query(
+    q: cute.Tensor, q_tile: cute.Tensor, queries: cutlass.Constexpr, split: scheduler.Split, kv_head: Int32,
+    first_row: Int32, thread: Int32, num_threads: cutlass.Constexpr, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Starts copying the query rows of a split's request."""
+    block = queries.block(split.request)
+    num_rows = block.count * geometry.group
+    rows.copy_query_rows(q, q_tile, block.first, kv_head, first_row, num_rows, geometry.group, thread, num_threads)
+
+
+@cute.jit
+def keys_of_all_rows(length: Int32, tokens: Any, row_tile: Int32, geometry: cutlass.Constexpr) -> Int32:
+    """Keys that every row of a query tile may see. tokens: of the query."""
     unmasked = cutlass.max(length, 0)
     if cutlass.const_expr(geometry.causal):
-        unmasked = cutlass.max(unmasked - geometry.s + 1 + (row_tile * ROWS) // geometry.group, 0)
+        unmasked = cutlass.max(unmasked - tokens + 1 + (row_tile * ROWS) // geometry.group, 0)
+    elif cutlass.const_expr(geometry.tree):
+        unmasked = cutlass.max(unmasked - tokens, 0)
     return unmasked
 
 
@@ -796,7 +834,7 @@ def epilogue(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
     row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
     targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
-    request: Int32,
+    block: rows.Block,
     slot: Int32,  # of the partial result
     whole: Boolean,  # the split is a request
     kv_head: Int32,
@@ -823,10 +861,10 @@ def epilogue(
             row = first_row + wgmma.acc_row(lane, r)
             total = row_sum[r] + row_sums[wgmma.acc_row(lane, r), 1 - me]
             factor[r] = cutlass.select_(total > 0.0, 1.0 / total, Float32(0.0))
-            bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
-            if thread % 4 == 0 and me == 0 and row < geometry.rows:
+            bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
+            if thread % 4 == 0 and me == 0 and row < block.count * geometry.group:
                 head, token = kv_head * geometry.group + row % geometry.group, row // geometry.group
-                lse[request, head, token] = softmax.natural_lse(total, row_max[r])
+                lse[block.first, head, token] = softmax.natural_lse(total, row_max[r])
         wgmma.scale_rows(acc_o, factor)
         words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, out.element_type), Int32).load().reshape(words.shape))
     else:
@@ -841,7 +879,7 @@ def epilogue(
         wgmma.scale_rows(acc_o, factor)
         words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, Float16), Int32).load().reshape(words.shape))
     for r in cutlass.range_constexpr(2):
-        inside = first_row + wgmma.acc_row(lane, r) < geometry.rows
+        inside = first_row + wgmma.acc_row(lane, r) < block.count * geometry.group
         base = bases[r] + Int64(me * (2 * geometry.half) + lane % 4 * 16)
         for v in cutlass.range_constexpr(geometry.half // 32):
             vector = cute.make_rmem_tensor(4, Int32)
@@ -866,31 +904,32 @@ def row_magnitude(acc_o: cute.Tensor, r: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def store_no_keys(
-    out: cute.Tensor, lse: cute.Tensor, request: Int32, kv_head: Int32, first_row: Int32, thread: Int32,
+    out: cute.Tensor, lse: cute.Tensor, block: rows.Block, kv_head: Int32, first_row: Int32, thread: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """The results of a request without keys: zeros and +inf. thread: 0..255."""
     row = first_row + thread // 4
-    if row < geometry.rows:
+    if row < block.count * geometry.group:
         zeros = cute.make_rmem_tensor(4, Int32)
         zeros.fill(0)
-        base = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
+        base = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
         for i in cutlass.range(thread % 4, geometry.k // 8, 4, unroll=1):
             address = cute.make_ptr(Int32, base + Int64(16 * i), cute.AddressSpace.gmem, assumed_align=16)
             partials.store_vector(zeros, address, True)
         if thread % 4 == 0:
-            lse[request, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
+            lse[block.first, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
 
 
 @cute.jit
 def store_empty(
-    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, pool: Pool, worker: Int32,
-    kv_head: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, queries: cutlass.Constexpr,
+    pool: Pool, worker: Int32, kv_head: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """The results of this worker's share of the requests without keys, which have no point on an even line."""
     for request in cutlass.range(worker, seq_lens.shape[0], pool.workers, unroll=1):
         if seq_lens[request] <= 0:
-            store_no_keys(out, lse, request, kv_head, first_row, thread, geometry)
+            block = queries.block(request)
+            store_no_keys(out, lse, block, kv_head, first_row, thread, geometry)
             if thread == 0:
                 combine.list_request(table, request, Int32(0), Int32(0))
 
@@ -905,6 +944,7 @@ def consume(
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
+    queries: cutlass.Constexpr,
     pool: Pool,
     split: scheduler.Split,
     line: scheduler.Line,
@@ -927,10 +967,14 @@ def consume(
     row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
     me = thread // WARPGROUP
     parity = Int32(0)  # of this consumer's stage
-    if line.empty > 0:
-        store_empty(out, lse, table, seq_lens, pool, worker, kv_head, first_row, thread, geometry)
+    keyless = line.empty
+    if cutlass.const_expr(geometry.packed):
+        keyless = table[keyless_place(table)]
+    if keyless > 0:
+        store_empty(out, lse, table, seq_lens, queries, pool, worker, kv_head, first_row, thread, geometry)
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
+        block = queries.block(split.request)
         following = split
         if first == 0 and thread == 0 and combine.lists(line, pool):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
@@ -940,21 +984,18 @@ def consume(
         # Past it Q is complete, and both consumers are done with the split before.
         named_sync(Barrier.CONSUMERS, CONSUMERS)
         if first < end:
-            unmasked = keys_of_all_rows(split.length, row_tile, geometry)
+            unmasked = keys_of_all_rows(split.length, block.count, row_tile, geometry)
             for consumer in cutlass.range_constexpr(2):
                 if me == consumer:
                     lane = thread - consumer * WARPGROUP
-                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, scale_log2, registers)
-                    w.begin(first_row, split.length)
+                    w = Consumer.make(consumer, geometry, storage, q_tile, queries.mask, lane, scale_log2, registers)
+                    w.begin(first_row, split.length, block)
                     w.run(first, end, unmasked, split.length, parity)
                     following = scheduler.next_split(split, seq_lens, line, geometry.costs)
                     if cutlass.const_expr(consumer == EVEN):
                         # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
                         if scheduler.has_work(following):
-                            rows.copy_query_rows(
-                                q, q_tile, following.request, kv_head, first_row, geometry.rows, geometry.group, lane,
-                                WARPGROUP,
-                            )  # fmt: skip
+                            copy_query(q, q_tile, queries, following, kv_head, first_row, lane, WARPGROUP, geometry)
             parity = parity ^ ((end - first + 1 - me) // STAGES & 1)
             if not scheduler.has_work(following):
                 cute.arch.griddepcontrol_launch_dependents()
@@ -968,31 +1009,31 @@ def consume(
                     join(registers, targets, flags, piece, worker, split.request, tile, thread, geometry)
                     whole = piece.index == 0
             epilogue(
-                registers, row_sums, targets, split.request, slot, whole, kv_head, row_tile, thread, geometry,
+                registers, row_sums, targets, block, slot, whole, kv_head, row_tile, thread, geometry,
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
             raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), sends)
         else:
-            store_no_keys(out, lse, split.request, kv_head, first_row, thread, geometry)
+            store_no_keys(out, lse, block, kv_head, first_row, thread, geometry)
             following = scheduler.next_split(split, seq_lens, line, geometry.costs)
             if thread < WARPGROUP and scheduler.has_work(following):
-                rows.copy_query_rows(
-                    q, q_tile, following.request, kv_head, first_row, geometry.rows, geometry.group, thread, WARPGROUP
-                )  # fmt: skip
+                copy_query(q, q_tile, queries, following, kv_head, first_row, thread, WARPGROUP, geometry)
         split = following
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
 def flash_mla_v23(
-    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous; packed (tokens, 1, h, k + p)
     tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
-    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous
+    blocks: cute.Tensor | None,  # of `prims.blocks`, global memory, or None
+    mask: cute.Tensor | None,  # (b, s, s) uint8, global memory, or None
+    out: cute.Tensor,  # as q, but for k columns
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory; packed, tokens for b, and each block's tokens for s
     outputs: cute.Tensor,  # fp16, global memory, `Partials`
     stats: cute.Tensor,  # fp32, global memory, `Partials`
     table: cute.Tensor,  # int32, global memory, of `prims.combine`
@@ -1025,43 +1066,54 @@ def flash_mla_v23(
     elif warp < CONSUMERS // 32:
         named_arrive(Barrier.SETUP, THREADS)
 
-    # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind them.
-    requests, width = page_table.shape
-    line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
-    at, _, _, _ = scheduler.units_range(split, line, geometry.costs)
-    stage = (warp - CONSUMERS // 32) // 2  # of a producer
-    guess = (at + stage) * TOKENS // geometry.page
-    if cutlass.const_expr(geometry.box not in (0, TOKENS)):
-        guess = paged.entry_of(at + stage, split.length, geometry.page)
-    guess = cutlass.max(cutlass.min(guess, width - 1), 0)
-    guessed = cutlass.min(split.request, requests - 1)
-    of_page = page_table[guessed, None].iterator + guess
-    of_length = seq_lens.iterator + guessed
-    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
-    wait_for_launch(of_page.toint() | of_length.toint())
-    as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, geometry.costs)
-    length = cute.make_tensor(of_length, cute.make_layout(1))[0]
-    page = cute.make_tensor(of_page, cute.make_layout(1))[0]
-    if warp < CONSUMERS // 32:
-        rows.copy_query_rows(
-            q, q_tile, guessed, kv_head, first_row, geometry.rows, geometry.group, thread, CONSUMERS
-        )  # fmt: skip
-    if as_guessed:
-        split = scheduler.Split(split.point, split.end, split.request, split.start, length)
-        split = scheduler.skip_empty(split, seq_lens, line, geometry.costs)
-    else:
+    queries = rows.Queries(geometry.s, blocks, mask)
+    guess, page, as_guessed = Int32(-1), Int32(0), Boolean(False)
+    if cutlass.const_expr(geometry.packed):
+        # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+        cute.arch.griddepcontrol_wait()
         split, line = scheduler.share_plan(
             storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
         )  # fmt: skip
-    if tile == 0 and worker == 0 and thread == CONSUMERS:
-        combine.write_mode(table, line, as_guessed, pool)
-    if split.request != guessed:
-        guess = Int32(-1)
+        if tile == 0 and worker == 0 and thread == CONSUMERS:
+            combine.write_mode(table, line, as_guessed, pool)
         if warp < CONSUMERS // 32 and scheduler.has_work(split):
-            cute.arch.cp_async_wait_group(0)
+            copy_query(q, q_tile, queries, split, kv_head, first_row, thread, CONSUMERS, geometry)
+    else:
+        # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind
+        # them.
+        requests, width = page_table.shape
+        line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
+        at, _, _, _ = scheduler.units_range(split, line, geometry.costs)
+        stage = (warp - CONSUMERS // 32) // 2  # of a producer
+        guess = (at + stage) * TOKENS // geometry.page
+        if cutlass.const_expr(geometry.box not in (0, TOKENS)):
+            guess = paged.entry_of(at + stage, split.length, geometry.page)
+        guess = cutlass.max(cutlass.min(guess, width - 1), 0)
+        guessed = cutlass.min(split.request, requests - 1)
+        of_page = page_table[guessed, None].iterator + guess
+        of_length = seq_lens.iterator + guessed
+        wait_for_launch(of_page.toint() | of_length.toint())  # as above
+        as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, geometry.costs)
+        length = cute.make_tensor(of_length, cute.make_layout(1))[0]
+        page = cute.make_tensor(of_page, cute.make_layout(1))[0]
+        if warp < CONSUMERS // 32:
             rows.copy_query_rows(
-                q, q_tile, split.request, kv_head, first_row, geometry.rows, geometry.group, thread, CONSUMERS
+                q, q_tile, guessed, kv_head, first_row, geometry.rows, geometry.group, thread, CONSUMERS
             )  # fmt: skip
+        if as_guessed:
+            split = scheduler.Split(split.point, split.end, split.request, split.start, length)
+            split = scheduler.skip_empty(split, seq_lens, line, geometry.costs)
+        else:
+            split, line = scheduler.share_plan(
+                storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
+            )  # fmt: skip
+        if tile == 0 and worker == 0 and thread == CONSUMERS:
+            combine.write_mode(table, line, as_guessed, pool)
+        if split.request != guessed:
+            guess = Int32(-1)
+            if warp < CONSUMERS // 32 and scheduler.has_work(split):
+                cute.arch.cp_async_wait_group(0)
+                copy_query(q, q_tile, queries, split, kv_head, first_row, thread, CONSUMERS, geometry)
     if cutlass.const_expr(geometry.cluster > 1):
         cute.arch.cluster_wait()
 
@@ -1073,18 +1125,18 @@ def flash_mla_v23(
             if warp == CONSUMERS // 32 + i:
                 if cutlass.const_expr(geometry.box):
                     load(
-                        tma, cache, storage, page_table, seq_lens, split, line, guess, page, kv_head, rank, i // 2,
-                        i % 2, geometry,
+                        tma, cache, storage, page_table, seq_lens, queries, split, line, guess, page, kv_head, rank,
+                        i // 2, i % 2, geometry,
                     )  # fmt: skip
                 else:
                     load_rows(
-                        cache, storage, page_table, seq_lens, split, line, kv_head, i // 2, i % 2, geometry
+                        cache, storage, page_table, seq_lens, queries, split, line, kv_head, i // 2, i % 2, geometry
                     )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
-            q, q_tile, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool, split, line, scale_log2,
-            worker, kv_head, row_tile, thread, geometry,
+            q, q_tile, storage, (out, lse, outputs, stats), table, flags, seq_lens, queries, pool, split, line,
+            scale_log2, worker, kv_head, row_tile, thread, geometry,
         )  # fmt: skip
     if cutlass.const_expr(geometry.cluster > 1):
         # No CTA leaves while the other may still signal its mbarriers.
@@ -1098,7 +1150,7 @@ flash_mla_v23.set_name_prefix("flash_mla_v23", remove_cutlass_symbol=True, keep_
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
 def launch_flash_mla_v23(
-    q: cute.Tensor,
+    q: cute.Tensor,  # (b, s, h, k + p); packed (tokens, h, k + p), as is out, and lse (tokens, h)
     kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
@@ -1111,6 +1163,9 @@ def launch_flash_mla_v23(
     scale: Float32,
     workers: Int32,
     fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
+    cu_seqlens_q: cute.Tensor | None,  # (b + 1,) int32 where the queries are packed,
+    blocks: cute.Tensor | None,  # with room for their blocks (`prims.blocks`)
+    mask: cute.Tensor | None,  # (b, s, s) uint8 where there is a mask of the newest keys
     geometry: cutlass.Constexpr,
     stream: CUstream,
 ):
@@ -1118,13 +1173,20 @@ def launch_flash_mla_v23(
     tma, cache = None, kv_cache
     if cutlass.const_expr(geometry.box):
         tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1, geometry.box)
-    pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, geometry.costs)
+    requests = q.shape[0]
+    if cutlass.const_expr(geometry.packed):
+        requests = blocks.shape[0]
+        seq_lens = cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
+        q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
+    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, geometry.costs)
     flash_mla_v23(
         q,
         tma,
         cache,
         page_table,
         seq_lens,
+        blocks,
+        mask,
         out,
         lse,
         outputs,
@@ -1144,7 +1206,7 @@ def launch_flash_mla_v23(
     )
     ctas = workers * geometry.tiles
     combine.launch(
-        outputs, stats, table, out, lse, seq_lens, pool, 2 * ctas, geometry.merge, stream
+        outputs, stats, table, out, lse, seq_lens, blocks, pool, 2 * ctas, geometry.merge, stream
     )  # fmt: skip
 
 
@@ -1164,21 +1226,30 @@ def takes(pd: MlaProblem) -> Verdict:
 class FlashMlaV23Tiling(Tiling):
     """workers: CTAs or clusters for each query tile of a request; 0: as many as fill the device. split_tokens: tokens
     of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0: the scheduler
-    chooses."""
+    chooses. query_tokens: of packed queries, tokens of a block; 0: as many as two query tiles have rows for."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
     workers: int = 0
     split_tokens: int = 0
+    query_tokens: int = 0
+
+    def geometry(self, pd: MlaProblem) -> Geometry:
+        """What the code is made for, with everything chosen."""
+        s = (self.query_tokens or max(1, 2 * ROWS // pd.group)) if pd.packed else pd.s
+        causal = pd.causal and (pd.packed or s > 1)
+        return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, pd.packed, pd.tree)
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        if self.query_tokens < 0 or (self.query_tokens and not pd.packed):
+            return Verdict.no(f"query_tokens = {self.query_tokens} is for packed queries only, and at least 0")
         if self.workers < 0:
             return Verdict.no(f"workers = {self.workers} is below 0")
         if self.split_tokens < 0 or self.split_tokens % TOKENS:
             return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         if not (taken := takes(pd)):
             return taken
-        geometry = Geometry.of(pd)
+        geometry = self.geometry(pd)
         elements = geometry.panels * ROWS * PANEL + STAGES * geometry.stage_elements
         smem = 2048 + elements * pd.element_bytes
         if device is not None and smem > device.smem_per_block:
@@ -1197,33 +1268,40 @@ class FlashMlaV23Plan(KernelPlan):
     tiling: FlashMlaV23Tiling
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
-        strided_pages=True,
+        options=("strided_pages", "packed", "tree"),
     )  # fmt: skip
 
     def default_tiling(self) -> Tiling:
-        return FlashMlaV23Tiling()
+        pd = self.problem
+        if not pd.packed:
+            return FlashMlaV23Tiling()
+        # One query tile where the mean request fills no more: rows without a token cost as much as others.
+        held = ROWS if pd.query_tokens * pd.group <= ROWS * pd.b else 2 * ROWS
+        return FlashMlaV23Tiling(query_tokens=max(1, held // pd.group))
 
     def autotune_configs(self) -> list[Tiling]:
-        return [FlashMlaV23Tiling()]
+        return [self.default_tiling()]
 
     def workers(self) -> int:
         """Workers of a query tile: the tiling's, or those that fill the device."""
-        return self.tiling.workers or max(1, host.target(self).num_sms // Geometry.of(self.problem).tiles)
+        return self.tiling.workers or max(1, host.target(self).num_sms // self.tiling.geometry(self.problem).tiles)
 
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
         workers, fixed = self.workers(), self.tiling.split_tokens // TOKENS
         requests, width = inputs[2].shape
+        if self.problem.packed:
+            requests = most_blocks(len(inputs[0]), requests, self.tiling.geometry(self.problem).s)
         slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
-        return self._make(inputs, slots, workers, fixed)
+        return self._make(inputs, requests, slots, workers, fixed)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
-        return self._make((), 0, 0, 0)
+        return self._make((), 0, 0, 0, 0)
 
-    def _make(self, inputs: Any, slots: int, workers: int, fixed: int) -> CuteKernel:
-        geometry = Geometry.of(self.problem)
+    def _make(self, inputs: Any, requests: int, slots: int, workers: int, fixed: int) -> CuteKernel:
+        geometry = self.tiling.geometry(self.problem)
         return host.decode_kernel(
-            self, flash_mla_v23, launch_flash_mla_v23, "flash_mla_v23", (geometry,), geometry.partials, inputs, slots,
-            workers, fixed,
+            self, flash_mla_v23, launch_flash_mla_v23, "flash_mla_v23", (geometry,), geometry.partials, inputs,
+            requests, slots, workers, fixed,
         )  # fmt: skip

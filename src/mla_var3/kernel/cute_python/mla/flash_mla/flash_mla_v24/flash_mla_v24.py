@@ -52,6 +52,7 @@ from cutlass.memory import SmemAllocator
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import combine, gather, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims.blocks import cut, keyless_place, most_blocks
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
@@ -102,7 +103,8 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask; n: rows
-    of the query tile; slots: panels of the ring."""
+    of the query tile; slots: panels of the ring. packed: requests differ in their query tokens, and s is those of a
+    block (`prims.blocks`). tree: the caller's mask says which of the newest s keys a query token sees."""
 
     h: int
     h_kv: int
@@ -113,6 +115,8 @@ class Geometry:
     causal: bool
     n: int
     slots: int
+    packed: bool = False
+    tree: bool = False
 
     @property
     def group(self) -> int:
@@ -215,6 +219,7 @@ def load(
     storage: cutlass.Constexpr,
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
+    queries: cutlass.Constexpr,  # `rows.Queries`
     split: scheduler.Split,
     line: scheduler.Line,
     guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
@@ -233,14 +238,15 @@ def load(
     slot, phase = Int32(0), Int32(0)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
+        request = queries.block(split.request).request
         entry = paged.entry_of(first, split.length, geometry.page)
         if first < end and entry != guess:
-            page = page_table[split.request, entry]
+            page = page_table[request, entry]
         guess = Int32(-1)
         for tile in cutlass.range(first, end, unroll=1):
             # Loaded a tile ahead, to hide its latency; behind the last tile, the same entry again.
             entry = paged.entry_of(cutlass.min(tile + 1, end - 1), split.length, geometry.page)
-            following = page_table[split.request, entry]
+            following = page_table[request, entry]
             pages = paged.pages_of(page, geometry.page)
             for i in cutlass.range(geometry.panels, unroll=1):
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
@@ -262,6 +268,7 @@ def load_rows(
     storage: cutlass.Constexpr,
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
+    queries: cutlass.Constexpr,  # `rows.Queries`
     split: scheduler.Split,
     line: scheduler.Line,
     kv_head: Int32,
@@ -281,7 +288,7 @@ def load_rows(
     page = Int32(0)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
-        request, length = split.request, split.length
+        request, length = queries.block(split.request).request, split.length
         if first < end:
             page = page_table[request, gather.entry_of(first * TOKENS + first_row + lane, length, geometry.page)]
         for tile in cutlass.range(first, end, unroll=1):
@@ -456,9 +463,11 @@ class Consumer:
     row_max: Any  # as the running maximum of the thread's columns
     row_sum: Any  # and this thread's share of the sums of the own P
     factor: Any
+    block: Any  # `rows.Block` of the split
+    mask: Any  # (b, s, s) uint8, global memory, or None: whether a query token sees each of the newest s keys
 
     @classmethod
-    def make(cls, me, geometry, storage, dtype, thread, scale_log2, registers) -> Consumer:
+    def make(cls, me, geometry, storage, dtype, thread, scale_log2, registers, block, mask) -> Consumer:
         """registers: acc_o, row_max and row_sum."""
         n = geometry.n
         ring, p = storage.ring.data_ptr(), storage.p.data_ptr()
@@ -502,6 +511,8 @@ class Consumer:
             row_max=row_max,
             row_sum=row_sum,
             factor=cute.make_rmem_tensor(n // 4, Float32),
+            block=block,
+            mask=mask,
         )
 
     # -------------------------------------------------------------------------------------------- scores
@@ -529,9 +540,24 @@ class Consumer:
         for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
             limit = length - first_token
             if cutlass.const_expr(self.geometry.causal):
-                limit = limit - self.geometry.s + 1 + acc_column(self.thread, c) // self.geometry.group
+                limit = limit - self.block.count + 1 + acc_column(self.thread, c) // self.geometry.group
             for i in cutlass.range_constexpr(2):
                 columns[c, i] = columns[c, i] if wgmma.acc_row(self.thread, i) < limit else -Float32.inf
+        if cutlass.const_expr(self.mask is not None):
+            self.mask_newest(first_token - (length - self.geometry.s))
+
+    @cute.jit
+    def mask_newest(self, first_row: Int32):
+        """Sets scores of the newest s keys that a column's query may not see to -inf. first_row: of the tile, in tokens
+        from the first of those keys on."""
+        columns, s = as_columns(self.acc_s), self.geometry.s
+        for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
+            token = cutlass.min(acc_column(self.thread, c) // self.geometry.group, s - 1)
+            place = self.mask.iterator + (self.block.request * s + token) * s
+            for i in cutlass.range_constexpr(2):
+                key = first_row + wgmma.acc_row(self.thread, i)
+                seen = cute.make_tensor(place + cutlass.min(cutlass.max(key, 0), s - 1), cute.make_layout(1))
+                columns[c, i] = columns[c, i] if key < 0 or seen[0] != 0 else -Float32.inf
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
@@ -787,7 +813,7 @@ def epilogue(
     sums: cutlass.Constexpr,  # of `share_sums`
     storage: cutlass.Constexpr,
     targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
-    request: Int32,
+    block: rows.Block,
     slot: Int32,  # of the partial result
     whole: Boolean,  # the split is a request
     kv_head: Int32,
@@ -808,9 +834,9 @@ def epilogue(
             total = sums[EVEN][c] + sums[ODD][c]
             factor[c] = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
             row = acc_column(lane, c)
-            if thread < 4 and row < geometry.rows:
+            if thread < 4 and row < block.count * geometry.group:
                 head, token = kv_head * geometry.group + row % geometry.group, row // geometry.group
-                lse[request, head, token] = softmax.natural_lse(total, row_max[c])
+                lse[block.first, head, token] = softmax.natural_lse(total, row_max[c])
     else:
         factor.fill(0.0)
         for i in cutlass.range_constexpr(geometry.half_panels):
@@ -842,7 +868,7 @@ def epilogue(
         row = 8 * g + lane // 4
         base = outputs.iterator.toint() + 2 * layout.row(slot, kv_head, row) * layout.columns
         if whole:
-            base = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
+            base = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
         for first in cutlass.range_constexpr(0, geometry.half_panels, 2):
             vector = cute.make_rmem_tensor(4, Int32)
             for j in cutlass.range_constexpr(4):
@@ -853,7 +879,7 @@ def epilogue(
                 partials.transpose_quad(vector, lane)
                 column = layout.column(quad, lane % 4)
             address = cute.make_ptr(Int32, base + Int64(2 * column), cute.AddressSpace.gmem, assumed_align=16)
-            partials.store_vector(vector, address, row < geometry.rows)
+            partials.store_vector(vector, address, row < block.count * geometry.group)
 
 
 @cute.jit
@@ -863,35 +889,48 @@ def store_words(words: cute.Tensor, rounded: cute.Tensor):
 
 
 @cute.jit
-def store_no_keys(out: cute.Tensor, lse: cute.Tensor, request: Int32, kv_head: Int32, thread: Int32,
+def store_no_keys(out: cute.Tensor, lse: cute.Tensor, block: rows.Block, kv_head: Int32, thread: Int32,
                   geometry: cutlass.Constexpr):  # fmt: skip
     """The results of a request without keys: zeros and +inf. thread: 0..255, eight a row."""
     row = thread // 8
-    if row < geometry.rows:
+    if row < block.count * geometry.group:
         zeros = cute.make_rmem_tensor(4, Int32)
         zeros.fill(0)
-        base = out.iterator.toint() + 2 * rows.row_offset(out, request, kv_head, row, geometry.group)
+        base = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
         for i in cutlass.range(thread % 8, geometry.k // 8, 8, unroll=1):
             address = cute.make_ptr(Int32, base + Int64(16 * i), cute.AddressSpace.gmem, assumed_align=16)
             partials.store_vector(zeros, address, True)
         if thread % 8 == 0:
-            lse[request, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
+            lse[block.first, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
 
 
 @cute.jit
 def store_empty(
-    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, pool: Pool, worker: Int32,
-    kv_head: Int32, thread: Int32, geometry: cutlass.Constexpr,
+    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, queries: cutlass.Constexpr,
+    pool: Pool, worker: Int32, kv_head: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """The results of this worker's share of the requests without keys, which have no point on an even line."""
     for request in cutlass.range(worker, seq_lens.shape[0], pool.workers, unroll=1):
         if seq_lens[request] <= 0:
-            store_no_keys(out, lse, request, kv_head, thread, geometry)
+            store_no_keys(out, lse, queries.block(request), kv_head, thread, geometry)
             if thread == 0:
                 combine.list_request(table, request, Int32(0), Int32(0))
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
+@cute.jit
+def copy_query(
+    q: cute.Tensor, q_tile: cute.Tensor, queries: cutlass.Constexpr, split: scheduler.Split, kv_head: Int32,
+    thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Starts copying the query rows of a split's request. thread: 0..255."""
+    block = queries.block(split.request)
+    num_rows = block.count * geometry.group
+    rows.copy_query_rows(
+        q, q_tile, block.first, kv_head, Int32(0), num_rows, geometry.group, thread, CONSUMER_THREADS
+    )  # fmt: skip
+
+
 @cute.jit
 def consume(
     q: cute.Tensor,
@@ -900,6 +939,7 @@ def consume(
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
+    queries: cutlass.Constexpr,
     pool: Pool,
     split: scheduler.Split,
     line: scheduler.Line,
@@ -922,10 +962,14 @@ def consume(
     q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
     slot, phase = Int32(0), Int32(0)
     is_first = Boolean(True)
-    if line.empty > 0:
-        store_empty(out, lse, table, seq_lens, pool, worker, kv_head, thread, geometry)
+    keyless = line.empty
+    if cutlass.const_expr(geometry.packed):
+        keyless = table[keyless_place(table)]
+    if keyless > 0:
+        store_empty(out, lse, table, seq_lens, queries, pool, worker, kv_head, thread, geometry)
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, COSTS)
+        block = queries.block(split.request)
         if first == 0 and thread == 0 and combine.lists(line, pool):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
             combine.list_request(table, split.request, count, base)
@@ -940,11 +984,15 @@ def consume(
         if first < end:
             unmasked = cutlass.max(split.length, 0)
             if cutlass.const_expr(geometry.causal):
-                unmasked = cutlass.max(unmasked - geometry.s + 1, 0)
+                unmasked = cutlass.max(unmasked - block.count + 1, 0)
+            elif cutlass.const_expr(geometry.tree):
+                unmasked = cutlass.max(unmasked - geometry.s, 0)
             for me in cutlass.range_constexpr(CONSUMERS):
                 if thread // WARPGROUP == me:
                     lane = thread - me * WARPGROUP
-                    w = Consumer.make(me, geometry, storage, dtype, lane, scale_log2, registers)
+                    w = Consumer.make(
+                        me, geometry, storage, dtype, lane, scale_log2, registers, block, queries.mask
+                    )  # fmt: skip
                     w.run(first, end, unmasked, split.length, slot, phase)
             moved = slot + (end - first) * geometry.panels
             phase = phase ^ (moved // geometry.slots & 1)
@@ -953,9 +1001,7 @@ def consume(
         if scheduler.has_work(following):
             # All scores are made: nobody reads Q any more.
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            rows.copy_query_rows(
-                q, q_tile, following.request, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
-            )  # fmt: skip
+            copy_query(q, q_tile, queries, following, kv_head, thread, geometry)
         else:
             # Let go at a CTA's start, the next call of a short request is there before this one has begun.
             cute.arch.griddepcontrol_launch_dependents()
@@ -968,25 +1014,27 @@ def consume(
                     piece = scheduler.piece_of(worker, split, units, line)
                     join(registers, sums, targets, flags, piece, worker, split.request, kv_head, thread, geometry)
                     whole = piece.index == 0
-            epilogue(registers, sums, storage, targets, split.request, place, whole, kv_head, thread, geometry)
+            epilogue(registers, sums, storage, targets, block, place, whole, kv_head, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
             raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.h_kv + kv_head), sends)
         else:
-            store_no_keys(out, lse, split.request, kv_head, thread, geometry)
+            store_no_keys(out, lse, block, kv_head, thread, geometry)
         split = following
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
 def flash_mla_v24(
-    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
+    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous; packed (tokens, 1, h, k + p)
     tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
-    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous
+    blocks: cute.Tensor | None,  # of `prims.blocks`, global memory
+    mask: cute.Tensor | None,  # (b, s, s) uint8, global memory
+    out: cute.Tensor,  # as q, but for k columns
+    lse: cute.Tensor,  # (b, h, s) fp32, global memory; packed, tokens for b, and each block's tokens for s
     outputs: cute.Tensor,  # fp16, global memory, `Partials`
     stats: cute.Tensor,  # fp32, global memory, `Partials`
     table: cute.Tensor,  # int32, global memory, of `prims.combine`
@@ -1016,59 +1064,70 @@ def flash_mla_v24(
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
-    # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind them.
-    requests, width = page_table.shape
-    line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
-    at, _, _, _ = scheduler.units_range(split, line, COSTS)
-    guess = at * TOKENS // geometry.page
-    if cutlass.const_expr(geometry.box not in (0, TOKENS)):
-        guess = paged.entry_of(at, split.length, geometry.page)
-    guess = cutlass.max(cutlass.min(guess, width - 1), 0)
-    guessed = cutlass.min(split.request, requests - 1)
-    of_page = page_table[guessed, None].iterator + guess
-    of_length = seq_lens.iterator + guessed
-    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
-    wait_for_launch(of_page.toint() | of_length.toint())
-    as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, COSTS)
-    length = cute.make_tensor(of_length, cute.make_layout(1))[0]
-    page = cute.make_tensor(of_page, cute.make_layout(1))[0]
-    if warp < CONSUMERS * WARPS:
-        rows.copy_query_rows(
-            q, q_tile, guessed, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
-        )  # fmt: skip
-    if as_guessed:
-        split = scheduler.Split(split.point, split.end, split.request, split.start, length)
-        split = scheduler.skip_empty(split, seq_lens, line, COSTS)
-    else:
+    queries = rows.Queries(geometry.s, blocks, mask)
+    guess, page, as_guessed = Int32(-1), Int32(0), Boolean(False)
+    if cutlass.const_expr(geometry.packed):
+        # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+        cute.arch.griddepcontrol_wait()
         split, line = scheduler.share_plan(
             storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
         )  # fmt: skip
-    if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
-        combine.write_mode(table, line, as_guessed, pool)
-    if split.request != guessed:
-        guess = Int32(-1)
+        if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
+            combine.write_mode(table, line, as_guessed, pool)
         if warp < CONSUMERS * WARPS and scheduler.has_work(split):
-            cute.arch.cp_async_wait_group(0)
+            copy_query(q, q_tile, queries, split, kv_head, thread, geometry)
+    else:
+        # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind
+        # them.
+        requests, width = page_table.shape
+        line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
+        at, _, _, _ = scheduler.units_range(split, line, COSTS)
+        guess = at * TOKENS // geometry.page
+        if cutlass.const_expr(geometry.box not in (0, TOKENS)):
+            guess = paged.entry_of(at, split.length, geometry.page)
+        guess = cutlass.max(cutlass.min(guess, width - 1), 0)
+        guessed = cutlass.min(split.request, requests - 1)
+        of_page = page_table[guessed, None].iterator + guess
+        of_length = seq_lens.iterator + guessed
+        wait_for_launch(of_page.toint() | of_length.toint())  # as above
+        as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, COSTS)
+        length = cute.make_tensor(of_length, cute.make_layout(1))[0]
+        page = cute.make_tensor(of_page, cute.make_layout(1))[0]
+        if warp < CONSUMERS * WARPS:
             rows.copy_query_rows(
-                q, q_tile, split.request, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
+                q, q_tile, guessed, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
             )  # fmt: skip
+        if as_guessed:
+            split = scheduler.Split(split.point, split.end, split.request, split.start, length)
+            split = scheduler.skip_empty(split, seq_lens, line, COSTS)
+        else:
+            split, line = scheduler.share_plan(
+                storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
+            )  # fmt: skip
+        if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
+            combine.write_mode(table, line, as_guessed, pool)
+        if split.request != guessed:
+            guess = Int32(-1)
+            if warp < CONSUMERS * WARPS and scheduler.has_work(split):
+                cute.arch.cp_async_wait_group(0)
+                copy_query(q, q_tile, queries, split, kv_head, thread, geometry)
 
     if warp >= CONSUMERS * WARPS:
         if scheduler.has_work(split):
             named_arrive(Barrier.START, geometry.threads)
         if cutlass.const_expr(geometry.box):
             load(
-                tma, cache, storage, page_table, seq_lens, split, line, guess, page, kv_head, geometry
+                tma, cache, storage, page_table, seq_lens, queries, split, line, guess, page, kv_head, geometry
             )  # fmt: skip
         else:
             named_sync(Barrier.PRODUCERS, 32 * GATHERERS)
             load_rows(
-                cache, storage, page_table, seq_lens, split, line, kv_head, warp - CONSUMERS * WARPS, geometry
+                cache, storage, page_table, seq_lens, queries, split, line, kv_head, warp - CONSUMERS * WARPS, geometry
             )  # fmt: skip
     else:
         consume(
-            q, storage, (out, lse, outputs, stats), table, flags, seq_lens, pool, split, line, scale_log2, worker,
-            kv_head, thread, geometry,
+            q, storage, (out, lse, outputs, stats), table, flags, seq_lens, queries, pool, split, line, scale_log2,
+            worker, kv_head, thread, geometry,
         )  # fmt: skip
 
 
@@ -1078,7 +1137,7 @@ flash_mla_v24.set_name_prefix("flash_mla_v24", remove_cutlass_symbol=True, keep_
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
 def launch_flash_mla_v24(
-    q: cute.Tensor,
+    q: cute.Tensor,  # (b, s, h, k + p); packed (tokens, h, k + p), as is out, and lse (tokens, h)
     kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
@@ -1091,6 +1150,9 @@ def launch_flash_mla_v24(
     scale: Float32,
     workers: Int32,
     fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
+    cu_seqlens_q: cute.Tensor | None,  # (b + 1,) int32 where the queries are packed,
+    blocks: cute.Tensor | None,  # with room for their blocks (`prims.blocks`)
+    mask: cute.Tensor | None,  # (b, s, s) uint8 where there is a mask of the newest keys
     geometry: cutlass.Constexpr,
     stream: CUstream,
 ):
@@ -1098,13 +1160,20 @@ def launch_flash_mla_v24(
     tma, cache = None, kv_cache
     if cutlass.const_expr(geometry.box):
         tma, cache = paged.make_page_tma(kv_cache, tokens=geometry.box)
-    pool = scheduler.make_pool(q.shape[0], page_table.shape[1] * geometry.page, workers, fixed, COSTS)
+    requests = q.shape[0]
+    if cutlass.const_expr(geometry.packed):
+        requests = blocks.shape[0]
+        seq_lens = cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
+        q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
+    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, COSTS)
     flash_mla_v24(
         q,
         tma,
         cache,
         page_table,
         seq_lens,
+        blocks,
+        mask,
         out,
         lse,
         outputs,
@@ -1123,7 +1192,7 @@ def launch_flash_mla_v24(
     )
     ctas = workers * geometry.h_kv
     combine.launch(
-        outputs, stats, table, out, lse, seq_lens, pool, 2 * ctas, geometry.merge, stream
+        outputs, stats, table, out, lse, seq_lens, blocks, pool, 2 * ctas, geometry.merge, stream
     )  # fmt: skip
 
 
@@ -1136,9 +1205,10 @@ def takes(pd: MlaProblem) -> Verdict:
         )
     if pd.p not in (0, PANEL // 2, PANEL):
         return Verdict.no(f"the rope part of p = {pd.p} columns must be 0, {PANEL // 2} or {PANEL}: one panel at most")
-    if pd.rows > ROW_TILES[-1]:
+    rows_of_all = pd.group if pd.packed else pd.rows  # of a block of packed queries, one token at the least
+    if rows_of_all > ROW_TILES[-1]:
         return Verdict.no(
-            f"s·h/h_kv = {pd.rows} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v23"
+            f"s·h/h_kv = {rows_of_all} query rows share a cache; a CTA has room for {ROW_TILES[-1]}: use flash_mla_v23"
         )
     return Verdict.yes()
 
@@ -1148,7 +1218,7 @@ class FlashMlaV24Tiling(Tiling):
     """tile_n: rows of the query tile, 8, 16 or 32; 0: the smallest that holds the problem's. num_pipeline_stages: 64 x
     64 panels in the ring; 0: as many as fit. workers: CTAs for each kv head; 0: as many as fill the device.
     split_tokens: tokens of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0:
-    the scheduler chooses."""
+    the scheduler chooses. query_tokens: of packed queries, tokens of a block; 0: as many as a tile has rows for."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
@@ -1156,17 +1226,26 @@ class FlashMlaV24Tiling(Tiling):
     num_pipeline_stages: int = 0
     workers: int = 0
     split_tokens: int = 0
+    query_tokens: int = 0
+
+    def tokens(self, pd: MlaProblem) -> int:
+        """Query tokens of a request, or of a block of packed ones."""
+        return (self.query_tokens or max(1, ROW_TILES[-1] // pd.group)) if pd.packed else pd.s
 
     def geometry(self, pd: MlaProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
-        n = self.tile_n or next((n for n in ROW_TILES if n >= pd.rows), ROW_TILES[-1])
+        s = self.tokens(pd)
+        n = self.tile_n or next((n for n in ROW_TILES if n >= s * pd.group), ROW_TILES[-1])
         free = 232_448 - fixed_bytes(n, pd.k + pd.p, pd.element_bytes) - (COMBINE_BYTES if n < ROW_TILES[-1] else 0)
         slots = self.num_pipeline_stages or free // PANEL_BYTES
-        return Geometry(pd.h, pd.h_kv, pd.s, pd.k, pd.p, pd.page_size, pd.causal and pd.s > 1, n, slots)
+        causal = pd.causal and (pd.packed or s > 1)
+        return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, n, slots, pd.packed, pd.tree)
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         if self.tile_n not in (0, *ROW_TILES):
             return Verdict.no(f"tile_n = {self.tile_n}, and this version is written for 8, 16 and 32")
+        if self.query_tokens < 0 or (self.query_tokens and not pd.packed):
+            return Verdict.no(f"query_tokens = {self.query_tokens} is for packed queries only, and at least 0")
         if self.workers < 0:
             return Verdict.no(f"workers = {self.workers} is below 0")
         if self.split_tokens < 0 or self.split_tokens % TOKENS:
@@ -1174,8 +1253,8 @@ class FlashMlaV24Tiling(Tiling):
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd)
-        if geometry.n < pd.rows:
-            return Verdict.no(f"tile_n = {geometry.n} must hold the {pd.rows} query rows that share a cache")
+        if geometry.n < geometry.rows:
+            return Verdict.no(f"tile_n = {geometry.n} must hold the {geometry.rows} query rows that share a cache")
         if geometry.slots < CONSUMERS * geometry.panels:
             return Verdict.no(
                 f"num_pipeline_stages = {geometry.slots} panels must hold the {geometry.panels} of a tile for each of "
@@ -1198,30 +1277,41 @@ class FlashMlaV24Plan(KernelPlan):
     tiling_type = FlashMlaV24Tiling
     tiling: FlashMlaV24Tiling
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes, strided_pages=True
+        archs=("sm_90a",),
+        dtypes=("bf16", "fp16"),
+        features=("wgmma", "tma"),
+        problem=takes,
+        options=("strided_pages", "packed", "tree"),
     )
 
     def default_tiling(self) -> Tiling:
-        return FlashMlaV24Tiling()
+        pd = self.problem
+        if not pd.packed:
+            return FlashMlaV24Tiling()
+        # No larger than the mean request's query: rows without a token cost as much as others.
+        mean = max(1, -(-pd.query_tokens // pd.b))
+        return FlashMlaV24Tiling(query_tokens=max(1, min(mean, ROW_TILES[-1] // pd.group)))
 
     def autotune_configs(self) -> list[Tiling]:
-        return [FlashMlaV24Tiling()]
+        return [self.default_tiling()]
 
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
         fixed = self.tiling.split_tokens // TOKENS
         workers = self.tiling.workers or max(1, host.target(self).num_sms // self.problem.h_kv)
         requests, width = inputs[2].shape
+        if self.problem.packed:
+            requests = most_blocks(len(inputs[0]), requests, self.tiling.tokens(self.problem))
         slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
-        return self._make(inputs, slots, workers, fixed)
+        return self._make(inputs, requests, slots, workers, fixed)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
-        return self._make((), 0, 0, 0)
+        return self._make((), 0, 0, 0, 0)
 
-    def _make(self, inputs: Any, slots: int, workers: int, fixed: int) -> CuteKernel:
+    def _make(self, inputs: Any, requests: int, slots: int, workers: int, fixed: int) -> CuteKernel:
         geometry = self.tiling.geometry(self.problem)
         return host.decode_kernel(
-            self, flash_mla_v24, launch_flash_mla_v24, "flash_mla_v24", (geometry,), geometry.partials, inputs, slots,
-            workers, fixed,
+            self, flash_mla_v24, launch_flash_mla_v24, "flash_mla_v24", (geometry,), geometry.partials, inputs,
+            requests, slots, workers, fixed,
         )  # fmt: skip

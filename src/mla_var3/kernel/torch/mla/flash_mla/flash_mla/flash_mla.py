@@ -16,7 +16,6 @@ import torch
 from mla_var3.device import Requirement
 from mla_var3.runtime import KernelPlan, Tiling, TorchKernel, Verdict
 from mla_var3.workload import decode
-from mla_var3.workload.decode import mla_decode_reference
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -36,7 +35,7 @@ class FlashMlaPlan(KernelPlan):
 
     workload = decode.WORKLOAD
     tiling_type = FlashMlaTiling
-    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"), strided_pages=True)
+    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"), options=("strided_pages", "packed", "tree"))
     graph_capturable = False
 
     def default_tiling(self) -> FlashMlaTiling:
@@ -45,18 +44,14 @@ class FlashMlaPlan(KernelPlan):
     def autotune_configs(self) -> list[Tiling]:
         return [FlashMlaTiling()]
 
-    def flash_mla(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (b, s, h, k) and lse (b, h, s), unrounded."""
-        pd = self.problem
-        return mla_decode_reference(q, kv_cache, page_table, seq_lens, k=pd.k, scale=pd.scale, causal=pd.causal)
+    def flash_mla(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (b, s, h, k) and lse (b, h, s), unrounded; of packed queries (tokens, h, k) and (tokens, h)."""
+        return decode.reference(self.problem, *inputs)
 
     def plan(self, *inputs: torch.Tensor) -> TorchKernel:
         q = inputs[0]
-        b, s, h, _ = q.shape
-        out = q.new_empty((b, s, h, self.problem.k))
-        lse = q.new_empty((b, h, s), dtype=torch.float32)
+        out = q.new_empty((*q.shape[:-1], self.problem.k))
+        lse = q.new_empty(q.shape[:2] if self.problem.packed else (len(q), q.shape[2], q.shape[1]), dtype=torch.float32)
         return TorchKernel(
             self.flash_mla,
             name="flash_mla",

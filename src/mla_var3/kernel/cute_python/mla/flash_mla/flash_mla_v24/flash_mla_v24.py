@@ -1288,9 +1288,9 @@ class FlashMlaV24Plan(KernelPlan):
         pd = self.problem
         if not pd.packed:
             return FlashMlaV24Tiling()
-        # No larger than the mean request's query: rows without a token cost as much as others.
-        mean = max(1, -(-pd.query_tokens // pd.b))
-        return FlashMlaV24Tiling(query_tokens=max(1, min(mean, ROW_TILES[-1] // pd.group)))
+        # All of a tile where some have several: of a request in two blocks the cache is read twice, which costs more
+        # than rows without a token.
+        return FlashMlaV24Tiling(query_tokens=1 if pd.query_tokens <= pd.b else max(1, ROW_TILES[-1] // pd.group))
 
     def autotune_configs(self) -> list[Tiling]:
         return [self.default_tiling()]

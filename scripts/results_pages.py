@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes docs/results/ from record files: a page an experiment, every figure with its record in an HTML comment.
+"""Writes docs/results/ from record files: a page an experiment, and one for each further device, every figure with its
+record in an HTML comment.
 
 scripts/results_pages.py            # after a sweep: name its file in `FILES`
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
@@ -32,38 +34,63 @@ WHAT = {
         "(`experiment=unseen`)."
     ),
 }
-FILES = {name: f"h200/2026-11-25-{name}-v23.jsonl" for name in WHAT}
+#: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
+FILES = {
+    "h200": {name: f"h200/2026-11-25-{name}-v23.jsonl" for name in WHAT},
+    "h100": {name: f"h100/2026-11-25-{name}.jsonl" for name in WHAT},
+}
+MAIN, *OTHERS = FILES
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
-    f"{Device.get('h200').name}, bf16, latent 512 + rope 64, 64-token pages, cold L2. Burst is a cool chip, "
-    "sustained the chip at its power limit; the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same "
-    "run. All contenders of a cell took turns in one process. The library is FlashMLA, built from source; a "
-    "speedup above 1 means that the kernel here is faster."
+    "bf16, latent 512 + rope 64, 64-token pages, cold L2. Burst is a cool chip, sustained the chip at its power limit; "
+    "the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. All contenders of a cell took turns in "
+    "one process. The libraries are FlashMLA, built from source, and FlashAttention-3 where it is named; a speedup "
+    "above 1 means that the kernel here is faster."
 )
 
 
-def page(name: str) -> str:
-    """The text of one page."""
-    records = [record.model_dump() for record in load([ROOT / "results" / FILES[name]]).records]
+def records_of(device: str, name: str) -> list[dict[str, Any]]:
+    return [record.model_dump() for record in load([ROOT / "results" / FILES[device][name]]).records]
+
+
+def against(records: list[dict[str, Any]]) -> str:
+    """Summary and table of the fastest kernels of this project that are still here."""
     here = {kernel.label for kernel in registry.all_kernels()}
     live = [r for r in records if label(r) in here]
+    return f"{summary(live)}\n\n{{heading}}{against_libraries(live)}\n"
+
+
+def page(name: str) -> str:
+    """The text of an experiment's page."""
+    records = records_of(MAIN, name)
+    table = against(records).format(heading="## The fastest kernel here against the library\n\n")
     return (
-        f"{HEAD}\n# {name}\n\n{METHOD}\n\n{WHAT[name]} Records: `results/{FILES[name]}`.\n\n{summary(live)}\n\n"
-        f"## The fastest kernel here against the library\n\n{against_libraries(live)}\n\n"
-        f"## All contenders\n\n{comparison(records)}\n"
+        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {METHOD}\n\n{WHAT[name]} Records: `results/{FILES[MAIN][name]}`."
+        f"\n\n{table}\n## All contenders\n\n{comparison(records)}\n"
     )
+
+
+def device_page(device: str) -> str:
+    """The text of a further device's page."""
+    text = f"{HEAD}\n# {Device.get(device).name}\n\n{METHOD}\n"
+    for name, path in FILES[device].items():
+        table = against(records_of(device, name)).format(heading="")
+        text += f"\n## {name}\n\n{WHAT[name]} Records: `results/{path}`.\n\n{table}"
+    return text
 
 
 def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
-    return f"{HEAD}\n# Results\n\n{METHOD}\n\n{rows}"
+    others = "".join(f"- [{Device.get(name).name}]({name}.md): the same experiments\n" for name in OTHERS)
+    return f"{HEAD}\n# Results\n\n{Device.get(MAIN).name}, {METHOD}\n\n{rows}{others}"
 
 
 def pages() -> dict[str, str]:
     """File name -> text of every page."""
-    return {"README.md": index(), **{f"{name}.md": page(name) for name in WHAT}}
+    of_experiments = {f"{name}.md": page(name) for name in WHAT}
+    return {"README.md": index(), **of_experiments, **{f"{name}.md": device_page(name) for name in OTHERS}}
 
 
 def main() -> int:

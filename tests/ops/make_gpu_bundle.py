@@ -124,7 +124,7 @@ def sanitizer_part() -> Iterator[Wanted]:
             plan_type = registry.get_plan(kernel)
             yield from ((kernel, {}, cell) for cell in cells if plan_type(cell, None, DEVICE).supported())
     yield from picked(cells)
-    yield from fixed_splits(cells, SPLIT_TOKENS)
+    yield from fixed_splits([cell for cell in cells if not cell.packed], SPLIT_TOKENS)
 
 
 def fixed_part() -> Iterator[Wanted]:

@@ -28,7 +28,6 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
     from mla_var3.device import Device
     from mla_var3.kernel import registry
     from mla_var3.lab.sweep.plan import select_kernels
-    from mla_var3.ops import mla_decode
 
     device = Device.detect()
     if device is None:
@@ -45,15 +44,20 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
                 print(f"{kernel.label} {problem.label}: skipped: {verdict.reason}")
                 continue
             yield kernel.label, problem, lambda given, plan=plan: plan.plan(*given)()
-        for name, wanted, options in (("fixed_split", fixed, {"fixed_split": SPLIT_TOKENS}), ("mla_decode", ops, {})):
-            if wanted:
-                yield (
-                    name,
-                    problem,
-                    lambda given, pd=problem, more=options: mla_decode(
-                        *given, causal=pd.causal, return_lse=True, **more
-                    ),
-                )
+        calls = [("mla_decode", {})] if ops else []
+        if fixed and not problem.packed:
+            calls.append(("fixed_split", {"fixed_split": SPLIT_TOKENS}))
+        for name, options in calls:
+            yield name, problem, lambda given, pd=problem, options=options: call(pd, given, options)
+
+
+def call(problem: Any, given: Sequence[Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    """(out, lse) of `mla_decode`."""
+    from mla_var3.ops import mla_decode
+    from mla_var3.workload.decode import more
+
+    fifth = {name: x.bool() if name == "mask" else x for name, x in more(*given).items()}
+    return mla_decode(*given[:4], causal=problem.causal, return_lse=True, **fifth, **options)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -71,14 +75,14 @@ def main(words: Sequence[str] | None = None) -> int:
     import torch
 
     from mla_var3.check.judge import compare
-    from mla_var3.workload.decode import DOMINATED, WORKLOAD, make_inputs, mla_decode_reference
+    from mla_var3.workload.decode import DOMINATED, WORKLOAD, make_inputs
 
     wrong = count = 0
     for name, problem, run in cases(args.kernels, args.fixed, args.ops):
         given = make_inputs(problem, "cpu", seed=5)
         found = run(tuple(x.cuda() for x in given))
         torch.cuda.synchronize()
-        reference = mla_decode_reference(*given, k=problem.k, scale=problem.scale, causal=problem.causal)
+        reference = WORKLOAD.reference(problem, *given)
         verdict = compare(WORKLOAD, [x.cpu() for x in found], reference, DOMINATED)
         print(f"{name} {problem.label}: {'right' if verdict.ok else verdict.reason}", flush=True)
         wrong += not verdict.ok

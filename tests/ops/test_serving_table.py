@@ -31,6 +31,14 @@ def widths(*sizes: tuple[int, int]) -> list[Cell]:
     return here(*({"k": k, "p": p} for k, p in sizes))
 
 
+def packed(*heads: int) -> list[Cell]:
+    return here(*({"h": h, "queries": counts} for h in heads for counts in ([1, 1, 1, 1], [3, 0, 70, 1])))
+
+
+def trees(*sizes: tuple[int, int]) -> list[Cell]:
+    return here(*({"h": h, "s": s, "tree": True} for h, s in sizes))
+
+
 # What the first column says, in problems and devices: every one of them must agree with the row.
 ROWS: dict[str, list[Cell]] = {
     "pages of 64, 128, 256, .. tokens": pages(64, 128, 256, 1024),
@@ -53,6 +61,10 @@ ROWS: dict[str, list[Cell]] = {
     "17 to 32 query rows": here({"h": 17}, {"h": 20}, {"h": 32}, {"h": 16, "s": 2}, {"h": 8, "s": 4, "causal": True}),
     "more query rows": here({"h": 33}, {"h": 64}, {"h": 128}, {"h": 256}, {"h": 16, "s": 4}, {"h": 128, "s": 2}),
     "several caches (h_kv)": here({"h": 128, "h_kv": 8}, {"h": 9, "h_kv": 3}, {"h": 16, "h_kv": 16}),
+    "different query tokens a request (`cu_seqlens_q`), up to 32 heads of a cache": packed(1, 5, 16, 32),
+    "the same with more heads": packed(33, 64, 128),
+    "a mask of the newest tokens (`mask`), up to 32 query rows": trees((4, 8), (16, 2), (3, 5)),
+    "the same with more rows": trees((16, 8), (128, 4), (20, 60)),
     "bf16, fp16": here({"dtype": "bf16"}, {"dtype": "fp16"}),
     "fp32": here({"dtype": "fp32"}),
     "Hopper (sm_90a)": [({"h": 16}, key) for key in ("h100", "h800", "h200", "h20")],

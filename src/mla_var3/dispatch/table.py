@@ -223,7 +223,7 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
     timed: dict[Any, list[Timed]] = {}  # of a device and problem
     for record, run in counted:
         picked = getattr(record, "picked_by", None)
-        if picked and (record.requested != "dispatch" or (own.get(named(record)) or _default(record)) != record.tiling):
+        if picked and (record.requested != "dispatch" or not _has(record, own.get(named(record)) or _default(record))):
             continue
         asked = () if picked else _asked(record)
         problem = _problem(record)
@@ -316,6 +316,13 @@ def _asked(record: Record) -> tuple[tuple[str, Any], ...]:
         return ()
     fields = record.tiling if isinstance(record.requested, str) else record.requested
     return tuple(sorted((fields or {}).items()))
+
+
+def _has(record: Record, knobs: Mapping[str, Any] | None) -> bool:
+    """Whether a record was measured with these knobs; one that its version did not have then says nothing."""
+    if knobs is None or record.tiling is None:
+        return False
+    return all(knobs.get(name, value) == value for name, value in record.tiling.items())
 
 
 def _default(record: Record) -> dict[str, Any] | None:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -107,6 +109,13 @@ def wanted() -> Iterator[Call]:
             yield Call(record.kernel.label, record.problem, record.tiling, record.device, many, by)
 
 
+def compiled_apart(calls: Sequence[Call]) -> list[Line]:
+    """The lines of calls, compiled in a process of their own."""
+    words = [sys.executable, __file__, "--some", json.dumps([asdict(call) for call in calls])]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    return [Line(**json.loads(text)) for text in done.stdout.splitlines()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="only these versions")
@@ -139,14 +148,12 @@ def main() -> int:
         group = json.dumps(place[:3] if language == "cute-dsl" else place[:1])
         todo.setdefault(group, {}).setdefault(place, call)
     made = []
-    for calls in todo.values():
-        words = [sys.executable, __file__, "--some", json.dumps([asdict(call) for call in calls.values()])]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-        for text in done.stdout.splitlines():
-            line = Line(**json.loads(text))
-            made.append(line)
-            where = line.problem or line.problem_class
-            print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for lines_of in pool.map(compiled_apart, [list(calls.values()) for calls in todo.values()]):
+            for line in lines_of:
+                made.append(line)
+                where = line.problem or line.problem_class
+                print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
     again = {place_of(line) for line in made}
     # A line that nothing asks for any more goes, unless its version was not looked at.
     looked = [line for line in lines if (args.kernels and line.kernel not in args.kernels) or place_of(line) in asked]

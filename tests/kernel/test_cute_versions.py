@@ -24,6 +24,12 @@ WIDE = [k for k in VERSIONS if k.version >= 21]
 
 
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
+def test_a_version_is_read_in_ten_files(kernel: registry.KernelId) -> None:
+    files = [path for path in registry.source_files(kernel) if "cute_python" in path.parts]
+    assert len([path for path in files if path.name != "__init__.py"]) <= 10
+
+
+@pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
 def test_a_bundle_holds_what_a_plan_asks_for(kernel: registry.KernelId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled under their names, and a plan looks its functions up by name: the two must be the same."""
     from mla_var3.toolchain import aot

@@ -1,4 +1,5 @@
-"""A thousand problems drawn at random, each against the oracle; and the same bits a hundred times in every regime."""
+"""Problems drawn at random, each against the oracle, and the same bits a hundred times in every regime: a thousand with
+pages of whole KV tiles and 512 + 64 columns, and four hundred of what engines hand over besides."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from mla_var3.workload.decode import (  # noqa: E402
     MlaProblem,
     bounds_for,
     make_inputs,
+    more,
 )
 
 pytestmark = pytest.mark.gpu
 
 SEED = 20261121
 CLASSES, BATCHES = 40, 25
+OTHERS = 16  # further classes: other pages, widths and strides, packed queries, trees
 MOST_FLOPS = 2e11  # of a problem: the oracle computes in float64
 MOST_BYTES = 600_000_000  # of a cache
 
@@ -41,9 +44,15 @@ class Drawn:
 
 @functools.cache
 def drawn() -> tuple[tuple[Drawn, ...], ...]:
-    """CLASSES problem classes with BATCHES problems each."""
-    rng = random.Random(SEED)
-    return tuple(tuple(_batch(rng, fields) for _ in range(BATCHES)) for fields in (_class(rng) for _ in range(CLASSES)))
+    """CLASSES + OTHERS problem classes with BATCHES problems each."""
+    rng, others = random.Random(SEED), random.Random(SEED + 1)
+    return (
+        *(tuple(_batch(rng, fields) for _ in range(BATCHES)) for fields in (_class(rng) for _ in range(CLASSES))),
+        *(
+            tuple(_batch(others, fields) for _ in range(BATCHES))
+            for fields in (_other(others, i) for i in range(OTHERS))
+        ),
+    )
 
 
 def _class(rng: random.Random) -> dict[str, Any]:
@@ -60,8 +69,29 @@ def _class(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _other(rng: random.Random, number: int) -> dict[str, Any]:
+    """Every fourth class is packed, every fourth has a tree; the others have several query tokens, or one."""
+    h_kv = rng.choice((1, 1, 1, 2))
+    fields = {
+        "h": rng.choice((128, 64, 40, 16, 8, rng.randint(1, 128))) * h_kv,
+        "h_kv": h_kv,
+        "page": rng.choice((1, 16, 32, 24, 64, 64)),
+        "dtype": rng.choice(("bf16", "bf16", "fp16")),
+        "s": 1,
+        **dict(zip(("k", "p"), rng.choice(((512, 64), (512, 0), (256, 64), (256, 32))), strict=True)),
+        "strided_pages": rng.random() < 0.4,
+    }
+    if number % 4 == 0:
+        return {**fields, "packed": True, "causal": rng.random() < 0.7}
+    if number % 4 == 1:
+        return {**fields, "tree": True, "s": rng.randint(2, 40), "causal": False}
+    return {**fields, "s": rng.choice((1, 1, 2, 5)), "causal": True}
+
+
 def _batch(rng: random.Random, fields: dict[str, Any]) -> Drawn:
-    page, s = fields["page"], fields["s"]
+    fields = dict(fields)
+    packed = fields.pop("packed", False)
+    page, s = fields["page"], 12 if packed else fields["s"]
     most = int(MOST_FLOPS / (2 * 1088 * s * fields["h"]))  # tokens, over all requests
     longest = rng.choice((page, 300, 2000, 9000, 40000))
     edges = (0, 1, s - 1, s, page - 1, page, page + 1, 2 * page, 2 * page + 1)
@@ -73,13 +103,20 @@ def _batch(rng: random.Random, fields: dict[str, Any]) -> Drawn:
         if sum(lengths) + length > most:
             length = rng.choice(edges)
         lengths.append(length)
-    problem = MlaProblem(b=len(lengths), t=max(lengths), lengths=lengths, **fields)
+    queries = [rng.choice((0, 1, 1, 1, 2, rng.randint(1, s))) for _ in lengths] if packed else None
+    if queries and rng.random() < 0.3:
+        queries[0] = rng.randint(20, 200)  # a chunk of a prompt
+    problem = MlaProblem(b=len(lengths), t=max(lengths), lengths=lengths, queries=queries, **fields)
     return Drawn(problem, rng.choice(DISTRIBUTIONS), rng.randrange(1 << 30), rng.random() < 0.3)
 
 
 def test_the_draw_is_wide() -> None:
     problems = [d.problem for group in drawn() for d in group]
-    assert len(problems) == 1000 and len({p.problem_class() for p in problems}) >= 38
+    others = problems[1000:]
+    assert len(problems) == 1400 and len({p.problem_class() for p in problems}) >= 52
+    assert {p.page for p in others} >= {1, 16, 32, 64} and {(p.k, p.p) for p in others} >= {(512, 0), (256, 64)}
+    assert sum(p.packed for p in others) == sum(p.tree for p in others) == 100 and any(p.strided_pages for p in others)
+    problems = problems[:1000]
     assert {p.h_kv for p in problems} == {1, 2, 3, 8} and {p.dtype for p in problems} == {"bf16", "fp16"}
     assert any(0 in p.seq_lens for p in problems) and max(p.t for p in problems) == 40000
     assert min(p.h for p in problems) < 8 and max(p.s for p in problems) > 16
@@ -90,7 +127,7 @@ def compiled() -> None:
     compile_ahead([*(d.problem for group in drawn() for d in group), *REGIMES])
 
 
-@pytest.mark.parametrize("number", range(CLASSES))
+@pytest.mark.parametrize("number", range(CLASSES + OTHERS))
 def test_random_problems(number: int) -> None:
     wrong = []
     for each in drawn()[number]:
@@ -98,7 +135,9 @@ def test_random_problems(number: int) -> None:
         given = make_inputs(pd, "cuda", seed=each.seed, dist=each.dist)
         # The dominant distributions are made for the default scale; smaller ones stay within the bounds.
         scale = 0.7 * pd.scale if each.own_scale and each.dist in ("flashmla", "normal") else pd.scale
-        found = mla_decode(*given, scale=scale, causal=pd.causal, return_lse=True)
+        fifth = {name: x.bool() if name == "mask" else x for name, x in more(*given).items()}
+        options: dict[str, Any] = {"head_dim_v": pd.k, "causal": pd.causal, "return_lse": True, **fifth}
+        found = mla_decode(*given[:4], scale=scale, **options)
         verdict = judge(found, given, scale, pd.causal, bounds_for(each.dist))
         if not verdict.ok:
             wrong.append(f"{pd.label} {pd.seq_lens} {each.dist} seed {each.seed}: {verdict.reason}")

@@ -96,11 +96,6 @@ def write_mode(table: cute.Tensor, line: Line, as_guessed: Boolean, pool: Pool) 
     table[2 * (cute.size(table) // 2 - 1)] = cutlass.select_(in_shares(line, pool.fixed), shares, others)
 
 
-def list_request(table: cute.Tensor, request: Int32, count: Int32, base: Int32) -> None:
-    """Writes a request's entry: its splits, and the slot of the first one; one thread."""
-    table[2 * request], table[2 * request + 1] = count, base
-
-
 def log2_warps_of(count: Any, together: int) -> Any:
     """log2 of the warps of a row."""
     log2_warps = Int32(0)
@@ -305,11 +300,11 @@ def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32
 def combine(
     outputs: cute.Tensor,  # fp16, global memory, `Partials`
     stats: cute.Tensor,  # fp32, global memory, `Partials`
-    table: cute.Tensor,  # (2 (b + 1),) int32, global memory: (splits, base) of requests, (`SHARES` or so, -)
+    table: cute.Tensor,  # (2 (b + 1),) int32, global memory: of `partials.list_request`; then (`SHARES` or so, -)
     out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
     lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
-    query_blocks: cute.Tensor | None,  # of `prims.blocks`, or None: out and lse are packed, and requests are blocks
+    query_blocks: cute.Tensor | None,  # of `prims.rows`, or None: out and lse are packed, and requests are blocks
     width: Int32,  # workers for each request where they are in shares (`scheduler.shares_of`)
     merge: cutlass.Constexpr,
     shape: cutlass.Constexpr,  # of `SHAPES`
@@ -410,7 +405,7 @@ def launch(
     out: cute.Tensor,
     lse: cute.Tensor,
     seq_lens: cute.Tensor,
-    query_blocks: cute.Tensor | None,  # of `prims.blocks`, or None
+    query_blocks: cute.Tensor | None,  # of `prims.rows`, or None
     pool: Pool,
     ctas: Int32,  # how many there are to be where there are no shares
     merge: cutlass.Constexpr,

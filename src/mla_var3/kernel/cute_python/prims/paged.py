@@ -1,4 +1,11 @@
-"""Reading a paged cache with TMA, in boxes of up to 64 tokens by 64 columns, and rows that must not be believed."""
+"""Reading a paged cache: with TMA, in boxes of up to 64 tokens by 64 columns, or, where no box fits its pages, row by
+row; and rows that must not be believed.
+
+Rows are gathered with cp.async, 16 bytes a lane, into panels of 64 tokens by 64 columns that lie in shared memory as
+TMA would have laid them. Eight lanes copy a row of a panel, 128 bytes, so a warp copies four rows an instruction. A
+lane looks up the page of one token and passes it on to those that copy its row. MMAs read panels through the async
+proxy, which does not see what cp.async has written before a fence of the lane that wrote it: `publish_rows`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +25,8 @@ PANEL_ELEMENTS = TOKENS * PANEL
 PANEL_BYTES = 2 * PANEL_ELEMENTS
 CHUNK = 8  # 16-bit elements in 16 bytes, which strides of a cache are multiples of
 SMALLEST_BOX = 16  # tokens: below it a panel would take more TMA loads than it is worth
+ROW_LANES = 8  # on a row of a panel that is gathered
+ROWS = 32 // ROW_LANES  # of a panel, an instruction
 
 # L2 policy as createpolicy encodes it; CUTLASS passes the same value to its TMA loads.
 EVICT_FIRST = 0x12F0000000000000
@@ -25,7 +34,7 @@ EVICT_FIRST = 0x12F0000000000000
 
 def box_tokens(page: int) -> int:
     """Tokens of a TMA box of a cache with pages of `page` tokens: a tile's boxes and a page's cover both without a
-    rest. 0: such boxes would be too small, and rows are to be gathered (`prims.gather`)."""
+    rest. 0: such boxes would be too small, and rows are to be gathered (`row_source_of`)."""
     tokens = math.gcd(page, TOKENS)
     return tokens if tokens >= SMALLEST_BOX else 0
 
@@ -117,6 +126,62 @@ def load_panel(
         load_box(tma, boxes[None, at, panel, of_box], places[None, i], barrier, blocks)
 
 
+# ------------------------------------------------------------------------------------------------ rows, gathered
+def row_entry_of(token: Int32, length: Int32, page: int) -> Int32:
+    """Where in a request's row of the page table a token's page is; of tokens past the end of the request, the last
+    one's: entries behind it may hold anything. length: of the request, at least 1."""
+    return cutlass.min(token, length - 1) // page
+
+
+@cute.jit
+def row_source_of(
+    cache: cute.Tensor,  # (num_pages, page, h_kv, width), global memory
+    found: Int32,  # the page of token first + lane, at its `row_entry_of`
+    first: Int32,
+    row: Int32,  # a multiple of 4
+    length: Int32,
+    kv_head: Int32,
+) -> Int64:
+    """Address from which this lane copies of tokens first + row .. first + row + 3. Tokens past the end of the request
+    are the last one again."""
+    _, page, h_kv, width = cache.shape
+    lane = cute.arch.lane_idx()
+    holder = row + lane // ROW_LANES
+    in_page = (cutlass.min(first + holder, length - 1) % page * h_kv + kv_head) * width + lane % ROW_LANES * CHUNK
+    offset = Int64(cute.arch.shuffle_sync(found, holder)) * page_stride(cache) + in_page
+    return cache.iterator.toint() + cache.element_type.width // 8 * offset
+
+
+@cute.jit
+def copy_rows(source: Int64, column: Int32, width: cutlass.Constexpr, panel: cute.Pointer, first_row: Int32):
+    """Starts a warp's copy of four rows of a panel. source: of `row_source_of`; column: of the cache, which is `width`
+    columns wide, with which the panel begins; first_row: of the panel, a multiple of 4. Where the cache ends inside the
+    panel, its last columns are read again: behind them there may be no memory."""
+    lane, dtype = cute.arch.lane_idx(), panel.dtype
+    if cutlass.const_expr(width % PANEL != 0):
+        column = column - cutlass.max(column + (lane % ROW_LANES + 1) * CHUNK - width, 0)
+    row = first_row + lane // ROW_LANES
+    place = panel + cute.assume(row * PANEL + ((lane % ROW_LANES) ^ (row % 8)) * CHUNK, divby=CHUNK)
+    address = cute.make_ptr(dtype, source + dtype.width // 8 * column, cute.AddressSpace.gmem, assumed_align=16)
+    atom = cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
+    )  # fmt: skip
+    chunk = cute.make_layout(CHUNK)
+    cute.copy(atom, cute.make_tensor(address, chunk), cute.make_tensor(place.align(16), chunk))
+
+
+@cute.jit
+def publish_rows(barriers: cutlass.Constexpr):
+    """Makes copies of this warp visible to MMAs, each lane having waited for its own, and arrives once at each of some
+    mbarriers."""
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        for barrier in barriers:
+            cute.arch.mbarrier_arrive(barrier)
+
+
+# ------------------------------------------------------------------------------------------------ rows past the end
 @cute.jit
 def zero_rows(panel: cute.Pointer, first_row: Int32, thread: Int32, panels: cutlass.Constexpr):
     """Zeroes rows first_row..63 (all when it is negative) of some 64-token panels behind each other: what a page holds

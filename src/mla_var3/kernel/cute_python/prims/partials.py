@@ -101,3 +101,9 @@ def store_vector(words: cute.Tensor, target: cute.Pointer, inside: cutlass.Boole
     if inside:
         vector = cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(4))
         cute.autovec_copy(words, vector)
+
+
+def list_request(table: cute.Tensor, request: Int32, count: Int32, base: Int32) -> None:
+    """Writes a request's entry of the table that the combine reads: its splits, and the slot of the first one; one
+    thread. table: (2 (b + 1),) int32, global memory."""
+    table[2 * request], table[2 * request + 1] = count, base

@@ -55,8 +55,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, gather, paged, partials, rows, scheduler, softmax, wgmma
-from mla_var3.kernel.cute_python.prims.blocks import cut, keyless_place, most_blocks
+from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
@@ -110,7 +109,7 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask. packed:
-    requests differ in their query tokens, and s is those of a block (`prims.blocks`). tree: the caller's mask says
+    requests differ in their query tokens, and s is those of a block (`prims.rows`). tree: the caller's mask says
     which of the newest s keys a query token sees."""
 
     h: int
@@ -340,20 +339,20 @@ def load_rows(
         request = queries.block(split.request).request
         for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
             tokens = [tile * TOKENS + i for i in (0, 32)]
-            found = [page_table[request, gather.entry_of(i + lane, length, geometry.page)] for i in tokens]
+            found = [page_table[request, paged.row_entry_of(i + lane, length, geometry.page)] for i in tokens]
             cute.arch.mbarrier_wait(empty, parity)
             parity = parity ^ 1
             for g in cutlass.range_constexpr(len(groups)):
                 for i in cutlass.range_constexpr(2):
-                    for row in cutlass.range(0, 32, gather.ROWS, unroll=1):
-                        source = gather.source_of(cache, found[i], tokens[i], row, length, kv_head)
+                    for row in cutlass.range(0, 32, paged.ROWS, unroll=1):
+                        source = paged.row_source_of(cache, found[i], tokens[i], row, length, kv_head)
                         for panel in groups[g]:
                             place, width = own_stage + panel * PANEL_ELEMENTS, geometry.k + geometry.p
-                            gather.copy_rows(source, panel * PANEL, width, place, i * 32 + row)
+                            paged.copy_rows(source, panel * PANEL, width, place, i * 32 + row)
                 cute.arch.cp_async_commit_group()
             for g in cutlass.range_constexpr(len(groups)):
                 cute.arch.cp_async_wait_group(len(groups) - 1 - g)
-                gather.publish([full + panel for panel in groups[g]])
+                paged.publish_rows([full + panel for panel in groups[g]])
         split = scheduler.next_split(split, seq_lens, line, geometry.costs)
 
 
@@ -931,7 +930,7 @@ def store_empty(
             block = queries.block(request)
             store_no_keys(out, lse, block, kv_head, first_row, thread, geometry)
             if thread == 0:
-                combine.list_request(table, request, Int32(0), Int32(0))
+                partials.list_request(table, request, Int32(0), Int32(0))
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
@@ -969,7 +968,7 @@ def consume(
     parity = Int32(0)  # of this consumer's stage
     keyless = line.empty
     if cutlass.const_expr(geometry.packed):
-        keyless = table[keyless_place(table)]
+        keyless = table[rows.keyless_place(table)]
     if keyless > 0:
         store_empty(out, lse, table, seq_lens, queries, pool, worker, kv_head, first_row, thread, geometry)
     while scheduler.has_work(split):
@@ -978,7 +977,7 @@ def consume(
         following = split
         if first == 0 and thread == 0 and combine.lists(line, pool):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
-            combine.list_request(table, split.request, count, base)
+            partials.list_request(table, split.request, count, base)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -1030,7 +1029,7 @@ def flash_mla_v23(
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
-    blocks: cute.Tensor | None,  # of `prims.blocks`, global memory, or None
+    blocks: cute.Tensor | None,  # of `prims.rows`, global memory, or None
     mask: cute.Tensor | None,  # (b, s, s) uint8, global memory, or None
     out: cute.Tensor,  # as q, but for k columns
     lse: cute.Tensor,  # (b, h, s) fp32, global memory; packed, tokens for b, and each block's tokens for s
@@ -1164,7 +1163,7 @@ def launch_flash_mla_v23(
     workers: Int32,
     fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
     cu_seqlens_q: cute.Tensor | None,  # (b + 1,) int32 where the queries are packed,
-    blocks: cute.Tensor | None,  # with room for their blocks (`prims.blocks`)
+    blocks: cute.Tensor | None,  # with room for their blocks (`prims.rows`)
     mask: cute.Tensor | None,  # (b, s, s) uint8 where there is a mask of the newest keys
     geometry: cutlass.Constexpr,
     stream: CUstream,
@@ -1176,7 +1175,7 @@ def launch_flash_mla_v23(
     requests = q.shape[0]
     if cutlass.const_expr(geometry.packed):
         requests = blocks.shape[0]
-        seq_lens = cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
+        seq_lens = rows.cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
         q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
     pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, geometry.costs)
     flash_mla_v23(
@@ -1291,7 +1290,7 @@ class FlashMlaV23Plan(KernelPlan):
         workers, fixed = self.workers(), self.tiling.split_tokens // TOKENS
         requests, width = inputs[2].shape
         if self.problem.packed:
-            requests = most_blocks(len(inputs[0]), requests, self.tiling.geometry(self.problem).s)
+            requests = rows.most_blocks(len(inputs[0]), requests, self.tiling.geometry(self.problem).s)
         slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
         return self._make(inputs, requests, slots, workers, fixed)
 

@@ -51,8 +51,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, gather, paged, partials, rows, scheduler, softmax, wgmma
-from mla_var3.kernel.cute_python.prims.blocks import cut, keyless_place, most_blocks
+from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
@@ -104,7 +103,7 @@ class Barrier(IntEnum):
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask; n: rows
     of the query tile; slots: panels of the ring. packed: requests differ in their query tokens, and s is those of a
-    block (`prims.blocks`). tree: the caller's mask says which of the newest s keys a query token sees."""
+    block (`prims.rows`). tree: the caller's mask says which of the newest s keys a query token sees."""
 
     h: int
     h_kv: int
@@ -290,14 +289,14 @@ def load_rows(
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
         request, length = queries.block(split.request).request, split.length
         if first < end:
-            page = page_table[request, gather.entry_of(first * TOKENS + first_row + lane, length, geometry.page)]
+            page = page_table[request, paged.row_entry_of(first * TOKENS + first_row + lane, length, geometry.page)]
         for tile in cutlass.range(first, end, unroll=1):
             # Loaded a tile ahead, to hide its latency; behind the last tile, the same entry again.
             ahead = cutlass.min(tile + 1, end - 1) * TOKENS + first_row + lane
-            following = page_table[request, gather.entry_of(ahead, length, geometry.page)]
+            following = page_table[request, paged.row_entry_of(ahead, length, geometry.page)]
             token = tile * TOKENS + first_row
             sources = [
-                gather.source_of(cache, page, token, i, length, kv_head) for i in range(0, GATHERED, gather.ROWS)
+                paged.row_source_of(cache, page, token, i, length, kv_head) for i in range(0, GATHERED, paged.ROWS)
             ]
             for i in cutlass.range(geometry.panels, unroll=1):
                 full_up = is_taken(empty + slot, phase)
@@ -307,7 +306,7 @@ def load_rows(
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 for j in cutlass.range_constexpr(len(sources)):
                     place, width = ring + slot * PANEL_ELEMENTS, geometry.k + geometry.p
-                    gather.copy_rows(sources[j], i * PANEL, width, place, first_row + j * gather.ROWS)
+                    paged.copy_rows(sources[j], i * PANEL, width, place, first_row + j * paged.ROWS)
                 cute.arch.cp_async_commit_group()
                 pending = pending + 1
                 if pending > IN_FLIGHT:
@@ -331,7 +330,7 @@ def publish_oldest(full: cute.Pointer, oldest: Int32, pending: Int32, geometry: 
     for behind in cutlass.range_constexpr(IN_FLIGHT + 1):
         if pending == behind + 1:
             cute.arch.cp_async_wait_group(behind)
-    gather.publish([full + oldest])
+    paged.publish_rows([full + oldest])
     following, _ = ring_at(oldest, Int32(0), 1, geometry.slots)
     return following, pending - 1
 
@@ -914,7 +913,7 @@ def store_empty(
         if seq_lens[request] <= 0:
             store_no_keys(out, lse, queries.block(request), kv_head, thread, geometry)
             if thread == 0:
-                combine.list_request(table, request, Int32(0), Int32(0))
+                partials.list_request(table, request, Int32(0), Int32(0))
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
@@ -964,7 +963,7 @@ def consume(
     is_first = Boolean(True)
     keyless = line.empty
     if cutlass.const_expr(geometry.packed):
-        keyless = table[keyless_place(table)]
+        keyless = table[rows.keyless_place(table)]
     if keyless > 0:
         store_empty(out, lse, table, seq_lens, queries, pool, worker, kv_head, thread, geometry)
     while scheduler.has_work(split):
@@ -972,7 +971,7 @@ def consume(
         block = queries.block(split.request)
         if first == 0 and thread == 0 and combine.lists(line, pool):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
-            combine.list_request(table, split.request, count, base)
+            partials.list_request(table, split.request, count, base)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -1031,7 +1030,7 @@ def flash_mla_v24(
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
-    blocks: cute.Tensor | None,  # of `prims.blocks`, global memory
+    blocks: cute.Tensor | None,  # of `prims.rows`, global memory
     mask: cute.Tensor | None,  # (b, s, s) uint8, global memory
     out: cute.Tensor,  # as q, but for k columns
     lse: cute.Tensor,  # (b, h, s) fp32, global memory; packed, tokens for b, and each block's tokens for s
@@ -1151,7 +1150,7 @@ def launch_flash_mla_v24(
     workers: Int32,
     fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
     cu_seqlens_q: cute.Tensor | None,  # (b + 1,) int32 where the queries are packed,
-    blocks: cute.Tensor | None,  # with room for their blocks (`prims.blocks`)
+    blocks: cute.Tensor | None,  # with room for their blocks (`prims.rows`)
     mask: cute.Tensor | None,  # (b, s, s) uint8 where there is a mask of the newest keys
     geometry: cutlass.Constexpr,
     stream: CUstream,
@@ -1163,7 +1162,7 @@ def launch_flash_mla_v24(
     requests = q.shape[0]
     if cutlass.const_expr(geometry.packed):
         requests = blocks.shape[0]
-        seq_lens = cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
+        seq_lens = rows.cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
         q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
     pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, COSTS)
     flash_mla_v24(
@@ -1301,7 +1300,7 @@ class FlashMlaV24Plan(KernelPlan):
         workers = self.tiling.workers or max(1, host.target(self).num_sms // self.problem.h_kv)
         requests, width = inputs[2].shape
         if self.problem.packed:
-            requests = most_blocks(len(inputs[0]), requests, self.tiling.tokens(self.problem))
+            requests = rows.most_blocks(len(inputs[0]), requests, self.tiling.tokens(self.problem))
         slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
         return self._make(inputs, requests, slots, workers, fixed)
 

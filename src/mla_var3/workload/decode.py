@@ -914,7 +914,7 @@ def _far_pages(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The same pages at the end of a cache of more than 2^31 elements; None where memory is short."""
     import torch
 
-    q, cache, table, lens = inputs
+    q, cache, table, *others = inputs
     step = cache.stride(0)
     before = 2**31 // step + 1
     elements = (before + len(cache)) * step
@@ -923,7 +923,7 @@ def _far_pages(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     large = torch.empty(elements, dtype=cache.dtype, device=cache.device)
     large = large.as_strided((before + len(cache), *cache.shape[1:]), cache.stride())
     large[before:] = cache
-    return q, large, torch.where(table == GARBAGE_PAGE, table, table + before), lens
+    return q, large, torch.where(table == GARBAGE_PAGE, table, table + before), *others
 
 
 # ---------------------------------------------------------------- the workload

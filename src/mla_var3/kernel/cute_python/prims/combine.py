@@ -104,6 +104,15 @@ def log2_warps_of(count: Any, together: int) -> Any:
     return log2_warps
 
 
+def log2_warps_for(rows: Any, blocks: Any) -> Any:
+    """log2 of the warps of a row where all rows are to be summed at once. A longest request of many splits would have
+    several warps for the rows of all others, most of them with nothing to add, and so several rounds of rows."""
+    log2_warps = Int32(0)
+    for i in range(1, WARPS.bit_length()):
+        log2_warps = log2_warps + Int32((rows << i) <= blocks * WARPS)
+    return log2_warps
+
+
 @cute.jit
 def list_splits(table: cute.Pointer, first: Int32, requests: Int32, listed: cute.Tensor, lane: Int32):
     """Lists the split ones of BATCH requests, by one warp; (how many there are, the most splits of one).
@@ -388,6 +397,8 @@ def combine(
             cute.arch.sync_threads()
             rows, following = shared[0] * (merge.all_rows * slices), following + BATCH
             log2_warps = log2_warps_of(shared[1], together)
+            if width > 1:
+                log2_warps = cutlass.min(log2_warps, log2_warps_for(rows, blocks))
         per_cta = Int32(WARPS) >> log2_warps
         searching = item * per_cta < rows
         if mode == LISTED:

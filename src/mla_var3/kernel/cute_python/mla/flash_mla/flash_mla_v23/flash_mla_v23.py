@@ -207,7 +207,7 @@ class Geometry:
         """In KV tiles. A pair of query tiles takes 1.6 us for one, and 6.5 us for the begin and end of a split, in
         which the loop drains and fills; a single query tile takes 2.5 us, with memory as the limit, and no more for
         the rest."""
-        return Costs(unit=TOKENS, overhead=4 if self.cluster > 1 else 3, combine=3, listed=4, join=3)
+        return Costs(unit=TOKENS, overhead=4 if self.cluster > 1 else 3, combine=1, listed=2, join=3)
 
     @property
     def merge(self) -> combine.Merge:

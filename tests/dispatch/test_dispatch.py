@@ -251,11 +251,12 @@ def test_a_version_that_its_devlog_rejects_is_not_in_the_table(
 
 
 def test_the_table_lands_near_the_best_where_it_was_not_told() -> None:
-    """Leave one cell out, pick from the others: within 1 % of the best version there on average, nowhere over 10 %."""
-    for device in tables.load().devices.values():
-        held = selection.hold_out(device)
+    """Leave one cell out, pick from the others: within 1 % of the best version there on average, nowhere over 10 %. Of
+    an H100 one version a cell was measured, so that there is nothing to compare."""
+    results = {device.device: selection.hold_out(device) for device in tables.load().devices.values()}
+    assert len(results["h200"]) >= 15 and set(results) == {"h100", "h200"}
+    for held in filter(None, results.values()):
         found = selection.summary(held)
-        assert found["cells"] >= 15
         assert found["mean_ratio"] < 1.01, found
         assert found["worst"]["ratio"] < 1.1, found
 

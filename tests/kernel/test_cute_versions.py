@@ -154,10 +154,10 @@ def test_widths_are_refused_with_a_reason(kernel: registry.KernelId) -> None:
 
 
 def test_what_is_loaded_is_freed_by_exactly_one_consumer() -> None:
-    from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v23.flash_mla_v23 import Geometry
+    from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v23.flash_mla_v23 import FlashMlaV23Tiling
 
     for k, p in (*WIDTHS, (512, 64)):
-        geometry = Geometry.of(MlaProblem(k=k, p=p))
+        geometry = FlashMlaV23Tiling().geometry(MlaProblem(k=k, p=p))
         assert geometry.stage_elements == 64 * 64 * (geometry.p_panel + 1)
         assert geometry.panels == geometry.p_panel + (p > 0) and geometry.slices == (k + p) // 16
         for stage in (0, 1):

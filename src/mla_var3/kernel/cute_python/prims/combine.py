@@ -397,6 +397,7 @@ def combine(
             cute.arch.sync_threads()
             rows, following = shared[0] * (merge.all_rows * slices), following + BATCH
             log2_warps = log2_warps_of(shared[1], together)
+            # Of splits that the caller fixes the width is 1: how a row is summed depends on its own request alone.
             if width > 1:
                 log2_warps = cutlass.min(log2_warps, log2_warps_for(rows, blocks))
         per_cta = Int32(WARPS) >> log2_warps

@@ -35,6 +35,9 @@ request is written to `out`. Of shares the partial results are written, and `pri
 merges them. On an even line the workers merge them themselves (`join`), from registers into registers, while the rest
 of the chip still works.
 
+Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
+request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
+
 Two half outputs with a shared running maximum are FlashMLA's ("seesaw"). Merges versions 8, 10, 15 and 16, whose splits
 were cut on the host; their devlogs have what each idea brought.
 """
@@ -206,7 +209,8 @@ class Geometry:
     def costs(self) -> Costs:
         """In KV tiles. A pair of query tiles takes 1.6 us for one, and 6.5 us for the begin and end of a split, in
         which the loop drains and fills; a single query tile takes 2.5 us, with memory as the limit, and no more for
-        the rest."""
+        the rest. A combine that is launched takes as long where it has nothing to do, but for 1 us, or 2 to 3 where it
+        reads which splits there are."""
         return Costs(unit=TOKENS, overhead=4 if self.cluster > 1 else 3, combine=1, listed=2, join=3)
 
     @property

@@ -32,6 +32,9 @@ Split-KV: `prims.scheduler` deals splits to workers from the lengths. Where it d
 partial results. On an even line the workers merge them themselves (`join`), from registers into registers, while the
 rest of the chip still works. Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
 
+Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
+request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
+
 Merges versions 14 and 18, whose splits were cut on the host; their devlogs have what each idea brought.
 """
 

@@ -54,6 +54,12 @@ def records_of(device: str, name: str) -> list[dict[str, Any]]:
     return [record.model_dump() for record in load([ROOT / "results" / FILES[device][name]]).records]
 
 
+def where(device: str, name: str) -> str:
+    """The records of an experiment, and the commits whose code they timed."""
+    commits = sorted({r["source"]["commit"][:7] for r in records_of(device, name) if r["source"]["commit"]})
+    return f"Records: `results/{FILES[device][name]}`, of the code at commit {', '.join(commits)}."
+
+
 def against(records: list[dict[str, Any]]) -> str:
     """Summary and table of the fastest kernels of this project that are still here."""
     here = {kernel.label for kernel in registry.all_kernels()}
@@ -66,7 +72,7 @@ def page(name: str) -> str:
     records = records_of(MAIN, name)
     table = against(records).format(heading="## The fastest kernel here against the library\n\n")
     return (
-        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {METHOD}\n\n{WHAT[name]} Records: `results/{FILES[MAIN][name]}`."
+        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {METHOD}\n\n{WHAT[name]} {where(MAIN, name)}"
         f"\n\n{table}\n## All contenders\n\n{comparison(records)}\n"
     )
 
@@ -74,9 +80,9 @@ def page(name: str) -> str:
 def device_page(device: str) -> str:
     """The text of a further device's page."""
     text = f"{HEAD}\n# {Device.get(device).name}\n\n{METHOD}\n"
-    for name, path in FILES[device].items():
+    for name in FILES[device]:
         table = against(records_of(device, name)).format(heading="")
-        text += f"\n## {name}\n\n{WHAT[name]} Records: `results/{path}`.\n\n{table}"
+        text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}"
     return text
 
 

@@ -91,7 +91,7 @@ def test_mistakes(project: Path, tmp_path: Path) -> None:
 def test_the_design_that_has_most_versions(repo_root: Path, tmp_path: Path) -> None:
     (made,) = render(repo_root, "flash_mla", tmp_path, "sustained")
     text = made.path.read_text()
-    assert made.entries == len(list((repo_root / "devlogs" / "flash_mla").glob("*-v*.md"))) and made.pictures == 4
+    assert made.entries == len(list((repo_root / "devlogs" / "flash_mla").glob("*-v*.md"))) and made.pictures == 8
     assert "does not run on others (wgmma needs sm_90a)" in text and "b128_s1_h128_t4096" in text
     assert set(re.findall(r"href='#([\w.-]+)'", text)) <= set(re.findall(r"id='([\w.-]+)'", text))
 

@@ -10,9 +10,10 @@ import torch
 
 from mla_var3.check.judge import ErrorReport, compare
 from mla_var3.device import Device
+from mla_var3.ops import mla_decode
 from mla_var3.ops.decode import way_for
 from mla_var3.workload import Bound
-from mla_var3.workload.decode import WORKLOAD, MlaProblem, mla_decode_reference, more
+from mla_var3.workload.decode import WORKLOAD, MlaProblem, fifth_input, mla_decode_reference
 
 FLASH_MLA_SCALE = 576**-0.5
 
@@ -53,6 +54,12 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
     return len(jobs)
 
 
+def decode(problem: MlaProblem, given: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `mla_decode` on a problem's inputs, of which a fifth is cu_seqlens_q or a mask."""
+    fifth = {name: x.bool() if name == "mask" else x for name, x in fifth_input(*given).items()}
+    return mla_decode(*given[:4], causal=problem.causal, return_lse=True, **fifth, **options)
+
+
 def judge(
     found: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
@@ -61,7 +68,8 @@ def judge(
     bounds: dict[str, Bound],
 ) -> ErrorReport:
     """(out, lse) against the oracle on the same inputs, of which a fifth is cu_seqlens_q or a mask."""
-    reference = mla_decode_reference(*given[:4], k=found[0].shape[-1], scale=scale, causal=causal, **more(*given))
+    options: dict[str, Any] = {"k": found[0].shape[-1], "scale": scale, "causal": causal}
+    reference = mla_decode_reference(*given[:4], **options, **fifth_input(*given))
     return compare(WORKLOAD, found, reference, bounds)
 
 

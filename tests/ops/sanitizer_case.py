@@ -24,6 +24,8 @@ SPLIT_TOKENS = 128  # of the fixed-split mode
 
 def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str, Any, Any]]:
     """(name, problem, function of GPU inputs that returns (out, lse))."""
+    from ops_gpu import decode
+
     from mla_var3.cli.arguments import experiment_cells
     from mla_var3.device import Device
     from mla_var3.kernel import registry
@@ -48,16 +50,7 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
         if fixed and not problem.packed:
             calls.append(("fixed_split", {"fixed_split": SPLIT_TOKENS}))
         for name, options in calls:
-            yield name, problem, lambda given, pd=problem, options=options: call(pd, given, options)
-
-
-def call(problem: Any, given: Sequence[Any], options: dict[str, Any]) -> tuple[Any, Any]:
-    """(out, lse) of `mla_decode`."""
-    from mla_var3.ops import mla_decode
-    from mla_var3.workload.decode import more
-
-    fifth = {name: x.bool() if name == "mask" else x for name, x in more(*given).items()}
-    return mla_decode(*given[:4], causal=problem.causal, return_lse=True, **fifth, **options)
+            yield name, problem, lambda given, pd=problem, options=options: decode(pd, given, **options)
 
 
 def main(words: Sequence[str] | None = None) -> int:

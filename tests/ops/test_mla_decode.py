@@ -152,7 +152,7 @@ def test_pages_apart_are_given_to_versions_that_take_them(monkeypatch: pytest.Mo
             for split in (None, 1024):
                 way = decode_module.way_for(problem, Device.get("h200"), fixed_split=split)
                 picked.add(way.key[0].label)
-                assert way.make(problem, Device.get("h200")).requires.options
+                assert "strided_pages" in way.make(problem, Device.get("h200")).requires.options
     assert picked == {"cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"}
 
 
@@ -407,6 +407,54 @@ def test_wrong_tensors_are_named(engine: CpuEngine, tensors: dict[str, Any], sen
 def test_wrong_options_are_named(engine: CpuEngine, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         call(engine, inputs(), **options)
+
+
+# ---------------------------------------------------------------- packed queries, trees
+PACKED = MlaProblem(h=4, causal=True, lengths=[70, 0, 129], b=3, queries=[5, 1, 2])
+TREE = MlaProblem(h=4, s=3, lengths=[70, 2, 129], b=3, tree=True)
+
+
+def test_packed_queries_are_the_requests_one_by_one(engine: CpuEngine) -> None:
+    q, cache, table, lens, offsets = inputs(PACKED)
+    out, lse = call(engine, (q, cache, table, lens), cu_seqlens_q=offsets.long())
+    assert out.shape == (8, 4, 512) and lse.shape == (8, 4)
+    for i in range(3):
+        tokens = slice(int(offsets[i]), int(offsets[i + 1]))
+        alone, sums = expected((q[tokens][None], cache, table[i : i + 1], lens[i : i + 1]), 192**-0.5)
+        assert same((out[tokens], lse[tokens]), (alone[0], sums[0].t()))
+
+
+def test_a_mask_says_what_a_token_sees_of_the_newest(engine: CpuEngine) -> None:
+    q, cache, table, lens, _ = inputs(TREE)
+    chain = torch.ones(3, 3, 3, dtype=torch.bool).tril()
+    found = call(engine, (q, cache, table, lens), mask=chain, causal=False)
+    assert same(found, expected((q, cache, table, lens), 192**-0.5))
+    siblings = chain.clone()
+    siblings[:, 2, 1] = False  # the last token does not see the one before it
+    tree = call(engine, (q, cache, table, lens), mask=siblings, causal=False)
+    assert torch.equal(tree[0][:, :2], found[0][:, :2])
+    assert all(not torch.equal(tree[0][i, 2], found[0][i, 2]) for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("problem", "options", "sentence"),
+    [
+        (PACKED, {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens_q has 3 entries for 3 requests"),
+        (PACKED, {"cu_seqlens_q": torch.zeros(4)}, "cu_seqlens_q is torch.float32: pass it as torch.int32"),
+        (TREE, {"cu_seqlens_q": torch.zeros(4, dtype=torch.int32)}, "q has 4 dimensions, .* with cu_seqlens_q pass"),
+        (TREE, {"mask": torch.ones(3, 3, 3)}, r"mask is torch.float32 \(3, 3, 3\): pass torch.bool"),
+        (TREE, {"mask": torch.ones(3, 3, 3).bool(), "causal": True}, "leave it or causal out"),
+        (PACKED, {"fixed_split": 64, "kernel": None}, "leave it or cu_seqlens_q out"),
+    ],
+)
+def test_wrong_counts_and_masks_are_named(
+    engine: CpuEngine, problem: MlaProblem, options: dict[str, Any], sentence: str
+) -> None:
+    *given, fifth = inputs(problem)
+    if "fixed_split" in options:
+        options = {**options, "cu_seqlens_q": fifth}
+    with pytest.raises(UserError, match=sentence):
+        call(engine, tuple(given), **{"causal": problem.causal, **options})
 
 
 def test_tensors_of_the_host_are_refused() -> None:

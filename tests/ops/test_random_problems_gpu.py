@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_gpu import compile_ahead, judge, same_bits  # noqa: E402
+from ops_gpu import compile_ahead, decode, judge, same_bits  # noqa: E402
 
 from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.workload.decode import (  # noqa: E402
@@ -20,7 +20,6 @@ from mla_var3.workload.decode import (  # noqa: E402
     MlaProblem,
     bounds_for,
     make_inputs,
-    more,
 )
 
 pytestmark = pytest.mark.gpu
@@ -135,9 +134,7 @@ def test_random_problems(number: int) -> None:
         given = make_inputs(pd, "cuda", seed=each.seed, dist=each.dist)
         # The dominant distributions are made for the default scale; smaller ones stay within the bounds.
         scale = 0.7 * pd.scale if each.own_scale and each.dist in ("flashmla", "normal") else pd.scale
-        fifth = {name: x.bool() if name == "mask" else x for name, x in more(*given).items()}
-        options: dict[str, Any] = {"head_dim_v": pd.k, "causal": pd.causal, "return_lse": True, **fifth}
-        found = mla_decode(*given[:4], scale=scale, **options)
+        found = decode(pd, given, scale=scale, head_dim_v=pd.k)
         verdict = judge(found, given, scale, pd.causal, bounds_for(each.dist))
         if not verdict.ok:
             wrong.append(f"{pd.label} {pd.seq_lens} {each.dist} seed {each.seed}: {verdict.reason}")

@@ -207,6 +207,24 @@ def test_records_name_their_workload_and_old_ones_are_read() -> None:
         workload.problem_from_record({"workload": "prefil"})
 
 
+def test_queries_of_different_requests() -> None:
+    """Every form says the same counts, and comes back from a record; the class is one for all counts."""
+    problem = MlaProblem(b=4, h=16, t=100, s=2, queries={"chunks": 1, "tokens": 7})
+    assert problem.query_lens == (7, 2, 2, 2) and problem.query_tokens == 13 and problem.s == 7 and problem.packed
+    assert problem == MlaProblem(b=4, h=16, t=100, queries=[7, 2, 2, 2]) == MlaProblem.from_record(problem.to_record())
+    spread = MlaProblem(b=4, h=16, t=100, queries={"total": 6})
+    assert spread.query_lens == (2, 2, 1, 1) and spread.problem_class() == problem.problem_class()
+    assert problem.cost().pairs == 13 * 100 and problem.replace(causal=True).cost().pairs == 13 * 100 - 21 - 3
+    for fields, sentence in (
+        ({"queries": [1]}, "queries has 1 entries for b = 4"),
+        ({"queries": {"chunks": 1}}, "give the fields chunks and tokens, or total alone"),
+        ({"queries": [1, -1, 1, 1]}, "not a whole number"),
+        ({"tree": True, "causal": True}, "tree has a mask of its own"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            MlaProblem(b=4, **fields)
+
+
 def test_problems_have_the_default_models_heads_and_widths(repo_root: Path) -> None:
     """What the command line takes where no --model is given, without reading a file."""
     said = yaml.safe_load((repo_root / "conf" / "model" / "deepseek-v3.yaml").read_text())

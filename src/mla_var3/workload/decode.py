@@ -774,11 +774,10 @@ def attend(
         part = slice(begin, min(count, begin + step))
         logits = rows[part] @ keys.t()
         logits *= scale
+        token = torch.arange(part.start, part.stop, device=rows.device) // group
         if causal:
-            token = torch.arange(part.start, part.stop, device=rows.device) // group
             logits.masked_fill_(position > (length - s + token).unsqueeze(1), float("-inf"))
         if seen is not None:
-            token = torch.arange(part.start, part.stop, device=rows.device) // group
             newest = (position - (length - s)).clamp(min=0)  # the requests' own keys are 0 .. s - 1 from there on
             hidden = (position >= length - s) & ~seen[token][:, newest]
             logits.masked_fill_(hidden, float("-inf"))
@@ -929,12 +928,20 @@ def _far_pages(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
 # ---------------------------------------------------------------- the workload
 def reference(problem: MlaProblem, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle on inputs of the problem."""
-    return mla_decode_reference(*inputs[:4], k=problem.k, scale=problem.scale, causal=problem.causal, **more(*inputs))
+    q, kv_cache, page_table, seq_lens = inputs[:4]
+    fifth = fifth_input(*inputs)
+    return mla_decode_reference(
+        q, kv_cache, page_table, seq_lens, k=problem.k, scale=problem.scale, causal=problem.causal, **fifth
+    )
 
 
-def more(q: torch.Tensor, kv_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, *fifth: Any) -> Any:
-    """The fifth input, if there is one, by its name in `mla_decode_reference`."""
-    return {} if not fifth else {"cu_seqlens_q": fifth[0]} if q.dim() == 3 else {"mask": fifth[0]}
+def fifth_input(q: torch.Tensor, *others: torch.Tensor) -> dict[str, Any]:
+    """The fifth input of packed queries or of a tree by its name in `mla_decode_reference`; empty where there are
+    four."""
+    *_, last = others
+    if len(others) == 3:
+        return {}
+    return {"cu_seqlens_q": last} if q.dim() == 3 else {"mask": last}
 
 
 def rebound(problem: MlaProblem, *inputs: Any) -> MlaProblem:

@@ -26,8 +26,8 @@ WHAT = {
     "query_rows": "4 to 512 query rows a request (`experiment=query_rows`).",
     "ragged": (
         "Requests of unequal length, as a server has them (`experiment=ragged`). Kernels read the lengths on the "
-        "device and have no hint. FlashMLA makes its schedule with a kernel that the 61 layers of a step share: a 61st "
-        "of its time is in the ratio, all of it in the ratio that is scheduled in every call."
+        "device and have no hint. What the 61 layers of a step share, a schedule made by a small kernel, has a 61st of "
+        "its time in the ratio, and all of it in the ratio that is scheduled in every call."
     ),
     "unseen": (
         "Problems drawn at random from a seed that was new in that run, so that no kernel was made for them "

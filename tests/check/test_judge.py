@@ -95,11 +95,18 @@ class Honest:
                 self.run(*inputs, out, lse)
                 return kernel.output_tensors
 
+            def sharing(kernel):
+                return self.shared(kernel)
+
             def bind(kernel, *other):
                 pd = same_class(self.problem, [int(x) for x in other[3]])
                 return type(self)(pd).plan(*other)
 
         return Kernel()
+
+    def shared(self, kernel):
+        """The call with what it shares with others; this one shares nothing."""
+        return kernel
 
     def run(self, q, cache, table, lens, out, lse):
         pd = self.problem
@@ -334,6 +341,17 @@ class Fickle(Honest):
         lse.mul_(1 + 2e-7 * (Fickle.calls % 2))
 
 
+class EmptySchedule(Honest):
+    """Right by itself, and with a shared schedule of no work."""
+
+    def shared(self, kernel):
+        class Idle(type(kernel)):
+            def __call__(kernel):
+                return kernel.output_tensors
+
+        return Idle()
+
+
 PLAIN = MlaProblem(b=2, s=1, t=300, h=8)
 CAUSAL = MlaProblem(b=2, s=3, t=300, h=8, causal=True)
 GROUPS = MlaProblem(b=2, s=2, t=300, h=6, h_kv=2, causal=True, page=16)
@@ -407,6 +425,7 @@ MUTANTS = {
     MissedSplit: PLAIN, DoubledBlock: PLAIN, SwappedPages: PLAIN, NeighboursPage: PLAIN, UnwrittenRow: PLAIN,
     UnwrittenEmpty: PLAIN, MinusInfinity: PLAIN, RoundedLse: PLAIN, Log2Lse: PLAIN, RoundedSums: PLAIN,
     TruncatedOut: PLAIN, WrongHead: PLAIN, StaleLengths: PLAIN, WritesInputs: PLAIN, Fickle: PLAIN,
+    EmptySchedule: PLAIN,
 }  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from ops_fakes import CpuEngine  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
 from mla_var3.kernel import registry  # noqa: E402
+from mla_var3.ops import DecodeSchedule, mla_decode  # noqa: E402
 from mla_var3.ops import decode as decode_module  # noqa: E402
 from mla_var3.ops import engine as engine_module  # noqa: E402
-from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference  # noqa: E402
 
 PROBLEM = MlaProblem(h=4, causal=True, s=2, t=1, lengths=[70, 0, 129], b=3)
@@ -44,6 +44,64 @@ def call(engine: CpuEngine, given: tuple[Any, ...], **options: Any) -> Any:
 
 def same(found: Any, wanted: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# ---------------------------------------------------------------- a schedule
+class _Shared:
+    """Of a version whose calls share a schedule: what the engine asks of it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.schedule = torch.zeros(6, dtype=torch.int32)
+        self.asked: list[tuple[Any, bool]] = []
+
+    def launch_with(self, words: Any, made: bool) -> None:
+        self.asked.append((words, made))
+        self.kernel.launch()
+
+
+@pytest.fixture
+def sharing(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> list[_Shared]:
+    """The kernels that the engine has planned, as if all of them shared schedules."""
+    planned: list[_Shared] = []
+    plan = engine._plan
+
+    def shared(*arguments: Any) -> Any:
+        bound = plan(*arguments)
+        bound.scheduled = _Shared(bound.kernel)
+        planned.append(bound.scheduled)
+        return bound
+
+    monkeypatch.setattr(engine, "_plan", shared)
+    return planned
+
+
+def test_the_first_call_makes_the_schedule_that_others_read(engine: CpuEngine, sharing: list[_Shared]) -> None:
+    steps = [DecodeSchedule(), DecodeSchedule()]
+    for schedule in steps:
+        for seed in range(3):
+            given = inputs(seed=seed)
+            assert same(call(engine, given, schedule=schedule), expected(given, 192**-0.5))
+    (kernel,) = sharing
+    assert [made for _, made in kernel.asked] == [False, True, True] * 2
+    read = [schedule.words for schedule in steps for _ in range(3)]
+    assert all(words is wanted for (words, _), wanted in zip(kernel.asked, read, strict=True))
+    assert all(schedule.words is not None and schedule.words.shape == (6,) for schedule in steps)
+    assert steps[0].words is not steps[1].words
+
+
+def test_a_schedule_is_refused_by_calls_of_other_shapes(engine: CpuEngine, sharing: list[_Shared]) -> None:
+    schedule = DecodeSchedule()
+    call(engine, inputs(), schedule=schedule)
+    with pytest.raises(UserError, match="schedule was made for other shapes"):
+        call(engine, inputs(PROBLEM.replace(h=8)), schedule=schedule)
+    assert len(sharing[0].asked) == 1
+
+
+def test_versions_without_a_schedule_leave_it_alone(engine: CpuEngine) -> None:
+    given, schedule = inputs(), DecodeSchedule()
+    assert same(call(engine, given, schedule=schedule), expected(given, 192**-0.5))
+    assert schedule.words is None
 
 
 # ---------------------------------------------------------------- results
@@ -211,7 +269,7 @@ def test_a_wide_table_of_64_bits_is_narrowed_row_by_row(engine: CpuEngine) -> No
 def test_a_common_call_makes_no_tensors_of_its_inputs(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """int32, contiguous, four dimensions: what the kernel is given are the caller's tensors."""
     seen: list[Any] = []
-    monkeypatch.setattr(CpuEngine, "run", lambda self, way, problem, given, results: seen.extend(given))
+    monkeypatch.setattr(CpuEngine, "run", lambda self, way, problem, given, results, schedule: seen.extend(given))
     given = inputs()
     call(engine, given)
     assert seen[2] is given[2] and seen[3] is given[3]

@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_gpu import compile_ahead, judge, request, same_bits  # noqa: E402
+from ops_gpu import compile_ahead, decode, judge, request, same_bits  # noqa: E402
 
 from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.ops import mla_decode  # noqa: E402
+from mla_var3.ops import DecodeSchedule, mla_decode  # noqa: E402
 from mla_var3.ops.decode import way_for  # noqa: E402
 from mla_var3.ops.engine import Engine, capture_id  # noqa: E402
 from mla_var3.workload.decode import FLASHMLA, MlaProblem, make_inputs  # noqa: E402
@@ -262,6 +262,37 @@ def test_a_tree_of_speculative_tokens() -> None:
     chain = torch.ones_like(mask).tril().bool()
     found, wanted = (mla_decode(q, cache, table, lens, **x) for x in ({"mask": chain}, {"causal": True}))
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=2e-2)
+
+
+# ---------------------------------------------------------------- a schedule
+@pytest.mark.parametrize("problem", [*FIXED[:4], *PACKED, TREE], ids=lambda pd: pd.label)
+def test_layers_share_a_schedule(problem: MlaProblem) -> None:
+    """The bits of a call that shares a schedule are those of one by itself, also in a graph whose lengths change."""
+    given = make_inputs(problem, "cuda", seed=5)
+    other = make_inputs(problem, "cuda", seed=6)
+    schedule = DecodeSchedule()
+    layers = [decode(problem, given, schedule=schedule) for _ in range(2)]
+    other_layer = decode(problem, (other[0], other[1], other[2], *given[3:]), schedule=schedule)
+    alone = decode(problem, (other[0], other[1], other[2], *given[3:]))
+    expected = decode(problem, given)
+    assert all(same_bits(x, y) for layer in layers for x, y in zip(layer, expected, strict=True))
+    assert all(same_bits(x, y) for x, y in zip(other_layer, alone, strict=True))
+    graph, fresh = torch.cuda.CUDAGraph(), DecodeSchedule()
+    with torch.cuda.graph(graph):
+        found = [decode(problem, given, schedule=fresh) for _ in range(2)]
+    given[3].copy_(given[3].flip(0))
+    given[2].copy_(given[2].flip(0))
+    graph.replay()
+    expected = decode(problem, given)
+    assert all(same_bits(x, y) for layer in found for x, y in zip(layer, expected, strict=True))
+
+
+def test_a_fixed_split_shares_a_schedule() -> None:
+    given, schedule = make_inputs(FIXED[0], "cuda", seed=7), DecodeSchedule()
+    options: dict[str, Any] = {"fixed_split": SPLIT_TOKENS, "return_lse": True}
+    found = [mla_decode(*given, **options, schedule=schedule) for _ in range(2)]
+    expected = mla_decode(*given, **options)
+    assert all(same_bits(x, y) for layer in found for x, y in zip(layer, expected, strict=True))
 
 
 # ---------------------------------------------------------------- fixed split

@@ -24,7 +24,7 @@ def blocks(repo_root: Path, language: str) -> list[str]:
 def test_every_block_is_of_a_kind_that_is_tested(repo_root: Path) -> None:
     text = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")
     kinds = re.findall(r"^```(\w*)\n.*?^```", text, re.M | re.S)
-    assert set(kinds) == {"python", "bash"} and kinds.count("python") == 5
+    assert set(kinds) == {"python", "bash"} and kinds.count("python") == 6
 
 
 def test_the_code_compiles_and_calls_what_exists(repo_root: Path) -> None:
@@ -34,6 +34,7 @@ def test_the_code_compiles_and_calls_what_exists(repo_root: Path) -> None:
     functions: dict[str, Any] = {
         "mla_decode": ops.mla_decode,
         "compile_for": ops.compile_for,
+        "DecodeSchedule": ops.DecodeSchedule,
         "flash_mla.flash_mla_with_kvcache": flash_mla.flash_mla_with_kvcache,
         "flash_mla.get_mla_metadata": flash_mla.get_mla_metadata,
     }

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_gpu import compile_ahead, judge  # noqa: E402
+from ops_gpu import compile_ahead, judge, same_bits  # noqa: E402
 
-from mla_var3.ops import mla_decode  # noqa: E402
+from mla_var3.ops import DecodeSchedule, mla_decode  # noqa: E402
 from mla_var3.workload.decode import FLASHMLA, GARBAGE_PAGE, MlaProblem  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -49,8 +49,10 @@ def test_two_hundred_steps_of_a_batch_that_changes(h: int) -> None:
         mla_decode(*given)
         torch.cuda.synchronize()
         graphs[size] = torch.cuda.CUDAGraph(), given
+        schedule = DecodeSchedule()  # made by the first layer of each replay
         with torch.cuda.graph(graphs[size][0]):
-            graphs[size] = (*graphs[size], mla_decode(*given, return_lse=True))
+            layers = [mla_decode(*given, return_lse=True, schedule=schedule) for _ in range(2)]
+        graphs[size] = (*graphs[size], layers)
     free = list(range(PAGES))
     rng.shuffle(free)
     live: list[tuple[int, list[int]]] = []  # (tokens, pages) of a request
@@ -70,11 +72,13 @@ def test_two_hundred_steps_of_a_batch_that_changes(h: int) -> None:
         table.copy_(rows)
         lens.copy_(torch.tensor([tokens for tokens, _ in live] + [0] * (SIZES[-1] - len(live)), dtype=torch.int32))
         q.normal_().div_(10)
-        graph, given, found = graphs[next(size for size in SIZES if size >= len(live))]
-        for x in found:
+        graph, given, layers = graphs[next(size for size in SIZES if size >= len(live))]
+        for x in (*layers[0], *layers[1]):
             x.fill_(float("nan"))
         graph.replay()
-        verdict = judge(found, given, 192**-0.5, False, FLASHMLA)
+        verdict = judge(layers[0], given, 192**-0.5, False, FLASHMLA)
         if not verdict.ok:
             wrong.append(f"step {step}, {len(live)} requests: {verdict.reason}")
+        if not all(same_bits(x, y) for x, y in zip(*layers, strict=True)):
+            wrong.append(f"step {step}, {len(live)} requests: the second layer has other bits")
     assert not wrong, f"{len(wrong)} of {STEPS}: {wrong[:3]}"

@@ -346,7 +346,8 @@ def judge(
     dtype: torch.dtype,
     deterministic: bool,
 ) -> ErrorReport:
-    """Runs a kernel twice over poisoned outputs, and compares with the oracle and with the first run.
+    """Runs a kernel twice over poisoned outputs, and compares with the oracle and with the first run; where calls can
+    share a schedule, once more with one, which must give the same bits.
 
     The inputs must not change (those over 2^31 elements are not watched); outputs without a dtype of their own must be
     of `dtype`.
@@ -368,6 +369,10 @@ def judge(
     second = kernel()
     if deterministic and not all(_same_bits(x, y) for x, y in zip(first, second, strict=True)):
         return replace(verdict, ok=False, reason="two calls with the same inputs gave different bits")
+    if (sharing := kernel.sharing()) is not kernel:
+        _poison(kernel)
+        if not all(_same_bits(x, y) for x, y in zip(first, sharing(), strict=True)):
+            return replace(verdict, ok=False, reason="a call that shares its schedule gave different bits")
     if not deterministic:
         again = compare(workload, second, references, bounds)
         return verdict if again.ok else replace(again, reason=f"the second call: {again.reason}")

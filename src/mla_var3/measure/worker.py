@@ -383,14 +383,14 @@ class Worker:
         first = shared.first
         first()  # compiles; what follows binds only
         self.backend.synchronize()
-        contender.calls.append(first)
+        contender.calls.append(first.sharing())
         planning = []
         for other in sets[1:]:
             start = time.perf_counter_ns()
             bound = shared.bind(*other)
             self.backend.synchronize()
             planning.append((time.perf_counter_ns() - start) / 1e3)
-            contender.calls.append(bound)
+            contender.calls.append(bound.sharing())
         if planning:
             contender.facts["plan_us"] = timing.percentile(planning, 0.5)
         contender.item = timing.prepare(

@@ -9,5 +9,6 @@
 from __future__ import annotations
 
 from mla_var3.ops.decode import compile_for, mla_decode
+from mla_var3.ops.engine import DecodeSchedule
 
-__all__ = ["compile_for", "mla_decode"]
+__all__ = ["DecodeSchedule", "compile_for", "mla_decode"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.ops.engine import Way, engine
+from mla_var3.ops.engine import DecodeSchedule, Way, engine
 from mla_var3.ops.request import as_bytes, as_pages, compact, on_gpu, problem_of, result
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     fixed_split: int | None = None,
+    schedule: DecodeSchedule | None = None,
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +63,7 @@ def mla_decode(
     fixed_split: tokens of a split, a multiple of 64, for results that do not depend on the rest of the batch: version,
     splits and order of sums follow from the request's own length and the problem class, so a request has the same bits
     alone, in any batch, at any place in it, and under a page table of any width. `mla_var3.ops.fixed` has the costs.
+    schedule: of the calls of a step, in which lengths are the same in all layers: `DecodeSchedule` says more.
     kernel: a version's name ("cute-dsl/flash_mla_v23") in place of the dispatcher's pick. on: another engine.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
@@ -90,7 +92,7 @@ def mla_decode(
             inputs = (*inputs, compact(cu_seqlens_q))
         if mask is not None:
             inputs = (*inputs, as_bytes(mask))
-        served.run(way, problem, inputs, (target, sums))
+        served.run(way, problem, inputs, (target, sums), schedule)
     return (target, sums) if return_lse else target
 
 

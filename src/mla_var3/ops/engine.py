@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
@@ -37,12 +37,35 @@ MOST_KERNELS = 64
 MOST_BYTES = 2 << 30  # of workspaces, over all kernels
 
 
+@runtime_checkable
+class Scheduled(Protocol):
+    """A kernel whose calls may share a schedule: `schedule` is the one of its own."""
+
+    schedule: torch.Tensor
+
+    def launch_with(self, words: torch.Tensor, made: bool) -> None: ...
+
+
 @dataclass(frozen=True)
 class Way:
     """How a problem is computed. make(problem, device): the plan; equal keys for equal code and knobs."""
 
     key: Any
     make: Callable[[MlaProblem, Device | None], KernelPlan] = field(compare=False)
+
+
+@dataclass
+class DecodeSchedule:
+    """How the work of a batch is dealt to multiprocessors, for calls of `mla_decode` over the same lengths and shapes:
+    the layers of a model in one step. The first call that is given a fresh one makes it on the device, by a small
+    kernel ahead of the attention; the others read it, which takes up to a microsecond from each.
+
+    Get a fresh one whenever lengths change: calls do not see that what they read belongs to others. In a CUDA graph it
+    is made anew by every replay if the call that makes it is captured with those that read it. One stream.
+    """
+
+    words: torch.Tensor | None = None
+    key: Any = None
 
 
 @dataclass
@@ -55,10 +78,14 @@ class Bound:
     blanks: tuple[torch.Tensor, ...]
     follows: bool
     bytes: int
+    scheduled: Scheduled | None = None  # the kernel, where its calls may share a schedule
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def launch(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """One launch on the current stream that reads `inputs` and writes `outputs`."""
+    def launch(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], schedule: DecodeSchedule | None = None
+    ) -> None:
+        """One launch on the current stream that reads `inputs` and writes `outputs`. schedule: of the calls that share
+        one; versions without a schedule leave it alone."""
         if not self.follows:
             made = self.kernel.bind(*inputs)()
             for target, value in zip(outputs, made, strict=True):
@@ -69,7 +96,13 @@ class Bound:
             for mine, theirs in zip(own, (*inputs, *outputs), strict=True):
                 mine.data = theirs
             try:
-                self.kernel.launch()
+                if schedule is not None and self.scheduled is not None:
+                    is_there = schedule.words is not None
+                    if schedule.words is None:
+                        schedule.words = self.scheduled.schedule.new_empty(self.scheduled.schedule.shape)
+                    self.scheduled.launch_with(schedule.words, is_there)
+                else:
+                    self.kernel.launch()
             finally:
                 for mine, blank in zip(own, self.blanks, strict=True):
                     mine.data = blank
@@ -113,13 +146,19 @@ class Engine:
 
     # ------------------------------------------------------------ calling
     def run(
-        self, way: Way, problem: MlaProblem, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self,
+        way: Way,
+        problem: MlaProblem,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        schedule: DecodeSchedule | None = None,
     ) -> None:
         """Computes a problem on inputs (q, kv_cache, page_table, seq_lens) into outputs (out, lse), all contiguous but
         a cache of `strided_pages`.
 
-        Never waits for the device. The first call for a way and shapes plans, and compiles what is in no cache.
-        Raises `UserError` when that would happen in a capture.
+        schedule: for calls that share one. Never waits for the device. The first call for a way and shapes plans, and
+        compiles what is in no cache. Raises `UserError` when that would happen in a capture, and for a schedule that
+        was made for other shapes.
         """
         device = inputs[0].device
         with self.on(device):
@@ -128,12 +167,18 @@ class Engine:
             key: tuple[Any, ...] = (way.key, problem, device.index)
             if problem.strided_pages:  # what is planned may depend on the stride
                 key = (*key, inputs[1].stride(0))
+            if schedule is not None:
+                if schedule.key not in (None, key):
+                    raise UserError(
+                        "schedule was made for other shapes: give calls of each shape a fresh DecodeSchedule()."
+                    )
+                schedule.key = key
             capture = self.capture(stream)
             bound = self._find(key, stream, capture)
             if bound is None:
                 bound = self._plan(way, problem, inputs, key)
                 self._keep(key, stream, capture, bound)
-            bound.launch(inputs, outputs)
+            bound.launch(inputs, outputs, schedule)
             self._warm.add(key)
 
     def _find(self, key: Any, stream: int, capture: int | None) -> Bound | None:
@@ -181,7 +226,8 @@ class Engine:
         outputs = tuple(kernel.output_tensors)
         blanks = tuple(x.new_empty(0) for x in (*own, *outputs))
         size = sum(x.numel() * x.element_size() for x in kernel.workspace_tensors)
-        return Bound(kernel, own, outputs, blanks, follows_tensors(kernel), size)
+        scheduled = kernel if isinstance(kernel, Scheduled) else None
+        return Bound(kernel, own, outputs, blanks, follows_tensors(kernel), size, scheduled)
 
     def forget(self) -> None:
         """Drops every kernel and its workspaces; compiled code stays."""

@@ -70,6 +70,11 @@ class BaseKernel(ABC):
         shares nothing."""
         return None
 
+    def sharing(self) -> BaseKernel:
+        """This call as one of several over the same lengths, as the layers of a model make them in a step: makes what
+        they share now. Itself where there is nothing to make."""
+        return self
+
     def keep_results(self, keep: bool) -> None:  # noqa: B027 - optional to override
         """keep=False: a launch keeps nothing alive that a library makes in the call. Nothing to do for our own
         kernels, whose outputs are made when they are planned."""

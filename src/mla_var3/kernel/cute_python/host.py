@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint8
+from cutlass import Float32, Int32, Uint8
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel.cute_python.prims import paged
-from mla_var3.kernel.cute_python.prims.partials import STATS, Partials
-from mla_var3.kernel.cute_python.prims.rows import BLOCK
+from mla_var3.kernel.cute_python.prims import paged, scheduler
+from mla_var3.kernel.cute_python.prims.partials import Partials
 from mla_var3.runtime import CuteKernel
 from mla_var3.runtime.plan import require_int32
 
@@ -59,88 +59,131 @@ def target(plan: KernelPlan) -> Device:
     return device
 
 
+class DecodeKernel(CuteKernel):
+    """A decode kernel whose calls over the same lengths may share a schedule.
+
+    schedule: int32 words, which such a call writes or reads. mode: of a launch, `scheduler.OWN`, `MADE` or `SHARED`.
+    launch_fn takes the mode where other kernels' takes the tiling.
+    """
+
+    def __init__(self, *arguments: Any, schedule: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.schedule = schedule
+        self.mode = scheduler.OWN
+
+    def launch(self) -> None:
+        self.launch_fn(self.mode)
+
+    def sharing(self) -> DecodeKernel:
+        self.launch_fn(scheduler.MADE)
+        other = copy.copy(self)
+        other.mode = scheduler.SHARED
+        return other
+
+    def launch_with(self, words: Any, made: bool) -> None:
+        """A launch that reads a schedule from `words` (int32, as many as `schedule`) if one was made there by a launch
+        for the same shapes and lengths, else makes it there first. For plans with `late_tensors`."""
+        own = self.schedule.data
+        self.schedule.data = words
+        try:
+            self.launch_fn(scheduler.SHARED if made else scheduler.MADE)
+        finally:
+            self.schedule.data = own
+
+    @property
+    def with_schedule(self) -> Callable[[], Any] | None:
+        return None if self.mode == scheduler.OWN else lambda: self.launch_fn(scheduler.OWN)
+
+
 def decode_kernel(
     plan: KernelPlan,
     kernel_fn: Any,
     host_fn: Any,
     name: str,
-    constants: Sequence[Any],
+    geometry: Any,
     partials: Partials,
     inputs: Sequence[Any],
     requests: int,
     slots: int,
     workers: int,
     fixed: int,
-) -> CuteKernel:
+) -> DecodeKernel:
     """The kernel of an absorbed decode version whose host function takes
 
-        q, kv_cache, page_table, seq_lens, out, lse, partial outputs, partial statistics, table of splits, flags, scale,
-        workers, fixed, cu_seqlens_q, blocks of packed queries, mask, *constants, stream
+        q, kv_cache, page_table, seq_lens, offsets or mask, out, lse, partial results, flags, words of the schedule,
+        scale, workers, fixed, mode, geometry, stream
 
     inputs: q (b, s, h, k + p), kv_cache (pages, page, h_kv, k + p), page_table (b, width) int32, seq_lens (b,) int32,
     contiguous, but for the pages of a `strided_pages` problem, whose stride is given at the call; without them the
     kernel only compiles. Of a packed problem q is (tokens, h, k + p), out and lse likewise, and cu_seqlens_q (b + 1,)
-    int32 a fifth input; where the problem has a tree that is the mask, (b, s, s) uint8. What a problem lacks is None.
+    int32 a fifth input; where the problem has a tree that is the mask, (b, s, s) uint8; of others it is None.
     requests: scheduled ones, blocks of packed queries. slots: of partial results. workers, fixed: of `scheduler.Pool`.
     """
     pd, kind = plan.problem, element_type(plan.problem.dtype)
 
     def arguments() -> tuple[Any, ...]:
-        b, pages, width, partial_elements, partial_stats, entries, flags = symbols(7)
-        rows, per_row = ((b, pd.s, pd.h), (b, pd.h, pd.s))
-        cu_seqlens = blocks = mask = None
+        b, pages, width, partial_words, words, flags = symbols(6)
+        rows, per_row, fifth = (b, pd.s, pd.h), (b, pd.h, pd.s), None
         if pd.packed:
-            tokens, offsets, most = symbols(3)
+            tokens, offsets = symbols(2)
             rows, per_row = (tokens, pd.h), (tokens, pd.h)
-            cu_seqlens, blocks = fake(Int32, offsets, align=4), fake(Int32, most, BLOCK)
+            fifth = fake(Int32, offsets, align=4)
         if pd.tree:
-            mask = fake(Uint8, b, pd.s, pd.s, align=1)
+            fifth = fake(Uint8, b, pd.s, pd.s, align=1)
         return (
             fake(kind, *rows, pd.k + pd.p),
             fake_cache(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, pd.strided_pages),
             fake(Int32, b, width, align=4),
             fake(Int32, b, align=4),
+            fifth,
             fake(kind, *rows, pd.k),
             fake(Float32, *per_row, align=4),
-            fake(Float16, partial_elements),
-            fake(Float32, partial_stats),
-            fake(Int32, entries),
+            fake(Float32, partial_words),
             fake(Int32, flags, align=4),
+            fake(Int32, words),
             Float32(1.0),
             Int32(1),
             Int32(0),
-            cu_seqlens,
-            blocks,
-            mask,
-            *constants,
+            Int32(0),
+            geometry,
         )
 
-    given: tuple[Any, ...] = ()
-    outputs: tuple[Any, ...] = ()
-    workspaces: tuple[Any, ...] = ()
-    if inputs:
-        import torch
-
-        q, cache, page_table, seq_lens, *more = inputs
-        require_int32(page_table=page_table, seq_lens=seq_lens)
-        rows, per_row = slots * partials.tiles * partials.rows, (q.shape[0], pd.h, pd.s)
-        optional: list[Any] = [None, None, None]
-        if pd.packed:
-            require_int32(cu_seqlens_q=more[0])
-            per_row = (q.shape[0], pd.h)
-            optional[:2] = more[0], q.new_empty((requests, BLOCK), dtype=torch.int32)
-        if pd.tree:
-            optional[2] = more[0]
-        outputs = q.new_empty((*q.shape[:-1], pd.k)), q.new_empty(per_row, dtype=torch.float32)
-        workspaces = (
-            q.new_empty(rows * partials.columns, dtype=torch.float16),
-            q.new_empty(rows * STATS, dtype=torch.float32),
-            q.new_empty(2 * (requests + 1), dtype=torch.int32),
-            q.new_zeros((requests + workers) * partials.tiles, dtype=torch.int32),
+    compile_fn = compiler(host_fn, arguments, name)
+    if not inputs:
+        return DecodeKernel(
+            kernel_fn, None, (), (), plan.tiling, compile_fn=compile_fn, name=name, plan=plan, schedule=None
         )
-        tensors = (q, cache, page_table, seq_lens, *outputs, *workspaces)
-        given = (*tensors, pd.scale, workers, fixed, *optional)
-    return stage(plan, kernel_fn, host_fn, name, arguments, given, inputs, outputs, workspaces)
+    import torch
+
+    q, cache, page_table, seq_lens, *more = inputs
+    require_int32(page_table=page_table, seq_lens=seq_lens)
+    per_row = (q.shape[0], pd.h, pd.s)
+    if pd.packed:
+        require_int32(cu_seqlens_q=more[0])
+        per_row = (q.shape[0], pd.h)
+    outputs = q.new_empty((*q.shape[:-1], pd.k)), q.new_empty(per_row, dtype=torch.float32)
+    rows = slots * partials.tiles * partials.rows
+    schedule = q.new_empty(scheduler.schedule_words(requests, workers, pd.packed), dtype=torch.int32)
+    workspaces = (
+        q.new_empty(rows * partials.row_words, dtype=torch.float32),
+        q.new_zeros((requests + workers) * partials.tiles, dtype=torch.int32),
+        schedule,
+    )
+    given = (q, cache, page_table, seq_lens, more[0] if more else None, *outputs, *workspaces, pd.scale, workers, fixed)
+    call = compiled(plan, name, compile_fn)
+    ready = given if plan.late_tensors else converted(given)
+    return DecodeKernel(
+        kernel_fn,
+        lambda mode: call(*ready, mode),
+        inputs,
+        outputs,
+        plan.tiling,
+        compile_fn=compile_fn,
+        name=name,
+        workspace_tensors=workspaces,
+        plan=plan,
+        schedule=schedule,
+    )
 
 
 def stage(
@@ -158,10 +201,8 @@ def stage(
 
     arguments_fn: gives the fake arguments to compile from (`compiler`). name: what compiled code is kept under.
     """
-    from mla_var3.toolchain.aot import compiled_host
-
     compile_fn = compiler(host_fn, arguments_fn, name)
-    call = compiled_host(plan, name, compile_fn, device=target(plan)).handle if given else None
+    call = compiled(plan, name, compile_fn) if given else None
     return CuteKernel(
         kernel_fn,
         launcher(call, *given, late=plan.late_tensors) if given else None,
@@ -187,18 +228,28 @@ def compiler(host_fn: Any, arguments_fn: Callable[[], Sequence[Any]], name: str)
     return compile_fn
 
 
+def compiled(plan: KernelPlan, name: str, compile_fn: Callable[..., CompiledKernel]) -> Any:
+    """A plan's host function, from a cache or compiled now."""
+    from mla_var3.toolchain.aot import compiled_host
+
+    return compiled_host(plan, name, compile_fn, device=target(plan)).handle
+
+
 def launcher(call: Any, *arguments: Any, late: bool = False) -> Callable[[Any], None]:
-    """`launch_fn` of a `CuteKernel` that calls a compiled host function with these arguments every time.
+    """`launch_fn` of a `CuteKernel` that calls a compiled host function with these arguments every time. late: the
+    tensors may be pointed at other memory between launches."""
+    ready = arguments if late else converted(arguments)
+    return lambda _: call(*ready)
+
+
+def converted(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of a compiled host function, ready for many calls.
 
     A torch tensor costs 0.1 us of conversion at each call, so all but the first are converted here, once (they share
-    memory and keep it alive), unless they are `late`: pointed at other memory between launches. The first stays
-    torch's own: it is what makes TVM-FFI launch on torch's current stream.
+    memory and keep it alive). The first stays torch's own: it is what makes TVM-FFI launch on torch's current stream.
     """
-    if late:
-        return lambda _: call(*arguments)
     import torch
     import tvm_ffi
 
-    first = arguments[:1]
-    ready = (*first, *(tvm_ffi.from_dlpack(x) if isinstance(x, torch.Tensor) else x for x in arguments[1:]))
-    return lambda _: call(*ready)
+    rest = (tvm_ffi.from_dlpack(x) if isinstance(x, torch.Tensor) else x for x in arguments[1:])
+    return (arguments[0], *rest)

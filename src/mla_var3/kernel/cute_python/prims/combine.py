@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, transpose_quad
+from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, Results, transpose_quad
 from mla_var3.kernel.cute_python.prims.rows import Queries, row_offset
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Line, Pool, in_shares, split_evenly, units_of
 from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
@@ -180,7 +180,8 @@ def add_splits(
     together: cutlass.Constexpr,
 ) -> Int32:
     """Adds up this warp's splits of a row, `together` at a time. Returns the mode word."""
-    outputs, stats, _, _, _ = tensors
+    results, _ = tensors
+    outputs, stats = results.outputs, results.stats
     layout, vectors = merge.partials, cute.size(sums.columns, mode=[1])
     # With one vector of a row in a lane, the upper half of the warp has the right half of the columns.
     in_right = lane >= WARP // 2 if cutlass.const_expr(merge.row_vectors == 1) else first_vector > 0
@@ -236,7 +237,8 @@ def store_shared(
     merge: cutlass.Constexpr,
 ):
     """Adds up what the warps of a row have and writes it, a pair of columns a thread: neighbours write neighbours."""
-    _, _, out, lse, queries = tensors
+    results, queries = tensors
+    out, lse = results.out, results.lse
     count = cutlass.const_expr(cute.size(sums.columns))
     for n in cutlass.range_constexpr(count):
         board[n, lane, warp] = sums.columns[n]
@@ -286,7 +288,8 @@ def store_shared(
 def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32, first_vector: Int32,
           sums: cutlass.Constexpr, lane: Int32, merge: cutlass.Constexpr):  # fmt: skip
     """Writes a warp's columns of a row and its log-sum-exp. The four lanes of a quad put their vectors in order."""
-    _, _, out, lse, queries = tensors
+    results, queries = tensors
+    out, lse = results.out, results.lse
     total = sums.of_row[1]
     inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     first_token = queries.block(request).first
@@ -307,14 +310,11 @@ def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32
 # ------------------------------------------------------------------------------------------------ the kernel
 @cute.kernel
 def combine(
-    outputs: cute.Tensor,  # fp16, global memory, `Partials`
-    stats: cute.Tensor,  # fp32, global memory, `Partials`
+    results: Results,
     table: cute.Tensor,  # (2 (b + 1),) int32, global memory: of `partials.list_request`; then (`SHARES` or so, -)
-    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
-    lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     query_blocks: cute.Tensor | None,  # of `prims.rows`, or None: out and lse are packed, and requests are blocks
-    width: Int32,  # workers for each request where they are in shares (`scheduler.shares_of`)
+    width: Int32,  # `Pool.shares`
     merge: cutlass.Constexpr,
     shape: cutlass.Constexpr,  # of `SHAPES`
 ):
@@ -335,7 +335,7 @@ def combine(
     listed = memory.allocate_tensor(Int32, cute.make_layout((3, BATCH)), 16)
     shared = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
     queries = Queries(merge.s, query_blocks)
-    tensors, requests = (outputs, stats, out, lse, queries), out.shape[0]
+    tensors, requests = (results, queries), results.out.shape[0]
     if cutlass.const_expr(query_blocks is not None):
         requests = query_blocks.shape[0]
     word = cute.make_tensor(table.iterator + 2 * requests, cute.make_layout(1))
@@ -366,7 +366,7 @@ def combine(
             first_row = Int64(tile * layout.rows + row % layout.rows)
             rank = warp & ((Int32(1) << log2_warps) - 1)
             # Waits once: behind the first item the attention kernel has ended.
-            wait_for_launch(outputs.iterator.toint() + first_row + Int64(rank + entry.base))
+            wait_for_launch(results.outputs.iterator.toint() + first_row + Int64(rank + entry.base))
             known = mode >= 0
             mode = add_splits(
                 tensors, word, mode, entry, first_row, slice_ * vectors, rank, log2_warps, sums, lane, merge, together
@@ -397,8 +397,8 @@ def combine(
             cute.arch.sync_threads()
             rows, following = shared[0] * (merge.all_rows * slices), following + BATCH
             log2_warps = log2_warps_of(shared[1], together)
-            # Of splits that the caller fixes the width is 1: how a row is summed depends on its own request alone.
-            if width > 1:
+            # Of splits that the caller fixes (width 0) how a row is summed depends on its own request alone.
+            if width > 0:
                 log2_warps = cutlass.min(log2_warps, log2_warps_for(rows, blocks))
         per_cta = Int32(WARPS) >> log2_warps
         searching = item * per_cta < rows
@@ -411,11 +411,8 @@ combine.set_name_prefix("combine", remove_cutlass_symbol=True, keep_mangled_name
 
 @cute.jit
 def launch(
-    outputs: cute.Tensor,
-    stats: cute.Tensor,
+    results: Results,
     table: cute.Tensor,
-    out: cute.Tensor,
-    lse: cute.Tensor,
     seq_lens: cute.Tensor,
     query_blocks: cute.Tensor | None,  # of `prims.rows`, or None
     pool: Pool,
@@ -425,7 +422,7 @@ def launch(
 ):
     """Launches the combine behind the attention kernel, inside a host function, where that may leave it something."""
     width = pool.shares
-    arguments = (outputs, stats, table, out, lse, seq_lens, query_blocks, width, ctas, merge)
+    arguments = (results, table, seq_lens, query_blocks, width, ctas, merge)
     if pool.combined > 0:
         # Listed splits are as many as the lengths ask for: few warps a row, so that there are few rounds of rows.
         if width <= UP_TO[0] and in_shares(pool.guess, pool.fixed):
@@ -440,11 +437,8 @@ def launch(
 
 @cute.jit
 def launch_one(
-    outputs: cute.Tensor,
-    stats: cute.Tensor,
+    results: Results,
     table: cute.Tensor,
-    out: cute.Tensor,
-    lse: cute.Tensor,
     seq_lens: cute.Tensor,
     query_blocks: cute.Tensor | None,
     width: Int32,
@@ -455,10 +449,10 @@ def launch_one(
 ):
     per_cta = Int32(WARPS) >> log2_warps_of(width, shape[0])
     slices = merge.row_vectors // min(shape[1], merge.row_vectors)
-    requests = out.shape[0] if cutlass.const_expr(query_blocks is None) else query_blocks.shape[0]
+    requests = results.out.shape[0] if cutlass.const_expr(query_blocks is None) else query_blocks.shape[0]
     needed = (merge.all_rows * slices * requests + per_cta - 1) // per_cta
     blocks = Int32(cutlass.select_(width > 1, cutlass.min(needed, ctas), ctas))
-    combine(outputs, stats, table, out, lse, seq_lens, query_blocks, width, merge, shape).launch(
+    combine(results, table, seq_lens, query_blocks, width, merge, shape).launch(
         grid=(blocks, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,

@@ -14,10 +14,11 @@ half's consumer's probabilities relative to 2^A: the row's sum of exponentials i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float16, Float32, Int32, Int64
 
 VECTOR = 8  # 16-bit elements of a vector: 16 bytes
 QUAD = 4  # vectors, and the blocks of eight columns that they have pairs of
@@ -60,6 +61,30 @@ class Partials:
     def stats(self, base: cute.Pointer, row: Int64) -> cute.Tensor:
         """A row's statistics, (STATS,)."""
         return cute.make_tensor(base + cute.assume(row * STATS, divby=STATS), cute.make_layout(STATS))
+
+    @property
+    def row_words(self) -> int:
+        """float32 words that a row takes in a workspace."""
+        return self.columns // 2 + STATS
+
+    def views(self, workspace: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """(outputs, statistics) in a workspace of `row_words` fp32 a row, aligned to 16 bytes."""
+        rows = cute.size(workspace) // self.row_words
+        outputs = cute.make_tensor(
+            cute.recast_ptr(workspace.iterator, dtype=Float16), cute.make_layout(rows * self.columns)
+        )
+        behind = workspace.iterator + cute.assume(rows * (self.columns // 2), divby=self.columns // 2)
+        return outputs, cute.make_tensor(behind, cute.make_layout(rows * STATS))
+
+
+class Results(NamedTuple):
+    """What attention and combine write, in global memory. out: (b, s, h, k) 16-bit, contiguous. lse: (b, h, s) fp32,
+    natural log. outputs, stats: fp16 and fp32, `Partials`."""
+
+    out: cute.Tensor
+    lse: cute.Tensor
+    outputs: cute.Tensor
+    stats: cute.Tensor
 
 
 def exponent_of(magnitude: Float32) -> Int32:

@@ -1,8 +1,8 @@
 """Query rows of a tile: row r of one request and kv head is query token r // group and head r % group of the group.
 
 Where requests differ in how many query tokens they have, q and out are packed, (tokens, h, ·), and a request's tokens
-are cut into blocks of equal size, the last of which may be shorter (`cut`). Each block is scheduled as a request of its
-own: wherever a kernel says request, it means a block there.
+are cut into blocks of equal size, the last of which may be shorter (`cut_queries`). Each block is scheduled as a
+request of its own: wherever a kernel says request, it means a block there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.prims.partials import list_request
+from mla_var3.kernel.cute_python.prims.partials import Results, list_request, store_vector
 
 CHUNK = 8  # 16-bit elements in 16 bytes
 
@@ -75,10 +75,9 @@ def copy_chunk(target: cute.Pointer, source: cute.Pointer, filled: Int32) -> Non
 def copy_query_rows(
     query: cute.Tensor,  # global memory, (b, s, h, width), width a multiple of 8
     tile: cute.Tensor,  # shared memory, swizzled, (rows, width up to a multiple of 64)
-    request: Int32,
+    block: Block,
     kv_head: Int32,
-    first_row: Int32,
-    num_rows: Any,  # of the request
+    first_row: Int32,  # of the tile
     group: cutlass.Constexpr,
     thread: Int32,  # 0..num_threads-1
     num_threads: cutlass.Constexpr,
@@ -87,6 +86,7 @@ def copy_query_rows(
     past the query's width hold nothing of use. The caller waits (cp_async_wait_group) and joins the threads before
     anybody reads."""
     width, height = cutlass.const_expr(query.shape[3]), cute.size(tile, mode=[0])
+    num_rows = block.count * group
     per_row = 8  # threads on one row: 128 bytes, one swizzle row, a pass
     step = cutlass.const_expr(min(num_threads // per_row, height))
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), query.element_type, num_bits_per_copy=128)
@@ -98,7 +98,7 @@ def copy_query_rows(
         for i in cutlass.range_constexpr(height // step):
             row = first_row + i * step + thread // per_row
             filled = cutlass.select_(row < num_rows, Int32(2 * CHUNK), Int32(0))
-            source = query.iterator + row_offset(query, request, kv_head, cutlass.min(row, num_rows - 1), group)
+            source = query.iterator + row_offset(query, block.first, kv_head, cutlass.min(row, num_rows - 1), group)
             for j in cutlass.range_constexpr(-(-width // (per_row * CHUNK))):
                 chunk = j * per_row + thread % per_row
                 if cutlass.const_expr((j + 1) * per_row * CHUNK > width):
@@ -108,11 +108,60 @@ def copy_query_rows(
     cute.arch.cp_async_commit_group()
 
 
+# ------------------------------------------------------------------------------------------------ rows without keys
+@cute.jit
+def store_no_keys(
+    results: Results,
+    block: Block,
+    kv_head: Int32,
+    first_row: Int32,  # of the tile
+    group: cutlass.Constexpr,
+    thread: Int32,  # 0..num_threads-1
+    num_threads: cutlass.Constexpr,
+    height: cutlass.Constexpr,  # rows of the tile
+):
+    """The results of a tile of a request without keys: zeros and +inf."""
+    per_row = cutlass.const_expr(num_threads // height)
+    row, columns = first_row + thread // per_row, results.out.shape[3]
+    if row < block.count * group:
+        zeros = cute.make_rmem_tensor(4, Int32)
+        zeros.fill(0)
+        base = results.out.iterator.toint() + 2 * row_offset(results.out, block.first, kv_head, row, group)
+        for i in cutlass.range(thread % per_row, columns // CHUNK, per_row, unroll=1):
+            address = cute.make_ptr(Int32, base + Int64(2 * CHUNK * i), cute.AddressSpace.gmem, assumed_align=16)
+            store_vector(zeros, address, True)
+        if thread % per_row == 0:
+            results.lse[block.first, kv_head * group + row % group, row // group] = Float32.inf
+
+
+@cute.jit
+def store_empty(
+    results: Results,
+    table: cute.Tensor,  # of `prims.combine`
+    seq_lens: cute.Tensor,
+    queries: cutlass.Constexpr,  # `Queries`
+    worker: Int32,
+    workers: Int32,
+    kv_head: Int32,
+    first_row: Int32,
+    group: cutlass.Constexpr,
+    thread: Int32,
+    num_threads: cutlass.Constexpr,
+    height: cutlass.Constexpr,
+):
+    """The results of a worker's share of the requests without keys, which have no point on an even line."""
+    for request in cutlass.range(worker, seq_lens.shape[0], workers, unroll=1):
+        if seq_lens[request] <= 0:
+            block = queries.block(request)
+            store_no_keys(results, block, kv_head, first_row, group, thread, num_threads, height)
+            if thread == 0:
+                list_request(table, request, Int32(0), Int32(0))
+
+
 # ------------------------------------------------------------------------------------------------ packed queries
 # How many blocks there are is known on the device only. The host takes the most that so many query tokens of so many
 # requests can have; those past the last one have no tokens and no keys. Under a causal mask a block's last token sees
 # fewer keys than the request has, so its KV tiles are those of that token.
-THREADS = 512  # of the kernel that cuts
 WARP = 32
 
 
@@ -135,28 +184,29 @@ def most_blocks(query_tokens: int, requests: int, tokens: int) -> int:
     return max(1, query_tokens // tokens + min(requests, query_tokens))
 
 
-@cute.kernel
+@cute.jit
 def cut_queries(
     cu_seqlens_q: cute.Tensor,  # (b + 1,) int32, global memory
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     blocks: cute.Tensor,  # (blocks, BLOCK) int32, global memory
     table: cute.Tensor,  # of `prims.combine`
-    tokens: cutlass.Constexpr,
+    warps: cutlass.Constexpr,  # of the CTA
+    tokens: cutlass.Constexpr,  # of a block
     causal: cutlass.Constexpr,
 ):
-    """Writes the blocks of a batch, lists those without keys, and says whether any has query tokens; one CTA."""
+    """Writes the blocks of a batch, lists those without keys, and says whether any has query tokens, by one CTA; all of
+    its threads see them behind it."""
     thread, _, _ = cute.arch.thread_idx()
+    threads = cutlass.const_expr(warps * WARP)
     lane, warp = thread % WARP, thread // WARP
     memory = SmemAllocator()
-    sums = memory.allocate_tensor(Int32, cute.make_layout(THREADS // WARP), 16)
+    sums = memory.allocate_tensor(Int32, cute.make_layout(warps), 16)
     keyless = memory.allocate_tensor(Int32, cute.make_layout(1), 16)
     if thread == 0:
         keyless[0] = 0
     most, requests = blocks.shape[0], seq_lens.shape[0]
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
     passed = Int32(0)  # blocks of the requests before
-    for first in cutlass.range(0, requests, THREADS, unroll=1):
+    for first in cutlass.range(0, requests, threads, unroll=1):
         request = first + thread
         begin, count, length = Int32(0), Int32(0), Int32(0)
         if request < requests:
@@ -171,7 +221,7 @@ def cut_queries(
             sums[warp] = until
         cute.arch.sync_threads()
         of_all = Int32(0)
-        for i in cutlass.range_constexpr(THREADS // WARP):
+        for i in cutlass.range_constexpr(warps):
             if i < warp:
                 until = until + sums[i]
             of_all = of_all + sums[i]
@@ -191,14 +241,11 @@ def cut_queries(
                     keyless[0] = 1
         passed = passed + of_all
         cute.arch.sync_threads()
-    for i in cutlass.range(passed + thread, most, THREADS, unroll=1):
+    for i in cutlass.range(passed + thread, most, threads, unroll=1):
         write_block(blocks, table, i, Int32(0), Int32(0), Int32(0), Int32(0))
     cute.arch.sync_threads()
     if thread == 0:
         table[keyless_place(table)] = keyless[0]
-
-
-cut_queries.set_name_prefix("cut_queries", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 def keyless_place(table: cute.Tensor) -> Any:
@@ -221,14 +268,6 @@ def write_block(
             list_request(table, index, Int32(0), Int32(0))
 
 
-@cute.jit
-def cut(
-    cu_seqlens_q: cute.Tensor, seq_lens: cute.Tensor, blocks: cute.Tensor, table: cute.Tensor,
-    tokens: cutlass.Constexpr, causal: cutlass.Constexpr, stream: Any,
-) -> cute.Tensor:  # fmt: skip
-    """Launches `cut_queries` ahead of the attention kernel, inside a host function. Gives the blocks' keys, which
-    schedule as lengths of requests do: a (blocks,) view."""
-    cut_queries(cu_seqlens_q, seq_lens, blocks, table, tokens, causal).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
-    )
+def keys_of(blocks: cute.Tensor) -> cute.Tensor:
+    """The blocks' keys, which schedule as lengths of requests do: a (blocks,) view."""
     return cute.make_tensor(blocks.iterator + (BLOCK - 1), cute.make_layout((blocks.shape[0],), stride=(BLOCK,)))

@@ -17,8 +17,11 @@ Requests lie behind each other on a line, and worker w takes the points [w · sp
     chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on
             nothing but its own length. `prims.combine` merges them.
 
-A model of the slowest worker's time chooses between the first three. FlashMLA deals evenly as well, in a kernel of its
-own ahead of the attention (`get_mla_metadata`).
+A model of the slowest worker's time chooses between the first three.
+
+Where calls share their lengths, as the layers of a model do in a step, a small kernel can find all workers' first
+splits ahead of them (`make_schedule`), as FlashMLA's does (`get_mla_metadata`): finding one takes a microsecond, in
+which a CTA has nothing to load yet.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from mla_var3.kernel.cute_python.prims import rows
+
 WARP = 32
 PER_LANE = 8  # lengths of a lane
 BATCH = WARP * PER_LANE  # requests that a warp holds at once
 WHOLE = 1 << 29  # more than any request has units or points
-# Workers for each request from which on a combine is launched: with fewer, most requests are whole or cut once.
-WORTH_A_COMBINE = 4
+# Halves of a worker for each request from which on a combine is launched: with fewer, most requests are whole or cut
+# once.
+WORTH_A_COMBINE = 3
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,9 @@ class Line(NamedTuple):
 class Pool(NamedTuple):
     """What the host knows. fixed: units of a chunk that the caller fixes, or 0. tokens: that
     a request may have. guess, width: the line, and the points of a request on it, if all have as many. shares: workers
-    for each request where they may be in shares; 1: they may not. combined: whether a combine is launched behind the
-    attention."""
+    for each request where they may be in shares; 1: they may not; 0: `fixed` says how requests are split. combined:
+    whether a combine is launched behind the attention. planned: whether workers' first splits are in a schedule
+    (`make_schedule`)."""
 
     workers: Int32
     fixed: Int32
@@ -74,6 +81,7 @@ class Pool(NamedTuple):
     width: Int32
     shares: Int32
     combined: Int32
+    planned: Int32
 
 
 class Split(NamedTuple):
@@ -152,17 +160,19 @@ def split_evenly(units: Any, width: Any) -> tuple[Any, Any]:
 
 
 @cute.jit
-def make_pool(requests: Int32, tokens: Int32, workers: Int32, fixed: Int32, costs: cutlass.Constexpr) -> Pool:
-    """The pool of a batch of at least one request, whose page table holds up to `tokens` tokens; on the host."""
+def make_pool(
+    requests: Int32, tokens: Int32, workers: Int32, fixed: Int32, mode: Int32, costs: cutlass.Constexpr
+) -> Pool:
+    """The pool of a batch of at least one request, whose page table holds up to `tokens` tokens; on the host. mode:
+    `OWN`, `MADE` or `SHARED`."""
     units, width = units_of(tokens, costs), Int32(1)
     if fixed > 0:
         width = cutlass.max(ceil_div(units, fixed), 1)
-    combined = Int32(1)
+    combined, shares = Int32(1), Int32(0)
     if fixed == 0:
-        combined = Int32(workers >= WORTH_A_COMBINE * requests)
-    shares = Int32(1)
-    if combined > 0 and fixed == 0:
-        shares = cutlass.max(workers // requests, 1)
+        combined, shares = Int32(2 * workers >= WORTH_A_COMBINE * requests), Int32(1)
+        if combined > 0:
+            shares = cutlass.max(workers // requests, 1)
     line = line_of(
         requests * units, units, requests * width, requests, Int32(0), workers, fixed, shares, combined, costs
     )  # fmt: skip
@@ -171,7 +181,7 @@ def make_pool(requests: Int32, tokens: Int32, workers: Int32, fixed: Int32, cost
         shares = width
     if line.lead > 0:
         width = line.lead + units
-    return Pool(workers, fixed, tokens, line, width, shares, combined)
+    return Pool(workers, fixed, tokens, line, width, shares, combined, Int32(mode > OWN))
 
 
 @cute.jit
@@ -388,12 +398,125 @@ def next_split(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.C
     return skip_empty(next_place(split, seq_lens, line, costs), seq_lens, line, costs)
 
 
-PLAN = 9  # int32 values that `share_plan` needs
+# ------------------------------------------------------------------------------------------------ a schedule
+# Who finds a worker's first split: each of its CTAs; a kernel ahead of the attention, in the same call; or one that an
+# earlier call has launched.
+OWN, MADE, SHARED = 0, 1, 2
+# int32 of a worker's plan: its first split with something to do, its line, and whether all requests are as long as the
+# page table is wide; filled up to vectors of 16 bytes.
+PLAN = 12
+WARPS = 32  # of the kernel that makes a schedule, one CTA
+
+
+class Schedule(NamedTuple):
+    """What calls over the same lengths may share; int32, global memory. plans: (workers, PLAN). table: of
+    `prims.combine`. blocks: of `prims.rows`, where queries are packed, else None."""
+
+    plans: cute.Tensor
+    table: cute.Tensor
+    blocks: Any
+
+    def lengths(self, seq_lens: cute.Tensor) -> cute.Tensor:
+        """Keys of what is scheduled: of requests, or of blocks those that the last token sees."""
+        return seq_lens if self.blocks is None else rows.keys_of(self.blocks)
+
+
+def schedule_words(requests: int, workers: int, packed: bool) -> int:
+    """int32 of a `Schedule`. requests: blocks, where queries are packed."""
+    return PLAN * workers + (rows.BLOCK * requests if packed else 0) + 2 * (requests + 1)
+
+
+@cute.jit
+def schedule_in(words: cute.Tensor, workers: Int32, packed: cutlass.Constexpr) -> Schedule:
+    """The `Schedule` in `schedule_words` that are aligned to 16 bytes."""
+    behind, blocks = words.iterator + cute.assume(workers * PLAN, divby=4), None
+    left = cute.size(words) - workers * PLAN
+    if cutlass.const_expr(packed):
+        most = (left - 2) // (rows.BLOCK + 2)
+        blocks = cute.make_tensor(behind, cute.make_layout((most, rows.BLOCK), stride=(rows.BLOCK, 1)))
+        behind, left = behind + cute.assume(most * rows.BLOCK, divby=rows.BLOCK), left - most * rows.BLOCK
+    plans = cute.make_tensor(words.iterator, cute.make_layout((workers, PLAN), stride=(PLAN, 1)))
+    return Schedule(plans, cute.make_tensor(behind, cute.make_layout(left)), blocks)
+
+
+@cute.jit
+def write_plan(target: cute.Tensor, split: Split, line: Line, as_guessed: Boolean):
+    """Writes a plan, (PLAN,); one thread."""
+    for i, value in enumerate((*split, *line, Int32(as_guessed))):
+        target[i] = value
+
+
+def read_plan(source: cute.Tensor) -> tuple[Split, Line, Boolean]:
+    """(first split, line, whether all requests are as long as the page table is wide) of a plan, (PLAN,)."""
+    values = cute.make_rmem_tensor(PLAN, Int32)
+    cute.autovec_copy(source, values)
+    found = [values[i] for i in range(PLAN)]
+    return Split(*found[:5]), Line(*found[5:9]), found[9] > 0
+
+
+@cute.kernel
+def make_schedule(
+    schedule: Schedule,
+    seq_lens: cute.Tensor,  # (b,) int32, global memory
+    cu_seqlens_q: cute.Tensor | None,  # (b + 1,) int32, global memory, where queries are packed
+    pool: Pool,
+    tokens: cutlass.Constexpr,  # of a block
+    causal: cutlass.Constexpr,
+    costs: cutlass.Constexpr,
+):
+    """Cuts packed queries into blocks, and finds all workers' first splits where the pool has them planned; one CTA."""
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+    if cutlass.const_expr(schedule.blocks is not None):
+        rows.cut_queries(cu_seqlens_q, seq_lens, schedule.blocks, schedule.table, WARPS, tokens, causal)
+    lengths = schedule.lengths(seq_lens)
+    if pool.planned > 0:
+        as_guessed = Boolean(False)
+        if cutlass.const_expr(schedule.blocks is None):
+            as_guessed = are_as_long(lengths, pool.tokens, lane, costs)
+        of_batch = lay_out(lengths, lane, pool, costs)
+        for worker in cutlass.range(warp, pool.workers, WARPS, unroll=1):
+            line, split = pool.guess, guess_split(worker, lengths.shape[0], pool)
+            if as_guessed:
+                length = lengths[cutlass.min(split.request, lengths.shape[0] - 1)]
+                split = Split(split.point, split.end, split.request, split.start, length)
+            else:
+                split, line = first_split(worker, lengths, of_batch, pool, lane, costs)
+            split = skip_empty(split, lengths, line, costs)
+            if lane == 0:
+                write_plan(schedule.plans[worker, None], split, line, as_guessed)
+
+
+make_schedule.set_name_prefix("make_schedule", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+@cute.jit
+def prepare(
+    schedule: Schedule,
+    seq_lens: cute.Tensor,
+    cu_seqlens_q: cute.Tensor | None,
+    pool: Pool,
+    mode: Int32,
+    tokens: cutlass.Constexpr,
+    causal: cutlass.Constexpr,
+    costs: cutlass.Constexpr,
+    stream: Any,
+):
+    """Launches `make_schedule` ahead of the attention kernel, inside a host function, where this call needs it."""
+    needed = mode == MADE
+    if cutlass.const_expr(schedule.blocks is not None):
+        needed = mode < SHARED
+    if needed:
+        make_schedule(schedule, seq_lens, cu_seqlens_q, pool, tokens, causal, costs).launch(
+            grid=(1, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream, use_pdl=True
+        )
 
 
 @cute.jit
 def share_plan(
-    plan: cute.Pointer,  # (PLAN,) int32, shared memory
+    memory: cute.Pointer,  # (PLAN,) int32, shared memory
     worker: Int32,
     seq_lens: cute.Tensor,
     pool: Pool,
@@ -403,17 +526,44 @@ def share_plan(
 ):
     """(a worker's first split with something to do, its line), by one warp for all of the CTA, which all call this: in
     every warp by itself, the search takes three times as long, as warps take turns to issue."""
-    values = cute.make_tensor(plan, cute.make_layout(PLAN))
+    plan = cute.make_tensor(memory, cute.make_layout(PLAN))
     if mine:
         line = lay_out(seq_lens, lane, pool, costs)
         split, line = first_split(worker, seq_lens, line, pool, lane, costs)
         split = skip_empty(split, seq_lens, line, costs)
         if lane == 0:
-            for i, value in enumerate((*split, *line)):
-                values[i] = value
+            write_plan(plan, split, line, Boolean(False))
     cute.arch.sync_threads()
-    found = [values[i] for i in range(PLAN)]
-    return Split(*found[:5]), Line(*found[5:])
+    split, line, _ = read_plan(plan)
+    return split, line
+
+
+@cute.jit
+def first_of(
+    schedule: Schedule,
+    memory: cute.Pointer,
+    worker: Int32,
+    seq_lens: cute.Tensor,
+    pool: Pool,
+    mine: Boolean,
+    lane: Int32,
+    costs: cutlass.Constexpr,
+):
+    """(a worker's first split with something to do, its line, whether all requests are as long as the page table is
+    wide), by all threads of a CTA: read from a schedule or from the lengths. The others are `share_plan`'s."""
+    line, split, as_guessed = pool.guess, guess_split(worker, seq_lens.shape[0], pool), Boolean(False)
+    if pool.planned > 0:
+        split, line, as_guessed = read_plan(schedule.plans[worker, None])
+    else:
+        if cutlass.const_expr(schedule.blocks is None):
+            length = seq_lens[cutlass.min(split.request, seq_lens.shape[0] - 1)]
+            as_guessed = are_as_long(seq_lens, pool.tokens, lane, costs)
+            split = Split(split.point, split.end, split.request, split.start, length)
+        if as_guessed:
+            split = skip_empty(split, seq_lens, line, costs)
+        else:
+            split, line = share_plan(memory, worker, seq_lens, pool, mine, lane, costs)
+    return split, line, as_guessed
 
 
 # ------------------------------------------------------------------------------------------------ splits of a request
@@ -436,6 +586,25 @@ def piece_of(worker: Int32, split: Split, units: Int32, line: Line) -> Piece:
 def takes(piece: Piece, step: Any) -> Any:
     """Whether a split takes what the one `step` further on has, a power of two: a binary tree whose root is split 0."""
     return (piece.index % (2 * step) == 0) & (piece.index + step < piece.count)
+
+
+def takes_last(piece: Piece) -> Any:
+    """Whether a split takes what the request's last one has, and others: it takes that first, as the last split is the
+    first thing that its worker does. The others' workers end together with its own."""
+    step = piece.count - 1 - piece.index
+    return (step > 1) & (step & (step - 1) == 0) & takes(piece, step)
+
+
+def first_step(piece: Piece) -> Any:
+    """The first step of a split that may take what others have (`takes`)."""
+    return cutlass.select_(takes_last(piece), piece.count - 1 - piece.index, Int32(1))
+
+
+def next_step(piece: Piece, step: Any) -> Any:
+    """The step behind one; past the last one it is one that is not taken."""
+    last = Int32(takes_last(piece)) * (piece.count - 1 - piece.index)
+    following = cutlass.select_(step == last, Int32(1), 2 * step)
+    return cutlass.select_(following == last, piece.count, following)
 
 
 def slot_of(worker: Any, request: Any) -> Any:

@@ -114,3 +114,57 @@ def natural_lse(total: Float32, shift: Float32) -> Float32:
     if total > 0.0:
         value = (cute.math.log2(total, fastmath=True) + shift) * math.log(2.0)
     return value
+
+
+# ------------------------------------------------------------------------------------------------ of swapped operands
+@cute.jit
+def publish(values: cute.Tensor, row: cute.Pointer, lane: Int32):
+    """Writes a warp's column values (registers, (N/4,)), the same in the eight lanes of a column, to N of a board."""
+    if lane < 4:
+        pairs = cute.make_tensor(row, cute.make_layout((2, 4, cute.size(values) // 2), stride=(1, 2, 8)))
+        pair = cute.make_rmem_tensor(2, Float32)
+        for j in cutlass.range_constexpr(cute.size(values) // 2):
+            pair[0], pair[1] = values[2 * j], values[2 * j + 1]
+            cute.autovec_copy(pair, pairs[None, lane, j])
+
+
+@cute.jit
+def publish_sums(values: cute.Tensor, row: cute.Pointer, lane: Int32):
+    """`publish` of the sums of `values` over the eight lanes of a column; `values` are lost. Each lane is left with one
+    column or a share of it, so that lanes send each other what they do not keep: 7 shuffles for 8 columns, not 24."""
+    count = cutlass.const_expr(cute.size(values))
+    kept = count
+    for bit in cutlass.range_constexpr(4, 1, -1):
+        upper = (lane >> bit) & 1
+        if cutlass.const_expr(kept > 1):
+            kept = kept // 2
+            for c in cutlass.range_constexpr(kept):
+                sent = cutlass.select_(upper > 0, values[c], values[c + kept])
+                own = cutlass.select_(upper > 0, values[c + kept], values[c])
+                values[c] = own + cute.arch.shuffle_sync_bfly(sent, offset=1 << bit)
+        else:
+            values[0] = values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=1 << bit)
+    each = cutlass.const_expr(32 // 4 // count)  # lanes with the same column
+    if lane // 4 % each == 0:
+        c = lane // 4 // each
+        board = cute.make_tensor(row, cute.make_layout(4 * count))
+        board[(lane % 4) * 2 + c % 2 + 8 * (c // 2)] = values[0]
+
+
+@cute.jit
+def collect(values: cute.Tensor, board: cute.Pointer, warps: cutlass.Constexpr, lane: Int32,
+            largest: cutlass.Constexpr):  # fmt: skip
+    """values[c] = maximum or sum over `warps` rows of a board of this thread's columns."""
+    n = cutlass.const_expr(4 * cute.size(values))
+    pair = cute.make_rmem_tensor(2, Float32)
+    pairs = cute.make_tensor(board, cute.make_layout((2, 4, n // 8, warps), stride=(1, 2, 8, n)))
+    for j in cutlass.range_constexpr(n // 8):
+        for i in cutlass.range_constexpr(warps):
+            cute.autovec_copy(pairs[None, lane % 4, j, i], pair)
+            for e in cutlass.range_constexpr(2):
+                if cutlass.const_expr(i == 0):
+                    values[2 * j + e] = pair[e]
+                elif cutlass.const_expr(largest):
+                    values[2 * j + e] = cute.arch.fmax(values[2 * j + e], pair[e])
+                else:
+                    values[2 * j + e] = values[2 * j + e] + pair[e]

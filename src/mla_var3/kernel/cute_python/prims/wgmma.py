@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 WARPGROUP = 128  # threads
@@ -102,3 +102,23 @@ def smem_view(base: cute.Pointer, offset: int, layout: cute.ComposedLayout) -> c
 def stmatrix_atom(dtype: type) -> cute.CopyAtom:
     """Stores accumulators rounded to 16 bits: four 8 x 8 matrices an instruction."""
     return cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), dtype)
+
+
+def as_columns(acc: cute.Tensor) -> cute.Tensor:
+    """View of an m64nN accumulator (pairs of columns, rows 8 apart, groups of columns) as (N/4 columns, 2 rows)."""
+    groups = cute.size(acc) // 4
+    return cute.make_tensor(acc.iterator, cute.make_layout(((2, groups), 2), stride=((1, 4), 2)))
+
+
+def acc_column(thread: Int32, c: int) -> Int32:
+    """Query row that accumulator column c (0 .. N/4 - 1) of a thread holds."""
+    return (thread % 4) * 2 + c % 2 + 8 * (c // 2)
+
+
+@cute.jit
+def scale_columns(acc: cute.Tensor, factors: cute.Tensor) -> None:
+    """acc[:, c] *= factors[c] for the thread's columns."""
+    columns = as_columns(acc)
+    for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
+        for i in cutlass.range_constexpr(2):
+            columns[c, i] = columns[c, i] * factors[c]

@@ -60,8 +60,8 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
-from mla_var3.kernel.cute_python.prims.partials import Partials
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
+from mla_var3.kernel.cute_python.prims.partials import Partials, Results
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import (
     named_arrive,
     named_sync,
@@ -759,17 +759,6 @@ def first_maximum(row: Int32, tokens: Any, geometry: cutlass.Constexpr) -> Float
 
 
 @cute.jit
-def copy_query(
-    q: cute.Tensor, q_tile: cute.Tensor, queries: cutlass.Constexpr, split: scheduler.Split, kv_head: Int32,
-    first_row: Int32, thread: Int32, num_threads: cutlass.Constexpr, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Starts copying the query rows of a split's request."""
-    block = queries.block(split.request)
-    num_rows = block.count * geometry.group
-    rows.copy_query_rows(q, q_tile, block.first, kv_head, first_row, num_rows, geometry.group, thread, num_threads)
-
-
-@cute.jit
 def keys_of_all_rows(length: Int32, tokens: Any, row_tile: Int32, geometry: cutlass.Constexpr) -> Int32:
     """Keys that every row of a query tile may see. tokens: of the query."""
     unmasked = cutlass.max(length, 0)
@@ -784,7 +773,7 @@ def keys_of_all_rows(length: Int32, tokens: Any, row_tile: Int32, geometry: cutl
 @cute.jit
 def join(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
-    targets: cutlass.Constexpr,
+    results: Results,
     flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
     piece: scheduler.Piece,
     worker: Int32,
@@ -794,24 +783,24 @@ def join(
     geometry: cutlass.Constexpr,
 ):
     """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
-    step = Int32(1)
+    step = scheduler.first_step(piece)
     while scheduler.takes(piece, step):
         slot = scheduler.slot_of(worker + step, request)
         if thread == 0:
             take_flag(flags.iterator + (slot * geometry.tiles + tile))
         named_sync(Barrier.CONSUMERS, CONSUMERS)
-        add_partial(registers, targets, slot, tile, thread, geometry)
-        step = 2 * step
+        add_partial(registers, results, slot, tile, thread, geometry)
+        step = scheduler.next_step(piece, step)
 
 
 @cute.jit
 def add_partial(
-    registers: cutlass.Constexpr, targets: cutlass.Constexpr, slot: Int32, tile: Int32, thread: Int32,
+    registers: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32, thread: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Adds a partial result: it lies as the accumulators do (`prims.partials`)."""
     acc_o, row_max, row_sum = registers
-    _, _, outputs, stats = targets
+    outputs, stats = results.outputs, results.stats
     layout, row = geometry.partials, wgmma.as_rows(acc_o)
     me, lane = thread // WARPGROUP, thread % WARPGROUP
     for r in cutlass.range_constexpr(2):
@@ -836,7 +825,7 @@ def add_partial(
 def epilogue(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
     row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
-    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    results: Results,
     block: rows.Block,
     slot: Int32,  # of the partial result
     whole: Boolean,  # the split is a request
@@ -848,7 +837,7 @@ def epilogue(
     """Divides whole results by their row sums, or scales a partial one (`prims.partials`), and writes this consumer's
     half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched from L2."""
     acc_o, row_max, row_sum = registers
-    out, lse, outputs, stats = targets
+    out, lse, outputs, stats = results
     layout = geometry.partials
     me, lane = thread // WARPGROUP, thread % WARPGROUP
     first_row = row_tile * ROWS
@@ -905,49 +894,17 @@ def row_magnitude(acc_o: cute.Tensor, r: cutlass.Constexpr) -> Float32:
     return softmax.quad_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
 
 
-@cute.jit
-def store_no_keys(
-    out: cute.Tensor, lse: cute.Tensor, block: rows.Block, kv_head: Int32, first_row: Int32, thread: Int32,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """The results of a request without keys: zeros and +inf. thread: 0..255."""
-    row = first_row + thread // 4
-    if row < block.count * geometry.group:
-        zeros = cute.make_rmem_tensor(4, Int32)
-        zeros.fill(0)
-        base = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
-        for i in cutlass.range(thread % 4, geometry.k // 8, 4, unroll=1):
-            address = cute.make_ptr(Int32, base + Int64(16 * i), cute.AddressSpace.gmem, assumed_align=16)
-            partials.store_vector(zeros, address, True)
-        if thread % 4 == 0:
-            lse[block.first, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
-
-
-@cute.jit
-def store_empty(
-    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, queries: cutlass.Constexpr,
-    pool: Pool, worker: Int32, kv_head: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """The results of this worker's share of the requests without keys, which have no point on an even line."""
-    for request in cutlass.range(worker, seq_lens.shape[0], pool.workers, unroll=1):
-        if seq_lens[request] <= 0:
-            block = queries.block(request)
-            store_no_keys(out, lse, block, kv_head, first_row, thread, geometry)
-            if thread == 0:
-                partials.list_request(table, request, Int32(0), Int32(0))
-
-
 # ------------------------------------------------------------------------------------------------ device: consume
 @cute.jit
 def consume(
     q: cute.Tensor,
     q_tile: cute.Tensor,
     storage: cutlass.Constexpr,
-    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    results: Results,
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,
+    queries: cutlass.Constexpr,  # `rows.Queries`
     pool: Pool,
     split: scheduler.Split,
     line: scheduler.Line,
@@ -959,7 +916,6 @@ def consume(
     geometry: cutlass.Constexpr,
 ):
     """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
-    out, lse, _, _ = targets
     first_row = row_tile * ROWS
     output = wgmma.make_mma(q.element_type, geometry.half).partition_shape_C((ROWS, geometry.half))
     registers = (
@@ -974,7 +930,10 @@ def consume(
     if cutlass.const_expr(geometry.packed):
         keyless = table[rows.keyless_place(table)]
     if keyless > 0:
-        store_empty(out, lse, table, seq_lens, queries, pool, worker, kv_head, first_row, thread, geometry)
+        rows.store_empty(
+            results, table, seq_lens, queries, worker, pool.workers, kv_head, first_row, geometry.group, thread,
+            CONSUMERS, ROWS,
+        )  # fmt: skip
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
         block = queries.block(split.request)
@@ -998,7 +957,10 @@ def consume(
                     if cutlass.const_expr(consumer == EVEN):
                         # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
                         if scheduler.has_work(following):
-                            copy_query(q, q_tile, queries, following, kv_head, first_row, lane, WARPGROUP, geometry)
+                            rows.copy_query_rows(
+                                q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, lane,
+                                WARPGROUP,
+                            )  # fmt: skip
             parity = parity ^ ((end - first + 1 - me) // STAGES & 1)
             if not scheduler.has_work(following):
                 cute.arch.griddepcontrol_launch_dependents()
@@ -1009,19 +971,21 @@ def consume(
                 slot = scheduler.slot_of(worker, split.request)
                 if pool.combined == 0 and not whole:
                     piece = scheduler.piece_of(worker, split, units, line)
-                    join(registers, targets, flags, piece, worker, split.request, tile, thread, geometry)
+                    join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
                     whole = piece.index == 0
             epilogue(
-                registers, row_sums, targets, block, slot, whole, kv_head, row_tile, thread, geometry,
+                registers, row_sums, results, block, slot, whole, kv_head, row_tile, thread, geometry,
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
             raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), sends)
         else:
-            store_no_keys(out, lse, block, kv_head, first_row, thread, geometry)
+            rows.store_no_keys(results, block, kv_head, first_row, geometry.group, thread, CONSUMERS, ROWS)
             following = scheduler.next_split(split, seq_lens, line, geometry.costs)
             if thread < WARPGROUP and scheduler.has_work(following):
-                copy_query(q, q_tile, queries, following, kv_head, first_row, thread, WARPGROUP, geometry)
+                rows.copy_query_rows(
+                    q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, thread, WARPGROUP
+                )  # fmt: skip
         split = following
 
 
@@ -1032,15 +996,11 @@ def flash_mla_v23(
     tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
-    seq_lens: cute.Tensor,  # (b,) int32, global memory
-    blocks: cute.Tensor | None,  # of `prims.rows`, global memory, or None
+    seq_lens: cute.Tensor,  # (b,) int32, global memory; packed, the blocks' keys
     mask: cute.Tensor | None,  # (b, s, s) uint8, global memory, or None
-    out: cute.Tensor,  # as q, but for k columns
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory; packed, tokens for b, and each block's tokens for s
-    outputs: cute.Tensor,  # fp16, global memory, `Partials`
-    stats: cute.Tensor,  # fp32, global memory, `Partials`
-    table: cute.Tensor,  # int32, global memory, of `prims.combine`
+    results: Results,  # packed, lse is (first token, h, token behind it)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
+    schedule: Schedule,
     scale_log2: Float32,
     pool: Pool,
     geometry: cutlass.Constexpr,
@@ -1069,24 +1029,17 @@ def flash_mla_v23(
     elif warp < CONSUMERS // 32:
         named_arrive(Barrier.SETUP, THREADS)
 
-    queries = rows.Queries(geometry.s, blocks, mask)
-    guess, page, as_guessed = Int32(-1), Int32(0), Boolean(False)
+    queries = rows.Queries(geometry.s, schedule.blocks, mask)
+    guess, page, guessed, as_guessed = Int32(-1), Int32(0), Int32(-1), Boolean(False)
     if cutlass.const_expr(geometry.packed):
         # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
         cute.arch.griddepcontrol_wait()
-        split, line = scheduler.share_plan(
-            storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
-        )  # fmt: skip
-        if tile == 0 and worker == 0 and thread == CONSUMERS:
-            combine.write_mode(table, line, as_guessed, pool)
-        if warp < CONSUMERS // 32 and scheduler.has_work(split):
-            copy_query(q, q_tile, queries, split, kv_head, first_row, thread, CONSUMERS, geometry)
     else:
         # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind
         # them.
         requests, width = page_table.shape
-        line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
-        at, _, _, _ = scheduler.units_range(split, line, geometry.costs)
+        split = scheduler.guess_split(worker, requests, pool)
+        at, _, _, _ = scheduler.units_range(split, pool.guess, geometry.costs)
         stage = (warp - CONSUMERS // 32) // 2  # of a producer
         guess = (at + stage) * TOKENS // geometry.page
         if cutlass.const_expr(geometry.box not in (0, TOKENS)):
@@ -1094,29 +1047,24 @@ def flash_mla_v23(
         guess = cutlass.max(cutlass.min(guess, width - 1), 0)
         guessed = cutlass.min(split.request, requests - 1)
         of_page = page_table[guessed, None].iterator + guess
-        of_length = seq_lens.iterator + guessed
-        wait_for_launch(of_page.toint() | of_length.toint())  # as above
-        as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, geometry.costs)
-        length = cute.make_tensor(of_length, cute.make_layout(1))[0]
+        wait_for_launch(of_page.toint())  # as above
         page = cute.make_tensor(of_page, cute.make_layout(1))[0]
         if warp < CONSUMERS // 32:
             rows.copy_query_rows(
-                q, q_tile, guessed, kv_head, first_row, geometry.rows, geometry.group, thread, CONSUMERS
+                q, q_tile, queries.block(guessed), kv_head, first_row, geometry.group, thread, CONSUMERS
             )  # fmt: skip
-        if as_guessed:
-            split = scheduler.Split(split.point, split.end, split.request, split.start, length)
-            split = scheduler.skip_empty(split, seq_lens, line, geometry.costs)
-        else:
-            split, line = scheduler.share_plan(
-                storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
+    split, line, as_guessed = scheduler.first_of(
+        schedule, storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
+    )  # fmt: skip
+    if tile == 0 and worker == 0 and thread == CONSUMERS:
+        combine.write_mode(schedule.table, line, as_guessed, pool)
+    if split.request != guessed:
+        guess = Int32(-1)
+        if warp < CONSUMERS // 32 and scheduler.has_work(split):
+            cute.arch.cp_async_wait_group(0)
+            rows.copy_query_rows(
+                q, q_tile, queries.block(split.request), kv_head, first_row, geometry.group, thread, CONSUMERS
             )  # fmt: skip
-        if tile == 0 and worker == 0 and thread == CONSUMERS:
-            combine.write_mode(table, line, as_guessed, pool)
-        if split.request != guessed:
-            guess = Int32(-1)
-            if warp < CONSUMERS // 32 and scheduler.has_work(split):
-                cute.arch.cp_async_wait_group(0)
-                copy_query(q, q_tile, queries, split, kv_head, first_row, thread, CONSUMERS, geometry)
     if cutlass.const_expr(geometry.cluster > 1):
         cute.arch.cluster_wait()
 
@@ -1138,8 +1086,8 @@ def flash_mla_v23(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
-            q, q_tile, storage, (out, lse, outputs, stats), table, flags, seq_lens, queries, pool, split, line,
-            scale_log2, worker, kv_head, row_tile, thread, geometry,
+            q, q_tile, storage, results, schedule.table, flags, seq_lens, queries, pool, split, line, scale_log2,
+            worker, kv_head, row_tile, thread, geometry,
         )  # fmt: skip
     if cutlass.const_expr(geometry.cluster > 1):
         # No CTA leaves while the other may still signal its mbarriers.
@@ -1157,18 +1105,16 @@ def launch_flash_mla_v23(
     kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
+    offsets_or_mask: cute.Tensor | None,  # where queries are packed, (b + 1,) int32; where there is a tree, its mask
     out: cute.Tensor,
     lse: cute.Tensor,
-    outputs: cute.Tensor,
-    stats: cute.Tensor,
-    table: cute.Tensor,
+    partials: cute.Tensor,  # `Partials.views`
     flags: cute.Tensor,
+    words: cute.Tensor,  # `scheduler.schedule_in`
     scale: Float32,
     workers: Int32,
     fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
-    cu_seqlens_q: cute.Tensor | None,  # (b + 1,) int32 where the queries are packed,
-    blocks: cute.Tensor | None,  # with room for their blocks (`prims.rows`)
-    mask: cute.Tensor | None,  # (b, s, s) uint8 where there is a mask of the newest keys
+    mode: Int32,  # `scheduler.OWN`, `MADE` or `SHARED`
     geometry: cutlass.Constexpr,
     stream: CUstream,
 ):
@@ -1176,29 +1122,20 @@ def launch_flash_mla_v23(
     tma, cache = None, kv_cache
     if cutlass.const_expr(geometry.box):
         tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1, geometry.box)
-    requests = q.shape[0]
+    schedule = scheduler.schedule_in(words, workers, geometry.packed)
+    requests, mask = q.shape[0], None
+    if cutlass.const_expr(geometry.tree):
+        mask = offsets_or_mask
     if cutlass.const_expr(geometry.packed):
-        requests = blocks.shape[0]
-        seq_lens = rows.cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
+        requests = schedule.blocks.shape[0]
         q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
-    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, geometry.costs)
+    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, mode, geometry.costs)
+    scheduler.prepare(
+        schedule, seq_lens, offsets_or_mask, pool, mode, geometry.s, geometry.causal, geometry.costs, stream
+    )  # fmt: skip
+    lengths, results = schedule.lengths(seq_lens), Results(out, lse, *geometry.partials.views(partials))
     flash_mla_v23(
-        q,
-        tma,
-        cache,
-        page_table,
-        seq_lens,
-        blocks,
-        mask,
-        out,
-        lse,
-        outputs,
-        stats,
-        table,
-        flags,
-        scale * math.log2(math.e),
-        pool,
-        geometry,
+        q, tma, cache, page_table, lengths, mask, results, flags, schedule, scale * math.log2(math.e), pool, geometry
     ).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
@@ -1208,9 +1145,7 @@ def launch_flash_mla_v23(
         use_pdl=True,
     )
     ctas = workers * geometry.tiles
-    combine.launch(
-        outputs, stats, table, out, lse, seq_lens, blocks, pool, 2 * ctas, geometry.merge, stream
-    )  # fmt: skip
+    combine.launch(results, schedule.table, lengths, schedule.blocks, pool, 2 * ctas, geometry.merge, stream)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1305,6 +1240,6 @@ class FlashMlaV23Plan(KernelPlan):
     def _make(self, inputs: Any, requests: int, slots: int, workers: int, fixed: int) -> CuteKernel:
         geometry = self.tiling.geometry(self.problem)
         return host.decode_kernel(
-            self, flash_mla_v23, launch_flash_mla_v23, "flash_mla_v23", (geometry,), geometry.partials, inputs,
+            self, flash_mla_v23, launch_flash_mla_v23, "flash_mla_v23", geometry, geometry.partials, inputs,
             requests, slots, workers, fixed,
         )  # fmt: skip

@@ -56,8 +56,8 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
-from mla_var3.kernel.cute_python.prims.partials import Partials
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool
+from mla_var3.kernel.cute_python.prims.partials import Partials, Results
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import (
     named_any,
     named_arrive,
@@ -338,80 +338,6 @@ def publish_oldest(full: cute.Pointer, oldest: Int32, pending: Int32, geometry: 
     return following, pending - 1
 
 
-# ------------------------------------------------------------------------------------------------ device: columns
-def as_columns(acc: cute.Tensor) -> cute.Tensor:
-    """View of an m64nN accumulator (pairs of columns, rows 8 apart, groups of columns) as (N/4 columns, 2 rows)."""
-    groups = cute.size(acc) // 4
-    return cute.make_tensor(acc.iterator, cute.make_layout(((2, groups), 2), stride=((1, 4), 2)))
-
-
-def acc_column(thread: Int32, c: int) -> Int32:
-    """Query row that accumulator column c (0 .. N/4 - 1) of a thread holds."""
-    return (thread % 4) * 2 + c % 2 + 8 * (c // 2)
-
-
-@cute.jit
-def scale_columns(acc: cute.Tensor, factors: cute.Tensor) -> None:
-    """acc[:, c] *= factors[c] for the thread's columns."""
-    columns = as_columns(acc)
-    for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
-        for i in cutlass.range_constexpr(2):
-            columns[c, i] = columns[c, i] * factors[c]
-
-
-@cute.jit
-def publish(values: cute.Tensor, row: cute.Pointer, lane: Int32):
-    """Writes a warp's column values (registers, (N/4,)), the same in the eight lanes of a column, to N of a board."""
-    if lane < 4:
-        pairs = cute.make_tensor(row, cute.make_layout((2, 4, cute.size(values) // 2), stride=(1, 2, 8)))
-        pair = cute.make_rmem_tensor(2, Float32)
-        for j in cutlass.range_constexpr(cute.size(values) // 2):
-            pair[0], pair[1] = values[2 * j], values[2 * j + 1]
-            cute.autovec_copy(pair, pairs[None, lane, j])
-
-
-@cute.jit
-def publish_sums(values: cute.Tensor, row: cute.Pointer, lane: Int32):
-    """`publish` of the sums of `values` over the eight lanes of a column; `values` are lost. Each lane is left with one
-    column or a share of it, so that lanes send each other what they do not keep: 7 shuffles for 8 columns, not 24."""
-    count = cutlass.const_expr(cute.size(values))
-    kept = count
-    for bit in cutlass.range_constexpr(4, 1, -1):
-        upper = (lane >> bit) & 1
-        if cutlass.const_expr(kept > 1):
-            kept = kept // 2
-            for c in cutlass.range_constexpr(kept):
-                sent = cutlass.select_(upper > 0, values[c], values[c + kept])
-                own = cutlass.select_(upper > 0, values[c + kept], values[c])
-                values[c] = own + cute.arch.shuffle_sync_bfly(sent, offset=1 << bit)
-        else:
-            values[0] = values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=1 << bit)
-    each = cutlass.const_expr(32 // 4 // count)  # lanes with the same column
-    if lane // 4 % each == 0:
-        c = lane // 4 // each
-        board = cute.make_tensor(row, cute.make_layout(4 * count))
-        board[(lane % 4) * 2 + c % 2 + 8 * (c // 2)] = values[0]
-
-
-@cute.jit
-def collect(values: cute.Tensor, board: cute.Pointer, warps: cutlass.Constexpr, lane: Int32,
-            largest: cutlass.Constexpr):  # fmt: skip
-    """values[c] = maximum or sum over `warps` rows of a board of this thread's columns."""
-    n = cutlass.const_expr(4 * cute.size(values))
-    pair = cute.make_rmem_tensor(2, Float32)
-    pairs = cute.make_tensor(board, cute.make_layout((2, 4, n // 8, warps), stride=(1, 2, 8, n)))
-    for j in cutlass.range_constexpr(n // 8):
-        for i in cutlass.range_constexpr(warps):
-            cute.autovec_copy(pairs[None, lane % 4, j, i], pair)
-            for e in cutlass.range_constexpr(2):
-                if cutlass.const_expr(i == 0):
-                    values[2 * j + e] = pair[e]
-                elif cutlass.const_expr(largest):
-                    values[2 * j + e] = cute.arch.fmax(values[2 * j + e], pair[e])
-                else:
-                    values[2 * j + e] = values[2 * j + e] + pair[e]
-
-
 # ------------------------------------------------------------------------------------------------ device: one consumer
 def make_mma(dtype: type, n: int, a_major: OperandMajorMode) -> cute.TiledMma:
     """A 64 x n x 16 tiled MMA of one warpgroup, both operands in shared memory, B K-major, fp32 accumulators."""
@@ -538,11 +464,11 @@ class Consumer:
     @cute.jit
     def mask_tokens(self, first_token: Int32, length: Int32):
         """Sets scores of tokens that a column's query may not see to -inf."""
-        columns = as_columns(self.acc_s)
+        columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
             limit = length - first_token
             if cutlass.const_expr(self.geometry.causal):
-                limit = limit - self.block.count + 1 + acc_column(self.thread, c) // self.geometry.group
+                limit = limit - self.block.count + 1 + wgmma.acc_column(self.thread, c) // self.geometry.group
             for i in cutlass.range_constexpr(2):
                 columns[c, i] = columns[c, i] if wgmma.acc_row(self.thread, i) < limit else -Float32.inf
         if cutlass.const_expr(self.mask is not None):
@@ -552,9 +478,9 @@ class Consumer:
     def mask_newest(self, first_row: Int32):
         """Sets scores of the newest s keys that a column's query may not see to -inf. first_row: of the tile, in tokens
         from the first of those keys on."""
-        columns, s = as_columns(self.acc_s), self.geometry.s
+        columns, s = wgmma.as_columns(self.acc_s), self.geometry.s
         for c in cutlass.range_constexpr(cute.size(columns, mode=[0])):
-            token = cutlass.min(acc_column(self.thread, c) // self.geometry.group, s - 1)
+            token = cutlass.min(wgmma.acc_column(self.thread, c) // self.geometry.group, s - 1)
             place = self.mask.iterator + (self.block.request * s + token) * s
             for i in cutlass.range_constexpr(2):
                 key = first_row + wgmma.acc_row(self.thread, i)
@@ -565,7 +491,7 @@ class Consumer:
     @cute.jit
     def exceeds(self) -> Boolean:
         """Whether the running maximum of any column has to move; the same in all warps, which meet here."""
-        columns = as_columns(self.acc_s)
+        columns = wgmma.as_columns(self.acc_s)
         count = cutlass.const_expr(self.geometry.n // 4)
         above = cute.make_rmem_tensor(count, Float32)
         for c in cutlass.range_constexpr(count):
@@ -578,7 +504,7 @@ class Consumer:
     @cute.jit
     def move_max(self):
         """Moves the maximum of the columns that need it, publishes it to the other consumer, and rescales."""
-        columns = as_columns(self.acc_s)
+        columns = wgmma.as_columns(self.acc_s)
         n, count = self.geometry.n, self.geometry.n // 4
         lane, warp = self.thread % 32, self.thread // 32
         best = cute.make_rmem_tensor(count, Float32)
@@ -586,15 +512,15 @@ class Consumer:
             best[c] = cute.arch.fmax(columns[c, 0], columns[c, 1])
             for i in cutlass.range_constexpr(3):
                 best[c] = cute.arch.fmax(best[c], cute.arch.shuffle_sync_bfly(best[c], offset=4 << i))
-        publish(best, self.board + warp * n, lane)
+        softmax.publish(best, self.board + warp * n, lane)
         named_sync(Barrier.EVEN + self.me, WARPGROUP)
-        collect(best, self.board, WARPS, lane, True)
+        softmax.collect(best, self.board, WARPS, lane, True)
         for c in cutlass.range_constexpr(count):
             new = softmax.lazy_max(self.row_max[c], best[c] * self.scale_log2)
             self.factor[c] = softmax.exp2(self.row_max[c] - new)
             self.row_max[c] = new
         if warp == 0:
-            publish(self.row_max, self.shared_max, lane)
+            softmax.publish(self.row_max, self.shared_max, lane)
         self.rescale()
 
     @cute.jit
@@ -602,7 +528,7 @@ class Consumer:
         """Takes over the maximum that the other consumer has published."""
         count = cutlass.const_expr(self.geometry.n // 4)
         theirs = cute.make_rmem_tensor(count, Float32)
-        collect(theirs, self.shared_max, 1, self.thread % 32, True)
+        softmax.collect(theirs, self.shared_max, 1, self.thread % 32, True)
         changed = theirs[0] != self.row_max[0]
         for c in cutlass.range_constexpr(1, count):
             changed = changed | (theirs[c] != self.row_max[c])
@@ -625,7 +551,7 @@ class Consumer:
         for c in cutlass.range_constexpr(self.geometry.n // 4):
             self.row_sum[c] = self.row_sum[c] * self.factor[c]
         for i in cutlass.range_constexpr(self.geometry.half_panels):
-            scale_columns(self.acc_o[i], self.factor)
+            wgmma.scale_columns(self.acc_o[i], self.factor)
 
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
@@ -662,7 +588,7 @@ class Consumer:
             self.zero_past_end(length - first_token, slot, phase)
         if self.exceeds():
             self.move_max()
-        columns = as_columns(self.acc_s)
+        columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for i in cutlass.range_constexpr(2):
                 columns[c, i] = softmax.exp2(columns[c, i] * self.scale_log2 - self.row_max[c])
@@ -698,7 +624,7 @@ class Consumer:
         if cutlass.const_expr(self.me == EVEN):
             # ODD reads it behind P0.
             if self.thread < 32:
-                publish(self.row_max, self.shared_max, self.thread)
+                softmax.publish(self.row_max, self.shared_max, self.thread)
         for tile in cutlass.range(first, end, CONSUMERS, unroll=1):
             slot1, phase1 = ring_at(slot, phase, geometry.panels, geometry.slots)
             token = tile * TOKENS
@@ -735,11 +661,11 @@ def transpose(word: Int32) -> Int32:
 def share_sums(row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
     """(n / 4,) registers for each consumer: its sums of P in the thread's columns, over all tokens; row_sum is lost."""
     board = storage.board.data_ptr()
-    publish_sums(row_sum, board + thread // 32 * geometry.n, thread % 32)
+    softmax.publish_sums(row_sum, board + thread // 32 * geometry.n, thread % 32)
     named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
     sums = [cute.make_rmem_tensor(geometry.n // 4, Float32) for _ in range(CONSUMERS)]
     for i in cutlass.range_constexpr(CONSUMERS):
-        collect(sums[i], board + i * (WARPS * geometry.n), WARPS, thread % 32, False)
+        softmax.collect(sums[i], board + i * (WARPS * geometry.n), WARPS, thread % 32, False)
     return sums
 
 
@@ -747,7 +673,7 @@ def share_sums(row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, 
 def join(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
     sums: cutlass.Constexpr,  # of `share_sums`
-    targets: cutlass.Constexpr,
+    results: Results,
     flags: cute.Tensor,  # (slots · h_kv,) int32, global memory: the partial result of a slot is there
     piece: scheduler.Piece,
     worker: Int32,
@@ -757,30 +683,30 @@ def join(
     geometry: cutlass.Constexpr,
 ):
     """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
-    step = Int32(1)
+    step = scheduler.first_step(piece)
     while scheduler.takes(piece, step):
         slot = scheduler.slot_of(worker + step, request)
         if thread == 0:
             take_flag(flags.iterator + (slot * geometry.h_kv + kv_head))
         named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-        add_partial(registers, sums, targets, slot, kv_head, thread, geometry)
-        step = 2 * step
+        add_partial(registers, sums, results, slot, kv_head, thread, geometry)
+        step = scheduler.next_step(piece, step)
 
 
 @cute.jit
 def add_partial(
-    registers: cutlass.Constexpr, sums: cutlass.Constexpr, targets: cutlass.Constexpr, slot: Int32, kv_head: Int32,
+    registers: cutlass.Constexpr, sums: cutlass.Constexpr, results: Results, slot: Int32, kv_head: Int32,
     thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Adds a partial result: transposed within quads as it was for the store, it lies as the accumulators do."""
     acc_o, row_max, _ = registers
-    _, _, outputs, stats = targets
+    outputs, stats = results.outputs, results.stats
     count, layout = geometry.n // 4, geometry.partials
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
     mine, theirs = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
     for c in cutlass.range_constexpr(count):
         found = cute.make_rmem_tensor(partials.STATS, Float32)
-        index = layout.row(slot, kv_head, acc_column(lane, c))
+        index = layout.row(slot, kv_head, wgmma.acc_column(lane, c))
         cute.autovec_copy(layout.stats(stats.iterator, index), found)
         top = cute.arch.fmax(row_max[c], cute.arch.fmax(found[0], found[2]))
         mine[c] = softmax.exp2(row_max[c] - top)
@@ -803,7 +729,7 @@ def add_partial(
                 vector[j] = transpose(vector[j])
             values = cute.recast_tensor(vector, Float16)
             for j in cutlass.range_constexpr(4):
-                columns = as_columns(acc_o[first + j // 2])
+                columns = wgmma.as_columns(acc_o[first + j // 2])
                 for e in cutlass.range_constexpr(2):
                     c = 2 * g + e
                     columns[c, j % 2] = columns[c, j % 2] * mine[c] + Float32(values[2 * j + e]) * theirs[c]
@@ -814,7 +740,7 @@ def epilogue(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
     sums: cutlass.Constexpr,  # of `share_sums`
     storage: cutlass.Constexpr,
-    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    results: Results,
     block: rows.Block,
     slot: Int32,  # of the partial result
     whole: Boolean,  # the split is a request
@@ -825,7 +751,7 @@ def epilogue(
     """Divides whole results by their row sums, or scales a partial one (`prims.partials`), and writes this consumer's
     half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched from L2."""
     acc_o, row_max, _ = registers
-    out, lse, outputs, stats = targets
+    out, lse, outputs, stats = results
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32
     magnitudes = storage.magnitudes.data_ptr()
@@ -835,30 +761,30 @@ def epilogue(
         for c in cutlass.range_constexpr(count):
             total = sums[EVEN][c] + sums[ODD][c]
             factor[c] = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
-            row = acc_column(lane, c)
+            row = wgmma.acc_column(lane, c)
             if thread < 4 and row < block.count * geometry.group:
                 head, token = kv_head * geometry.group + row % geometry.group, row // geometry.group
                 lse[block.first, head, token] = softmax.natural_lse(total, row_max[c])
     else:
         factor.fill(0.0)
         for i in cutlass.range_constexpr(geometry.half_panels):
-            columns = as_columns(acc_o[i])
+            columns = wgmma.as_columns(acc_o[i])
             for c in cutlass.range_constexpr(count):
                 for r in cutlass.range_constexpr(2):
                     factor[c] = factor[c] + cute.math.absf(columns[c, r])
-        publish_sums(factor, magnitudes + warp * n, lane)
+        softmax.publish_sums(factor, magnitudes + warp * n, lane)
         cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
-        collect(factor, magnitudes + own_rows, WARPS, lane, False)
+        softmax.collect(factor, magnitudes + own_rows, WARPS, lane, False)
         for c in cutlass.range_constexpr(count):
             exponent = partials.exponent_of(factor[c])
             factor[c] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
             if thread % WARPGROUP < 4:
-                index = layout.row(slot, kv_head, acc_column(lane, c))
+                index = layout.row(slot, kv_head, wgmma.acc_column(lane, c))
                 own = cutlass.select_(me > 0, sums[ODD][c], sums[EVEN][c])
                 partials.store_stats(layout.stats(stats.iterator, index), me, row_max[c], own, exponent)
     words = []  # (2 · n / 8,) of each panel: two query rows next to each other, columns lane / 4 and 8 further on
     for i in cutlass.range_constexpr(geometry.half_panels):
-        scale_columns(acc_o[i], factor)
+        wgmma.scale_columns(acc_o[i], factor)
         words.append(cute.make_rmem_tensor(2 * geometry.pairs, Int32))
     if whole:
         for i in cutlass.range_constexpr(geometry.half_panels):
@@ -890,58 +816,16 @@ def store_words(words: cute.Tensor, rounded: cute.Tensor):
     words.store(cute.recast_tensor(rounded, Int32).load().reshape(words.shape))
 
 
-@cute.jit
-def store_no_keys(out: cute.Tensor, lse: cute.Tensor, block: rows.Block, kv_head: Int32, thread: Int32,
-                  geometry: cutlass.Constexpr):  # fmt: skip
-    """The results of a request without keys: zeros and +inf. thread: 0..255, eight a row."""
-    row = thread // 8
-    if row < block.count * geometry.group:
-        zeros = cute.make_rmem_tensor(4, Int32)
-        zeros.fill(0)
-        base = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
-        for i in cutlass.range(thread % 8, geometry.k // 8, 8, unroll=1):
-            address = cute.make_ptr(Int32, base + Int64(16 * i), cute.AddressSpace.gmem, assumed_align=16)
-            partials.store_vector(zeros, address, True)
-        if thread % 8 == 0:
-            lse[block.first, kv_head * geometry.group + row % geometry.group, row // geometry.group] = Float32.inf
-
-
-@cute.jit
-def store_empty(
-    out: cute.Tensor, lse: cute.Tensor, table: cute.Tensor, seq_lens: cute.Tensor, queries: cutlass.Constexpr,
-    pool: Pool, worker: Int32, kv_head: Int32, thread: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """The results of this worker's share of the requests without keys, which have no point on an even line."""
-    for request in cutlass.range(worker, seq_lens.shape[0], pool.workers, unroll=1):
-        if seq_lens[request] <= 0:
-            store_no_keys(out, lse, queries.block(request), kv_head, thread, geometry)
-            if thread == 0:
-                partials.list_request(table, request, Int32(0), Int32(0))
-
-
 # ------------------------------------------------------------------------------------------------ device: consume
-@cute.jit
-def copy_query(
-    q: cute.Tensor, q_tile: cute.Tensor, queries: cutlass.Constexpr, split: scheduler.Split, kv_head: Int32,
-    thread: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Starts copying the query rows of a split's request. thread: 0..255."""
-    block = queries.block(split.request)
-    num_rows = block.count * geometry.group
-    rows.copy_query_rows(
-        q, q_tile, block.first, kv_head, Int32(0), num_rows, geometry.group, thread, CONSUMER_THREADS
-    )  # fmt: skip
-
-
 @cute.jit
 def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
-    targets: cutlass.Constexpr,  # out, lse, partial outputs, partial statistics
+    results: Results,
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,
+    queries: cutlass.Constexpr,  # `rows.Queries`
     pool: Pool,
     split: scheduler.Split,
     line: scheduler.Line,
@@ -952,7 +836,6 @@ def consume(
     geometry: cutlass.Constexpr,
 ):
     """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
-    out, lse, _, _ = targets
     dtype = q.element_type
     panel = make_mma(dtype, geometry.n, OperandMajorMode.K).partition_shape_C((TOKENS, geometry.n))
     registers = (
@@ -968,7 +851,10 @@ def consume(
     if cutlass.const_expr(geometry.packed):
         keyless = table[rows.keyless_place(table)]
     if keyless > 0:
-        store_empty(out, lse, table, seq_lens, queries, pool, worker, kv_head, thread, geometry)
+        rows.store_empty(
+            results, table, seq_lens, queries, worker, pool.workers, kv_head, Int32(0), geometry.group, thread,
+            CONSUMER_THREADS, ROW_TILES[-1],
+        )  # fmt: skip
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, COSTS)
         block = queries.block(split.request)
@@ -1003,7 +889,10 @@ def consume(
         if scheduler.has_work(following):
             # All scores are made: nobody reads Q any more.
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            copy_query(q, q_tile, queries, following, kv_head, thread, geometry)
+            rows.copy_query_rows(
+                q, q_tile, queries.block(following.request), kv_head, Int32(0), geometry.group, thread,
+                CONSUMER_THREADS,
+            )  # fmt: skip
         else:
             # Let go at a CTA's start, the next call of a short request is there before this one has begun.
             cute.arch.griddepcontrol_launch_dependents()
@@ -1014,14 +903,16 @@ def consume(
                 place = scheduler.slot_of(worker, split.request)
                 if pool.combined == 0 and not whole:
                     piece = scheduler.piece_of(worker, split, units, line)
-                    join(registers, sums, targets, flags, piece, worker, split.request, kv_head, thread, geometry)
+                    join(registers, sums, results, flags, piece, worker, split.request, kv_head, thread, geometry)
                     whole = piece.index == 0
-            epilogue(registers, sums, storage, targets, block, place, whole, kv_head, thread, geometry)
+            epilogue(registers, sums, storage, results, block, place, whole, kv_head, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
             raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.h_kv + kv_head), sends)
         else:
-            store_no_keys(out, lse, block, kv_head, thread, geometry)
+            rows.store_no_keys(
+                results, block, kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS, ROW_TILES[-1]
+            )  # fmt: skip
         split = following
 
 
@@ -1032,15 +923,11 @@ def flash_mla_v24(
     tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
     cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
-    seq_lens: cute.Tensor,  # (b,) int32, global memory
-    blocks: cute.Tensor | None,  # of `prims.rows`, global memory
-    mask: cute.Tensor | None,  # (b, s, s) uint8, global memory
-    out: cute.Tensor,  # as q, but for k columns
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory; packed, tokens for b, and each block's tokens for s
-    outputs: cute.Tensor,  # fp16, global memory, `Partials`
-    stats: cute.Tensor,  # fp32, global memory, `Partials`
-    table: cute.Tensor,  # int32, global memory, of `prims.combine`
+    seq_lens: cute.Tensor,  # (b,) int32, global memory; packed, the blocks' keys
+    mask: cute.Tensor | None,  # (b, s, s) uint8, global memory, or None
+    results: Results,  # packed, lse is (first token, h, token behind it)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
+    schedule: Schedule,
     scale_log2: Float32,
     pool: Pool,
     geometry: cutlass.Constexpr,
@@ -1066,53 +953,41 @@ def flash_mla_v24(
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
-    queries = rows.Queries(geometry.s, blocks, mask)
-    guess, page, as_guessed = Int32(-1), Int32(0), Boolean(False)
+    queries = rows.Queries(geometry.s, schedule.blocks, mask)
+    guess, page, guessed, as_guessed = Int32(-1), Int32(0), Int32(-1), Boolean(False)
     if cutlass.const_expr(geometry.packed):
         # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
         cute.arch.griddepcontrol_wait()
-        split, line = scheduler.share_plan(
-            storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
-        )  # fmt: skip
-        if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
-            combine.write_mode(table, line, as_guessed, pool)
-        if warp < CONSUMERS * WARPS and scheduler.has_work(split):
-            copy_query(q, q_tile, queries, split, kv_head, thread, geometry)
     else:
         # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind
         # them.
         requests, width = page_table.shape
-        line, split = pool.guess, scheduler.guess_split(worker, requests, pool)
-        at, _, _, _ = scheduler.units_range(split, line, COSTS)
+        split = scheduler.guess_split(worker, requests, pool)
+        at, _, _, _ = scheduler.units_range(split, pool.guess, COSTS)
         guess = at * TOKENS // geometry.page
         if cutlass.const_expr(geometry.box not in (0, TOKENS)):
             guess = paged.entry_of(at, split.length, geometry.page)
         guess = cutlass.max(cutlass.min(guess, width - 1), 0)
         guessed = cutlass.min(split.request, requests - 1)
         of_page = page_table[guessed, None].iterator + guess
-        of_length = seq_lens.iterator + guessed
-        wait_for_launch(of_page.toint() | of_length.toint())  # as above
-        as_guessed = scheduler.are_as_long(seq_lens, pool.tokens, lane, COSTS)
-        length = cute.make_tensor(of_length, cute.make_layout(1))[0]
+        wait_for_launch(of_page.toint())  # as above
         page = cute.make_tensor(of_page, cute.make_layout(1))[0]
         if warp < CONSUMERS * WARPS:
             rows.copy_query_rows(
-                q, q_tile, guessed, kv_head, Int32(0), geometry.rows, geometry.group, thread, CONSUMER_THREADS
+                q, q_tile, queries.block(guessed), kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS
             )  # fmt: skip
-        if as_guessed:
-            split = scheduler.Split(split.point, split.end, split.request, split.start, length)
-            split = scheduler.skip_empty(split, seq_lens, line, COSTS)
-        else:
-            split, line = scheduler.share_plan(
-                storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
+    split, line, as_guessed = scheduler.first_of(
+        schedule, storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
+    )  # fmt: skip
+    if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
+        combine.write_mode(schedule.table, line, as_guessed, pool)
+    if split.request != guessed:
+        guess = Int32(-1)
+        if warp < CONSUMERS * WARPS and scheduler.has_work(split):
+            cute.arch.cp_async_wait_group(0)
+            rows.copy_query_rows(
+                q, q_tile, queries.block(split.request), kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS
             )  # fmt: skip
-        if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
-            combine.write_mode(table, line, as_guessed, pool)
-        if split.request != guessed:
-            guess = Int32(-1)
-            if warp < CONSUMERS * WARPS and scheduler.has_work(split):
-                cute.arch.cp_async_wait_group(0)
-                copy_query(q, q_tile, queries, split, kv_head, thread, geometry)
 
     if warp >= CONSUMERS * WARPS:
         if scheduler.has_work(split):
@@ -1128,8 +1003,8 @@ def flash_mla_v24(
             )  # fmt: skip
     else:
         consume(
-            q, storage, (out, lse, outputs, stats), table, flags, seq_lens, queries, pool, split, line, scale_log2,
-            worker, kv_head, thread, geometry,
+            q, storage, results, schedule.table, flags, seq_lens, queries, pool, split, line, scale_log2, worker,
+            kv_head, thread, geometry,
         )  # fmt: skip
 
 
@@ -1143,18 +1018,16 @@ def launch_flash_mla_v24(
     kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
+    offsets_or_mask: cute.Tensor | None,  # where queries are packed, (b + 1,) int32; where there is a tree, its mask
     out: cute.Tensor,
     lse: cute.Tensor,
-    outputs: cute.Tensor,
-    stats: cute.Tensor,
-    table: cute.Tensor,
+    partials: cute.Tensor,  # `Partials.views`
     flags: cute.Tensor,
+    words: cute.Tensor,  # `scheduler.schedule_in`
     scale: Float32,
     workers: Int32,
     fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
-    cu_seqlens_q: cute.Tensor | None,  # (b + 1,) int32 where the queries are packed,
-    blocks: cute.Tensor | None,  # with room for their blocks (`prims.rows`)
-    mask: cute.Tensor | None,  # (b, s, s) uint8 where there is a mask of the newest keys
+    mode: Int32,  # `scheduler.OWN`, `MADE` or `SHARED`
     geometry: cutlass.Constexpr,
     stream: CUstream,
 ):
@@ -1162,29 +1035,20 @@ def launch_flash_mla_v24(
     tma, cache = None, kv_cache
     if cutlass.const_expr(geometry.box):
         tma, cache = paged.make_page_tma(kv_cache, tokens=geometry.box)
-    requests = q.shape[0]
+    schedule = scheduler.schedule_in(words, workers, geometry.packed)
+    requests, mask = q.shape[0], None
+    if cutlass.const_expr(geometry.tree):
+        mask = offsets_or_mask
     if cutlass.const_expr(geometry.packed):
-        requests = blocks.shape[0]
-        seq_lens = rows.cut(cu_seqlens_q, seq_lens, blocks, table, geometry.s, geometry.causal, stream)
+        requests = schedule.blocks.shape[0]
         q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
-    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, COSTS)
+    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, mode, COSTS)
+    scheduler.prepare(
+        schedule, seq_lens, offsets_or_mask, pool, mode, geometry.s, geometry.causal, COSTS, stream
+    )  # fmt: skip
+    lengths, results = schedule.lengths(seq_lens), Results(out, lse, *geometry.partials.views(partials))
     flash_mla_v24(
-        q,
-        tma,
-        cache,
-        page_table,
-        seq_lens,
-        blocks,
-        mask,
-        out,
-        lse,
-        outputs,
-        stats,
-        table,
-        flags,
-        scale * math.log2(math.e),
-        pool,
-        geometry,
+        q, tma, cache, page_table, lengths, mask, results, flags, schedule, scale * math.log2(math.e), pool, geometry
     ).launch(
         grid=(geometry.h_kv, workers, 1),
         block=(geometry.threads, 1, 1),
@@ -1193,9 +1057,7 @@ def launch_flash_mla_v24(
         use_pdl=True,
     )
     ctas = workers * geometry.h_kv
-    combine.launch(
-        outputs, stats, table, out, lse, seq_lens, blocks, pool, 2 * ctas, geometry.merge, stream
-    )  # fmt: skip
+    combine.launch(results, schedule.table, lengths, schedule.blocks, pool, 2 * ctas, geometry.merge, stream)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1314,6 +1176,6 @@ class FlashMlaV24Plan(KernelPlan):
     def _make(self, inputs: Any, requests: int, slots: int, workers: int, fixed: int) -> CuteKernel:
         geometry = self.tiling.geometry(self.problem)
         return host.decode_kernel(
-            self, flash_mla_v24, launch_flash_mla_v24, "flash_mla_v24", (geometry,), geometry.partials, inputs,
+            self, flash_mla_v24, launch_flash_mla_v24, "flash_mla_v24", geometry, geometry.partials, inputs,
             requests, slots, workers, fixed,
         )  # fmt: skip

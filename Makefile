@@ -3,11 +3,12 @@ SHELL  := /bin/bash
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+comma  := ,
 # A GPU machine and a machine without one get different builds of torch.
 KIND   := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 PINS   := constraints/$(KIND).txt
 # Only a machine with a GPU has profiles to read.
-EXTRAS := $(if $(filter gpu,$(KIND)),[profile])
+EXTRAS := cute,cutile,lab$(if $(filter gpu,$(KIND)),$(comma)profile)
 BASE   := $(VENV)/.installed-$(KIND)
 DEV    := $(VENV)/.installed-$(KIND)-dev
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -72,10 +73,10 @@ $(VENV)/.torch-gpu: | $(BIN)/python
 
 $(BASE): pyproject.toml $(PINS) $(VENV)/.torch-$(KIND) | $(BIN)/python
 	@echo "Installing mla_var3 into $(VENV) with $(PINS) (a minute or two, about 3 GB)"
-	@$(PIP) install -qq -c $(PINS) -e '.$(EXTRAS)'
+	@$(PIP) install -qq -c $(PINS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(DEV): $(BASE)
 	@echo "Installing the test and lint tools into $(VENV)"
-	@$(PIP) install -qq -c $(PINS) -e '.[dev]'
+	@$(PIP) install -qq -c $(PINS) -e '.[$(EXTRAS),dev]'
 	@touch $@

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from mla_var3.errors import EXTRAS, absent
 
 
 def _run(code_or_args: list[str], cwd: Path, pythonpath: Path) -> subprocess.CompletedProcess[str]:
@@ -110,9 +115,95 @@ def test_list_answers_in_half_a_second(repo_root: Path) -> None:
 
 
 def test_pins_of_what_generates_code_agree(repo_root: Path) -> None:
-    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
-    pins = dict(d.split("==") for d in project["dependencies"] if "==" in d)
+    extras = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = dict(d.split("==") for extra in ("cute", "cutile") for d in extras[extra] if "==" in d)
     assert pins["nvidia-cutlass-dsl[cu13]"] == "4.8.1"
     tools = {pins[name] for name in ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")}
     assert len(tools) == 1, "tileiras, ptxas and libnvvm must be of one release"
-    assert not any(d.startswith("cuda-tile[") for d in project["dependencies"]), "its extra collides with torch's pins"
+    assert not any(d.startswith("cuda-tile[") for d in extras["cutile"]), "its extra collides with torch's pins"
+
+
+# ---------------------------------------------------------------- as a dependency
+def test_the_package_alone_asks_for_what_runs_kernels_only(unpacked: Path) -> None:
+    (info,) = unpacked.glob("mla_var3-*.dist-info")
+    asked = [Requirement(r) for r in Distribution.at(info).requires or []]
+    alone = {r.name for r in asked if r.marker is None}
+    assert alone == {"torch", "triton", "apache-tvm-ffi", "torch-c-dlpack-ext", "pyelftools"}
+    extras = {
+        extra: {r.name for r in asked if r.marker and r.marker.evaluate({"extra": extra})} - alone for extra in EXTRAS
+    }
+    assert (
+        extras["cute"] == {"nvidia-cutlass-dsl"} and "cuda-tile" in extras["cutile"] and "hydra-core" in extras["lab"]
+    )
+
+
+def test_every_package_of_an_extra_is_named_when_it_is_missing(repo_root: Path) -> None:
+    """`EXTRAS` knows each distribution of the extras by what is imported of it."""
+    asked = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, modules in EXTRAS.items():
+        wanted = {Requirement(text).name for text in asked[extra]} - NOT_IMPORTED
+        assert wanted <= {DISTRIBUTIONS.get(module, module) for module in modules}, extra
+        for module in modules:
+            sentence = absent("sweep", f"{module}.deeper")
+            assert sentence is not None and sentence.endswith(f"not installed: pip install 'mla_var3[{extra}]'.")
+    assert absent("sweep", "torch") is None and absent("sweep", "mla_var3.nothing") is None
+
+
+#: Distributions that have another name than what is imported of them.
+DISTRIBUTIONS = {
+    "cutlass": "nvidia-cutlass-dsl", "cuda.tile": "cuda-tile", "jax_tvm_ffi": "jax-tvm-ffi", "hydra": "hydra-core",
+    "markdown_it": "markdown-it-py", "vl_convert": "vl-convert-python", "yaml": "pyyaml",
+}  # fmt: skip
+#: cuTile's compilers are programs and libraries.
+NOT_IMPORTED = {"nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm"}
+
+# A machine that has nothing of some extras: importing what they bring fails as if it were not installed.
+BLOCK = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    names = {names!r}
+
+    def find_spec(self, name, path, target=None):
+        if any(name == n or name.startswith(n + ".") for n in self.names):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def _without(*extras: str) -> str:
+    return BLOCK.format(names=[module for extra in extras for module in EXTRAS[extra]])
+
+
+def test_the_package_alone_attends(unpacked: Path, tmp_path: Path) -> None:
+    """With nothing of any extra a version is picked and planned; on a CPU the torch version computes."""
+    code = """
+import torch
+from mla_var3.device import Device
+from mla_var3.dispatch import pick
+from mla_var3.kernel.registry import KernelId, get_plan, missing
+from mla_var3.workload.decode import MlaProblem
+
+problem = MlaProblem(b=2, h=4, t=100)
+print(pick(problem, Device.get("h200")).kernel.label, missing("cute-dsl"))
+plan = get_plan(KernelId.parse("torch/flash_mla"))(problem)
+print(plan.plan(*plan.prepare_inputs("cpu"))()[0].shape)
+"""
+    done = _run(["-W", "error:::mla_var3", "-c", _without(*EXTRAS) + code], tmp_path, unpacked)
+    assert done.returncode == 0, done.stderr
+    picked, attended = done.stdout.splitlines()
+    assert picked.startswith("triton/") and picked.endswith("is not installed: pip install 'mla_var3[cute]'.")
+    assert attended == "torch.Size([2, 1, 4, 512])"
+    assert "pip install 'mla_var3[cute]'" in done.stderr, "the pick that a missing compiler decided is warned of"
+
+
+@pytest.mark.parametrize("words", [["sweep", "experiment=quickstart"], ["report"], ["devlog", "check"]])
+def test_a_verb_names_the_extra_that_it_needs(words: list[str], tmp_path: Path, repo_root: Path) -> None:
+    code = f"{_without('lab')}\nfrom mla_var3.cli import main\nsys.exit(main({words!r}))"
+    done = _run(["-c", code], tmp_path, repo_root / "src")
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(
+        rf"mla-var3: {words[0]} needs the package \w+, which is not installed: pip install 'mla_var3\[lab\]'\.\n",
+        done.stderr,
+    )

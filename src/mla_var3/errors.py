@@ -8,6 +8,17 @@ from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
 
+#: What the extras of this package bring, as it is imported. Everything else that is imported comes with the package.
+EXTRAS = {
+    "cute": ("cutlass",),
+    "cutile": ("cuda.tile",),
+    "jax": ("jax", "jax_tvm_ffi"),
+    "lab": (
+        "altair", "hydra", "markdown_it", "numpy", "omegaconf", "packaging", "pandas", "pyarrow", "pydantic", "rich",
+        "vl_convert", "yaml",
+    ),
+}  # fmt: skip
+
 
 class UserError(Exception):
     """A mistake in what was asked for. The command line prints it as one line and exits with 2."""
@@ -19,6 +30,20 @@ class Unsupported(UserError):
 
 class Infeasible(UserError):
     """The tiling breaks a limit of the problem or the device; the sweep records it as `infeasible`."""
+
+
+def install(extra: str) -> str:
+    """The command that gets an extra of this package: the end of a sentence about what is missing."""
+    return f"pip install 'mla_var3[{extra}]'"
+
+
+def absent(what: str, module: str) -> str | None:
+    """One sentence: `what` needs a package that is not installed, and which extra has it; None when no extra does."""
+    for extra, modules in EXTRAS.items():
+        found = next((name for name in modules if module == name or module.startswith(f"{name}.")), None)
+        if found is not None:
+            return f"{what} needs the package {found}, which is not installed: {install(extra)}."
+    return None
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -337,10 +337,13 @@ def test_doctor_ends_with_0_unless_the_installation_is_broken(
     for area in ("python", "package", "driver", "cpu", "profiler", "counters", "configs", "folder"):
         assert f"\n{area} " in "\n" + out
     real = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: None if name in ("pydantic", "triton") else real(name))
+    monkeypatch.setattr(
+        doctor, "installed", lambda name: None if name in ("torch", "triton", "pydantic") else real(name)
+    )
     assert cli.main(["doctor", "--no-compile"]) == 1
     out = capsys.readouterr().out
-    assert "BROKEN   pydantic is not installed" in out
+    assert "BROKEN   torch is not installed" in out
+    assert "missing  pydantic is not installed (pin <3,>=2.7)\n" + " " * 19 + " -> pip install 'mla_var3[lab]'" in out
     assert "missing  triton is not installed (pin >=3.6)\n" + " " * 19 + " -> pip install 'triton>=3.6'" in out
 
 
@@ -375,4 +378,4 @@ def test_doctor_reports_a_compiler_that_ends_its_process(monkeypatch: pytest.Mon
     found = doctor._probed("cute-dsl", process, Device.get("h200"))
     assert found.state == doctor.MISSING
     assert "cute-dsl cannot compile for sm_90a: libnvvm is missing" in found.text
-    assert "nvidia-cutlass-dsl" in found.todo
+    assert "mla_var3[cute]" in found.todo

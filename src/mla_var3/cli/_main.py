@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.cli.arguments import Parser
-from mla_var3.errors import EXIT_USER_ERROR, UserError, nearest
+from mla_var3.errors import EXIT_USER_ERROR, UserError, absent, nearest
 
 PROG = "mla-var3"
 EXIT_INTERRUPTED = 130
@@ -49,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UserError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        sentence = absent(words[0], error.name or "")
+        if sentence is None:
+            raise
+        print(f"{PROG}: {sentence}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"{PROG}: stopped", file=sys.stderr)

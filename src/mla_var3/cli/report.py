@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.errors import UserError, nearest
+from mla_var3.errors import UserError, install, nearest
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.export import Choice
@@ -109,7 +109,7 @@ def _installed(charts: bool, parquet: bool) -> None:
     needed = [("altair", "altair"), ("vl_convert", "vl-convert-python")] if charts else []
     for module, package in [*needed, *([("pyarrow", "pyarrow")] if parquet else [])]:
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"the report needs the package {package}, which is not installed: pip install {package}.")
+            raise UserError(f"the report needs the package {package}, which is not installed: {install('lab')}.")
 
 
 # ---------------------------------------------------------------- what was asked for

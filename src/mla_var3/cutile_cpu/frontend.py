@@ -36,7 +36,7 @@ def check_version() -> None:
         import cuda.tile as ct
     except ImportError as missing:
         raise Misuse(
-            f"The cuTile interpreter needs cuda-tile: pip install cuda-tile=={CUDA_TILE_VERSION}."
+            f"The cuTile interpreter needs cuda-tile {CUDA_TILE_VERSION}: pip install 'mla_var3[cutile]'."
         ) from missing
     if ct.__version__ != CUDA_TILE_VERSION:
         raise Misuse(

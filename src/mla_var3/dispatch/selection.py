@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,15 +99,35 @@ def choose(
     """The version and knobs for a problem on a device; `survey` for the arguments.
 
     Only what is predicted to be faster is looked at before the one that is picked, so few languages are imported.
-    Raises `Unsupported` with the reasons when no version takes the problem.
+    Raises `Unsupported` with the reasons when no version takes the problem. Warns where only a missing package stands
+    between the problem and a version that is predicted to be faster: serving would be slow without a word.
     """
     refused = []
+    faster: Choice | None = None  # the first that is predicted to be so, and whose language is missing
     for choice, verdict in _candidates(problem, device, table or tables.load(), kernels, accepts):
         if verdict:
+            if faster is not None and _same_architecture(device, table or tables.load()):
+                warnings.warn(_slower(choice, faster), RuntimeWarning, stacklevel=2)
             return choice
+        if faster is None and choice.us is not None and registry.missing(choice.kernel.language) is not None:
+            faster = choice
         refused.append(f"{choice.label}: {verdict.reason}")
     why = "; ".join(dict.fromkeys(refused)) or "there is no version to choose from"
     raise Unsupported(f"no version takes {problem.label} on {device.key}: {why}.")
+
+
+def _same_architecture(device: Device, table: Table) -> bool:
+    """Whether predictions for a device rest on what ran on its architecture."""
+    measured = table.nearest(device)
+    return bool(measured.recipes) and measured.hardware.arch == device.arch
+
+
+def _slower(picked: Choice, faster: Choice) -> str:
+    taken = "" if picked.us is None else f", predicted to take {picked.us:.1f} us"
+    return (
+        f"{picked.label} is picked{taken}; {faster.label} may do it in {faster.us:.1f} us, but "
+        f"{registry.missing(faster.kernel.language)}"
+    )
 
 
 def pick(problem: MlaProblem, device: Device) -> Choice:

@@ -14,7 +14,7 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError, nearest
+from mla_var3.errors import UserError, install, nearest
 from mla_var3.kernel.retired import where_is
 from mla_var3.names import kernel_label, version_name
 from mla_var3.toolchain import source
@@ -59,13 +59,13 @@ LANGUAGES: dict[str, Language] = {
     "cutile-dsl": Language(
         "cutile",
         "cuda.tile",
-        "pip install cuda-tile==1.7.0 nvidia-cuda-tileiras==13.4.92",
+        install("cutile"),
         interpreter=Interpreter("the cuTile interpreter", "mla_var3.cutile_cpu"),
     ),
     "cute-dsl": Language(
         "cute_python",
         "cutlass",
-        "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'",
+        install("cute"),
         gpu_only="CuTe DSL has no interpreter: its kernels are compiled only",
     ),
     # Other people's libraries. Each is optional and found by itself: `missing(kernel)` says which one is not here.

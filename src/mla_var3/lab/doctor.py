@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,14 @@ from pathlib import Path
 
 from mla_var3 import paths
 from mla_var3.device import Device
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, install
 
 OK, NOTE, MISSING, BROKEN = "ok", "note", "missing", "BROKEN"
 
-#: Without these nothing works; a language's own packages can be missing.
-CORE = ("hydra-core", "omegaconf", "pydantic", "pandas", "pyyaml", "rich", "numpy")
+#: Without these nothing works; all else can be missing.
+CORE = ("torch",)
+#: The extras whose packages are looked for; the others are for special uses.
+EXTRAS = ("cute", "cutile", "lab")
 #: The three that compile cuTile: their major.minor must agree.
 TILE = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 TOOLS = {
@@ -86,34 +89,35 @@ def _python() -> Iterator[Finding]:
         yield Finding("python", OK, f"{text} at {sys.executable}")
 
 
-def requirements() -> list[str]:
-    """What the package asks for: from its installed metadata, or from pyproject.toml in a checkout."""
+def requirements() -> list[tuple[str, str]]:
+    """What the package and `EXTRAS` ask for, each with its extra, "" for the package itself: from its installed
+    metadata, or from pyproject.toml in a checkout."""
     root = paths.repo_root()
     if root is not None and (root / "pyproject.toml").is_file():
         import tomllib
 
-        return list(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        groups = {"": project["dependencies"]} | {e: project["optional-dependencies"][e] for e in EXTRAS}
+        return [(text, extra) for extra, texts in groups.items() for text in texts]
     try:
-        return [r for r in metadata.requires("mla_var3") or [] if "extra ==" not in r]
+        texts = metadata.requires("mla_var3") or []
     except metadata.PackageNotFoundError:
         return []
+    marked = [(text.partition(";")[0].strip(), re.search(r"extra == ['\"](\w+)", text)) for text in texts]
+    return [(text, mark[1] if mark else "") for text, mark in marked if mark is None or mark[1] in EXTRAS]
 
 
 def _packages() -> Iterator[Finding]:
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        yield Finding(
-            "package", BROKEN, "packaging is not installed, so pins cannot be compared", "pip install packaging"
-        )
+        yield Finding("package", MISSING, "packaging is not installed, so pins cannot be compared", install("lab"))
         return
-    for text in requirements():
+    for text, extra in requirements():
         requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate():
-            continue
         version = installed(requirement.name)
         pin = str(requirement.specifier) or "any"
-        command = f"pip install '{text}'"
+        command = install(extra) if extra else f"pip install '{text}'"
         if version is None:
             state = BROKEN if requirement.name in CORE else MISSING
             yield Finding("package", state, f"{requirement.name} is not installed (pin {pin})", command)
@@ -124,8 +128,7 @@ def _packages() -> Iterator[Finding]:
     versions = {name: version for name in TILE if (version := installed(name)) is not None}
     if len({".".join(v.split(".")[:2]) for v in versions.values()}) > 1:
         found = ", ".join(f"{n} {v}" for n, v in versions.items())
-        pins = " ".join(f"{name}==13.4.92" for name in TILE)
-        yield Finding("package", MISSING, f"cuTile's compilers disagree: {found}", f"pip install {pins}")
+        yield Finding("package", MISSING, f"cuTile's compilers disagree: {found}", install("cutile"))
 
 
 def installed(name: str) -> str | None:

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, install
 from mla_var3.toolchain import loader
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.toolchain.digest import Code
@@ -217,7 +217,7 @@ def load_or_compile(
         if not loader.compiler_here():
             raise UserError(_why_missing(key))
     elif not loader.compiler_here():
-        raise UserError("making a bundle needs the compiler: pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'.")
+        raise UserError(f"making a bundle needs the compiler: {install('cute')}.")
     if not source.settled:
         if cache.making:
             raise UserError(f"the source of {name} changed after this process started: start again.")
@@ -497,7 +497,7 @@ def _clashes(entry: Mapping[str, Any], key: Key) -> list[str]:
 def _why_missing(key: Key) -> str:
     """One sentence: no compiler, and how the nearest entry of the open bundles differs."""
     what = f"{key.name} for {key.arch}, {key.problem}, {dict(key.tiling) or 'no tiling'}"
-    how = "install the compiler (pip install 'nvidia-cutlass-dsl[cu13]==4.8.1') or make a bundle with it"
+    how = f"install the compiler ({install('cute')}) or make a bundle with it"
     folders = bundle_dirs()
     if not folders:
         return f"{what} is not compiled: the CuTe compiler is not installed and no bundle is open; {how}."

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, install
 from mla_var3.toolchain import artefacts, digest, resources, sass
 from mla_var3.toolchain.compiled import CompiledKernel
 from mla_var3.toolchain.tile_ir import tile_ir
@@ -50,10 +50,7 @@ def compile_cutile(
     try:
         export_kernel(kernel, [signature], cubin, gpu_code=gpu_code, output_format="cubin")
     except FileNotFoundError as missing:
-        raise UserError(
-            f"cuTile's compiler is missing ({missing}): pip install nvidia-cuda-tileiras==13.4.92 "
-            "nvidia-cuda-nvcc==13.4.92 nvidia-nvvm==13.4.92."
-        ) from missing
+        raise UserError(f"cuTile's compiler is missing ({missing}): {install('cutile')}.") from missing
     bytecode = None
     if "tileir" in kinds:
         tileir = io.BytesIO()

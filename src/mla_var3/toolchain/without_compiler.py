@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import abc, import_module, machinery, util
 from typing import Any, NoReturn
 
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, install
 from mla_var3.toolchain.loader import compiler_here
 
 # What version modules import at their top, with everything below it.
@@ -88,7 +88,7 @@ class StandIn:
     def _refuse(self, *args: Any) -> NoReturn:
         raise UserError(
             f"{self._name} was used in planning, and the CuTe compiler is not installed: "
-            "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1', or keep it out of what the plan computes."
+            f"{install('cute')}, or keep it out of what the plan computes."
         )
 
     __bool__ = __int__ = __index__ = __float__ = __len__ = _refuse
@@ -102,8 +102,7 @@ def _device_function(function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(
-            f"{function.__name__} cannot be compiled here: pip install 'nvidia-cutlass-dsl[cu13]==4.8.1', "
-            "or use a bundle that holds it."
+            f"{function.__name__} cannot be compiled here: {install('cute')}, or use a bundle that holds it."
         )
 
     refuse.set_name_prefix = lambda *args, **kwargs: None  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Compiles what the GPU tests of this folder run into a bundle, for a GPU machine that need not compile, or cannot.
 
-    python tests/ops/make_gpu_bundle.py DIR [random] [api] [ops] [serving] [sanitizer] [fixed] [--list] [--without LANG]
+    python tests/ops/make_gpu_bundle.py DIR [PART ...] [--list] [--without LANG]
 
-Without names: all six. The tests find it when MLA_VAR3_BUNDLES names DIR. About 5 s of one core a class; --list says
-how many there are. The dispatcher's table and the versions' sources must be those of the machine that runs the tests,
-and so must the installed languages: `--without cutile-dsl` picks as a machine without cuTile does.
+Without parts, see `PARTS`: all of them. The tests find it when MLA_VAR3_BUNDLES names DIR. About 5 s of one core a
+class; --list says how many there are. The dispatcher's table and the versions' sources must be those of the machine
+that runs the tests, and so must the installed languages: `--without cutile-dsl` picks as a machine without cuTile does.
 """
 
 from __future__ import annotations
@@ -134,6 +134,12 @@ def fixed_part() -> Iterator[Wanted]:
     yield from fixed_splits(cells, fixed.SPLIT_TOKENS)
 
 
+def operators_part() -> Iterator[Wanted]:
+    import test_operators_gpu as tests
+
+    yield from picked([*tests.PROBLEMS, *tests.BATCHES])
+
+
 PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "random": random_part,
     "api": api_part,
@@ -141,6 +147,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "serving": serving_part,
     "sanitizer": sanitizer_part,
     "fixed": fixed_part,
+    "operators": operators_part,
 }
 
 

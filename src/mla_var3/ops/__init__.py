@@ -10,5 +10,8 @@ from __future__ import annotations
 
 from mla_var3.ops.decode import compile_for, mla_decode
 from mla_var3.ops.engine import DecodeSchedule
+from mla_var3.ops.library import register_with_torch
 
 __all__ = ["DecodeSchedule", "compile_for", "mla_decode"]
+
+register_with_torch()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
 from mla_var3.ops.engine import DecodeSchedule, Way, engine
+from mla_var3.ops.library import decode_as_op
 from mla_var3.ops.request import as_bytes, as_pages, compact, on_gpu, problem_of, result
 
 if TYPE_CHECKING:
@@ -63,13 +64,28 @@ def mla_decode(
     fixed_split: tokens of a split, a multiple of 64, for results that do not depend on the rest of the batch: version,
     splits and order of sums follow from the request's own length and the problem class, so a request has the same bits
     alone, in any batch, at any place in it, and under a page table of any width. `mla_var3.ops.fixed` has the costs.
-    schedule: of the calls of a step, in which lengths are the same in all layers: `DecodeSchedule` says more.
+    schedule: of the calls of a step, in which lengths are the same in all layers: `DecodeSchedule` says more. To a
+    program that torch traces it says nothing: each of its calls deals out its own work.
     kernel: a version's name ("cute-dsl/flash_mla_v23") in place of the dispatcher's pick. on: another engine.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for arguments, a device or a problem that no version
-    takes.
+    takes. To `torch.compile` and `torch.export` it is the operator `torch.ops.mla_var3.mla_decode`, or where out or lse
+    is given `mla_decode_into`; `mla_var3.ops.library` has both.
     """
+    import torch
+
+    # Whoever names an engine calls it. Else: is somebody looking?
+    if on is None and (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or (type(q) is not torch.Tensor and isinstance(q, torch.Tensor))
+    ):
+        both = decode_as_op(
+            q, kv_cache, page_table, seq_lens, out, lse, scale=scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
+            mask=mask, head_dim_v=head_dim_v, fixed_split=fixed_split, kernel=kernel,
+        )  # fmt: skip
+        return both if return_lse else both[0]
     problem = problem_of(
         q, kv_cache, page_table, seq_lens, head_dim_v=head_dim_v, scale=scale, causal=causal,
         cu_seqlens_q=cu_seqlens_q, mask=mask,
@@ -79,7 +95,7 @@ def mla_decode(
         on_gpu(q)
     *tokens, h, _ = q.shape
     target = result("out", out, (*tokens, h, head_dim_v), q.dtype, q.device)
-    sums = result("lse", lse, (tokens[0], h, *tokens[1:]), _float32(), q.device)
+    sums = result("lse", lse, (tokens[0], h, *tokens[1:]), torch.float32, q.device)
     if len(q) and len(seq_lens):
         if fixed_split is not None and kernel is not None:
             raise UserError("fixed_split chooses its own version: give it, or kernel, not both.")
@@ -126,12 +142,6 @@ def _named(label: str) -> Choice:
 
 def _way(choice: Choice) -> Way:
     return Way((choice.kernel, choice.tiling), choice.plan)
-
-
-def _float32() -> Any:
-    import torch
-
-    return torch.float32
 
 
 def compile_for(

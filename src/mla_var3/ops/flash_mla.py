@@ -146,15 +146,19 @@ def _same_group(config: tuple[tuple[str, Any], ...], found: tuple[tuple[str, Any
             )
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 where there is none. A constant to whoever traces."""
+    hardware = engine().hardware(device)
+    return 1 if hardware is None else hardware.num_sms
+
+
 def _fill(meta: FlashMLASchedMeta, config: tuple[tuple[str, Any], ...], q: torch.Tensor) -> None:
     """What FlashMLA leaves in fresh metadata: the shapes of the call, and two tensors. Nothing is launched."""
     import torch
 
     meta.have_initialized, meta.config = True, config
     b, s, h, _, h_kv, _ = (value for _, value in config)
-    device = engine().hardware(q.device)
-    multiprocessors = 1 if device is None else device.num_sms
-    parts = max(1, multiprocessors // h_kv // -(-s * h // (h_kv * ROWS)))
+    parts = max(1, multiprocessors(q.device) // h_kv // -(-s * h // (h_kv * ROWS)))
     if meta.tile_scheduler_metadata is None:
         meta.tile_scheduler_metadata = torch.empty((parts, FIELDS), dtype=torch.int32, device=q.device)
     if meta.num_splits is None:

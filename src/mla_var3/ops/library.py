@@ -1,0 +1,163 @@
+"""The functions of this room as operators of torch: what `torch.compile`, `torch.export` and fake tensors see of them.
+
+    torch.ops.mla_var3.mla_decode        (out, lse) as new tensors
+    torch.ops.mla_var3.mla_decode_into   writes into the caller's out and lse
+
+A plain call of `mla_decode` goes around its operator, because torch's dispatcher costs microseconds and gives an eager
+call nothing. It goes through it where somebody is looking: while torch traces, under a dispatch mode, and for tensors
+of a subclass, as fake and functional ones are. `flash_mla.flash_mla_with_kvcache` calls `mla_decode`, so it is traced
+into the same operator. Nothing here has a gradient: queries and cache are detached, as in an eager call.
+
+Operators exist once torch is imported, whichever of torch and this package comes first, so that a compiled or exported
+program finds them. Importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.ops.engine import engine
+from mla_var3.ops.request import on_gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    import torch
+
+NAMESPACE = "mla_var3"
+
+_ARGUMENTS = (
+    "Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, *, float? scale=None, bool causal=False, "
+    "Tensor? cu_seqlens_q=None, Tensor? mask=None, int head_dim_v=512, int? fixed_split=None, str? kernel=None"
+)
+SCHEMAS = {
+    "mla_decode": f"mla_decode({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
+    "mla_decode_into": f"mla_decode_into({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+}
+
+_registered: list[Any] = []  # torch drops the operators of a library that nobody holds
+
+
+# ---------------------------------------------------------------- calling
+def decode_as_op(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call of `mla_decode` with these arguments, through its operator."""
+    import torch
+
+    given = (q.detach(), kv_cache.detach(), page_table, seq_lens)
+    if out is None and lse is None:
+        made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mla_var3.mla_decode(*given, **options)
+        return made
+    like_out, like_lse = _shapes(q, options["cu_seqlens_q"], options["head_dim_v"])
+    out = q.new_empty(like_out) if out is None else out
+    lse = q.new_empty(like_lse, dtype=torch.float32) if lse is None else lse
+    torch.ops.mla_var3.mla_decode_into(*given, **options, out=out, lse=lse)
+    return out, lse
+
+
+def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, head_dim_v: int) -> tuple[tuple[Any, ...], ...]:
+    """Of out and lse."""
+    if cu_seqlens_q is not None:
+        tokens, h, _ = q.shape
+        return (tokens, h, head_dim_v), (tokens, h)
+    b, s, h, _ = q.shape
+    return (b, s, h, head_dim_v), (b, h, s)
+
+
+# ---------------------------------------------------------------- what the operators do
+def _decode(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from mla_var3.ops.decode import mla_decode
+
+    on_gpu(q)
+    # An engine that is named keeps the call from becoming an operator again.
+    both = mla_decode(q, *args, return_lse=True, on=engine(), **options)
+    assert isinstance(both, tuple)
+    return both
+
+
+def _decode_into(*args: Any, **options: Any) -> None:
+    _decode(*args, **options)
+
+
+def _fake_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    head_dim_v: int = 512,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    out, lse = _shapes(q, cu_seqlens_q, head_dim_v)
+    return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
+
+
+def _fake_decode_into(*args: Any, **options: Any) -> None:
+    """Nothing comes back."""
+
+
+# ---------------------------------------------------------------- registering
+def register() -> None:
+    """Makes the operators, once in a process; torch is imported already."""
+    import torch
+
+    from mla_var3.ops import flash_mla
+
+    if _registered:
+        return
+    library = torch.library.Library(NAMESPACE, "DEF")
+    _registered.append(library)
+    functions = {"mla_decode": (_decode, _fake_decode), "mla_decode_into": (_decode_into, _fake_decode_into)}
+    # A cache's pages may lie apart, and another layout would be a copy of it: tensors arrive as they were traced. A
+    # capture of one's own may hold a call; the graphs that Inductor makes refuse workspaces that live on in their pool.
+    tags = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+    for name, (run, fake) in functions.items():
+        library.define(SCHEMAS[name], tags=tags)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    # What torch.compiler.assume_constant_result does, which imports the whole tracer first, for a second.
+    flash_mla.multiprocessors._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Lets the other finders find torch, and calls `register` once it has been imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            register()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def register_with_torch() -> None:
+    """Registers now where torch is imported, else as soon as it is."""
+    if "torch" in sys.modules:
+        register()
+    elif not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTorch())

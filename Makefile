@@ -78,5 +78,5 @@ $(BASE): pyproject.toml $(PINS) $(VENV)/.torch-$(KIND) | $(BIN)/python
 
 $(DEV): $(BASE)
 	@echo "Installing the test and lint tools into $(VENV)"
-	@$(PIP) install -qq -c $(PINS) -e '.[$(EXTRAS),dev]'
+	@$(PIP) install -qq -c $(PINS) -e '.[$(EXTRAS),jax,dev]'
 	@touch $@

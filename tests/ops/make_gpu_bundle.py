@@ -140,6 +140,12 @@ def operators_part() -> Iterator[Wanted]:
     yield from picked([*tests.PROBLEMS, *tests.BATCHES])
 
 
+def jax_part() -> Iterator[Wanted]:
+    import ops_gpu
+
+    yield from picked(ops_gpu.JAX)
+
+
 PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "random": random_part,
     "api": api_part,
@@ -148,6 +154,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "sanitizer": sanitizer_part,
     "fixed": fixed_part,
     "operators": operators_part,
+    "jax": jax_part,
 }
 
 

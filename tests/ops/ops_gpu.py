@@ -16,6 +16,14 @@ from mla_var3.workload import Bound
 from mla_var3.workload.decode import WORKLOAD, MlaProblem, fifth_input, mla_decode_reference
 
 FLASH_MLA_SCALE = 576**-0.5
+#: Problems of test_jax_gpu.py: bundles for it are made where there is no jax.
+JAX = [
+    MlaProblem(b=4, h=16, t=2000, lengths=[2000, 0, 129, 64]),
+    MlaProblem(b=3, h=128, t=700, lengths=[700, 65, 1]),
+    MlaProblem(b=2, h=128, s=2, causal=True, t=300, lengths=[300, 65]),
+    MlaProblem(b=3, h=16, causal=True, t=300, lengths=[300, 65, 20], queries=[1, 7, 4]),
+    MlaProblem(b=2, h=16, s=4, t=300, lengths=[300, 65], tree=True),
+]
 
 
 def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = None) -> int:

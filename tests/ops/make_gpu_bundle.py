@@ -146,6 +146,12 @@ def jax_part() -> Iterator[Wanted]:
     yield from picked(ops_gpu.JAX)
 
 
+def cpp_part() -> Iterator[Wanted]:
+    import ops_gpu
+
+    yield from picked(ops_gpu.CPP)
+
+
 PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "random": random_part,
     "api": api_part,
@@ -155,6 +161,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "fixed": fixed_part,
     "operators": operators_part,
     "jax": jax_part,
+    "cpp": cpp_part,
 }
 
 

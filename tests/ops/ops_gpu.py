@@ -16,6 +16,8 @@ from mla_var3.workload import Bound
 from mla_var3.workload.decode import WORKLOAD, MlaProblem, fifth_input, mla_decode_reference
 
 FLASH_MLA_SCALE = 576**-0.5
+#: Problems of test_cpp_example.py.
+CPP = [MlaProblem(b=4, h=h, t=4096) for h in (16, 128)]
 #: Problems of test_jax_gpu.py: bundles for it are made where there is no jax.
 JAX = [
     MlaProblem(b=4, h=16, t=2000, lengths=[2000, 0, 129, 64]),

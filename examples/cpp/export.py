@@ -29,14 +29,18 @@ DTYPES = {
 }  # fmt: skip
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--b", type=int, default=4, help="requests")
     parser.add_argument("--h", type=int, default=16, help="query heads")
     parser.add_argument("--t", type=int, default=4096, help="most tokens of a request")
     parser.add_argument("--device", default="h200", metavar="KEY", help="a key of `mla-var3 list devices`")
-    args = parser.parse_args(words)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(words)
     try:
         problem = MlaProblem(b=args.b, h=args.h, t=args.t)
         device = Device.get(args.device)

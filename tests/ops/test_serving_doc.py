@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mla_var3 import cli
+from mla_var3.errors import EXTRAS
 
 pytest.importorskip("torch")
 
@@ -24,7 +27,22 @@ def blocks(repo_root: Path, language: str) -> list[str]:
 def test_every_block_is_of_a_kind_that_is_tested(repo_root: Path) -> None:
     text = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")
     kinds = re.findall(r"^```(\w*)\n.*?^```", text, re.M | re.S)
-    assert set(kinds) == {"python", "bash"} and kinds.count("python") == 6
+    assert set(kinds) == {"python", "bash", "console"} and kinds.count("python") == 8
+
+
+def test_the_shell_is_told_what_exists(repo_root: Path) -> None:
+    """Blocks that are not run here: extras, and the programs of examples/cpp, which test_cpp_example.py runs."""
+    lines = [line.partition(" #")[0] for block in blocks(repo_root, "console") for line in block.splitlines()]
+    installs = [shlex.split(line)[2] for line in lines if line.startswith("pip install ")]
+    assert {re.sub(r"^mla_var3\[?|\]$", "", what) for what in installs} <= {"", *EXTRAS}
+    export, build, program = (shlex.split(line) for line in lines if not line.startswith("pip "))
+    spec = spec_from_file_location("export", repo_root / export[1])
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    asked = module.parser().parse_args(export[2:])
+    assert (str(asked.folder), asked.device) == (build[1], "h200") and program == [f"{build[1]}/decode"]
+    assert os.access(repo_root / build[0], os.X_OK)
 
 
 def test_the_code_compiles_and_calls_what_exists(repo_root: Path) -> None:
@@ -33,6 +51,7 @@ def test_the_code_compiles_and_calls_what_exists(repo_root: Path) -> None:
 
     functions: dict[str, Any] = {
         "mla_decode": ops.mla_decode,
+        "step": lambda q, pages, page_table, seq_lens: None,
         "compile_for": ops.compile_for,
         "DecodeSchedule": ops.DecodeSchedule,
         "flash_mla.flash_mla_with_kvcache": flash_mla.flash_mla_with_kvcache,
@@ -68,8 +87,11 @@ def test_the_commands_run(repo_root: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.gpu
-def test_the_code_runs(repo_root: Path) -> None:
+def test_the_code_runs(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch
     names: dict[str, Any] = {}
     for code in blocks(repo_root, "python"):
+        if "import jax" in code and find_spec("jax_tvm_ffi") is None:
+            continue  # test_jax_gpu.py says that it is missing
         exec(compile(code, "docs/serving.md", "exec"), names)
     assert names["out"].shape == (4, 1, 128, 512)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
 from mla_var3.ops.engine import DecodeSchedule, Way, engine
-from mla_var3.ops.library import decode_as_op
+from mla_var3.ops.library import decode_as_op, traced
 from mla_var3.ops.request import as_bytes, as_pages, compact, on_gpu, problem_of, result
 
 if TYPE_CHECKING:
@@ -75,12 +75,7 @@ def mla_decode(
     """
     import torch
 
-    # Whoever names an engine calls it. Else: is somebody looking?
-    if on is None and (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or (type(q) is not torch.Tensor and isinstance(q, torch.Tensor))
-    ):
+    if on is None and traced(q):  # whoever names an engine calls it
         both = decode_as_op(
             q, kv_cache, page_table, seq_lens, out, lse, scale=scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
             mask=mask, head_dim_v=head_dim_v, fixed_split=fixed_split, kernel=kernel,

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 NAMESPACE = "mla_var3"
 
+# `version` is what the functions call kernel: Inductor has an argument of that name of its own.
 _ARGUMENTS = (
     "Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, *, float? scale=None, bool causal=False, "
-    "Tensor? cu_seqlens_q=None, Tensor? mask=None, int head_dim_v=512, int? fixed_split=None, str? kernel=None"
+    "Tensor? cu_seqlens_q=None, Tensor? mask=None, int head_dim_v=512, int? fixed_split=None, str? version=None"
 )
 SCHEMAS = {
     "mla_decode": f"mla_decode({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
@@ -43,6 +44,18 @@ _registered: list[Any] = []  # torch drops the operators of a library that nobod
 
 
 # ---------------------------------------------------------------- calling
+def traced(tensor: Any) -> bool:
+    """Whether somebody is looking at the calls that are made of a tensor: a function of this room then calls its
+    operator."""
+    import torch
+
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.Tensor))
+    )
+
+
 def decode_as_op(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -50,12 +63,15 @@ def decode_as_op(
     seq_lens: torch.Tensor,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    *,
+    kernel: str | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call of `mla_decode` with these arguments, through its operator."""
     import torch
 
     given = (q.detach(), kv_cache.detach(), page_table, seq_lens)
+    options["version"] = kernel
     if out is None and lse is None:
         made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mla_var3.mla_decode(*given, **options)
         return made
@@ -76,12 +92,14 @@ def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, head_dim_v: int)
 
 
 # ---------------------------------------------------------------- what the operators do
-def _decode(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _decode(
+    q: torch.Tensor, *args: Any, version: str | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     from mla_var3.ops.decode import mla_decode
 
     on_gpu(q)
     # An engine that is named keeps the call from becoming an operator again.
-    both = mla_decode(q, *args, return_lse=True, on=engine(), **options)
+    both = mla_decode(q, *args, return_lse=True, on=engine(), kernel=version, **options)
     assert isinstance(both, tuple)
     return both
 

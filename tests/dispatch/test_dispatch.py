@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -459,3 +460,22 @@ def test_pick_hands_on_about_how_full_the_table_is(monkeypatch: pytest.MonkeyPat
     selection._pick.cache_clear()
     assert [problem.fill for problem in asked] == [1.0, pytest.approx(0.5, abs=0.01), pytest.approx(0.125, abs=0.01)]
     assert asked[0].lengths == "uniform" and {problem.t for problem in asked} == {8192}
+
+
+def test_a_missing_package_that_makes_serving_slow_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = registry.missing
+
+    def without_cute(what: Any) -> str | None:
+        return "cute-dsl is left out." if getattr(what, "language", what) == "cute-dsl" else here(what)
+
+    monkeypatch.setattr(registry, "missing", without_cute)
+    monkeypatch.setattr(selection, "_warned", set())
+    with pytest.warns(
+        RuntimeWarning, match=r"is picked, predicted to take .* cute-dsl/\S+ may do it in .* left out\.$"
+    ):
+        choose(MlaProblem(b=128), H200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(MlaProblem(b=64), H200)
+        monkeypatch.setattr(selection, "_warned", set())
+        choose(MlaProblem(b=64), A100)  # where no CuTe version was measured

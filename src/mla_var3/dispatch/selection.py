@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 #: Languages in the order in which versions that nobody measured are tried.
 _UNMEASURED = ("cute-dsl", "triton", "cutile-dsl")
 
+_warned: set[str] = set()  # languages
+
 Accepts = Callable[["type[KernelPlan]", "KernelPlan"], Verdict]
 
 
@@ -99,15 +101,15 @@ def choose(
     """The version and knobs for a problem on a device; `survey` for the arguments.
 
     Only what is predicted to be faster is looked at before the one that is picked, so few languages are imported.
-    Raises `Unsupported` with the reasons when no version takes the problem. Warns where only a missing package stands
-    between the problem and a version that is predicted to be faster: serving would be slow without a word.
+    Raises `Unsupported` with the reasons when no version takes the problem. Warns once where only a missing package
+    stands between the problem and a version that is predicted to be faster: serving would be slow without a word.
     """
     refused = []
     faster: Choice | None = None  # the first that is predicted to be so, and whose language is missing
     for choice, verdict in _candidates(problem, device, table or tables.load(), kernels, accepts):
         if verdict:
             if faster is not None and _same_architecture(device, table or tables.load()):
-                warnings.warn(_slower(choice, faster), RuntimeWarning, stacklevel=2)
+                _warn_once(choice, faster)
             return choice
         if faster is None and choice.us is not None and registry.missing(choice.kernel.language) is not None:
             faster = choice
@@ -122,11 +124,17 @@ def _same_architecture(device: Device, table: Table) -> bool:
     return bool(measured.recipes) and measured.hardware.arch == device.arch
 
 
-def _slower(picked: Choice, faster: Choice) -> str:
+def _warn_once(picked: Choice, faster: Choice) -> None:
+    """Once for a language: a serving loop asks for many shapes."""
+    if faster.kernel.language in _warned:
+        return
+    _warned.add(faster.kernel.language)
     taken = "" if picked.us is None else f", predicted to take {picked.us:.1f} us"
-    return (
+    warnings.warn(
         f"{picked.label} is picked{taken}; {faster.label} may do it in {faster.us:.1f} us, but "
-        f"{registry.missing(faster.kernel.language)}"
+        f"{registry.missing(faster.kernel.language)}",
+        RuntimeWarning,
+        stacklevel=3,
     )
 
 

@@ -76,10 +76,13 @@ class Times(_Part):
 
 
 class StateLimits(_Part):
-    """matmul_tflops: cuBLAS bf16 8192^3, read_gbps: a kernel that only reads, limit_us: the larger of the two times."""
+    """matmul_tflops: cuBLAS bf16 8192^3, read_gbps: a kernel that only reads, limit_us: the larger of the two times.
+    copy_gbps: a kernel that copies, in a run with problems that write much; their writes are then charged at its rate,
+    with as many reads."""
 
     matmul_tflops: float
     read_gbps: float
+    copy_gbps: float | None = None
     limit_us: float
 
 

@@ -207,7 +207,7 @@ class HostBackend:
     def release(self) -> None: ...
 
     def limit_calls(self) -> Any:
-        return {"matmul": (lambda: time.sleep(1e-4), 1e6), "read": (lambda: time.sleep(1e-4), 1e6)}
+        return {key: (lambda: time.sleep(1e-4), 1e6) for key in ("matmul", "read", "copy")}
 
     def cross_check_us(self, calls: Any, graph_ms: float) -> float:
         return 21.0
@@ -288,4 +288,8 @@ class SimulatedBackend:
     def release(self) -> None: ...
 
     def limit_calls(self) -> Any:
-        return {"matmul": (self.call(1400.0), 2.0 * 8192**3), "read": (self.call(463.0), float(2 << 30))}
+        return {
+            "matmul": (self.call(1400.0), 2.0 * 8192**3),
+            "read": (self.call(463.0), float(2 << 30)),
+            "copy": (self.call(504.0), float(2 << 30)),
+        }

@@ -203,6 +203,22 @@ def test_the_limit_is_the_larger_time() -> None:
         assert limits.bound(cost.flops, cost.bytes) == bound
 
 
+def test_what_is_written_is_charged_at_the_rate_of_a_copy() -> None:
+    chip = SimulatedBackend()
+    three = LimitItems(chip, SETTINGS, copies=True)
+    take_turns(chip, three.items, SETTINGS, nobody, fail)
+    burst = three.limits("burst")
+    assert burst is not None and burst.copy_gbps == pytest.approx(2**31 / 504e-6 / 1e9, rel=1e-4)
+    assert burst.limit_us(0, 2 << 30, 1 << 30) == pytest.approx(504, rel=1e-4)
+    # Three reads and a write: half of the bytes are copied, and half are read.
+    assert burst.limit_us(0, 2 << 30, 1 << 29) == pytest.approx(504 / 2 + 463 / 2, rel=1e-4)
+    assert burst.limit_us(0, 2 << 30) == pytest.approx(463, rel=1e-4)
+    record = three.to_record(1, 2 << 30, written=1 << 30)["burst"]
+    assert record["limit_us"] == pytest.approx(504, rel=1e-4) and record["copy_gbps"] == burst.copy_gbps
+    words = timing.method_text(three.items[0], 1, 1, SETTINGS, graph=True, clock="", copies=True)
+    assert "reads 2 GiB, one that copies 1 GiB" in words
+
+
 def test_one_state_alone() -> None:
     chip = SimulatedBackend()
     assert set(measure_all(("sustained",), SETTINGS, chip)) == {"sustained"}

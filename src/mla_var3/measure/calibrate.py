@@ -1,4 +1,5 @@
-"""The limits of a run: what a large matrix product and a kernel that only reads reach here, now, in the same state.
+"""The limits of a run: what a large matrix product and a kernel that only reads reach here, now, in the same state;
+where a problem writes much of what it moves, a kernel that copies, too.
 
 `python -m mla_var3.measure.calibrate` prints both states as JSON.
 """
@@ -18,40 +19,44 @@ from mla_var3.measure.settings import BenchSettings
 if TYPE_CHECKING:
     from mla_var3.measure.timing import Backend, Item
 
-MATMUL, READ = "limit:matmul", "limit:read"
+MATMUL, READ, COPY = "limit:matmul", "limit:read", "limit:copy"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """matmul_tflops: dense bf16. read_gbps: 1e9 bytes a second, reads alone."""
+    """matmul_tflops: dense bf16. read_gbps: 1e9 bytes a second, reads alone. copy_gbps: reads and writes together,
+    half of them each; None where it was not measured."""
 
     matmul_tflops: float
     read_gbps: float
+    copy_gbps: float | None = None
 
-    def limit_us(self, flops: float, bytes_: float) -> float:
-        """The least time of work with these FLOPs and bytes, in microseconds."""
-        return max(self._compute_us(flops), self._memory_us(bytes_))
+    def limit_us(self, flops: float, bytes_: float, written: float = 0) -> float:
+        """The least time of work with these FLOPs and bytes, `written` of which are writes, in microseconds."""
+        return max(self._compute_us(flops), self._memory_us(bytes_, written))
 
-    def bound(self, flops: float, bytes_: float) -> str:
+    def bound(self, flops: float, bytes_: float, written: float = 0) -> str:
         """Which of the two sets it: "compute" or "memory"."""
-        return "compute" if self._compute_us(flops) > self._memory_us(bytes_) else "memory"
+        return "compute" if self._compute_us(flops) > self._memory_us(bytes_, written) else "memory"
 
     def _compute_us(self, flops: float) -> float:
         return flops / self.matmul_tflops / 1e6
 
-    def _memory_us(self, bytes_: float) -> float:
-        return bytes_ / self.read_gbps / 1e3
+    def _memory_us(self, bytes_: float, written: float) -> float:
+        """Writes with as many reads at the rate of a copy, the rest at that of reads."""
+        copied = 2 * min(written, bytes_ - written) if self.copy_gbps else 0.0
+        return copied / (self.copy_gbps or 1.0) / 1e3 + (bytes_ - copied) / self.read_gbps / 1e3
 
 
 class LimitItems:
-    """The two limits as items that take turns beside the contenders of a cell."""
+    """The limits as items that take turns beside the contenders of a cell. copies: with that of a copy."""
 
-    def __init__(self, backend: Backend, settings: BenchSettings) -> None:
+    def __init__(self, backend: Backend, settings: BenchSettings, *, copies: bool = False) -> None:
         self._work: dict[str, float] = {}
         self._at: float | None = None
         self.items: list[Item] = []
         calls = backend.limit_calls()
-        for name, key in ((MATMUL, "matmul"), (READ, "read")):
+        for name, key in ((MATMUL, "matmul"), (READ, "read"), *(((COPY, "copy"),) if copies else ())):
             call, work = calls[key]
             self._work[name] = work
             item = timing.prepare(backend, name, [call], settings)
@@ -75,20 +80,22 @@ class LimitItems:
 
     def limits(self, state: str) -> Limits | None:
         """What was reached in a state; None when it was not measured."""
-        matmul, read = (item.median(state) for item in self.items)
-        if matmul is None or read is None:
+        us = {item.name: median for item in self.items if (median := item.median(state)) is not None}
+        if len(us) < len(self.items):
             return None
-        return Limits(self._work[MATMUL] / matmul / 1e6, self._work[READ] / read / 1e3)
+        copy = self._work[COPY] / us[COPY] / 1e3 if COPY in us else None
+        return Limits(self._work[MATMUL] / us[MATMUL] / 1e6, self._work[READ] / us[READ] / 1e3, copy)
 
-    def to_record(self, flops: int, bytes_: int, age_s: float = 0.0) -> dict[str, Any]:
-        """The record's `limits` for work with these FLOPs and bytes. `bound` is the first measured state's; `age_s`
-        says how long before the cell they were measured, where they are not its own."""
+    def to_record(self, flops: int, bytes_: int, age_s: float = 0.0, *, written: int = 0) -> dict[str, Any]:
+        """The record's `limits` for work with these FLOPs and bytes, `written` of which are writes. `bound` is the
+        first measured state's; `age_s` says how long before the cell they were measured, where they are not its own."""
         record: dict[str, Any] = {"age_s": round(age_s, 1)} if age_s else {}
         for state in timing.STATES:
             found = self.limits(state)
             if found is not None:
-                record[state] = {**asdict(found), "limit_us": found.limit_us(flops, bytes_)}
-                record.setdefault("bound", found.bound(flops, bytes_))
+                rates = {name: rate for name, rate in asdict(found).items() if rate is not None}
+                record[state] = {**rates, "limit_us": found.limit_us(flops, bytes_, written)}
+                record.setdefault("bound", found.bound(flops, bytes_, written))
         return record
 
 

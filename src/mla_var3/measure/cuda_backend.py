@@ -139,6 +139,7 @@ class CudaBackend:
         return {
             "matmul": (lambda: torch.mm(a, b, out=c), 2.0 * n**3),
             "read": (lambda: read_kernel.launch(x, sums), float(READ_BYTES)),
+            "copy": (lambda: read_kernel.launch_copy(*x.chunk(2)), float(READ_BYTES)),
         }
 
     def cross_check_us(self, calls: Sequence[Call], graph_ms: float) -> float | None:

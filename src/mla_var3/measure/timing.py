@@ -101,7 +101,7 @@ class Backend(Protocol):
         """Frees what nothing refers to any more."""
 
     def limit_calls(self) -> dict[str, tuple[Call, float]]:
-        """Under "matmul" a call and its FLOPs, under "read" a call and its bytes."""
+        """Under "matmul" a call and its FLOPs, under "read" and "copy" a call and its bytes, of both directions."""
 
     def cross_check_us(self, calls: Sequence[Call], graph_ms: float) -> float | None:
         """A second opinion on the time of a call, in microseconds."""
@@ -364,8 +364,10 @@ def method_text(
     graph: bool,
     clock: str,
     limits_age_s: float = 0.0,
+    copies: bool = False,
 ) -> str:
-    """How an item was timed, for its record. limits_age_s: how long before, where the cell did not have its own."""
+    """How an item was timed, for its record. limits_age_s: how long before, where the cell did not have its own.
+    copies: the limits had a copy among them."""
     what = "CUDA-graph replays" if graph else "loops of launches (the kernel cannot be captured)"
     inputs = f"{sets} input sets of {set_bytes / 1e6:.1f} MB ({settings.dist}, random pages, cold L2)"
     parts = [f"{what} of {item.calls} calls rotating over {inputs} and writing the same outputs, {clock}"]
@@ -384,7 +386,8 @@ def method_text(
                 else f"the first contender's behind {settings.settle_s:g} s of its replays that are not kept"
             )
         )
-    limits = "limits (bf16 8192^3 product, a kernel that reads 2 GiB)"
+    copy = ", one that copies 1 GiB" if copies else ""
+    limits = f"limits (bf16 8192^3 product, a kernel that reads 2 GiB{copy})"
     if limits_age_s:
         before = f"{limits_age_s:.0f} s before in the same process"
         parts.append(f"contenders in turn, every other round reversed; {limits} {before}")

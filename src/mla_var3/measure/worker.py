@@ -106,6 +106,7 @@ class Worker:
         self.backend: Backend
         self.device: Device | None = None
         self.limits: LimitItems | None = None
+        self._copies = False  # whether a copy is among the limits
         self._compiled: dict[Any, CompileCache] = {}
         self._resources: dict[Any, dict[str, Any]] = {}
 
@@ -160,7 +161,9 @@ class Worker:
         on_gpu = self.backend.torch_device.startswith("cuda")
         self.channel.emit("environment", fields=environment.describe(gpu=on_gpu))
         if mode == "time" and self.backend.times:
-            self.limits = LimitItems(self.backend, self.settings)
+            problems = (problem_from_record(cell["problem"]) for cell in self.job["cells"])
+            self._copies = any(problem.cost().written for problem in problems)
+            self.limits = LimitItems(self.backend, self.settings, copies=self._copies)
 
     def _backend(self, on_gpu: bool) -> Backend:
         return make_backend(self.settings.backend, on_gpu)
@@ -423,7 +426,9 @@ class Worker:
             contender,
             "passed",
             time_us=item.stats(),
-            limits=self.limits.to_record(facts["flops"], facts["bytes"], limits_age_s),
+            limits=self.limits.to_record(
+                facts["flops"], facts["bytes"], limits_age_s, written=plan.problem.cost().written
+            ),
             method=timing.method_text(
                 item,
                 inputs.count,
@@ -432,6 +437,7 @@ class Worker:
                 graph=bool(plan.graph_capturable),
                 clock=self.backend.clock,
                 limits_age_s=limits_age_s,
+                copies=self._copies,
             ),
             readings=environment.by_quantity(sensors),
         )

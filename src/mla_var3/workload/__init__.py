@@ -31,14 +31,17 @@ DEFAULT = "decode"
 class Cost:
     """The least work and traffic of a problem.
 
-    flops: floating-point operations of the matrix products (a multiply-add is 2).
+    flops: floating-point operations of the matrix products (a multiply-add is 2), or of all where there are none.
     bytes: device memory traffic when every input is read once and every output written once.
     pairs: of attention, (query token, cached token) pairs that attend, over all requests, for one head.
+    written: those of the bytes that are written, where they are so many that a copy is the limit, and not a kernel that
+    only reads.
     """
 
     flops: int
     bytes: int
     pairs: int = 0
+    written: int = 0
 
     @property
     def intensity(self) -> float:

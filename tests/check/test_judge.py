@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.check.judge import bounds_of, check, compare, wanted_cases  # noqa: E402
+from mla_var3.check.judge import UNTOUCHED, bounds_of, check, compare, wanted_cases  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.workload import decode  # noqa: E402
+from mla_var3.workload import Bound, Output, decode  # noqa: E402
 from mla_var3.workload.decode import (  # noqa: E402
     CASES,
     FLASHMLA,
@@ -576,3 +576,21 @@ def test_cases_that_an_interface_rules_out_are_left_out():
     assert wanted_cases(Library, cases=["in_place"]) == ("in_place",)
     with pytest.raises(UserError, match="did you mean 'in_place'"):
         wanted_cases(Honest, cases=["inplace"])
+
+
+def test_what_is_written_in_part_keeps_the_rest() -> None:
+    written_in_part = SimpleNamespace(outputs=(Output("out", ("row", "column"), partial=True),))
+    bounds = {"out": Bound(abs=1e-3, rel=1e-3, cos=1e-6, row_cos=1e-6)}
+    reference = torch.full((3, 4), math.nan, dtype=torch.float64)
+    reference[1, 2:] = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    good = torch.full((3, 4), UNTOUCHED)
+    good[1, 2:] = torch.tensor([1.0, -2.0])
+    assert compare(written_in_part, (good,), (reference,), bounds).ok
+    for value in (0.0, math.nan):
+        bad = good.clone()
+        bad[2, 1] = value
+        report = compare(written_in_part, (bad,), (reference,), bounds)
+        assert "must stay as it was, in 1 of 12 elements, first at (2, 1)" in report.reason
+    unwritten = good.clone()
+    unwritten[1, 3] = UNTOUCHED
+    assert "expected -2" in compare(written_in_part, (unwritten,), (reference,), bounds).reason

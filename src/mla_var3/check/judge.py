@@ -98,13 +98,18 @@ class CheckReport:
 
 
 # ---------------------------------------------------------------- judging one result
+#: What a `partial` output holds before a call: exact in every dtype.
+UNTOUCHED = -8192.0
+
+
 def compare(
     workload: Workload, outputs: Sequence[torch.Tensor], references: Sequence[torch.Tensor], bounds: Mapping[str, Bound]
 ) -> ErrorReport:
     """Judges the outputs of a workload against references of the same shapes in higher precision.
 
-    Where a reference is infinite the output must be the same infinity; elsewhere it must be finite. A row whose
-    reference is 0 must be exactly 0.
+    Where the reference of a `partial` output is NaN, the output must still be `UNTOUCHED`. Where a reference is
+    infinite the output must be the same infinity; elsewhere it must be finite. A row whose reference is 0 must be
+    exactly 0.
     """
     found: dict[str, Off] = {}
     reason = ""
@@ -122,6 +127,12 @@ def _judge_output(output: Output, answer: torch.Tensor, reference: torch.Tensor,
         return f"{name} has shape {tuple(answer.shape)}, expected {tuple(reference.shape)}", Off()
     if output.dtype is not None and answer.dtype != getattr(torch, output.dtype):
         return f"{name} is {answer.dtype}, expected torch.{output.dtype}", Off()
+    if output.partial:
+        nobodys = torch.isnan(reference)
+        touched = nobodys & (answer != UNTOUCHED)
+        if bool(touched.any()):
+            return f"{name} was written where it must stay as it was, in {_where(touched)}", Off()
+        answer, reference = answer.masked_fill(nobodys, 0.0), reference.masked_fill(nobodys, 0.0)
     a, r = answer.double(), reference.double()
     infinite = torch.isinf(r)
     odd = (torch.isinf(a) | infinite) & (a != r) & ~torch.isnan(a)
@@ -200,9 +211,10 @@ def check(
     device to plan for (default: the plan's, else the one detected). quick: the cases of the workload's `quick`. seeds:
     one pass for each; a fresh one by default, recorded in the report. cases: names, in place of all or quick ones.
 
-    In each case outputs and floating-point workspaces are filled with NaN before the call, the call is repeated and
-    must give the same bits (unless the plan says that it is not deterministic), and the inputs must not change. "own"
-    is planned; the other cases are bound to that kernel, except those that are `planned`.
+    In each case outputs and floating-point workspaces are filled with NaN (`partial` outputs with `UNTOUCHED`) before
+    the call, the call is repeated and must give the same bits (unless the plan says that it is not deterministic), and
+    the inputs must not change. "own" is planned; the other cases are bound to that kernel, except those that are
+    `planned`.
     A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name added.
     """
     plan_cls, problem, tiling, hardware, compiled = _resolve(plan, problem, tiling, device, hardware)
@@ -353,7 +365,7 @@ def judge(
     of `dtype`.
     """
     watched = [(x, x.clone()) for x in inputs if x.numel() < 2**31]
-    _poison(kernel)
+    _poison(workload, kernel)
     kernel()
     first = [x.clone() for x in kernel.output_tensors]
     if not all(_same_bits(x, before) for x, before in watched):
@@ -365,7 +377,7 @@ def judge(
     verdict = compare(workload, first, references, bounds)
     if not verdict.ok:
         return verdict
-    _poison(kernel)
+    _poison(workload, kernel)
     second = kernel()
     if deterministic and not all(_same_bits(x, y) for x, y in zip(first, second, strict=True)):
         return replace(verdict, ok=False, reason="two calls with the same inputs gave different bits")
@@ -383,8 +395,12 @@ def _wrong(workload: Workload, reason: str) -> ErrorReport:
     return ErrorReport(False, reason, {output.name: Off() for output in workload.outputs})
 
 
-def _poison(kernel: Any) -> None:
-    for x in (*kernel.output_tensors, *getattr(kernel, "workspace_tensors", ())):
+def _poison(workload: Workload, kernel: Any) -> None:
+    for output, x in zip(workload.outputs, kernel.output_tensors, strict=True):
+        # A finite value where part of an output is to stay: NaN there would hide that an input's NaN was copied.
+        if x.is_floating_point():
+            x.fill_(UNTOUCHED if output.partial else math.nan)
+    for x in getattr(kernel, "workspace_tensors", ()):
         if x.is_floating_point():
             x.fill_(math.nan)
 

@@ -194,12 +194,14 @@ def check_dtype(dtype: Any) -> None:
 @dataclass(frozen=True)
 class Output:
     """One output. axes: names of its dimensions. dtype: float32, or None for the problem's own. rows: whether the last
-    axis is a vector whose direction is judged (cosine difference), and its error is relative; else it is absolute."""
+    axis is a vector whose direction is judged (cosine difference), and its error is relative; else it is absolute.
+    partial: only some of it is written: where the reference is NaN, a call must leave what was there."""
 
     name: str
     axes: tuple[str, ...]
     dtype: str | None = None
     rows: bool = True
+    partial: bool = False
 
 
 @dataclass(frozen=True)

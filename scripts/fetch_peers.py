@@ -28,7 +28,9 @@ flash_mla_lib    built from a checkout (--flash-mla), for sm_90a, by its     3.5
 tilelang_mla     tilelang's wheel (45 MB), what it imports, and one file     32 MB
                  out of its source archive (92 MB, downloaded once); it
                  compiles on the GPU machine, which needs nvcc
-cudnn_sdpa       nothing: it is in torch
+quack_rmsnorm    quack-kernels; CuTe DSL is not included                     0.5 MB
+cudnn_sdpa, torch_compile_rmsnorm    nothing: they are in torch
+flashinfer_rmsnorm                   nothing: pip install flashinfer-python, which compiles on the GPU machine
 
 Those that need nvcc or a checkout are left out, with the reason, when it is not there and nobody named them.
 
@@ -107,7 +109,10 @@ SOURCES: dict[str, Source] = {
         ("tilelang (sources)", *TILELANG["packages"], *TILELANG["fallback"]),
         builder="tilelang",
     ),
+    "quack_rmsnorm": Source(("quack-kernels",)),
     "cudnn_sdpa": Source(),
+    "torch_compile_rmsnorm": Source(),
+    "flashinfer_rmsnorm": Source(),
 }
 
 

@@ -220,7 +220,10 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "fa3_qv",
         "fa4",
         "tilelang_mla",
+        "quack_rmsnorm",
         "cudnn_sdpa",
+        "torch_compile_rmsnorm",
+        "flashinfer_rmsnorm",
     ]
     assert "no-such-nvcc" in result["flashinfer_fa3"]
     assert "name it with --flash-mla" in result["flash_mla_lib"]

@@ -25,6 +25,8 @@ from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import Problem
 from mla_var3.workload.decode import FLASHMLA, MlaProblem
 from mla_var3.workload.mixed import MixedProblem
+from mla_var3.workload.norm import QUICK as QUICK_NORM
+from mla_var3.workload.norm import NormProblem
 from mla_var3.workload.prefill import PrefillProblem
 
 KERNELS = [kernel for kernel in registry.all_kernels() if kernel.language == "cutile-dsl"]
@@ -50,6 +52,8 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "odd-heads": (MlaProblem(b=1, s=3, h=10, h_kv=2, t=100), ("own",)),
     "mixed": (MixedProblem(b=2, h=16, t=192, n=64), ("own",)),
     "prompt": (PrefillProblem(b=1, s=65, h=2), ("own",)),
+    "norm": (NormProblem(rows=5, width=1536, second=512, rest=64), QUICK_NORM),
+    "norm-residual": (NormProblem(rows=3, residual=True), ("own", "rows")),
     "causal-prompt": (PrefillProblem(b=1, s=97, h=2, causal=True), ("own",)),
 }
 

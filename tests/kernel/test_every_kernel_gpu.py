@@ -1,4 +1,5 @@
-"""What every kernel of the lab promises on a GPU, in every language: right, capturable, allocates and waits never."""
+"""What every decode kernel of the lab promises on a GPU, in every language: right, capturable, allocates and waits
+never."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
 
-OURS = [k for k in registry.all_kernels() if k.language != "peer"]
+OURS = [k for k in registry.all_kernels() if k.language != "peer" and k.layer == "mla"]
 PROBLEMS = [
     MlaProblem(b=3, s=1, t=700, h=16, lengths=[700, 1, 130]),
     MlaProblem(b=2, s=2, t=300, h=128, causal=True, lengths=[300, 65]),

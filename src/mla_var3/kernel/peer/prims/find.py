@@ -162,6 +162,28 @@ def _cudnn_sdpa() -> Library | None:
     return None
 
 
+def _torch_compile(peer: str) -> Callable[[], Library | None]:
+    def look() -> Library | None:
+        # What it makes depends on its own Python and on Triton; torch's libraries are no part of it.
+        for folder in package_dirs("torch"):
+            if (folder / "_inductor").is_dir() and package_dirs("triton"):
+                version = f"{version_of('torch')}, triton {version_of('triton')}"
+                return Library(peer, "torch", folder / "_inductor", version, f"torch.compile of torch {version}")
+        return None
+
+    return look
+
+
+def _quack_rmsnorm() -> Library | None:
+    return _installed("quack_rmsnorm", "package", "quack", "rmsnorm.py", "quack-kernels")
+
+
+def _flashinfer_rmsnorm() -> Library | None:
+    return _installed(
+        "flashinfer_rmsnorm", "package", "flashinfer", "norm", "flashinfer-python"
+    ) or _installed("flashinfer_rmsnorm", "package", "flashinfer", "norm.py", "flashinfer-python")  # fmt: skip
+
+
 def _tilelang_mla() -> Library | None:
     name = "example_mla_decode_paged.py"
     installed = package_dirs("tilelang")
@@ -196,6 +218,9 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "fa4": _fa4,
     "cudnn_sdpa": _cudnn_sdpa,
     "tilelang_mla": _tilelang_mla,
+    "torch_compile_rmsnorm": _torch_compile("torch_compile_rmsnorm"),
+    "quack_rmsnorm": _quack_rmsnorm,
+    "flashinfer_rmsnorm": _flashinfer_rmsnorm,
 }
 
 # What is missing, and how to get it: the two halves of the sentence.
@@ -223,6 +248,9 @@ _HOW: dict[str, tuple[str, str]] = {
         "tilelang and its example examples/deepseek_mla/example_mla_decode_paged.py",
         f"run {FETCH} tilelang_mla, or pip install tilelang and name the file in {TILELANG_EXAMPLE}",
     ),
+    "torch_compile_rmsnorm": ("torch with Triton", "install torch's CUDA build"),
+    "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
+    "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
 }
 
 PEERS: tuple[str, ...] = tuple(_LOOK)

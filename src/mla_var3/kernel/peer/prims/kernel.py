@@ -49,13 +49,14 @@ class NoKnobs(Tiling):
 
 
 class Outputs(Sequence[Any]):
-    """(out, lse) in the house's form, converted when read: iterate or index it."""
+    """`count` outputs in the house's form, converted when read: iterate or index it."""
 
-    def __init__(self, read: Callable[[], tuple[Any, ...]]) -> None:
+    def __init__(self, read: Callable[[], tuple[Any, ...]], count: int) -> None:
         self._read = read
+        self._count = count
 
     def __len__(self) -> int:
-        return 2
+        return self._count
 
     def __getitem__(self, index: Any) -> Any:
         return self._read()[index]
@@ -68,10 +69,10 @@ class Outputs(Sequence[Any]):
 class Attached:
     """A library's call on given tensors.
 
-    call: launches on torch's current stream. read: (out (b, s, h, columns), lse (b, h, s)) of the last call.
-    workspaces: tensors that only the call uses. keep: what must stay alive beside them. outputs: what was made here for
-    the call to write. made: a list in which the call leaves what the library returned. with_schedule: the
-    call with a schedule of its own, where calls share one.
+    call: launches on torch's current stream. read: the outputs of the last call, `count` of them; of attention
+    (out (b, s, h, columns), lse (b, h, s)). workspaces: tensors that only the call uses. keep: what must stay
+    alive beside them. outputs: what was made here for the call to write. made: a list in which the call leaves what the
+    library returned. with_schedule: the call with a schedule of its own, where calls share one.
     """
 
     call: Callable[[], None]
@@ -81,6 +82,7 @@ class Attached:
     outputs: tuple[Any, ...] = ()
     made: list[Any] | None = None
     with_schedule: Callable[[], None] | None = None
+    count: int = 2
 
 
 class PeerKernel(BaseKernel):
@@ -93,7 +95,7 @@ class PeerKernel(BaseKernel):
         self._outputs: Sequence[Any] = ()
         super().__init__(name, **options)
         if attached is not None:
-            self._outputs = Outputs(attached.read)
+            self._outputs = Outputs(attached.read, attached.count)
             self.workspace_tensors = attached.workspaces
 
     def code(self, device: Device) -> Code | None:
@@ -101,7 +103,7 @@ class PeerKernel(BaseKernel):
 
     @property
     def output_tensors(self) -> Any:
-        """(out, lse), converted at each reading; empty without tensors."""
+        """The outputs, converted at each reading; empty without tensors."""
         return self._outputs
 
     @output_tensors.setter

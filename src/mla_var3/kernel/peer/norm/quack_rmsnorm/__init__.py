@@ -1,0 +1,1 @@
+"""quack's norm."""

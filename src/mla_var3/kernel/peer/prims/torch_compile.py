@@ -1,0 +1,21 @@
+"""Functions of torch operations, compiled by torch.compile for every shape that they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+#: Shapes that a function is compiled for before torch gives up: a sweep has many cells.
+MOST_SHAPES = 1024
+
+
+@cache
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch compiles it with its tuning on; a graph is captured by who measures, not by torch."""
+    import torch
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = config.accumulated_recompile_limit = MOST_SHAPES
+    made: Callable[..., Any] = torch.compile(fn, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return made

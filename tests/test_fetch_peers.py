@@ -223,6 +223,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "quack_rmsnorm",
         "cudnn_sdpa",
         "torch_compile_rmsnorm",
+        "torch_compile_rope_append",
         "flashinfer_rmsnorm",
     ]
     assert "no-such-nvcc" in result["flashinfer_fa3"]

@@ -28,6 +28,8 @@ from mla_var3.workload.mixed import MixedProblem
 from mla_var3.workload.norm import QUICK as QUICK_NORM
 from mla_var3.workload.norm import NormProblem
 from mla_var3.workload.prefill import PrefillProblem
+from mla_var3.workload.rope import QUICK as QUICK_ROPE
+from mla_var3.workload.rope import RopeProblem
 
 KERNELS = [kernel for kernel in registry.all_kernels() if kernel.language == "cutile-dsl"]
 DECODE = [kernel for kernel in KERNELS if kernel.design == "flash_mla"]
@@ -53,6 +55,7 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "mixed": (MixedProblem(b=2, h=16, t=192, n=64), ("own",)),
     "prompt": (PrefillProblem(b=1, s=65, h=2), ("own",)),
     "norm": (NormProblem(rows=5, width=1536, second=512, rest=64), QUICK_NORM),
+    "rope": (RopeProblem(tokens=3, h=6, positions=4096), QUICK_ROPE),
     "norm-residual": (NormProblem(rows=3, residual=True), ("own", "rows")),
     "causal-prompt": (PrefillProblem(b=1, s=97, h=2, causal=True), ("own",)),
 }

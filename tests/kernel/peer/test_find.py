@@ -21,7 +21,10 @@ from mla_var3.workload.prefill import PrefillProblem
 PEERS = [k for k in registry.all_kernels() if k.language == "peer"]
 PREFILL = ("fa4", "cudnn_sdpa")
 #: Peers that do not attend, and their workloads.
-OTHERS = {"torch_compile_rmsnorm": "norm", "quack_rmsnorm": "norm", "flashinfer_rmsnorm": "norm"}
+OTHERS = {
+    **dict.fromkeys(("torch_compile_rmsnorm", "quack_rmsnorm", "flashinfer_rmsnorm"), "norm"),
+    "torch_compile_rope_append": "rope",
+}
 
 
 def _problem(name: str) -> Problem:

@@ -219,6 +219,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "cudnn_sdpa": _cudnn_sdpa,
     "tilelang_mla": _tilelang_mla,
     "torch_compile_rmsnorm": _torch_compile("torch_compile_rmsnorm"),
+    "torch_compile_rope_append": _torch_compile("torch_compile_rope_append"),
     "quack_rmsnorm": _quack_rmsnorm,
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
 }
@@ -249,6 +250,7 @@ _HOW: dict[str, tuple[str, str]] = {
         f"run {FETCH} tilelang_mla, or pip install tilelang and name the file in {TILELANG_EXAMPLE}",
     ),
     "torch_compile_rmsnorm": ("torch with Triton", "install torch's CUDA build"),
+    "torch_compile_rope_append": ("torch with Triton", "install torch's CUDA build"),
     "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
 }

@@ -222,6 +222,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "tilelang_mla",
         "quack_rmsnorm",
         "cudnn_sdpa",
+        "cublas_bmm",
         "torch_compile_rmsnorm",
         "torch_compile_rope_append",
         "flashinfer_rmsnorm",

@@ -24,6 +24,8 @@ from mla_var3.kernel.cutile.prims.combine import FEW, combine_kernel
 from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import Problem
 from mla_var3.workload.decode import FLASHMLA, MlaProblem
+from mla_var3.workload.gemm import QUICK as QUICK_GEMM
+from mla_var3.workload.gemm import GemmProblem
 from mla_var3.workload.mixed import MixedProblem
 from mla_var3.workload.norm import QUICK as QUICK_NORM
 from mla_var3.workload.norm import NormProblem
@@ -54,6 +56,8 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "odd-heads": (MlaProblem(b=1, s=3, h=10, h_kv=2, t=100), ("own",)),
     "mixed": (MixedProblem(b=2, h=16, t=192, n=64), ("own",)),
     "prompt": (PrefillProblem(b=1, s=65, h=2), ("own",)),
+    "q-to-latent": (GemmProblem(tokens=5, h=2), QUICK_GEMM),
+    "latent-to-out": (GemmProblem(side="out", tokens=3, h=2, dtype="fp16"), ("own", "tokens")),
     "norm": (NormProblem(rows=5, width=1536, second=512, rest=64), QUICK_NORM),
     "rope": (RopeProblem(tokens=3, h=6, positions=4096), QUICK_ROPE),
     "norm-residual": (NormProblem(rows=3, residual=True), ("own", "rows")),

@@ -153,13 +153,17 @@ def _fa4() -> Library | None:
     return _installed("fa4", "package", "flash_attn", "cute/interface.py", "flash-attn-4")
 
 
-def _cudnn_sdpa() -> Library | None:
-    # torch's CUDA builds depend on cuDNN, and a CPU build has no folder of CUDA libraries beside it.
-    for folder in package_dirs("torch"):
-        if (folder / "lib" / "libtorch_cuda.so").is_file():
-            version = version_of("torch")
-            return Library("cudnn_sdpa", "torch", folder, version, f"torch {version} and its cuDNN")
-    return None
+def _in_torch(peer: str, what: str) -> Callable[[], Library | None]:
+    """A library that torch's CUDA builds depend on; a CPU build has no folder of CUDA libraries beside it."""
+
+    def look() -> Library | None:
+        for folder in package_dirs("torch"):
+            if (folder / "lib" / "libtorch_cuda.so").is_file():
+                version = version_of("torch")
+                return Library(peer, "torch", folder, version, f"torch {version} and its {what}")
+        return None
+
+    return look
 
 
 def _torch_compile(peer: str) -> Callable[[], Library | None]:
@@ -216,7 +220,8 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "flashinfer_fa3": _flashinfer("fa3"),
     "flashinfer_fa2": _flashinfer("fa2"),
     "fa4": _fa4,
-    "cudnn_sdpa": _cudnn_sdpa,
+    "cudnn_sdpa": _in_torch("cudnn_sdpa", "cuDNN"),
+    "cublas_bmm": _in_torch("cublas_bmm", "cuBLAS"),
     "tilelang_mla": _tilelang_mla,
     "torch_compile_rmsnorm": _torch_compile("torch_compile_rmsnorm"),
     "torch_compile_rope_append": _torch_compile("torch_compile_rope_append"),
@@ -245,6 +250,7 @@ _HOW: dict[str, tuple[str, str]] = {
         f"pip install --pre 'flash-attn-4[cu13]', or run {FETCH} fa4",
     ),
     "cudnn_sdpa": ("a torch with CUDA and cuDNN", "install torch's CUDA build"),
+    "cublas_bmm": ("a torch with CUDA and cuBLAS", "install torch's CUDA build"),
     "tilelang_mla": (
         "tilelang and its example examples/deepseek_mla/example_mla_decode_paged.py",
         f"run {FETCH} tilelang_mla, or pip install tilelang and name the file in {TILELANG_EXAMPLE}",

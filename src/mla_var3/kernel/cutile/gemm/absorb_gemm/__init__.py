@@ -1,0 +1,1 @@
+"""The two products per head of absorbed attention."""

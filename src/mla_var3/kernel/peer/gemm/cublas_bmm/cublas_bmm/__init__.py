@@ -1,0 +1,1 @@
+"""Batched products of cuBLAS."""

@@ -1,0 +1,46 @@
+"""cuBLAS, as torch.bmm calls it on views of our tensors: nothing is copied, and the result goes into place (`out=`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.device import Requirement
+from mla_var3.errors import Verdict
+from mla_var3.kernel.peer.prims import find
+from mla_var3.kernel.peer.prims.find import Library
+from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.workload import gemm
+
+if TYPE_CHECKING:
+    from mla_var3.workload.gemm import GemmProblem
+
+
+def is_here(problem: GemmProblem) -> Verdict:
+    reason = find.absent("cublas_bmm")
+    return Verdict.yes() if reason is None else Verdict.no(reason)
+
+
+class CublasBmmPlan(PeerMixin, KernelPlan):
+    """Plan of cuBLAS's batched product: inputs (x, weight), output (out,) of `workload.gemm`."""
+
+    peer = "cublas_bmm"
+    workload = gemm.WORKLOAD
+    tiling_type = NoKnobs
+    plans_lengths = False
+    leaves_out = ()
+    requires = Requirement(archs=("sm_80+",), dtypes=("bf16", "fp16"), problem=is_here)
+
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        import torch
+
+        x, weight = inputs
+        keys, values = gemm.parts(self.problem, weight)
+        factor = keys if self.problem.side == "q" else values.transpose(1, 2)
+        out = gemm.new_output(self.problem, x)
+        rows, into = x.transpose(0, 1), out[..., : self.problem.columns].transpose(0, 1)
+
+        def call() -> None:
+            torch.bmm(rows, factor, out=into)
+
+        return Attached(call, lambda: (out,), outputs=(out,), count=1)

@@ -1,0 +1,149 @@
+"""absorb_gemm in every language: what it compiles to, which tilings it takes, and that it is right on a CPU."""
+
+# ruff: noqa: E402 - the imports below need what importorskip found
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_var3.check.judge import check
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.workload.gemm import CASES, GemmProblem, make_inputs
+
+H200 = Device.get("h200")
+PROBLEMS = [
+    GemmProblem(side=side, tokens=tokens, h=h)
+    for side in ("q", "out")
+    for tokens, h in ((1, 128), (32, 16), (512, 128))
+]
+EVERYWHERE = {name for name in CASES if name not in ("planned_many", "far")}
+
+
+def plan_type(label: str) -> Any:
+    kernel = registry.KernelId.parse(label)
+    if (reason := registry.missing(kernel)) is not None:
+        pytest.skip(reason)
+    return registry.get_plan(kernel)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("label", ["cute-dsl/absorb_gemm", "cutile-dsl/absorb_gemm", "triton/absorb_gemm"])
+def test_nothing_spills(label: str, problem: GemmProblem) -> None:
+    made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
+    taken = made.resources
+    assert taken.spill_bytes == 0 and made.warnings == ()
+    if label != "triton/absorb_gemm":
+        assert taken.instructions["HGMMA"] > 0 and taken.instructions["HMMA"] == 0
+
+
+@pytest.mark.parametrize("side", ["q", "out"])
+def test_cute_loads_the_weight_before_it_waits_for_the_kernel_before(side: str, tmp_path: Path) -> None:
+    """And everything else behind the wait. An SM has all of its CTAs at a time."""
+    plan = plan_type("cute-dsl/absorb_gemm")(GemmProblem(side=side, tokens=8, dtype="fp16"), None, H200)
+    made = plan.plan_empty().compile(tmp_path, H200, ("sass",))
+    text = made.artefacts["sass"].read_text()
+    (wait,) = (found.start() for found in re.finditer("ACQBULK", text))
+    loads = [found.start() for found in re.finditer("UTMALDG", text)]
+    assert len(loads) == 2 and loads[0] < wait < loads[1] and text.index("STG.E.128") > loads[1]
+    assert "PREEXIT" in text and "HGMMA.64x8x16.F32" in text and ("tnspA" in text) == (side == "q")
+    resident = made.resources.ctas_per_sm * H200.num_sms
+    assert made.resources.smem == plan.tiling.geometry(plan.problem).smem and resident >= plan.tiling.ctas(plan.problem)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 32, 64, 128, 512, 5000])
+@pytest.mark.parametrize("h", [1, 16, 64, 128])
+@pytest.mark.parametrize("side", ["q", "out"])
+def test_cute_fills_a_device(side: str, h: int, tokens: int) -> None:
+    """With DeepSeek's widths: no SM without a CTA where there are columns and tokens for it, and all CTAs of an SM fit
+    at a time."""
+    problem = GemmProblem(side=side, h=h, tokens=tokens)
+    plan = plan_type("cute-dsl/absorb_gemm")(problem, None, H200)
+    tiling = plan.tiling
+    geometry = tiling.geometry(problem)
+    assert plan.feasible() and tiling.splits <= tiling.tiles(problem)
+    assert tiling.ctas(problem) >= min(120, problem.columns // 64 * h * -(-tokens // 64))
+    waves = -(-tiling.ctas(problem) // H200.num_sms)
+    assert waves * (geometry.smem + 1024) <= H200.smem_per_sm
+    configs = plan.autotune_configs()
+    assert tiling in configs and all(t.validate(problem, H200) for t in configs)
+
+
+def test_cute_compiles_once_for_all_token_counts_of_a_tile() -> None:
+    from mla_var3.toolchain.aot import code_knobs
+
+    plan = plan_type("cute-dsl/absorb_gemm")
+    assert "splits" not in code_knobs(plan(PROBLEMS[0], None, H200).tiling)
+    few, more = (plan(GemmProblem(tokens=n), None, H200) for n in (2, 5))
+    assert few.tiling.tile_n == more.tiling.tile_n == 8
+    assert few.problem.problem_class() == more.problem.problem_class()
+
+
+def test_refusals_say_why() -> None:
+    from mla_var3.kernel.cute_python.gemm.absorb_gemm.absorb_gemm.absorb_gemm import AbsorbGemmPlan, AbsorbGemmTiling
+
+    for problem, words in (
+        (GemmProblem(k=80), "k = 80"),
+        (GemmProblem(p=20), "p = 20"),
+        (GemmProblem(rest=4), "rest = 4"),
+        (GemmProblem(side="out", k=2048), "more than a CTA's shared memory"),
+    ):
+        assert words in AbsorbGemmPlan.requires.accepts(problem).reason
+    out = GemmProblem(side="out")
+    for tiling, words in (
+        (AbsorbGemmTiling(tile_m=96), "tile_m = 96"),
+        (AbsorbGemmTiling(tile_m=256), "divide the 128 columns"),
+        (AbsorbGemmTiling(tile_n=24), "tile_n = 24"),
+        (AbsorbGemmTiling(splits=0), "splits = 0"),
+        (AbsorbGemmTiling(num_pipeline_stages=7), "must hold the 8 panels"),
+        (AbsorbGemmTiling(128, 64, 20), "bytes of shared memory"),
+    ):
+        assert words in tiling.validate(out, H200).reason
+    problem = GemmProblem(tokens=2, h=2, p=64)
+    plan = AbsorbGemmPlan(problem, None, H200)
+    x, weight = make_inputs(problem)
+    flat = torch.empty(2 * 2 * 192 + 1, dtype=torch.bfloat16)
+    for spoiled, words in (
+        ((flat[1:].view(2, 2, 192)[..., :128], weight), "x starts at"),
+        ((torch.empty(2, 2, 132, dtype=torch.bfloat16)[..., :128], weight), "multiples of 16 bytes"),
+        ((x, torch.empty(512, 520, dtype=torch.bfloat16)[:, :512]), "contiguous"),
+    ):
+        with pytest.raises(UserError, match=words):
+            plan.plan(*spoiled)
+
+
+@pytest.mark.parametrize("side", ["q", "out"])
+@pytest.mark.parametrize("label", ["torch/absorb_gemm", "cutile-dsl/absorb_gemm"])
+def test_right_on_a_cpu(label: str, side: str) -> None:
+    report = check(plan_type(label), GemmProblem(side=side, tokens=3, h=3), device="cpu", seeds=[5])
+    assert report.ok, report.reason
+    assert {case.name for case in report.cases} == EVERYWHERE
+
+
+def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
+    """In a process of its own: the interpreter is chosen when a kernel is decorated."""
+    plan_type("triton/absorb_gemm")
+    code = (
+        "from mla_var3.check.judge import check\nfrom mla_var3.kernel import registry\n"
+        "from mla_var3.workload.gemm import GemmProblem\n"
+        "plan = registry.get_plan(registry.KernelId.parse('triton/absorb_gemm'))\n"
+        "cases = ['own', 'uneven', 'tokens', 'apart']\n"
+        "for side in ('q', 'out'):\n"
+        "    for dtype in ('bf16', 'fp16'):\n"
+        "        problem = GemmProblem(side=side, tokens=3, h=2, dtype=dtype)\n"
+        "        report = check(plan, problem, device='cpu', cases=cases, seeds=[5])\n"
+        "        assert report.ok and len(report.cases) == 4, report.reason\n"
+    )
+    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -543,7 +543,7 @@ class AbsorbGemmPlan(KernelPlan):
     def default_tiling(self) -> AbsorbGemmTiling:
         if not takes(self.problem):
             return AbsorbGemmTiling()
-        return tilings(self.problem, self.sms, 1.05)[0]
+        return tilings(self.problem, self.sms, 1.15)[0]
 
     def autotune_configs(self) -> list[Tiling]:
         return [*tilings(self.problem, self.sms, 1.5)]

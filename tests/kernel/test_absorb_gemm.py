@@ -18,6 +18,7 @@ from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
+from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.gemm import CASES, GemmProblem, make_inputs
 
 H200 = Device.get("h200")
@@ -120,6 +121,16 @@ def test_refusals_say_why() -> None:
     ):
         with pytest.raises(UserError, match=words):
             plan.plan(*spoiled)
+
+
+@pytest.mark.parametrize("label", ["cute-dsl/absorb_gemm", "cutile-dsl/absorb_gemm", "triton/absorb_gemm"])
+def test_problems_that_are_not_taken_plan_and_are_refused(label: str) -> None:
+    for problem, words in (
+        (MlaProblem(), "computes gemm"),
+        (GemmProblem(k=24), "k = 24"),
+        (GemmProblem(dtype="fp32"), "fp32"),
+    ):
+        assert words in plan_type(label)(problem, None, H200).supported().reason
 
 
 @pytest.mark.parametrize("side", ["q", "out"])

@@ -601,7 +601,7 @@ def test_a_crash_on_the_cpu_is_that_kernels_record(tmp_path: Path, monkeypatch: 
 
 
 def test_the_oracle_runs_on_the_cpu() -> None:
-    kernels = [k for k in registry.all_kernels() if k.language == "torch"]
+    kernels = [k for k in registry.all_kernels() if k.language == "torch" and k.layer == "mla"]
     if not kernels or registry.missing("torch"):
         pytest.skip("no torch kernel here")
     work = [(kernels[0], sweep_cpu.small(MlaProblem(b=8, h=16, t=4096)))]

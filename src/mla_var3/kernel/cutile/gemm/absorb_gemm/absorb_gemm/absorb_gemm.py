@@ -125,6 +125,8 @@ class AbsorbGemmPlan(KernelPlan):
 
     def default_tiling(self) -> AbsorbGemmTiling:
         pd = self.problem
+        if not self.requires.accepts(pd):
+            return AbsorbGemmTiling()
         tile_n = next((n for n in TILES_N if n >= pd.tokens), TILES_N[-1])
         wide = tile_n >= 64 and pd.columns % 128 == 0
         return AbsorbGemmTiling(128 if wide else 64, tile_n, 64, 8 if wide else 4)

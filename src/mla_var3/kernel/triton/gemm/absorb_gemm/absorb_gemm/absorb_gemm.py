@@ -115,7 +115,7 @@ class AbsorbGemmPlan(KernelPlan):
 
     def default_tiling(self) -> AbsorbGemmTiling:
         pd = self.problem
-        if not takes(pd):
+        if not self.requires.accepts(pd):
             return AbsorbGemmTiling()
         tile_m = min(128, max(LEAST, triton.next_power_of_2(pd.tokens)))
         tile_k = min(128, pd.summed & -pd.summed)

@@ -50,7 +50,7 @@ def test_nothing_spills(label: str, problem: GemmProblem) -> None:
 
 @pytest.mark.parametrize("side", ["q", "out"])
 def test_cute_loads_the_weight_before_it_waits_for_the_kernel_before(side: str, tmp_path: Path) -> None:
-    """And everything else behind the wait. An SM has all of its CTAs at a time."""
+    """And everything else behind the wait."""
     plan = plan_type("cute-dsl/absorb_gemm")(GemmProblem(side=side, tokens=8, dtype="fp16"), None, H200)
     made = plan.plan_empty().compile(tmp_path, H200, ("sass",))
     text = made.artefacts["sass"].read_text()
@@ -58,8 +58,27 @@ def test_cute_loads_the_weight_before_it_waits_for_the_kernel_before(side: str, 
     loads = [found.start() for found in re.finditer("UTMALDG", text)]
     assert len(loads) == 2 and loads[0] < wait < loads[1] and text.index("STG.E.128") > loads[1]
     assert "PREEXIT" in text and "HGMMA.64x8x16.F32" in text and ("tnspA" in text) == (side == "q")
-    resident = made.resources.ctas_per_sm * H200.num_sms
-    assert made.resources.smem == plan.tiling.geometry(plan.problem).smem and resident >= plan.tiling.ctas(plan.problem)
+
+
+@pytest.mark.parametrize(("side", "tokens"), [("q", 8), ("q", 32), ("q", 128), ("q", 512), ("out", 8), ("out", 512)])
+def test_an_sm_has_all_of_its_cute_ctas_at_a_time(side: str, tokens: int) -> None:
+    """Neither shared memory nor registers keep them apart."""
+    problem = GemmProblem(side=side, tokens=tokens)
+    plan = plan_type("cute-dsl/absorb_gemm")(problem, None, H200)
+    taken = plan.plan_empty().compile(None, H200).resources
+    assert taken.smem == plan.tiling.geometry(problem).smem
+    assert taken.ctas_per_sm * H200.num_sms >= plan.tiling.ctas(problem)
+
+
+def test_a_cute_ring_has_no_more_slots_than_mbarriers() -> None:
+    """Many small tiles: the shared memory that the tiling counts is what is compiled."""
+    problem = GemmProblem(tokens=512)
+    plan = plan_type("cute-dsl/absorb_gemm")(problem, None, H200)
+    rings = [t for t in plan.autotune_configs() if t.tile_n == 8]
+    longest = max(rings, key=lambda t: int(t.num_pipeline_stages))
+    assert longest.num_pipeline_stages == 64
+    taken = plan.with_tiling(longest).plan_empty().compile(None, H200).resources
+    assert taken.smem == longest.geometry(problem).smem and taken.ctas_per_sm >= 1
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 8, 32, 64, 128, 512, 5000])
@@ -108,6 +127,7 @@ def test_refusals_say_why() -> None:
         (AbsorbGemmTiling(splits=0), "splits = 0"),
         (AbsorbGemmTiling(num_pipeline_stages=7), "must hold the 8 panels"),
         (AbsorbGemmTiling(128, 64, 20), "bytes of shared memory"),
+        (AbsorbGemmTiling(num_pipeline_stages=65), "over the 64 that have mbarriers"),
     ):
         assert words in tiling.validate(out, H200).reason
     problem = GemmProblem(tokens=2, h=2, p=64)

@@ -56,12 +56,12 @@ PANEL = 64  # summed columns of a load: 128 bytes, one row of the shared memory 
 BLOCK = MMA_M  # output columns that a warpgroup multiplies at a time
 VECTOR = 8  # elements of 16 bytes
 WARPS = WARPGROUP // 32
-MOST_CONSUMERS = 4
 TILES_M = (64, 128, 256, 512)
 TILES_N = (8, 16, 32, 64)
 STAGED = 32  # tokens that a consumer has in shared memory on their way out
 RESERVED = 1024  # bytes of shared memory that every CTA of an SM takes beside its own
-BARRIERS = 1024  # and of a CTA's, mbarriers and alignment
+BARRIERS = 1024  # and of a CTA's, those of mbarriers,
+MOST_SLOTS = BARRIERS // 16  # two of 8 bytes a slot
 SMS, SMEM_PER_SM = 132, 233_472  # of the devices that it is written for
 # L2 policy as createpolicy encodes it: the weight is not read again before a step's other layers have passed.
 EVICT_FIRST = 0x12F0000000000000
@@ -105,7 +105,8 @@ class Geometry:
 
     @property
     def consumers(self) -> int:
-        return min(self.blocks, MOST_CONSUMERS)
+        # Two blocks each from 256 columns on: four consumers of one block would have registers for one CTA an SM.
+        return self.blocks if self.blocks <= 2 else self.blocks // 2
 
     @property
     def own_blocks(self) -> int:
@@ -486,6 +487,8 @@ class AbsorbGemmTiling(Tiling):
             return Verdict.no(
                 f"num_pipeline_stages = {geometry.slots} must hold the {geometry.panels} panels of a token tile"
             )
+        if geometry.slots > MOST_SLOTS:
+            return Verdict.no(f"num_pipeline_stages = {geometry.slots} are over the {MOST_SLOTS} that have mbarriers")
         most = device.smem_per_block if device is not None else 232_448
         if geometry.smem > most:
             return Verdict.no(f"{geometry.smem:,} bytes of shared memory are over the {most:,} that a CTA may have")
@@ -505,7 +508,7 @@ def with_ring(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> AbsorbGemm
     resident = max(1, min(-(-tiling.ctas(pd) // sms), SMEM_PER_SM // (least.smem + RESERVED)))
     room = SMEM_PER_SM // resident - RESERVED - least.smem
     used = -(-tiling.tiles(pd) // tiling.splits) * least.panels
-    slots = min(least.slots + room // (2 * tiling.tile_n * PANEL), used)
+    slots = min(least.slots + room // (2 * tiling.tile_n * PANEL), used, MOST_SLOTS)
     return replace(tiling, num_pipeline_stages=max(slots, least.panels))
 
 

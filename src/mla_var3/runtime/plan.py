@@ -54,7 +54,11 @@ class KernelPlan(ABC):
         self.problem = problem
         self.device = device
         self.compiled = CompileCache()
-        self.tiling = self.default_tiling() if tiling is None else tiling
+        if tiling is None:
+            # What other workloads' problems lack is nothing for a version to choose by; `supported` refuses them.
+            own = isinstance(problem, self.workload.problem)
+            tiling = self.default_tiling() if own else self.tiling_type()
+        self.tiling = tiling
 
     # ------------------------------------------------------------ for subclasses
     @abstractmethod

@@ -544,8 +544,6 @@ class AbsorbGemmPlan(KernelPlan):
         return self.device.num_sms if self.device is not None else SMS
 
     def default_tiling(self) -> AbsorbGemmTiling:
-        if not self.requires.accepts(self.problem):
-            return AbsorbGemmTiling()
         return tilings(self.problem, self.sms, 1.15)[0]
 
     def autotune_configs(self) -> list[Tiling]:

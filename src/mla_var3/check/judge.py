@@ -382,7 +382,7 @@ def judge(
     if deterministic and not all(_same_bits(x, y) for x, y in zip(first, second, strict=True)):
         return replace(verdict, ok=False, reason="two calls with the same inputs gave different bits")
     if (sharing := kernel.sharing()) is not kernel:
-        _poison(kernel)
+        _poison(workload, kernel)
         if not all(_same_bits(x, y) for x, y in zip(first, sharing(), strict=True)):
             return replace(verdict, ok=False, reason="a call that shares its schedule gave different bits")
     if not deterministic:

@@ -156,7 +156,13 @@ def main() -> int:
                 print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
     again = {place_of(line) for line in made}
     # A line that nothing asks for any more goes, unless its version was not looked at.
-    looked = [line for line in lines if (args.kernels and line.kernel not in args.kernels) or place_of(line) in asked]
+    # So does one of an older source: the new one launches other kernels, or its record needs another compiler.
+    looked = [
+        line
+        for line in lines
+        if (args.kernels and line.kernel not in args.kernels)
+        or (place_of(line) in asked and line.source == hashes[line.kernel])
+    ]
     kept = [line for line in looked if place_of(line) not in again] + made
     for what, count in other.items():
         print(f"{count} left as they are: {what}")

@@ -154,7 +154,6 @@ def main() -> int:
                 made.append(line)
                 where = line.problem or line.problem_class
                 print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
-    again = {place_of(line) for line in made}
     # A line that nothing asks for any more goes, unless its version was not looked at.
     # So does one of an older source: the new one launches other kernels, or its record needs another compiler.
     looked = [
@@ -163,7 +162,8 @@ def main() -> int:
         if (args.kernels and line.kernel not in args.kernels)
         or (place_of(line) in asked and line.source == hashes[line.kernel])
     ]
-    kept = [line for line in looked if place_of(line) not in again] + made
+    # Records of one call may know of different numbers of kernels: each has asked for the same line.
+    kept = list({place_of(line): line for line in (*looked, *made)}.values())
     for what, count in other.items():
         print(f"{count} left as they are: {what}")
     kept.sort(key=lambda line: (line.kernel, line.problem_class, line.problem, list(line.stages), line.digest))

@@ -84,9 +84,8 @@ def check_machine_code(kernel: registry.KernelId, problem: MlaProblem, tmp_path:
     h200 = Device.get("h200")
     plan = registry.get_plan(kernel)(problem, None, h200)
     made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
-    main = made.stages[0] if made.stages else made
-    assert main.resources.spill_bytes <= 24
-    sass = {**made.artefacts, **main.artefacts}["sass"].read_text()
+    assert made.resources.spill_bytes <= 24  # of the kernel with the most products
+    sass = made.artefacts["sass"].read_text()
     assert sass.count("HGMMA") > 50 and overwritten_operands(sass) == []
     if kernel.version:
         body = max(functions(sass).values(), key=lambda body: str(body).count("HGMMA"))
@@ -103,12 +102,11 @@ def test_machine_code_of_small_pages(label: str, page: int, tmp_path: Path) -> N
     h200, kernel = Device.get("h200"), registry.KernelId.parse(label)
     plan = registry.get_plan(kernel)(MlaProblem(h=16 if kernel.version == 24 else 128, page=page), None, h200)
     made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
-    main = made.stages[0] if made.stages else made
-    counts = main.resources.instructions
+    counts = made.resources.instructions
     # Producers of v23 have 24 registers: they keep some of a split's numbers in local memory.
-    assert main.resources.spill_bytes <= (200 if kernel.version == 23 and page == 1 else 24)
+    assert made.resources.spill_bytes <= (200 if kernel.version == 23 and page == 1 else 24)
     assert (counts["UTMALDG"] == 0) == (page == 1)
-    sass = {**made.artefacts, **main.artefacts}["sass"].read_text()
+    sass = made.artefacts["sass"].read_text()
     assert overwritten_operands(sass) == []
     loop = loop_of_products(max(functions(sass).values(), key=lambda body: str(body).count("HGMMA")), 36)
     assert [line for line in loop if re.search(r"\b(NANOSLEEP|LDL|STL)\b", line)] == []

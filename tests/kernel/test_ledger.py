@@ -31,6 +31,7 @@ VERSIONS = [k for k in registry.all_kernels() if k.language in GENERATES and k.l
 def test_no_line_is_older_than_its_source() -> None:
     hashes = {kernel.label: registry.source_hash(kernel) for kernel in VERSIONS}
     assert ledger.lines() and set(hashes) == {line.kernel for line in ledger.lines()}
+    assert len({repr(line) for line in ledger.lines()}) == len(ledger.lines())
     old = {line.kernel for line in ledger.lines() if line.source != hashes[line.kernel]}
     assert not old, f"compile them again: scripts/record_code.py {' '.join(sorted(old))}"
 

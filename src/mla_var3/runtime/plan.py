@@ -55,9 +55,8 @@ class KernelPlan(ABC):
         self.device = device
         self.compiled = CompileCache()
         if tiling is None:
-            # What other workloads' problems lack is nothing for a version to choose by; `supported` refuses them.
-            own = isinstance(problem, self.workload.problem)
-            tiling = self.default_tiling() if own else self.tiling_type()
+            # A version chooses by what it takes: of a problem that `supported` refuses, fields may be missing or odd.
+            tiling = self.default_tiling() if self.requires.accepts(problem) else self.tiling_type()
         self.tiling = tiling
 
     # ------------------------------------------------------------ for subclasses

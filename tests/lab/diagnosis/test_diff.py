@@ -36,7 +36,7 @@ def test_two_versions_in_cute_dsl(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert status == 0
     # Two consumer warpgroups, each with its loop of 44 products or a little more.
     assert row(out, "HGMMA")[0] == "176"
-    assert "Other code: 1 and 5 kernels; launch" in out or "Other code: 2 and 5 kernels; launch" in out
+    assert "Other code: 1 and 6 kernels; launch" in out or "Other code: 2 and 6 kernels; launch" in out
     assert row(out, "code")[0] != row(out, "code")[1]
     parts = out.split("| loop ")
     assert len(parts) == 3

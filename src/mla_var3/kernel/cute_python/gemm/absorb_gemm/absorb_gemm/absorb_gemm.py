@@ -565,7 +565,9 @@ class AbsorbGemmPlan(KernelPlan):
                 )
         if not weight.is_contiguous():
             raise UserError(f"weight has strides {tuple(weight.stride())}: pass it contiguous, as it is stored.")
-        given = (x, weight, out[..., : self.problem.columns], self.tiling.splits)
+        # A view would stay where it is when `out` is pointed at other memory.
+        product = out if out.shape[-1] == self.problem.columns else out[..., : self.problem.columns]
+        given = (x, weight, product, self.tiling.splits)
         return self._make(given, inputs, (out,))
 
     def plan_empty(self) -> CuteKernel:

@@ -238,6 +238,12 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
+def query_tile(storage: Any, dtype: type, geometry: Geometry) -> cute.Tensor:
+    """Q in shared memory: (ROWS, columns of all panels), swizzled as the products read it."""
+    layout = wgmma.k_major_layout(dtype, (ROWS, PANEL * geometry.panels))
+    return storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+
+
 # ------------------------------------------------------------------------------------------------ device: load
 @cute.jit
 def make_barriers(full: cute.Pointer, empty: cute.Pointer, geometry: cutlass.Constexpr):
@@ -898,7 +904,6 @@ def row_magnitude(acc_o: cute.Tensor, r: cutlass.Constexpr) -> Float32:
 @cute.jit
 def consume(
     q: cute.Tensor,
-    q_tile: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
     table: cute.Tensor,  # of `prims.combine`
@@ -917,6 +922,7 @@ def consume(
 ):
     """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
     first_row = row_tile * ROWS
+    q_tile = query_tile(storage, q.element_type, geometry)
     output = wgmma.make_mma(q.element_type, geometry.half).partition_shape_C((ROWS, geometry.half))
     registers = (
         cute.make_rmem_tensor(output, Float32),
@@ -1016,8 +1022,7 @@ def flash_mla_v23(
     first_row = row_tile * ROWS
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
-    q_layout = wgmma.k_major_layout(dtype, (ROWS, PANEL * geometry.panels))
-    q_tile = storage.query.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+    q_tile = query_tile(storage, dtype, geometry)
     if warp == 0:
         with cute.arch.elect_one():
             make_barriers(storage.full.data_ptr(), storage.empty.data_ptr(), geometry)
@@ -1086,8 +1091,8 @@ def flash_mla_v23(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
-            q, q_tile, storage, results, schedule.table, flags, seq_lens, queries, pool, split, line, scale_log2,
-            worker, kv_head, row_tile, thread, geometry,
+            q, storage, results, schedule.table, flags, seq_lens, queries, pool, split, line, scale_log2, worker,
+            kv_head, row_tile, thread, geometry,
         )  # fmt: skip
     if cutlass.const_expr(geometry.cluster > 1):
         # No CTA leaves while the other may still signal its mbarriers.

@@ -49,7 +49,7 @@ class RopeAppendPlan(KernelPlan):
 
         def rope_append(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """What is to be written, where it belongs; the rest as it was."""
-            turned, appended = rope.reference(self.problem, *inputs)
+            turned, appended = rope.reference(self.problem, *inputs, pages=len(cache))
             return tuple(
                 torch.where(wanted.isnan(), held, wanted.to(held.dtype))
                 for wanted, held in ((turned, out), (appended, cache))

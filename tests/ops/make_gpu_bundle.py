@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mla_var3.cli.arguments import experiment_cells
 from mla_var3.device import Device
-from mla_var3.dispatch import pick
+from mla_var3.dispatch import choose, pick
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab import bundle
@@ -30,7 +30,7 @@ from mla_var3.workload.decode import MlaProblem
 
 DEVICE = Device.get("h200")
 #: (version, knobs over its default tiling, problem)
-Wanted = tuple[KernelId, dict[str, Any], MlaProblem]
+Wanted = tuple[KernelId, dict[str, Any], Any]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -140,6 +140,15 @@ def operators_part() -> Iterator[Wanted]:
     yield from picked([*tests.PROBLEMS, *tests.BATCHES])
 
 
+def layer_part() -> Iterator[Wanted]:
+    import test_layer_gpu as tests
+
+    for problem in tests.PROBLEMS:
+        choice = choose(problem, DEVICE)
+        yield choice.kernel, choice.knobs, problem
+    yield from picked([tests.DECODE])
+
+
 def jax_part() -> Iterator[Wanted]:
     import ops_gpu
 
@@ -160,6 +169,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "sanitizer": sanitizer_part,
     "fixed": fixed_part,
     "operators": operators_part,
+    "layer": layer_part,
     "jax": jax_part,
     "cpp": cpp_part,
 }

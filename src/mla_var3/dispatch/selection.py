@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mla_var3.dispatch.table import DeviceTable, Recipe, Table
     from mla_var3.kernel.registry import KernelId
     from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.workload import Problem
 
 #: Languages in the order in which versions that nobody measured are tried.
 _UNMEASURED = ("cute-dsl", "triton", "cutile-dsl")
@@ -55,7 +56,7 @@ class Choice:
         knobs = ", ".join(f"{name}={value}" for name, value in self.tiling)
         return f"{self.kernel.label} ({knobs})" if knobs else self.kernel.label
 
-    def plan(self, problem: MlaProblem, device: Device | None) -> KernelPlan:
+    def plan(self, problem: Problem, device: Device | None) -> KernelPlan:
         """The version's plan with these knobs."""
         return _plan(registry.get_plan(self.kernel), problem, device, self.knobs)
 
@@ -91,7 +92,7 @@ def survey(
 
 
 def choose(
-    problem: MlaProblem,
+    problem: Problem,
     device: Device,
     *,
     table: Table | None = None,
@@ -172,15 +173,17 @@ def forget() -> None:
 
 # ---------------------------------------------------------------- candidates
 def _candidates(
-    problem: MlaProblem, device: Device, table: Table, kernels: Iterable[KernelId] | None, accepts: Accepts | None
+    problem: Problem, device: Device, table: Table, kernels: Iterable[KernelId] | None, accepts: Accepts | None
 ) -> Iterator[tuple[Choice, Verdict]]:
     """Choices in order of preference, each with its verdict; plans are imported one at a time, when asked for."""
-    known = [k for k in registry.all_kernels() if k.language not in tables.NOT_SERVED and k.layer == "mla"]
+    served = (k for k in registry.all_kernels() if k.language not in tables.NOT_SERVED)
+    known = [k for k in served if k.layer == problem.layer]
     if kernels is not None:
         wanted = set(kernels)
         known = [k for k in known if k in wanted]
     measured = table.nearest(device)
-    ranked = rank(measured, problem, device, known)
+    # The table has decode; of other workloads a language's rank decides.
+    ranked = rank(measured, problem, device, known) if isinstance(problem, MlaProblem) else []
     seen = {choice.kernel for choice in ranked}
     unmeasured = [k for k in known if k not in seen]
     order = {language: i for i, language in enumerate(_UNMEASURED)}
@@ -228,7 +231,7 @@ def _follows(later: KernelId, base: KernelId) -> bool:
     return later.version > base.version == 0 and (later.language, later.design) == (base.language, base.design)
 
 
-def _verdict(choice: Choice, problem: MlaProblem, device: Device, accepts: Accepts | None) -> Verdict:
+def _verdict(choice: Choice, problem: Problem, device: Device, accepts: Accepts | None) -> Verdict:
     missing = registry.missing(choice.kernel)
     if missing:
         return Verdict.no(missing)
@@ -248,7 +251,7 @@ def _verdict(choice: Choice, problem: MlaProblem, device: Device, accepts: Accep
         return Verdict.no(f"it cannot be planned: {type(error).__name__}: {error}")
 
 
-def _plan(plan_type: Any, problem: MlaProblem, device: Device | None, knobs: dict[str, Any]) -> KernelPlan:
+def _plan(plan_type: Any, problem: Problem, device: Device | None, knobs: dict[str, Any]) -> KernelPlan:
     plan: KernelPlan = plan_type(problem, None, device)
     if not knobs:
         return plan

@@ -3,15 +3,17 @@
     from mla_var3.ops import mla_decode
     out = mla_decode(q, kv_cache, page_table, seq_lens, causal=True)
 
-`mla_var3.ops.flash_mla` has the same under FlashMLA's names. docs/serving.md says how to use both.
+`rmsnorm`, `rope_append` and `absorb_gemm` are the kernels around it. `mla_var3.ops.flash_mla` has attention under
+FlashMLA's names. docs/serving.md says how to use them.
 """
 
 from __future__ import annotations
 
 from mla_var3.ops.decode import compile_for, mla_decode
 from mla_var3.ops.engine import DecodeSchedule
+from mla_var3.ops.layer import absorb_gemm, rmsnorm, rope_append
 from mla_var3.ops.library import register_with_torch
 
-__all__ = ["DecodeSchedule", "compile_for", "mla_decode"]
+__all__ = ["DecodeSchedule", "absorb_gemm", "compile_for", "mla_decode", "rmsnorm", "rope_append"]
 
 register_with_torch()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mla_var3.runtime.base import BaseKernel
     from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.workload.decode import MlaProblem
+    from mla_var3.workload import Problem
 
 MOST_KERNELS = 64
 MOST_BYTES = 2 << 30  # of workspaces, over all kernels
@@ -51,7 +51,7 @@ class Way:
     """How a problem is computed. make(problem, device): the plan; equal keys for equal code and knobs."""
 
     key: Any
-    make: Callable[[MlaProblem, Device | None], KernelPlan] = field(compare=False)
+    make: Callable[[Any, Device | None], KernelPlan] = field(compare=False)
 
 
 @dataclass
@@ -148,13 +148,13 @@ class Engine:
     def run(
         self,
         way: Way,
-        problem: MlaProblem,
+        problem: Problem,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         schedule: DecodeSchedule | None = None,
     ) -> None:
-        """Computes a problem on inputs (q, kv_cache, page_table, seq_lens) into outputs (out, lse), all contiguous but
-        a cache of `strided_pages`.
+        """Computes a problem on the inputs of its workload into its outputs. Of decode all are contiguous but a cache
+        of `strided_pages`; of others tensors may have strides, and a kernel serves calls with the same ones.
 
         schedule: for calls that share one. Never waits for the device. The first call for a way and shapes plans, and
         compiles what is in no cache. Raises `UserError` when that would happen in a capture, and for a schedule that
@@ -165,7 +165,10 @@ class Engine:
             stream = self.stream(device)
             # A problem holds all shapes but the number of pages of the cache, which is no part of any plan.
             key: tuple[Any, ...] = (way.key, problem, device.index)
-            if problem.strided_pages:  # what is planned may depend on the stride
+            # What is planned may depend on strides.
+            if problem.workload != "decode":
+                key = (*key, *(x.stride() for x in (*inputs, *outputs)))
+            elif not inputs[1].is_contiguous():
                 key = (*key, inputs[1].stride(0))
             if schedule is not None:
                 if schedule.key not in (None, key):
@@ -210,7 +213,7 @@ class Engine:
             ):
                 self._kept.popitem(last=False)
 
-    def _plan(self, way: Way, problem: MlaProblem, inputs: Sequence[torch.Tensor], key: Any) -> Bound:
+    def _plan(self, way: Way, problem: Problem, inputs: Sequence[torch.Tensor], key: Any) -> Bound:
         import torch
 
         hardware = self.hardware(inputs[0].device)

@@ -1,12 +1,16 @@
 """The functions of this room as operators of torch: what `torch.compile`, `torch.export` and fake tensors see of them.
 
-    torch.ops.mla_var3.mla_decode        (out, lse) as new tensors
-    torch.ops.mla_var3.mla_decode_into   writes into the caller's out and lse
+    torch.ops.mla_var3.mla_decode         (out, lse) as new tensors
+    torch.ops.mla_var3.mla_decode_into    writes into the caller's out and lse
+    torch.ops.mla_var3.rmsnorm            (out, second, new residual), without columns where not asked for
+    torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
+    torch.ops.mla_var3.absorb_gemm        out as a new tensor
+    torch.ops.mla_var3.absorb_gemm_into   writes into the caller's out
 
-A plain call of `mla_decode` goes around its operator, because torch's dispatcher costs microseconds and gives an eager
-call nothing. It goes through it where somebody is looking: while torch traces, under a dispatch mode, and for tensors
-of a subclass, as fake and functional ones are. `flash_mla.flash_mla_with_kvcache` calls `mla_decode`, so it is traced
-into the same operator. Nothing here has a gradient: queries and cache are detached, as in an eager call.
+A plain call of one of these functions goes around its operator, because torch's dispatcher costs microseconds and
+gives an eager call nothing. It goes through it where somebody is looking: while torch traces, under a dispatch mode,
+and for tensors of a subclass, as fake and functional ones are. `flash_mla.flash_mla_with_kvcache` calls `mla_decode`,
+so it is traced into the same operator. Nothing here has a gradient: tensors are detached, as in an eager call.
 
 Operators exist once torch is imported, whichever of torch and this package comes first, so that a compiled or exported
 program finds them. Importing this package does not import torch.
@@ -35,9 +39,21 @@ _ARGUMENTS = (
     "Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, *, float? scale=None, bool causal=False, "
     "Tensor? cu_seqlens_q=None, Tensor? mask=None, int head_dim_v=512, int? fixed_split=None, str? version=None"
 )
+_PRODUCT = "Tensor x, Tensor weight, str side, *, str? version=None"
 SCHEMAS = {
     "mla_decode": f"mla_decode({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
     "mla_decode_into": f"mla_decode_into({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "rmsnorm": (
+        "rmsnorm(Tensor x, Tensor weight, Tensor? second_weight=None, Tensor? residual=None, *, float eps=1e-6, "
+        "str? version=None) -> (Tensor out, Tensor second, Tensor new_residual)"
+    ),
+    "rope_append": (
+        "rope_append(Tensor q, Tensor latent, Tensor rope, Tensor positions, Tensor slots, Tensor table, *, "
+        "bool interleaved=True, str? version=None, Tensor(a!) out, Tensor(b!) kv_cache) -> ()"
+    ),
+    "absorb_gemm": f"absorb_gemm({_PRODUCT}) -> Tensor",
+    # Not named out: dynamo wants such an argument contiguous, and this one is mostly a slice.
+    "absorb_gemm_into": f"absorb_gemm_into({_PRODUCT}, Tensor(a!) target) -> ()",
 }
 
 _registered: list[Any] = []  # torch drops the operators of a library that nobody holds
@@ -54,6 +70,17 @@ def traced(tensor: Any) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.Tensor))
     )
+
+
+def as_op(name: str, *given: Any, **options: Any) -> Any:
+    """What an operator returns for tensors, which lose their gradients, and other arguments."""
+    import torch
+
+    def detached(x: Any) -> Any:
+        return x.detach() if isinstance(x, torch.Tensor) else x
+
+    function = getattr(torch.ops.mla_var3, name)
+    return function(*map(detached, given), **{key: detached(x) for key, x in options.items()})
 
 
 def decode_as_op(
@@ -124,7 +151,63 @@ def _fake_decode(
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
 
 
-def _fake_decode_into(*args: Any, **options: Any) -> None:
+def _rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    second_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    version: str | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from mla_var3.ops.layer import rmsnorm
+
+    on_gpu(x, "x", "rmsnorm")
+    found = rmsnorm(
+        x, weight, second_weight=second_weight, residual=residual, kernel=version, on=engine(), **options
+    )  # fmt: skip
+    # An operator's results are different tensors, those without columns too.
+    if not isinstance(found, tuple):
+        return found, x.new_empty((len(x), 0)), x.new_empty((len(x), 0))
+    out, more = found
+    return (out, x.new_empty((len(x), 0)), more) if second_weight is None else (out, more, x.new_empty((len(x), 0)))
+
+
+def _fake_rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    second_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    second = 0 if second_weight is None else second_weight.shape[0]
+    return tuple(x.new_empty((x.shape[0], n)) for n in (weight.shape[0], second, 0 if residual is None else x.shape[1]))
+
+
+def _rope_append(*args: Any, version: str | None = None, **options: Any) -> None:
+    from mla_var3.ops.layer import rope_append
+
+    on_gpu(args[0], "q", "rope_append")
+    rope_append(*args, kernel=version, on=engine(), **options)
+
+
+def _absorb_gemm(x: torch.Tensor, *args: Any, version: str | None = None, **options: Any) -> torch.Tensor:
+    from mla_var3.ops.layer import absorb_gemm
+
+    on_gpu(x, "x", "absorb_gemm")
+    return absorb_gemm(x, *args, kernel=version, on=engine(), **options)
+
+
+def _absorb_gemm_into(*args: Any, target: torch.Tensor, **options: Any) -> None:
+    _absorb_gemm(*args, out=target, **options)
+
+
+def _fake_absorb_gemm(x: torch.Tensor, weight: torch.Tensor, side: str, **options: Any) -> torch.Tensor:
+    n, h, _ = x.shape
+    return x.new_empty((n, h, weight.shape[1] if side == "q" else weight.shape[0] // (2 * h)))
+
+
+def _fake_into(*args: Any, **options: Any) -> None:
     """Nothing comes back."""
 
 
@@ -139,7 +222,14 @@ def register() -> None:
         return
     library = torch.library.Library(NAMESPACE, "DEF")
     _registered.append(library)
-    functions = {"mla_decode": (_decode, _fake_decode), "mla_decode_into": (_decode_into, _fake_decode_into)}
+    functions: dict[str, tuple[Any, Any]] = {
+        "mla_decode": (_decode, _fake_decode),
+        "mla_decode_into": (_decode_into, _fake_into),
+        "rmsnorm": (_rmsnorm, _fake_rmsnorm),
+        "rope_append": (_rope_append, _fake_into),
+        "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),
+        "absorb_gemm_into": (_absorb_gemm_into, _fake_into),
+    }
     # A cache's pages may lie apart, and another layout would be a copy of it: tensors arrive as they were traced. A
     # capture of one's own may hold a call; the graphs that Inductor makes refuse workspaces that live on in their pool.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)

@@ -175,10 +175,31 @@ def as_bytes(mask: torch.Tensor) -> torch.Tensor:
     return mask.detach().contiguous().view(torch.uint8)
 
 
-def on_gpu(q: torch.Tensor) -> None:
+def on_gpu(tensor: torch.Tensor, name: str = "q", function: str = "mla_decode") -> None:
     """Raises `UserError` for a tensor that is not on a CUDA device."""
-    if q.device.type != "cuda":
-        raise UserError(f"q is on {q.device}: mla_decode runs on an NVIDIA GPU, so put the tensors on one.")
+    if tensor.device.type != "cuda":
+        raise UserError(f"{name} is on {tensor.device}: {function} runs on an NVIDIA GPU, so put the tensors on one.")
+
+
+def judge(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None, like: torch.Tensor
+) -> torch.Tensor:
+    """The tensor, without gradients. shape: None for any size; dtype: None for any; like: a tensor of the same device.
+    Raises `UserError` for one that is otherwise."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise UserError(f"{name} is a {type(tensor).__name__}: pass a torch tensor.")
+    fits = tensor.dim() == len(shape) and all(
+        want in (None, size) for size, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits or dtype not in (None, tensor.dtype) or tensor.device != like.device:
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise UserError(
+            f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: pass ({sizes}) "
+            f"{dtype or like.dtype} on {like.device}."
+        )
+    return tensor.detach()
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:

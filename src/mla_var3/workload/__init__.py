@@ -64,6 +64,7 @@ class Problem(ABC):
     """
 
     workload: ClassVar[str]
+    layer: ClassVar[str] = "mla"  # of the versions that compute it
     dtype: str
 
     @property

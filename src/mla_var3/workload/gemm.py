@@ -60,6 +60,7 @@ class GemmProblem(Problem):
     field, when it makes no sense."""
 
     workload: ClassVar[str] = "gemm"
+    layer: ClassVar[str] = "gemm"
 
     side: str = "q"
     tokens: int = 32

@@ -58,6 +58,7 @@ class NormProblem(Problem):
     field, when it makes no sense."""
 
     workload: ClassVar[str] = "norm"
+    layer: ClassVar[str] = "norm"
 
     rows: int = 32
     width: int = 7168

@@ -132,6 +132,7 @@ class RopeProblem(Problem):
     Raises `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "rope"
+    layer: ClassVar[str] = "rope"
 
     tokens: int = 32
     h: int = 128
@@ -270,10 +271,11 @@ def _table(positions: int, columns: int, device: str) -> Any:
     return _TABLES[key]
 
 
-def new_outputs(problem: RopeProblem, q: Any) -> tuple[Any, Any]:
-    """(out, cache) for the tokens of q, uninitialised."""
+def new_outputs(problem: RopeProblem, q: Any, pages: int | None = None) -> tuple[Any, Any]:
+    """(out, cache) for the tokens of q, uninitialised. pages: of the cache; default: those that `make_inputs` fills."""
     out = q.new_empty((q.shape[0], problem.h, problem.width))
-    return out, q.new_empty((problem.replace(tokens=q.shape[0]).pages, problem.page, problem.width))
+    pages = problem.replace(tokens=q.shape[0]).pages if pages is None else pages
+    return out, q.new_empty((pages, problem.page, problem.width))
 
 
 def rotated(x: Any, cosines: Any, sines: Any, *, interleaved: bool) -> Any:
@@ -286,15 +288,15 @@ def rotated(x: Any, cosines: Any, sines: Any, *, interleaved: bool) -> Any:
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
 
 
-def reference(problem: RopeProblem, *inputs: Any) -> tuple[Any, Any]:
-    """The oracle: (out, cache) in float64, NaN in what must not be written."""
+def reference(problem: RopeProblem, *inputs: Any, pages: int | None = None) -> tuple[Any, Any]:
+    """The oracle: (out, cache) in float64, NaN in what must not be written. pages: as of `new_outputs`."""
     import torch
 
     q, latent, rope, positions, slots, table = inputs
     half = problem.p // 2
     turn = table[positions.long()].double()
     cosines, sines = turn[:, :half], turn[:, half:]
-    out, cache = (torch.full(x.shape, math.nan, dtype=torch.float64, device=x.device) for x in new_outputs(problem, q))
+    out, cache = (x.double().fill_(math.nan) for x in new_outputs(problem, q, pages))
     rope_columns = q[..., -problem.p :].double()
     out[..., problem.k :] = rotated(rope_columns, cosines[:, None], sines[:, None], interleaved=problem.interleaved)
     key = rotated(rope.double(), cosines, sines, interleaved=problem.interleaved)

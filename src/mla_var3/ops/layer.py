@@ -1,0 +1,236 @@
+"""The kernels around attention as functions: `rmsnorm`, `rope_append`, `absorb_gemm`.
+
+In a decode step of one layer, of n tokens and h heads with d columns and p of rope, over a latent of k:
+
+    normed = rmsnorm(latent, weight)                                  the latent, before it is cached
+    absorb_gemm(q[..., :d], kv_b, "q", out=queries[..., :k])          the query in latent space
+    rope_append(q, normed, rope, positions, slots, table, queries, cache)     its rope behind it, and the cache's rows
+    attended = mla_decode(queries, cache, page_table, seq_lens)
+    out = absorb_gemm(attended, kv_b, "out")                          of every head
+
+Each picks a version as `mla_decode` does, is planned once for its shapes and strides, never waits for the device, and
+can be captured in a CUDA graph once a call with the same shapes has been made. bf16 and fp16. To a program that torch
+traces each is an operator (`mla_var3.ops.library`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.ops.engine import Way, engine
+from mla_var3.ops.library import as_op, traced
+from mla_var3.ops.request import judge, on_gpu, result
+from mla_var3.workload.gemm import SIDES, GemmProblem
+from mla_var3.workload.norm import NormProblem
+from mla_var3.workload.rope import RopeProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from mla_var3.device import Device
+    from mla_var3.ops.engine import Engine
+    from mla_var3.workload import Problem
+
+
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    second_weight: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """x · rsqrt(mean(x²) + eps) · weight of every row, with sums in float32.
+
+    x (n, width), whose rows may lie further apart, by a multiple of 16 bytes. weight (width,). residual (n, width): is
+    added to x first, and their sum, rounded, is returned behind the result. second_weight (w,): x is (n, width + w),
+    and its last w columns are normalised by themselves, as the latent behind the query of one projection; returned
+    behind the result. Not both. kernel, on: as of `mla_decode`. Raises `UserError` in one sentence for what does not
+    fit.
+    """
+    import torch
+
+    if on is None and traced(x):
+        out, second, summed = as_op("rmsnorm", x, weight, second_weight, residual, eps=eps, version=kernel)
+    else:
+        judge("x", x, (None, None), None, x)
+        width = x.shape[1] - (0 if second_weight is None else second_weight.numel())
+        judge("weight", weight, (width,), x.dtype, x)
+        given = [x, weight]
+        for name, more, shape in (
+            ("second_weight", second_weight, (x.shape[1] - width,)), ("residual", residual, (len(x), width))
+        ):  # fmt: skip
+            if more is not None:
+                given.append(judge(name, more, shape, x.dtype, x).contiguous())
+        rows = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
+        problem = _norm(
+            max(len(x), 1), width, x.shape[1] - width, max(rows.stride(0) - x.shape[1], 0), residual is not None,
+            _name(x.dtype), float(eps),
+        )  # fmt: skip
+        out, second, summed = (
+            torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
+            for columns in (width, x.shape[1] - width, 0 if residual is None else width)
+        )
+        _run("rmsnorm", problem, (rows, *given[1:]), (out, second, summed), kernel, on)
+    return out if residual is None and second_weight is None else (out, second if residual is None else summed)
+
+
+def rope_append(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    interleaved: bool = True,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> None:
+    """Turns the rope columns of new tokens' queries and keys, and writes latent and key into the paged cache.
+
+    q (n, h, any), contiguous, of which the last p columns are turned into the last p of out (n, h, k + p); the others
+    of out stay as they are. latent (n, k), contiguous; rope (n, p), whose rows may lie apart: together the new rows of
+    kv_cache (pages, tokens of a page, k + p), contiguous. positions (n,) and slots (n,), both int32 or both int64:
+    token i is turned by table[positions[i]], and written to row slots[i] % page of page slots[i] // page, or not at
+    all where slots[i] < 0. table (positions, p) float32: cosines, then sines (`mla_var3.workload.rope.rope_table`
+    makes it, with YaRN's scaling). interleaved: columns 2i and 2i + 1 are a pair, else i and i + p/2. kernel, on: as of
+    `mla_decode`. Raises `UserError` in one sentence for what does not fit.
+    """
+    import torch
+
+    if on is None and traced(q):
+        as_op(
+            "rope_append", q, latent, rope, positions, slots, table, interleaved=interleaved, version=kernel, out=out,
+            kv_cache=kv_cache,
+        )  # fmt: skip
+        return
+    judge("q", q, (None, None, None), None, q)
+    judge("latent", latent, (len(q), None), q.dtype, q)
+    judge("rope", rope, (len(q), None), q.dtype, q)
+    (n, h, columns), k, p = q.shape, latent.shape[1], rope.shape[1]
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
+    for name, index in (("positions", positions), ("slots", slots)):
+        judge(name, index, (n,), positions.dtype, q)
+    judge("table", table, (None, p), torch.float32, q)
+    judge("kv_cache", kv_cache, (None, None, k + p), q.dtype, q)
+    for name, tensor in (("q", q), ("latent", latent), ("table", table), ("kv_cache", kv_cache)):
+        if not tensor.is_contiguous():
+            raise UserError(f"{name} has strides {tuple(tensor.stride())}: pass it contiguous.")
+    rows = rope.detach() if rope.stride(1) == 1 else rope.detach().contiguous()
+    rest = max(rows.stride(0) - p, 0) if n > 1 else 0
+    problem = _rope(
+        max(n, 1), h, k, p, columns, rest, bool(interleaved), kv_cache.shape[1], len(table),
+        str(positions.dtype).removeprefix("torch."), _name(q.dtype),
+    )  # fmt: skip
+    inputs = (q.detach(), latent.detach(), rows, positions.contiguous(), slots.contiguous(), table)
+    target = result("out", out, (n, h, k + p), q.dtype, q.device)
+    _run("rope_append", problem, inputs, (target, kv_cache), kernel, on)
+
+
+def absorb_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    side: str,
+    *,
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor:
+    """Every head's product with its part of `kv_b_proj`'s weight, as DeepSeek stores it: nothing is transposed.
+
+    weight (h · 2d, k), contiguous: d rows of W_UK, then d of W_UV, of each head. side "q": x (n, h, d) → x · W_UK
+    (n, h, k). side "out": x (n, h, k) → x · W_UVᵀ (n, h, d). Tokens and heads of x and out may lie further apart, by
+    multiples of 16 bytes, so that both may be slices. kernel, on: as of `mla_decode`. Returns out. Raises `UserError`
+    in one sentence for what does not fit.
+    """
+    import torch
+
+    if side not in SIDES:
+        raise UserError(f'side = {side!r} is unknown: "q" multiplies with W_UK, "out" with W_UV.')
+    if on is None and traced(x):
+        if out is None:
+            made: torch.Tensor = as_op("absorb_gemm", x, weight, side, version=kernel)
+            return made
+        as_op("absorb_gemm_into", x, weight, side, version=kernel, target=out)
+        return out
+    judge("x", x, (None, None, None), None, x)
+    n, h, _ = x.shape
+    judge("weight", weight, (None, None), x.dtype, x)
+    if not weight.is_contiguous() or len(weight) % (2 * h):
+        raise UserError(
+            f"weight is {tuple(weight.shape)} with strides {tuple(weight.stride())}: pass {h} heads' rows (h · 2d, k), "
+            "contiguous."
+        )
+    d, k = len(weight) // (2 * h), weight.shape[1]
+    judge("x", x, (n, h, d if side == "q" else k), None, x)
+    columns = k if side == "q" else d
+    target = torch.empty((n, h, columns), dtype=x.dtype, device=x.device) if out is None else out
+    judge("out", target, (n, h, columns), x.dtype, x)
+    problem = _gemm(side, max(n, 1), h, k, d, _name(x.dtype))
+    _run("absorb_gemm", problem, (x.detach(), weight.detach()), (target,), kernel, on)
+    return target
+
+
+# ---------------------------------------------------------------- in common
+def _run(
+    function: str,
+    problem: Problem,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    kernel: str | None,
+    on: Engine | None,
+) -> None:
+    """Computes a problem, unless it has no token."""
+    served = engine() if on is None else on
+    if on is None:
+        on_gpu(inputs[0], "q" if function == "rope_append" else "x", function)
+    if len(inputs[0]):
+        served.run(_way(problem, served.hardware(inputs[0].device), kernel), problem, inputs, outputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _way(problem: Problem, device: Device | None, kernel: str | None) -> Way:
+    from mla_var3.dispatch import Choice, choose
+    from mla_var3.kernel.registry import KernelId
+
+    if device is None:
+        raise UserError("there is no GPU here that a version is written for.")
+    choice = (
+        choose(problem, device) if kernel is None else Choice(KernelId.parse(kernel), (), None, "asked for by name")
+    )
+    return Way((choice.kernel, choice.tiling), choice.plan)
+
+
+def _name(dtype: torch.dtype) -> str:
+    import torch
+
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if dtype not in names:
+        raise UserError(f"tensors are {dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
+    return names[dtype]
+
+
+# One object for equal problems: making and judging one takes longer than all else that a call does on the host.
+@functools.lru_cache(maxsize=4096)
+def _norm(rows: int, width: int, second: int, rest: int, residual: bool, dtype: str, eps: float) -> NormProblem:
+    return NormProblem(rows=rows, width=width, second=second, rest=rest, residual=residual, dtype=dtype, eps=eps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rope(*fields: Any) -> RopeProblem:
+    return RopeProblem(*fields)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gemm(side: str, tokens: int, h: int, k: int, d: int, dtype: str) -> GemmProblem:
+    return GemmProblem(side=side, tokens=tokens, h=h, k=k, p=0, d=d, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,17 @@ WIDE = [k for k in VERSIONS if k.version >= 21]
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.label)
-def test_a_version_is_read_in_ten_files(kernel: registry.KernelId) -> None:
+def test_a_version_is_read_in_ten_files_whose_functions_have_few_parameters(kernel: registry.KernelId) -> None:
     files = [path for path in registry.source_files(kernel) if "cute_python" in path.parts]
     assert len([path for path in files if path.name != "__init__.py"]) <= 10
+    trees = {path.name: ast.walk(ast.parse(path.read_text())) for path in files}
+    given = {
+        f"{name}: {node.name}": len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+        for name, nodes in trees.items()
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert given and {function: count for function, count in given.items() if count > 16} == {}
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.label)

@@ -60,6 +60,9 @@ $(BIN)/python:
 	  { echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 
+# Releases of cuda-tile besides the installed one that the interpreter follows: each in a folder of its own, for its tests.
+OLDER_CUTILE := 1.6.0
+
 # A CPU build of torch: where pip already finds one (2.13.0+cpu), it is taken; else PyTorch's own index is asked, if it
 # can be reached. Without either, pip takes the CUDA build, which works and is several GB larger.
 $(VENV)/.torch-cpu: constraints/cpu.txt | $(BIN)/python
@@ -79,4 +82,6 @@ $(BASE): pyproject.toml $(PINS) $(VENV)/.torch-$(KIND) | $(BIN)/python
 $(DEV): $(BASE)
 	@echo "Installing the test and lint tools into $(VENV)"
 	@$(PIP) install -qq -c $(PINS) -e '.[$(EXTRAS),jax,dev]'
+	@for v in $(OLDER_CUTILE); do \
+	  $(PIP) install -qq --no-deps --upgrade --target $(VENV)/cuda-tile-$$v cuda-tile==$$v || exit 1; done
 	@touch $@

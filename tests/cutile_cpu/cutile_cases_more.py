@@ -262,20 +262,31 @@ def _raw_kernel(x, out, n: int):
     memory = x.get_raw_memory()
     lane = ct.arange(32, dtype=ct.int32)
     t = memory.load_offset(lane * 2, mask=lane * 2 < n, padding_value=-1)
-    again = ct.Array.from_foreign(out.foreign_pointer, (4, 8), (8, 1))
-    ct.store(again, (0, 0), ct.reshape(t, (4, 8)))
+    ct.store(out, (0, 0), ct.reshape(t, (4, 8)))
 
 
 def _raw(x: torch.Tensor, out: torch.Tensor, n: int) -> torch.Tensor:
     result = torch.full((32,), -1, dtype=torch.int32)
     result[: (n + 1) // 2] = x[:n:2]
-    return result
+    return result.reshape(4, 8)
 
 
 CASES.append(
     Case("raw-memory", _raw_kernel, (1,), lambda: [torch.arange(41, dtype=torch.int32) * 7,
-         torch.zeros(32, dtype=torch.int32), 41], (1,), _raw)
+         torch.zeros(4, 8, dtype=torch.int32), 41], (1,), _raw)
 )  # fmt: skip
+
+
+@ct.kernel
+def _foreign_kernel(x, out):
+    ct.store(ct.Array.from_foreign(out.foreign_pointer, (4, 8), (8, 1)), (0, 0), ct.load(x, (0, 0), (4, 8)))
+
+
+if hasattr(ct.Array, "from_foreign"):  # since cuda-tile 1.7
+    CASES.append(
+        Case("foreign-pointer", _foreign_kernel, (1,), lambda: [_seeded(4, 8, seed=51), torch.zeros(32)], (1,),
+             lambda x, out: x.reshape(32))
+    )  # fmt: skip
 
 
 @ct.kernel

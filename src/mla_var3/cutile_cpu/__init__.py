@@ -18,12 +18,12 @@ from mla_var3.cutile_cpu.unsupported import UNSUPPORTED, UNSUPPORTED_USES
 
 if TYPE_CHECKING:
     from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, UnsupportedOperation
-    from mla_var3.cutile_cpu.frontend import CUDA_TILE_VERSION, check_version
+    from mla_var3.cutile_cpu.frontend import CUDA_TILE_RELEASES, check_version
     from mla_var3.cutile_cpu.grid import launch
     from mla_var3.cutile_cpu.patch import in_place_of_launch
 
 __all__ = [
-    "CUDA_TILE_VERSION",
+    "CUDA_TILE_RELEASES",
     "UNSUPPORTED",
     "UNSUPPORTED_USES",
     "InterpreterError",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _WHERE = {
-    "CUDA_TILE_VERSION": "frontend",
+    "CUDA_TILE_RELEASES": "frontend",
     "check_version": "frontend",
     "InterpreterError": "errors",
     "KernelFault": "errors",

@@ -100,7 +100,8 @@ def dtype_of(native: Any) -> Dtype:
         info = datatype.PointerInfo(native)
         pointee = None if info.opaque else dtype_of(info.pointee_dtype)
         return Dtype(str(native), "pointer", 64, False, torch.int64, torch.int64, pointee)
-    if datatype.is_foreign_pointer_dtype(native):
+    # cuda-tile 1.6 has no foreign pointers.
+    if hasattr(datatype, "is_foreign_pointer_dtype") and datatype.is_foreign_pointer_dtype(native):
         pointee = dtype_of(datatype.foreign_pointer_pointee_dtype(native))
         return Dtype(str(native), "pointer", 64, False, torch.int64, torch.int64, pointee)
     name, bits = native.name, native.bitwidth

@@ -17,8 +17,8 @@ from typing import Any
 from mla_var3.cutile_cpu.errors import Misuse
 from mla_var3.cutile_cpu.machine import Program, compile_ir
 
-#: The interpreter follows the operations of this version of the package, which are not a stable interface.
-CUDA_TILE_VERSION = "1.7.0"
+#: Releases of cuda-tile, major.minor, whose operations the interpreter follows: they are not a stable interface.
+CUDA_TILE_RELEASES = ("1.6", "1.7")
 
 #: Compiled programs kept; a program holds its kernel, its closures and its constants.
 CACHE_SIZE = 256
@@ -31,17 +31,18 @@ _LOCK = threading.Lock()
 
 
 def check_version() -> None:
-    """Raises `Misuse` when another version of cuda-tile is installed, or none."""
+    """Raises `Misuse` when a release of cuda-tile is installed that is not in `CUDA_TILE_RELEASES`, or none."""
+    oldest, newest = CUDA_TILE_RELEASES[0], CUDA_TILE_RELEASES[-1]
     try:
         import cuda.tile as ct
     except ImportError as missing:
         raise Misuse(
-            f"The cuTile interpreter needs cuda-tile {CUDA_TILE_VERSION}: pip install 'mla_var3[cutile]'."
+            f"The cuTile interpreter needs cuda-tile {oldest} to {newest}: pip install 'mla_var3[cutile-cpu]'."
         ) from missing
-    if ct.__version__ != CUDA_TILE_VERSION:
+    if ct.__version__.rsplit(".", 1)[0] not in CUDA_TILE_RELEASES:
         raise Misuse(
-            f"The cuTile interpreter is written for cuda-tile {CUDA_TILE_VERSION} and this is {ct.__version__}: "
-            f"pip install cuda-tile=={CUDA_TILE_VERSION}, or run the kernel on a GPU."
+            f"The cuTile interpreter is written for cuda-tile {oldest} to {newest} and this is {ct.__version__}: "
+            f"pip install 'cuda-tile=={newest}.*', or run the kernel on a GPU."
         )
 
 

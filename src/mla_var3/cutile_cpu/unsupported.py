@@ -13,5 +13,5 @@ UNSUPPORTED_USES: tuple[tuple[str, str], ...] = (
     ("arrays of float4_e2m1fn", "elements of 4 bits have no address; pack them with pack_to_bytes"),
     ("`//` of unsigned integers", "tileiras refuses it for every GPU; convert to a signed type first, or shift"),
     ("calls of cuda.tile_preview", "they go into device libraries, which have no CPU code"),
-    ("dataclasses as kernel arguments", "cuda-tile 1.7.0 itself has them behind a development switch"),
+    ("dataclasses as kernel arguments", "cuda-tile itself has them behind a development switch"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Annotated
+from typing import Annotated, Any
 
 import cuda.tile as ct
 import pytest
@@ -189,25 +189,58 @@ def test_static_shapes_and_strides_are_constants() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ((torch.zeros(4),), "takes 2 arguments"),
-        ((torch.zeros(4), "x"), "n cannot be a constant"),
-        ((3.5j, 4), "x is a complex, which is no argument"),
-        ((torch.zeros(4, dtype=torch.complex64), 4), "which cuTile has no data type for"),
-        (([], 4), "empty list"),
-        (([1], 4), "items that are not arrays"),
-        ((2**40, 4), "does not fit int32"),
+        ((torch.zeros(4),), TypeError, "takes 2 arguments"),
+        ((torch.zeros(4), object()), TypeError, "n cannot be a constant"),
+        ((3.5j, 4), TypeError, "x is a complex, which is no argument"),
+        (("text", 4), TypeError, "x is a str, which is no argument"),
+        ((torch.zeros(4, dtype=torch.complex64), 4), TypeError, "which cuTile has no data type for"),
+        (([], 4), TypeError, "empty list"),
+        (([1], 4), TypeError, "items that are not arrays"),
+        (([torch.zeros(4), torch.zeros(4, 4)], 4), TypeError, "one data type and one rank"),
+        ((2**40, 4), OverflowError, "does not fit int32"),
+        ((torch.zeros(1).expand(2**31), 4), OverflowError, "beyond 32 bits"),
+        ((torch.zeros(4, device="meta"), 4), ValueError, "x is on meta and has no memory"),
+        ((torch.zeros(4, 4).to_sparse(), 4), TypeError, "to_dense"),
+        ((torch.zeros(4, dtype=torch.complex64).conj().imag, 4), TypeError, "resolve_neg"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(arguments: tuple[object, ...], message: str) -> None:
+def test_wrong_arguments_are_one_sentence(arguments: tuple[object, ...], error: type[Exception], message: str) -> None:
     @ct.kernel
     def plain(x, n: Const):
         pass
 
-    with pytest.raises(Misuse, match=message) as error:
+    with pytest.raises(error, match=message) as raised:
         cutile_cpu.launch((1,), plain, arguments)
-    assert "\n" not in str(error.value)
+    assert isinstance(raised.value, Misuse) and "\n" not in str(raised.value)
+
+
+def test_wrong_static_dimensions_are_value_errors() -> None:
+    @ct.kernel
+    def first(xs: Annotated[list[ct.Array], ct.ListAnnotation(element=ct.ArrayAnnotation(static_shape_dims=(0,)))]):
+        pass
+
+    @ct.kernel
+    def third(x: Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(2,))]):
+        pass
+
+    with pytest.raises(ValueError, match="differ in a static dimension"):
+        cutile_cpu.launch((1,), first, ([torch.zeros(4), torch.zeros(5)],))
+    with pytest.raises(ValueError, match="static dimension 2, but 1 dimensions"):
+        cutile_cpu.launch((1,), third, (torch.zeros(4),))
+
+
+def test_data_types_that_an_architecture_lacks_are_refused() -> None:
+    @ct.kernel
+    def copy(x, out):
+        ct.store(out, (0,), ct.load(x, (0,), (8,)))
+
+    x, out = torch.ones(8).to(torch.float8_e4m3fn), torch.zeros(8, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ct.TileError, match="not supported on sm_80"):
+        cutile_cpu.launch((1,), copy, (x, out), arch="sm_80")
+    cutile_cpu.launch((1,), copy, (x, out), arch="sm_90")
+    assert torch.equal(out.float(), torch.ones(8))
 
 
 def test_wrong_grids_options_and_functions() -> None:
@@ -217,11 +250,21 @@ def test_wrong_grids_options_and_functions() -> None:
 
     cutile_cpu.launch((), nothing, ())
     cutile_cpu.launch((0, 4), nothing, ())
-    for grid in ((1, 1, 1, 1), (-1,), (1.5,)):
-        with pytest.raises(Misuse, match="up to 3 numbers of blocks"):
-            cutile_cpu.launch(grid, nothing, ())  # type: ignore[arg-type]
-    with pytest.raises(Misuse, match="is not a cuTile kernel"):
+    wrong: list[tuple[Any, type[Exception]]] = [
+        ((1, 1, 1, 1), ValueError), ((-1,), OverflowError), ((1.5,), TypeError), (3, TypeError),
+    ]  # fmt: skip
+    for grid, error in wrong:
+        with pytest.raises(error, match="up to 3 numbers of blocks") as raised:
+            cutile_cpu.launch(grid, nothing, ())
+        assert isinstance(raised.value, Misuse)
+    with pytest.raises(ValueError, match="at most 16777215 blocks"):
+        cutile_cpu.launch((1, 1 << 24), nothing, ())
+    with pytest.raises(TypeError, match="is not a cuTile kernel"):
         cutile_cpu.launch((1,), len, ())
+    with pytest.raises(TypeError, match="args is a Tensor: give a tuple"):
+        cutile_cpu.launch((1,), nothing, torch.zeros(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="leave the stream out"):
+        cutile_cpu.launch(None, (1,), nothing, ())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="speed"):
         cutile_cpu.launch((1,), nothing, (), speed=3)  # type: ignore[call-arg]
 
@@ -258,8 +301,28 @@ def test_one_program_serves_arguments_that_are_specialised_alike() -> None:
     assert key(torch.zeros(128)[::2], x, 8) is not first  # a stride
     assert key(torch.zeros(65)[1:], x, 8) is not first  # an address
     assert len({id(c) for c in calls}) == 6
-    hinted = copy.replace_hints(num_ctas=1)
-    assert frontend.program(hinted, frontend.describe_arguments(hinted, (x, x, 8))) is first  # hints change no result
+
+
+_SCALE = 2.0
+
+
+def test_a_kernel_made_anew_sees_what_its_function_sees_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    shift = 1.0
+
+    def scaled(x, out):
+        ct.store(out, (0,), ct.load(x, (0,), (8,)) * _SCALE + shift)
+
+    def run(kernel: object) -> float:
+        out = torch.zeros(8)
+        cutile_cpu.launch((1,), kernel, (torch.ones(8), out))
+        return out[0].item()
+
+    first = ct.kernel(scaled)
+    assert run(first) == 3.0
+    monkeypatch.setitem(globals(), "_SCALE", 3.0)
+    shift = 10.0
+    assert run(ct.kernel(scaled)) == run(first.replace_hints(num_ctas=1)) == 13.0
+    assert run(first) == 3.0  # compiled once, as in cuTile
 
 
 def test_signatures_are_those_of_a_launch() -> None:

@@ -11,6 +11,18 @@ class Misuse(Exception):
     """What was asked for is no launch that can be interpreted: one sentence that says what is wrong and what to do."""
 
 
+class WrongType(Misuse, TypeError):
+    """A call that `ct.launch` refuses with a TypeError."""
+
+
+class WrongValue(Misuse, ValueError):
+    """A call that `ct.launch` refuses with a ValueError."""
+
+
+class TooLarge(Misuse, OverflowError):
+    """A call that `ct.launch` refuses with an OverflowError."""
+
+
 class KernelFault(Misuse):
     """The kernel did something cuTile leaves undefined, or one of its own assertions failed.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mla_var3.cutile_cpu.errors import Misuse
+from mla_var3.cutile_cpu.errors import Misuse, TooLarge, WrongType, WrongValue
 from mla_var3.cutile_cpu.machine import Program, compile_ir
 
 #: Releases of cuda-tile, major.minor, whose operations the interpreter follows: they are not a stable interface.
@@ -78,9 +78,22 @@ def _picked(dims: Sequence[int], values: Sequence[int], name: str) -> dict[int, 
     out = {}
     for dim in dims:
         if not -len(values) <= dim < len(values):
-            raise Misuse(f"{name} has a static dimension {dim}, but {len(values)} dimensions.")
+            raise WrongValue(f"{name} has a static dimension {dim}, but {len(values)} dimensions.")
         out[dim % len(values)] = values[dim]
     return out
+
+
+def _check_memory(t: Any, name: str) -> None:
+    """Raises where a tensor has no elements in the CPU's memory, one after another by strides, that could be read."""
+    import torch
+
+    if t.device.type != "cpu":
+        why = "has no memory" if t.is_meta else "is not in the CPU's memory"
+        raise WrongValue(f"{name} is on {t.device} and {why}: the cuTile interpreter runs on CPU tensors.")
+    if t.layout != torch.strided:
+        raise WrongType(f"{name} has the layout {t.layout}: give a dense tensor (`to_dense()`).")
+    if t.is_neg():
+        raise WrongType(f"{name} is stored with the sign turned: give `{name}.resolve_neg()`.")
 
 
 def _array(tensors: Sequence[Any], annotation: Any, name: str) -> tuple[Any, Any]:
@@ -91,14 +104,13 @@ def _array(tensors: Sequence[Any], annotation: Any, name: str) -> tuple[Any, Any
 
     first = tensors[0]
     for t in tensors:
-        if t.is_cuda:
-            raise Misuse(f"{name} is on {t.device}: the cuTile interpreter runs on CPU tensors.")
+        _check_memory(t, name)
         if t.dtype != first.dtype or t.dim() != first.dim():
-            raise Misuse(f"{name}: the arrays of a list have one data type and one rank.")
+            raise WrongType(f"{name}: the arrays of a list have one data type and one rank.")
     try:
         dtype = to_dtype(first.dtype)
     except TypeError:
-        raise Misuse(f"{name} is {first.dtype}, which cuTile has no data type for.") from None
+        raise WrongType(f"{name} is {first.dtype}, which cuTile has no data type for.") from None
     index_dtype = int32 if annotation is None else annotation.index_dtype
     static_shape = () if annotation is None else annotation.static_shape_dims
     static_strides = () if annotation is None else annotation.static_stride_dims
@@ -108,7 +120,7 @@ def _array(tensors: Sequence[Any], annotation: Any, name: str) -> tuple[Any, Any
     for t in tensors:
         shape, strides = tuple(t.shape), tuple(t.stride())
         if any(v >= limit for v in (*shape, *strides)):
-            raise Misuse(f"{name} has a shape or stride beyond 32 bits: annotate it with ct.IndexedWithInt64.")
+            raise TooLarge(f"{name} has a shape or stride beyond 32 bits: annotate it with ct.IndexedWithInt64.")
         small = rank <= _TMA_RANK
         facts.append(
             [
@@ -123,7 +135,7 @@ def _array(tensors: Sequence[Any], annotation: Any, name: str) -> tuple[Any, Any
             ]
         )
     if any(f[6:] != facts[0][6:] for f in facts):
-        raise Misuse(f"{name}: the arrays of a list differ in a static dimension.")
+        raise WrongValue(f"{name}: the arrays of a list differ in a static dimension.")
     ones, unit, by16, bytes16 = (
         tuple(all(column) for column in zip(*(f[i] for f in facts), strict=True)) for i in range(4)
     )
@@ -161,7 +173,7 @@ def _describe(value: Any, node: Any, name: str, into: Arguments) -> Argument:
         items = getattr(node, "items", None)
         each = getattr(node, "each", None)
         if items is not None and len(items) != len(value):
-            raise Misuse(f"{name} has {len(value)} items, and its annotation {len(items)}.")
+            raise WrongType(f"{name} has {len(value)} items, and its annotation {len(items)}.")
         parts = [
             _describe(v, items[i] if items is not None else each if each is not None else node, f"{name}[{i}]", into)
             for i, v in enumerate(value)
@@ -169,26 +181,26 @@ def _describe(value: Any, node: Any, name: str, into: Arguments) -> Argument:
         values = tuple(v for p in parts for v in p.values)
         return Argument(TupleConstraint([p.constraint for p in parts]), ("tuple", *(p.key for p in parts)), values)
     if node.KIND != "leaf":
-        raise Misuse(f"{name} is annotated as a tuple: pass one, not {type(value).__name__}.")
+        raise WrongType(f"{name} is annotated as a tuple: pass one, not {type(value).__name__}.")
     if node.constant:
         try:
             return Argument(ConstantConstraint(value), ("constant", type(value), repr(value)), ())
         except TypeError as error:
-            raise Misuse(f"{name} cannot be a constant: {error}.") from None
+            raise WrongType(f"{name} cannot be a constant: {error}.") from None
     if isinstance(value, bool):
         return Argument(ScalarConstraint(bool_), "bool", (value,))
     if isinstance(value, int):
         dtype = int32 if node.scalar is None else node.scalar.dtype
         if not -(1 << (dtype.bitwidth - 1)) <= value < 1 << (dtype.bitwidth - 1):
-            raise Misuse(f"{name} = {value} does not fit {dtype}: annotate it with ct.ScalarInt64.")
+            raise TooLarge(f"{name} = {value} does not fit {dtype}: annotate it with ct.ScalarInt64.")
         return Argument(ScalarConstraint(dtype), ("int", dtype.bitwidth), (value,))
     if isinstance(value, float):
         return Argument(ScalarConstraint(float32), "float", (torch.tensor(value, dtype=torch.float32),))
     if isinstance(value, list):
         if not value:
-            raise Misuse(f"{name} is an empty list, which cuTile does not take.")
+            raise WrongType(f"{name} is an empty list, which cuTile does not take.")
         if not all(isinstance(t, torch.Tensor) for t in value):
-            raise Misuse(f"{name} has items that are not arrays.")
+            raise WrongType(f"{name} has items that are not arrays.")
         constraint, key = _array(value, None if node.list is None else node.list.element, name)
         into.tensors += [(t.detach(), f"{name}[{i}]") for i, t in enumerate(value)]
         # The table has an address of its own, as on the GPU; nothing else lives there.
@@ -203,14 +215,14 @@ def _describe(value: Any, node: Any, name: str, into: Arguments) -> Argument:
         constraint, key = _array([value], node.array, name)
         into.tensors.append((value.detach(), name))
         return Argument(constraint, key, _words(value))
-    raise Misuse(f"{name} is a {type(value).__name__}, which is no argument of a cuTile kernel.")
+    raise WrongType(f"{name} is a {type(value).__name__}, which is no argument of a cuTile kernel.")
 
 
 def annotated(kernel: Any) -> Any:
     """The annotated function of a `@ct.kernel` object."""
     function = getattr(kernel, "_annotated_function", None)
     if function is None:
-        raise Misuse(f"{kernel!r} is not a cuTile kernel: decorate the function with @ct.kernel.")
+        raise WrongType(f"{kernel!r} is not a cuTile kernel: decorate the function with @ct.kernel.")
     return function
 
 
@@ -219,7 +231,9 @@ def describe_arguments(kernel: Any, args: Sequence[Any]) -> Arguments:
     function = annotated(kernel)
     names = tuple(function.pysig.parameters)
     if len(args) != len(names):
-        raise Misuse(f"{function.pyfunc.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}.")
+        raise WrongType(
+            f"{function.pyfunc.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}."
+        )
     into = Arguments([], (), [], [], {})
     keys = []
     for value, node, name in zip(args, function.parameter_annotations, names, strict=True):
@@ -232,18 +246,23 @@ def describe_arguments(kernel: Any, args: Sequence[Any]) -> Arguments:
 
 
 # ---------------------------------------------------------------- the front end
-def final_ir(kernel: Any, constraints: Sequence[Any]) -> Any:
-    """The final IR (a `cuda.tile._ir.ir.Block`) of a kernel for parameter constraints. Errors are cuTile's own."""
+def final_ir(kernel: Any, constraints: Sequence[Any], arch: str | None = None) -> Any:
+    """The final IR (a `cuda.tile._ir.ir.Block`) of a kernel for parameter constraints. Errors are cuTile's own; with an
+    architecture (`sm_90`) also those for data types that it lacks."""
     from cuda.tile._bytecode.version import BytecodeVersion
     from cuda.tile._compile import compile_tile
+    from cuda.tile._passes.ast2hir import get_function_hir
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
     function = annotated(kernel)
+    # It keeps what it read of a function, with the globals of that moment.
+    get_function_hir.cache_clear()
     # A symbol and a version are given because cuTile would otherwise mangle a name, and ask tileiras for its version.
     signature = KernelSignature(constraints, CallingConvention.cutile_python_v2(), symbol=function.pyfunc.__name__)
     result = compile_tile(
         function,
         [signature],
+        sm_arch=arch,
         bytecode_version=BytecodeVersion.V_13_4,
         return_final_ir=True,
         return_bytecode=False,
@@ -253,16 +272,20 @@ def final_ir(kernel: Any, constraints: Sequence[Any]) -> Any:
     return block
 
 
-def program(kernel: Any, arguments: Arguments) -> Program:
-    """The program of a kernel for these arguments; made once for arguments with equal keys."""
+def program(kernel: Any, arguments: Arguments, arch: str | None = None) -> Program:
+    """The program of a kernel for these arguments; made once for arguments with equal keys.
+
+    As in cuTile it belongs to the kernel object: one that is made anew from the same function sees what the function's
+    globals and closure hold by then.
+    """
     function = annotated(kernel)
-    key = (function.pyfunc, arguments.key)
+    key = (kernel, arch, arguments.key)
     with _LOCK:
         found = _CACHE.get(key)
         if found is not None:
             _CACHE.move_to_end(key)
             return found
-    made = compile_ir(final_ir(kernel, arguments.constraints), function.pyfunc.__name__)
+    made = compile_ir(final_ir(kernel, arguments.constraints, arch), function.pyfunc.__name__)
     with _LOCK:
         _CACHE[key] = made
         while len(_CACHE) > CACHE_SIZE:

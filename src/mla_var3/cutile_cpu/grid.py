@@ -11,14 +11,17 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_var3.cutile_cpu import frontend
-from mla_var3.cutile_cpu.errors import KernelFault, Misuse
+from mla_var3.cutile_cpu.errors import KernelFault, TooLarge, WrongType, WrongValue
 from mla_var3.cutile_cpu.machine import BlockState, Program
 from mla_var3.cutile_cpu.memory import Memory
+from mla_var3.cutile_cpu.settings import own_settings
+
+#: cuTile's own limit of an axis of the grid.
+MAX_BLOCKS = (1 << 24) - 1
 
 #: Rounds of all waiting blocks without a write before they are said to wait for ever.
 _PATIENT_ROUNDS = 2
@@ -28,48 +31,68 @@ def launch(
     grid: Sequence[int],
     kernel: Any,
     args: Sequence[Any],
-    *,
+    *excess: Any,
     seed: int | None = 0,
     poison: bool = True,
     strict: bool = True,
+    arch: str | None = None,
 ) -> None:
     """Runs a `@ct.kernel` over `grid` (up to 3 extents) with CPU tensors, to the end.
 
     seed: of the order of blocks; None runs them in order. poison: undetermined padding is NaN (a large number for
     integers), else zero. strict: a tile wholly outside its array, which cuTile leaves undefined, is a fault; else it is
-    padding, and storing it does nothing.
+    padding, and storing it does nothing. arch: an architecture (`sm_90`); data types that it lacks are refused.
 
     Raises `KernelFault` (a `Misuse`) for what cuTile leaves undefined and for failed assertions, with the kernel's
-    line; cuTile's own errors for code that its front end refuses.
+    line; cuTile's own errors for code that its front end refuses; for a wrong call a `Misuse` that is also the
+    TypeError, ValueError or OverflowError of `ct.launch`.
     """
     frontend.check_version()
-    if len(grid) > 3 or any(not isinstance(n, int) or n < 0 for n in grid):
-        raise Misuse(f"grid = {tuple(grid)}: give up to 3 numbers of blocks.")
+    extents = _checked(grid, args, excess)
+    with own_settings():
+        _run(extents, kernel, args, seed, poison, strict, arch)
+
+
+def _run(
+    extents: tuple[int, int, int],
+    kernel: Any,
+    args: Sequence[Any],
+    seed: int | None,
+    poison: bool,
+    strict: bool,
+    arch: str | None,
+) -> None:
     arguments = frontend.describe_arguments(kernel, args)
-    program = frontend.program(kernel, arguments)
+    program = frontend.program(kernel, arguments, arch)
     memory = Memory(fill=poison, strict=strict)
     for tensor, name in arguments.tensors:
         memory.add(tensor, name)
-    x, y, z = (*grid, 1, 1, 1)[:3]
+    x, y, z = extents
     blocks = [(i, j, k) for k, j, i in itertools.product(range(z), range(y), range(x))]
     if seed is not None:
         random.Random(seed).shuffle(blocks)
-    with _one_thread():
-        _Schedule(program, arguments, memory, (x, y, z)).run(blocks)
+    _Schedule(program, arguments, memory, extents).run(blocks)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch with one thread: tiles are small, and where cores are shared its threads wait for one another (a check of
-    the decode kernel took 24 s with two threads on two busy cores, 4 s with one)."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _checked(grid: Any, args: Any, excess: tuple[Any, ...]) -> tuple[int, int, int]:
+    """The grid's three extents; the refusals of `ct.launch`, with its types of errors."""
+    if excess:
+        raise WrongType("cutile_cpu.launch takes (grid, kernel, args) and no stream: leave the stream out.")
+    if not isinstance(grid, (tuple, list)):
+        raise WrongType(f"grid is a {type(grid).__name__}: give a tuple of up to 3 numbers of blocks.")
+    if not isinstance(args, (tuple, list)):
+        raise WrongType(f"args is a {type(args).__name__}: give a tuple of the kernel's arguments.")
+    if len(grid) > 3:
+        raise WrongValue(f"grid = {tuple(grid)}: give up to 3 numbers of blocks.")
+    for n in grid:
+        if not isinstance(n, int):
+            raise WrongType(f"grid = {tuple(grid)}: give up to 3 numbers of blocks, not a {type(n).__name__}.")
+        if n < 0:
+            raise TooLarge(f"grid = {tuple(grid)}: give up to 3 numbers of blocks, none of them negative.")
+        if n > MAX_BLOCKS:
+            raise WrongValue(f"grid = {tuple(grid)}: cuTile takes at most {MAX_BLOCKS} blocks along an axis.")
+    x, y, z = (*grid, 1, 1, 1)[:3]
+    return x, y, z
 
 
 class _Schedule:
@@ -141,7 +164,7 @@ class _Waiting:
 
     def _body(self) -> None:
         try:
-            with _one_thread():
+            with own_settings():
                 self.schedule.execute(self.bid, self._wait)
         except _Abandoned:
             pass

@@ -33,7 +33,8 @@ def two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _halves(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    high = (a.contiguous().view(torch.int64) & -(1 << 27)).view(torch.float64)
+    # Rounded, not cut off: the lower half of a number that is cut has 27 bits, and their product 54.
+    high = ((a.contiguous().view(torch.int64) + (1 << 26)) & -(1 << 27)).view(torch.float64)
     return high, a - high
 
 
@@ -56,7 +57,7 @@ def to_odd(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- rounding once
-def _power(e: torch.Tensor) -> torch.Tensor:
+def power(e: torch.Tensor) -> torch.Tensor:
     """2^e in float64 for integers e of -1022..1023."""
     return ((e.to(torch.int64) + 1023) << 52).view(torch.float64)
 
@@ -84,8 +85,8 @@ def round_to_format(x: torch.Tensor, form: Format, mode: str = "RN") -> torch.Te
     step = torch.clamp(exponent.to(torch.int64) - 1, min=lowest) - form.mantissa
     # Two factors, because 2^-step leaves float64's range where x is near its ends.
     half = torch.div(step, 2, rounding_mode="floor")
-    y = _round_integer(x * _power(-half) * _power(half - step), mode)
-    rounded = y * _power(half) * _power(step - half)
+    y = _round_integer(x * power(-half) * power(half - step), mode)
+    rounded = y * power(half) * power(step - half)
     rounded = torch.where(torch.isfinite(x) & (x != 0), rounded, x)
     over = rounded.abs() > form.largest
     if form.saturates:
@@ -107,7 +108,7 @@ def encode(x: torch.Tensor, form: Format) -> torch.Tensor:
     """The codes (uint8) of numbers that the small format has exactly."""
     _, exponent = torch.frexp(x)
     e = torch.clamp(exponent.to(torch.int64) - 1, min=form.emin)
-    scaled = (x.abs() * _power(-torch.clamp(e, min=-1022))).nan_to_num(0.0, 0.0)
+    scaled = (x.abs() * power(-torch.clamp(e, min=-1022))).nan_to_num(0.0, 0.0)
     lead = (scaled >= 1).to(torch.int64)
     fraction = ((scaled - lead) * (1 << form.mantissa)).to(torch.int64)
     biased = torch.where(lead > 0, e - form.emin + 1, 0) if form.subnormals else e - form.emin

@@ -309,10 +309,21 @@ def _raw_where(op: Any, cx: Any) -> Step:
 
 # ---------------------------------------------------------------- functions of one tile
 def _sqrt_exact(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    root = torch.sqrt(x)
-    p, e = rounding.two_product(root, root)
-    rest = (x - p) - e
-    return root, torch.where(torch.isfinite(root) & torch.isfinite(rest), rest, 0.0)
+    """(nearest float64, what it cut off) of square roots. torch's may be the neighbour of the nearest on some CPUs."""
+    fraction, exponent = torch.frexp(x)
+    odd = (exponent & 1).to(torch.float64)
+    scaled = fraction * (1.0 + odd)  # in [1/2, 2): its root's square neither overflows nor underflows
+    root = torch.sqrt(scaled)
+    for _ in range(2):
+        p, e = rounding.two_product(root, root)
+        rest = (scaled - p) - e
+        # The neighbour is nearer where its middle to `root`, squared, is beyond `scaled`. All are multiples of step^2,
+        # so the term step^2 / 4 of that square decides equality only.
+        up, down = torch.nextafter(root, root + 1) - root, torch.nextafter(root, root - 1) - root
+        root = torch.where(rest > up * root, root + up, torch.where(rest <= down * root, root + down, root))
+    good = torch.isfinite(x) & (x > 0)
+    half = torch.div(exponent - odd.to(exponent.dtype), 2, rounding_mode="floor")
+    return torch.where(good, root * rounding.power(half), torch.sqrt(x)), torch.where(good, rest, 0.0)
 
 
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -325,8 +336,6 @@ def _unary_float(fn: str, mode: str, ftz: bool, dtype: Dtype) -> Callable[[torch
     base: Callable[[torch.Tensor], torch.Tensor]
     if fn in ("floor", "ceil", "abs", "neg"):
         base = getattr(torch, fn)
-    elif fn == "sqrt" and mode == "RN":
-        base = torch.sqrt
     elif fn == "sqrt":
 
         def base(x: torch.Tensor) -> torch.Tensor:

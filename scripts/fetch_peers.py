@@ -29,7 +29,8 @@ tilelang_mla     tilelang's wheel (45 MB), what it imports, and one file     32 
                  out of its source archive (92 MB, downloaded once); it
                  compiles on the GPU machine, which needs nvcc
 quack_rmsnorm    quack-kernels; CuTe DSL is not included                     0.5 MB
-cudnn_sdpa, cublas_bmm, torch_compile_rmsnorm, torch_compile_rope_append     nothing: they are in torch
+cudnn_sdpa, cublas_bmm, torch_compile_rmsnorm, torch_compile_rope_append,
+torch_compile_merge_partials                                               nothing: they are in torch
 flashinfer_rmsnorm   nothing: pip install flashinfer-python, which compiles on the GPU machine
 
 Those that need nvcc or a checkout are left out, with the reason, when it is not there and nobody named them.
@@ -114,6 +115,7 @@ SOURCES: dict[str, Source] = {
     "cublas_bmm": Source(),
     "torch_compile_rmsnorm": Source(),
     "torch_compile_rope_append": Source(),
+    "torch_compile_merge_partials": Source(),
     "flashinfer_rmsnorm": Source(),
 }
 

@@ -9,11 +9,21 @@ FlashMLA's names. docs/serving.md says how to use them.
 
 from __future__ import annotations
 
+from mla_var3.ops.context_parallel import merge_partials, mla_decode_cp
 from mla_var3.ops.decode import compile_for, mla_decode
 from mla_var3.ops.engine import DecodeSchedule
 from mla_var3.ops.layer import absorb_gemm, rmsnorm, rope_append
 from mla_var3.ops.library import register_with_torch
 
-__all__ = ["DecodeSchedule", "absorb_gemm", "compile_for", "mla_decode", "rmsnorm", "rope_append"]
+__all__ = [
+    "DecodeSchedule",
+    "absorb_gemm",
+    "compile_for",
+    "merge_partials",
+    "mla_decode",
+    "mla_decode_cp",
+    "rmsnorm",
+    "rope_append",
+]
 
 register_with_torch()

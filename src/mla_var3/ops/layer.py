@@ -71,13 +71,13 @@ def rmsnorm(
         rows = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
         problem = _norm(
             max(len(x), 1), width, x.shape[1] - width, max(rows.stride(0) - x.shape[1], 0), residual is not None,
-            _name(x.dtype), float(eps),
+            dtype_name(x.dtype), float(eps),
         )  # fmt: skip
         out, second, summed = (
             torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
             for columns in (width, x.shape[1] - width, 0 if residual is None else width)
         )
-        _run("rmsnorm", problem, (rows, *given[1:]), (out, second, summed), kernel, on)
+        serve("rmsnorm", problem, (rows, *given[1:]), (out, second, summed), kernel, on)
     return out if residual is None and second_weight is None else (out, second if residual is None else summed)
 
 
@@ -130,11 +130,11 @@ def rope_append(
     rest = max(rows.stride(0) - p, 0) if n > 1 else 0
     problem = _rope(
         max(n, 1), h, k, p, columns, rest, bool(interleaved), kv_cache.shape[1], len(table),
-        str(positions.dtype).removeprefix("torch."), _name(q.dtype),
+        str(positions.dtype).removeprefix("torch."), dtype_name(q.dtype),
     )  # fmt: skip
     inputs = (q.detach(), latent.detach(), rows, positions.contiguous(), slots.contiguous(), table)
     target = result("out", out, (n, h, k + p), q.dtype, q.device)
-    _run("rope_append", problem, inputs, (target, kv_cache), kernel, on)
+    serve("rope_append", problem, inputs, (target, kv_cache), kernel, on)
 
 
 def absorb_gemm(
@@ -176,13 +176,13 @@ def absorb_gemm(
     columns = k if side == "q" else d
     target = torch.empty((n, h, columns), dtype=x.dtype, device=x.device) if out is None else out
     judge("out", target, (n, h, columns), x.dtype, x)
-    problem = _gemm(side, max(n, 1), h, k, d, _name(x.dtype))
-    _run("absorb_gemm", problem, (x.detach(), weight.detach()), (target,), kernel, on)
+    problem = _gemm(side, max(n, 1), h, k, d, dtype_name(x.dtype))
+    serve("absorb_gemm", problem, (x.detach(), weight.detach()), (target,), kernel, on)
     return target
 
 
 # ---------------------------------------------------------------- in common
-def _run(
+def serve(
     function: str,
     problem: Problem,
     inputs: Sequence[torch.Tensor],
@@ -193,7 +193,7 @@ def _run(
     """Computes a problem, unless it has no token."""
     served = engine() if on is None else on
     if on is None:
-        on_gpu(inputs[0], "q" if function == "rope_append" else "x", function)
+        on_gpu(inputs[0], {"rope_append": "q", "merge_partials": "partials"}.get(function, "x"), function)
     if len(inputs[0]):
         served.run(_way(problem, served.hardware(inputs[0].device), kernel), problem, inputs, outputs)
 
@@ -211,7 +211,7 @@ def _way(problem: Problem, device: Device | None, kernel: str | None) -> Way:
     return Way((choice.kernel, choice.tiling), choice.plan)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     import torch
 
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}

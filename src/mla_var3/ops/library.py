@@ -6,6 +6,7 @@
     torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
     torch.ops.mla_var3.absorb_gemm_into   writes into the caller's out
+    torch.ops.mla_var3.merge_partials     (out, lse) as new tensors
 
 A plain call of one of these functions goes around its operator, because torch's dispatcher costs microseconds and
 gives an eager call nothing. It goes through it where somebody is looking: while torch traces, under a dispatch mode,
@@ -54,6 +55,7 @@ SCHEMAS = {
     "absorb_gemm": f"absorb_gemm({_PRODUCT}) -> Tensor",
     # Not named out: dynamo wants such an argument contiguous, and this one is mostly a slice.
     "absorb_gemm_into": f"absorb_gemm_into({_PRODUCT}, Tensor(a!) target) -> ()",
+    "merge_partials": "merge_partials(Tensor partials, Tensor lse, *, str? version=None) -> (Tensor out, Tensor total)",
 }
 
 _registered: list[Any] = []  # torch drops the operators of a library that nobody holds
@@ -207,6 +209,21 @@ def _fake_absorb_gemm(x: torch.Tensor, weight: torch.Tensor, side: str, **option
     return x.new_empty((n, h, weight.shape[1] if side == "q" else weight.shape[0] // (2 * h)))
 
 
+def _merge_partials(
+    partials: torch.Tensor, lse: torch.Tensor, *, version: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from mla_var3.ops.context_parallel import merge_partials
+
+    on_gpu(partials, "partials", "merge_partials")
+    return merge_partials(partials, lse, kernel=version, on=engine())
+
+
+def _fake_merge_partials(
+    partials: torch.Tensor, lse: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return partials.new_empty(partials.shape[1:]), lse.new_empty(lse.shape[1:])
+
+
 def _fake_into(*args: Any, **options: Any) -> None:
     """Nothing comes back."""
 
@@ -229,6 +246,7 @@ def register() -> None:
         "rope_append": (_rope_append, _fake_into),
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),
         "absorb_gemm_into": (_absorb_gemm_into, _fake_into),
+        "merge_partials": (_merge_partials, _fake_merge_partials),
     }
     # A cache's pages may lie apart, and another layout would be a copy of it: tensors arrive as they were traced. A
     # capture of one's own may hold a call; the graphs that Inductor makes refuse workspaces that live on in their pool.

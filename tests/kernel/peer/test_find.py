@@ -24,6 +24,7 @@ PREFILL = ("fa4", "cudnn_sdpa")
 OTHERS = {
     **dict.fromkeys(("torch_compile_rmsnorm", "quack_rmsnorm", "flashinfer_rmsnorm"), "norm"),
     "torch_compile_rope_append": "rope",
+    "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
 }
 

@@ -600,15 +600,16 @@ def test_a_crash_on_the_cpu_is_that_kernels_record(tmp_path: Path, monkeypatch: 
     assert time.monotonic() - began < 20
 
 
-def test_the_oracle_runs_on_the_cpu() -> None:
-    kernels = [k for k in registry.all_kernels() if k.language == "torch" and k.layer == "mla"]
+def test_the_oracles_of_all_workloads_run_on_the_cpu() -> None:
+    kernels = [k for k in registry.all_kernels() if k.language == "torch"]
     if not kernels or registry.missing("torch"):
         pytest.skip("no torch kernel here")
-    work = [(kernels[0], sweep_cpu.small(MlaProblem(b=8, h=16, t=4096)))]
-    (result,) = sweep_cpu.run_many(work)
-    assert (result.status, result.reason) == ("passed", "")
-    assert result.error is not None
-    assert result.error["out"] < 0.01
+    problems = {k: registry.get_plan(k).workload.problem() for k in kernels}
+    results = list(sweep_cpu.run_many([(k, sweep_cpu.small(problem)) for k, problem in problems.items()]))
+    assert [r.kernel for r in results] == kernels and len({p.workload for p in problems.values()}) > 3
+    for result in results:
+        assert (result.status, result.reason) == ("passed", ""), result.kernel.label
+        assert result.error is not None and result.error["out"] < 0.01
 
 
 @pytest.mark.slow

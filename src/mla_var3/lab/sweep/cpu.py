@@ -23,8 +23,6 @@ from mla_var3.workload import Problem, problem_from_record
 
 TIMEOUT_S = 150.0
 
-_CASES = ("own", "edges")
-
 
 def interpreter(language: str) -> Interpreter:
     """What runs a language's kernels on a CPU; a `UserError` where nothing does."""
@@ -139,10 +137,9 @@ def _run_process(
 
 
 # ---------------------------------------------------------------- in the process
-def run_one(
-    kernel: KernelId, problem: Problem, asked: Mapping[str, Any], cases: Sequence[str] = _CASES
-) -> dict[str, Any]:
-    """Checks one kernel on the CPU and returns the fields of a `CpuResult` that are not known outside."""
+def run_one(kernel: KernelId, problem: Problem, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks one kernel on the CPU, on the first two cases of its workload's quick check, and returns the fields of a
+    `CpuResult` that are not known outside."""
     import time
 
     from mla_var3.check.judge import check
@@ -164,6 +161,7 @@ def run_one(
             if not feasible:
                 outcome |= {"status": "infeasible", "reason": feasible.reason}
             else:
+                cases = workload.get(problem.workload).quick[:2]
                 report = check(plan_type, problem, tiling, "cpu", cases=cases)
                 outcome |= {"status": "passed" if report.ok else "incorrect", "reason": report.reason}
                 outcome["error"] = {name: float(value) for name, value in report.error.items()}

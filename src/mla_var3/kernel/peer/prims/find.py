@@ -225,6 +225,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "tilelang_mla": _tilelang_mla,
     "torch_compile_rmsnorm": _torch_compile("torch_compile_rmsnorm"),
     "torch_compile_rope_append": _torch_compile("torch_compile_rope_append"),
+    "torch_compile_merge_partials": _torch_compile("torch_compile_merge_partials"),
     "quack_rmsnorm": _quack_rmsnorm,
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
 }
@@ -257,6 +258,7 @@ _HOW: dict[str, tuple[str, str]] = {
     ),
     "torch_compile_rmsnorm": ("torch with Triton", "install torch's CUDA build"),
     "torch_compile_rope_append": ("torch with Triton", "install torch's CUDA build"),
+    "torch_compile_merge_partials": ("torch with Triton", "install torch's CUDA build"),
     "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
 }

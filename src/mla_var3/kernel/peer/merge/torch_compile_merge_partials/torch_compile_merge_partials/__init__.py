@@ -1,0 +1,1 @@
+"""What torch.compile makes of merging partial attention."""

@@ -70,12 +70,12 @@ def test_torch_compiles_a_function_once_and_many_shapes_of_it(monkeypatch: pytes
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda fn, **options: asked.append(options) or fn)
     config = torch._dynamo.config
-    monkeypatch.setattr(config, "recompile_limit", 8)
-    monkeypatch.setattr(config, "accumulated_recompile_limit", 256)
 
     def fn(x: Any) -> Any:
         return x
 
-    assert torch_compile.compiled(fn) is torch_compile.compiled(fn) is fn
-    assert len(asked) == 1 and asked[0]["fullgraph"] and not asked[0]["dynamic"]
-    assert config.recompile_limit == config.accumulated_recompile_limit == torch_compile.MOST_SHAPES
+    # Not by monkeypatch, which puts settings back that dynamo then does not find.
+    with config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        assert torch_compile.compiled(fn) is torch_compile.compiled(fn) is fn
+        assert len(asked) == 1 and asked[0]["fullgraph"] and not asked[0]["dynamic"]
+        assert config.recompile_limit == config.accumulated_recompile_limit == torch_compile.MOST_SHAPES

@@ -137,8 +137,11 @@ def test_the_package_alone_asks_for_what_runs_kernels_only(unpacked: Path) -> No
     )
 
 
-def test_every_package_of_an_extra_is_named_when_it_is_missing(repo_root: Path) -> None:
+def test_every_package_of_an_extra_is_named_when_it_is_missing(
+    repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`EXTRAS` knows each distribution of the extras by what is imported of it."""
+    monkeypatch.setattr("mla_var3.errors.importable", lambda package: False)
     asked = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, modules in EXTRAS.items():
         wanted = {Requirement(text).name for text in asked[extra]} - NOT_IMPORTED
@@ -147,6 +150,8 @@ def test_every_package_of_an_extra_is_named_when_it_is_missing(repo_root: Path) 
             sentence = absent("sweep", f"{module}.deeper")
             assert sentence is not None and sentence.endswith(f"not installed: pip install 'mla_var3[{extra}]'.")
     assert absent("sweep", "torch") is None and absent("sweep", "mla_var3.nothing") is None
+    monkeypatch.setattr("mla_var3.errors.importable", lambda package: True)
+    assert absent("sweep", "yaml.nothing") is None, "it is installed, and lacks that module"
 
 
 #: Distributions that have another name than what is imported of them.

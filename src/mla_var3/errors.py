@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import util
 
 EXIT_USER_ERROR = 2
 
@@ -37,11 +38,20 @@ def install(extra: str) -> str:
     return f"pip install 'mla_var3[{extra}]'"
 
 
+def importable(package: str) -> bool:
+    """Whether a package is here; it is not imported, but those that it lies in are."""
+    try:
+        return util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def absent(what: str, module: str) -> str | None:
-    """One sentence: `what` needs a package that is not installed, and which extra has it; None when no extra does."""
+    """One sentence: `what` needs a package that is not installed, and which extra has it; None when no extra does, or
+    when the package is here and lacks such a module."""
     for extra, modules in EXTRAS.items():
         found = next((name for name in modules if module == name or module.startswith(f"{name}.")), None)
-        if found is not None:
+        if found is not None and not importable(found):
             return f"{what} needs the package {found}, which is not installed: {install(extra)}."
     return None
 

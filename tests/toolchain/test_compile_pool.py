@@ -53,8 +53,12 @@ def test_every_job_has_its_own_result_in_order(work: Any, capfd: pytest.CaptureF
     _, crash, _, raised, left, infeasible, _ = results
     assert (crash.error_type, crash.details) == ("Crash", "ptxas fell over")
     assert crash.error == "the compiling process died (signal 11, SIGSEGV)"
-    assert (raised.error_type, raised.error) == ("ValueError", "ValueError: first line")
-    assert "second line" in raised.details
+    assert raised.error_type == "ValueError"
+    assert (
+        raised.error.startswith("ValueError: first line\n  second line\n")
+        and "pool_work.py:13, in work" in raised.error
+    )
+    assert "Traceback" in raised.details and "second line" in raised.details
     assert left.error == "the compiling process died (exit status 3)"
     assert (infeasible.error_type, infeasible.error) == ("Infeasible", "tile_m is 3; it must be a multiple of 64")
     assert results[0].compiled == CompiledKernel("a", "sm_90a", Resources(registers=32))

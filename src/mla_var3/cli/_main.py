@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 from mla_var3.cli.arguments import Parser
 from mla_var3.errors import EXIT_USER_ERROR, UserError, absent, nearest
+from mla_var3.toolchain import mistakes
 
 PROG = "mla-var3"
+TRACEBACK = "--traceback"
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
@@ -26,7 +29,7 @@ examples:
   mla-var3 bench 'cute-dsl/*' --b 128 --h 128      how fast, beside the limits of this GPU
   mla-var3 compile cute-dsl/flash_mla --device h200 --keep sass --out out/sass
   mla-var3 clone cute-dsl/flash_mla                start the next version
-Each verb has its own --help."""
+Each verb has its own --help. --traceback shows the whole traceback of an error."""
 
 
 def verbs() -> list[str]:
@@ -43,19 +46,13 @@ def load(verb: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit status: 0, 1 (a check failed), 2 (a mistake in the request), 130 (Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if TRACEBACK in words:
+        words = [word for word in words if word != TRACEBACK]
+        os.environ[mistakes.TRACEBACK] = "1"  # so that processes started from here know it too
     try:
         status = run_words(words)
         sys.stdout.flush()
         return status
-    except UserError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except ModuleNotFoundError as error:
-        sentence = absent(words[0], error.name or "")
-        if sentence is None:
-            raise
-        print(f"{PROG}: {sentence}", file=sys.stderr)
-        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"{PROG}: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -63,6 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read has gone (`| head`): nothing more can be said, and Python must not try at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except Exception as error:
+        said = _sentence(words, error)
+        if said is None:
+            raise
+        if mistakes.wanted():
+            traceback.print_exception(getattr(error, "original", error))
+        print(f"{PROG}: {said}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def _sentence(words: list[str], error: Exception) -> str | None:
+    """What to say of a user's mistake, in the request or in a kernel's code; None where it is neither."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (said := absent(words[0], error.name or "")) is not None:
+        return said
+    mistake = mistakes.mistake_of(error)
+    if mistake is None:
+        return None
+    more = [] if mistakes.wanted() else [f"({TRACEBACK} shows the calls that led there)"]
+    return "\n  ".join([str(mistake), *getattr(error, "__notes__", []), *more])
 
 
 def run_words(words: list[str]) -> int:

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         tables.show(tables.resources(rows, device, f"Compiled for {device.name}"))
     for result in results:
         if result.compiled is None:
-            print(f"{result.job.label}: {result.error_type}: {result.error}", file=sys.stderr)
+            print(f"{result.job.label}: {result.error}", file=sys.stderr)
             continue
         if result.compiled.code is not None:
             print(f"code    {result.job.label}: {result.compiled.code.digest}")

@@ -19,6 +19,7 @@ from mla_var3.dispatch import table as tables
 from mla_var3.errors import Unsupported, UserError, Verdict
 from mla_var3.kernel import registry
 from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain import mistakes
 from mla_var3.workload.decode import MlaProblem, of_class
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ def _verdict(choice: Choice, problem: Problem, device: Device, accepts: Accepts 
     except UserError as error:
         return Verdict.no(str(error))
     except Exception as error:  # a version under construction must not stop the others
-        return Verdict.no(f"it cannot be planned: {type(error).__name__}: {error}")
+        return Verdict.no(f"it cannot be planned: {mistakes.sentence(error)}")
 
 
 def _plan(plan_type: Any, problem: Problem, device: Device | None, knobs: dict[str, Any]) -> KernelPlan:

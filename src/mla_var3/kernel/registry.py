@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module, util
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError, install, nearest
+from mla_var3.errors import UserError, importable, install, nearest
 from mla_var3.kernel.retired import where_is
 from mla_var3.names import kernel_label, version_name
 from mla_var3.toolchain import source
@@ -73,14 +73,6 @@ LANGUAGES: dict[str, Language] = {
 }
 
 
-def _importable(package: str) -> bool:
-    """Whether a package is here; it is not imported, but those that it lies in are."""
-    try:
-        return util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def is_compiled(language: str) -> bool:
     """Whether a language's kernels are compiled here; torch has none, and libraries come compiled."""
     return LANGUAGES[language].compiled
@@ -92,7 +84,7 @@ def cannot_run_on_cpu(language: str) -> str:
     if known.interpreter is None:
         return known.gpu_only
     for package in (known.interpreter.module, known.package):
-        if not _importable(package):
+        if not importable(package):
             return f"{known.interpreter.name} needs {package}, which is not installed"
     return ""
 
@@ -194,7 +186,7 @@ def missing(what: str | KernelId) -> str | None:
         return reason
     language = what
     package, how = LANGUAGES[language].package, LANGUAGES[language].how
-    found = _importable(package)
+    found = importable(package)
     if not found:
         from mla_var3.toolchain import aot
 

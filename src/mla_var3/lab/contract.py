@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import EXIT_USER_ERROR, UserError
+from mla_var3.toolchain import mistakes
 
 NAMES = ("kernel_fn", "reference_fn", "get_inputs")
 ROUNDS = 2
@@ -93,7 +94,7 @@ def load(path: Path) -> Contract:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"{path} cannot be imported: {_short(error)}.") from error
+        raise UserError(f"{path} cannot be imported: {mistakes.sentence(error)}.") from error
     finally:
         sys.path.remove(folder)
     missing = [x for x in NAMES if not callable(getattr(module, x, None))]
@@ -186,7 +187,7 @@ def inputs_of(contract: Contract) -> tuple[Any, ...]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"get_inputs of {contract.name} failed: {_short(error)}.") from error
+        raise UserError(f"get_inputs of {contract.name} failed: {mistakes.sentence(error)}.") from error
     if not isinstance(inputs, list | tuple) or not any(isinstance(x, torch.Tensor) for x in inputs):
         raise UserError(
             f"get_inputs of {contract.name} returned {type(inputs).__name__}: return a list with at least one tensor."
@@ -201,7 +202,7 @@ def _verify_once(contract: Contract, rtol: float | None, atol: float | None) -> 
     try:
         expected = _results(contract.reference_fn(*for_reference))
     except Exception as error:
-        raise UserError(f"reference_fn of {contract.name} failed: {_short(error)}.") from error
+        raise UserError(f"reference_fn of {contract.name} failed: {mistakes.sentence(error)}.") from error
     if expected is None:
         raise UserError(f"reference_fn of {contract.name} returned no tensor: return a tensor or a tuple of tensors.")
     changed = _changed(for_reference, pristine)
@@ -212,7 +213,7 @@ def _verify_once(contract: Contract, rtol: float | None, atol: float | None) -> 
     except UserError:
         raise
     except Exception as error:
-        return Verified(False, f"kernel_fn failed: {_short(error)}")
+        return Verified(False, f"kernel_fn failed: {mistakes.sentence(error)}")
     if found is None:
         return Verified(False, "kernel_fn returned no tensor: return a tensor or a tuple of tensors")
     changed = _changed(inputs, pristine)
@@ -303,11 +304,6 @@ def _where(mask: Any) -> str:
 
     first = tuple(int(i) for i in torch.nonzero(mask)[0])
     return f"{int(mask.sum())} of {mask.numel()} elements, first at {first}"
-
-
-def _short(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')[:300]}"
 
 
 def _list(words: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ from mla_var3.measure import environment, timing
 from mla_var3.measure.calibrate import LimitItems
 from mla_var3.measure.cuda_backend import make_backend
 from mla_var3.measure.settings import BenchSettings, from_record
+from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.aot import CompileCache
 from mla_var3.workload import Problem, problem_from_record
 
@@ -503,7 +504,8 @@ def _verdict(error: Exception, phase: str) -> tuple[str, str]:
     if type(error).__name__ == "OutOfMemoryError":
         return "skipped", f"{phase}: the device's memory is not enough: {text}"
     where = f" ({notes})" if notes else ""
-    return "failed", f"{phase}: {type(error).__name__}: {text}{where}"
+    mistake = mistakes.mistake_of(error)
+    return "failed", f"{phase}: {mistake.sentence if mistake else f'{type(error).__name__}: {text}'}{where}"
 
 
 def _die_with(parent: int) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Infeasible, UserError
 from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.source import source_hash
 from mla_var3.toolchain.versions import GENERATES, installed
 
@@ -218,7 +219,7 @@ def _try(kernel: BaseKernel, tiling: Any, measure: Measure, gate: _Gate) -> Tria
     except Infeasible as error:
         return Trial(record, "infeasible", str(error))
     except Exception as error:  # any failure of a candidate is that candidate's result
-        return Trial(record, "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return Trial(record, "failed", mistakes.sentence(error))
     if not math.isfinite(time_us) or time_us <= 0:
         return Trial(record, "failed", f"measured {time_us} us")
     return Trial(record, "measured", "", time_us)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.runtime.base import BaseKernel, FlopsBytes
+from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
@@ -112,12 +113,15 @@ class CtKernel(BaseKernel):
         return bool(tensors) and all(t.device.type == "cpu" for t in tensors)
 
     def launch(self) -> None:
-        # By identity: comparing the fields of two tilings takes 0.16 us of every launch.
-        if self._ready is None or self._ready[0] is not self.tiling:
-            args = tuple(self.args_fn(self.tiling))
-            self._ready = (self.tiling, self._launcher(), self.grid_fn(self.tiling), self.hinted(), args)
-        _, launch, grid, kernel, args = self._ready
-        launch(grid, kernel, args)
+        try:
+            # By identity: comparing the fields of two tilings takes 0.16 us of every launch.
+            if self._ready is None or self._ready[0] is not self.tiling:
+                args = tuple(self.args_fn(self.tiling))
+                self._ready = (self.tiling, self._launcher(), self.grid_fn(self.tiling), self.hinted(), args)
+            _, launch, grid, kernel, args = self._ready
+            launch(grid, kernel, args)
+        except Exception as error:
+            mistakes.reraise(error)
 
     def _launcher(self) -> Callable[..., None]:
         """What launches (grid, kernel, arguments): the GPU's current stream, or the interpreter."""
@@ -134,5 +138,8 @@ class CtKernel(BaseKernel):
 
         if self.signature_fn is None:
             raise UserError(f"{self.name} has no signature_fn: give CtKernel one that describes its arguments.")
-        signature = self.signature_fn(self.tiling)
-        return compile_cutile(self.hinted(), signature, device=device, out_dir=out_dir, keep=keep)
+        try:
+            signature = self.signature_fn(self.tiling)
+            return compile_cutile(self.hinted(), signature, device=device, out_dir=out_dir, keep=keep)
+        except Exception as error:
+            mistakes.reraise(error)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.base import BaseKernel, FlopsBytes
+from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
@@ -54,14 +55,20 @@ class CuteKernel(BaseKernel):
         self.compile_fn = compile_fn
 
     def launch(self) -> None:
-        self.launch_fn(self.tiling)
+        try:
+            self.launch_fn(self.tiling)
+        except Exception as error:
+            mistakes.reraise(error)
 
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
         if self.compile_fn is None:
             raise UserError(f"{self.name} has no compile_fn: give CuteKernel one that compiles from fake tensors.")
-        if out_dir is None and not keep and self.plan is not None:
-            from mla_var3.toolchain.aot import compiled_host
+        try:
+            if out_dir is None and not keep and self.plan is not None:
+                from mla_var3.toolchain.aot import compiled_host
 
-            found = compiled_host(self.plan, self.name, self.compile_fn, tiling=self.tiling, device=device)
-            return replace(found, artefacts={})
-        return self.compile_fn(self.tiling, device, out_dir=out_dir, keep=keep)
+                found = compiled_host(self.plan, self.name, self.compile_fn, tiling=self.tiling, device=device)
+                return replace(found, artefacts={})
+            return self.compile_fn(self.tiling, device, out_dir=out_dir, keep=keep)
+        except Exception as error:
+            mistakes.reraise(error)

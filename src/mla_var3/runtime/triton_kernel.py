@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.base import BaseKernel, FlopsBytes
+from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
@@ -66,27 +67,33 @@ class TritonKernel(BaseKernel):
         return dict(self.options_fn(self.tiling)) if self.options_fn else {}
 
     def launch(self) -> None:
-        # By identity: comparing the fields of two tilings takes 0.16 us, more than the rest of this function.
-        if self._ready is None or self._ready[0] is not self.tiling:
-            keywords = {**self._meta(), **self._options()}
-            run = self.kernel_fn[self.grid_fn(self.tiling)]
-            self._ready = (self.tiling, run, tuple(self.args_fn(self.tiling)), keywords)
-        _, run, args, keywords = self._ready
-        run(*args, **keywords)
+        try:
+            # By identity: comparing the fields of two tilings takes 0.16 us, more than the rest of this function.
+            if self._ready is None or self._ready[0] is not self.tiling:
+                keywords = {**self._meta(), **self._options()}
+                run = self.kernel_fn[self.grid_fn(self.tiling)]
+                self._ready = (self.tiling, run, tuple(self.args_fn(self.tiling)), keywords)
+            _, run, args, keywords = self._ready
+            run(*args, **keywords)
+        except Exception as error:
+            mistakes.reraise(error)
 
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
         from mla_var3.toolchain.triton_ import compile_triton
 
         if self.signature_fn is None:
             raise UserError(f"{self.name} has no signature_fn: give TritonKernel one that types its arguments.")
-        options = self._options()
-        return compile_triton(
-            self.kernel_fn,
-            dict(self.signature_fn(self.tiling)),
-            self._meta(),
-            device=device,
-            num_warps=options.get("num_warps", 4),
-            num_stages=options.get("num_stages", 2),
-            out_dir=out_dir,
-            keep=keep,
-        )
+        try:
+            options = self._options()
+            return compile_triton(
+                self.kernel_fn,
+                dict(self.signature_fn(self.tiling)),
+                self._meta(),
+                device=device,
+                num_warps=options.get("num_warps", 4),
+                num_stages=options.get("num_stages", 2),
+                out_dir=out_dir,
+                keep=keep,
+            )
+        except Exception as error:
+            mistakes.reraise(error)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError
+from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.compiled import CompiledKernel
 
 _KEPT_OUTPUT = 2000  # characters of what a crashed worker had printed
@@ -25,7 +26,8 @@ _KEPT_OUTPUT = 2000  # characters of what a crashed worker had printed
 class CompileResult:
     """Outcome of one job: `compiled`, or why not.
 
-    error: one line for a `UserError`, the last line of the traceback or the crash otherwise; "" when compiled.
+    error: one line for a `UserError`, message, place and line of a mistake in the kernel's code, the last line of the
+    traceback or the crash otherwise; "" when compiled.
     error_type: class name of the exception ("Infeasible", "Unsupported", ...), "Crash" or "Timeout".
     details: the traceback, or what the crashed worker had printed.
     """
@@ -74,6 +76,8 @@ def compile_many(
                     index, result = worker.take(timeout_s)
                     results[index] = result
                     tell(result)
+                    if result.details and mistakes.wanted():
+                        print(result.details, file=sys.stderr)
         finally:
             for worker in pool:
                 worker.stop()
@@ -174,9 +178,11 @@ def _attempt(run: Callable[[Any], Any], job: Any) -> CompileResult:
     except UserError as error:
         return CompileResult(None, None, str(error), type(error).__name__)
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return CompileResult(None, None, said, type(error).__name__, traceback.format_exc())
+        mistake = mistakes.mistake_of(error)
+        if mistake is None:
+            return CompileResult(None, None, mistakes.sentence(error), type(error).__name__, traceback.format_exc())
+        details = "".join(traceback.format_exception(mistake.original))
+        return CompileResult(None, None, str(mistake), mistake.kind, details)
 
 
 def _exit_name(code: int | None) -> str:
@@ -221,5 +227,5 @@ def _progress(total: int, wanted: bool) -> Iterator[Callable[[CompileResult], No
 
 def _describe(result: CompileResult) -> str:
     label = getattr(result.job, "label", None) or str(result.job)
-    outcome = f"{result.seconds:.1f} s" if result.ok else f"{result.error_type}: {result.error}"
-    return f"{label}: {outcome}"
+    # Whoever asked says why, once all are done.
+    return f"{label}: {result.seconds:.1f} s" if result.ok else f"{label}: not compiled ({result.error_type})"

@@ -281,11 +281,13 @@ def test_points_carry_their_verdict(toys: Path, monkeypatch: pytest.MonkeyPatch)
     assert "tiling.tile_m = 'wide' is not of the type of its default 64" in wrong.reason
 
     def broken(kernel: KernelId) -> Any:
-        raise SyntaxError("invalid syntax")
+        compile("def wrong(:\n", toys / "toy.py", "exec")
 
+    (toys / "toy.py").write_text("def wrong(:\n")
     monkeypatch.setattr(registry, "get_plan", broken)
     failed = sweep_plan.prepare(problem, TOYS[0], H200)
-    assert (failed.status, failed.reason) == ("failed", "toy.py could not be imported: SyntaxError: invalid syntax")
+    said = "toy.py could not be imported: SyntaxError: invalid syntax (toy.py:1: def wrong(:)"
+    assert (failed.status, failed.reason) == ("failed", said)
 
 
 def test_a_knob_that_no_kernel_has_is_a_typing_error(toys: Path) -> None:

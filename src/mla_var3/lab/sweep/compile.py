@@ -17,6 +17,7 @@ from mla_var3.kernel import registry
 from mla_var3.kernel.jobs import CompileJob, run_job
 from mla_var3.kernel.registry import is_compiled
 from mla_var3.lab.sweep.plan import Point
+from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.pool import CompileResult, compile_many
 
 if TYPE_CHECKING:
@@ -102,19 +103,13 @@ def run_and_store(job: StoredJob) -> list[Record]:
     except UserError as error:
         outcome: dict[str, Any] = {"status": _STATUS.get(type(error).__name__, "failed"), "reason": str(error)}
     except Exception as error:
-        outcome = {"status": "failed", "reason": f"compiling failed: {one_line(error)}"}
+        outcome = {"status": "failed", "reason": f"compiling failed: {mistakes.sentence(error)}"}
     else:
         outcome = {"status": "compiled", "reason": "", "resources": compiled.to_record()}
         if compiled.code is not None:
             outcome["code"] = compiled.code.to_record()
         outcome |= {"warnings": list(compiled.warnings), "seconds": {"compile": round(compiled.seconds, 3)}}
     return _store(job, outcome)
-
-
-def one_line(error: BaseException) -> str:
-    """Type and first line of an exception's text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _store(job: StoredJob, outcome: dict[str, Any]) -> list[Record]:

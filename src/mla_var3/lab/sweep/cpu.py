@@ -19,6 +19,7 @@ from mla_var3 import paths, workload
 from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel.registry import LANGUAGES, Interpreter, KernelId, cannot_run_on_cpu
+from mla_var3.toolchain import mistakes
 from mla_var3.workload import Problem, problem_from_record
 
 TIMEOUT_S = 150.0
@@ -172,8 +173,7 @@ def run_one(kernel: KernelId, problem: Problem, asked: Mapping[str, Any]) -> dic
         status = "incorrect" if isinstance(error.__cause__, KernelFault) else "infeasible"
         outcome |= {"status": status, "reason": str(error)}
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        outcome |= {"status": "failed", "reason": f"{type(error).__name__}: {lines[0]}"}
+        outcome |= {"status": "failed", "reason": mistakes.sentence(error)}
     outcome["seconds"] = round(time.perf_counter() - began, 3)
     return outcome
 

@@ -18,6 +18,7 @@ from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.kernel.retired import where_is
+from mla_var3.toolchain import mistakes
 from mla_var3.workload import Problem
 
 if TYPE_CHECKING:
@@ -356,8 +357,7 @@ def own_knobs(plan_type: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]
 
 
 def _cannot(done: str, kernel: KernelId, error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{kernel.path.name} could not be {done}: {type(error).__name__}: {lines[0]}"
+    return f"{kernel.path.name} could not be {done}: {mistakes.sentence(error)}"
 
 
 def knobs(tiling: Tiling, asked: Mapping[str, Any]) -> Tiling:

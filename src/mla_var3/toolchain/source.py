@@ -16,7 +16,11 @@ _PREFIX = "mla_var3.kernel."
 def _imports(path: Path, mtime_ns: int) -> tuple[Path, ...]:
     """Files under `KERNELS` that a file imports, wherever in it. mtime_ns makes an edited file another one."""
     found: dict[Path, None] = {}
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except SyntaxError:  # its record says so, and has a hash all the same
+        return ()
+    for node in ast.walk(tree):
         for name in _named(node):
             if (target := _file(name)) is not None:
                 found.setdefault(target)

@@ -12,10 +12,12 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.lab.sweep import cpu
 from mla_var3.lab.sweep import run as sweep
 from mla_var3.lab.sweep.plan import chosen_kernels, expand, find_target
 from mla_var3.measure import cell
 from mla_var3.record import Record
+from mla_var3.toolchain import source
 
 H200 = Device.get("h200")
 
@@ -95,3 +97,21 @@ def test_tilings_are_contenders_of_one_cell(monkeypatch: pytest.MonkeyPatch, tmp
     assert seen == [[("cute-dsl/flash_mla", "{'num_splits': 8}"), ("cute-dsl/flash_mla", "default")]]
     with pytest.raises(UserError, match="give one of them"):
         sweep.main([*words, "bench.tune=true"])
+
+
+def test_a_cpu_checks_versions_of_every_workload_in_cases_that_it_has() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    for design in ("flash_mla", "rmsnorm", "absorb_gemm"):
+        (kernel,) = registry.find(design, 0, "torch")
+        workload = registry.get_plan(kernel).workload
+        problem = workload.problem.from_record(workload.sample(True, {}))
+        outcome = cpu.run_one(kernel, workload.small(problem), {})
+        assert (outcome["status"], outcome["reason"]) == ("passed", "")
+
+
+def test_a_version_that_does_not_parse_has_a_hash_and_stops_no_other(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def wrong(:\n")
+    first = source.source_hash(broken)
+    broken.write_text("def right(): pass\n")
+    assert len(first) == 16 and source.source_hash(broken) != first

@@ -53,6 +53,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
 def test_wheel_holds_what_the_package_needs_at_run_time(unpacked: Path, repo_root: Path) -> None:
     package = unpacked / "mla_var3"
     assert (package / "conf" / "devices.json").is_file()
+    assert (package / "py.typed").is_file(), "type checkers read the annotations of an installed package only then"
     assert list((package / "lab" / "devlog").glob("*.md")), "the devlog template"
     configs = {p.relative_to(repo_root / "conf") for p in (repo_root / "conf").rglob("*.yaml")}
     assert configs == {p.relative_to(package / "data/conf") for p in (package / "data/conf").rglob("*.yaml")}

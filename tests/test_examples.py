@@ -1,0 +1,134 @@
+"""Every program of examples/ runs, and says what it promises. examples/cpp and serve_deepseek.py have other tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3 import cli
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+
+def example(repo_root: Path, name: str) -> Any:
+    """An example as a module."""
+    path = repo_root / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_example_is_without_a_test(repo_root: Path) -> None:
+    tests = "".join(path.read_text() for path in (repo_root / "tests").rglob("test_*.py"))
+    folder = repo_root / "examples"
+    for path in (*folder.glob("*.py"), *folder.rglob("conf/experiment/*.yaml"), *folder.glob("*/*.py")):
+        assert path.stem in tests, f"{path.relative_to(repo_root)} is run by no test"
+
+
+# ---------------------------------------------------------------- serving
+SMALL = "--slots 3 --heads 4 --steps 6 --longest 150".split()
+
+
+def test_serving_over_a_paged_cache(
+    repo_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = example(repo_root, "serve_decode")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert module.main(SMALL) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^18 tokens for requests of \d+ to \d+ cached tokens, torch.bfloat16 on cpu$", said, re.M)
+    # A request that reads another one's page is found.
+    attend = module.Batch.attend
+
+    def mixed_up(batch: Any) -> None:
+        batch.page_table[0] = batch.page_table[1].clone()
+        attend(batch)
+
+    monkeypatch.setattr(module.Batch, "attend", mixed_up)
+    assert module.main(SMALL) == 1
+    assert "wrong:" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_serving_with_mla_decode_in_a_graph(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example(repo_root, "serve_decode").main([]) == 0
+    assert "tokens a second" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- a kernel of one's own
+def test_a_kernel_is_checked_in_the_interpreter(repo_root: Path) -> None:
+    """In a process of its own: Triton chooses its interpreter where a function is decorated."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, repo_root / "examples/write_a_kernel.py", "--rows", "3", "--width", "200"],
+        env={**os.environ, "PYTHONPATH": str(repo_root / "src"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    *cases, last = done.stdout.splitlines()
+    assert all(line.endswith("right") for line in cases) and len(cases) > 5
+    assert re.fullmatch(rf"{len(cases)} of {len(cases)} cases right, seed \d+", last)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_a_kernel_is_compiled(
+    repo_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(sys, "argv", ["write_a_kernel.py", "--compile", "h200"])
+    module = example(repo_root, "write_a_kernel")
+    assert module.main(["--compile", "h200"]) == 0
+    assert re.fullmatch(r"NVIDIA H200.*: \d+ registers, 0 bytes spilled, 128 threads\n", capsys.readouterr().out)
+    verdict = module.SmallNormPlan(module.NormProblem(residual=True)).supported()
+    assert not verdict and verdict.reason == "this kernel has one norm, and no residual"
+
+
+# ---------------------------------------------------------------- an experiment of one's own
+def test_an_experiment_and_its_records(
+    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one contender, on one cell of each number of heads."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    reader = example(repo_root, "experiment/read_records")
+    folder = tmp_path / "experiment"
+    shutil.copytree(repo_root / "examples/experiment", folder)
+    monkeypatch.chdir(folder)
+    assert reader.main([]) == 2 and "run the sweep first" in capsys.readouterr().err
+    words = ["experiment=few_heads", "device=a100", "problem.b=1", "experiment.grid={h: [8], t: [256]}"]
+    assert cli.main(["sweep", *words, "kernels=triton/flash_mla"]) == 0
+    capsys.readouterr()
+    assert reader.main([]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^a100 +b1_s1_h8_t256 +triton/flash_mla +compiled, \d+ registers$", said, re.M)
+    assert re.search(r"^cpu +b2_s1_h8_t128\w* +triton/flash_mla +passed$", said, re.M)
+    assert "few_heads" in cli_output(capsys, "list", "experiments")
+
+
+def cli_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- a profile
+def test_a_profile_from_a_program(repo_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    module = example(repo_root, "profile_one")
+    assert module.main(["triton/rmsnorm", "--rows", "64", "--width", "512", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "triton/rmsnorm, r64_w512, tiling {'num_warps': 1}"
+    assert lines[1].startswith("  memory-bound: no kernel can take less than ")
+    assert re.fullmatch(r"  rmsnorm: \d+ registers, \d+ bytes of shared memory, 0 spilled, \d+ CTAs an SM", lines[3])
+    assert Path(lines[4].strip()).is_file()
+    assert module.main(["triton/rmsnom"]) == 2
+    assert "did you mean 'triton/rmsnorm'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-# make quickstart | test | lint | format | clean      PYTHON=python3.12 picks another interpreter
+# make quickstart | test | lint | format | docs | clean      PYTHON=python3.12 picks another interpreter
 SHELL  := /bin/bash
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo "$$p" && exit; done; echo python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format pictures clean
+.PHONY: help install quickstart test lint format docs pictures clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -43,6 +43,9 @@ lint: $(DEV) ## ruff, mypy, the arrows between rooms, and devlogs and knowledge 
 format: $(DEV) ## rewrite the sources as ruff likes them
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+docs: $(DEV) ## the documentation as a site, in out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 pictures: $(DEV) ## the pictures of README and docs from results/; screenshots need chromium
 	$(BIN)/python scripts/report_pictures.py docs/pictures
@@ -81,7 +84,7 @@ $(BASE): pyproject.toml $(PINS) $(VENV)/.torch-$(KIND) | $(BIN)/python
 
 $(DEV): $(BASE)
 	@echo "Installing the test and lint tools into $(VENV)"
-	@$(PIP) install -qq -c $(PINS) -e '.[$(EXTRAS),jax,dev]'
+	@$(PIP) install -qq -c $(PINS) -e '.[$(EXTRAS),jax,dev,docs]'
 	@for v in $(OLDER_CUTILE); do \
 	  $(PIP) install -qq --no-deps --upgrade --target $(VENV)/cuda-tile-$$v cuda-tile==$$v || exit 1; done
 	@touch $@

@@ -208,3 +208,17 @@ def test_the_scripts_run_from_anywhere(script: str, repo_root: Path, tmp_path: P
 def test_load_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not export kernel_fn, reference_fn and get_inputs"):
         contract.load(_file(tmp_path, "x = 1\n"))
+
+
+def test_a_mistake_is_told_with_its_line_and_on_request_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _file(tmp_path, GOOD, kernel="    return torch.relu(x) * m")
+    monkeypatch.delenv("MLA_VAR3_TRACEBACK", raising=False)
+    assert _verify(path) == 1
+    said = capsys.readouterr()
+    assert "NameError: name 'm' is not defined (my_kernel.py:5: return torch.relu(x) * m)" in said.out
+    assert said.err == ""
+    monkeypatch.setenv("MLA_VAR3_TRACEBACK", "1")
+    assert _verify(path) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err

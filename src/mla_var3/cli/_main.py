@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -64,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = _sentence(words, error)
         if said is None:
             raise
-        if mistakes.wanted():
-            traceback.print_exception(getattr(error, "original", error))
+        mistakes.show_if_wanted(error)
         print(f"{PROG}: {said}", file=sys.stderr)
         return EXIT_USER_ERROR
 

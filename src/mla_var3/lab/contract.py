@@ -213,6 +213,7 @@ def _verify_once(contract: Contract, rtol: float | None, atol: float | None) -> 
     except UserError:
         raise
     except Exception as error:
+        mistakes.show_if_wanted(error)
         return Verified(False, f"kernel_fn failed: {mistakes.sentence(error)}")
     if found is None:
         return Verified(False, "kernel_fn returned no tensor: return a tensor or a tuple of tensors")
@@ -456,6 +457,7 @@ def _run(
     try:
         return command(_target(args), args)
     except UserError as error:
+        mistakes.show_if_wanted(error)
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
 

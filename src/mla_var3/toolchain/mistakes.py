@@ -37,6 +37,12 @@ def wanted() -> bool:
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
+def show_if_wanted(error: BaseException) -> None:
+    """Prints an exception's traceback, of a mistake that of the exception itself, to standard error if it is wanted."""
+    if wanted():
+        traceback.print_exception(getattr(error, "original", error))
+
+
 @dataclass(frozen=True)
 class Place:
     """A line of code. line: from 1. columns: from and to, from 0, in characters; None where nobody knows them."""

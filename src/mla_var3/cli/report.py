@@ -161,6 +161,7 @@ def _set(text: str, gathered: Gathered) -> str:
 def _choice(args: argparse.Namespace, gathered: Gathered, sets: tuple[str, str] | None) -> Choice:
     from mla_var3.lab.report.answers import by_cell, designs
     from mla_var3.lab.report.export import Choice
+    from mla_var3.workload import listed
 
     device = args.device or gathered.devices[0]
     if device not in gathered.devices:
@@ -169,7 +170,7 @@ def _choice(args: argparse.Namespace, gathered: Gathered, sets: tuple[str, str] 
     blocks = by_cell(mine)
     if args.cell and args.cell not in blocks:
         raise UserError(f"no record of cell {args.cell!r} on {device}: {nearest(args.cell, blocks)}.")
-    most = max(blocks, key=lambda name: (len(blocks[name]), blocks[name][0].problem.rank))
+    most = max(blocks, key=lambda name: (len(blocks[name]), listed(blocks[name][0].problem)))
     known = designs(mine)
     design = args.design or (known[0] if known else "flash_mla")
     if args.design and design not in known:

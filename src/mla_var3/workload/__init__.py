@@ -116,7 +116,7 @@ class Problem(ABC):
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Problems are listed in this order."""
+        """Problems of a workload are listed in this order; across workloads see `listed`."""
         return (self.workload, self.label)
 
     @property
@@ -170,6 +170,11 @@ class Problem(ABC):
     def fields(cls) -> list[str]:
         """Names of the fields, in order."""
         return [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def listed(problem: Problem) -> tuple[Any, ...]:
+    """A key to sort problems of any workloads by: the default workload first, each in its own order."""
+    return (problem.workload != DEFAULT, problem.workload, problem.rank)
 
 
 def count(number: int, what: str) -> str:

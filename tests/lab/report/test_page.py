@@ -97,6 +97,15 @@ def test_figures_that_are_no_numbers_stay_valid_json(make: Any) -> None:
 
 
 # ---------------------------------------------------------------- the verb
+def test_all_shipped_records_make_a_page_and_a_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every device and workload at once, as `mla-var3 report` takes them."""
+    assert report("--show", "map", "--out", str(tmp_path / "page.html")) == 0
+    cells = [c["name"] for c in data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["cells"]]
+    assert len({p.record.problem.get("workload", "decode") for p in gather().points}) > 3
+    assert cells.index("b1_s1_h128_t4096") < cells.index(next(name for name in cells if name.startswith("q_n")))
+    assert "Fastest on" in capsys.readouterr().out
+
+
 def test_the_verb_writes_the_page_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "page.html"
     assert report(str(H200), "--out", str(out)) == 0

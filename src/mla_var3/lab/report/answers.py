@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.lab.report.gather import STATES, Point
+from mla_var3.workload import listed
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def winners(points: Iterable[Point], state: str) -> list[Winner]:
                 mixed=len({p.set for p in timed}) > 1,
             )
         )
-    return sorted(found, key=lambda w: w.best.problem.rank)
+    return sorted(found, key=lambda w: listed(w.best.problem))
 
 
 def overlap(a: Point, b: Point, state: str) -> bool:
@@ -202,7 +203,7 @@ def pairs(points: Sequence[Point], first: str, second: str, state: str) -> list[
             two = min((p for p in some if p.language == second), key=lambda p: p.us(state), default=None)
             if one and two:
                 found.append((one, two))
-    return sorted(found, key=lambda pair: pair[0].problem.rank)
+    return sorted(found, key=lambda pair: listed(pair[0].problem))
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:

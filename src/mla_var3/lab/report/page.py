@@ -16,7 +16,7 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.lab.report import answers, charts, legend, sources
 from mla_var3.lab.report.gather import PEER, STATES, Gathered, Point, command
-from mla_var3.workload import Problem
+from mla_var3.workload import Problem, listed
 
 SCRIPTS = ("core.js", "chart.js", "answers.js", "views.js", "main.js")
 
@@ -200,7 +200,7 @@ def _device_name(key: str) -> str:
 
 def _cells(points: Sequence[Point]) -> dict[str, dict[str, Any]]:
     problems = {p.cell: p.problem for p in points}
-    ranked = sorted(problems.items(), key=lambda item: (item[1].rank, item[0]))
+    ranked = sorted(problems.items(), key=lambda item: (listed(item[1]), item[0]))
     return {name: _cell(name, problem, rank) for rank, (name, problem) in enumerate(ranked)}
 
 

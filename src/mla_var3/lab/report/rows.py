@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.lab.report.answers import Ladder, Move, Roof, Winner, instruction_mix
 from mla_var3.lab.report.gather import Point
+from mla_var3.workload import listed
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.legend import Kernel
@@ -17,7 +18,7 @@ FAR = 5.0  # contenders that take this many times the fastest's time are left ou
 
 def regime_map(found: Sequence[Winner], kernels: Mapping[str, Kernel], state: str, margin: str = "next") -> Rows:
     """margin: what the second line of a tile says, as `tile_text` knows it."""
-    ranks = {p: i for i, p in enumerate(sorted((w.best.problem for w in found), key=lambda p: p.rank))}
+    ranks = {p: i for i, p in enumerate(sorted((w.best.problem for w in found), key=listed))}
     rows = []
     for w in found:
         kernel, problem = kernels[w.best.kernel], w.best.problem

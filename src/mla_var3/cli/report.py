@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mla_var3.lab.report.export import Choice
     from mla_var3.lab.report.gather import Gathered, Point
 
-SHOWS = ("map", "cell", "ladder", "languages", "compare", "sets", "left")
+SHOWS = ("map", "dispatch", "cell", "ladder", "languages", "compare", "sets", "left")
 DEFAULT_OUT = "out/report/index.html"
 
 HELP = "records as one page: which kernel is fastest where, by how much, how far from the limit"
@@ -23,6 +23,7 @@ EPILOG = """\
 examples:
   mla-var3 report                                        results/ and the shipped records -> out/report/index.html
   mla-var3 report results/h200 --out page.html
+  mla-var3 report --show dispatch                        what the dispatcher picks in each cell, and what that loses
   mla-var3 report --show cell --cell b128_s1_h128_t4096
   mla-var3 report --show ladder --design flash_mla --cell b128_s1_h128_t4096
   mla-var3 report --show compare --compare monday.jsonl tuesday.jsonl
@@ -55,9 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format", nargs="+", default=["svg"], choices=("svg", "png"), help="of pictures (default svg)"
-    )
-    parser.add_argument(
-        "--margin", default="next", choices=("next", "peer", "limit", "dispatch"), help="second line of the map's tiles"
     )
 
 
@@ -94,12 +92,8 @@ def run(args: argparse.Namespace) -> int:
         out = write_page(
             gathered, Path(args.out or DEFAULT_OUT), state=args.state, cell=args.cell and choice.cell, compare=sets
         )
-        left = sum(line.count for line in gathered.left_out)
-        if left:
-            note = (
-                f"{left} records or cells are left out or shown with a reservation: the end of the page, or --show left"
-            )
-            print(note, file=sys.stderr)
+        if left := gathered.left():
+            print(f"{left}: the end of the page, or --show left", file=sys.stderr)
         print(f"report: {out.resolve()} ({len(gathered.points)} measurements, {out.stat().st_size / 1e6:.1f} MB)")
     return 0
 
@@ -180,7 +174,7 @@ def _choice(args: argparse.Namespace, gathered: Gathered, sets: tuple[str, str] 
         if name not in languages:
             raise UserError(f"no record of language {name!r}: {nearest(name, languages)}.")
     first, second = args.languages or ("cutile-dsl", "cute-dsl")
-    return Choice(device, args.state, args.cell or most, design, (first, second), sets, args.margin)
+    return Choice(device, args.state, args.cell or most, design, (first, second), sets)
 
 
 # ---------------------------------------------------------------- on the terminal
@@ -194,6 +188,8 @@ def show(names: list[str], gathered: Gathered, choice: Choice) -> None:
     for name in dict.fromkeys(names):
         if name == "map":
             put(terminal.regime_map(answers.winners(mine, state), device, state))
+        elif name == "dispatch":
+            put(terminal.picks(answers.picks(mine, state), device, state))
         elif name == "cell":
             put(terminal.cell([p for p in mine if p.cell == choice.cell], device, state))
         elif name == "ladder":

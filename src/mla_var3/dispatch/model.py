@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STATES = ("burst", "sustained")
 NEIGHBOURS = 4  # measured points that a prediction rests on
-_NEAR = 0.01  # squared distance under which two points count as the same place
+NEAR = 0.01  # squared distance under which two points count as the same place
 #: What a prediction loses in trust for each unit that its nearest point is farther away than another version's. Of 0.03
 #: to 3, 1.5 and more picked best on held-out cells (189, H200), and never what was not measured over what was.
 DOUBT = 1.5
@@ -53,19 +53,25 @@ class Place:
         return math.sqrt(shape + 0.25 * work) + 0.5 * kinds
 
 
+def rates(device: Device, dtype: str, state: str) -> tuple[float, float]:
+    """(matrix TFLOP/s, reading GB/s) that limits are taken from: measured ceilings of the device where there are any,
+    else its data sheet. Raises `UserError` for a device that has neither."""
+    matmul, read = device.ceiling("matmul_tflops", state), device.ceiling("read_gbps", state)
+    tflops = matmul.value if matmul is not None else device.tflops.get(dtype) or device.tflops.get("bf16")
+    gbps = read.value if read is not None else device.hbm_gbps
+    if not tflops or not gbps:
+        raise UserError(f"{device.key} has no peaks in devices.json, so times on it cannot be estimated.")
+    return float(tflops), float(gbps)
+
+
 # A hold-out asks for this and `place_of` of every point once for each problem that it leaves out.
 @functools.lru_cache(maxsize=8192)
 def limit_us(problem: MlaProblem, device: Device, states: Sequence[str] = STATES) -> float:
-    """Least time of a problem in microseconds, the geometric mean over the states: by measured ceilings of the device
-    where there are any, else by its data sheet. Raises `UserError` for a device that has neither."""
+    """Least time of a problem in microseconds by the device's `rates`, the geometric mean over the states."""
     cost = problem.cost()
     logs = []
     for state in states:
-        matmul, read = device.ceiling("matmul_tflops", state), device.ceiling("read_gbps", state)
-        tflops = matmul.value if matmul is not None else device.tflops.get(problem.dtype) or device.tflops.get("bf16")
-        gbps = read.value if read is not None else device.hbm_gbps
-        if not tflops or not gbps:
-            raise UserError(f"{device.key} has no peaks in devices.json, so times on it cannot be estimated.")
+        tflops, gbps = rates(device, problem.dtype, state)
         logs.append(math.log(max(cost.flops / tflops / 1e6, cost.bytes / gbps / 1e3, 1e-3)))
     return math.exp(sum(logs) / len(logs))
 
@@ -102,6 +108,6 @@ def predict(place: Place, limit: float, floor: float, points: Sequence[tuple[Pla
     near = sorted((place.distance(at), ratio, record) for at, ratio, record in points)[:NEIGHBOURS]
     if not near:
         raise UserError("nothing was measured to predict from: give at least one point.")
-    weights = [1.0 / (distance**2 + _NEAR) ** 2 for distance, _, _ in near]
+    weights = [1.0 / (distance**2 + NEAR) ** 2 for distance, _, _ in near]
     mean = sum(w * math.log(ratio) for w, (_, ratio, _) in zip(weights, near, strict=True)) / sum(weights)
     return Guess((limit + floor) * math.exp(mean), near[0][0], tuple(record for _, _, record in near))

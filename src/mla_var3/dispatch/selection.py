@@ -193,7 +193,7 @@ def _candidates(
         reason = "the table has no time of it, so it is taken only where no measured version takes the problem"
         ranked.append(Choice(kernel, (), None, reason))
     for choice in ranked:
-        yield choice, _verdict(choice, problem, device, accepts)
+        yield choice, takes(choice, problem, device, accepts)
 
 
 def rank(
@@ -232,7 +232,8 @@ def _follows(later: KernelId, base: KernelId) -> bool:
     return later.version > base.version == 0 and (later.language, later.design) == (base.language, base.design)
 
 
-def _verdict(choice: Choice, problem: Problem, device: Device, accepts: Accepts | None) -> Verdict:
+def takes(choice: Choice, problem: Problem, device: Device, accepts: Accepts | None = None) -> Verdict:
+    """Whether a version takes a problem on a device, with the choice's knobs; `survey` for `accepts`."""
     missing = registry.missing(choice.kernel)
     if missing:
         return Verdict.no(missing)

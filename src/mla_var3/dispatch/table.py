@@ -228,7 +228,7 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
         asked = () if picked else _asked(record)
         problem = _problem(record)
         key = (record.device, named(record), asked, problem)
-        us = _time_us(record, problem)
+        us = time_us(record, problem)
         timed.setdefault((record.device, problem), []).append((key, run, record.at, us))
         worth = (bool(run) and len(turns[run]) > 1, record.at)
         if key not in newest or worth >= newest[key][:2]:
@@ -346,7 +346,7 @@ def _run(record: Record) -> str:
     return hashlib.sha256(record.limits.model_dump_json(exclude={"age_s"}).encode()).hexdigest()[:8]
 
 
-def _time_us(record: Record, problem: MlaProblem) -> float:
+def time_us(record: Record, problem: MlaProblem) -> float:
     """Geometric mean of the states' medians; the part of it that the limit explains is taken at devices.json's."""
     logs = []
     for state in ("burst", "sustained"):

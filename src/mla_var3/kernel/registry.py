@@ -213,7 +213,7 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
     plans = [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, KernelPlan) and value.__module__ == module.__name__
+        if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, KernelPlan)
     ]
     if len(plans) != 1:
         raise UserError(f"{kernel.path.name} must define exactly one KernelPlan subclass; it defines {len(plans)}.")

@@ -6,35 +6,42 @@ browser, because filters change them; a test holds both to the same figures.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.lab.report.gather import STATES, Point
-from mla_var3.workload import listed
+from mla_var3.workload import DEFAULT, Problem, listed
+from mla_var3.workload.decode import MlaProblem
+
+if TYPE_CHECKING:
+    from mla_var3.dispatch import Choice
 
 
 @dataclass(frozen=True)
 class Winner:
-    """A cell of the regime map. margin: time of the next other kernel over the winner's, less 1; None without one.
+    """A cell of the regime map. ours: our fastest version that is still here; where none of them was measured, the
+    fastest retired one. peer: the fastest library. best: the faster of the two. vs_peer: the library's time over ours,
+    both as in a step. tie: the p10..p90 ranges of the two overlap. mixed: they were measured in different runs.
 
-    tie: the p10..p90 ranges of the two overlap. peer, vs_peer: the fastest library, and its time over the fastest of
-    ours. dispatch, loss: the version that the dispatcher took, and how much longer it took than the fastest of ours.
+    next: our second version there, among those that count as ours does. margin: its time over ours, less 1.
     """
 
     best: Point
+    ours: Point | None
     next: Point | None
     margin: float | None
-    tie: bool
     peer: Point | None
     vs_peer: float | None
-    dispatch: Point | None
-    loss: float | None
-    contenders: int
+    tie: bool
     mixed: bool
+    contenders: int
 
 
 def by_cell(points: Iterable[Point]) -> dict[str, list[Point]]:
@@ -52,26 +59,86 @@ def winners(points: Iterable[Point], state: str) -> list[Winner]:
         timed = sorted((p for p in block if p.us(state) < math.inf), key=lambda p: (p.us(state), p.name))
         if not timed:
             continue
-        best = timed[0]
-        after = next((p for p in timed if p.kernel != best.kernel), None)
-        peer = next((p for p in timed if p.is_peer), None)
-        ours = next((p for p in timed if not p.is_peer), None)
-        dispatch = next((p for p in timed if p.dispatched), None)
+        versions = [p for p in timed if not p.is_peer]
+        versions = [p for p in versions if p.live] or versions
+        ours = versions[0] if versions else None
+        second = next((p for p in versions if ours and p.kernel != ours.kernel), None)
+        peer = min((p for p in timed if p.is_peer), key=lambda p: p.step_us(state), default=None)
         found.append(
             Winner(
-                best=best,
-                next=after,
-                margin=None if after is None else after.us(state) / best.us(state) - 1,
-                tie=after is not None and overlap(best, after, state),
+                best=min((p for p in (ours, peer) if p is not None), key=lambda p: p.step_us(state)),
+                ours=ours,
+                next=second,
+                margin=second.us(state) / ours.us(state) - 1 if ours and second else None,
                 peer=peer,
-                vs_peer=peer.us(state) / ours.us(state) if peer and ours else None,
-                dispatch=dispatch,
-                loss=dispatch.us(state) / ours.us(state) - 1 if dispatch and ours else None,
+                vs_peer=peer.step_us(state) / ours.step_us(state) if ours and peer else None,
+                tie=bool(ours and peer and overlap(ours, peer, state)),
+                mixed=bool(ours and peer and ours.set != peer.set),
                 contenders=len(timed),
-                mixed=len({p.set for p in timed}) > 1,
             )
         )
     return sorted(found, key=lambda w: listed(w.best.problem))
+
+
+# ---------------------------------------------------------------- the dispatcher
+@dataclass(frozen=True)
+class Pick:
+    """What the dispatcher picks today for a cell. point: its newest measurement there, None where there is none. best:
+    our fastest version there. loss: time of the pick over that of the best, less 1."""
+
+    cell: str
+    label: str
+    point: Point | None
+    best: Point
+    loss: float | None
+
+
+def picks(points: Iterable[Point], state: str) -> list[Pick]:
+    """Today's table and today's versions, asked for each decode cell; times are those of the records. What a record
+    says that the dispatcher took when it was measured plays no part. points: of one device."""
+    found = []
+    for cell, block in by_cell(p for p in points if p.kernel != "fixed_split" and not p.is_peer).items():
+        timed = sorted((p for p in block if p.live and p.us(state) < math.inf), key=lambda p: p.us(state))
+        choice = _choice(timed[0].problem, timed[0].record.device) if timed else None
+        if choice is None:
+            continue
+        point = next((p for p in timed if _is_of(p, choice)), None)
+        loss = point.us(state) / timed[0].us(state) - 1 if point else None
+        found.append(Pick(cell, choice.label, point, timed[0], loss))
+    return sorted(found, key=lambda pick: listed(pick.best.problem))
+
+
+def _is_of(point: Point, choice: Choice) -> bool:
+    """Whether a point was measured with what is picked."""
+    if point.record.kernel.label != choice.kernel.label:
+        return False
+    asked = point.record.requested
+    return asked == choice.knobs if choice.knobs else asked in (None, "default", "dispatch")
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(problem: Problem, key: str) -> Choice | None:
+    """None for a workload, a device or a problem that the dispatcher has nothing for."""
+    from mla_var3.dispatch import choose
+
+    if problem.workload != DEFAULT or not isinstance(problem, MlaProblem):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a language that is not installed here
+        try:
+            return choose(problem, Device.get(key))
+        except UserError:
+            return None
+
+
+def losses(found: Sequence[Pick]) -> str:
+    """The dispatcher's picks in one sentence."""
+    known = [p.loss for p in found if p.loss is not None]
+    if not known:
+        return "Of no cell is the time of what the dispatcher picks today known."
+    text = f"In {len(known)} of {len(found)} cells the pick was measured: it is the fastest in "
+    text += f"{sum(x <= 0 for x in known)}, and loses {100 * statistics.median(known):.1f} % in the median, "
+    return text + f"{100 * max(known):.1f} % at most."
 
 
 def overlap(a: Point, b: Point, state: str) -> bool:
@@ -194,13 +261,14 @@ def ladders(points: Sequence[Point], design: str, cell: str, state: str) -> list
 
 # ---------------------------------------------------------------- languages
 def pairs(points: Sequence[Point], first: str, second: str, state: str) -> list[tuple[Point, Point]]:
-    """The fastest point of each of two languages, in every cell and design that both were timed in."""
+    """The fastest point of each of two languages, in every cell and design that both were timed in; a retired version
+    only where no other of its language was timed."""
     found = []
     for block in by_cell(points).values():
         for design in sorted({p.design for p in block}):
             some = [p for p in block if p.design == design and p.us(state) < math.inf and p.kernel != "fixed_split"]
-            one = min((p for p in some if p.language == first), key=lambda p: p.us(state), default=None)
-            two = min((p for p in some if p.language == second), key=lambda p: p.us(state), default=None)
+            one = min((p for p in some if p.language == first), key=lambda p: (not p.live, p.us(state)), default=None)
+            two = min((p for p in some if p.language == second), key=lambda p: (not p.live, p.us(state)), default=None)
             if one and two:
                 found.append((one, two))
     return sorted(found, key=lambda pair: listed(pair[0].problem))
@@ -281,6 +349,7 @@ def compare(before: Sequence[Point], after: Sequence[Point], state: str) -> Comp
 
 
 __all__ = [
-    "INSTRUCTION_KINDS", "STATES", "Comparison", "Ladder", "Move", "Roof", "Step", "Winner", "by_cell", "compare",
-    "designs", "geometric_mean", "instruction_mix", "ladders", "overlap", "pairs", "roofs", "winners",
+    "INSTRUCTION_KINDS", "STATES", "Comparison", "Ladder", "Move", "Pick", "Roof", "Step", "Winner", "by_cell",
+    "compare", "designs", "geometric_mean", "instruction_mix", "ladders", "losses", "overlap", "pairs", "picks",
+    "roofs", "winners",
 ]  # fmt: skip

@@ -7,30 +7,47 @@ between light, dark and paper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import colorsys
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
-#: Okabe and Ito's colours, which the common kinds of colour blindness keep apart, without black; then five of Tol's
-#: muted ones for more kernels. Colour never stands alone: tiles carry a code, points a shape, bars a name.
+#: Okabe and Ito's colours, which the common kinds of colour blindness keep apart, without black; then two of Tol's
+#: muted ones. Colour never stands alone: tiles carry a code, points a shape, bars a name.
 PALETTE = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
-    "#999933", "#AA4499", "#88CCEE", "#882255", "#44AA99",
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999933", "#AA4499",
 )  # fmt: skip
+#: One hue for each language, in degrees; libraries have the warm ones. Versions are shades of their language's.
+HUES = {"cute-dsl": 205, "cutile-dsl": 160, "triton": 280, "torch": None, "peer": 30}
+#: How far ahead: twice the octaves that a tile's colour spans, from the library's side over level to ours. Black text
+#: reads on all three.
+AHEAD, LEVEL, BEHIND = "#5b9bd5", "#f4f4f4", "#e8873a"
+FAR_AHEAD = 1.5  # times as fast; what is further ahead looks the same
+NO_LIBRARY = "#c4c4c4"
 SHAPES = {
     "cute-dsl": "circle", "cutile-dsl": "square", "triton": "triangle-up", "torch": "diamond", "peer": "cross",
 }  # fmt: skip
 INK = "currentColor"
-TILE = 42
+TILE = (36, 22)  # pixels
 
 
-def dark(colour: str) -> bool:
-    """Whether white text reads better than black on a colour (relative luminance, WCAG 2)."""
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2, 0 (black) to 1."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def shade(language: str, place: float) -> str:
+    """A colour of a language's hue: place 0 is its palest shade, 1 its strongest."""
+    hue = HUES.get(language)
+    # Libraries are few and unrelated, so theirs span red to yellow, away from the cold hues of the languages here.
+    degrees = (hue or 0) + (80 * (place - 0.75) if language == "peer" else 0)
+    lightness = 0.52 if language == "peer" else 0.82 - 0.44 * place
+    r, g, b = colorsys.hls_to_rgb(degrees % 360 / 360, lightness, 0.0 if hue is None else 0.75)
+    return "#" + "".join(f"{round(255 * c):02x}" for c in (r, g, b))
 
 
 def config() -> dict[str, Any]:
@@ -50,7 +67,7 @@ def config() -> dict[str, Any]:
         },
         "axisY": {"labelLimit": 330},
         "header": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12},
-        "legend": {**text, "symbolStrokeColor": INK},
+        "legend": {**text, "symbolStrokeColor": INK, "columns": 2},
         "title": {"color": INK, "subtitleColor": INK, "anchor": "start", "fontSize": 13, "subtitleFontSize": 11},
         "text": {"color": INK},
         "rule": {"color": INK},
@@ -66,15 +83,15 @@ def _by(field: str) -> alt.EncodingSortField:
     return alt.EncodingSortField(field=field, op="min")
 
 
-def colours(kernels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(domain, range) of a colour scale: the same kernel has the same colour in every picture of a report."""
-    return list(kernels), [PALETTE[i % len(PALETTE)] for i in range(len(kernels))]
+def _colour(kernels: Mapping[str, str], field: str = "kernel", *, legend: bool = True) -> alt.Color:
+    """kernels: name -> colour, the same in every picture of a report."""
+    shown = alt.Legend(title=None, orient="bottom", symbolLimit=0, labelLimit=0) if legend else None
+    return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(kernels), range=list(kernels.values())), legend=shown)
 
 
-def _colour(kernels: Sequence[str], field: str = "kernel", *, legend: bool = True) -> alt.Color:
-    domain, values = colours(kernels)
-    shown = alt.Legend(title=None, orient="bottom", columns=2, symbolLimit=0, labelLimit=260) if legend else None
-    return alt.Color(f"{field}:N", scale=alt.Scale(domain=domain, range=values), legend=shown)
+def _languages(names: Sequence[str], orient: str) -> alt.Color:
+    scale = alt.Scale(domain=list(names), range=[shade(name, 0.85) for name in names])
+    return alt.Color("language:N", scale=scale, legend=alt.Legend(title=None, orient=orient))
 
 
 def _shape() -> alt.Shape:
@@ -83,28 +100,61 @@ def _shape() -> alt.Shape:
 
 
 # ---------------------------------------------------------------- regime map
-def regime_map(kernels: Sequence[str], columns: int = 4) -> alt.FacetChart:
-    """A panel for each number of heads and query tokens; requests up, context to the right; a tile for each cell.
+def _tiles(base: alt.Chart) -> alt.Chart:
+    far = math.log2(FAR_AHEAD)
+    scale = alt.Scale(domain=[-far, 0, far], range=[BEHIND, LEVEL, AHEAD], clamp=True)
+    colour = alt.Color("ahead:Q", scale=scale, legend=None)
+    edge = {
+        "strokeDash": alt.expr("datum.retired ? [3, 2] : [1, 0]"),
+        "strokeWidth": alt.expr("datum.retired ? 2 : 0.4"),
+    }
+    tile = base.mark_rect(stroke=INK, cornerRadius=3, cursor="pointer", invalid="show", **edge)
+    return tile.encode(color=alt.condition("!isValid(datum.ahead)", alt.value(NO_LIBRARY), colour))
 
-    rows: panel, rank (orders panels), b, t, kernel, code, text, light (text colour), tie, and what `tooltip` names.
-    A tile with a dashed edge: the ranges of the winner and the next kernel overlap. No tile: nothing was measured.
+
+def map_legend() -> alt.Chart:
+    """What the colours and edges of the map's tiles say. legend: label, ahead, retired (`rows.map_legend`)."""
+    axis = alt.Axis(orient="top", labelAngle=0, domain=False, ticks=False, labelPadding=2, titleAnchor="start")
+    x = alt.X("label:N", sort=None, title="the best library's time over ours", axis=axis)
+    return _tiles(alt.Chart(_data("legend")).encode(x=x)).properties(width={"step": 50}, height=14)
+
+
+def map_panel() -> alt.LayerChart:
+    """A panel of the regime map: requests up, context to the right, a tile for each cell.
+
+    rows: panel, b, t, code (of the fastest kernel), ahead (octaves that ours is ahead of the best library, or null),
+    retired (our time is of a version that is no longer here), and `tip`, `said`. Colour: how far ahead. A dashed edge:
+    retired. No tile: nothing was measured.
     """
-    x = alt.X("t:O", title="cached tokens", axis=alt.Axis(labelAngle=-90, grid=False, labelExpr=_SHORT))
+    x = alt.X("t:O", title="cached tokens", axis=alt.Axis(labelAngle=0, grid=False, labelExpr=_SHORT, labelPadding=3))
     y = alt.Y("b:O", title="requests", sort="descending", axis=alt.Axis(grid=False))
     base = alt.Chart(_data()).encode(x=x, y=y, tooltip=alt.Tooltip("tip:N"))
-    tile = base.mark_rect(stroke=INK, strokeWidth=0.4, cornerRadius=3, cursor="pointer").encode(
-        color=_colour(kernels), description=alt.Description("said:N")
+    tile = _tiles(base).encode(description=alt.Description("said:N"))
+    code = base.mark_text(fontSize=10, color="#000000", aria=False).encode(text="code:N")
+    width, height = TILE
+    return alt.layer(tile, code).properties(
+        width={"step": width}, height={"step": height}, view=alt.ViewConfig(stroke=INK, strokeOpacity=0.15)
     )
-    edge = {"stroke": INK, "strokeWidth": 1.8, "strokeDash": [3, 2], "cornerRadius": 3}
-    tie = base.transform_filter("datum.tie").mark_rect(fillOpacity=0, **edge)
-    ink = alt.condition("datum.light", alt.value("#ffffff"), alt.value("#000000"))
-    code = base.mark_text(dy=-6, fontSize=10, fontWeight="bold").encode(text="code:N", color=ink)
-    text = base.mark_text(dy=7, fontSize=10).encode(text="text:N", color=ink)
-    layers = alt.layer(tile, tie, code, text).properties(
-        width={"step": TILE}, height={"step": 28}, view=alt.ViewConfig(stroke=INK, strokeOpacity=0.15)
-    )
-    facet = alt.Facet("panel:N", title=None, sort=_by("rank"), header=alt.Header(labelAnchor="start"))
-    return layers.facet(facet=facet, columns=columns)
+
+
+def regime_map(panels: Mapping[str, tuple[int, int]], width: int = 1100) -> alt.VConcatChart:
+    """Panels (name -> contexts and batches in it) in rows of that many pixels, large ones first, each with its own
+    axes, under the legend. The page does the same to `map_panel`."""
+    found: list[list[str]] = []
+    left = 0
+    for name, (contexts, _) in sorted(panels.items(), key=lambda item: -item[1][0]):
+        wide = contexts * TILE[0] + 70
+        if not found or left < wide:
+            found, left = [*found, []], width
+        found[-1].append(name)
+        left -= wide
+
+    def panel(name: str) -> alt.LayerChart:
+        chosen = map_panel().transform_filter(alt.FieldEqualPredicate(field="panel", equal=name))
+        width, height = (n * step for n, step in zip(panels[name], TILE, strict=True))
+        return chosen.properties(title=alt.TitleParams(name, fontSize=12, offset=4), width=width, height=height)
+
+    return alt.vconcat(map_legend(), *(alt.hconcat(*map(panel, row), spacing=14) for row in found), spacing=14)
 
 
 #: 131072 -> 128k
@@ -112,7 +162,7 @@ _SHORT = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : datum.value"
 
 
 # ---------------------------------------------------------------- one cell
-def cell(kernels: Sequence[str], width: int | str = 460) -> alt.LayerChart:
+def cell(kernels: Mapping[str, str], width: int | str = 460) -> alt.LayerChart:
     """A bar for each contender with its p10..p90 range, and a line at the limit of its own run.
 
     rows: name, kernel, us, p10, p90, limit (or null), tip.
@@ -134,7 +184,7 @@ def cell(kernels: Sequence[str], width: int | str = 460) -> alt.LayerChart:
 
 
 # ---------------------------------------------------------------- roofline
-def roofline(kernels: Sequence[str], width: int | str = 560, height: int = 380) -> alt.LayerChart:
+def roofline(kernels: Mapping[str, str], width: int | str = 560, height: int = 380) -> alt.LayerChart:
     """TFLOP/s over FLOPs a byte, both on log axes, under the roofs.
 
     rows: x, y, kernel, language, name, cell, tip. roofs: x, y, kind ("measured", "data sheet").
@@ -172,10 +222,7 @@ def ladder(languages: Sequence[str], width: int | str = 460, height: int = 280) 
 
     rows: version ("v1"), us, p10, p90, language, label, tip. marks: us, what, label.
     """
-    domain, values = colours(languages)
-    colour = alt.Color(
-        "language:N", scale=alt.Scale(domain=domain, range=values), legend=alt.Legend(title=None, orient="bottom")
-    )
+    colour = _languages(languages, "bottom")
     x = alt.X("version:O", title="version", sort=None, axis=alt.Axis(labelAngle=0, grid=False))
     y = alt.Y("us:Q", title="microseconds of one call", scale=alt.Scale(zero=True))
     base = alt.Chart(_data()).encode(x=x, y=y, color=colour)
@@ -189,7 +236,7 @@ def ladder(languages: Sequence[str], width: int | str = 460, height: int = 280) 
     text = base.mark_text(dy=-12, fontSize=11, color=INK).encode(text="label:N", color=alt.value(INK))
     marks = alt.Chart(_data("marks"))
     dash = alt.StrokeDash("what:N", legend=None, scale=alt.Scale(domain=["library", "limit"], range=[[6, 4], [1, 0]]))
-    rule = marks.mark_rule(strokeWidth=1.5).encode(y="us:Q", strokeDash=dash)
+    rule = marks.mark_rule(strokeWidth=1.5, aria=False).encode(y="us:Q", strokeDash=dash)
     name = marks.mark_text(align="left", dx=6, fontSize=11).encode(y="us:Q", x=alt.value("width"), text="label:N")
     return alt.layer(rule, name, line, range_, point, text).properties(width=width, height=height)
 
@@ -197,15 +244,12 @@ def ladder(languages: Sequence[str], width: int | str = 460, height: int = 280) 
 # ---------------------------------------------------------------- languages
 def languages(names: Sequence[str], width: int | str = 420) -> alt.LayerChart:
     """Share of the limit by cell, a point for each language. rows: cell, rank, language, share (percent), tip."""
-    domain, values = colours(names)
     y = alt.Y("cell:N", title=None, sort=_by("rank"), axis=alt.Axis(grid=True))
     base = alt.Chart(_data()).encode(y=y)
-    line = base.mark_rule(strokeWidth=1.5, opacity=0.5).encode(x="min(share):Q", x2="max(share):Q")
+    line = base.mark_rule(strokeWidth=1.5, opacity=0.5, aria=False).encode(x="min(share):Q", x2="max(share):Q")
     point = base.mark_point(filled=True, size=90, stroke=INK, strokeWidth=0.5, cursor="pointer").encode(
         x=alt.X("share:Q", title="% of the limit of the same run", scale=alt.Scale(zero=True)),
-        color=alt.Color(
-            "language:N", scale=alt.Scale(domain=domain, range=values), legend=alt.Legend(title=None, orient="top")
-        ),
+        color=_languages(names, "top"),
         shape=_shape(),
         tooltip=alt.Tooltip("tip:N"),
         description=alt.Description("said:N"),
@@ -215,7 +259,7 @@ def languages(names: Sequence[str], width: int | str = 420) -> alt.LayerChart:
 
 def instructions(kinds: Sequence[str], width: int | str = 420) -> alt.Chart:
     """Shares of kinds of instructions in the machine code. rows: name, kind, rank, count, share, tip."""
-    domain, values = colours(kinds)
+    domain, values = list(kinds), list(PALETTE)
     return (
         alt.Chart(_data())
         .mark_bar(height=20, stroke=INK, strokeWidth=0.3)
@@ -256,7 +300,7 @@ def moves(width: int | str = 420) -> alt.LayerChart:
         tooltip=alt.Tooltip("tip:N"),
         description=alt.Description("said:N"),
     )
-    zero = alt.Chart(_data()).mark_rule(strokeDash=[3, 3]).encode(x=alt.datum(0))
+    zero = alt.Chart(_data()).mark_rule(strokeDash=[3, 3], aria=False).encode(x=alt.datum(0))
     return alt.layer(zero, spread, point).properties(width=width, height={"step": 20})
 
 

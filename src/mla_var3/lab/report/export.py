@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +56,6 @@ class Choice:
     design: str
     pair: tuple[str, str]
     compare: tuple[str, str] | None = None
-    margin: str = "next"
 
 
 def picture_specs(
@@ -67,13 +65,13 @@ def picture_specs(
     from mla_var3.lab.report import answers, charts, legend, rows
 
     kernels = legend.kernels(gathered)
-    titles = [k.title for k in kernels.values()]
+    titles = {k.title: k.colour for k in kernels.values()}
     state, device = choice.state, choice.device
     mine = [p for p in gathered.newest if p.record.device == device]
     ours = sorted({p.language for p in gathered.points if not p.is_peer})
 
     def of(
-        stem: str, chart: Any, title: str, more: str = "", **data: Sequence[dict[str, Any]]
+        stem: str, chart: Any, title: str, more: str | Sequence[str] = "", **data: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         if data["rows"]:
             spec = charts.spec(chart)
@@ -89,10 +87,19 @@ def picture_specs(
     if "map" in names:
         decode = [p for p in mine if p.problem.phase == "decode"]
         found = answers.winners(decode, state)
-        tiles = rows.regime_map(found, kernels, state, choice.margin)
-        more = f"Panels: heads × query tokens. Second line of a tile: {_MARGINS[choice.margin]}. No tile: not measured."
+        tiles = rows.regime_map(found, kernels)
+        codes = {tile["code"] for tile in tiles}
+        places = {name: [t for t in tiles if t["panel"] == name] for name in dict.fromkeys(t["panel"] for t in tiles)}
+        panels = {name: (len({t["t"] for t in some}), len({t["b"] for t in some})) for name, some in places.items()}
+        named = [f"{k.code} {k.label}" for k in kernels.values() if k.code in codes]
+        said = [
+            "Panels: heads × query tokens. Blue: ahead of the best library; orange: behind; grey: no library measured.",
+            "Dashed: the time is a retired version's. No tile: not measured. Fastest:",
+            *(", ".join(named[i : i + 6]) for i in range(0, len(named), 6)),
+        ]  # fmt: skip
+        title = f"MLA decode against the best library, {where}"
         yield from of(
-            f"map-{device}-{state}", charts.regime_map(titles), f"Fastest MLA decode kernel, {where}", more, rows=tiles
+            f"map-{device}-{state}", charts.regime_map(panels), title, said, rows=tiles, legend=rows.map_legend()
         )
     block = [p for p in mine if p.cell == choice.cell and p.stats(state)]
     if "cell" in names and block:
@@ -102,10 +109,10 @@ def picture_specs(
             f"cell-{choice.cell}-{device}-{state}", charts.cell(titles), f"{choice.cell}, {where}", more, rows=drawn
         )
     if "roofline" in names:
-        points, lines = rows.roofline(mine, answers.roofs(gathered.newest, device, state), kernels, state)
-        yield from of(
-            f"roofline-{device}-{state}", charts.roofline(titles), f"Roofline, {where}", rows=points, roofs=lines
-        )
+        live = [p for p in block if p.live and p.language != "torch"]
+        points, lines = rows.roofline(live, answers.roofs(gathered.newest, device, state), kernels, state)
+        stem, title = f"roofline-{choice.cell}-{device}-{state}", f"Roofline, {choice.cell}, {where}"
+        yield from of(stem, charts.roofline(titles), title, rows=points, roofs=lines)
     if "ladder" in names:
         steps, marks, far = rows.ladder(answers.ladders(mine, choice.design, choice.cell, state), state)
         title, stem = f"{choice.design} by version", f"ladder-{choice.design}-{choice.cell}-{device}-{state}"
@@ -140,12 +147,6 @@ def _beyond(text: str, far: Sequence[Point]) -> str:
     return text + (f" Beyond the picture: {', '.join(p.name for p in far)}." if far else "")
 
 
-_MARGINS = {
-    "next": "ahead of the next kernel", "peer": "ours against the fastest library",
-    "limit": "share of the hardware limit", "dispatch": "what the dispatcher loses",
-}  # fmt: skip
-
-
 def _device_name(key: str) -> str:
     from mla_var3.device import Device
 
@@ -168,17 +169,7 @@ def render(spec: dict[str, Any], kind: str) -> bytes:
     svg = re.sub(r"-?\d+\.\d{4,}", lambda found: f"{float(found[0]):.2f}", svg)
     # "point", "bar" and the like behind every label: a tenth of a picture with thousands of marks.
     svg = re.sub(r' aria-roledescription="[^"]*"', "", svg)
-    return _once(svg.replace("currentColor", "#1b1f24")).encode()
-
-
-def _once(svg: str) -> str:
-    """Draws an outline that thousands of marks have once, and uses it: a quarter of a large picture."""
-    often = [d for d, times in Counter(re.findall(r' d="([^"]+)"', svg)).items() if times > 20]
-    for n, outline in enumerate(often):
-        mark = re.compile(rf'<path ([^<>]*?)d="{re.escape(outline)}"([^<>]*)/>')
-        svg = mark.sub(rf'<use \1href="#mark{n}"\2/>', svg)
-    drawn = "".join(f'<path id="mark{n}" d="{outline}"/>' for n, outline in enumerate(often))
-    return re.sub(r"(<svg[^>]*>)", rf"\1<defs>{drawn}</defs>", svg, count=1) if often else svg
+    return svg.replace("currentColor", "#1b1f24").encode()
 
 
 def write_pictures(

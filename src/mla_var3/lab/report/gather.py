@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.kernel import registry
 from mla_var3.record import ASIDE
 from mla_var3.workload import Problem, problem_from_record
 
@@ -43,7 +44,8 @@ class Point:
 
     cell: a name that no other problem has. name: of the contender: the version, and how it was asked for. kernel: the
     version alone (`fixed_split` is a plan of its own). set: of records that belong together (`set_name`). newest: no
-    later record has this contender, cell and device.
+    later record has this contender, cell and device. live: it can still be run from here: a library, or a version that
+    is not retired.
     """
 
     record: Record
@@ -53,6 +55,7 @@ class Point:
     kernel: str
     set: str
     newest: bool = True
+    live: bool = True
 
     @property
     def language(self) -> str:
@@ -65,6 +68,11 @@ class Point:
     @property
     def is_peer(self) -> bool:
         return self.language == PEER
+
+    @property
+    def shown(self) -> str:
+        """`name`, and whether it is retired."""
+        return self.name if self.live else f"{self.name} (retired)"
 
     @property
     def dispatched(self) -> bool:
@@ -82,6 +90,11 @@ class Point:
         """Median microseconds; infinite where the state was not measured, so that it loses every comparison."""
         stats = self.stats(state)
         return float(stats.median) if stats is not None else math.inf
+
+    def step_us(self, state: str) -> float:
+        """`us` with its share of what the calls of a step make once: by this, libraries and versions are compared."""
+        us = self.record.in_a_step(state)
+        return math.inf if us is None else us
 
     def limit(self, state: str) -> float | None:
         """Microseconds that the hardware needs at least, from the same run."""
@@ -117,6 +130,14 @@ class Gathered:
     @property
     def newest(self) -> list[Point]:
         return [p for p in self.points if p.newest]
+
+    def left(self) -> str:
+        """How much is left out, in a sentence; empty where nothing is."""
+        count, older = sum(line.count for line in self.left_out), len(self.points) - len(self.newest)
+        if not count:
+            return ""
+        said = f"{count:,} records or cells are left out or shown with a reservation"
+        return said + (f", {older:,} of them older records of what is shown" if older else "")
 
     @property
     def devices(self) -> list[str]:
@@ -213,6 +234,7 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
     untimed: dict[tuple[str, str], list[str]] = {}
     points: list[Point] = []
     seen: dict[str, Record] = {}
+    here = {kernel.label for kernel in registry.all_kernels()}
     twice: list[str] = []
     aside: dict[str, list[str]] = {}
     for record in sorted(records, key=lambda r: r.at):
@@ -234,7 +256,8 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
         seen[record.id] = record
         name = contender_name(record)
         kernel = FIXED_SPLIT if record.picked_by == FIXED_SPLIT else str(record.kernel.label)
-        points.append(Point(record, problem, cell, name, kernel, set_name(record)))
+        live = record.kernel.language == PEER or record.kernel.label in here
+        points.append(Point(record, problem, cell, name, kernel, set_name(record), live=live))
     if unreadable:
         result.left_out.append(_left("records", unreadable, "their problem makes no sense here", unreadable))
     result.points = _mark_newest(points)

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mla_var3.lab.report.answers import winners
-from mla_var3.lab.report.charts import PALETTE, dark
-from mla_var3.lab.report.gather import STATES, Gathered
+from mla_var3.lab.report.charts import shade
+from mla_var3.lab.report.gather import PEER, Gathered
 
 _LANGUAGES = {"cute-dsl": "cu", "cutile-dsl": "ti", "triton": "tr", "torch": "to"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """label: the version. code: at most five characters, for a tile. light: text on `colour` is white."""
+    """label: the version. code: at most five characters, for a tile. live: it can still be run from here."""
 
     label: str
     code: str
     colour: str
-    light: bool
+    live: bool
 
     @property
     def title(self) -> str:
-        """What a colour scale calls it: the code, then the name."""
-        return f"{self.code}  {self.label}"
+        """What a colour scale calls it: the code, then the name, and whether it is retired."""
+        return f"{self.code}  {self.label}" + ("" if self.live else " (retired)")
 
 
 def kernels(gathered: Gathered) -> dict[str, Kernel]:
-    """By label; those that win most cells come first and get the colours that differ most."""
-    wins: Counter[str] = Counter()
-    for device in gathered.devices:
-        mine = [p for p in gathered.newest if p.record.device == device]
-        for state in STATES:
-            wins.update(w.best.kernel for w in winners(mine, state))
-    labels = sorted({p.kernel for p in gathered.points}, key=lambda name: (-wins[name], name))
-    codes = _codes(labels)
-    colours = [PALETTE[i % len(PALETTE)] for i in range(len(labels))]
-    return {n: Kernel(n, c, colour, dark(colour)) for n, c, colour in zip(labels, codes, colours, strict=True)}
+    """By label: live ones first. A language has a hue, of which its versions are shades: retired ones
+    pale, the newest the strongest."""
+    first = {p.kernel: p for p in gathered.points}
+    labels = sorted(first, key=lambda name: (not first[name].live, first[name].language == PEER, name))
+    colours: dict[str, str] = {}
+    for language in {p.language for p in gathered.points}:
+        ids = {n: p.record.kernel for n, p in first.items() if p.language == language}
+        for live, low in ((False, 0.0), (True, 0.5)):
+            mine = sorted((n for n in ids if first[n].live is live), key=lambda n: (ids[n].design, ids[n].version))
+            colours |= {n: shade(language, low + 0.5 * (i + 1) / len(mine)) for i, n in enumerate(mine)}
+    codes = dict(zip(labels, _codes(labels), strict=True))
+    return {n: Kernel(n, codes[n], colours[n], first[n].live) for n in labels}
 
 
 def _codes(labels: Sequence[str]) -> list[str]:

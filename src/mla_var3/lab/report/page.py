@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import importlib.resources
 import json
 import re
@@ -14,18 +16,19 @@ from typing import Any
 from mla_var3 import __version__
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.lab.report import answers, charts, legend, sources
+from mla_var3.lab.report import answers, charts, finder, legend, sources
+from mla_var3.lab.report import rows as rows_of
 from mla_var3.lab.report.gather import PEER, STATES, Gathered, Point, command
 from mla_var3.workload import Problem, listed
 
-SCRIPTS = ("core.js", "chart.js", "answers.js", "views.js", "main.js")
+SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.js")
 
 #: A point in the page, in this order.
 COLUMNS = (
-    "id", "at", "newest", "device", "set", "cell", "kernel", "name", "language", "design", "version", "dispatched",
-    "fixed", "burst", "sustained", "burst_limit", "sustained_limit", "bound", "rates", "flops", "bytes", "host", "plan",
-    "cross", "error", "lse", "tiling", "asked", "resources", "method", "environment", "clocks", "source", "hash",
-    "experiment", "command",
+    "id", "at", "newest", "device", "set", "cell", "kernel", "name", "language", "design", "version",
+    "dispatched", "fixed", "burst", "sustained", "step", "burst_limit", "sustained_limit", "bound", "rates",
+    "flops", "bytes", "host", "plan", "cross", "error", "lse", "tiling", "asked", "resources", "method",
+    "environment", "clocks", "source", "hash", "experiment", "command",
 )  # fmt: skip
 
 
@@ -75,9 +78,9 @@ def page(
     parts = {
         "CSS": asset("page.css"),
         "LICENCES": _escape(asset("licences.txt")),
-        "DATA": script_safe(json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)),
+        "DATA": packed(data),
         "VEGA": _vega(),
-        "SCRIPT": _private("\n".join(asset(name) for name in SCRIPTS)),
+        "SCRIPT": _private("\n".join(asset(name) for name in SCRIPTS), "async "),
     }
     return re.sub(r"@@(\w+)@@", lambda match: parts[match[1]], asset("page.html"))
 
@@ -86,9 +89,10 @@ def asset(name: str) -> str:
     return importlib.resources.files("mla_var3.lab.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def script_safe(text: str) -> str:
-    """JSON that cannot end the script element it stands in, whatever a record says."""
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+def packed(data: Any) -> str:
+    """JSON, gzipped, in base64: a tenth of its size, and no record can end the element that it stands in."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _vega() -> str:
@@ -102,9 +106,9 @@ def _vega() -> str:
     return _private(bundle.replace("</script", "<\\/script"))
 
 
-def _private(script: str) -> str:
+def _private(script: str, kind: str = "") -> str:
     """A script whose names are its own; what it assigns to `window` is everybody's."""
-    return f"(function () {{\n{script}\n}})();"
+    return f"({kind}function () {{\n{script}\n}})();"
 
 
 def _escape(text: str) -> str:
@@ -133,7 +137,7 @@ def page_data(
         }
         rows.append([fields[name] for name in COLUMNS])
     languages = sorted({p.language for p in gathered.points}, key=lambda name: (name == PEER, name))
-    titles = [k.title for k in kernels.values()]
+    titles = {k.title: k.colour for k in kernels.values()}
     ours = [name for name in languages if name != PEER]
     versions = sorted({p.record.kernel.label for p in gathered.points if not p.is_peer})
     return {
@@ -145,7 +149,9 @@ def page_data(
         "devices": [{"key": key, "name": _device_name(key)} for key in gathered.devices],
         "languages": languages,
         "designs": answers.designs(gathered.points),
-        "kernels": [{"label": k.label, "code": k.code, "colour": k.colour, "light": k.light} for k in kernels.values()],
+        "kernels": [asdict(k) | {"title": k.title} for k in kernels.values()],
+        "finder": finder.data(gathered),
+        "picks": {d: {s: _picks(gathered, d, s) for s in STATES} for d in gathered.devices},
         "sets": sets,
         "cells": list(cells.values()),
         "cols": COLUMNS,
@@ -153,6 +159,7 @@ def page_data(
         "methods": methods.values,
         "environments": environments.values,
         "resources": resources.values,
+        "map_legend": rows_of.map_legend(),
         "kinds": [*answers.INSTRUCTION_KINDS, "other"],
         "roofs": {
             d: {s: [asdict(r) for r in answers.roofs(gathered.newest, d, s)] for s in STATES} for d in gathered.devices
@@ -161,7 +168,8 @@ def page_data(
         "sources": {v: asdict(s) for v in versions if (s := sources.source_of(v))},
         "left_out": [asdict(line) for line in gathered.left_out],
         "specs": {
-            "map": charts.spec(charts.regime_map(titles)),
+            "map": charts.spec(charts.map_panel()),
+            "map_legend": charts.map_legend().to_dict(),
             "cell": charts.spec(charts.cell(titles)),
             "roofline": charts.spec(charts.roofline(titles)),
             "ladder": charts.spec(charts.ladder(ours)),
@@ -183,12 +191,18 @@ def _about(gathered: Gathered) -> str:
     days = sorted({p.record.at[:10] for p in gathered.points})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     devices = ", ".join(_device_name(key) for key in gathered.devices)
-    left = sum(line.count for line in gathered.left_out)
+    left = gathered.left()
     return (
-        f"{len(gathered.points)} measurements of {len({p.cell for p in gathered.points})} problems on {devices}, "
-        f"{span}. Each kernel passed its check before it was timed, beside the limits of the same run. {left} left out "
-        "or with a reservation: see the end of the page."
+        f"{len(gathered.points):,} measurements of {len({p.cell for p in gathered.points})} problems on {devices}, "
+        f"{span}. Each kernel passed its check before it was timed, beside the limits of the same run."
+        + (f" {left}: see the end of the page." if left else "")
     )
+
+
+def _picks(gathered: Gathered, device: str, state: str) -> dict[str, Any]:
+    """said: what the dispatcher's picks lose. of: by cell, the pick and its loss (None where it was not measured)."""
+    found = answers.picks([p for p in gathered.newest if p.record.device == device], state)
+    return {"said": answers.losses(found), "of": {p.cell: [p.label, _round(p.loss)] for p in found}}
 
 
 def _device_name(key: str) -> str:
@@ -208,7 +222,8 @@ def _cell(name: str, problem: Problem, rank: int) -> dict[str, Any]:
     sizes = {field: getattr(problem, field, None) for field in ("b", "s", "t", "h")}
     return {
         "name": name, "rank": rank, "panel": problem.panel, "phase": problem.phase, "geometry": problem.geometry,
-        "dtype": problem.dtype, **sizes, "text": f"{problem.words}, {problem.geometry}, {problem.dtype}",
+        "dtype": problem.dtype, "plain": finder.is_plain(problem), "causal": getattr(problem, "causal", False), **sizes,
+        "text": f"{problem.words}, {problem.geometry}, {problem.dtype}",
     }  # fmt: skip
 
 
@@ -219,7 +234,8 @@ def _point(p: Point) -> dict[str, Any]:
         "id": r.id, "at": r.at, "newest": p.newest, "device": r.device, "name": p.name, "language": p.language,
         "design": p.design, "version": r.kernel.version, "dispatched": p.dispatched, "fixed": p.kernel == "fixed_split",
         "burst": _stats(p, "burst"), "sustained": _stats(p, "sustained"), "burst_limit": _round(p.limit("burst")),
-        "sustained_limit": _round(p.limit("sustained")), "bound": r.limits.bound if r.limits else None,
+        "step": _step(p), "sustained_limit": _round(p.limit("sustained")),
+        "bound": r.limits.bound if r.limits else None,
         "rates": _rates(p), "flops": flops, "bytes": moved, "host": _round(r.host_us), "plan": _round(r.plan_us),
         "cross": _round(r.cross_check_us),
         "error": _finite(r.error.out) if r.error else None,
@@ -241,6 +257,13 @@ def _finite(value: float) -> float | None:
 def _stats(p: Point, state: str) -> list[float | int | None] | None:
     stats = p.stats(state)
     return None if stats is None else [_round(stats.median), _round(stats.p10), _round(stats.p90), stats.n]
+
+
+def _step(p: Point) -> dict[str, float | None] | None:
+    """Medians as in a step, of a kernel that makes something once for many calls; None where they are the medians."""
+    if p.record.with_schedule_us is None:
+        return None
+    return {state: _finite(answers.rounded(p.step_us(state))) for state in STATES}
 
 
 def _rates(p: Point) -> str:
@@ -318,12 +341,12 @@ def _entries(versions: Sequence[str]) -> dict[str, dict[str, str]]:
     found = {}
     for label, entry in sources.entries().items():
         if label in versions:
-            text = "\n\n".join(f"#### {title}\n\n{body}" for title, body in entry.sections)
+            text = "\n\n".join(f"### {title}\n\n{body}" for title, body in entry.sections)
             text = re.sub(r"\s*<!--\s*r:([0-9a-f]{6,})[^<>]*-->", r" ([record](#record=\1))", text)
             found[label] = {
                 "path": entry.path,
                 "verdict": entry.verdict,
-                "why": entry.why,
-                "html": markdown.render(text),
+                "line": entry.line,
+                "html": re.sub(r"<th(?=[ >])", '<th scope="col"', markdown.render(text)),
             }
     return found

@@ -2,71 +2,70 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.lab.report.answers import Ladder, Move, Roof, Winner, instruction_mix
 from mla_var3.lab.report.gather import Point
-from mla_var3.workload import listed
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.legend import Kernel
 
 Rows = list[dict[str, Any]]
+PANEL = 4  # cells that a panel of a map has at least
 FAR = 5.0  # contenders that take this many times the fastest's time are left out of a picture with a linear axis
 
 
-def regime_map(found: Sequence[Winner], kernels: Mapping[str, Kernel], state: str, margin: str = "next") -> Rows:
-    """margin: what the second line of a tile says, as `tile_text` knows it."""
-    ranks = {p: i for i, p in enumerate(sorted((w.best.problem for w in found), key=listed))}
+def regime_map(found: Sequence[Winner], kernels: Mapping[str, Kernel]) -> Rows:
+    """Tiles of the cells that a map shows (`on_map`)."""
     rows = []
-    for w in found:
-        kernel, problem = kernels[w.best.kernel], w.best.problem
-        text = tile_text(w, state, margin)
+    for w in on_map(found):
+        problem, retired = w.best.problem, w.ours is not None and not w.ours.live
         b, t = problem.place
-        base = {"panel": problem.panel, "rank": ranks[problem], "b": b, "t": t, "tip": w.best.cell}
-        said = f"{w.best.cell}: {w.best.name}, {text}"
-        rows.append(
-            {
-                **base,
-                "kernel": kernel.title,
-                "code": kernel.code,
-                "light": kernel.light,
-                "text": text,
-                "tie": w.tie,
-                "said": said,
-            }
-        )
+        ahead = None if w.vs_peer is None else math.log2(w.vs_peer)
+        against = "no library was measured" if w.vs_peer is None else f"ours {w.vs_peer:.2f}× the best library"
+        said = f"{w.best.cell}: {w.best.shown}, {against}"
+        place = {"panel": problem.panel, "b": b, "t": t, "tip": w.best.cell}
+        rows.append({**place, "code": kernels[w.best.kernel].code, "ahead": ahead, "retired": retired, "said": said})
     return rows
 
 
-def tile_text(w: Winner, state: str, margin: str) -> str:
-    """next: ahead of the next kernel. peer: ours against the best library. limit: share of it. dispatch: its loss."""
-    if margin == "next":
-        return "alone" if w.margin is None else f"+{100 * w.margin:.{1 if w.margin < 0.1 else 0}f}%"
-    if margin == "peer":
-        return "no lib" if w.vs_peer is None else f"{w.vs_peer:.2f}×"
-    if margin == "limit":
-        share = w.best.share(state)
-        return "–" if share is None else f"{100 * share:.0f}%"
-    return "–" if w.loss is None else f"+{100 * w.loss:.1f}%"
+def map_legend() -> Rows:
+    """Tiles as they are on a map, each with what it says."""
+    from mla_var3.lab.report import charts
+
+    steps = [charts.FAR_AHEAD**x for x in (-1, -0.5, 0, 0.5, 1)]
+    keys: Rows = [{"label": f"{x:.2f}×", "ahead": math.log2(x), "retired": False} for x in steps]
+    keys += [{"label": "no lib", "ahead": None, "retired": False}]
+    return [*keys, {"label": "retired", "ahead": 0.0, "retired": True}]
+
+
+def on_map(found: Sequence[Winner]) -> list[Winner]:
+    """Cells whose panel has at least `PANEL` of them, or all where no panel has: a panel for each list of lengths or
+    odd number of heads would hide the others. The rest stand in the table below."""
+    sizes = Counter(w.best.problem.panel for w in found)
+    return [w for w in found if sizes[w.best.problem.panel] >= min(PANEL, max(sizes.values()))]
 
 
 def cell(points: Sequence[Point], kernels: Mapping[str, Kernel], state: str) -> tuple[Rows, list[Point]]:
-    """(rows, contenders that are too slow for the picture). points: of one cell and device."""
+    """(rows, contenders that are too slow for the picture). points: of one cell and device; of them those that are not
+    retired, where there are any."""
     timed = sorted((p for p in points if p.stats(state)), key=lambda p: (p.us(state), p.name))
+    timed = [p for p in timed if p.live] or timed
     near = [p for p in timed if p.us(state) <= FAR * timed[0].us(state)]
     rows: Rows = []
     for p in near:
         stats = p.stats(state)
         assert stats is not None
         times = {"us": stats.median, "p10": stats.p10, "p90": stats.p90, "limit": p.limit(state)}
-        rows.append({"name": p.name, "kernel": kernels[p.kernel].title, **times, **_said(p, state)})
+        rows.append({"name": p.shown, "kernel": kernels[p.kernel].title, **times, **_said(p, state)})
     return rows, timed[len(near) :]
 
 
 def _said(p: Point, state: str) -> dict[str, str]:
-    return {"tip": p.record.id, "said": f"{p.name} on {p.cell}: {p.us(state):.1f} microseconds"}
+    return {"tip": p.record.id, "said": f"{p.shown} on {p.cell}: {p.us(state):.1f} microseconds"}
 
 
 def roofline(
@@ -81,7 +80,7 @@ def roofline(
             rows.append({**place, "kernel": kernels[p.kernel].title, "language": p.language, **_said(p, state)})
     lines: Rows = []
     if rows:
-        low, high = min(r["x"] for r in rows) / 1.4, max(r["x"] for r in rows) * 1.4
+        low, high = min(r["x"] for r in rows) / 8, max(r["x"] for r in rows) * 8
         for roof in roofs:
             knee = roof.tflops * 1e3 / roof.gbps
             lines += [
@@ -135,7 +134,7 @@ def instructions(points: Sequence[Point]) -> Rows:
         for rank, (kind, count) in enumerate(mix.items()):
             if count:
                 said = {"tip": f"{p.record.id} {kind}", "said": f"{p.name}: {count} instructions of kind {kind}"}
-                name = f"{p.name}, {p.cell}"
+                name = f"{p.shown}, {p.cell}"
                 rows.append(
                     {"name": name, "kind": kind, "rank": rank, "count": count, "share": 100 * count / total, **said}
                 )

@@ -13,25 +13,37 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 
+_LINE = 78  # characters
+
 
 @dataclass(frozen=True)
 class Source:
-    """Lines of a version as it is in this installation. own: lines of its file that hold code, without blank lines,
-    comments and docstrings. hash: to compare with a record's `source.hash`."""
+    """Lines of a version as it is in this installation. lines: that hold code, without blank lines, comments and
+    docstrings, in its file and in all that it imports of its language's folder. hash: to compare with a record's
+    `source.hash`."""
 
-    own: int
+    lines: int
     hash: str
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A devlog entry. path: in the repository. verdict: its word. why: the first sentence or so behind that.
-    sections: (title, Markdown) in the entry's order."""
+    """A devlog entry. path: in the repository. verdict: its word. why: the paragraph behind that. sections: (title,
+    Markdown) in the entry's order."""
 
     path: str
     verdict: str
     why: str
     sections: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def line(self) -> str:
+        """The verdict with as much of its reason as a line holds: the first sentence, or its first words."""
+        first = re.split(r"(?<=[.;]) (?=[A-Z0-9])", self.why)[0].rstrip(".;")
+        room = _LINE - len(self.verdict)
+        if len(first) > room:
+            first = first[:room].rpartition(" ")[0].rstrip(",;:(") + " …"
+        return f"{self.verdict}: {first}" if first else self.verdict
 
 
 def source_of(label: str) -> Source | None:
@@ -39,7 +51,10 @@ def source_of(label: str) -> Source | None:
     kernel = next((k for k in registry.all_kernels() if k.label == label), None)
     if kernel is None:
         return None
-    return Source(code_lines(kernel.path.read_text(encoding="utf-8")), registry.source_hash(kernel))
+    folder = Path(registry.__file__).parent / registry.LANGUAGES[kernel.language].folder
+    files = [path for path in registry.source_files(kernel) if path.is_relative_to(folder)]
+    lines = sum(code_lines(path.read_text(encoding="utf-8")) for path in files)
+    return Source(lines, registry.source_hash(kernel))
 
 
 def code_lines(text: str) -> int:

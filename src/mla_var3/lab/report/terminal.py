@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mla_var3.lab.report import sources
-from mla_var3.lab.report.answers import Comparison, Ladder, Winner, geometric_mean, instruction_mix
+from mla_var3.lab.report import answers, sources
+from mla_var3.lab.report.answers import Comparison, Ladder, Pick, Winner, geometric_mean, instruction_mix
 from mla_var3.lab.report.gather import STATES, LeftOut, Point, command
 from mla_var3.lab.report.rows import way
 from mla_var3.lab.report.tables import new_table, plain
@@ -37,27 +37,35 @@ def _escape(text: str) -> str:
 
 
 def regime_map(found: Sequence[Winner], device: str, state: str) -> Table:
-    """A row a cell: the fastest kernel, by how much, and what the dispatcher took."""
-    left = ["cell", "fastest"]
-    right = ["us", "% of limit", "ahead by", "ours / best library", "dispatcher loses"]
-    table = new_table(f"Fastest on {device}, {state}", left, right, ["next", "library", "dispatcher"])
-    for w in found:
-        numbers = [
-            plain(w.best.us(state)),
-            _percent(w.best.share(state), 0),
-            _signed(w.margin) + (" ~" if w.tie else ""),
-        ]
-        numbers += [_times(w.vs_peer), _signed(w.loss)]
-        names = [
-            w.next.name if w.next else "-",
-            w.peer.name if w.peer else "-",
-            w.dispatch.kernel if w.dispatch else "-",
-        ]
-        table.add_row(w.best.cell, _escape(w.best.name), *numbers, *map(_escape, names))
-    table.caption = (
-        "~: the p10..p90 ranges of the two touch. ours / best library: the library's time over that of our fastest; "
-        "over 1, ours is faster."
+    """A row a cell: our fastest version, how far from the limit and from the best library; then our second."""
+    right = ["us", "% of limit", "library / ours"]
+    table = new_table(
+        f"Fastest on {device}, {state}", ["cell", "ours"], right, ["best library", "our next", "behind by"]
     )
+    for w in found:
+        numbers = [plain(w.ours.us(state)), _percent(w.ours.share(state), 0)] if w.ours else ["-", "-"]
+        numbers += [_times(w.vs_peer) + (" ~" if w.tie else "")]
+        table.add_row(w.best.cell, _name(w.ours), *numbers, _name(w.peer), _name(w.next), _signed(w.margin))
+    table.caption = (
+        "library / ours: the best library's time over that of our fastest version, both as in a step; over 1, ours is "
+        "faster. ~: the p10..p90 ranges of the two touch."
+    )
+    return table
+
+
+def _name(point: Point | None) -> str:
+    return "-" if point is None else _escape(point.shown)
+
+
+def picks(found: Sequence[Pick], device: str, state: str) -> Table:
+    """A row a cell: what the dispatcher picks today, and what that loses against our fastest version there."""
+    table = new_table(
+        f"What the dispatcher picks on {device}, {state}", ["cell", "picked"], ["us", "loses"], ["fastest"]
+    )
+    for p in found:
+        us = plain(p.point.us(state)) if p.point else "not measured"
+        table.add_row(p.cell, _escape(p.label), us, _signed(p.loss), _escape(p.best.name))
+    table.caption = answers.losses(found)
     return table
 
 
@@ -81,9 +89,7 @@ def cell(points: Sequence[Point], device: str, state: str) -> Table:
             plain(used.get("spill_bytes")),
             plain(used.get("ctas_per_sm")),
         ]
-        table.add_row(
-            _escape(p.name), *numbers, _escape(" ".join(f"{k}={v}" for k, v in (p.record.tiling or {}).items()))
-        )
+        table.add_row(_name(p), *numbers, _escape(" ".join(f"{k}={v}" for k, v in (p.record.tiling or {}).items())))
     lines = [f"{p.name} [{p.record.id}]: {command(p.record, p.problem)}" for p in ordered]
     # Calls and input sets differ from contender to contender; how they were timed mostly does not.
     counts = re.compile(r"(?<=of )\d+ (?=calls)|(?<=over )\d+ (?=input)| of [\d.]+ MB")
@@ -105,8 +111,8 @@ def ladder(found: Sequence[Ladder], entries: Mapping[str, Entry]) -> Table:
             mean = f"{_times(step.mean)} ({step.cells})" if step.mean else "-"
             against = lad.peer.us(state) / p.us(state) if lad.peer else None
             numbers = [plain(p.us(state)), _percent(p.share(state)), _times(step.gain), mean, _times(against)]
-            said = f"{entry.verdict}: {entry.why}" if entry else "no devlog entry here"
-            table.add_row(_escape(p.name), *numbers, _escape(said), entry.path if entry else "-")
+            said = entry.line if entry else "no devlog entry here"
+            table.add_row(_name(p), *numbers, _escape(said), entry.path if entry else "-")
         table.add_section()
     peer = f"{first.peer.name} {first.peer.us(first.state):.1f} us" if first.peer else "no library was timed here"
     table.caption = (
@@ -142,7 +148,7 @@ def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, sta
             versions.setdefault(p.record.kernel.label, p)
         both = [f"{x} / {y}" for x, y in zip(*values, strict=True)]
         times = [plain(a.us(state)), plain(b.us(state)), _times(a.us(state) / b.us(state))]
-        table.add_row(a.cell, *times, *both, _escape(f"{a.name} / {b.name}"))
+        table.add_row(a.cell, *times, *both, _escape(f"{a.shown} / {b.shown}"))
     mean = geometric_mean([a.us(state) / b.us(state) for a, b in found])
     table.caption = f"Geometric mean of first / second over {len(found)} cells: {_times(mean)}."
     kinds = list(dict.fromkeys(kind for p in versions.values() for kind in instruction_mix(p)))
@@ -155,8 +161,8 @@ def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, sta
         total = sum(mix.values())
         share = [f"{100 * mix[kind] / total:.1f}" if total else "-" for kind in kinds]
         changed += [name] if source and source.hash != p.record.source.hash else []
-        mixes.add_row(_escape(name), *share, plain(source.own if source else None), p.cell)
-    note = "Lines of the version's file without blank lines, comments and docstrings."
+        mixes.add_row(_escape(name), *share, plain(source.lines if source else None), p.cell)
+    note = "Lines of what a version is made of in its language, without blank lines, comments and docstrings."
     mixes.caption = note + (f" Files changed since the record: {', '.join(changed)}." if changed else "")
     return [table, mixes]
 

@@ -3,16 +3,23 @@
 function winners(points) {
   const found = [];
   for (const [cell, block] of grouped(points.filter((p) => !p.fixed), (p) => p.cell)) {
-    const timed = [...block].sort(byTime), best = timed[0];
-    const next = timed.find((p) => p.kernel !== best.kernel), peer = timed.find((p) => p.language === "peer");
-    const ours = timed.find((p) => p.language !== "peer"), dispatch = timed.find((p) => p.dispatched);
+    const timed = [...block].sort(byTime), all = timed.filter((p) => p.language !== "peer"), live = all.filter((p) => p.version_of.live);
+    const versions = live.length ? live : all, ours = versions[0] || null, next = versions.find((p) => p.kernel !== ours.kernel) || null;
+    const peer = timed.filter((p) => p.language === "peer").sort(byStep)[0] || null, both = ours && peer;
     found.push({
-      cell, best, next, margin: next ? us(next) / us(best) - 1 : null, tie: Boolean(next && overlap(best, next)),
-      peer, vs_peer: peer && ours ? us(peer) / us(ours) : null, dispatch, loss: dispatch && ours ? us(dispatch) / us(ours) - 1 : null,
-      contenders: timed.length, mixed: new Set(timed.map((p) => p.set)).size > 1,
+      cell, ours, next, margin: next ? us(next) / us(ours) - 1 : null, peer, best: both ? (step(ours) <= step(peer) ? ours : peer) : ours || peer,
+      vs_peer: both ? step(peer) / step(ours) : null, tie: Boolean(both && overlap(ours, peer)), mixed: Boolean(both && ours.set !== peer.set),
+      contenders: timed.length,
     });
   }
   return found.sort((a, b) => DATA.cells[a.cell].rank - DATA.cells[b.cell].rank);
+}
+
+const PANEL = 4; // as in report/rows.py
+function onMap(found) {
+  const sizes = new Map([...grouped(found, (w) => DATA.cells[w.cell].panel)].map(([panel, some]) => [panel, some.length]));
+  const least = Math.min(PANEL, Math.max(0, ...sizes.values()));
+  return found.filter((w) => sizes.get(DATA.cells[w.cell].panel) >= least);
 }
 
 function ladderOf(points, design, cell) {
@@ -41,7 +48,7 @@ function ladderOf(points, design, cell) {
 function pairsOf(points, first, second) {
   const found = [];
   for (const block of grouped(points.filter((p) => !p.fixed), (p) => `${p.cell} ${p.design}`).values()) {
-    const sorted = [...block].sort(byTime), one = sorted.find((p) => p.language === first), two = sorted.find((p) => p.language === second);
+    const sorted = [...block].sort((a, b) => b.version_of.live - a.version_of.live || byTime(a, b)), one = sorted.find((p) => p.language === first), two = sorted.find((p) => p.language === second);
     if (one && two) found.push([one, two]);
   }
   return found.sort((a, b) => a[0].place.rank - b[0].place.rank);

@@ -18,11 +18,11 @@ async function draw(id, name, datasets, { change, open, show } = {}) {
   }
   const spec = JSON.parse(JSON.stringify(DATA.specs[name]));
   const narrow = room(id) < 600;
+  if (NAMED.has(name)) datasets = { ...datasets, rows: labelled(spec, datasets.rows, room(id)) };
+  else if (typeof spec.width === "number") spec.width = Math.min(spec.width * 1.6, Math.max(140, room(id) - (name === "ladder" ? 180 : 110)));
   spec.datasets = datasets;
-  spec.config.axisY.labelLimit = narrow ? 130 : 330;
   spec.config.legend.columns = narrow ? 1 : 3;
-  if (typeof spec.width === "number") spec.width = Math.min(spec.width * 1.6, Math.max(140, room(id) - (narrow ? 170 : 390)));
-  for (const part of [spec, ...(spec.layer || []), ...((spec.spec || {}).layer || [])]) onlyUsed(part.encoding || {}, Object.values(datasets).flat());
+  for (const part of [spec, ...(spec.layer || [])]) onlyUsed(part.encoding || {}, Object.values(datasets).flat());
   if (change) change(spec, narrow);
   const rows = new Map(datasets.rows.map((row) => [row.tip, row]));
   const place = element("div");
@@ -34,6 +34,8 @@ async function draw(id, name, datasets, { change, open, show } = {}) {
   if (DRAWING.get(id) !== turn) { result.finalize(); return; }
   const old = VIEWS.get(id);
   if (old) old.result.finalize();
+  const menu = place.querySelector("summary");
+  if (menu) menu.setAttribute("aria-label", "Save this picture");
   holder.replaceChildren(place);
   VIEWS.set(id, { result, rows });
   result.view.addEventListener("click", (_, item) => {
@@ -41,6 +43,31 @@ async function draw(id, name, datasets, { change, open, show } = {}) {
     if (row && open) { hide(); open(row); }
   });
   reach(place, rows, open, show);
+}
+
+// Pictures whose rows have a name on the left. A long one, or one on a narrow screen, stands above its row, in lines.
+const NAMED = new Set(["cell", "languages", "instructions", "moves"]), LETTER = 6.3, LINE = 13;
+function labelled(spec, rows, room) {
+  const field = rows[0].name === undefined ? "cell" : "name", longest = Math.max(...rows.map((row) => row[field].length)) * LETTER;
+  const above = longest > 0.36 * room, width = Math.min(spec.width * 1.6, Math.max(140, room - (above ? 30 : longest + 40)));
+  spec.width = above ? Math.min(width, room - 30) : width;
+  const axis = spec.config.axisY;
+  axis.labelLimit = 0;
+  axis.labelExpr = "split(datum.label, '\\n')";
+  if (!above) return rows;
+  const wrapped = rows.map((row) => ({ ...row, [field]: lines(row[field], Math.floor((room - 30) / LETTER)).join("\n") }));
+  const most = Math.max(...wrapped.map((row) => row[field].split("\n").length));
+  spec.height.step = 16 + 2 * most * LINE; // marks stand in the middle of their row
+  Object.assign(axis, { labelAlign: "left", labelPadding: -2, labelBaseline: "bottom", labelOffset: -spec.height.step / 2 + LINE, tickSize: 0, labelLineHeight: LINE });
+  return wrapped;
+}
+function lines(text, most) {
+  const found = [""];
+  for (const word of text.split(/(?<=[ ,/])/)) {
+    if (found[found.length - 1].length + word.length > most) found.push("");
+    found[found.length - 1] += word;
+  }
+  return found;
 }
 
 // Leaves in the legends what the rows hold; colours stay as they are.

@@ -1,6 +1,8 @@
 "use strict";
 // What all parts share: the records, what is selected, filters, and small builders of page elements.
-const DATA = JSON.parse(document.getElementById("data").textContent);
+// This file and those behind it are one async function, which waits for the data: JSON, gzipped, in base64.
+const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (c) => c.charCodeAt(0));
+const DATA = JSON.parse(await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
 const $ = (id) => document.getElementById(id);
 
 const POINTS = DATA.rows.map((row, index) => {
@@ -16,8 +18,8 @@ const CELL_INDEX = new Map(DATA.cells.map((cell, index) => [cell.name, index]));
 
 const SELECTED = {
   device: DATA.devices.length ? DATA.devices[0].key : "", state: "burst", phase: "decode", geometry: "", dtype: "",
-  languages: new Set(DATA.languages), designs: new Set(POINTS.map((p) => p.design)), margin: "next", cell: -1, design: "", record: "",
-  first: "", second: "", before: 0, after: 0,
+  languages: new Set(DATA.languages), designs: new Set(POINTS.map((p) => p.design)), cell: -1, design: "", record: "",
+  of: "", first: "", second: "", before: 0, after: 0,
 };
 
 // ---------------------------------------------------------------- figures
@@ -35,6 +37,9 @@ const us = (p, state) => { const s = stats(p, state); return s ? s[0] : null; };
 const limit = (p, state = SELECTED.state) => p[`${state}_limit`];
 const share = (p, state) => { const t = us(p, state), l = limit(p, state); return t && l ? l / t : null; };
 const byTime = (a, b) => us(a) - us(b) || (a.name < b.name ? -1 : 1);
+// As in a step: with a share of what the calls of a step make once. By this, libraries and versions are compared.
+const step = (p) => (p.step && p.step[SELECTED.state]) ?? us(p);
+const byStep = (a, b) => step(a) - step(b) || (a.name < b.name ? -1 : 1);
 const overlap = (a, b) => { const x = stats(a), y = stats(b); return x[1] <= y[2] && y[1] <= x[2]; };
 
 // ---------------------------------------------------------------- filters
@@ -64,13 +69,21 @@ const put = (id, ...children) => { const e = $(id); e.replaceChildren(...childre
 const link = (text, changes) => element("a", { href: hashOf(changes) }, text);
 const swatch = (p) => { const s = element("span", { class: "swatch", ariaHidden: "true" }); s.style.background = p.version_of.colour; return s; };
 
-// columns: [title, cell of a row, "n" for numbers]. options: caption, class of a row.
+const shownName = (p) => p.name + (p.version_of.live ? "" : " (retired)");
+
+// columns: [title, cell of a row, "n" for numbers]; the first names the row. options: caption, class of a row.
+// Roles are said, because on a narrow screen rows are blocks, each figure behind its column's name.
 function table(columns, rows, options = {}) {
-  const head = element("tr", {}, ...columns.map(([title, , kind]) => element("th", { scope: "col", class: kind || "" }, title)));
-  const body = rows.map((row) => element("tr", { class: options.mark ? options.mark(row) : "" },
-    ...columns.map(([, cell, kind]) => { const v = cell(row); return element("td", { class: kind || "" }, v == null ? "–" : v); })));
-  return element("table", {}, options.caption ? element("caption", {}, options.caption) : null,
-    element("thead", {}, head), element("tbody", {}, ...body));
+  const head = element("tr", { role: "row" }, ...columns.map(([title, , kind]) => element("th", { scope: "col", role: "columnheader", class: kind || "" }, title)));
+  const body = rows.map((row) => element("tr", { role: "row", class: options.mark ? options.mark(row) : "" },
+    ...columns.map(([title, cell, kind], i) => {
+      const v = cell(row), made = i ? element("td", { role: "cell", class: kind || "" }) : element("th", { scope: "row", role: "rowheader", class: kind || "" });
+      if (i) made.dataset.name = title;
+      made.append(v == null ? "–" : v);
+      return made;
+    })));
+  return element("table", { role: "table" }, options.caption ? element("caption", {}, options.caption) : null,
+    element("thead", { role: "rowgroup" }, head), element("tbody", { role: "rowgroup" }, ...body));
 }
 const facts = (pairs) => element("dl", {}, ...pairs.filter(([, v]) => v != null && v !== "" && v !== "–")
   .flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
@@ -104,10 +117,10 @@ function go(changes) { // selects, and leaves an address that brings one back he
 // ---------------------------------------------------------------- what a record says
 function tip(p) {
   const s = stats(p), r = p.resources == null ? {} : DATA.resources[p.resources];
-  return [element("strong", {}, p.name), facts([
+  return [element("strong", {}, shownName(p)), facts([
     ["cell", p.place.name], ["time", s ? `${micros(s[0])} µs (${micros(s[1])} to ${micros(s[2])}, ${s[3]} samples)` : null],
     ["of limit", percent(share(p))], ["rate", s ? `${number(p.flops / s[0] / 1e6, 0)} TFLOP/s, ${number(p.bytes / s[0] / 1e6, 2)} TB/s` : null],
     ["registers", r.registers], ["record", `${p.id}, ${p.at.slice(0, 10)}`],
   ])];
 }
-const said = (p) => `${p.name} on ${p.place.name}: ${micros(us(p))} microseconds, ${percent(share(p))} of the limit`;
+const said = (p) => `${shownName(p)} on ${p.place.name}: ${micros(us(p))} microseconds, ${percent(share(p))} of the limit`;

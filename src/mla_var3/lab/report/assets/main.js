@@ -1,6 +1,6 @@
 "use strict";
 // Controls, and which part is drawn when: a part is drawn when it comes into view, and again when what it shows changes.
-const PARTS = { "part-map": drawMap, "part-cell": drawCell, "part-roofline": drawRoofline, "part-ladder": drawLadder,
+const PARTS = { "part-find": async () => drawAnswer(), "part-map": drawMap, "part-cell": drawCell, "part-roofline": drawRoofline, "part-ladder": drawLadder,
   "part-languages": drawLanguages, "part-compare": drawCompare, "part-left": async () => drawLeft() };
 const stale = new Set(Object.keys(PARTS)), inView = new Set();
 const FIRST = "first part drawn";
@@ -31,15 +31,19 @@ function settle() {
   if (SELECTED.cell < 0 || !POINTS.some((p) => p.newest && p.cell === SELECTED.cell && p.device === SELECTED.device)) {
     const first = winners(POINTS.filter((p) => p.newest && us(p) != null && p.device === SELECTED.device));
     const preferred = first.filter((w) => DATA.cells[w.cell].phase === "decode").sort((a, b) => b.contenders - a.contenders);
-    SELECTED.cell = preferred.length ? preferred[0].cell : first.length ? first[0].cell : -1;
+    const typed = preferred.find(({ cell }) => DATA.cells[cell].plain && NAMES.every((n) => DATA.cells[cell][n] === asked()[n]));
+    SELECTED.cell = typed ? typed.cell : preferred.length ? preferred[0].cell : first.length ? first[0].cell : -1;
   }
   if (!DATA.designs.includes(SELECTED.design)) SELECTED.design = DATA.designs[0] || "";
   const cells = [...new Set(POINTS.filter((p) => p.newest && p.device === SELECTED.device).map((p) => p.cell))]
     .sort((a, b) => DATA.cells[a].rank - DATA.cells[b].rank);
   options("cell", cells.map((i) => [i, DATA.cells[i].name]), SELECTED.cell);
-  for (const name of ["device", "state", "phase", "geometry", "dtype", "margin", "design", "first", "second", "before", "after"]) $(name).value = SELECTED[name];
-  const c = DATA.cells[SELECTED.cell];
-  if (c) for (const name of ["h", "s", "b", "t"]) $(`find-${name}`).value = c[name];
+  for (const name of ["device", "state", "phase", "geometry", "dtype", "design", "first", "second", "before", "after"]) $(name).value = SELECTED[name];
+}
+function ask(c) { // the finder's shape, where it can be typed there
+  if (!c || !c.plain) return;
+  for (const name of NAMES) $(`find-${name}`).value = c[name];
+  $("find-causal").checked = c.causal;
 }
 function options(id, pairs, value) { put(id, ...pairs.map(([v, text]) => element("option", { value: String(v) }, text))); $(id).value = String(value); }
 function boxes(id, names, chosen) {
@@ -70,8 +74,8 @@ function start() {
   SELECTED.state = DATA.state;
   if (DATA.cells.length && DATA.cells.every((c) => c.phase === "prefill")) SELECTED.phase = "";
   if (DATA.cell) SELECTED.cell = CELL_INDEX.get(DATA.cell);
-  choose("device", DATA.devices.map((d) => [d.key, d.name]));
-  choose("state", [["burst", "burst: a cool chip"], ["sustained", "sustained: at its power limit"]]);
+  choose("device", DATA.devices.map((d) => [d.key, d.key]));
+  choose("state", [["burst", "burst, cool chip"], ["sustained", "sustained, hot chip"]]);
   choose("phase", [["decode", "decode"], ["prefill", "prefill"], ["", "all"]]);
   choose("geometry", all(some((c) => c.geometry)));
   choose("dtype", all(some((c) => c.dtype)));
@@ -80,14 +84,18 @@ function start() {
   choose("design", DATA.designs.map((d) => [d, d]), ["part-ladder"]);
   for (const id of ["first", "second"]) choose(id, languages.map((l) => [l, l]), ["part-languages"]);
   for (const id of ["before", "after"]) choose(id, DATA.sets.map((name, i) => [i, name]), ["part-compare"]);
-  $("margin").addEventListener("change", (event) => { SELECTED.margin = event.target.value; drawAll(["part-map"]); });
+  $("of").addEventListener("change", (event) => { SELECTED.of = event.target.value; drawAll(["part-roofline"]); });
   $("cell").addEventListener("change", (event) => go({ cell: DATA.cells[Number(event.target.value)].name }));
-  $("find").addEventListener("submit", (event) => { event.preventDefault(); find(); });
-  $("filters").addEventListener("submit", (event) => event.preventDefault());
+  options("find-model", [["", "any"], ...FINDER.models.map(([name, h]) => [name, `${name}: ${h} heads`])], "");
+  $("find-model").addEventListener("change", (event) => { const found = FINDER.models.find(([name]) => name === event.target.value); if (found) $("find-h").value = found[1]; find(); });
+  for (const name of [...NAMES, "causal"]) $(`find-${name}`).addEventListener("input", find);
+  for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
   $("theme").addEventListener("click", () => {
     const dark = getComputedStyle(document.documentElement).colorScheme.includes("dark");
     document.documentElement.dataset.theme = dark ? "light" : "dark";
+    remember(document.documentElement.dataset.theme);
   });
+  if (remember()) document.documentElement.dataset.theme = remember();
   put("about", DATA.about);
   put("made", DATA.made);
   addEventListener("hashchange", () => { // an address like #part-map names a part of the page, and selects nothing
@@ -96,7 +104,8 @@ function start() {
     else if (location.hash.includes("=")) {
       const cell = SELECTED.cell, inCell = inView.has("part-cell");
       readHash();
-      drawAll(["part-map", "part-cell", "part-ladder", "part-languages", "part-roofline"]);
+      if (SELECTED.cell !== cell) ask(DATA.cells[SELECTED.cell]);
+      drawAll(["part-find", "part-map", "part-cell", "part-ladder", "part-languages", "part-roofline"]);
       if (stale.has("part-cell")) drawPart("part-cell");
       // A link to a record or a cell from elsewhere on the page leads there; inside the part itself nothing jumps.
       if (SELECTED.record) report.settled().then(() => $("record").scrollIntoView({ block: "nearest" }));
@@ -108,31 +117,34 @@ function start() {
   addEventListener("beforeprint", () => { for (const id of [...stale]) drawPart(id); });
   const asked = readHash();
   settle();
+  ask(DATA.cells[SELECTED.cell]);
   for (const id of Object.keys(PARTS)) observer.observe($(id));
   if (asked && location.hash.includes("cell=")) requestAnimationFrame(() => $("part-cell").scrollIntoView());
 }
 
-// The cell of the typed shape, or the nearest measured ones by name: nothing is made up between them.
+// The theme that was chosen, kept for the next visit where the browser keeps anything for this page.
+function remember(theme) {
+  try {
+    if (theme) localStorage.setItem("mla-var3-theme", theme);
+    return localStorage.getItem("mla-var3-theme");
+  } catch { return null; }
+}
+
+// Answers what is typed, and shows the contenders of that cell below where it was measured.
 function find() {
-  const asked = Object.fromEntries(["h", "s", "b", "t"].map((n) => [n, Number($(`find-${n}`).value)]));
-  const here = new Set(POINTS.filter((p) => p.newest && p.device === SELECTED.device).map((p) => p.cell));
-  const far = (c) => ["h", "s", "b", "t"].reduce((sum, n) => sum + Math.abs(Math.log2(c[n] / asked[n])), 0);
-  const near = [...here].map((i) => [far(DATA.cells[i]), i]).sort((a, b) => a[0] - b[0] || DATA.cells[a[1]].rank - DATA.cells[b[1]].rank);
-  const exact = near.filter(([distance]) => distance === 0);
-  if (exact.length) { // the same numbers with a mask, other lengths or another cache are other cells
-    put("find-said", exact.length > 1 ? "Measured in several kinds: " : "Measured.", ...exact.slice(1).flatMap(([, i]) => [cellLink(i), " "]));
-    go({ cell: DATA.cells[exact[0][1]].name });
-    return;
-  }
-  const links = near.slice(0, 3).flatMap(([, i]) => [cellLink(i), " "]);
-  put("find-said", `h=${asked.h} s=${asked.s} b=${asked.b} t=${asked.t} was not measured on ${SELECTED.device}. The nearest measured cells: `, ...links);
+  const found = drawAnswer();
+  if (!found || found.cell < 0 || !found.here.length || found.cell === SELECTED.cell) return;
+  SELECTED.cell = found.cell;
+  SELECTED.record = "";
+  drawAll(["part-cell", "part-roofline", "part-ladder", "part-languages"]);
 }
 
 // For scripts: everything drawn, and the answers behind the pictures.
 const report = window.report = {
   ready: async () => { for (const id of [...stale]) drawPart(id); let seen; do { seen = drawn; await seen; } while (seen !== drawn); },
   settled: async () => { let seen; do { seen = drawn; await seen; } while (seen !== drawn); },
-  winners: () => winners(shown()).map((w) => ({ cell: DATA.cells[w.cell].name, kernel: w.best.version_of.label, margin: w.margin, tie: w.tie, vs_peer: w.vs_peer, loss: w.loss })),
+  winners: () => winners(shown()).map((w) => ({ cell: DATA.cells[w.cell].name, best: w.best.version_of.label, margin: w.margin, tie: w.tie, vs_peer: w.vs_peer, mixed: w.mixed })),
+  map: () => onMap(winners(shown())).map((w) => DATA.cells[w.cell].name),
   moves: () => compared(POINTS.filter((p) => p.set === SELECTED.before), POINTS.filter((p) => p.set === SELECTED.after)).moves
     .map((m) => ({ cell: m.b.place.name, name: m.b.name, change: m.change, low: m.low, high: m.high, moved: m.moved })),
   ladder: () => ladderOf(POINTS.filter((p) => p.newest && us(p) != null && p.device === SELECTED.device), SELECTED.design, SELECTED.cell).steps

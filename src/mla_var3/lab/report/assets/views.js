@@ -1,52 +1,67 @@
 "use strict";
 // The parts of the page, each drawn from what is selected.
-const label = (kernel) => { const k = DATA.kernels[kernel]; return `${k.code}  ${k.label}`; };
+const label = (kernel) => DATA.kernels[kernel].title;
 const cellLink = (index, text) => link(text || DATA.cells[index].name, { cell: DATA.cells[index].name });
 const recordLink = (p, text) => link(text || p.id, { cell: p.place.name, record: p.id });
-const nameOf = (p) => element("span", { class: "name" }, swatch(p), p.name);
+const nameOf = (p) => element("span", { class: "name" }, swatch(p), shownName(p));
 
 // ---------------------------------------------------------------- regime map
-const tight = (text) => text.replace(" %", "%"); // a tile is narrow
-const MARGINS = {
-  next: (w) => w.margin == null ? "alone" : tight(signed(w.margin, w.margin < 0.1 ? 1 : 0)),
-  peer: (w) => w.vs_peer == null ? "no lib" : times(w.vs_peer),
-  limit: (w) => tight(percent(share(w.best), 0)),
-  dispatch: (w) => w.loss == null ? "–" : tight(signed(w.loss)),
-};
+const STEP = 36, AXIS = 70; // pixels: of a tile, and of what stands beside a panel
 async function drawMap() {
-  const found = winners(shown());
-  const rows = found.map((w) => {
-    const c = DATA.cells[w.cell], k = w.best.version_of;
-    return { panel: c.panel, rank: c.rank, b: c.b, t: c.t, kernel: label(w.best.kernel), code: k.code, text: MARGINS[SELECTED.margin](w),
-      light: k.light, tie: w.tie, tip: c.name, w,
-      said: `${c.name}: ${w.best.name}, ${micros(us(w.best))} microseconds` + (w.next ? `, next ${w.next.name} ${signed(w.margin)}` : ", nothing else was measured") };
+  const found = winners(shown()), tiles = onMap(found);
+  const rows = tiles.map((w) => {
+    const c = DATA.cells[w.cell];
+    return { panel: c.panel, b: c.b, t: c.t, code: w.best.version_of.code, ahead: w.vs_peer == null ? null : Math.log2(w.vs_peer),
+      retired: Boolean(w.ours && !w.ours.version_of.live), tip: c.name,
+      said: `${c.name}: ${shownName(w.best)}, ${micros(us(w.best))} microseconds, ` + (w.vs_peer == null ? "no library was measured" : `ours ${times(w.vs_peer)} the best library`) };
   });
-  const wins = grouped(found, (w) => w.best.kernel);
-  const lead = [...wins].sort((a, b) => b[1].length - a[1].length).slice(0, 3)
-    .map(([kernel, some]) => `${DATA.kernels[kernel].label} in ${some.length}`).join(", ");
-  const lost = found.filter((w) => w.vs_peer != null), ahead = lost.filter((w) => w.vs_peer > 1).length;
-  put("map-lead", found.length ? `${found.length} cells measured on ${SELECTED.device}, ${SELECTED.state}. Fastest: ${lead}.`
-    + (lost.length ? ` Ours ahead of the fastest library in ${ahead} of ${lost.length}.` : "") : "");
-  const contexts = new Set(rows.map((r) => r.t)).size;
+  const against = found.filter((w) => w.vs_peer != null), ahead = against.filter((w) => w.vs_peer > 1);
+  const mean = against.length ? Math.exp(against.reduce((sum, w) => sum + Math.log(w.vs_peer), 0) / against.length) : null;
+  put("map-lead", found.length ? `${found.length} cells on ${SELECTED.device}, ${SELECTED.state}` + (mean ? `: ours is ahead of the best library in ${ahead.length} of ${against.length}`
+    + ` where one was measured, ${times(mean)} as fast in the geometric mean.` : "; no library was measured in any of them.") : "");
+  const used = [...new Set(tiles.map((w) => w.best.version_of))];
+  put("map-codes", used.length ? "Kernels: " : "", ...used.flatMap((k, i) => [i ? ", " : "", element("b", {}, k.code), ` ${k.label}${k.live ? "" : " (retired)"}`]));
+  const panels = [...grouped(rows, (r) => r.panel)].map(([name, some]) => ({ name, contexts: new Set(some.map((r) => r.t)).size, batches: new Set(some.map((r) => r.b)).size }));
+  const most = Math.max(1, ...panels.map((p) => p.contexts)), step = Math.max(26, Math.min(STEP, Math.floor((room("map") - AXIS) / most)));
   const open = (row) => go({ cell: row.tip });
-  await draw("map", "map", { rows: rows.map(({ w, ...row }) => row) }, {
-    change: (spec) => { spec.columns = Math.max(1, Math.floor((room("map") + 10) / (contexts * 42 + 75))); },
-    open, show: (row) => mapTip(found.find((w) => DATA.cells[w.cell].name === row.tip)),
+  await draw("map", "map", { rows, legend: DATA.map_legend }, {
+    change: (spec) => { // as charts.regime_map
+      const { layer, view, height } = spec;
+      const panel = ({ name, contexts, batches }) => ({ layer, view, width: contexts * step, height: batches * height.step, title: { text: name, fontSize: 12, offset: 4 }, transform: [{ filter: { field: "panel", equal: name } }] });
+      const legend = { ...DATA.specs.map_legend, width: { step: Math.min(50, Math.floor((room("map") - AXIS) / DATA.map_legend.length) - 1) } };
+      spec.vconcat = [legend, ...packedRows(panels, room("map"), step).map((row) => ({ hconcat: row.map(panel), spacing: 14 }))];
+      spec.spacing = 14;
+      for (const name of ["layer", "width", "height", "view"]) delete spec[name];
+    },
+    open, show: (row) => mapTip(tiles.find((w) => DATA.cells[w.cell].name === row.tip)),
   });
+  const picks = (DATA.picks[SELECTED.device] || {})[SELECTED.state] || { said: "", of: {} }, pick = (w) => picks.of[DATA.cells[w.cell].name];
+  put("map-all", `All ${found.length} cells as a table, ${found.length - tiles.length} of other lengths, sizes and designs among them`);
+  put("map-picks", `The dispatcher, with the table and the versions of today: ${picks.said}`);
   put("map-table", table([
-    ["cell", (w) => cellLink(w.cell)], ["fastest", (w) => nameOf(w.best)], ["µs", (w) => micros(us(w.best)), "n"],
-    ["of limit", (w) => percent(share(w.best)), "n"], ["next", (w) => w.next ? w.next.name : "–"],
-    ["ahead by", (w) => w.next ? signed(w.margin) + (w.tie ? " (ranges touch)" : "") : "–", "n"],
-    ["fastest library", (w) => w.peer ? w.peer.name : "–"], ["ours against it", (w) => times(w.vs_peer), "n"],
-    ["dispatcher's choice", (w) => w.dispatch ? w.dispatch.version_of.label : "–"], ["it loses", (w) => signed(w.loss), "n"],
+    ["cell", (w) => cellLink(w.cell)], ["ours", (w) => w.ours ? nameOf(w.ours) : null], ["µs", (w) => w.ours ? micros(us(w.ours)) : null, "n"],
+    ["of limit", (w) => w.ours ? percent(share(w.ours)) : null, "n"], ["best library", (w) => w.peer ? nameOf(w.peer) : null],
+    ["library / ours", (w) => times(w.vs_peer) + (w.tie ? " (ranges touch)" : ""), "n"], ["our next", (w) => w.next ? shownName(w.next) : null],
+    ["behind by", (w) => signed(w.margin), "n"], ["dispatcher's pick", (w) => pick(w) ? pick(w)[0] : null], ["it loses", (w) => pick(w) ? signed(pick(w)[1]) : null, "n"],
   ], found, { caption: `${SELECTED.device}, ${SELECTED.state}` }));
 }
+// Panels in rows of that width, large ones first.
+function packedRows(panels, width, step) {
+  const found = [];
+  let left = 0;
+  for (const panel of [...panels].sort((a, b) => b.contexts - a.contexts)) {
+    const wide = panel.contexts * step + AXIS;
+    if (!found.length || left < wide) { found.push([]); left = width; }
+    found[found.length - 1].push(panel);
+    left -= wide;
+  }
+  return found;
+}
 const mapTip = (w) => [element("strong", {}, DATA.cells[w.cell].name), facts([
-  ["fastest", `${w.best.name}, ${micros(us(w.best))} µs`], ["of limit", percent(share(w.best))],
-  ["next", w.next ? `${w.next.name}, ${signed(w.margin)}${w.tie ? ", ranges touch" : ""}` : "nothing else was measured"],
-  ["library", w.peer ? `${w.peer.name}; ours ${times(w.vs_peer)}` : null],
-  ["dispatcher", w.dispatch ? `${w.dispatch.version_of.label}, loses ${signed(w.loss)}` : null],
-  ["contenders", w.contenders], ["mixed", w.mixed ? "measured in different runs" : null],
+  ["ours", w.ours ? `${shownName(w.ours)}, ${micros(us(w.ours))} µs, ${percent(share(w.ours))} of the limit` : "not measured"],
+  ["library", w.peer ? `${w.peer.name}, ${micros(us(w.peer))} µs; ours ${times(w.vs_peer)}${w.tie ? ", ranges touch" : ""}` : "none was measured"],
+  ["our next", w.next ? `${shownName(w.next)}, ${signed(w.margin)}` : null],
+  ["mixed", w.mixed ? "measured in different runs" : null],
 ])];
 
 // ---------------------------------------------------------------- one cell
@@ -61,25 +76,28 @@ async function drawCell() {
     await draw("cell-chart", "cell", { rows: [] });
     return;
   }
-  const best = timed[0], drawn = timed.filter((p) => us(p) <= FAR * us(best)), far = timed.filter((p) => us(p) > FAR * us(best));
-  put("cell-lead", element("strong", {}, c.name), `: ${c.text}. Fastest on ${SELECTED.device}, ${SELECTED.state}: `, recordLink(best, best.name),
-    `, ${micros(us(best))} µs, ${percent(share(best))} of what the hardware allows.`);
-  const rows = drawn.map((p) => ({ name: p.name, kernel: label(p.kernel), us: us(p), p10: stats(p)[1], p90: stats(p)[2],
+  const best = winners(timed)[0]?.best ?? timed[0], first = timed[0];
+  const some = timed.some((p) => p.version_of.live) ? timed.filter((p) => p.version_of.live) : timed;
+  const drawn = some.filter((p) => us(p) <= FAR * us(some[0])), far = some.filter((p) => us(p) > FAR * us(some[0]));
+  put("cell-lead", element("strong", {}, c.name), `: ${c.text}. Fastest on ${SELECTED.device}, ${SELECTED.state}: `, recordLink(best, shownName(best)),
+    `, ${micros(us(best))} µs, ${percent(share(best))} of what the hardware allows.`,
+    us(first) < us(best) && !first.version_of.live ? ` By its own record, ${shownName(first)} took ${micros(us(first))} µs.` : "");
+  const rows = drawn.map((p) => ({ name: shownName(p), kernel: label(p.kernel), us: us(p), p10: stats(p)[1], p90: stats(p)[2],
     limit: limit(p) || null, tip: p.id, said: said(p) }));
   await draw("cell-chart", "cell", { rows }, { open: (row) => go({ record: row.tip }), show: (row) => tip(BY_ID.get(row.tip)) });
   const runs = new Set(timed.map((p) => p.set_name));
-  put("cell-note", "Whisker: 10th to 90th percentile. Dashed line: the limit, from the matrix rate and the reading rate of the same run."
-    + (far.length ? ` Beyond the picture: ${far.map((p) => `${p.name} ${micros(us(p))} µs`).join(", ")}.` : "")
-    + (runs.size > 1 ? ` Measured in ${runs.size} runs (${[...runs].join("; ")}): times of different runs compare only as well as their limits agree.` : ""));
+  put("cell-note", (some.length < timed.length ? `Retired versions, ${timed.length - some.length} here, stand in the table only. ` : "") + "Whisker: 10th to 90th percentile. Dashed line: the limit, from the matrix rate and the reading rate of the same run."
+    + (far.length ? ` Beyond the picture: ${far.map((p) => `${shownName(p)} ${micros(us(p))} µs`).join(", ")}.` : "")
+    + (runs.size > 1 ? ` Measured in ${runs.size} runs: times of different runs compare only as well as their limits agree.` : ""));
   const resource = (p, name) => p.resources == null ? null : DATA.resources[p.resources][name];
   put("cell-table", table([
-    ["contender", (p) => element("span", { class: "name" }, swatch(p), recordLink(p, p.name))],
+    ["contender", (p) => element("span", { class: "name" }, swatch(p), recordLink(p, shownName(p)))],
     ["burst µs", (p) => micros(us(p, "burst")), "n"], ["of limit", (p) => percent(share(p, "burst")), "n"],
     ["sustained µs", (p) => micros(us(p, "sustained")), "n"], ["of limit", (p) => percent(share(p, "sustained")), "n"],
     ["host µs", (p) => number(p.host), "n"], ["error of out", (p) => p.error == null ? "–" : p.error.toExponential(1), "n"],
     ["registers", (p) => resource(p, "registers"), "n"], ["shared KiB", (p) => resource(p, "smem") == null ? null : number(resource(p, "smem") / 1024), "n"],
     ["spills B", (p) => resource(p, "spill_bytes"), "n"], ["blocks/SM", (p) => resource(p, "ctas_per_sm"), "n"],
-    ["tiling", (p) => p.tiling || "–"], ["measured", (p) => element("span", { class: "name" }, p.at.slice(0, 10))],
+    ["measured", (p) => element("span", { class: "name" }, p.at.slice(0, 10))],
   ], [...here].sort((a, b) => (us(a) ?? Infinity) - (us(b) ?? Infinity)), { caption: "A contender's name opens its record.", mark: (p) => p === best ? "best" : "" }));
   drawRecord();
 }
@@ -100,16 +118,20 @@ function drawRecord() {
 
 // ---------------------------------------------------------------- roofline
 async function drawRoofline() {
-  const points = shown(), roofs = (DATA.roofs[SELECTED.device] || {})[SELECTED.state] || [];
+  const live = shown().filter((p) => p.version_of.live && p.language !== "torch"), kernels = [...new Set(live.map((p) => p.version_of.label))].sort();
+  if (!kernels.includes(SELECTED.of)) SELECTED.of = "";
+  options("of", [["", "the cell chosen above"], ...kernels.map((name) => [name, name])], SELECTED.of);
+  const points = live.filter((p) => SELECTED.of ? p.version_of.label === SELECTED.of : p.cell === SELECTED.cell);
+  const roofs = (DATA.roofs[SELECTED.device] || {})[SELECTED.state] || [];
   const rows = points.map((p) => ({ x: p.flops / p.bytes, y: p.flops / us(p) / 1e6, kernel: label(p.kernel), language: p.language,
     tip: p.id, said: said(p) })).filter((r) => r.x > 0 && r.y > 0);
-  const low = Math.min(...rows.map((r) => r.x)) / 1.4, high = Math.max(...rows.map((r) => r.x)) * 1.4;
+  const xs = rows.map((r) => r.x), room = SELECTED.of ? 1.4 : 8, low = Math.min(...xs) / room, high = Math.max(...xs) * room;
   const lines = roofs.flatMap((roof) => {
     const knee = roof.tflops * 1e3 / roof.gbps;
     const xs = [low, ...(knee > low && knee < high ? [knee] : []), high];
     return xs.map((x) => ({ x, y: Math.min(roof.tflops, x * roof.gbps / 1e3), kind: roof.kind }));
   });
-  put("roofline-lead", rows.length ? `${rows.length} records. Higher is faster; a point on the line is as fast as the hardware allows.` : "");
+  put("roofline-lead", rows.length ? `${SELECTED.of || DATA.cells[SELECTED.cell].name} on ${SELECTED.device}, ${SELECTED.state}. Higher is faster; a point on the line is as fast as the hardware allows.` : "");
   const open = (row) => { const p = BY_ID.get(row.tip); go({ cell: p.place.name, record: p.id }); };
   await draw("roofline", "roofline", { rows, roofs: lines }, { open, show: (row) => tip(BY_ID.get(row.tip)) });
   put("roofline-table", roofs.length ? table([
@@ -136,14 +158,14 @@ async function drawLadder() {
   const entry = (s) => DATA.entries[s.point.version_of.label];
   const anchor = (s) => "#devlog-" + s.point.version_of.label.replace("/", "-");
   put("ladder-table", table([
-    ["version", (s) => recordLink(s.point, s.point.name)], ["µs", (s) => micros(us(s.point)), "n"],
-    ["of limit", (s) => percent(share(s.point)), "n"], ["against the version before", (s) => times(s.gain), "n"],
-    ["the same over all cells", (s) => s.mean ? `${times(s.mean)} (${s.cells})` : "–", "n"],
-    ["against the fastest library", (s) => peer ? times(us(peer) / us(s.point)) : "–", "n"],
-    ["verdict", (s) => entry(s) ? element("span", {}, element("a", { href: anchor(s) }, entry(s).verdict), `: ${entry(s).why}`) : "no devlog entry here"],
+    ["version", (s) => element("span", { class: "name" }, recordLink(s.point, shownName(s.point)))], ["µs", (s) => micros(us(s.point)), "n"],
+    ["of limit", (s) => percent(share(s.point)), "n"], ["× the one before", (s) => times(s.gain), "n"],
+    ["over all cells", (s) => s.mean ? `${times(s.mean)} (${s.cells})` : "–", "n"],
+    ["× the library", (s) => peer ? times(us(peer) / us(s.point)) : "–", "n"],
+    ["verdict", (s) => entry(s) ? element("a", { href: anchor(s), class: "line" }, entry(s).line) : "no devlog entry here"],
   ], steps, { caption: "× is time before over time after: above 1 is faster. Over all cells: geometric mean, and how many cells have both." }));
   put("devlogs", ...steps.filter(entry).map((s) => {
-    const e = entry(s), holder = element("div", { class: "entry" });
+    const e = entry(s), holder = element("div", { class: "entry", tabIndex: 0, role: "region", ariaLabel: `Devlog of ${s.point.version_of.label}` });
     holder.innerHTML = e.html; // made by the report from the project's own devlogs, with raw HTML escaped
     return element("details", { id: anchor(s).slice(1) }, element("summary", {}, `Devlog of ${s.point.version_of.label} (${e.path})`), holder);
   }));
@@ -163,20 +185,20 @@ async function drawLanguages() {
   const pair = found.find(([a]) => a.cell === SELECTED.cell) || found[0] || [];
   const mixes = pair.flatMap((p) => {
     const mix = p.resources == null ? null : DATA.resources[p.resources].mix;
-    return mix ? DATA.kinds.map((kind, rank) => ({ name: `${p.name}, ${p.place.name}`, kind, rank, count: mix[rank], share: 100 * mix[rank] / mix.reduce((x, y) => x + y, 0),
+    return mix ? DATA.kinds.map((kind, rank) => ({ name: `${shownName(p)}, ${p.place.name}`, kind, rank, count: mix[rank], share: 100 * mix[rank] / mix.reduce((x, y) => x + y, 0),
       tip: `${p.id} ${kind}`, said: `${p.name}: ${mix[rank]} instructions of kind ${kind}` })) : [];
   }).filter((row) => row.count > 0);
   await draw("instructions", "instructions", { rows: mixes }, { show: (row) => [element("strong", {}, row.name), facts([[row.kind, `${row.count} (${number(row.share)} %)`]])] });
   const of = (p, name) => p.resources == null ? null : DATA.resources[p.resources][name];
   const both = (get) => ([a, b]) => { const x = get(a), y = get(b); return `${x ?? "–"} / ${y ?? "–"}`; };
-  const lines = (p) => { const s = DATA.sources[p.version_of.label]; return s ? s.own + (p.hash === s.hash ? "" : "*") : null; };
+  const lines = (p) => { const s = DATA.sources[p.version_of.label]; return s ? s.lines + (p.hash === s.hash ? "" : "*") : null; };
   put("languages-table", table([
-    ["cell", ([a]) => cellLink(a.cell)], ["versions", ([a, b]) => element("span", {}, recordLink(a, a.name), " / ", recordLink(b, b.name))],
+    ["cell", ([a]) => cellLink(a.cell)], ["versions", ([a, b]) => element("span", {}, recordLink(a, shownName(a)), " / ", recordLink(b, shownName(b)))],
     ["µs", both((p) => micros(us(p))), "n"], ["time, first / second", ([a, b]) => times(us(a) / us(b)), "n"],
     ["registers", both((p) => of(p, "registers")), "n"], ["shared KiB", both((p) => of(p, "smem") == null ? null : number(of(p, "smem") / 1024, 0)), "n"],
     ["spills B", both((p) => of(p, "spill_bytes")), "n"], ["blocks/SM", both((p) => of(p, "ctas_per_sm")), "n"],
     ["instructions", both((p) => of(p, "total")), "n"], ["lines of code", both(lines), "n"],
-  ], found, { caption: `${SELECTED.first} / ${SELECTED.second}. Lines: of the version's file, without blank lines, comments and docstrings; * the files have changed since the record.` }));
+  ], found, { caption: `${SELECTED.first} / ${SELECTED.second}. Lines: of the version and all that it imports in its language, without blank lines, comments and docstrings; * the files have changed since the record.` }));
 }
 
 // ---------------------------------------------------------------- two sets
@@ -198,7 +220,7 @@ async function drawCompare() {
   put("compare-table", same || !moves.length ? null : table([
     ["cell", (m) => cellLink(m.b.cell)], ["contender", (m) => m.b.name], ["before", (m) => recordLink(m.a, `${micros(us(m.a))} µs`), "n"],
     ["of limit", (m) => percent(share(m.a)), "n"], ["after", (m) => recordLink(m.b, `${micros(us(m.b))} µs`), "n"], ["of limit", (m) => percent(share(m.b)), "n"],
-    ["change", (m) => signed(m.change), "n"], ["its spread allows", (m) => `${signed(m.low)} to ${signed(m.high)}`, "n"], ["", (m) => way(m)],
+    ["change", (m) => signed(m.change), "n"], ["its spread allows", (m) => `${signed(m.low)} to ${signed(m.high)}`, "n"], ["moved", (m) => way(m)],
   ], moves.slice(0, 400), { caption: "Change of time over limit. Moved: zero is not between what the 10th and 90th percentiles allow." }));
 }
 

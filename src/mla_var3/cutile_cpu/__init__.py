@@ -4,7 +4,9 @@
 
     cutile_cpu.launch((blocks,), kernel, (tensor, other, 128))       # in the place of ct.launch
     cutile_cpu.launch(..., seed=7, poison=False)                     # order of blocks; padding that is not determined
-    with cutile_cpu.in_place_of_launch():                            # other people's code that calls ct.launch
+    with cutile_cpu.pretend_gpu():                                   # other people's code, which asks for a GPU
+        their_function(torch.rand(8, device="cuda"))
+    with cutile_cpu.in_place_of_launch():                            # code that asks for no more than ct.launch
         their_function(cpu_tensor)
 
 It needs no libcuda and no tileiras. docs/cutile_cpu.md says what it promises and what it does not run (`UNSUPPORTED`).
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from mla_var3.cutile_cpu.frontend import CUDA_TILE_RELEASES, check_version
     from mla_var3.cutile_cpu.grid import launch
     from mla_var3.cutile_cpu.patch import in_place_of_launch
+    from mla_var3.cutile_cpu.pretend import pretend_gpu
 
 __all__ = [
     "CUDA_TILE_RELEASES",
@@ -32,6 +35,7 @@ __all__ = [
     "check_version",
     "in_place_of_launch",
     "launch",
+    "pretend_gpu",
 ]
 
 _WHERE = {
@@ -42,6 +46,7 @@ _WHERE = {
     "UnsupportedOperation": "errors",
     "launch": "grid",
     "in_place_of_launch": "patch",
+    "pretend_gpu": "pretend",
 }
 
 

@@ -48,7 +48,9 @@ def launch(
     TypeError, ValueError or OverflowError of `ct.launch`.
     """
     frontend.check_version()
-    extents = _checked(grid, args, excess)
+    if excess:
+        raise WrongType("cutile_cpu.launch takes (grid, kernel, args) and no stream: leave the stream out.")
+    extents = checked(grid, args)
     with own_settings():
         _run(extents, kernel, args, seed, poison, strict, arch)
 
@@ -74,10 +76,8 @@ def _run(
     _Schedule(program, arguments, memory, extents).run(blocks)
 
 
-def _checked(grid: Any, args: Any, excess: tuple[Any, ...]) -> tuple[int, int, int]:
+def checked(grid: Any, args: Any) -> tuple[int, int, int]:
     """The grid's three extents; the refusals of `ct.launch`, with its types of errors."""
-    if excess:
-        raise WrongType("cutile_cpu.launch takes (grid, kernel, args) and no stream: leave the stream out.")
     if not isinstance(grid, (tuple, list)):
         raise WrongType(f"grid is a {type(grid).__name__}: give a tuple of up to 3 numbers of blocks.")
     if not isinstance(args, (tuple, list)):

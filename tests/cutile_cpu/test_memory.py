@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 
 import cuda.tile as ct
 import pytest
 import torch
 
 from mla_var3 import cutile_cpu
-from mla_var3.cutile_cpu import KernelFault
+from mla_var3.cutile_cpu import KernelFault, UndeterminedPadding
 
 Const = ct.Constant[int]
 FOREIGN_POINTERS = pytest.mark.skipif(
@@ -310,3 +312,38 @@ def test_indices_into_lists_and_tiles_are_checked() -> None:
     for i in (2, -1):
         with pytest.raises(KernelFault, match=rf"subtile {i} of axis 0, which has 2"):
             cutile_cpu.launch((1,), part, (x, out, i))
+
+
+@ct.kernel
+def _ragged(x, out):
+    t = ct.load(x, (ct.bid(0),), (8,))  # the ragged load
+    ct.store(out, (ct.bid(0),), t + 1)
+
+
+@ct.kernel
+def _ragged_sum(x, out):
+    ct.store(out, (ct.bid(0),), ct.sum(ct.load(x, (ct.bid(0),), (8,))))
+
+
+def _warnings(kernel: object, x: torch.Tensor, out: torch.Tensor, times: int = 1, **options: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(times):
+            cutile_cpu.launch((2,), kernel, (x, out), **options)  # type: ignore[arg-type]
+    return [str(w.message) for w in caught if w.category is UndeterminedPadding]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_result_poisoned_by_padding_says_so_once(dtype: torch.dtype) -> None:
+    (said,) = _warnings(_ragged_sum, torch.ones(12, dtype=dtype), torch.zeros(2, dtype=dtype), times=3)
+    assert said.startswith("out holds NaN after _ragged_sum") and "poison=False" in said
+    assert re.search(r"at test_memory\.py:\d+ in _ragged_sum: `ct\.store", said)
+
+
+def test_padding_that_reaches_no_result_says_nothing() -> None:
+    assert not _warnings(_ragged, torch.ones(12), torch.zeros(12))  # it is cut off again
+    assert not _warnings(_ragged_sum, torch.ones(16), torch.zeros(2))  # there is none
+    assert not _warnings(_ragged_sum, torch.ones(12), torch.zeros(2), poison=False)
+    given = torch.ones(16)
+    given[3] = math.nan
+    assert not _warnings(_ragged_sum, given, torch.zeros(2))  # NaN of the caller

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.cutile_cpu.unsupported import UNSUPPORTED, UNSUPPORTED_USES
 
 if TYPE_CHECKING:
-    from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, UnsupportedOperation
+    from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, UndeterminedPadding, UnsupportedOperation
     from mla_var3.cutile_cpu.frontend import CUDA_TILE_RELEASES, check_version
     from mla_var3.cutile_cpu.grid import launch
     from mla_var3.cutile_cpu.patch import in_place_of_launch
@@ -31,6 +31,7 @@ __all__ = [
     "UNSUPPORTED_USES",
     "InterpreterError",
     "KernelFault",
+    "UndeterminedPadding",
     "UnsupportedOperation",
     "check_version",
     "in_place_of_launch",
@@ -43,6 +44,7 @@ _WHERE = {
     "check_version": "frontend",
     "InterpreterError": "errors",
     "KernelFault": "errors",
+    "UndeterminedPadding": "errors",
     "UnsupportedOperation": "errors",
     "launch": "grid",
     "in_place_of_launch": "patch",

@@ -11,6 +11,10 @@ class Misuse(Exception):
     """What was asked for is no launch that can be interpreted: one sentence that says what is wrong and what to do."""
 
 
+class UndeterminedPadding(UserWarning):
+    """A result is NaN, and the kernel loaded padding that cuTile leaves undetermined. Python shows it once a line."""
+
+
 class WrongType(Misuse, TypeError):
     """A call that `ct.launch` refuses with a TypeError."""
 

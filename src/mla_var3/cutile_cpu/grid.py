@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_var3.cutile_cpu import frontend
-from mla_var3.cutile_cpu.errors import KernelFault, TooLarge, WrongType, WrongValue
+from mla_var3.cutile_cpu.errors import KernelFault, TooLarge, UndeterminedPadding, WrongType, WrongValue
 from mla_var3.cutile_cpu.machine import BlockState, Program
 from mla_var3.cutile_cpu.memory import Memory
 from mla_var3.cutile_cpu.settings import own_settings
@@ -45,7 +46,8 @@ def launch(
 
     Raises `KernelFault` (a `Misuse`) for what cuTile leaves undefined and for failed assertions, with the kernel's
     line; cuTile's own errors for code that its front end refuses; for a wrong call a `Misuse` that is also the
-    TypeError, ValueError or OverflowError of `ct.launch`.
+    TypeError, ValueError or OverflowError of `ct.launch`. Warns (`UndeterminedPadding`) where such padding has made an
+    argument NaN.
     """
     frontend.check_version()
     if excess:
@@ -74,6 +76,14 @@ def _run(
     if seed is not None:
         random.Random(seed).shuffle(blocks)
     _Schedule(program, arguments, memory, extents).run(blocks)
+    found = memory.poisoned()
+    if found is not None:
+        warnings.warn(
+            f"{found[0]} holds NaN after {program.name}, which loaded padding that cuTile leaves undetermined, at "
+            f"{found[1]}: give that load a padding_mode, or launch with poison=False, where such padding is zero.",
+            UndeterminedPadding,
+            stacklevel=1,
+        )
 
 
 def checked(grid: Any, args: Any) -> tuple[int, int, int]:

@@ -75,8 +75,12 @@ class Memory:
         self._sorted: list[Region] = []
         self._starts: list[int] = []
         self.writes = 0
+        self._arguments: list[tuple[torch.Tensor, str]] = []
+        self._undetermined = ""  # the line of the first load whose padding was poisoned
+        self._before: list[int] = []
 
     def add(self, tensor_: torch.Tensor, name: str) -> None:
+        self._arguments.append((tensor_, name))
         storage = tensor_.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in self._regions:
             self._regions[storage.data_ptr()] = Region(storage, name)
@@ -205,11 +209,22 @@ class Memory:
             raise KernelFault(f"{verb} at an address that is no multiple of {size} bytes in {found.name}", where)
         return found.flat(array.dtype.stored).as_strided(sizes, strides, element), tuple(place), whole
 
-    def padding(self, space: TileSpace) -> torch.Tensor:
+    def padding(self, space: TileSpace, where: str) -> torch.Tensor:
         dtype = space.array.dtype
         if space.padding == "undetermined":
-            return poison(dtype, space.tile_shape) if self.fill else _filled(0, dtype, space.tile_shape)
+            if not self.fill:
+                return _filled(0, dtype, space.tile_shape)
+            if not self._undetermined:
+                self._undetermined, self._before = where, [_nans(t) for t, _ in self._arguments]
+            return poison(dtype, space.tile_shape)
         return _filled(_PADDING[space.padding], dtype, space.tile_shape)
+
+    def poisoned(self) -> tuple[str, str] | None:
+        """(name of an argument that holds more NaN than when padding was poisoned first, that load's line), if any."""
+        for (tensor_, name), before in zip(self._arguments, self._before, strict=False):
+            if _nans(tensor_) > before:
+                return name, self._undetermined
+        return None
 
     def load_tile(self, space: TileSpace, index: tuple[Any, ...], inbounds: bool, where: str) -> torch.Tensor:
         if space.sparse is not None:
@@ -217,7 +232,7 @@ class Memory:
         window, place, whole = self._window(space, index, inbounds, where, "load")
         if whole and window is not None:
             return from_memory(window, space.array.dtype)
-        out = self.padding(space)
+        out = self.padding(space, where)
         if window is not None:
             out[place] = from_memory(window, space.array.dtype)
         return out
@@ -259,7 +274,7 @@ class Memory:
 
     def _load_sparse(self, space: TileSpace, index: tuple[Any, ...], where: str) -> torch.Tensor:
         address, inside = self.addresses(space, index, where, "load")
-        out = self.padding(space)
+        out = self.padding(space, where)
         if address.numel():
             out[inside] = from_memory(self.read(address, space.array.dtype, where), space.array.dtype)
         return out
@@ -274,6 +289,13 @@ class _Several(Exception):
 
     def groups(self) -> list[torch.Tensor]:
         return [self.at == which for which in self.at.unique()]
+
+
+def _nans(tensor_: torch.Tensor) -> int:
+    if not tensor_.is_floating_point():
+        return 0
+    # Numbers of 8 bits have no `isnan` of their own.
+    return int((tensor_ if tensor_.element_size() > 1 else tensor_.to(torch.float32)).isnan().sum())
 
 
 def _filled(value: float, dtype: Dtype, shape: tuple[int, ...]) -> torch.Tensor:

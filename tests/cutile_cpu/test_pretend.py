@@ -180,10 +180,17 @@ def test_a_search_takes_the_first_configuration_that_compiles() -> None:
 def test_signatures_come_from_tensors() -> None:
     from cuda.tile.compilation import CallingConvention, KernelSignature
 
+    @ct.kernel
+    def takes(x, many):
+        pass
+
     with cutile_cpu.pretend_gpu():
-        x = torch.ones(32, device="cuda")
-        made = KernelSignature.from_kernel_args(_double, (x, x, 16), CallingConvention.cutile_python_v2())
-    assert made.parameters[0].shape_divisible_by == (16,)
+        x = torch.ones(32, 1, device="cuda")
+        for convention, static in (("v1", None), ("v2", 1)):
+            version = getattr(CallingConvention, f"cutile_python_{convention}")()
+            one, many = KernelSignature.from_kernel_args(takes, (x, [x]), version).parameters
+            for made in (one, many.element):
+                assert made.shape_constant == (None, static) and made.shape_divisible_by == (16, 1)
 
 
 def test_functions_taken_before_and_inside_are_exchanged() -> None:

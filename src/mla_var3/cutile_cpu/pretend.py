@@ -297,7 +297,13 @@ def _search(arch: str) -> Callable[..., Any]:
 
 def _constraints(kernel: Any, args: Sequence[Any], convention: Any, /) -> list[Any]:
     with own_settings():
-        return frontend.describe_arguments(kernel, args).constraints
+        found = frontend.describe_arguments(kernel, args).constraints
+    for constraint in found if convention.version < 2 else ():
+        # The first calling convention has no static shapes. Nobody else holds the constraint: it is changed in place.
+        array = getattr(constraint, "element", constraint)
+        if hasattr(array, "shape_constant"):
+            object.__setattr__(array, "shape_constant", (None,) * array.ndim)
+    return found
 
 
 def _default_device(device: Any) -> None:

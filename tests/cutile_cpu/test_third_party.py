@@ -3,7 +3,7 @@
     MLA_VAR3_TILEGYM=/path/to/TileGym                 its attention, matmul, norm and softmax kernels
     MLA_VAR3_CUTILE_PYTHON=/path/to/cutile-python     the kernels of its tests
 
-Without the variable a test is skipped. Wrappers of these projects ask the GPU for its properties; they get an H200's.
+Without the variable a test is skipped. Wrappers of these projects ask for a GPU: a pretended one answers.
 Both projects rely on padding that is not determined being zero, and on tiles outside their array being padding, in
 places; so they run with `poison=False, strict=False`, and what breaks under the strict options is tested as such.
 """
@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,31 +35,15 @@ def _checkout(variable: str, inside: str) -> Path:
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    properties = SimpleNamespace(multi_processor_count=4, name="pretended", major=9, minor=0, total_memory=1 << 34)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda *_: 0)
-    monkeypatch.setenv("TILEGYM_DISABLE_AUTOTUNE", "1")
-    with cutile_cpu.in_place_of_launch(poison=False, strict=False):
+def pretended_gpu() -> Iterator[None]:
+    with cutile_cpu.pretend_gpu(sms=4, poison=False, strict=False):  # few, because persistent kernels launch as many
         yield
 
 
 @pytest.fixture
 def tilegym(pretended_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     monkeypatch.syspath_prepend(str(_checkout("MLA_VAR3_TILEGYM", "src")))
-
-    def first(space: Any, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(best=SimpleNamespace(config=next(iter(space))))
-
-    def load(name: str) -> Any:
-        module = importlib.import_module(f"tilegym.ops.cutile.{name}")
-        if hasattr(module, "exhaustive_search"):  # it would time configurations on a GPU
-            monkeypatch.setattr(module, "exhaustive_search", first)
-        return module
-
-    return load
+    return lambda name: importlib.import_module(f"tilegym.ops.cutile.{name}")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -187,17 +170,17 @@ def test_upstream_attention(upstream: Callable[[str], Any], causal: bool, keys: 
     module = upstream("attention")
     q, k, v = (draw(1, h, keys, 64, seed=i) for i, h in enumerate((4, 2, 2)))
 
-    def run() -> torch.Tensor:
+    def run(poison: bool) -> torch.Tensor:
         out = torch.zeros_like(q)
-        grid = (math.ceil(keys / 32), 4)
-        cutile_cpu.launch(grid, module.fmha_kernel, (q, k, v, out, 0.125, 0, 64, 4, 32, 32, 2, causal, keys % 32 == 0))
+        arguments = (q, k, v, out, 0.125, 0, 64, 4, 32, 32, 2, causal, keys % 32 == 0)
+        cutile_cpu.launch((math.ceil(keys / 32), 4), module.fmha_kernel, arguments, poison=poison)
         return out
 
-    close(run(), attention(q, k, v, 0.125, causal), 1e-4, 1e-4)
+    close(run(poison=False), attention(q, k, v, 0.125, causal), 1e-4, 1e-4)
     if keys % 32:
         # It loads the last tile of V without a padding mode and multiplies what is there by zero.
-        with cutile_cpu.in_place_of_launch(strict=False):
-            assert torch.isnan(run()).any()
+        with pytest.warns(cutile_cpu.UndeterminedPadding, match="`v = ct.load"):
+            assert torch.isnan(run(poison=True)).any()
 
 
 def test_upstream_transpose(upstream: Callable[[str], Any]) -> None:

@@ -78,9 +78,10 @@ def _run(
     _Schedule(program, arguments, memory, extents).run(blocks)
     found = memory.poisoned()
     if found is not None:
+        name, loads = found
         warnings.warn(
-            f"{found[0]} holds NaN after {program.name}, which loaded padding that cuTile leaves undetermined, at "
-            f"{found[1]}: give that load a padding_mode, or launch with poison=False, where such padding is zero.",
+            f"{name} holds NaN after {program.name}, which loaded padding that cuTile leaves undetermined, at "
+            f"{'; at '.join(loads)}: give the load a padding_mode, or launch with poison=False, where it is zero.",
             UndeterminedPadding,
             stacklevel=1,
         )

@@ -76,7 +76,7 @@ class Memory:
         self._starts: list[int] = []
         self.writes = 0
         self._arguments: list[tuple[torch.Tensor, str]] = []
-        self._undetermined = ""  # the line of the first load whose padding was poisoned
+        self._undetermined: dict[str, None] = {}  # lines of loads whose padding was poisoned, in order
         self._before: list[int] = []
 
     def add(self, tensor_: torch.Tensor, name: str) -> None:
@@ -215,15 +215,16 @@ class Memory:
             if not self.fill:
                 return _filled(0, dtype, space.tile_shape)
             if not self._undetermined:
-                self._undetermined, self._before = where, [_nans(t) for t, _ in self._arguments]
+                self._before = [_nans(t) for t, _ in self._arguments]
+            self._undetermined[where] = None
             return poison(dtype, space.tile_shape)
         return _filled(_PADDING[space.padding], dtype, space.tile_shape)
 
-    def poisoned(self) -> tuple[str, str] | None:
-        """(name of an argument that holds more NaN than when padding was poisoned first, that load's line), if any."""
+    def poisoned(self) -> tuple[str, list[str]] | None:
+        """(name of an argument that holds more NaN than when padding was poisoned first, lines of loads), if any."""
         for (tensor_, name), before in zip(self._arguments, self._before, strict=False):
             if _nans(tensor_) > before:
-                return name, self._undetermined
+                return name, list(self._undetermined)
         return None
 
     def load_tile(self, space: TileSpace, index: tuple[Any, ...], inbounds: bool, where: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ import pytest
 
 from mla_var3.cutile_cpu.errors import KernelFault, Misuse
 
-_OPTIONS = pytest.StashKey[ExitStack]()
+_PRETENDING = pytest.StashKey[ExitStack]()
 
 #: Outcomes that are counted in the summary, in its order.
 OUTCOMES = ("passed", "failed", "refused", "too slow", "skipped")
@@ -47,7 +47,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
             strict=not asked.cutile_no_strict,
         )
     )
-    early_config.stash[_OPTIONS] = back
+    early_config.stash[_PRETENDING] = back
     # Workers of pytest-xdist load `-p` plugins after their conftest files, and those of the environment before.
     others = [name for name in os.environ.get("PYTEST_PLUGINS", "").split(",") if name]
     if __name__ not in others:
@@ -63,10 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    back = config.stash.get(_OPTIONS, None)
+    back = config.stash.get(_PRETENDING, None)
     if back is not None:
         back.close()
-        del config.stash[_OPTIONS]
+        del config.stash[_PRETENDING]
 
 
 # ---------------------------------------------------------------- outcomes

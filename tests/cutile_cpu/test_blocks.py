@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from typing import Annotated, Any
 
@@ -98,6 +99,164 @@ def test_waiting_for_ever_is_a_fault_and_leaves_no_threads() -> None:
         KernelFault, match=r"never ends: nothing that it reads changes \(3 blocks wait\).*test_blocks.py"
     ):
         cutile_cpu.launch((3,), stuck, (torch.zeros(1, dtype=torch.int32),))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("seed", [0, 1, None])
+def test_blocks_that_count_while_they_wait(seed: int | None) -> None:
+    """What is counted is stored, compared with a limit, or takes part in the next address that is polled."""
+
+    @ct.kernel
+    def relay(flags, counts, out):
+        i, n = ct.bid(0), 0
+        while i > 0 and ct.atomic_add(flags, i - 1, 0) == 0:
+            n += 1
+        ct.scatter(counts, i, n)
+        n = 0
+        while n < 1_000_000 and ct.atomic_add(flags, (i + n) % 2 * 12 + 12, 0) == 0:
+            n += 1
+            ct.atomic_xchg(flags, 12 + 12 * (i % 2), 1)
+        ct.scatter(out, i, 0 if i == 0 else ct.gather(out, i - 1) + i)
+        ct.atomic_xchg(flags, i, 1)
+
+    flags, counts, out = (torch.zeros(n, dtype=torch.int32) for n in (36, 12, 12))
+    cutile_cpu.launch((12,), relay, (flags, counts, out), seed=seed)
+    assert out.tolist() == [i * (i + 1) // 2 for i in range(12)]
+    assert (counts.count_nonzero() > 0) == (seed is not None)
+
+
+def test_a_bounded_wait_ends() -> None:
+    @ct.kernel
+    def patient(flag, out):
+        n = 0
+        while ct.atomic_add(flag, 0, 0) == 0 and n < 500:
+            n += 1
+        ct.scatter(out, ct.bid(0), n)
+
+    out = torch.zeros(3, dtype=torch.int32)
+    cutile_cpu.launch((3,), patient, (torch.zeros(1, dtype=torch.int32), out))
+    assert out.tolist() == [500] * 3
+
+
+def test_a_plain_load_in_a_loop_is_polled_too() -> None:
+    """One block counts in memory, the other waits until it is done; both keep counts of their own."""
+
+    @ct.kernel
+    def pair(x, out):
+        n = 0
+        if ct.bid(0) == 0:
+            while ct.gather(x, 0) < 40:
+                ct.scatter(x, 0, ct.gather(x, 0) + 1)
+        else:
+            while ct.atomic_add(x, 0, 0) < 40:
+                n += 1
+        ct.scatter(out, ct.bid(0), n)
+
+    for seed in (None, 1, 2):
+        x, out = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        cutile_cpu.launch((2,), pair, (x, out), seed=seed)
+        assert x.item() == 40
+
+
+def _counting(flag, out):
+    n = 0
+    while ct.atomic_add(flag, 0, 0) == 0:
+        n += 1
+    ct.scatter(out, 0, n)
+
+
+def _storing_the_same(flag, out):
+    while ct.atomic_add(flag, 0, 0) == 0:
+        ct.scatter(out, 0, 7)
+
+
+def _going_round(flag, out):
+    n = 0
+    while ct.atomic_add(flag, n, 0) == 0:
+        n = (n + 1) % 3
+    ct.scatter(out, 0, n)
+
+
+def _reading_nothing(flag, out):
+    n = ct.gather(flag, 0)
+    while n < 5:
+        n = 3 - n
+    ct.scatter(out, 0, n)
+
+
+def _not_a_number(flag, out):
+    x = ct.astype(ct.gather(flag, 0), ct.float32) / 0.0
+    while x != 1.0:
+        x = x + 1.0
+    ct.scatter(out, 0, ct.astype(x, ct.int32))
+
+
+def _inside_another(flag, out):
+    done = 0
+    while done == 0:
+        n = 0
+        while n < 3:
+            n += 1
+            done += ct.atomic_add(flag, n, 0)
+    ct.scatter(out, 0, done)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_counting, _storing_the_same, _going_round, _reading_nothing, _not_a_number, _inside_another],
+    ids=lambda f: f.__name__[1:],
+)
+def test_a_loop_that_can_never_end_is_named(function: object) -> None:
+    before = threading.active_count()
+    args = (torch.zeros(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(KernelFault, match=rf"never ends.*\(2 blocks wait\).*test_blocks.py:\d+ in {function.__name__}"):
+        cutile_cpu.launch((2,), ct.kernel(function), args)
+    assert threading.active_count() == before
+
+
+def test_a_long_loop_is_no_wait_and_is_named_by_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3.cutile_cpu import waiting
+
+    @ct.kernel
+    def long(out):
+        n = 0
+        while n < 300:
+            n += 1
+        ct.scatter(out, ct.bid(0), n)
+
+    monkeypatch.setattr(waiting, "_MANY", 200)
+    out = torch.zeros(2, dtype=torch.int32)
+    with pytest.warns(UserWarning, match=r"test_blocks.py:\d+ in long: `while n < 300:` has not ended after 200 turns"):
+        cutile_cpu.launch((2,), long, (out,))
+    assert out.tolist() == [300, 300]
+
+
+@pytest.mark.parametrize("where", ["while", "for"])
+def test_an_interrupt_leaves_no_thread(where: str) -> None:
+    """Two blocks, of which one waits and the other is busy in a loop without end in sight."""
+
+    @ct.kernel
+    def busy(flag, out, turns: int):
+        n = 0
+        if ct.bid(0) == 0:
+            while ct.atomic_add(flag, 0, 0) == 0:
+                pass
+        else:
+            while n >= 0:
+                for i in range(turns):
+                    n = n * 3 + i
+                n = abs(n) % 1_000_003 + 1
+        ct.scatter(out, 0, n)
+
+    before = threading.active_count()
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    alarm = threading.Timer(0.5, _thread.interrupt_main)
+    alarm.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cutile_cpu.launch((2,), busy, (flag, out, 2**31 - 1 if where == "for" else 1), seed=None)
+    finally:
+        alarm.join()
     assert threading.active_count() == before
 
 

@@ -185,12 +185,12 @@ def test_addresses_in_several_tensors_at_once() -> None:
     memory.add(y, "y")
     lanes = torch.arange(8)
     address = torch.where(lanes % 2 == 0, x.data_ptr(), y.data_ptr()) + 4 * lanes
-    got = memory.load(address, None, None, dtype_of(ct.float32), "here")
+    got = memory.load(address, None, None, dtype_of(ct.float32), "here", (8,))
     assert torch.equal(got, torch.where(lanes % 2 == 0, x, y))
-    memory.store(address, got + 1, lanes < 6, dtype_of(ct.float32), "here")
+    memory.store(address, got + 1, lanes < 6, dtype_of(ct.float32), "here", (8,))
     assert x.tolist() == [1, 1, 3, 3, 5, 5, 6, 7] and y.tolist() == [100, 102, 102, 104, 104, 106, 106, 107]
     with pytest.raises(KernelFault, match="no multiple of 4 bytes in x"):
-        memory.load(torch.tensor([x.data_ptr() + 2]), None, None, dtype_of(ct.float32), "here")
+        memory.load(torch.tensor([x.data_ptr() + 2]), None, None, dtype_of(ct.float32), "here", (1,))
 
 
 def test_views_and_strides_of_tensors() -> None:

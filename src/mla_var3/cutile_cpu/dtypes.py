@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,12 +143,32 @@ def tensor(value: Any, dtype: Dtype) -> torch.Tensor:
     return torch.tensor(as_held(value, dtype) if dtype.kind != "bool" else value, dtype=dtype.held)
 
 
+def leading(tile: torch.Tensor, rank: int) -> tuple[int, ...]:
+    """The dimensions in front of a tile's own: of blocks that run together, or of a reduction's scalars."""
+    return tuple(tile.shape[: tile.dim() - rank])
+
+
+def together(tiles: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    """Tiles of one rank with the same leading dimensions: those that have none get them."""
+    lead = max((leading(t, rank) for t in tiles), key=len)
+    return [t.expand(lead + t.shape[t.dim() - rank :]) for t in tiles]
+
+
 def settle(tile: torch.Tensor, dtype: Dtype) -> Any:
     """A tile; of shape () and of integers or booleans, as a Python value."""
     if tile.dim() or not dtype.discrete:
         return tile
     value = tile.item()
     return value & MASK64 if dtype.bits == 64 and not dtype.signed and dtype.kind == "int" else value
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two values (tensors of one type, or anything else) are the same: a NaN is itself, -0 is not 0."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return a is b or (type(a) is type(b) and bool(a == b))
+    if a is b or a.shape != b.shape:
+        return a is b
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 # ---------------------------------------------------------------- constants

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from mla_var3.cutile_cpu import hoisting
 from mla_var3.cutile_cpu.errors import Misuse, TooLarge, WrongType, WrongValue
 from mla_var3.cutile_cpu.machine import Program, compile_ir
 
@@ -259,15 +260,16 @@ def final_ir(kernel: Any, constraints: Sequence[Any], arch: str | None = None) -
     get_function_hir.cache_clear()
     # A symbol and a version are given because cuTile would otherwise mangle a name, and ask tileiras for its version.
     signature = KernelSignature(constraints, CallingConvention.cutile_python_v2(), symbol=function.pyfunc.__name__)
-    result = compile_tile(
-        function,
-        [signature],
-        sm_arch=arch,
-        bytecode_version=BytecodeVersion.V_13_4,
-        return_final_ir=True,
-        return_bytecode=False,
-        return_cubin=False,
-    )
+    with hoisting.marked():
+        result = compile_tile(
+            function,
+            [signature],
+            sm_arch=arch,
+            bytecode_version=BytecodeVersion.V_13_4,
+            return_final_ir=True,
+            return_bytecode=False,
+            return_cubin=False,
+        )
     (block,) = result.final_ir
     return block
 

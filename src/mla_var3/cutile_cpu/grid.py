@@ -1,8 +1,8 @@
 """Running a grid: block after block, in an order that a seed shuffles.
 
-A block that waits for another one (a `while` loop whose turn changes none of its variables) lets the others run: it is
-left in a thread of its own and goes on when they have run or wait too. When all that are left wait, and none of them
-writes anything any more, the launch is a `KernelFault` that names the loop.
+A block that waits for another one (a `while` loop that reads what it read the turn before) lets the others run: it is
+left in a thread of its own and goes on when they have run or wait too. When all that are left wait, and each would do
+the same for ever because nothing changes memory any more, the launch is a `KernelFault` that names the loop.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mla_var3.cutile_cpu import frontend
+from mla_var3.cutile_cpu.batch import Batches
 from mla_var3.cutile_cpu.errors import KernelFault, TooLarge, UndeterminedPadding, WrongType, WrongValue
 from mla_var3.cutile_cpu.machine import BlockState, Program
 from mla_var3.cutile_cpu.memory import Memory
 from mla_var3.cutile_cpu.settings import own_settings
+from mla_var3.cutile_cpu.waiting import Abandoned
 
 #: cuTile's own limit of an axis of the grid.
 MAX_BLOCKS = (1 << 24) - 1
-
-#: Rounds of all waiting blocks without a write before they are said to wait for ever.
-_PATIENT_ROUNDS = 2
 
 
 def launch(
@@ -68,7 +67,7 @@ def _run(
 ) -> None:
     arguments = frontend.describe_arguments(kernel, args)
     program = frontend.program(kernel, arguments, arch)
-    memory = Memory(fill=poison, strict=strict)
+    memory = Memory(fill=poison, strict=strict, watch=program.can_wait)
     for tensor, name in arguments.tensors:
         memory.add(tensor, name)
     x, y, z = extents
@@ -113,49 +112,54 @@ class _Schedule:
         self.program, self.arguments, self.memory, self.grid = program, arguments, memory, grid
         self.parked: deque[_Waiting] = deque()
 
-    def execute(self, bid: tuple[int, int, int], wait: Callable[[str], None]) -> None:
-        state = BlockState(bid, self.grid, self.memory, self.arguments.lists, wait)
+    def state(self, bid: tuple[int, int, int], wait: Callable[[str, bool], None] | None) -> BlockState:
+        return BlockState(bid, self.grid, self.memory, self.arguments.lists, wait)
+
+    def execute(self, state: BlockState) -> None:
         self.program.execute(state, self.arguments.values)
 
     def run(self, blocks: list[tuple[int, int, int]]) -> None:
         # Only a kernel with a `while` loop can wait; the others need no threads.
         if not self.program.can_wait:
-            for bid in blocks:
-                self.execute(bid, lambda where: None)
+            batches = Batches(self.program, self.arguments, self.memory, self.grid)
+            for bid in batches.run(blocks):
+                self.execute(self.state(bid, None))
             return
         try:
             for bid in blocks:
-                self._go_on(_Waiting(self, bid))
-            self._finish()
+                self.parked.append(_Waiting(self, bid))
+                self._last_goes_on()
+            while self.parked:
+                for _ in range(len(self.parked)):
+                    self.parked.rotate(-1)
+                    self._last_goes_on()
+                self._look_for_the_end()
         finally:
             for block in self.parked:
                 block.give_up()
 
-    def _go_on(self, block: _Waiting) -> None:
-        if block.turn():
-            self.parked.append(block)
+    def _last_goes_on(self) -> None:
+        """Lets the last block in the queue run. It stays there meanwhile: an interrupt gives up all that are in it."""
+        if not self.parked[-1].turn():
+            self.parked.pop()
 
-    def _finish(self) -> None:
-        quiet = 0
-        while self.parked:
-            before, count = self.memory.writes, len(self.parked)
-            for _ in range(count):
-                self._go_on(self.parked.popleft())
-            progressed = self.memory.writes != before or len(self.parked) < count
-            quiet = 0 if progressed else quiet + 1
-            if quiet >= _PATIENT_ROUNDS:
-                first = self.parked[0]
-                many = f" ({len(self.parked)} blocks wait)" if len(self.parked) > 1 else ""
-                raise KernelFault(f"the loop never ends: nothing that it reads changes{many},", first.where, first.bid)
+    def _look_for_the_end(self) -> None:
+        if self.parked and all(block.circles_at == self.memory.changes for block in self.parked):
+            first = self.parked[0]
+            many = f" ({len(self.parked)} blocks wait)" if len(self.parked) > 1 else ""
+            raise KernelFault(f"the loop never ends: nothing that it reads changes{many},", first.where, first.bid)
 
 
 class _Waiting:
-    """One block in a thread that runs only while it has the turn."""
+    """One block in a thread that runs only while it has the turn. circles_at: `Memory.changes` for which its loop is
+    known to do the same for ever."""
 
     def __init__(self, schedule: _Schedule, bid: tuple[int, int, int]) -> None:
         self.schedule, self.bid, self.where = schedule, bid, ""
+        self.state = schedule.state(bid, self._wait)
+        self.circles_at = -1
         self.error: BaseException | None = None
-        self.done = self.abandoned = False
+        self.done = False
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
@@ -166,7 +170,8 @@ class _Waiting:
             self._thread.start()
         else:
             self._mine.release()
-        self._theirs.acquire()
+        while not self._theirs.acquire(timeout=0.2):
+            pass  # an interrupt that is no signal to this thread is seen between two waits
         if self.done:
             self._thread.join()
         if self.error is not None:
@@ -174,30 +179,29 @@ class _Waiting:
         return not self.done
 
     def _body(self) -> None:
+        self.schedule.memory.trace = None
         try:
             with own_settings():
-                self.schedule.execute(self.bid, self._wait)
-        except _Abandoned:
+                self.schedule.execute(self.state)
+        except Abandoned:
             pass
         except BaseException as error:
             self.error = error
         self.done = True
         self._theirs.release()
 
-    def _wait(self, where: str) -> None:
-        self.where = where
+    def _wait(self, where: str, circles: bool) -> None:
+        trace, self.where = self.schedule.memory.trace, where
+        self.circles_at = self.schedule.memory.changes if circles else -1
         self._theirs.release()
         self._mine.acquire()
-        if self.abandoned:
-            raise _Abandoned
+        if self.state.abandoned:
+            raise Abandoned
+        self.schedule.memory.trace = trace
 
     def give_up(self) -> None:
-        """Ends the thread of a block that will not go on."""
-        self.abandoned = True
+        """Ends the block's thread, which waits, or runs when the launch was interrupted."""
+        self.state.abandoned = True
         self._mine.release()
         if self._thread is not None:
             self._thread.join()
-
-
-class _Abandoned(BaseException):
-    pass

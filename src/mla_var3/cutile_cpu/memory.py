@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mla_var3.cutile_cpu.dtypes import Dtype, constant, from_memory, poison, settle, tensor, to_memory
+from mla_var3.cutile_cpu.dtypes import Dtype, constant, from_memory, poison, same_bits, settle, tensor, to_memory
 from mla_var3.cutile_cpu.errors import KernelFault
 
 
@@ -67,14 +67,16 @@ _PADDING = {"zero": 0.0, "neg_zero": -0.0, "nan": float("nan"), "pos_inf": float
 class Memory:
     """The regions of one launch. fill: poison undetermined padding (else zeros). strict: tiles that lie wholly outside
     their array are faults (else padding, and stores of nothing). Arrays without elements are no fault in either case:
-    cuTile's own tests load from empty slices."""
+    cuTile's own tests load from empty slices. watch: count in `changes` only writes that change something. trace, if
+    a list, gets (place, …, value) of what is read."""
 
-    def __init__(self, fill: bool, strict: bool) -> None:
-        self.fill, self.strict = fill, strict
+    def __init__(self, fill: bool, strict: bool, watch: bool = False) -> None:
+        self.fill, self.strict, self.watch = fill, strict, watch
         self._regions: dict[int, Region] = {}
         self._sorted: list[Region] = []
         self._starts: list[int] = []
-        self.writes = 0
+        self.changes = 0
+        self.trace: list[Any] | None = None
         self._arguments: list[tuple[torch.Tensor, str]] = []
         self._undetermined: dict[str, None] = {}  # lines of loads whose padding was poisoned, in order
         self._before: list[int] = []
@@ -101,7 +103,7 @@ class Memory:
         return f"byte {address - nearest.start} of {nearest.name}, which has {nearest.nbytes}"
 
     # ------------------------------------------------------------ pointers
-    def _cells(self, address: torch.Tensor, dtype: Dtype, where: str, verb: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def cells(self, address: torch.Tensor, dtype: Dtype, where: str, verb: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(flat memory, element indices) of addresses (1-D) that lie in one region."""
         size = dtype.bytes
         low, high = (int(v) for v in torch.aminmax(address))
@@ -114,60 +116,62 @@ class Memory:
             if bool(bad.any()):
                 worst = int(address[bad][0])
                 raise KernelFault(f"{verb} outside memory: {self._describe(worst)}", where)
-            raise _Several(at)
+            raise Several(at)
         index = address - found.start
         if size > 1:
-            if bool((index % size != 0).any()):
+            if bool((index & (size - 1)).any()):
                 raise KernelFault(f"{verb} at an address that is no multiple of {size} bytes in {found.name}", where)
-            index = torch.div(index, size, rounding_mode="floor")
+            index = index >> (size.bit_length() - 1)
         return found.flat(dtype.stored), index
 
     def read(self, address: torch.Tensor, dtype: Dtype, where: str) -> torch.Tensor:
         """Stored elements at byte addresses (1-D)."""
         try:
-            flat, index = self._cells(address, dtype, where, "load")
-            return flat[index]
-        except _Several as several:
+            flat, index = self.cells(address, dtype, where, "load")
+            found = flat[index]
+            if self.trace is not None:
+                self.trace.append((address, found))
+            return found
+        except Several as several:
             out = torch.empty(address.shape, dtype=dtype.stored)
             for which in several.groups():
                 out[which] = self.read(address[which], dtype, where)
             return out
 
     def write(self, address: torch.Tensor, stored: torch.Tensor, dtype: Dtype, where: str) -> None:
-        self.writes += 1
         try:
-            flat, index = self._cells(address, dtype, where, "store")
+            flat, index = self.cells(address, dtype, where, "store")
+            if self.watch and same_bits(flat[index], stored):
+                return
+            self.changes += 1
             flat[index] = stored
-        except _Several as several:
+        except Several as several:
             for which in several.groups():
                 self.write(address[which], stored[which], dtype, where)
 
-    def load(self, address: Any, mask: Any, padding: Any, dtype: Dtype, where: str) -> Any:
-        """A tile of the elements at `address` (a scalar or a tile); padding where mask is false."""
-        whole = tensor(address, dtype.pointee or dtype) if not isinstance(address, int) else torch.tensor(address)
+    def load(self, address: Any, mask: Any, padding: Any, dtype: Dtype, where: str, shape: tuple[int, ...]) -> Any:
+        """A tile of the elements at `address` (a scalar or a tile of that shape); padding where mask is false."""
+        whole = as_address(address).expand(shape)
         if mask is None:
-            raw = self.read(whole.reshape(-1), dtype, where).reshape(whole.shape)
+            raw = self.read(whole.reshape(-1), dtype, where).reshape(shape)
             return settle(from_memory(raw, dtype), dtype)
-        keep = torch.as_tensor(mask).expand(whole.shape)
-        if padding is None:
-            out = poison(dtype, tuple(whole.shape))
-        else:
-            out = tensor(padding, dtype).expand(whole.shape).clone()
+        keep = torch.as_tensor(mask).expand(shape)
+        out = masked_off(None if padding is None else tensor(padding, dtype), dtype, shape)
         if bool(keep.any()):
             out[keep] = from_memory(self.read(whole[keep].reshape(-1), dtype, where), dtype)
         return settle(out, dtype)
 
-    def store(self, address: Any, value: Any, mask: Any, dtype: Dtype, where: str) -> None:
-        whole = torch.as_tensor(address)
-        stored = to_memory(value, dtype).expand(whole.shape)
+    def store(self, address: Any, value: Any, mask: Any, dtype: Dtype, where: str, shape: tuple[int, ...]) -> None:
+        whole = as_address(address).expand(shape)
+        stored = to_memory(value, dtype).expand(shape)
         if mask is not None:
-            keep = torch.as_tensor(mask).expand(whole.shape)
+            keep = torch.as_tensor(mask).expand(shape)
             whole, stored = whole[keep], stored[keep]
         if whole.numel():
             self.write(whole.reshape(-1), stored.reshape(-1), dtype, where)
 
     # ------------------------------------------------------------ tiles
-    def _window(
+    def window(
         self, space: TileSpace, index: tuple[Any, ...], inbounds: bool, where: str, verb: str
     ) -> tuple[torch.Tensor | None, tuple[Any, ...], bool]:
         """(the part of memory inside the array, its place in the tile, whether it is the whole tile)."""
@@ -230,12 +234,15 @@ class Memory:
     def load_tile(self, space: TileSpace, index: tuple[Any, ...], inbounds: bool, where: str) -> torch.Tensor:
         if space.sparse is not None:
             return self._load_sparse(space, index, where)
-        window, place, whole = self._window(space, index, inbounds, where, "load")
+        window, place, whole = self.window(space, index, inbounds, where, "load")
         if whole and window is not None:
-            return from_memory(window, space.array.dtype)
-        out = self.padding(space, where)
-        if window is not None:
-            out[place] = from_memory(window, space.array.dtype)
+            out = from_memory(window, space.array.dtype)
+        else:
+            out = self.padding(space, where)
+            if window is not None:
+                out[place] = from_memory(window, space.array.dtype)
+        if self.trace is not None:
+            self.trace.append((space, *index, out))
         return out
 
     def store_tile(self, space: TileSpace, index: tuple[Any, ...], tile: Any, inbounds: bool, where: str) -> None:
@@ -245,10 +252,12 @@ class Memory:
             if address.numel():
                 self.write(address, stored[inside], space.array.dtype, where)
             return
-        window, place, _ = self._window(space, index, inbounds, where, "store")
+        window, place, _ = self.window(space, index, inbounds, where, "store")
         if window is None:
             return
-        self.writes += 1
+        if self.watch and same_bits(window, stored[place]):
+            return
+        self.changes += 1
         try:
             window.copy_(stored[place])
         except RuntimeError:  # elements share memory: the order among them is open
@@ -281,7 +290,7 @@ class Memory:
         return out
 
 
-class _Several(Exception):
+class Several(Exception):
     """Addresses in several regions. at: the region of each."""
 
     def __init__(self, at: torch.Tensor) -> None:
@@ -297,6 +306,20 @@ def _nans(tensor_: torch.Tensor) -> int:
         return 0
     # Numbers of 8 bits have no `isnan` of their own.
     return int((tensor_ if tensor_.element_size() > 1 else tensor_.to(torch.float32)).isnan().sum())
+
+
+def as_address(address: Any) -> torch.Tensor:
+    """Addresses as a tensor; one beyond 2^63 is negative there, and outside every region all the same."""
+    return (
+        address
+        if isinstance(address, torch.Tensor)
+        else torch.tensor(address - (1 << 64) if address >> 63 else address)
+    )
+
+
+def masked_off(padding: torch.Tensor | None, dtype: Dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """What a load by pointer gives where its mask is false."""
+    return poison(dtype, shape) if padding is None else padding.expand(shape).clone()
 
 
 def _filled(value: float, dtype: Dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -56,6 +56,13 @@ def to_odd(x: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
     return torch.where(even & (error != 0) & torch.isfinite(x), torch.nextafter(x, toward), x)
 
 
+def on_a_middle(x: torch.Tensor) -> bool:
+    """Whether a float64 of the tile may be halfway between two float32. Where none is, rounding to float32 gives what
+    rounding the value that x is nearest to would: that value is on the same side of every middle as x is."""
+    halfway = (x.view(torch.int64) & 0x1FFFFFFF) == 0x10000000
+    return bool((halfway | ((x.abs() < TINY32) & (x != 0))).any())
+
+
 # ---------------------------------------------------------------- rounding once
 def power(e: torch.Tensor) -> torch.Tensor:
     """2^e in float64 for integers e of -1022..1023."""

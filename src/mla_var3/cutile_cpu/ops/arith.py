@@ -137,6 +137,8 @@ def _minmax(fn: str, propagate: bool) -> Binary:
     def apply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = plain(a, b) if propagate else skip(a, b)
         # -0 is below +0 on the GPU; torch takes either.
+        if not bool((out == 0).any()):
+            return out
         return torch.where((a == 0) & (b == 0), torch.where(torch.signbit(a) == low, a, b), out)
 
     return apply
@@ -232,6 +234,10 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dtype: Dtype, mode: s
     a64, b64, c64 = a.to(torch.float64), b.to(torch.float64), c.to(torch.float64)
     if dtype.bits < 64:
         product = a64 * b64  # exact: two 24-bit numbers, and float64 has the range
+        if dtype.name == "float32" and mode == "RN":
+            near = product + c64
+            if not rounding.on_a_middle(near):
+                return near.to(torch.float32)
         total, error = rounding.two_sum(product, c64)
         out = rounding.round_exact(total, error, dtype, mode)
         if mode == "RM":

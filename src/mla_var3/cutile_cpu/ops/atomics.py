@@ -51,9 +51,7 @@ def read_modify_write(
         here = address[chosen]
         before = from_memory(memory.read(here, dtype, where), dtype)
         old[chosen] = before
-        after = update(before, operand[chosen])
-        if not torch.equal(before, after):  # a block that waits for this one must see when nothing happens
-            memory.write(here, to_memory(after, dtype), dtype, where)
+        memory.write(here, to_memory(update(before, operand[chosen]), dtype), dtype, where)
     return old
 
 

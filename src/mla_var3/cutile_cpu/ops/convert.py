@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mla_var3.cutile_cpu import rounding
-from mla_var3.cutile_cpu.dtypes import Dtype, decode, settle, tensor, to_memory, wrap, wrap_scalar
+from mla_var3.cutile_cpu.dtypes import Dtype, decode, leading, settle, tensor, to_memory, wrap, wrap_scalar
 from mla_var3.cutile_cpu.ops import Registers, Step, implements
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -116,16 +116,13 @@ def from_bytes(raw: torch.Tensor, dtype: Dtype) -> torch.Tensor:
 def _bitcast(op: Any, cx: Any) -> Step:
     x, result = cx.slot(op.x), cx.result(op)
     source, target, shape = cx.dtype(op.x), cx.dtype(op.result_vars[0]), cx.shape(op.result_vars[0])
-    lanes = cx.lanes and shape == ()
+    rank = cx.rank(op.x)
 
     def step(R: Registers) -> None:
         value = tensor(R[x], source)
         raw = to_bytes(value, source)
         # A uint8 tile holds bytes in int64.
         out = from_bytes(raw, target) if target.kind != "small" or target.bits == 4 else raw
-        if lanes:
-            R[result] = out.reshape(value.shape)
-        else:
-            R[result] = settle(out.reshape(shape), target)
+        R[result] = settle(out.reshape(leading(value, rank) + shape), target)
 
     return step

@@ -51,7 +51,7 @@ def _get_array_list_item(op: Any, cx: Any) -> Step:
 
     def step(R: Registers) -> None:
         table, length = R[x]
-        at = R[index]
+        at = R[0].decide(R[index])
         if not 0 <= at < length:
             raise KernelFault(f"item {at} of a list of {length} arrays", where)
         for slot, word in zip(results, table[at], strict=True):
@@ -109,7 +109,6 @@ def read_index(op: Any, cx: Any) -> Callable[[Registers], tuple[Any, ...]]:
 
     slots = cx.slots_of(op.index)
     ty = op.view.get_type()
-    types = [cx.dtype(v) for v in op.index]
     wide = isinstance(ty, PartitionViewTy) and ty.array_ty.index_dtype.bitwidth > 32
 
     def signed(value: int) -> int:
@@ -117,11 +116,12 @@ def read_index(op: Any, cx: Any) -> Callable[[Registers], tuple[Any, ...]]:
         top = 63 if wide else 31
         return value - (1 << (top + 1)) if value >> top else value
 
+    def signed_tile(value: torch.Tensor) -> torch.Tensor:
+        return value if wide else (value << 32) >> 32
+
     def read(R: Registers) -> tuple[Any, ...]:
         values = [R[s] for s in slots]
-        return tuple(
-            tensor(v, t) if isinstance(v, torch.Tensor) else signed(v) for v, t in zip(values, types, strict=True)
-        )
+        return tuple(signed_tile(v) if isinstance(v, torch.Tensor) else signed(v) for v in values)
 
     return read
 
@@ -164,6 +164,7 @@ def _pointer_offset(op: Any, cx: Any) -> Step:
     pointer, offset, result = cx.slot(op.pointer), cx.slot(op.offset), cx.result(op)
     dtype, offset_dtype = cx.dtype(op.pointer), cx.dtype(op.offset)
     size = _addressable(dtype.pointee, cx, op).bytes
+    cx.batchable &= cx.rank(op.pointer) == cx.rank(op.offset)
 
     def step(R: Registers) -> None:
         p, n = R[pointer], R[offset]
@@ -179,12 +180,13 @@ def _pointer_offset(op: Any, cx: Any) -> Step:
 def _load_pointer(op: Any, cx: Any) -> Step:
     pointer, mask, padding = cx.slot(op.pointer), cx.optional(op.mask), cx.optional(op.padding_value)
     result, where = cx.result(op), cx.where(op)
-    dtype = _addressable(cx.dtype(op.pointer).pointee, cx, op)
+    dtype, shape = _addressable(cx.dtype(op.pointer).pointee, cx, op), cx.shape(op.result_vars[0])
+    cx.batchable &= all(v is None or cx.shape(v) == shape for v in (op.pointer, op.mask, op.padding_value))
 
     def step(R: Registers) -> None:
         keep = None if mask is None else R[mask]
         pad = None if padding is None else R[padding]
-        R[result] = R[0].memory.load(R[pointer], keep, pad, dtype, where)
+        R[result] = R[0].memory.load(R[pointer], keep, pad, dtype, where, shape)
 
     return step
 
@@ -192,10 +194,11 @@ def _load_pointer(op: Any, cx: Any) -> Step:
 @implements("store_pointer")
 def _store_pointer(op: Any, cx: Any) -> Step:
     pointer, mask, value = cx.slot(op.pointer), cx.optional(op.mask), cx.slot(op.value)
-    where, dtype = cx.where(op), _addressable(cx.dtype(op.pointer).pointee, cx, op)
+    where, dtype, shape = cx.where(op), _addressable(cx.dtype(op.pointer).pointee, cx, op), cx.shape(op.pointer)
+    cx.batchable &= all(v is None or cx.shape(v) == shape for v in (op.value, op.mask))
 
     def step(R: Registers) -> None:
-        R[0].memory.store(R[pointer], R[value], None if mask is None else R[mask], dtype, where)
+        R[0].memory.store(R[pointer], R[value], None if mask is None else R[mask], dtype, where, shape)
 
     return step
 

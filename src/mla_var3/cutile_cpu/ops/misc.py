@@ -35,10 +35,11 @@ def _num_blocks(op: Any, cx: Any) -> Step:
 @implements("assume_div_by")
 def _assume_div_by(op: Any, cx: Any) -> Step:
     x, result, divisor, where = cx.slot(op.x), cx.result(op), op.divisor, cx.where(op)
+    power = divisor & (divisor - 1) == 0
 
     def step(R: Registers) -> None:
         value = R[x]
-        wrong = value % divisor != 0
+        wrong = (value & (divisor - 1) if power else value % divisor) != 0
         if bool(wrong.any()) if isinstance(wrong, torch.Tensor) else wrong:
             if isinstance(value, torch.Tensor):
                 value = int(value[wrong].reshape(-1)[0])
@@ -55,7 +56,7 @@ def _assume_bounded(op: Any, cx: Any) -> Step:
     def step(R: Registers) -> None:
         value = R[x]
         if isinstance(value, torch.Tensor):
-            inside = all((low is None or v >= low) and (high is None or v <= high) for v in value.reshape(-1).tolist())
+            inside = (low is None or bool((value >= low).all())) and (high is None or bool((value <= high).all()))
         else:
             inside = (low is None or value >= low) and (high is None or value <= high)
         if not inside:

@@ -16,11 +16,23 @@ def multiply(x: torch.Tensor, y: torch.Tensor, acc: torch.Tensor, types: tuple[D
     tx, ty, ta = types
     if tx.kind == "int":
         # Sums of products of bytes are exact in float64 up to K = 2^37.
-        product = torch.matmul(x.to(torch.float64), y.to(torch.float64)).to(torch.int64)
-        return wrap(product + acc, ta)
+        return wrap(_matmul(x.to(torch.float64), y.to(torch.float64)).to(torch.int64) + acc, ta)
     work = torch.float64 if tx.name == "float64" else torch.float32
-    total = torch.matmul(decode(x, tx, work), decode(y, ty, work)) + acc.to(work)
-    return total.to(ta.held)
+    return (_matmul(decode(x, tx, work), decode(y, ty, work)) + acc.to(work)).to(ta.held)
+
+
+def _matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x @ y, matrix by matrix: the order of additions may depend on the layout of a product's operands and on how many
+    products are made at once, and is to be the same for a block alone and for many together."""
+    x, y = x.contiguous(), y.contiguous()
+    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    if not lead:
+        return torch.mm(x, y)
+    out = torch.empty((*lead, x.shape[-2], y.shape[-1]), dtype=x.dtype)
+    xs, ys = (t.expand(lead + t.shape[-2:]).flatten(0, -3) for t in (x, y))
+    for a, b, c in zip(xs, ys, out.flatten(0, -3), strict=True):
+        torch.mm(a, b, out=c)
+    return out
 
 
 @implements("tile_mma")
@@ -44,6 +56,6 @@ def _mma_scaled(op: Any, cx: Any) -> Step:
         x, x_scale, y, y_scale = (decode(R[s], t) for s, t in zip(slots[:4], types, strict=True))
         x = x * x_scale.repeat_interleave(x.shape[-1] // x_scale.shape[-1], dim=-1)
         y = y * y_scale.repeat_interleave(y.shape[-2] // y_scale.shape[-2], dim=-2)
-        R[result] = (torch.matmul(x, y) + R[slots[4]]).to(torch.float32)
+        R[result] = (_matmul(x, y) + R[slots[4]]).to(torch.float32)
 
     return step

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mla_var3.cutile_cpu.dtypes import Dtype, settle, tensor
+from mla_var3.cutile_cpu.dtypes import Dtype, settle, tensor, together
+from mla_var3.cutile_cpu.machine import Unbatchable
 from mla_var3.cutile_cpu.ops import Registers, Step, implements
 
 
@@ -25,8 +26,13 @@ class Combine:
             tuple(getattr(v.get_type(), "shape", ())) == () for inner in op.body for v in inner.result_vars
         )
         before, cx.lanes = cx.lanes, self.elementwise
+        known = set(cx.slots.values())
         self.body: Step = cx.block(op.body)
         cx.lanes = before
+        cx.batchable &= self.elementwise
+        outer = [v for inner in op.body for v in inner.all_inputs() if cx.slot(v) in known - set(self.parameters)]
+        #: Scalars from outside.
+        self.outer = cx.slots_of([v for v in outer if getattr(v.get_type(), "shape", None) == ()])
 
     def _call(self, R: Registers, left: list[Any], right: list[Any]) -> list[Any]:
         for i, slot in enumerate(self.parameters):
@@ -36,6 +42,8 @@ class Combine:
 
     def __call__(self, R: Registers, left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.elementwise:
+            if any(isinstance(R[slot], torch.Tensor) and R[slot].dim() for slot in self.outer):
+                raise Unbatchable  # it is another one for each block
             shape = left[0].shape
             values = self._call(R, left, right)
             return [tensor(v, t).expand(shape) for v, t in zip(values, self.types, strict=True)]
@@ -51,16 +59,16 @@ class Combine:
 
 @implements("tile_reduce")
 def _reduce(op: Any, cx: Any) -> Step:
-    xs, results, axis = cx.slots_of(op.xs), cx.slots_of(op.result_vars), op.axis
+    xs, results, rank = cx.slots_of(op.xs), cx.slots_of(op.result_vars), cx.rank(op.xs[0])
+    axis = op.axis - rank
     combine = Combine(op, cx)
 
     def step(R: Registers) -> None:
-        tiles = [R[x] for x in xs]
+        tiles = together([R[x] for x in xs], rank)
         while tiles[0].shape[axis] > 1:
             count = tiles[0].shape[axis]
-            left = [t.unflatten(axis, (count // 2, 2)).select(axis + 1, 0) for t in tiles]
-            right = [t.unflatten(axis, (count // 2, 2)).select(axis + 1, 1) for t in tiles]
-            tiles = combine(R, left, right)
+            pairs = [t.unflatten(axis, (count // 2, 2)) for t in tiles]
+            tiles = combine(R, [p.select(axis, 0) for p in pairs], [p.select(axis, 1) for p in pairs])
         for slot, tile, dtype in zip(results, tiles, combine.types, strict=True):
             R[slot] = settle(tile.select(axis, 0), dtype)
 
@@ -69,11 +77,12 @@ def _reduce(op: Any, cx: Any) -> Step:
 
 @implements("tile_scan")
 def _scan(op: Any, cx: Any) -> Step:
-    xs, results, axis, reverse = cx.slots_of(op.xs), cx.slots_of(op.result_vars), op.axis, op.reverse
+    xs, results, rank, reverse = cx.slots_of(op.xs), cx.slots_of(op.result_vars), cx.rank(op.xs[0]), op.reverse
+    axis = op.axis - rank
     combine = Combine(op, cx)
 
     def step(R: Registers) -> None:
-        tiles = [R[x].flip(axis) if reverse else R[x] for x in xs]
+        tiles = [t.flip(axis) if reverse else t for t in together([R[x] for x in xs], rank)]
         count, reach = tiles[0].shape[axis], 1
         while reach < count:
             left = [t.narrow(axis, 0, count - reach) for t in tiles]

@@ -6,49 +6,54 @@ from typing import Any
 
 import torch
 
-from mla_var3.cutile_cpu.dtypes import settle, tensor
+from mla_var3.cutile_cpu.dtypes import leading, settle, tensor, together
 from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.cutile_cpu.ops import Registers, Step, implements
 
 
 @implements("tile_reshape")
 def _reshape(op: Any, cx: Any) -> Step:
-    x, result, dtype = cx.slot(op.x), cx.result(op), cx.dtype(op.x)
+    x, result, dtype, rank = cx.slot(op.x), cx.result(op), cx.dtype(op.x), cx.rank(op.x)
     shape = cx.shape(op.result_vars[0])
 
     def step(R: Registers) -> None:
-        R[result] = settle(tensor(R[x], dtype).reshape(shape), dtype)
+        tile = tensor(R[x], dtype)
+        R[result] = settle(tile.reshape(leading(tile, rank) + shape), dtype)
 
     return step
 
 
 @implements("tile_broadcast")
 def _broadcast(op: Any, cx: Any) -> Step:
-    x, result, dtype = cx.slot(op.x), cx.result(op), cx.dtype(op.x)
+    x, result, dtype, rank = cx.slot(op.x), cx.result(op), cx.dtype(op.x), cx.rank(op.x)
     shape = cx.shape(op.result_vars[0])
 
     def step(R: Registers) -> None:
-        R[result] = tensor(R[x], dtype).expand(shape)
+        tile = tensor(R[x], dtype)
+        lead = leading(tile, rank)
+        R[result] = tile.reshape(lead + (1,) * (len(shape) - rank) + tile.shape[len(lead) :]).expand(lead + shape)
 
     return step
 
 
 @implements("tile_permute")
 def _permute(op: Any, cx: Any) -> Step:
-    x, result, axes = cx.slot(op.x), cx.result(op), tuple(op.axes)
+    x, result, axes = cx.slot(op.x), cx.result(op), tuple(a - len(op.axes) for a in op.axes)
 
     def step(R: Registers) -> None:
-        R[result] = R[x].permute(axes) if axes else R[x]
+        tile = R[x]
+        R[result] = tile.permute(*range(len(leading(tile, len(axes)))), *axes) if axes else tile
 
     return step
 
 
 @implements("tile_cat")
 def _cat(op: Any, cx: Any) -> Step:
-    x, y, result, axis = cx.slot(op.x), cx.slot(op.y), cx.result(op), op.axis
+    x, y, result, rank = cx.slot(op.x), cx.slot(op.y), cx.result(op), cx.rank(op.x)
+    axis = op.axis - rank
 
     def step(R: Registers) -> None:
-        R[result] = torch.cat((R[x], R[y]), dim=axis)
+        R[result] = torch.cat(together((R[x], R[y]), rank), dim=axis)
 
     return step
 
@@ -77,8 +82,8 @@ def _extract(op: Any, cx: Any) -> Step:
     whole, part, where, dtype = cx.shape(op.x), cx.shape(op.result_vars[0]), cx.where(op), cx.dtype(op.x)
 
     def step(R: Registers) -> None:
-        at = _part([R[i] for i in index], whole, part, where)
-        R[result] = settle(tensor(R[x], dtype)[at], dtype)
+        at = _part([R[0].decide(R[i]) for i in index], whole, part, where)
+        R[result] = settle(tensor(R[x], dtype)[(..., *at)], dtype)
 
     return step
 
@@ -89,8 +94,10 @@ def _insert(op: Any, cx: Any) -> Step:
     whole, part, where, dtype = cx.shape(op.x), cx.shape(op.value), cx.where(op), cx.dtype(op.x)
 
     def step(R: Registers) -> None:
-        out = tensor(R[x], dtype).clone()
-        out[_part([R[i] for i in index], whole, part, where)] = tensor(R[value], dtype)
+        at = _part([R[0].decide(R[i]) for i in index], whole, part, where)
+        tile, new = tensor(R[x], dtype), tensor(R[value], dtype)
+        out = tile.expand((leading(new, len(part)) or leading(tile, len(whole))) + whole).clone()
+        out[(..., *at)] = new
         R[result] = settle(out, dtype)
 
     return step

@@ -355,6 +355,7 @@ def test_blocks_together_are_blocks_one_by_one(name: str, seed: int | None, coun
 def test_windows_of_few_blocks(bytes_: int, monkeypatch: pytest.MonkeyPatch, count: Count) -> None:
     monkeypatch.setattr(batch, "_WINDOW_BYTES", bytes_)
     monkeypatch.setattr(batch, "_MOST_LANES", 5)
+    monkeypatch.setattr(batch, "_FEWEST_LANES", 1)
     assert_same((7, 5), _ragged, (numbers(50, 37), numbers(37, 50), 8))
     assert count.blocks == 35 and count.batches >= 7
     assert_same(GRID, _same_place, (numbers(25, 32), numbers(24, 32), 32))
@@ -392,6 +393,7 @@ PROBLEMS = {
 @pytest.mark.parametrize("kernel", LAB, ids=lambda k: f"{k.design}-v{k.version}")
 def test_the_labs_kernels(kernel: Any, monkeypatch: pytest.MonkeyPatch, count: Count) -> None:
     monkeypatch.setattr(batch, "_ELEMENTS", 1 << 20)  # large tiles too
+    monkeypatch.setattr(batch, "_FEWEST_LANES", 2)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # some write a part of their outputs
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     plan_type = registry.get_plan(kernel)

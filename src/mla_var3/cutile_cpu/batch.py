@@ -25,7 +25,7 @@ from mla_var3.cutile_cpu.memory import ArrayView, Memory, Several, TileSpace, as
 #: Elements of the largest tile of all lanes together: tiles that stay in a cache, and are large beside a step's cost.
 _ELEMENTS = 1 << 17
 _MOST_LANES = 1024
-_FEWEST_LANES = 4
+_FEWEST_LANES = 4  # fewer are not worth it
 
 #: Bytes of a window's accesses before it is written.
 _WINDOW_BYTES = 1 << 28
@@ -355,7 +355,7 @@ class Batches:
     def run(self, blocks: list[Block]) -> list[Block]:
         """Runs blocks from the start of the list; returns those that have to run one by one."""
         window, at = self.lanes, 0
-        while self.program.batchable and at < len(blocks) - 1 and self.lanes >= _FEWEST_LANES:
+        while self.program.batchable and min(len(blocks) - at, self.lanes) >= _FEWEST_LANES:
             chosen = blocks[at : at + window]
             try:
                 log = self._run_window(chosen)

@@ -25,7 +25,8 @@ def _matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x @ y, matrix by matrix: the order of additions may depend on the layout of a product's operands and on how many
     products are made at once, and is to be the same for a block alone and for many together."""
     x, y = x.contiguous(), y.contiguous()
-    lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    # torch.broadcast_shapes would import sympy.
+    lead = torch.broadcast_tensors(x[..., 0, 0], y[..., 0, 0])[0].shape
     if not lead:
         return torch.mm(x, y)
     out = torch.empty((*lead, x.shape[-2], y.shape[-1]), dtype=x.dtype)

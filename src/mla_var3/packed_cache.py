@@ -1,0 +1,265 @@
+"""Byte layouts of latent caches: what a token's bytes are, packing into them and unpacking.
+
+    v32    656 bytes a token: 512 e4m3 columns | 4 float32 scales, each of 128 columns | 64 bf16 columns
+    v4     584 bytes a token, a page in two parts: its N rows of 576 bytes (448 e4m3 columns | 64 bf16 columns), then
+           its N rows of 8 bytes (7 ue8m0 scales, each of 64 columns | 1 that nobody reads). A page takes a multiple
+           of 576 bytes
+    flat   576 bytes a token: 576 e4m3 columns. One float32 scale for the whole cache is kept beside it
+    bf16   1152 bytes a token: 576 bf16 columns
+
+A cached column is its e4m3 code times the scale that it shares; bf16 columns have none. The first 512 columns of a
+token are its latent, the value of attention; all of them are the key. v32 is what DeepSeek V3.2 and v4 what DeepSeek V4
+attend to sparsely.
+
+A cache is a tensor (pages, page, bytes of a token) of uint8, or (pages, page, 576) of bf16. Pages may lie further apart
+than they are long; the rows of a page may not. In v4 that shape counts bytes and says nothing of where they are:
+`fields` does, for all layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+#: Columns of a value: the first ones of every token.
+VALUES = 512
+#: Largest finite e4m3, and the smallest scale: that of columns which are all 0.
+E4M3_MAX = 448.0
+SCALE_MIN = 1e-4
+#: A page of v4 begins at a multiple of these many bytes.
+V4_ALIGNMENT = 576
+
+#: Columns that are packed at a time: their float32 copies take 512 MB each.
+_CHUNK = 1 << 27
+
+
+@dataclass(frozen=True)
+class Layout:
+    """quantised: e4m3 columns, which come first. plain: bf16 columns behind them. tile: columns that share a scale; 0
+    where the whole cache has one, or none. scale_bytes: of one. padding: bytes of a token that nobody reads."""
+
+    name: str
+    quantised: int
+    plain: int
+    tile: int = 0
+    scale_bytes: int = 0
+    padding: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Of a key."""
+        return self.quantised + self.plain
+
+    @property
+    def scales(self) -> int:
+        """Scales of a token."""
+        return self.quantised // self.tile if self.tile else 0
+
+    @property
+    def token_bytes(self) -> int:
+        return self.quantised + 2 * self.plain + self.scales * self.scale_bytes + self.padding
+
+    def page_bytes(self, page: int) -> int:
+        """Bytes from one page of `page` tokens to the next."""
+        size = page * self.token_bytes
+        return -(-size // V4_ALIGNMENT) * V4_ALIGNMENT if self.name == "v4" else size
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("v32", quantised=512, plain=64, tile=128, scale_bytes=4),
+        Layout("v4", quantised=448, plain=64, tile=64, scale_bytes=1, padding=1),
+        Layout("flat", quantised=576, plain=0),
+        Layout("bf16", quantised=0, plain=576),
+    )
+}
+
+
+def layout_of(name: Any) -> Layout:
+    """A layout by its name; a `UserError` names the nearest."""
+    if name not in LAYOUTS:
+        raise UserError(f"cache layout {name!r} is unknown: {nearest(str(name), LAYOUTS)}.")
+    return LAYOUTS[name]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Views of a cache, each (pages, page, its columns), None where the layout has none. codes: uint8, the bits of
+    e4m3. scales: float32 in v32, uint8 (the bits of ue8m0) in v4. plain: bf16."""
+
+    codes: torch.Tensor | None
+    scales: torch.Tensor | None
+    plain: torch.Tensor | None
+
+
+def new_cache(layout: Layout, pages: int, page: int, device: Any = "cpu") -> torch.Tensor:
+    """An uninitialised cache (pages, page, bytes of a token), or (pages, page, 576) of bf16."""
+    import torch
+
+    if layout.name == "bf16":
+        return torch.empty((pages, page, layout.columns), dtype=torch.bfloat16, device=device)
+    memory = torch.empty((pages, layout.page_bytes(page)), dtype=torch.uint8, device=device)
+    return memory[:, : page * layout.token_bytes].view(pages, page, layout.token_bytes)
+
+
+def fields(layout: Layout, cache: torch.Tensor) -> Fields:
+    """Where codes, scales and bf16 columns of each token are. Raises `UserError` for a tensor of another layout."""
+    import torch
+
+    bf16 = layout.name == "bf16"
+    row = layout.columns if bf16 else layout.token_bytes
+    dtype = torch.bfloat16 if bf16 else torch.uint8
+    if cache.dim() != 3 or cache.shape[2] != row or cache.dtype != dtype:
+        wanted = f"(pages, page, {row}) of {dtype}"
+        raise UserError(f"a cache of layout {layout.name} is {wanted}; this is {tuple(cache.shape)} of {cache.dtype}.")
+    if cache.stride(2) != 1 or cache.stride(1) != row:
+        raise UserError(f"a cache has strides {cache.stride()}: the rows of a page must lie beside each other.")
+    if bf16:
+        return Fields(None, None, cache)
+    pages, page, _ = cache.shape
+
+    def part(begin: int, apart: int, width: int) -> torch.Tensor:
+        """`width` bytes of each token, `apart` bytes from one to the next, from byte `begin` of the page on."""
+        return cache.as_strided((pages, page, width), (cache.stride(0), apart, 1), cache.storage_offset() + begin)
+
+    if layout.name == "flat":
+        return Fields(cache, None, None)
+    plain = 2 * layout.plain
+    if layout.name == "v4":
+        data = layout.quantised + plain
+        codes, rope = part(0, data, layout.quantised), part(layout.quantised, data, plain)
+        scales = part(page * data, layout.scales + layout.padding, layout.scales)
+        return Fields(codes, scales, rope.view(torch.bfloat16))
+    scales = part(layout.quantised, row, 4 * layout.scales)
+    rope = part(layout.quantised + 4 * layout.scales, row, plain)
+    return Fields(cache[..., : layout.quantised], scales.view(torch.float32), rope.view(torch.bfloat16))
+
+
+def pack(
+    layout: Layout,
+    values: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    powers: bool = True,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The cache of values (pages, page, columns) of a floating dtype, in `out` where it is given.
+
+    A scale is the largest magnitude of its columns over 448, and at least `SCALE_MIN`, rounded up to a power of two
+    unless `powers` is False (v4 has no others). A code is the float32 quotient of value and scale, rounded to the
+    nearest e4m3 (ties to even), at most 448. NaN is kept. scale: (1,) float32, of layout flat, which needs one:
+    `flat_scale`. Bytes that belong to nobody are 0 in a new cache and left alone in `out`.
+    """
+    pages, page, columns = values.shape
+    if columns != layout.columns:
+        raise UserError(f"tokens of layout {layout.name} have {layout.columns} columns; these have {columns}.")
+    if (scale is None) == (layout.name == "flat"):
+        wanted = "needs its one scale" if scale is None else "has scales of its own: leave scale out"
+        raise UserError(f"layout {layout.name} {wanted}.")
+    if layout.name == "v4" and not powers:
+        raise UserError("layout v4 has powers of two for scales: leave powers as it is.")
+    if out is None:
+        out = new_cache(layout, pages, page, values.device)
+        if layout.name == "v4":
+            out.as_strided((pages, layout.page_bytes(page)), (out.stride(0), 1)).zero_()
+    target = fields(layout, out)
+    if target.plain is not None:
+        target.plain.copy_(values[..., layout.quantised :])
+    if target.codes is None:
+        return out
+    step = max(1, _CHUNK // (page * columns))
+    for begin in range(0, pages, step):
+        part = slice(begin, begin + step)
+        x = values[part, :, : layout.quantised].float()
+        if target.scales is None:
+            assert scale is not None
+            target.codes[part] = quantised(x, scale)
+            continue
+        tiles = x.unflatten(-1, (layout.scales, layout.tile))
+        scales = _scales(tiles, powers)
+        target.codes[part] = quantised(tiles, scales.unsqueeze(-1)).flatten(-2)
+        target.scales[part] = scales if layout.name == "v32" else ue8m0_of(scales)
+    return out
+
+
+def flat_scale(values: torch.Tensor) -> torch.Tensor:
+    """(1,) float32: the one scale of layout flat with which no value is cut."""
+    return (values.abs().amax().float() / E4M3_MAX).clamp(min=SCALE_MIN).view(1)
+
+
+def _scales(tiles: torch.Tensor, powers: bool) -> torch.Tensor:
+    """(..., scales) float32 of (..., scales, tile)."""
+    import torch
+
+    scales = (tiles.abs().amax(-1) / E4M3_MAX).clamp(min=SCALE_MIN)
+    if not powers:
+        return scales
+    fraction, exponent = torch.frexp(scales)
+    up = torch.where(fraction == 0.5, exponent - 1, exponent)
+    # By its bits: a GPU's powers are off by units in the last place.
+    power = (up.int() + 127 << 23).view(torch.float32)
+    return torch.where(scales.isnan(), math.nan, power)
+
+
+def quantised(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """uint8, the bits of e4m3, of float32 values over their scales."""
+    import torch
+
+    # What torch makes of larger values differs between devices and versions.
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def ue8m0_of(scales: torch.Tensor) -> torch.Tensor:
+    """uint8, the bits of ue8m0, of float32 powers of two from 2^-126 on; NaN is 255."""
+    import torch
+
+    return (scales.contiguous().view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+
+
+def ue8m0_value(bits: torch.Tensor) -> torch.Tensor:
+    """float64: 2^(bits - 127), NaN of 255."""
+    import torch
+
+    exponent = bits.long() - 127 + 1023
+    return torch.where(bits == 255, math.nan, (exponent << 52).view(torch.float64))
+
+
+def unpack(layout: Layout, cache: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """(pages, page, columns) float64: exactly what the bytes say. scale: (1,), of layout flat."""
+    return _values(layout, fields(layout, cache), scale)
+
+
+def gather(
+    layout: Layout, cache: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(n, columns) float64 of n tokens, given as page · tokens of a page + row. scale: (1,), of layout flat."""
+    at = tokens.long() // cache.shape[1], tokens.long() % cache.shape[1]
+    there = fields(layout, cache)
+    found = (None if x is None else x[at] for x in (there.codes, there.scales, there.plain))
+    return _values(layout, Fields(*found), scale)
+
+
+def _values(layout: Layout, there: Fields, scale: torch.Tensor | None) -> torch.Tensor:
+    import torch
+
+    parts = []
+    if there.codes is not None:
+        x = there.codes.contiguous().view(torch.float8_e4m3fn).float().double()
+        if there.scales is not None:
+            scales = there.scales.double() if layout.name == "v32" else ue8m0_value(there.scales)
+            x = (x.unflatten(-1, (layout.scales, layout.tile)) * scales.unsqueeze(-1)).flatten(-2)
+        else:
+            if scale is None:
+                raise UserError(f"layout {layout.name} needs its one scale.")
+            x = x * scale.double()
+        parts.append(x)
+    if there.plain is not None:
+        parts.append(there.plain.double())
+    return torch.cat(parts, dim=-1)

@@ -1,0 +1,732 @@
+"""Sparse decode over packed latent caches: each query token attends to the cached tokens that its indices name.
+
+b requests of s query tokens each; h query heads share one cache of a layout of `mla_var3.packed_cache`. A key is all
+c columns of a cached token (576; 512 in v4), its value the first 512. A problem's inputs, in this order; those in
+brackets where the problem has them:
+
+    q (b, s, h, c) bf16       cache (pages, page, ...)     indices (b, s, topk) int32   [scale (1,) float32: of flat]
+    [lengths (b,) int32]      [sink (h,) float32]
+    [extra_cache (...)        extra_indices (b, s, extra) int32      [extra_lengths (b,) int32]]
+    →   out (b, s, h, 512) bf16, lse (b, h, s) float32
+
+An index is page · tokens of a page + row, within the whole cache. One that is negative, or at least the tokens of the
+cache, names none; one that is there several times counts as often. Of the topk indices of a request's query tokens
+those from lengths[i] on are not looked at, and may hold anything. The extra cache, of the same layout, is attended to
+as well.
+
+lse is the natural log-sum-exp of scale · q·k over the tokens that are attended to, +inf where there is none. The sink
+of a head is a logit more in the softmax, without a value: out is multiplied by 1 / (1 + exp(sink - lse)), so that +inf
+makes it 0, and -inf changes nothing; lse is without it. out is 0 where no token is attended to.
+
+Keys and values are exactly what the bytes say, not rounded to bf16.
+
+Tokens that no query token attends to hold NaN in every column and scale, as do the bytes between pages.
+
+Distributions of inputs (`dist`). Unless something else is said, keys are N(0, 1) / 10 clamped to ±1 before they are
+packed, with scales that are powers of two, and q is N(0, 1) clamped to ±1, as in FlashMLA's own test:
+
+    flashmla    as above
+    normal      N(0, 1): attention is uneven
+    holes       a third of the indices name none
+    none        no index names a token
+    duplicates  three tokens, each many times
+    empty       every other request has no token: its lengths are 0, or its indices name none
+    first,last  the token of the first index (the last) takes about 95 % of the attention of its query token
+    unseen      every token that is not attended to would take it; a third of the indices name none
+    below_zero  every attended logit is far below zero, so that a token of zeros, or a masked logit of 0, would take
+                it; a third of the indices name none
+    scales      v32 and flat: scales a little below the middle between two bf16 numbers. v4: of many magnitudes
+    codes       every finite e4m3, all of them equally often
+    subnormal   subnormal e4m3 and zeros of both signs alone
+
+Bounds
+------
+They are those of dense decode (`decode.FLASHMLA`), whose derivation holds for out: keys have a spread of 0.1, and a
+row may have one key alone, so rows have `decode.DOMINATED`'s bound. Two things differ.
+
+    lse: q is ten times as large as there, so logits have a spread of 0.07 where they have 0.017 (and 1 for N(0, 1)). A
+         float32 sum of 576 products whose partial sums are cut off at 2^-23 of about 4 spreads, at each of 36 steps of
+         a matrix instruction, is off by up to 2e-5 spreads; 1e-4 spreads are allowed, as there.
+    scales: no 16-bit key holds the product of e4m3 and such a scale. With u = 2^-8 and scales of (1 + u) · 2^i, an e4m3
+         of mantissa m = 1, 1.125, ..., 1.875 is off by -1, 0.78, 0.6, 0.45, 0.33, 0.23, 0.14, 0.07 times u after
+         rounding once: a mean of 0.2 u, an rms of 0.54 u. Where the scale is rounded first, all are off by u.
+         out: beside P and out, with u/√6 each, so (1/6 + 1/6 + 0.3) u²/2 = 4.8e-6 of cosine difference when rounded
+         once, and (1/6 + 1/6 + 1) u²/2 = 1.0e-5 when the scale is; the bound of the whole is 7.2e-6. A row of one key
+         has at most (1 + 1/3 + 0.5) u²/2 = 1.4e-5, and an element 0.8 u σ more than elsewhere for V, and for K what
+         lse is off by.
+         lse: logits of spread 0.07 are off by an rms of 0.54 u, so 1.5e-4, and 6 times that in the worst of 10^8, and
+         by the mean, 0.2 u · 4 · 0.07: 1.2e-3 in all. Relative to a row's only logit it is 0.54 u: a cosine difference
+         of 0.15 u² = 2.2e-6, where no longer rows stand beside it.
+         flat folds its one scale into a float32 factor, and v4 has powers of two: bounds as elsewhere are kept too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mla_var3.errors import UserError, nearest
+from mla_var3.packed_cache import LAYOUTS, VALUES, Layout, fields, gather, layout_of, new_cache, pack, quantised
+from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_integer, count, decode
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SparseClass:
+    """What a compiled kernel is specialised on: everything of a problem but b, t, and how many indices there are."""
+
+    s: int
+    h: int
+    layout: str
+    page: int
+    lengths: bool
+    sink: bool
+    extra_page: int
+    extra_lengths: bool
+
+    def key(self) -> str:
+        options = {"lengths": self.lengths, "sink": self.sink, "xlengths": self.extra_lengths}
+        more = "".join(f"_{name}" for name, is_so in options.items() if is_so)
+        return f"sparse_{self.layout}_s{self.s}_h{self.h}_pg{self.page}_x{self.extra_page}{more}"
+
+
+@dataclass(frozen=True)
+class SparseProblem(Problem):
+    """Raises `UserError`, naming the field, when it makes no sense.
+
+    b: requests. s: query tokens of each. h: query heads. t: cached tokens of each request. topk: indices of a query
+    token. layout: of the caches, a name of `packed_cache.LAYOUTS`. page: tokens a page. lengths: whether only the
+    leftmost so many indices of each request count. sink: whether heads have an attention sink. extra: indices into an
+    extra cache, 0 for none (layout flat has none: its one scale is one cache's). extra_t, extra_page, extra_lengths: of
+    that cache, t and page where they are 0. softmax_scale: factor on q·k, None for the key's columns^-1/2, as FlashMLA
+    has it; compiled code does not depend on it. dtype: of q and out, bf16.
+    """
+
+    workload: ClassVar[str] = "sparse_decode"
+
+    b: int = 1
+    s: int = 1
+    h: int = 128
+    t: int = 32768
+    topk: int = 2048
+    layout: str = "v32"
+    page: int = 64
+    lengths: bool = False
+    sink: bool = False
+    extra: int = 0
+    extra_t: int = 0
+    extra_page: int = 0
+    extra_lengths: bool = False
+    softmax_scale: float | None = None
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
+        for name in ("b", "s", "h", "t", "topk", "page"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("extra", "extra_t", "extra_page"):
+            check_integer(name, getattr(self, name), 0)
+        for name in ("lengths", "sink", "extra_lengths"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
+        if self.dtype != "bf16":
+            raise UserError(f"problem.dtype = {self.dtype!r} is not taken: q and the caches' plain columns are bf16.")
+        if self.extra and self.layout == "flat":
+            raise UserError("problem.extra is for caches that hold their scales; layout flat has one beside its cache.")
+        if self.extra_lengths and not self.extra:
+            raise UserError("problem.extra_lengths is for an extra cache: give extra, the indices into it.")
+        object.__setattr__(self, "extra_t", (self.extra_t or self.t) if self.extra else 0)
+        object.__setattr__(self, "extra_page", (self.extra_page or self.page) if self.extra else 0)
+
+    # ---------------------------------------------------------------- derived
+    @property
+    def cache(self) -> Layout:
+        return layout_of(self.layout)
+
+    @property
+    def columns(self) -> int:
+        """Of q and of a key."""
+        return self.cache.columns
+
+    @property
+    def scale(self) -> float:
+        """Factor on q·k before the softmax."""
+        return self.columns**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is attended to: the cache, and the extra one where there is one."""
+        main = Part("", self.b, self.t, self.page, self.topk, self.lengths)
+        if not self.extra:
+            return (main,)
+        return main, Part("extra_", self.b, self.extra_t, self.extra_page, self.extra, self.extra_lengths)
+
+    @property
+    def label(self) -> str:
+        text = f"{self.layout}_b{self.b}_s{self.s}_h{self.h}_top{self.topk}"
+        return f"{text}+{self.extra}" if self.extra else text
+
+    def problem_class(self) -> SparseClass:
+        return SparseClass(
+            self.s, self.h, self.layout, self.page, self.lengths, self.sink, self.extra_page, self.extra_lengths
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- cost
+    def cost(self) -> Cost:
+        """FLOPs and minimal bytes; indices, lengths and log-sum-exps (under 1 %) are not counted.
+
+        A pair costs 2 · (columns + 512) for q·k and p·v. Bytes: q and out once, and each cached token that a request
+        attends to once. Its query tokens choose independently, each n of its t tokens: t · (1 - (1 - n/t)^s) different
+        ones on average.
+        """
+        pairs, tokens = 0, 0.0
+        for part in self.parts:
+            for length in part.lens:
+                chosen = min(length, part.t)
+                pairs += self.s * chosen
+                tokens += part.t * (1.0 - (1.0 - chosen / part.t) ** self.s)
+        rows = self.b * self.s * self.h * (self.columns + VALUES) * self.element_bytes
+        return Cost(
+            2 * pairs * self.h * (self.columns + VALUES), round(tokens) * self.cache.token_bytes + rows, pairs
+        )  # fmt: skip
+
+    def output_bytes(self) -> int:
+        return self.b * self.s * self.h * (VALUES * self.element_bytes + 4)
+
+    def input_bytes(self) -> int:
+        """Device memory of one input set with its outputs, tokens that nobody attends to included."""
+        caches = sum(part.pages * self.cache.page_bytes(part.page) for part in self.parts)
+        indices = 4 * sum(self.b * (self.s * part.topk + part.has_lengths) for part in self.parts)
+        q = self.b * self.s * self.h * self.columns * self.element_bytes
+        return caches + indices + q + 4 * self.h * self.sink + self.output_bytes()
+
+    # ---------------------------------------------------------------- how tables and pages show it
+    @property
+    def detail(self) -> str:
+        default = SparseProblem()
+        names = ("t", "page", "lengths", "sink", "extra_t", "extra_page", "extra_lengths", "softmax_scale")
+        changed = [name for name in names if getattr(self, name) != getattr(default, name)]
+        values = {name: getattr(self, name) for name in changed}
+        return "".join(f"_{name}" if value is True else f"_{name}{value}" for name, value in values.items())
+
+    @property
+    def panel(self) -> str:
+        chosen = f"{self.topk} + {self.extra}" if self.extra else str(self.topk)
+        return f"{self.layout}, {self.h} heads × {self.s}, top {chosen}" + self.detail.replace("_", " ")
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.b, self.t
+
+    @property
+    def geometry(self) -> str:
+        return f"layout {self.layout}, pages of {self.page}"
+
+    @property
+    def phase(self) -> str:
+        return "decode"
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        order = list(LAYOUTS).index(self.layout)
+        return (True, self.workload, order, self.s * self.h, self.h, self.topk, self.extra, self.b, self.detail)
+
+    @property
+    def words(self) -> str:
+        text = f"{count(self.b, 'request')} of {count(self.s, 'query token')}, {count(self.h, 'head')}, "
+        text += f"{self.topk} of {count(self.t, 'cached token')}"
+        text += f" and {self.extra} of {self.extra_t} of an extra cache" if self.extra else ""
+        return f"{text}, layout {self.layout}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the caches that a problem attends to. prefix: of its inputs' names. topk: indices of a query token."""
+
+    prefix: str
+    b: int
+    t: int
+    page: int
+    topk: int
+    has_lengths: bool
+
+    @property
+    def pages(self) -> int:
+        """Of all requests."""
+        return self.b * -(-self.t // self.page)
+
+    @property
+    def tokens(self) -> int:
+        """Of all pages, those behind a request's last token too."""
+        return self.pages * self.page
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Indices of each request that count: all, or with lengths as many as are drawn, uniform in 0..topk; the same
+        everywhere."""
+        if not self.has_lengths:
+            return (self.topk,) * self.b
+        rng = random.Random(f"{self.prefix}{self.topk}")
+        return tuple(rng.randint(0, self.topk) for _ in range(self.b))
+
+
+def input_names(problem: SparseProblem) -> tuple[str, ...]:
+    """Names of the inputs, in order."""
+    here = {"scale": problem.layout == "flat", "lengths": problem.lengths, "sink": problem.sink}
+    names = ["q", "cache", "indices", *(name for name, is_there in here.items() if is_there)]
+    if problem.extra:
+        names += ["extra_cache", "extra_indices"] + ["extra_lengths"] * problem.extra_lengths
+    return tuple(names)
+
+
+def named(problem: SparseProblem, *inputs: Any) -> dict[str, Any]:
+    """The inputs by their names; a `UserError` where there are too many or too few."""
+    names = input_names(problem)
+    if len(inputs) != len(names):
+        raise UserError(f"{len(names)} inputs are wanted ({', '.join(names)}), and {len(inputs)} given.")
+    return dict(zip(names, inputs, strict=True))
+
+
+# ---------------------------------------------------------------- inputs
+HOLES = ("holes", "unseen", "below_zero")
+DOMINANT = ("first", "last", "unseen", "below_zero")
+QUANTISED = ("scales", "codes", "subnormal")
+DISTRIBUTIONS = ("flashmla", "normal", "none", "duplicates", "empty", "holes", *DOMINANT, *QUANTISED)
+
+#: Just below the middle between the bf16 numbers 1 and 1 + 2^-7: rounded to bf16 it is 1.
+BETWEEN = 1.0 + 2.0**-8 - 2.0**-20
+#: Columns of the sign pattern that chosen tokens share with q, the last ones; its magnitude in q; and how far (natural
+#: log) they stand above all others together: exp(3) = 20, or 95 % of the attention.
+_PATTERN_COLUMNS, _PATTERN, _LEAD = 64, 2.0, 3.0
+
+
+def make_inputs(
+    problem: SparseProblem,
+    device: Any = "cpu",
+    *,
+    seed: int = 0,
+    dist: str = "flashmla",
+    poison: bool = True,
+    garbage: bool = True,
+    **_: Any,
+) -> tuple[Any, ...]:
+    """Random inputs of the problem; the module's docstring has shapes and distributions.
+
+    poison: NaN in tokens that nobody attends to and between pages, else finite values and zeros. garbage: indices that
+    name none are numbers outside the cache, of both signs and all sizes, else -1.
+    """
+    import torch
+
+    if dist not in DISTRIBUTIONS:
+        raise UserError(f"sparse_decode input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
+    if dist in QUANTISED and problem.layout == "bf16":
+        raise UserError(f"input distribution {dist!r} is of e4m3 codes and scales: layout bf16 has none.")
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed)
+    q = torch.randn((problem.b, problem.s, problem.h, problem.columns), device=device, generator=generator)
+    q = (q if dist == "normal" else q.clamp_(-1.0, 1.0)).bfloat16()
+    pattern = torch.where(torch.arange(_PATTERN_COLUMNS, device=device) % 3 == 0, -1.0, 1.0)
+    if dist in DOMINANT:
+        q[..., -_PATTERN_COLUMNS:] = _PATTERN * pattern.bfloat16()
+    made: dict[str, Any] = {"q": q}
+    for number, part in enumerate(problem.parts):
+        drawn = _Drawn(problem, part, dist, device, generator)
+        made[f"{part.prefix}indices"] = drawn.indices(garbage)
+        made[f"{part.prefix}lengths"] = drawn.lengths.to(torch.int32)
+        made[f"{part.prefix}cache"], scale = drawn.cache(poison)
+        if number == 0 and scale is not None:
+            made["scale"] = scale
+        if dist in DOMINANT and (dist != "first" or number == 0) and (dist != "last" or part is problem.parts[-1]):
+            drawn.dominate(made[f"{part.prefix}cache"], pattern, scale)
+    if problem.sink:
+        attended = sum(part.topk for part in problem.parts)
+        sink = math.log(attended) + torch.randn((problem.h,), device=device, generator=generator)
+        odd = torch.randint(4, (problem.h,), device=device, generator=generator)
+        made["sink"] = torch.where(odd == 0, math.inf, torch.where(odd == 1, -math.inf, sink))
+    return tuple(made[name] for name in input_names(problem))
+
+
+class _Drawn:
+    """The random choice of tokens of one cache, and the cache."""
+
+    def __init__(self, problem: SparseProblem, part: Part, dist: str, device: Any, generator: torch.Generator) -> None:
+        import torch
+
+        self.problem, self.part, self.dist, self.device, self.generator = problem, part, dist, device, generator
+        b, s, topk, t = part.b, problem.s, part.topk, part.t
+        self.lengths = torch.tensor(part.lens, device=device)
+        order = torch.randperm(part.pages, device=device, generator=generator).view(b, -1)
+        # Distinct tokens of the request for each query token, in random order; none where there are not enough.
+        chosen = torch.rand((b * s, t), device=device, generator=generator).topk(min(topk, t)).indices.view(b, s, -1)
+        chosen = torch.nn.functional.pad(chosen, (0, topk - chosen.shape[2]), value=-1)
+        if dist == "duplicates":
+            chosen = chosen[..., torch.arange(topk, device=device) % min(3, topk, t)]
+        pages = order.gather(1, (chosen.clamp(min=0) // part.page).view(b, -1)).view(chosen.shape)
+        slots = pages * part.page + chosen.clamp(min=0) % part.page
+        is_none = chosen < 0
+        if dist in HOLES:
+            is_none |= torch.rand(slots.shape, device=device, generator=generator) < 1 / 3
+        elif dist == "none":
+            is_none[:] = True
+        elif dist == "empty":
+            if part.has_lengths:
+                self.lengths[::2] = 0
+            else:
+                is_none[::2] = True
+        self.slots, self.is_none = slots, is_none
+        counts = torch.arange(topk, device=device) < self.lengths.view(b, 1, 1)
+        #: (b, s, topk): whether an index is attended to.
+        self.attended = counts & ~is_none
+        self.seen = torch.zeros(part.tokens, dtype=torch.bool, device=device)
+        self.seen[slots[self.attended]] = True
+
+    def indices(self, garbage: bool) -> torch.Tensor:
+        """(b, s, topk) int32."""
+        import torch
+
+        tokens = self.part.tokens
+        outside = [-1, -(2**31), 2**31 - 1, tokens, -7, tokens + self.part.page] if garbage else [-1]
+        kinds = torch.tensor(outside, device=self.device)
+        nothing = kinds[torch.arange(self.slots.numel(), device=self.device) % len(outside)].view(self.slots.shape)
+        return torch.where(self.is_none, nothing, self.slots).to(torch.int32)
+
+    def cache(self, poison: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The packed cache, and the scale of layout flat."""
+        import torch
+
+        layout, part, dist = self.problem.cache, self.part, self.dist
+        cache = new_cache(layout, part.pages, part.page, self.device)
+        whole = torch.as_strided(cache, (part.pages * cache.stride(0),), (1,))
+        whole.fill_((math.nan if layout.name == "bf16" else 255) if poison else 0)
+        normal = dist == "normal"
+        scale = None
+        if layout.name == "flat":
+            largest = 6.0 if normal else 1.0 if dist not in DOMINANT else 4.0
+            scale = torch.full((1,), largest / 448.0 if dist != "scales" else 2.0**-9 * BETWEEN, device=self.device)
+        step = max(1, (1 << 27) // (part.page * layout.columns))
+        for begin in range(0, part.pages, step):
+            there = cache[begin : begin + step]
+            x = torch.randn((*there.shape[:2], layout.columns), device=self.device, generator=self.generator)
+            pack(layout, x if normal else x.div_(10).clamp_(-1.0, 1.0), scale=scale, out=there)
+        if dist in QUANTISED:
+            scale = self._odd(cache, scale)
+        if poison and dist != "unseen":
+            views = fields(layout, cache)
+            unseen = ~self.seen.view(part.pages, part.page)
+            for view, value in ((views.codes, 255), (views.scales, math.nan), (views.plain, math.nan)):
+                if view is not None:
+                    view[unseen] = 255 if view.dtype == torch.uint8 else value
+        return cache, scale
+
+    def _odd(self, cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor | None:
+        """Rewrites codes or scales of a packed cache; returns the scale of layout flat."""
+        import torch
+
+        views = fields(self.problem.cache, cache)
+        assert views.codes is not None
+        if self.dist == "scales":
+            if views.scales is None:
+                return scale
+            if views.scales.dtype == torch.uint8:
+                down = torch.randint(12, views.scales.shape, device=self.device, generator=self.generator)
+                views.scales.copy_((views.scales - down).to(torch.uint8))
+            else:
+                views.scales.mul_(BETWEEN)
+            return scale
+        # Magnitudes 0 .. 7 are subnormal, 127 is NaN. Scales bring the root mean square to about 0.1.
+        magnitudes, power = (8, 3) if self.dist == "subnormal" else (127, -10)
+        codes = torch.randint(magnitudes, views.codes.shape, device=self.device, generator=self.generator)
+        signs = torch.randint(2, views.codes.shape, device=self.device, generator=self.generator)
+        views.codes.copy_((codes + 128 * signs).to(torch.uint8))
+        if views.scales is None:
+            return torch.full((1,), 2.0**power, device=self.device)
+        views.scales.fill_(power + 127 if views.scales.dtype == torch.uint8 else 2.0**power)
+        return scale
+
+    def dominate(self, cache: torch.Tensor, pattern: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Writes multiples of the sign pattern into the last columns of the chosen tokens."""
+        import torch
+
+        layout, part = self.problem.cache, self.part
+        # In v4 these columns are values too, and equal ones would be rounded alike in out.
+        multiples = torch.ones(_PATTERN_COLUMNS) if layout.columns > VALUES else torch.linspace(0.5, 1.5, 64)
+        lead = math.log(sum(p.topk for p in self.problem.parts)) + _LEAD
+        lead = -(lead + 5.0) if self.dist == "below_zero" else lead
+        size = lead / (float(multiples.sum()) * _PATTERN * self.problem.scale)
+        columns = size * multiples.to(self.device) * pattern
+        views, width = fields(layout, cache), _PATTERN_COLUMNS
+        if self.dist == "below_zero":
+            chosen = self.seen
+        elif self.dist == "unseen":
+            chosen = ~self.seen
+        else:
+            position = torch.arange(part.topk, device=self.device)
+            edge = torch.where(self.attended, position, part.topk if self.dist == "first" else -1)
+            edge = edge.amin(-1) if self.dist == "first" else edge.amax(-1)
+            some = self.attended.any(-1)
+            picked = self.slots.gather(2, edge.clamp(0, part.topk - 1).unsqueeze(-1)).squeeze(-1)[some]
+            chosen = torch.zeros_like(self.seen)
+            chosen[picked] = True
+        where = chosen.view(part.pages, part.page)
+        if views.plain is not None:
+            views.plain[..., -width:][where] = columns.bfloat16()
+        else:
+            assert views.codes is not None and scale is not None
+            views.codes[..., -width:][where] = quantised(columns, scale)
+
+
+# ---------------------------------------------------------------- oracle
+def new_outputs(problem: SparseProblem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) for the queries q, uninitialised."""
+    import torch
+
+    b, s, h, _ = q.shape
+    return q.new_empty((b, s, h, VALUES)), q.new_empty((b, h, s), dtype=torch.float32)
+
+
+def reference(problem: SparseProblem, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle: out and lse in float64, or in float32 above `decode.FLOAT64_FLOPS`."""
+    import torch
+
+    given = named(problem, *inputs)
+    q, sink = given["q"], given.get("sink")
+    b, s, h, _ = q.shape
+    names = [part.prefix for part in problem.parts]
+    pairs = b * s * sum(given[f"{name}indices"].shape[2] for name in names)
+    exact = 2.0 * h * (problem.columns + VALUES) * pairs <= decode.FLOAT64_FLOPS["cuda" if q.is_cuda else "cpu"]
+    dtype = torch.float64 if exact else torch.float32
+    out = torch.zeros((b, s, h, VALUES), dtype=dtype, device=q.device)
+    lse = torch.full((b, h, s), math.inf, dtype=dtype, device=q.device)
+    with decode.full_precision():
+        for i in range(b):
+            for token in range(s):
+                keys = torch.cat([_attended(problem, given, name, i, token) for name in names]).to(dtype)
+                if not len(keys):
+                    continue
+                logits = q[i, token].to(dtype) @ keys.t() * problem.scale
+                e = torch.logsumexp(logits, dim=-1)
+                o = torch.exp(logits - e.unsqueeze(1)) @ keys[:, :VALUES]
+                out[i, token] = o if sink is None else o * torch.sigmoid(e - sink.to(dtype)).unsqueeze(1)
+                lse[i, :, token] = e
+    return out, lse
+
+
+def _attended(problem: SparseProblem, given: Mapping[str, Any], prefix: str, i: int, token: int) -> torch.Tensor:
+    """(n, columns) float64: the tokens of one cache that a query token attends to."""
+    cache, indices = given[f"{prefix}cache"], given[f"{prefix}indices"][i, token]
+    if (lengths := given.get(f"{prefix}lengths")) is not None:
+        indices = indices[: max(0, int(lengths[i]))]
+    there = indices[(indices >= 0) & (indices < cache.shape[0] * cache.shape[1])]
+    return gather(problem.cache, cache, there, given.get("scale"))
+
+
+# ---------------------------------------------------------------- bounds
+PLAIN = {
+    "out": decode.DOMINATED["out"],
+    "lse": replace(decode.FLASHMLA["lse"], abs=1e-5),
+}
+NORMAL = decode.NORMAL
+SCALES = {
+    "out": replace(PLAIN["out"], abs=1.1e-3, cos=7.2e-6, row_cos=1.5e-5),
+    "lse": replace(PLAIN["lse"], abs=1.2e-3, cos=5e-6),
+}
+
+
+def bounds(dist: str) -> dict[str, Bound]:
+    """Of out and lse on inputs of a distribution."""
+    return {"normal": NORMAL, "scales": SCALES}.get(dist, PLAIN)
+
+
+# ---------------------------------------------------------------- cases
+#: Names of the cases of the check, in order, with what each is for.
+CASES = {
+    "own": "the problem as it is (on a CPU: cut down to two requests and a few indices)",
+    "normal": "N(0, 1) values",
+    "uneven": "numbers of indices that are multiples of nothing",
+    "one_key": "a single index",
+    "holes": "a third of the indices name none: negative, or outside the cache",
+    "none": "no index names a token",
+    "duplicates": "the same tokens many times",
+    "empty": "every other request without a token",
+    "first": "the token of the first index dominates",
+    "last": "that of the last one that counts does, of the extra cache where there is one",
+    "unseen": "all tokens that must not be seen would dominate",
+    "below_zero": "a zero-filled key, or a masked logit of 0, would dominate",
+    "scales": "scales that are no powers of two, or of many magnitudes (not of bf16)",
+    "codes": "every finite e4m3 (not of bf16)",
+    "subnormal": "subnormal e4m3 alone (not of bf16)",
+    "apart": "pages further apart than they are long",
+    "in_place": "other values, indices and lengths in the tensors of a bound kernel",
+    "few_planned": "one request, so that its indices are split, planned anew",
+    "lengths": "lengths and sinks, planned anew",
+    "extra": "an extra cache with other pages and lengths, planned anew (not of flat)",
+    "many": "more requests than a device has multiprocessors (on a GPU)",
+    "far": "pages beyond 2^31 bytes from the start of the cache (on a GPU)",
+}
+QUICK = ("own", "uneven", "holes", "unseen", "below_zero", "in_place")
+
+
+def _cases(problem: SparseProblem, on_gpu: bool) -> Iterator[Case]:
+    own = problem if on_gpu else small(problem)
+    some = own.replace(b=min(own.b, 5), t=min(own.t, 4096), extra_t=min(own.extra_t, 2048))
+    uneven = some.replace(topk=min(own.topk, 333 if on_gpu else 37), extra=min(own.extra, 77 if on_gpu else 13))
+    yield Case("own", own, "flashmla", planned=True)
+    yield Case("normal", some, "normal")
+    yield Case("uneven", uneven, "flashmla")
+    yield Case("one_key", uneven.replace(topk=1, extra=min(own.extra, 1)), "flashmla")
+    for dist in ("holes", "none", "duplicates", "empty", *DOMINANT):
+        yield Case(dist, uneven, dist)
+    if problem.layout != "bf16":
+        for dist in QUANTISED:
+            yield Case(dist, uneven, dist)
+    yield Case("apart", uneven, "holes", alter=_apart)
+    yield Case("in_place", uneven, "flashmla", then=uneven)
+    yield Case("few_planned", own.replace(b=1), "normal", planned=True)
+    yield Case("lengths", uneven.replace(lengths=True, sink=True), "last", planned=True)
+    if problem.layout != "flat":
+        sizes = {"extra": 77 if on_gpu else 13, "extra_t": 300 if on_gpu else 40}
+        given = uneven.replace(**sizes, extra_page=3, lengths=True, extra_lengths=True, sink=True)
+        yield Case("extra", given, "unseen", planned=True)
+    yield Case("many", some.replace(b=301, topk=min(own.topk, 100)), "holes", gpu=True)
+    yield Case("far", uneven, "flashmla", alter=_far, gpu=True)
+
+
+def _moved(inputs: tuple[Any, ...], moved: Any) -> tuple[Any, ...]:
+    """The inputs with each cache (the only ones of three dimensions that are not int32) at another place."""
+    import torch
+
+    return tuple(moved(x) if x.dim() == 3 and x.dtype != torch.int32 else x for x in inputs)
+
+
+def _apart(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same pages, as much as a page and 1152 bytes more from one to the next."""
+
+    def moved(cache: Any) -> Any:
+        step = 2 * cache.stride(0) + 1152 // cache.element_size()
+        memory = cache.new_full((len(cache), step), math.nan if cache.is_floating_point() else 255)
+        memory[:, : cache.stride(0)] = cache.as_strided((len(cache), cache.stride(0)), (cache.stride(0), 1))
+        return memory.as_strided(cache.shape, (step, *cache.stride()[1:]))
+
+    return _moved(inputs, moved)
+
+
+def _far(inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The same pages, so far from one another that the last ones begin beyond 2^31 elements; None where memory is
+    short. Indices stay as they are."""
+    import torch
+
+    q = inputs[0]
+
+    def room(cache: Any) -> int:
+        return -(-(2**31) // (len(cache) // 2) // 1152 + 1) * 1152 if len(cache) > 1 else cache.stride(0)
+
+    caches = [x for x in inputs if x.dim() == 3 and x.dtype != torch.int32]
+    needed = sum(len(x) * max(room(x), x.stride(0)) * x.element_size() for x in caches)
+    if q.is_cuda and torch.cuda.mem_get_info(q.device)[0] < 1.5 * needed:
+        return None
+
+    def moved(cache: Any) -> Any:
+        step = max(room(cache), cache.stride(0))
+        memory = torch.empty(len(cache) * step, dtype=cache.dtype, device=cache.device).view(len(cache), step)
+        memory[:, : cache.stride(0)] = cache.as_strided((len(cache), cache.stride(0)), (cache.stride(0), 1))
+        return memory.as_strided(cache.shape, (step, *cache.stride()[1:]))
+
+    return _moved(inputs, moved)
+
+
+# ---------------------------------------------------------------- the workload
+def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
+    """The problem of other inputs of the same class; requests, cached tokens and numbers of indices may differ. Raises
+    `UserError` for a tensor that does not fit."""
+    import torch
+
+    given = named(problem, *inputs)
+    q = given["q"]
+    b = q.shape[0]
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "q": ((b, problem.s, problem.h, problem.columns), torch.bfloat16),
+        "scale": ((1,), torch.float32),
+        "sink": ((problem.h,), torch.float32),
+    }
+    for part in problem.parts:
+        wanted[f"{part.prefix}indices"] = ((b, problem.s, given[f"{part.prefix}indices"].shape[-1]), torch.int32)
+        wanted[f"{part.prefix}lengths"] = ((b,), torch.int32)
+        fields(problem.cache, given[f"{part.prefix}cache"])
+        if (page := given[f"{part.prefix}cache"].shape[1]) != part.page:
+            raise UserError(f"cannot bind: {part.prefix}cache has pages of {page}, and this kernel wants {part.page}.")
+    for name, tensor in given.items():
+        if name not in wanted:
+            continue
+        shape, dtype = wanted[name]
+        if tuple(tensor.shape) != shape:
+            raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
+        if tensor.dtype != dtype:
+            raise UserError(f"cannot bind: {name} is {tensor.dtype}, and this kernel wants {dtype}.")
+        if not tensor.is_contiguous():
+            raise UserError(f"cannot bind: {name} has strides {tuple(tensor.stride())} and must be contiguous.")
+
+    def tokens(name: str) -> int:
+        return max(1, given[name].shape[0] * given[name].shape[1] // b)
+
+    sizes = {"t": tokens("cache"), "topk": given["indices"].shape[2]}
+    if problem.extra:
+        sizes |= {"extra_t": tokens("extra_cache"), "extra": given["extra_indices"].shape[2]}
+    return problem.replace(b=b, **sizes)
+
+
+def as_bound(problem: SparseProblem) -> SparseProblem:
+    """What `rebound` makes of the problem's own inputs: cached tokens fill their pages."""
+    sizes = {"t": -(-problem.t // problem.page) * problem.page}
+    if problem.extra:
+        sizes["extra_t"] = -(-problem.extra_t // problem.extra_page) * problem.extra_page
+    return problem.replace(**sizes)
+
+
+def small(problem: SparseProblem) -> SparseProblem:
+    """Two requests of at most two query tokens, 16 heads and a few indices: seconds on a CPU."""
+    sizes = {"b": 2, "s": 2, "h": 16, "t": 96, "topk": 40, "extra": 24, "extra_t": 64}
+    return problem.replace(**{name: min(getattr(problem, name), most) for name, most in sizes.items()})
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    """Fields of a problem as a server may have it: b log-uniform in 1..256, published models' heads and numbers of
+    indices, any layout, lengths in every other problem."""
+    layout = rng.choice(tuple(LAYOUTS))
+    b, s = round(2 ** rng.uniform(0, 8)), rng.choice((1, 1, 1, 2, 3, 4))
+    topk, extra = (128, rng.choice((0, 512, 1024))) if layout == "v4" else (rng.choice((512, 1024, 2048)), 0)
+    t = round(2 ** rng.uniform(8, math.log2(min(65536, max(512, (1 << 22) // b)))))
+    made: dict[str, Any] = {"b": b, "s": s, "h": rng.choice(decode.SERVED_HEADS), "t": t, "topk": topk}
+    made |= {"layout": layout, "page": rng.choice((1, 16, 64, 128)), "extra": extra, "sink": layout == "v4"}
+    return {**made, "lengths": rng.random() < 0.5, "extra_lengths": bool(extra) and rng.random() < 0.5}
+
+
+def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
+    return {"b": 2, "h": 16, "t": 96, "topk": 40} if small else {"b": 32}
+
+
+WORKLOAD = Workload(
+    name="sparse_decode",
+    problem=SparseProblem,
+    outputs=(
+        Output("out", ("b", "s", "h", "column")),
+        Output("lse", ("b", "h", "s"), dtype="float32", rows=False),
+    ),
+    make_inputs=make_inputs,
+    reference=reference,
+    cases=_cases,
+    case_names=CASES,
+    quick=QUICK,
+    bounds=bounds,
+    rebound=rebound,
+    small=small,
+    as_bound=as_bound,
+    sample=sample,
+    draw=draw,
+)

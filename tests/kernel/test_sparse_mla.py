@@ -1,0 +1,174 @@
+"""sparse_mla: what it compiles to, which problems and tilings it takes, that it is right on a CPU, and that decode does
+not meet it."""
+
+# ruff: noqa: E402 - the imports below need what importorskip found
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_var3.check.judge import check
+from mla_var3.device import Device
+from mla_var3.kernel import registry
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.sparse_decode import CASES, SparseProblem
+
+H200 = Device.get("h200")
+SMALL = {"b": 2, "h": 5, "t": 96, "topk": 40}
+V4 = {"layout": "v4", "page": 7, "extra": 24, "extra_t": 60, "extra_page": 5, "lengths": True, "sink": True}
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "v32": {**SMALL, "s": 2},
+    "v4": {**SMALL, **V4, "extra_lengths": True},
+    "flat": {**SMALL, "layout": "flat", "sink": True},
+    "bf16": {**SMALL, "layout": "bf16", "lengths": True},
+}
+ONLY_ON_A_GPU = {"many", "far"}
+
+
+def plan_type(label: str) -> Any:
+    kernel = registry.KernelId.parse(label)
+    if (reason := registry.missing(kernel)) is not None:
+        pytest.skip(reason)
+    return registry.get_plan(kernel)
+
+
+def cases_of(layout: str) -> set[str]:
+    lacking = {"bf16": {"scales", "codes", "subnormal"}, "flat": {"extra"}}
+    return set(CASES) - ONLY_ON_A_GPU - lacking.get(layout, set())
+
+
+@pytest.mark.parametrize("layout", PROBLEMS)
+def test_torch_is_right_on_a_cpu(layout: str) -> None:
+    report = check(plan_type("torch/sparse_mla"), SparseProblem(**PROBLEMS[layout]), device="cpu", seeds=[5])
+    assert report.ok, report.reason
+    assert {case.name for case in report.cases} == cases_of(layout)
+
+
+# The interpreter is chosen when a kernel is decorated, so a process has it or not.
+INTERPRETED = """
+import json, sys
+from mla_var3.check.judge import check
+from mla_var3.kernel import registry
+from mla_var3.workload.sparse_decode import SparseProblem
+plan = registry.get_plan(registry.KernelId.parse("triton/sparse_mla"))
+for problem, tiling, cases in json.loads(sys.argv[1]):
+    report = check(plan, SparseProblem(**problem), plan.tiling_type(**tiling), device="cpu", cases=cases, seeds=[5])
+    print(json.dumps(report.to_record()))
+"""
+#: One split; as many as there are tiles, or more; fewer.
+TILINGS = {
+    "v32": {"tile_m": 16, "tile_n": 16, "num_splits": 1},
+    "v4": {"tile_m": 16, "tile_n": 16, "num_splits": 3},
+    "flat": {"tile_m": 16, "tile_n": 32, "num_splits": 2},
+    "bf16": {"tile_m": 16, "tile_n": 64, "num_splits": 2},
+}
+
+
+#: Cases of each layout: all in one of them, what depends on the layout in the others.
+CHECKED = {
+    "v32": {"own", "uneven", "holes", "unseen", "in_place", "scales", "codes", "subnormal"},
+    "v4": cases_of("v4"),
+    "flat": {"own", "below_zero", "scales", "subnormal"},
+    "bf16": {"own", "unseen", "apart", "extra"},
+}
+
+
+@pytest.mark.slow
+def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
+    plan_type("triton/sparse_mla")
+    work = [(problem, TILINGS[layout], sorted(CHECKED[layout])) for layout, problem in PROBLEMS.items()]
+    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, json.dumps(work)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == 4
+    for layout, report in zip(PROBLEMS, reports, strict=True):
+        assert report["ok"], (layout, report["reason"])
+        assert {case["name"] for case in report["cases"]} == CHECKED[layout]
+
+
+#: Compute-bound, split and memory-bound; both tiles of heads.
+SERVED: list[dict[str, Any]] = [
+    {"b": 128, "s": 2, "h": 128},
+    {"b": 128, "h": 16},
+    {"layout": "v4", "b": 2, "h": 64, "topk": 128, "page": 256, "extra": 512, "extra_page": 64, "sink": True},
+    {"layout": "v4", "b": 128, "h": 8, "page": 2, "lengths": True},
+    {"layout": "flat", "b": 128, "h": 128, "sink": True},
+]
+
+
+@pytest.mark.parametrize("fields", SERVED, ids=lambda f: SparseProblem(**f).label)
+def test_triton_compiles_for_hopper_without_spills(fields: dict[str, Any]) -> None:
+    problem = SparseProblem(**fields)
+    plan = plan_type("triton/sparse_mla")(problem, None, H200)
+    assert plan.supported() and plan.feasible()
+    made = plan.plan_empty().compile(None, H200)
+    split = plan.num_splits(problem.b * problem.s) > 1
+    assert [c.name for c in made.stages] == (["sparse_mla", "combine"] if split else [])
+    for stage in made.stages or [made]:
+        assert stage.resources.spill_bytes == 0 and 0 < stage.resources.smem <= H200.smem_per_block
+    assert (made.stages or [made])[0].resources.instructions["HMMA"] > 0
+
+
+def test_few_query_tokens_are_split_and_many_are_not() -> None:
+    plan = plan_type("triton/sparse_mla")
+    assert plan(SparseProblem(b=2, h=128), None, H200).num_splits(2) == 16
+    assert plan(SparseProblem(b=1, h=16), None, H200).num_splits(1) == 16  # 128 indices each
+    assert plan(SparseProblem(b=128, s=2), None, H200).num_splits(256) == 1
+
+
+def test_tilings_say_why_they_are_refused() -> None:
+    plan = plan_type("triton/sparse_mla")
+    tiling = plan.tiling_type
+    for layout in PROBLEMS:
+        for h in (1, 8, 16, 17, 64, 128):
+            problem = SparseProblem(layout=layout, h=h)
+            assert plan(problem, None, H200).feasible() and plan(problem, None, Device.get("rtx4090")).feasible()
+            made = plan(problem, None, H200)
+            feasible = [t for t in made.autotune_configs() if t.validate(problem, H200)]
+            assert made.tiling in feasible and len(feasible) >= 8
+    problem = SparseProblem()
+    for knobs, words in (
+        ({"tile_m": 48}, "tile_m = 48"),
+        ({"tile_n": 8}, "tile_n = 8"),
+        ({"num_warps": 3}, "num_warps = 3"),
+        ({"num_pipeline_stages": 0}, "num_pipeline_stages = 0"),
+        ({"num_splits": 129}, "num_splits = 129"),
+        ({"tile_m": 64, "num_warps": 4}, "registers"),
+        ({"tile_n": 32, "num_pipeline_stages": 8, "num_warps": 16}, "shared memory"),
+    ):
+        assert words in tiling(**knobs).validate(problem, H200).reason
+
+
+@pytest.mark.parametrize("label", ["torch/sparse_mla", "triton/sparse_mla"])
+def test_a_problem_of_dense_decode_is_refused(label: str) -> None:
+    assert "the kernel computes sparse_decode" in plan_type(label)(MlaProblem(), None, H200).supported().reason
+
+
+def test_an_a100_cannot_run_it_in_triton() -> None:
+    reason = plan_type("triton/sparse_mla")(SparseProblem(), None, Device.get("a100")).supported().reason
+    assert "sm_89 or later" in reason
+
+
+def test_dense_decode_is_not_served_by_it() -> None:
+    from mla_var3.dispatch import selection
+
+    for problem in (MlaProblem(b=128), MlaProblem(b=1, h=16)):
+        chosen, refused = selection.survey(problem, H200)
+        assert chosen and all(choice.kernel.design != "sparse_mla" for choice in chosen)
+        (reason,) = [r.reason for r in refused if r.label == "triton/sparse_mla"]
+        assert "sparse_decode" in reason

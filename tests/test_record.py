@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_inside_a_line_loses_nothing(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(records.os, "write", short)
-        with pytest.raises(UserError, match="the 1 records written before it are kept"):
+        with pytest.raises(UserError, match="the file holds 1 records"):
             store.append(second)
     assert store.path.read_bytes() == whole
     store.append(second)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import util
 
+from mla_var3.names import in_order
+
 EXIT_USER_ERROR = 2
 
 #: What the extras of this package bring, as it is imported. Everything else that is imported comes with the package.
@@ -56,13 +58,24 @@ def absent(what: str, module: str) -> str | None:
     return None
 
 
+#: Choices are all listed where they take no more characters than this; of longer lists the nearest few are named.
+_LISTED, _NAMED = 160, 3
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """End of a sentence that names the closest valid choice, or all of them when none is close."""
-    options = sorted(set(choices))
-    close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]!r}? (valid: {', '.join(options)})"
-    return f"valid: {', '.join(options)}"
+    """End of a sentence that names the closest valid choice, where one is close, and the others: all of a short list,
+    the nearest three of a long one."""
+    options = in_order(choices)
+    near = difflib.get_close_matches(word, options, n=_NAMED, cutoff=0.0)
+    close = difflib.get_close_matches(word, near, n=1, cutoff=0.5)
+    everything = ", ".join(options)
+    if len(everything) <= _LISTED:
+        others = f"valid: {everything}"
+    elif close:
+        others = f"also near, of {len(options)}: {', '.join(near[1:])}"
+    else:
+        others = f"the nearest of {len(options)} are {', '.join(near)}"
+    return f"did you mean {close[0]!r}? ({others})" if close else others
 
 
 @dataclass(frozen=True)

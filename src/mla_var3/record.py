@@ -8,7 +8,6 @@ a kill stays in the file; the next append starts on a fresh line, and `load` rep
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mla_var3.errors import UserError
+from mla_var3.files import cause
 from mla_var3.names import kernel_label
 from mla_var3.workload import problem_from_record
 
@@ -272,17 +272,34 @@ def finished_keys(records: Iterable[Record], *, retry: Iterable[str] = ("failed"
 
 
 # ---------------------------------------------------------------- writing
+class NotStored(UserError):
+    """A record could not be appended. Its text says how many the file holds, counted when it is asked for."""
+
+    def __init__(self, path: Path | str, why: str) -> None:
+        super().__init__(path, why)
+        self.path, self.why = Path(path), why
+
+    def __str__(self) -> str:
+        try:
+            held = self.path.read_bytes().count(b"\n") if self.path.is_file() else 0
+        except OSError:
+            held = 0
+        return (
+            f"cannot append a record to {self.path}: {self.why}; the file holds {held} records. "
+            "Make room or give another folder for records, and run again with resume=true."
+        )
+
+
 class RecordStore:
     """Appends records to one file. Several processes may append to the same file."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.count = 0
 
     def append(self, record: Record) -> None:
         """Writes one line and waits until it is on the disk.
 
-        Raises `UserError` when the file cannot be written, a full disk among the causes; what was there stays whole.
+        Raises `NotStored` when the file cannot be written, a full disk among the causes; what was there stays whole.
         """
         line = record.to_json().encode() + b"\n"
         try:
@@ -298,13 +315,7 @@ class RecordStore:
             if is_new:
                 _sync_folder(self.path.parent)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            cause = "the disk is full" if full else error.strerror or str(error)
-            raise UserError(
-                f"cannot append a record to {self.path}: {cause}; the {self.count} records written before it are kept. "
-                "Make room or give another results_dir, and run again with resume=true."
-            ) from error
-        self.count += 1
+            raise NotStored(self.path, cause(error)) from error
 
 
 def _append(fd: int, line: bytes) -> None:

@@ -271,6 +271,32 @@ def test_compare_prints_tables_that_a_pipe_does_not_cut(results: Path) -> None:
     assert "0.551" in done.stdout
 
 
+def test_compare_shows_what_differs_and_marks_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = RecordStore(tmp_path / "h200" / "2026-01-02-decode.jsonl")
+    live = [k for k in registry.all_kernels() if k.language == "cute-dsl" and k.design == "flash_mla"]
+    versions = [("cute-dsl", live[-1].version, 128), ("cute-dsl", 0, 128), ("cute-dsl", 8, 128), ("peer", 0, 128)]
+    for number, (language, version, b) in enumerate([*versions, ("cute-dsl", 8, 16)]):
+        design = "flash_mla_lib" if language == "peer" else "flash_mla"
+        kernel = {"language": language, "layer": "mla", "design": design, "version": version}
+        store.append(record(language, 200.0 + number, kernel=kernel, problem=MlaProblem(b=b).to_record()))
+    assert cli.main(["compare", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.startswith(" b")]
+    assert [row[0] for row in rows] == ["b16_s1_h128_t4096", "b128_s1_h128_t4096"], "numbers sort as numbers"
+    assert rows[0][1:3] == ["cute-dsl/flash_mla_v8", "(retired)"] and rows[1][1] == live[-1].label
+    assert "1.01 times as fast as peer/flash_mla_lib" in out
+    assert cli.main(["compare", str(tmp_path), "--cells", "b128_*"]) == 0
+    out = capsys.readouterr().out
+    found = {words[0]: words[1] for line in out.splitlines() if (words := line.split()) and "/" in words[0]}
+    assert found[live[-1].label] == "newest" and found["cute-dsl/flash_mla"] == "kept"
+    assert "flash_mla_v8" not in out and "Not shown: 1 records of retired versions" in out
+    assert "The same in every row: error 1.7e-03, recorded 2026-01-02." in out
+    assert "error" not in out.splitlines()[2], "a column that tells nothing is left out"
+    assert cli.main(["compare", str(tmp_path), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("cute-dsl/flash_mla_v8 ") == 2 and out.count(" retired ") == 2
+
+
 def test_compare_refuses_what_is_not_there(
     results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -460,6 +460,12 @@ def test_wrong_tensors_are_named(engine: CpuEngine, tensors: dict[str, Any], sen
         ({"fixed_split": 64}, "fixed_split chooses its own version"),
         ({"fixed_split": 0, "kernel": None}, "fixed_split = 0 is not a whole number of KV tiles"),
         ({"kernel": "cute-dsl/flash_mla_v99"}, "no kernel 'cute-dsl/flash_mla_v99'"),
+        ({"kernel": 24}, "kernel is a int: pass a version's name"),
+        ({"scale": "x"}, "scale is of type str: pass a finite number, or None for its default"),
+        ({"scale": float("nan")}, "scale is nan: pass a finite number"),
+        ({"scale": torch.tensor(0.1)}, "scale is of type Tensor: pass a finite number"),
+        ({"head_dim_v": "512"}, "head_dim_v is a str: pass the latent columns as an int"),
+        ({"out": [1.0]}, "out is a list: pass a torch tensor"),
     ],
 )
 def test_wrong_options_are_named(engine: CpuEngine, options: dict[str, Any], sentence: str) -> None:

@@ -6,7 +6,9 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mla_var3.errors import UserError, nearest
@@ -20,6 +22,22 @@ if TYPE_CHECKING:
 PROBLEM_FIELDS = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype")
 
 
+#: What takes no longer than this is not spoken of.
+QUIET_S = 2.0
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Says on standard error what is being done, once it has taken `QUIET_S`."""
+    timer = threading.Timer(QUIET_S, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, with the nearest valid choice."""
 
@@ -27,7 +45,9 @@ class Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (-\S+)", message)
         invalid = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if unknown:
-            options = [text for action in self._actions for text in action.option_strings]
+            # Of subcommands too: what they do not know comes up to the parser above them.
+            below = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
+            options = [text for parser in (self, *below) for a in parser._actions for text in a.option_strings]
             word = unknown[1].split("=")[0]
             message = f"there is no option {word}: {nearest(word, options)}"
         elif invalid:
@@ -121,11 +141,20 @@ def _integer(name: str, text: str) -> int:
 
 
 def _lengths(text: str, fields: dict[str, Any]) -> dict[str, Any]:
-    name, _, seed = text.partition(":")
-    if name.replace(",", "").replace(" ", "").isdigit():
-        lengths = [_integer("--lengths", part) for part in text.split(",")]
+    if re.fullmatch(r"[-+\d\s,.]+", text):
+        lengths = [_integer("--lengths", part.strip()) for part in text.split(",")]
+        if min(lengths) < 0:
+            raise UserError(f"--lengths {text} has {min(lengths)}: give each request at least 0 tokens.")
         return {"b": len(lengths), "t": max(lengths), "lengths": lengths}
+    name, _, seed = text.partition(":")
     return {"lengths": {"name": name, "seed": _integer("--lengths seed", seed) if seed else 0}}
+
+
+def job_count(args: argparse.Namespace) -> int | None:
+    """Processes of `--jobs`; None for one a core."""
+    if args.jobs < 0:
+        raise UserError(f"--jobs {args.jobs} is below 0: give a number of processes, or 0 for one a core.")
+    return args.jobs or None
 
 
 def tiling_fields(text: str) -> dict[str, Any]:

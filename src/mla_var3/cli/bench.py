@@ -7,6 +7,7 @@ import argparse
 from mla_var3.cli.arguments import add_kernels, add_problem, add_tiling, problem_of, tiling_fields, workload_of
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.files import check_folder
 
 HELP = "time kernels on one problem, or --calibrate to measure the limits of this GPU"
 EPILOG = """\
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate(detected, args.preset)
     if not args.kernels:
         raise UserError("bench needs a kernel: give language/design, '*' for all, or --calibrate.")
+    check_folder(args.results_dir, "--results-dir")
     from mla_var3.lab.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig
     from mla_var3.lab.sweep.run import Sweep
 
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         bench={"preset": args.preset, "tune": args.tune},
         tiling=asked,
         results_dir=args.results_dir,
+        verbose=True,
     )
     Sweep(config, detected).run()
     return 0

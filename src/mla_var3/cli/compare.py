@@ -6,15 +6,21 @@ import argparse
 import fnmatch
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mla_var3 import paths
+from mla_var3.cli.arguments import doing
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
+from mla_var3.names import in_order
 
-HELP = "tables from record files"
+if TYPE_CHECKING:
+    from mla_var3.record import Record
+
+HELP = "tables from record files: who is fastest where, or every contender of some cells"
 EPILOG = """\
 examples:
-  mla-var3 compare
+  mla-var3 compare                                          a row a cell: the fastest kernel, and the fastest library
   mla-var3 compare results/h200 --kernels cute-dsl/flash_mla triton/flash_mla
   mla-var3 compare --cells 'b128_*' --device h200"""
 
@@ -24,14 +30,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files", nargs="*", metavar="FILE", help="record files or folders (default: results/ and the shipped ones)"
     )
     parser.add_argument("--kernels", nargs="+", metavar="KERNEL", help="only these; exactly two also get their ratios")
-    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these: b128_s1_h128_t4096; wildcards allowed")
+    parser.add_argument(
+        "--cells", nargs="+", metavar="CELL", help="only these, with all contenders: b128_s1_h128_t4096, 'b128_*'"
+    )
     parser.add_argument("--device", metavar="KEY", help="only records of this device")
-    parser.add_argument("--all", action="store_true", help="every record, not only the newest of each kernel and cell")
+    parser.add_argument("--all", action="store_true", help="every record: older ones too, and retired versions")
     parser.add_argument("--resources", action="store_true", help="also what the kernels take of the device")
 
 
 def run(args: argparse.Namespace) -> int:
     """Tables of measured records, newest of each kernel and cell."""
+    with doing("reading records"):
+        records, labels = _records(args)
+    from mla_var3.lab.report import tables
+
+    for device in in_order(r.device for r in records):
+        mine = [r for r in records if r.device == device]
+        if not (args.cells or args.kernels or args.all):
+            _fastest(mine, device)
+            continue
+        live, retired = _apart(mine, args)
+        table = tables.comparison(live, f"Recorded on {device}", dated=True)
+        if retired:
+            hidden = f"Not shown: {retired} records of retired versions (--all, or name them with --kernels)."
+            table.caption = "\n".join(filter(None, [str(table.caption or ""), hidden]))
+        tables.show(table)
+        if args.resources:
+            tables.show(tables.resources(live, _device(device), f"Compiled for {device}"))
+        if args.kernels and len(args.kernels) == 2 and set(args.kernels) <= set(labels):
+            tables.show(tables.versus(mine, *args.kernels)[0])
+    return 0
+
+
+def _fastest(records: list[Record], device: str) -> None:
+    """A row a cell."""
+    from mla_var3.lab.report import tables
+    from mla_var3.lab.sweep.telling import answer
+    from mla_var3.workload import problem_from_record
+
+    cells = list(dict.fromkeys(problem_from_record(r.problem) for r in records))
+    table, _ = answer(cells, records, _device(device), f"Fastest recorded on {device}")
+    if table is not None:
+        table.caption = "Every contender of a cell: mla-var3 compare --cells CELL"
+        tables.show(table)
+
+
+def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record], int]:
+    """Records that are shown, and how many of retired versions are not: they are where somebody asks for them, or where
+    nothing else is there."""
+    from mla_var3.lab.report import tables
+
+    known = tables.standings()
+    live = [r for r in records if tables.standing(r, known) != "retired"]
+    if args.all or args.kernels or not live:
+        return records, 0
+    return live, len(records) - len(live)
+
+
+def _records(args: argparse.Namespace) -> tuple[list[Record], list[str]]:
+    """The timed records that were asked for, cells in order, and the names of all contenders there are."""
     from mla_var3.lab.report import tables
     from mla_var3.record import load
 
@@ -44,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     records = found.records
     if not any(r.time_us is not None for r in records):
         raise UserError("these records hold no times: only a sweep or bench on a GPU measures them.")
-    labels = sorted({tables.called(r) for r in records})
+    labels = in_order(tables.called(r) for r in records)
     for pattern in args.kernels or []:
         if not any(fnmatch.fnmatchcase(label, pattern) for label in labels):
             raise UserError(f"no record of kernel {pattern!r}: {nearest(pattern, labels)}.")
@@ -56,24 +113,19 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"no record of device {args.device!r}: {nearest(args.device, devices)}.")
         records = [r for r in records if r.device == args.device]
     if args.cells:
-        cells = {r.problem_label for r in records}
+        cells = {id(r): (tables.cell_of(r), r.problem_label) for r in records}
+        names = {name for both in cells.values() for name in both}
         for pattern in args.cells:
-            if not fnmatch.filter(cells, pattern):
-                raise UserError(f"no record of cell {pattern!r}: {nearest(pattern, cells)}.")
-        records = [r for r in records if any(fnmatch.fnmatchcase(r.problem_label, p) for p in args.cells)]
+            if not fnmatch.filter(names, pattern):
+                raise UserError(f"no record of cell {pattern!r}: {nearest(pattern, names)}.")
+        records = [r for r in records if any(fnmatch.filter(cells[id(r)], p) for p in args.cells)]
     timed = [r for r in records if r.time_us is not None]
     if not timed:
         raise UserError("no record of these kernels, cells and device holds a time: ask for fewer at once.")
     if not args.all:
         timed = tables.latest(timed)
-    for device in sorted({r.device for r in timed}):
-        mine = [r for r in timed if r.device == device]
-        tables.show(tables.comparison(mine, f"Recorded on {device}", dated=True))
-        if args.resources:
-            tables.show(tables.resources(mine, _device(device), f"Compiled for {device}"))
-        if args.kernels and len(args.kernels) == 2 and set(args.kernels) <= set(labels):
-            tables.show(tables.versus(mine, *args.kernels)[0])
-    return 0
+    order = {name: i for i, name in enumerate(in_order(map(tables.cell_of, timed)))}
+    return sorted(timed, key=lambda r: (str(r.problem.get("workload", "")), order[tables.cell_of(r)])), labels
 
 
 def _device(key: str) -> Device | None:

@@ -11,6 +11,7 @@ from mla_var3.cli.arguments import (
     add_problem,
     add_tiling,
     experiment_cells,
+    job_count,
     problem_of,
     tiling_fields,
     tiling_of,
@@ -19,6 +20,7 @@ from mla_var3.cli.arguments import (
 )
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import check_folder
 from mla_var3.kernel import registry
 from mla_var3.names import kernel_label
 
@@ -60,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
     for kind in keep:
         if kind not in KINDS:
             raise UserError(f"--keep {kind!r} is unknown: {nearest(kind, KINDS)}.")
+    workers = job_count(args)
+    if keep or args.bundle:
+        check_folder(args.bundle or args.out, "--bundle" if args.bundle else "--out")
     kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
     problem = problem_of(args, workload_of(kernels))
     if args.bundle:
@@ -95,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("; ".join(refused) or "nothing to compile: name a kernel in Triton, cuTile or CuTe DSL.")
     for reason in refused:
         print(reason, file=sys.stderr)
-    results = compile_all(jobs, workers=args.jobs or None)
+    results = compile_all(jobs, workers=workers)
     rows = [
         tables.Compiled(
             kernel_label(r.job.language, r.job.design, r.job.version),

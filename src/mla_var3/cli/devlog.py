@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mla_var3.cli.arguments import Parser
 from mla_var3.errors import UserError, nearest
 
 HELP = "start, check, cite and render entries of the development log"
@@ -28,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mla-var3 devlog", description="One entry a version, checked against records."
-    )
+    parser = Parser(prog="mla-var3 devlog", description="One entry a version, checked against records.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     new = verbs.add_parser("new", help="start the entry of a version from its records")
     new.add_argument("kernel", help="language/design[_vN], as `mla-var3 list` shows it")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mla_var3.cli.arguments import add_problem, add_tiling, problem_of, tiling_fields, workload_of
 from mla_var3.errors import UserError
+from mla_var3.files import check_folder, write_whole
 
 HELP = "two versions side by side: resources, instructions, the inner loop's SASS, counters, times"
 EPILOG = """\
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.a} twice: name two versions.")
     if args.lines < 0:
         raise UserError(f"--lines {args.lines} is below 0.")
+    check_folder(args.out, "--out")
     device = Device.get(args.device or "h200")
     problem = problem_of(args, workload_of(kernels))
     out = Path(args.out) / "--".join(k.label.replace("/", "-") for k in kernels) / problem.label
@@ -51,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
     versions = both(kernels, problem, device, out, tiling_fields(args.tiling), records)
     text = render(versions, problem.label, device.name, records, problem, device.key)
     rows = side_by_side(versions)
-    out.mkdir(parents=True, exist_ok=True)
     whole = ["", "## The inner loop, side by side", "", *legend(versions), "", "```text", *rows, "```"] if rows else []
-    (out / "diff.md").write_text("\n".join([*text, *whole]) + "\n", encoding="utf-8")
+    write_whole(out / "diff.md", "\n".join([*text, *whole]) + "\n")
     print("\n".join(text))
     shown = folded(rows)[: args.lines] if args.lines else []
     if shown:

@@ -15,6 +15,7 @@ from mla_var3.device import Device
 from mla_var3.dispatch import selection
 from mla_var3.dispatch import table as tables
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import check_file, write_whole
 from mla_var3.kernel import ledger, registry
 
 if TYPE_CHECKING:
@@ -92,12 +93,10 @@ def _build(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     args = parser.parse_args(list(words))
     if args.out is None and paths.repo_root() is None:
         raise UserError("this is an installed package, whose table is not to be changed: give --out FILE.")
-    table = from_files(args.files or [paths.shipped_results_dir()])
     target = args.out or tables.PATH
-    try:
-        target.write_text(table.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror}; give another --out.") from error
+    check_file(target, "--out")
+    table = from_files(args.files or [paths.shipped_results_dir()])
+    write_whole(target, table.to_json())
     selection.forget()
     for key, device in table.devices.items():
         points = sum(len(recipe.points) for recipe in device.recipes)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mla_var3.cli.arguments import Parser
 from mla_var3.errors import UserError, nearest
 
 HELP = "what was learned: entries that fit a kernel; check and compile the pages"
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mla-var3 knowledge",
         description="docs/knowledge: its form, its index, and what of it fits a kernel.",
         epilog="example: mla-var3 knowledge find --bound memory rows=16 tensor=35",

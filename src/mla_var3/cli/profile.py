@@ -15,6 +15,7 @@ from mla_var3.cli.arguments import (
     usable,
     workload_of,
 )
+from mla_var3.files import check_folder
 from mla_var3.lab.profiling import MODES
 from mla_var3.lab.profiling.request import OUT, TIMEOUT_S, Request, baseline_of
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device is not None:
         Device.get(args.device)
     available(args.mode, target)
+    check_folder(args.out, "--out")
     kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
     problem = problem_of(args, workload_of(kernels))
     for kernel in kernels:

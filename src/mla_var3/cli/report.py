@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError, install, nearest
+from mla_var3.files import check_file, check_folder
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.export import Choice
@@ -61,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes and prints what was asked for; 0. Mistakes are raised as `UserError`."""
+    page = bool(args.out or not (args.show or args.data or args.pictures))
+    _writable(args, page)
     gathered, sets = _gathered(args)
     if not gathered.points:
         raise UserError(
@@ -68,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
             + "".join(f" Left out: {line.count} {line.what}, {line.why}." for line in gathered.left_out[:3])
         )
     choice = _choice(args, gathered, sets)
-    page = bool(args.out or not (args.show or args.data or args.pictures))
     _installed(page or bool(args.pictures), bool(args.data and args.data.endswith(".parquet")))
     if args.show:
         show(args.show, gathered, choice)
@@ -96,6 +98,16 @@ def run(args: argparse.Namespace) -> int:
             print(f"{left}: the end of the page, or --show left", file=sys.stderr)
         print(f"report: {out.resolve()} ({len(gathered.points)} measurements, {out.stat().st_size / 1e6:.1f} MB)")
     return 0
+
+
+def _writable(args: argparse.Namespace, page: bool) -> None:
+    """Refuses before anything is read what could not be written."""
+    if page:
+        check_file(args.out or DEFAULT_OUT, "--out")
+    if args.data:
+        check_file(args.data, "--data")
+    if args.pictures:
+        check_folder(args.pictures, "--pictures")
 
 
 def _installed(charts: bool, parquet: bool) -> None:

@@ -25,6 +25,7 @@ keys:
   results_dir=results      measured records: <results_dir>/<device>/<date>-<experiment>.jsonl
   compile_dir=out/results  the same for compiled points and CPU runs
   jobs=0                   compiler processes; 0 is one a core
+  verbose=true             as -v: every table on the terminal; otherwise they are in <compile_dir>/<device>/*.txt
 
 kernels= also takes names and wildcards: kernels=cute-dsl/flash_mla,triton/*
 kernels=dispatch is what the dispatcher picks for each cell; beside others: kernels=dispatch,cute

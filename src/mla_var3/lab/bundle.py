@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3 import __version__
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.files import write_whole
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.runtime.types import Tiling
@@ -247,7 +246,7 @@ def _make(
         "needs": _NEEDS,
         "entries": sorted(entries, key=lambda e: (e["kernel"], e["name"], e["problem"], e["key"])),
     }
-    _write(folder / "manifest.json", json.dumps(manifest, indent=1))
+    write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
     return Bundle(folder, manifest, tuple(refused), failed)
 
 
@@ -265,13 +264,6 @@ def _joined(folder: Path, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]
         before = entries.get(entry["key"], entry)
         entries[entry["key"]] = {**entry, "problems": sorted({*before["problems"], *entry["problems"]})}
     return list(entries.values())
-
-
-def _write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 # ---------------------------------------------------------------- command line

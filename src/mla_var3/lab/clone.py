@@ -63,6 +63,11 @@ def target_version(source: KernelId, wanted: str | None, taken: Sequence[KernelI
 
 def clone_version(source: KernelId, wanted: str | None = None, *, dry_run: bool = False) -> Clone:
     """Clones a version beside itself. Raises `UserError` when the target exists or the folder cannot be written."""
+    if source.language == "peer":
+        raise UserError(
+            f"{source.label} wraps somebody else's library, so a copy would measure the same code: clone a version of "
+            "your own language (mla-var3 list kernels)."
+        )
     target = target_version(source, wanted)
     folder = source.path.parent
     made = clone_folder(folder, source.module_name, target.module_name, dry_run=dry_run)

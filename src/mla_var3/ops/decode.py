@@ -132,6 +132,8 @@ def _named(label: str) -> Choice:
     from mla_var3.dispatch import Choice
     from mla_var3.kernel.registry import KernelId
 
+    if not isinstance(label, str):
+        raise UserError(f"kernel is a {type(label).__name__}: pass a version's name, as cute-dsl/flash_mla_v23.")
     return Choice(KernelId.parse(label), (), None, "asked for by name")
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.engine import engine
-from mla_var3.ops.request import NO_FP8
+from mla_var3.ops.request import NO_FP8, number
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def flash_mla_with_kvcache(
     found = _config(q, k_cache, causal)
     if meta is not None and meta.have_initialized:
         _same_group(meta.config or found, found)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     both = mla_decode(
         q, k_cache, block_table, cache_seqlens, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
@@ -67,6 +69,8 @@ def problem_of(
     _, page, h_kv, cached = kv_cache.shape if kv_cache.dim() == 4 else (*kv_cache.shape[:2], 1, kv_cache.shape[2])
     if cached != width:
         raise UserError(f"kv_cache has {cached} columns and q {width}: both are latent + rope columns wide.")
+    if not isinstance(head_dim_v, int):
+        raise UserError(f"head_dim_v is a {type(head_dim_v).__name__}: pass the latent columns as an int.")
     if not 0 < head_dim_v <= width:
         raise UserError(f"head_dim_v = {head_dim_v} latent columns of {width}: use 512 for the published models.")
     if page_table.shape[0] != b or seq_lens.shape[0] != b:
@@ -91,9 +95,17 @@ def problem_of(
     if kv_cache.is_cuda and kv_cache.data_ptr() % _CACHE_ALIGNMENT:
         raise UserError(f"kv_cache starts at an address that is not a multiple of {_CACHE_ALIGNMENT} bytes: align it.")
     sizes = (max(b, 1), s, page_table.shape[1] * page, h, h_kv, head_dim_v, width - head_dim_v)
-    masked, factor = bool(causal) and (packed or s > 1), None if scale is None else float(scale)
+    masked, factor = bool(causal) and (packed or s > 1), None if scale is None else number("scale", scale)
     total = len(q) if packed else None
     return _problem(*sizes, masked, page, dtypes[q.dtype], factor, strided, total, mask is not None)
+
+
+def number(name: str, value: Any) -> float:
+    """An argument that is a number, as a float. A tensor is none: its value would be waited for."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        what = value if isinstance(value, float) else f"of type {type(value).__name__}"
+        raise UserError(f"{name} is {what}: pass a finite number, or None for its default.")
+    return float(value)
 
 
 def _tree(mask: torch.Tensor, b: int, s: int, causal: bool, packed: bool) -> None:
@@ -222,6 +234,8 @@ def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype:
 
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
+    if not isinstance(given, torch.Tensor):
+        raise UserError(f"{name} is a {type(given).__name__}: pass a torch tensor, or None for a new one.")
     if tuple(given.shape) != shape or given.dtype != dtype or given.device != device:
         raise UserError(
             f"{name} is {tuple(given.shape)} {given.dtype} on {given.device}: pass {shape} {dtype} on {device}."

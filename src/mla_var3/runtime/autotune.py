@@ -17,7 +17,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Infeasible, UserError
+from mla_var3.files import write_whole
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.source import source_hash
@@ -247,7 +247,4 @@ def _load(path: Path, kernel: BaseKernel) -> TuneResult | None:
 def _store(path: Path, result: TuneResult) -> None:
     """Writes beside and renames, so that two processes tuning the same kernel never leave a torn file."""
     text = json.dumps({"best": _record(result.best), "trials": [asdict(t) for t in result.trials]}, default=str)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    write_whole(path, text)

@@ -54,8 +54,9 @@ def compile_many(
 ) -> list[CompileResult]:
     """Runs the jobs in freshly started processes and returns their results in the jobs' order.
 
-    workers: processes, at most one a job; None is one a core. progress: a bar on a terminal, else a line a job, on
-    standard error. timeout_s: longest a single job may take. run: what a worker calls with the job; importable by name.
+    workers: processes, at most one a job; None is one a core. progress: a bar on a terminal, else a few lines,
+    on standard error. timeout_s: longest a single job may take. run: what a worker calls with the job; importable by
+    name.
     """
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}: give at least 1.")
@@ -194,6 +195,12 @@ def _exit_name(code: int | None) -> str:
     return f"exit status {code}"
 
 
+def milestone(done: int, total: int) -> bool:
+    """Whether this step of `total` is said for those before it too: the first, and four more, or every twentieth."""
+    most = max(4, total // 20)
+    return done == 1 or done * most // total > (done - 1) * most // total
+
+
 @contextlib.contextmanager
 def _progress(total: int, wanted: bool) -> Iterator[Callable[[CompileResult], None]]:
     """A function to call with each result: it moves a bar on a terminal and prints a line elsewhere."""
@@ -206,7 +213,8 @@ def _progress(total: int, wanted: bool) -> Iterator[Callable[[CompileResult], No
         def line(result: CompileResult) -> None:
             nonlocal done
             done += 1
-            print(f"[{done}/{total}] {_describe(result)}", file=sys.stderr, flush=True)
+            if milestone(done, total) or not result.ok:
+                print(f"[{done}/{total}] {_describe(result)}", file=sys.stderr, flush=True)
 
         yield line
         return

@@ -182,12 +182,18 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def check_integer(name: str, value: Any, low: int) -> None:
-    """Raises `UserError` when a problem's field is no whole number of at least `low`."""
+#: Lengths, strides and grids are 32-bit on the device, and the host walks through requests and query tokens.
+MOST, MOST_LISTED = (1 << 31) - 1, 1 << 20
+
+
+def check_integer(name: str, value: Any, low: int, most: int = MOST) -> None:
+    """Raises `UserError` when a problem's field is no whole number from `low` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"problem.{name} = {value!r} is not an integer: use a whole number of at least {low}.")
     if value < low:
         raise UserError(f"problem.{name} = {value} is too small: use at least {low}.")
+    if value > most:
+        raise UserError(f"problem.{name} = {value} is too large: use at most {most:,}.")
 
 
 def check_dtype(dtype: Any) -> None:

@@ -75,7 +75,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_dtype, check_integer, count
+from mla_var3.workload import (
+    MOST_LISTED,
+    Bound,
+    Case,
+    Cost,
+    Output,
+    Problem,
+    Workload,
+    check_dtype,
+    check_integer,
+    count,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +167,9 @@ class MlaProblem(Problem):
             object.__setattr__(self, "b", len(t))
             object.__setattr__(self, "t", max((int(x) for x in t), default=0))
         self._freeze_lengths()
-        for name in ("b", "s", "h", "h_kv", "k", "d"):
+        for name in ("b", "s"):
+            check_integer(name, getattr(self, name), 1, MOST_LISTED)
+        for name in ("h", "h_kv", "k", "d"):
             check_integer(name, getattr(self, name), 1)
         for name in ("t", "p"):
             check_integer(name, getattr(self, name), 0)

@@ -328,7 +328,7 @@ def test_measured_records_are_stored_and_shown(
     gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = pretend(monkeypatch)
-    assert sweep.main(["experiment=quickstart", "kernels=triton"]) == 0
+    assert sweep.main(["experiment=quickstart", "kernels=triton", "-v"]) == 0
     records = files(gpu / "results" / "h200")
     assert len(seen) == len(records) == 8
     assert records[0].experiment == "quickstart"
@@ -350,7 +350,7 @@ def test_ctrl_c_keeps_what_was_finished_and_resume_does_the_rest(
     assert "stopped: finished points are in results/h200/" in said
     assert "Go on with: mla-var3 sweep experiment=quickstart kernels=triton resume=true" in said
     seen = pretend(monkeypatch)
-    assert sweep.main([*words, "resume=true"]) == 0
+    assert sweep.main([*words, "resume=true", "verbose=true"]) == 0
     assert len(seen) == 5
     records = files(gpu / "results")
     assert len(records) == len({(r.kernel.label, r.problem_label) for r in records}) == 8
@@ -410,7 +410,8 @@ def test_refused_points_are_records_and_cost_nothing(
     assert len(seen) == 2
     out, err = capsys.readouterr()
     assert err.count("skipped: cute-dsl needs the package cutlass, which is not installed: pip install x.") == 2
-    assert "cutlass" in out
+    (details,) = (gpu / "out" / "results" / "h200").glob("*.txt")
+    assert "cutlass" in details.read_text() and "cutlass" not in out, "said once, and the table has it for each"
 
 
 def test_infeasible_tiling_and_wrong_device_leave_records(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +453,7 @@ def test_a_full_disk_stops_with_one_sentence_and_keeps_the_rest(gpu: Path, monke
         real(fd, line)
 
     monkeypatch.setattr(records_, "_append", append)
-    with pytest.raises(UserError, match=r"the disk is full; the 2 records .* are kept.*resume=true"):
+    with pytest.raises(UserError, match=r"the disk is full; the file holds 2 records.*resume=true"):
         sweep.main(["experiment=quickstart", "kernels=triton"])
     monkeypatch.setattr(records_, "_append", real)
     assert len(files(gpu / "results")) == 2
@@ -555,7 +556,7 @@ def test_without_a_gpu_kernels_are_compiled_for_the_target(
     (shipped / "h200" / "2026-01-02-decode.jsonl").write_text(old.to_json() + "\n" + aside.to_json() + "\n")
     monkeypatch.setattr(paths, "shipped_results_dir", lambda: shipped)
 
-    assert sweep.main(["experiment=quickstart", "kernels=triton"]) == 0
+    assert sweep.main(["experiment=quickstart", "kernels=triton", "--verbose"]) == 0
     out, err = capsys.readouterr()
     assert "No GPU here: compiling for NVIDIA H200" in err
     assert len(jobs) == 6, "cells of one class share a compilation"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import check_folder, write_whole
 from mla_var3.lab.devlog import skips
 from mla_var3.lab.devlog.citations import COMMENT, cited_ids, find_record, without_comments
 from mla_var3.lab.devlog.entry import SECTIONS, Entry, parse
@@ -77,19 +78,14 @@ def render(root: Path, design: str | None = None, out: Path | None = None, state
         raise UserError(f"no design {design!r} has entries in {root / 'devlogs'}: {nearest(design, known)}.")
     if not known:
         raise UserError(f"there are no entries in {root / 'devlogs'}: mla-var3 devlog new starts one.")
-    records, _ = load_records(root)
     folder = Path(OUT) if out is None else out
+    check_folder(folder, "--out")
+    records, _ = load_records(root)
     pages = []
     for name in [design] if design is not None else known:
         text, entries, pictures = page(root, name, records, state)
         path = folder / f"{name}.html"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"cannot write {path}: {error.strerror or error}; give another folder with --out."
-            ) from error
+        write_whole(path, text)
         pages.append(Page(path, entries, pictures))
     return pages
 

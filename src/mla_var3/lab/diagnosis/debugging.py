@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import check_folder
 from mla_var3.lab.diagnosis.sanitizer import TIMEOUT_S, TOOLS
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def prepare(args: argparse.Namespace) -> None:
         raise UserError(f"--sanitize {args.sanitize!r} is unknown: {nearest(args.sanitize, TOOLS)}.")
     if args.sanitize_kernel and not args.sanitize:
         raise UserError("--sanitize-kernel says what --sanitize TOOL watches: give that as well.")
+    if args.keep or args.sanitize:
+        check_folder(args.debug_out, "--debug-out")
     if args.sanitize_timeout <= 0:
         raise UserError(f"--sanitize-timeout {args.sanitize_timeout:g} must be above 0.")
     if args.lineinfo and os.environ.get(_LINEINFO) != "1":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import write_whole
 from mla_var3.lab.report.gather import Gathered, Point
 
 PICTURES = ("map", "cell", "roofline", "ladder", "languages", "instructions", "compare")
@@ -35,14 +36,7 @@ def write_table(gathered: Gathered, path: Path) -> int:
     for name in frame.columns:
         if frame[name].dtype == object and frame[name].map(type).nunique() > 1:
             frame[name] = frame[name].map(lambda value: None if value is None or value != value else str(value))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".csv":
-            frame.to_csv(path, index=False)
-        else:
-            frame.to_parquet(path, index=False)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}.") from error
+    write_whole(path, frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_parquet(index=False))
     return len(frame)
 
 
@@ -183,10 +177,6 @@ def write_pictures(
     for stem, spec in picture_specs(gathered, choice, names):
         for kind in kinds:
             path = folder / f"{stem}.{kind}"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(render(spec, kind))
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror or error}.") from error
+            write_whole(path, render(spec, kind))
             written.append(path)
     return written

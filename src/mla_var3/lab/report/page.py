@@ -16,6 +16,7 @@ from typing import Any
 from mla_var3 import __version__
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.files import write_whole
 from mla_var3.lab.report import answers, charts, finder, legend, sources
 from mla_var3.lab.report import rows as rows_of
 from mla_var3.lab.report.gather import PEER, STATES, Gathered, Point, command
@@ -62,11 +63,7 @@ def write_page(
     Raises `UserError` when no record has a time, or the file cannot be written.
     """
     text = page(gathered, state=state, cell=cell, compare=compare)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}; give another file with --out.") from error
+    write_whole(out, text)
     return out
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from mla_var3.lab.report.gather import cell_name
+from mla_var3.names import by_number
 from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
@@ -113,30 +115,66 @@ def latest(records: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
+#: Columns of a comparison; those of _CONTEXT are left out where every row has the same in them.
+_NUMBERS = ("burst us", "% of limit", "sustained us", "% of limit", "TFLOP/s", "TB/s", "error")
+_CONTEXT = ("version", "error", "recorded", "note")
+
+
+def standings() -> dict[str, str]:
+    """`newest` or `kept` for each version that is here, by its label: newest of a language and design with several."""
+    from mla_var3.kernel.registry import all_kernels
+
+    last = {(k.language, k.layer, k.design): k for k in all_kernels()}  # they come sorted
+    newest = {k for k in last.values() if k.version}
+    return {k.label: "newest" if k in newest else "kept" for k in all_kernels() if k.language != "peer"}
+
+
+def standing(record: Record, known: Mapping[str, str]) -> str:
+    """`newest`, `kept` or `retired`; "" for a library."""
+    return "" if record.kernel.language == "peer" else known.get(record.kernel.label, "retired")
+
+
 def comparison(records: Sequence[Record], title: str = "Measured", *, dated: bool = False) -> Table:
     """One block a cell: its contenders, fastest first, beside the cell's limit in the same run.
 
-    dated: adds when each was recorded. Records without a time stand at the end of their block, with the reason.
+    dated: adds when each was recorded, and whether the version is still here. Records without a time stand at the end
+    of their block, with the reason. What every contender has alike stands under the table, in place of a column.
     """
-    numbers = ["burst us", "% of limit", "sustained us", "% of limit", "TFLOP/s", "TB/s", "error"]
-    last = ["recorded"] if dated else []
-    table = new_table(title, ["cell", "kernel"], numbers, [*last, "note"])
+    known = standings() if dated else {}
+    names = ["version", *_NUMBERS, "recorded", "note"] if dated else [*_NUMBERS, "note"]
+    told = [
+        [*([standing(r, known)] if dated else []), *_measured_cells(r), *([r.at[:10]] if dated else []), _note(r)]
+        for r in records
+    ]
+    alike = {i: {row[i] for row in told} for i, name in enumerate(names) if name in _CONTEXT}
+    dropped = {i: next(iter(values)) for i, values in alike.items() if len(told) > 1 and len(values) == 1}
+
+    def kept(row: Sequence[str]) -> list[str]:
+        return [cell for i, cell in enumerate(row) if i not in dropped]
+
+    left = ["cell", "kernel", *kept(names[:1])] if dated else ["cell", "kernel"]
+    last = [name for name in kept(names) if name in ("recorded", "note")]
+    right = [name for name in kept(names) if name not in (*last, "version")]
+    table = new_table(title, left, right, last)
+    shared = [f"{names[i]} {value}" for i, value in dropped.items() if value not in ("", "-")]
+    table.caption = f"The same in every row: {', '.join(shared)}." if shared else None
     for label, block in _by_cell(records).items():
         block.sort(key=lambda r: (r.median("burst") or r.median("sustained") or float("inf"), r.kernel.label))
         limits = next((r for r in block if r.limits is not None), None)
         if limits is not None:
             cells = [plain(limits.limit("burst")), "", plain(limits.limit("sustained")), "", "", "", ""]
             bound = getattr(limits.limits, "bound", None)
-            table.add_row(label, "limit", *cells, *([""] if dated else []), f"{bound}-bound" if bound else "")
+            row = [*([""] if dated else []), *cells, *([""] if dated else []), ""]
+            table.add_row(label, f"limit, {bound}-bound" if bound else "limit", *kept(row))
         for index, record in enumerate(block):
             first = label if index == 0 and limits is None else ""
-            table.add_row(
-                first,
-                _esc(_name(record)),
+            row = [
+                *([standing(record, known)] if dated else []),
                 *_measured_cells(record),
                 *([record.at[:10]] if dated else []),
                 _esc(_note(record)),
-            )
+            ]
+            table.add_row(first, _esc(_name(record)), *kept(row))
         table.add_section()
     return table
 
@@ -176,10 +214,15 @@ def _note(record: Record) -> str:
     return f"{record.status}: {record.reason}" if record.reason else record.status
 
 
+def cell_of(record: Record) -> str:
+    """The name of a record's cell, as the report has it: other problems have other names."""
+    return cell_name(problem_from_record(record.problem))
+
+
 def _by_cell(records: Iterable[Record]) -> dict[str, list[Record]]:
     blocks: dict[str, list[Record]] = {}
     for record in records:
-        blocks.setdefault(record.problem_label, []).append(record)
+        blocks.setdefault(cell_of(record), []).append(record)
     return blocks
 
 
@@ -290,7 +333,7 @@ def _merged(records: Iterable[Record | Compiled]) -> list[Compiled]:
             key = (row.kernel, row.device, str(row.resources), str(row.warnings))
             rows.setdefault(key, (row, {}))[1][row.cell] = None
     merged = [replace(row, cell=", ".join(cells)) for row, cells in rows.values()]
-    return sorted(merged, key=lambda row: row.kernel)
+    return sorted(merged, key=lambda row: by_number(row.kernel))
 
 
 def _stages(row: Compiled | None) -> list[Compiled]:

@@ -17,6 +17,7 @@ from mla_var3.kernel import registry
 from mla_var3.kernel.jobs import CompileJob, run_job
 from mla_var3.kernel.registry import is_compiled
 from mla_var3.lab.sweep.plan import Point
+from mla_var3.record import NotStored
 from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.pool import CompileResult, compile_many
 
@@ -61,8 +62,8 @@ def compile_points(
         return []
     todo = [_job(group, path, [forms[p] for p in group]) for group in jobs.values()]
     shared = sum(len(group) for group in jobs.values())
-    if shared > len(todo):
-        print(f"{shared} points share {len(todo)} compilations.", file=sys.stderr)
+    sharing = f" (of {shared} points)" if shared > len(todo) else ""
+    print(f"compiling {len(todo)} kernels{sharing}", file=sys.stderr, flush=True)
     results = compile_many(todo, workers=workers, progress=True, timeout_s=TIMEOUT_S, run=run_and_store)
     records: list[Record] = []
     for result in results:
@@ -96,8 +97,8 @@ def _job(group: Sequence[Point], path: Path, forms: Sequence[dict[str, Any]]) ->
     )
 
 
-def run_and_store(job: StoredJob) -> list[Record]:
-    """In a worker process: compiles, appends the records, and returns them. A full disk is raised as `UserError`."""
+def run_and_store(job: StoredJob) -> list[Record] | str:
+    """In a worker process: compiles, appends the records, and returns them; or why they could not be appended."""
     try:
         compiled = run_job(job)
     except UserError as error:
@@ -109,7 +110,10 @@ def run_and_store(job: StoredJob) -> list[Record]:
         if compiled.code is not None:
             outcome["code"] = compiled.code.to_record()
         outcome |= {"warnings": list(compiled.warnings), "seconds": {"compile": round(compiled.seconds, 3)}}
-    return _store(job, outcome)
+    try:
+        return _store(job, outcome)
+    except NotStored as error:
+        return error.why
 
 
 def _store(job: StoredJob, outcome: dict[str, Any]) -> list[Record]:
@@ -125,6 +129,8 @@ def _store(job: StoredJob, outcome: dict[str, Any]) -> list[Record]:
 def _outcome(result: CompileResult) -> list[Record]:
     if result.ok:
         stored: Any = result.compiled
+        if isinstance(stored, str):
+            raise NotStored(result.job.store, stored)
         return list(stored)
     if result.error_type in ("Crash", "Timeout"):
         return _store(result.job, {"status": "failed", "reason": f"compiling failed: {result.error}"})

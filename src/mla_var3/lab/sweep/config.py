@@ -27,6 +27,7 @@ ORDERS = ("listed", "even")
 
 #: Hydra's own options: without a value, and with one in the next word.
 _FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
+_VERBOSE = ("-v", "--verbose")
 _VALUED = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-dir")
 
 
@@ -129,6 +130,7 @@ class SweepConfig:
     results_dir: str = "results"
     compile_dir: str = "out/results"
     jobs: int = 0
+    verbose: bool = False
 
 
 # ---------------------------------------------------------------- composing
@@ -167,6 +169,14 @@ def typed(cfg: Any) -> SweepConfig:
     ):
         if value not in choices:
             raise UserError(f"{key} = {value!r} is unknown: {nearest(value, choices)}.")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.experiment.name):
+        raise UserError(
+            f"experiment.name = {config.experiment.name!r} names a file: use letters, digits, '_', '-' and '.'."
+        )
+    counts = {"jobs": config.jobs, "budget_s": config.budget_s, "experiment.draw": config.experiment.draw}
+    for key, number in counts.items():
+        if number < 0:
+            raise UserError(f"{key} = {number:g} is below 0: give at least 0, or leave it out.")
     for index, knobs in enumerate(config.tilings):
         if not isinstance(knobs, dict):
             raise UserError(
@@ -269,9 +279,9 @@ def prepare(arguments: Sequence[str]) -> list[str]:
             words.append(word)
         elif word.startswith("-"):
             flag = word.split("=")[0]
-            if flag not in (*_FLAGS, *_VALUED):
-                raise UserError(f"there is no option {flag}: {nearest(flag, (*_FLAGS, *_VALUED))}.")
-            words.append(word)
+            if flag not in (*_FLAGS, *_VALUED, *_VERBOSE):
+                raise UserError(f"there is no option {flag}: {nearest(flag, (*_FLAGS, *_VALUED, *_VERBOSE))}.")
+            words.append("verbose=true" if flag in _VERBOSE else word)
         else:
             words += _prepare_word(word, multirun)
         previous = word

@@ -10,7 +10,6 @@ recorded on that device. Each record is on the disk before the next point begins
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.files import check_folder
 from mla_var3.kernel import registry
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_target, own_knobs
+from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, telling_refusals, then
 
 if TYPE_CHECKING:
     from mla_var3.kernel.registry import KernelId
@@ -35,19 +36,12 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 
 
-def say(text: str = "") -> None:
-    """Progress: on standard error, so that tables can be piped."""
-    print(text, file=sys.stderr, flush=True)
-
-
 class Journal:
     """A sweep's record file of one device, and what it already holds when the sweep is resumed."""
 
     def __init__(self, folder: Path, experiment: str, resume: bool) -> None:
         from mla_var3.record import RecordStore, load
 
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", experiment):
-            raise UserError(f"experiment.name = {experiment!r} names a file: use letters, digits, '_', '-' and '.'.")
         name = re.compile(rf"\d{{4}}-\d\d-\d\d-{re.escape(experiment)}\.jsonl")
         earlier = sorted(path for path in folder.glob(f"*-{experiment}.jsonl") if name.fullmatch(path.name))
         self.path = folder / f"{datetime.now(UTC):%Y-%m-%d}-{experiment}.jsonl"
@@ -92,17 +86,21 @@ class Sweep:
         self.settings = BenchSettings.of(bench)
         self.config = config
         self.target: Target = find_target(config, detected)
+        self.measures = self.target.present and config.experiment.mode == "measure"
+        check_folder(config.compile_dir, "compile_dir =")
+        if self.measures:
+            check_folder(config.results_dir, "results_dir =")
         self.cells: list[Problem] = expand_cells(config)
         self.kernels = chosen_kernels(config)
         if self.tune and (config.tiling or config.tilings):
             raise UserError("tiling.* and tilings set knobs and bench.tune=true searches for them: give one of them.")
-        self.measures = self.target.present and config.experiment.mode == "measure"
         if config.profile.mode != DISABLED:
             self._can_profile()
         self.environment: dict[str, Any] = environment.describe()
         self.commit, self.dirty = environment.git_state()
         if self.settings.commit is not None:
             self.commit, self.dirty = self.settings.commit, None
+        self.telling = Telling(config.verbose)
         self.journals: dict[tuple[str, str], Journal] = {}
         self.keys: dict[tuple[Point, str], str] = {}
 
@@ -209,7 +207,8 @@ class Sweep:
                 journal.add(record)
                 passed = time.monotonic() - began
                 left = passed / number * (total - number)
-                say(f"[{number}/{total}, {left:.0f} s left] {record.problem_label} {describe(record)}")
+                line = f"[{number}/{total}, {left:.0f} s left] {record.problem_label} {describe(record)}"
+                self.telling.step(number, total, line, at_once=record.status in BAD)
                 cell = problem_from_record(record.problem)
                 open_points[cell] = open_points.get(cell, 0) - 1
                 # Only between cells: the contenders of one are timed in turn, and their records come together.
@@ -236,6 +235,7 @@ class Sweep:
                 f"profile={mode} follows a measurement, and this sweep only compiles for {self.target.device.name}: "
                 "leave it out, or use `mla-var3 profile KERNEL`, whose mode annotation works without a GPU."
             )
+        check_folder(self.config.profile.out, "profile.out =")
         available(mode, self.target.device)
 
     def compile(self) -> None:
@@ -309,7 +309,8 @@ class Sweep:
             )
             journal.add(record)
             shown.append(record)
-            say(f"{describe(record)} ({result.seconds:.1f} s)")
+            if self.telling.verbose or record.status in BAD:
+                say(f"{describe(record)} ({result.seconds:.1f} s)")
         return shown
 
     def _asked(self, kernel: KernelId) -> dict[str, Any]:
@@ -334,37 +335,54 @@ class Sweep:
             known = self.journal(point.device.key, measured=measured).by_key
             records += [known[key] for key in keys if key in known]
         device = self.target.device if self.config.experiment.targets == "device" else None
+        worst: Record | None = None
         if measured:
-            timed = [r for r in records if r.time_us is not None or r.status in ("incorrect", "failed")]
+            timed = [r for r in records if r.time_us is not None or r.status in BAD]
             if timed:
-                print()
-                tables.show(tables.comparison(timed, f"Measured on {self.target.device.name}"))
-        if any(r.resources for r in records):
-            print()
+                self.telling.detail(tables.comparison(timed, f"Measured on {self.target.device.name}"))
+            worst = self.answer(timed, self.target.device, "measured")
+        compiled = [r for r in records if r.resources]
+        if compiled:
             name = device.name if device is not None else "the architectures each kernel claims"
-            tables.show(tables.resources(records, device, f"Compiled for {name}"))
+            self.telling.detail(tables.resources(compiled, device, f"Compiled for {name}"))
         if not measured and device is not None:
-            print()
-            tables.show(tables.roofline(self.cells, device))
+            self.telling.detail(tables.roofline(self.cells, device))
+        checks: list[Record] = []
         if not measured and self.config.experiment.mode == "measure" and self.config.experiment.cpu:
             checks = self.on_cpu()
             if checks:
-                print()
-                tables.show(tables.checked(checks))
+                self.telling.detail(tables.checked(checks))
         if not measured and device is not None and self.config.experiment.recorded:
-            self.recorded(device)
+            worst = self.recorded(device)
         lost = [
             r
-            for r in records
-            if r.status in ("infeasible", "skipped", "failed") and not (measured and r.status == "failed")
+            for r in [*records, *checks]
+            if r.status in ("infeasible", "skipped", *BAD) and not (measured and r.status in BAD)
         ]
         if lost:
+            self.telling.detail(tables.refused(lost))
+        ran = {r.kernel.label for r in [*records, *checks] if r.status in ("passed", "compiled")}
+        shown = telling_refusals([*records, *checks], ran)
+        if shown and not self.telling.verbose:
             print()
-            tables.show(tables.refused(lost))
-        self.summary()
+            tables.show(tables.refused(shown))
+        for line in folded((r.kernel.label, text) for r in compiled for text in r.warnings or []):
+            say(f"compiled, {line}")
+        self.summary(then(worst))
 
-    def recorded(self, device: Device) -> None:
-        """Shipped measurements of these cells on the device, newest of each kernel, marked as recorded."""
+    def answer(self, records: Sequence[Record], device: Device, how: str) -> Record | None:
+        """Prints the answer's table; returns the record that is furthest from its limit."""
+        from mla_var3.lab.report import tables
+
+        table, worst = answer(self.cells, records, device, f"Fastest here on {device.name}, {how}")
+        if table is not None:
+            print()
+            tables.show(table)
+        return worst
+
+    def recorded(self, device: Device) -> Record | None:
+        """Shipped measurements of these cells on the device, newest of each kernel, marked as recorded; returns the one
+        that is furthest from its limit."""
         from mla_var3.lab.report import tables
         from mla_var3.record import ASIDE, load
         from mla_var3.workload import problem_from_record
@@ -374,21 +392,26 @@ class Sweep:
         wanted = set(self.cells)
         found = [r for r in load(folder).records if r.experiment not in aside] if folder.is_dir() else []
         mine = [r for r in found if r.status == "passed" and r.time_us and problem_from_record(r.problem) in wanted]
-        print()
         if not mine:
-            print(f"No recorded measurements of these cells on {device.name} are shipped with this version.")
-            return
+            print(f"\nNo recorded measurements of these cells on {device.name} are shipped with this version.")
+            return None
         order = {cell.label: i for i, cell in enumerate(self.cells)}
         mine = sorted(tables.latest(mine), key=lambda r: order.get(r.problem_label, len(order)))
         title = f"Recorded on {device.name}, not measured now: shipped with the project, dates in the last columns"
-        tables.show(tables.comparison(mine, title, dated=True))
+        self.telling.detail(tables.comparison(mine, title, dated=True))
+        return self.answer(mine, device, "recorded")
 
-    def summary(self) -> None:
+    def summary(self, more: Sequence[str] = ()) -> None:
+        """What was made of the points, where it lies, and `more`."""
         made = [record for journal in self.journals.values() for record in journal.made]
         counts = Counter(record.status for record in made)
         text = ", ".join(f"{count} {status}" for status, count in counts.most_common()) or "nothing new"
         files = ", ".join(str(journal.path) for journal in self.journals.values() if journal.made)
         say(f"{text}{'; records in ' + files if files else ''}")
+        name = f"{datetime.now(UTC):%Y-%m-%d}-{self.config.experiment.name}.txt"
+        self.telling.write(Path(self.config.compile_dir) / self.target.device.key / name)
+        for line in more:
+            say(line)
 
     def interrupted(self) -> str:
         """Where the finished points are, after Ctrl-C."""

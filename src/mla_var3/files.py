@@ -1,0 +1,66 @@
+"""Files that people asked for: a place that cannot take them is found first, and what stands there is never torn."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from mla_var3.errors import UserError
+
+
+def cause(error: OSError) -> str:
+    """Why a file could not be written, in words."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "the disk is full" if full else (error.strerror or str(error)).lower()
+
+
+def check_folder(folder: Path | str, name: str) -> None:
+    """Raises `UserError` where no file can be made in a folder; one that is not there yet is judged by what it would be
+    made in. Leaves nothing behind. name: how the user gives the folder ("--out")."""
+    folder = here = Path(folder)
+    try:
+        while not here.exists() and here != here.parent:
+            here = here.parent
+        with tempfile.TemporaryFile(dir=here):
+            pass
+    except OSError as error:
+        at = "" if here == folder else f" ({here})"
+        raise UserError(f"{name} {folder} cannot be written{at}: {cause(error)}; give another folder.") from error
+
+
+def check_file(path: Path | str, name: str) -> None:
+    """As `check_folder`, for a file that `write_whole` will write."""
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{name} {path} is a folder: give a file.")
+    check_folder(path.parent, name)
+
+
+def write_whole(path: Path | str, data: str | bytes) -> None:
+    """Writes a file aside and renames it, with the folder where it is missing: whoever reads sees the old file or the
+    new one, and where it cannot be written the old one stays. Raises `UserError`."""
+    path = Path(path)
+    raw = data.encode() if isinstance(data, str) else data
+    aside: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe or a device: nothing to keep, and not to be replaced
+            path.write_bytes(raw)
+            return
+        target = path.resolve()  # of a link: the file that it leads to
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+            aside = Path(file.name)
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, target.stat().st_mode & 0o777 if target.exists() else 0o644)
+        os.replace(aside, target)
+    except OSError as error:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+        kept = "; what was there is unchanged" if path.is_file() else ""
+        raise UserError(f"cannot write {path}: {cause(error)}{kept}.") from error

@@ -1,0 +1,250 @@
+"""Bad input, found before the work: one sentence that names what was given, and no traceback."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3 import cli, files, record, workload
+from mla_var3.device import Device
+from mla_var3.errors import UserError, nearest
+from mla_var3.kernel import jobs, registry
+from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.names import in_order
+
+HUGE = 99_999_999_999
+needs_torch = pytest.mark.skipif(bool(registry.missing("torch")), reason="no torch here")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder to run in, on a machine without a GPU."""
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence of a command that ends with 2."""
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("mla-var3: ")
+    return err
+
+
+# ---------------------------------------------------------------- numbers
+@pytest.mark.parametrize("name", workload.names())
+def test_a_number_that_no_device_can_hold_is_refused_at_once(name: str) -> None:
+    kind = workload.get(name).problem
+    whole = [f.name for f in dataclasses.fields(kind) if type(getattr(kind(), f.name)) is int]
+    assert len(whole) >= 3
+    for field in whole:
+        began = time.monotonic()
+        with pytest.raises(UserError, match=rf"problem\.{field} = {HUGE}|problem\.{field} .* fit"):
+            kind.from_record({field: HUGE})
+        assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["check", "torch/flash_mla", "--b", str(HUGE)], f"problem.b = {HUGE} is too large: use at most 1,048,576"),
+        (["compile", "triton/flash_mla", "--t", str(HUGE)], f"problem.t = {HUGE} is too large: use at most 2,147"),
+        (["check", "torch/flash_mla", "--lengths", "5,-1"], "--lengths 5,-1 has -1: give each request at least 0"),
+        (["check", "torch/flash_mla", "--lengths", "5,1.5"], "--lengths '1.5' is not a whole number"),
+        (["compile", "triton/flash_mla", "--jobs", "-1"], "--jobs -1 is below 0: give a number of processes"),
+        (["sweep", "jobs=-1"], "jobs = -1 is below 0: give at least 0"),
+        (["sweep", "budget_s=-3"], "budget_s = -3 is below 0"),
+        (["sweep", "experiment.name=a/b"], "experiment.name = 'a/b' names a file: use letters, digits"),
+        (["clone", "peer/fa4"], "peer/fa4 wraps somebody else's library"),
+        (["knowledge", "find", "--bound", "foo"], "--bound 'foo' is unknown: valid: compute, memory"),
+        (["knowledge", "find", "--bund", "memory"], "there is no option --bund: did you mean '--bound'?"),
+        (["devlog", "render", "--state", "hot"], "--state 'hot' is unknown: valid: burst, sustained"),
+    ],
+)
+@needs_torch
+def test_what_makes_no_sense_is_named(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sentence in said(words, capsys)
+
+
+def test_a_sweep_is_refused_before_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3.lab.sweep import run
+
+    def planned(*_: Any) -> None:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr(run, "expand_cells", planned)
+    for word in ("jobs=-1", "experiment.name=a/b", "results_dir=/proc/x", "compile_dir=/proc/x"):
+        words = ["experiment=quickstart", word]
+        if word.startswith("results_dir"):
+            monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: Device.get("h200")))
+        with pytest.raises(UserError, match=word.split("=")[0]):
+            run.main(words)
+
+
+# ---------------------------------------------------------------- names
+def test_numbers_in_names_sort_as_numbers() -> None:
+    assert in_order(["v10", "v9", "b128_t64", "b16_t64", "v9"]) == ["b16_t64", "b128_t64", "v9", "v10"]
+
+
+def test_of_a_long_list_the_nearest_three_are_named() -> None:
+    choices = [f"b{b}_s1_h128_t{t}" for b in range(1, 60) for t in (64, 4096)]
+    text = nearest("b7_s1_h128_t4095", choices)
+    assert text.startswith("did you mean 'b7_s1_h128_t4096'? (also near, of 118: ")
+    assert len(text) < 160 and text.count("_h128_") == 3
+    far = nearest("x", choices)
+    assert far.startswith("the nearest of 118 are ") and len(far) < 160
+    assert nearest("memry", ["compute", "memory"]) == "did you mean 'memory'? (valid: compute, memory)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "cute-dsl/flash_mla_v9999"],
+        ["compile", "nothing/like_this"],
+        ["compare", "--cells", "b128_s1_h128_t4097"],
+        ["compare", "--kernels", "cute/flash"],
+        ["report", "--show", "cell", "--cell", "b128_s1_h128_t4097"],
+    ],
+)
+def test_unknown_kernels_and_cells_name_the_nearest_three(
+    words: list[str], capsys: pytest.CaptureFixture[str], shipped: Path
+) -> None:
+    err = said(words, capsys)
+    assert len(err) < 320
+    if words[-1].startswith("b128"):
+        assert "did you mean 'b128_s1_h128_t4096'?" in err
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Records of sixty cells, in place of those that are shipped."""
+    from mla_var3 import paths
+    from mla_var3.workload.decode import MlaProblem
+
+    folder = tmp_path / "shipped"
+    stats = {"median": 50.0, "p10": 49.0, "p90": 51.0, "n": 5}
+    limit = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": 25.0}
+    store = record.RecordStore(folder / "h200" / "2026-01-02-decode.jsonl")
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    for number in range(60):
+        problem = MlaProblem(b=128 + number // 2, page=64 if number % 2 else 32)
+        one = {
+            "id": record.new_id(), "at": record.now(), "experiment": "decode", "status": "passed",
+            "kernel": {"language": "cute-dsl", "layer": "mla", "design": "flash_mla", "version": 23},
+            "problem": problem.to_record(), "device": "h200", "time_us": {"burst": stats, "sustained": stats},
+            "limits": {"burst": limit, "sustained": limit, "bound": "compute"}, "error": {"out": 1e-3, "lse": 1e-6},
+            "source": {"hash": "0"},
+        }  # fmt: skip
+        store.append(record.Record.model_validate(one))
+    monkeypatch.setattr(paths, "shipped_results_dir", lambda: folder)
+    return folder
+
+
+def test_report_takes_the_cells_that_compare_prints(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "--cells", "b130_*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = [line.split()[0] for line in lines if line.strip().startswith("b130_")]
+    assert cells == ["b130_s1_h128_t4096", "b130_s1_h128_t4096_page32"], "problems that differ have names that differ"
+    for cell in cells:
+        assert cli.main(["report", "--show", "cell", "--cell", cell]) == 0
+        assert f"{cell} on h200" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- folders
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["sweep", "experiment=quickstart", "compile_dir=blocked/x"], "compile_dir ="),
+        (["compile", "triton/flash_mla", "--keep", "ptx", "--out", "blocked/x"], "--out"),
+        (["compile", "cute-dsl/flash_mla", "--bundle", "blocked/x"], "--bundle"),
+        (["profile", "torch/flash_mla", "--out", "blocked/x"], "--out"),
+        (["diff", "triton/flash_mla", "torch/flash_mla", "--out", "blocked/x"], "--out"),
+        (["check", "torch/flash_mla", "--keep", "ir", "--debug-out", "blocked/x"], "--debug-out"),
+        (["dispatch", "build", "--out", "blocked/x/table.json"], "--out"),
+        (["report", "--out", "blocked/x/page.html"], "--out"),
+        (["report", "--data", "blocked/x/data.csv"], "--data"),
+        (["report", "--pictures", "blocked/x"], "--pictures"),
+        (["devlog", "render", "--out", "blocked/x"], "--out"),
+    ],
+)
+@needs_torch
+def test_a_folder_that_cannot_be_written_is_found_first_under_its_own_name(
+    words: list[str], name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def worked(*_: Any, **__: Any) -> None:
+        raise AssertionError("work was done first")
+
+    monkeypatch.setattr(record, "load", worked)
+    monkeypatch.setattr(jobs, "compile_all", worked)
+    (here / "blocked").write_text("a file")
+    err = said(words, capsys)
+    folder = "blocked/x"
+    assert f"{name} {folder} cannot be written (blocked): not a directory; give another folder" in err
+    assert sorted(p.name for p in here.iterdir()) == ["blocked"], "looking leaves nothing behind"
+
+
+def test_bench_looks_at_its_folder_before_it_measures(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: Device.get("h200")))
+    (here / "blocked").write_text("a file")
+    assert "--results-dir blocked/x cannot be written" in said(
+        ["bench", "triton/flash_mla", "--results-dir", "blocked/x"], capsys
+    )
+
+
+# ---------------------------------------------------------------- a full disk
+def full(fd: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_old_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = here / "out" / "page.html"
+    files.write_whole(page, "old")
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*page\.html: the disk is full; what was there is unchanged"):
+        files.write_whole(page, "new" * 1000)
+    assert page.read_text() == "old"
+    assert [p.name for p in page.parent.iterdir()] == ["page.html"]
+    with pytest.raises(UserError, match=r"cannot write .*other.html: the disk is full\.$"):
+        files.write_whole(here / "other.html", "new")
+
+
+def test_the_reports_page_survives_a_full_disk(
+    here: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mla_var3.lab.report import page
+
+    monkeypatch.setattr(page, "page", lambda *_, **__: "new")
+    (here / "page.html").write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", full)
+        assert cli.main(["report", "--out", "page.html"]) == 2
+        assert "cannot write page.html: the disk is full; what was there is unchanged" in capsys.readouterr().err
+        assert (here / "page.html").read_text() == "old"
+    assert cli.main(["report", "--out", "page.html"]) == 0
+    assert (here / "page.html").read_text() == "new"
+    assert (here / "page.html").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(here: Path) -> None:
+    (here / "real.txt").write_text("old")
+    (here / "link.txt").symlink_to("real.txt")
+    files.write_whole("link.txt", "new")
+    assert (here / "link.txt").is_symlink() and (here / "real.txt").read_text() == "new"
+    files.write_whole("/dev/null", "gone")
+    assert not Path("/dev/null").is_file()
+
+
+def test_experiment_names_of_files_are_judged_too(here: Path) -> None:
+    (here / "conf" / "experiment").mkdir(parents=True)
+    (here / "conf" / "experiment" / "mine.yaml").write_text("name: a/b\ncells: [{b: 1}]\n")
+    with pytest.raises(UserError, match=r"experiment\.name = .a/b. names a file"):
+        sweep_config.compose(["experiment=mine"])

@@ -72,6 +72,21 @@ def test_list_shows_kernels_experiments_models_and_devices(capsys: pytest.Captur
         assert word in out
 
 
+def test_list_marks_versions_and_folds_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    from mla_var3.cli.list import _runs
+
+    assert cli.main(["list"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    marks = {words[0]: words[2] for line in lines if len(words := line.split()) > 3 and "/" in words[0]}
+    live = [k for k in registry.all_kernels() if k.language == "cute-dsl" and k.design == "flash_mla"]
+    wanted = ["kept"] * (len(live) - 1) + ["newest"]
+    here = not registry.missing("cute-dsl")
+    assert [marks[k.label] for k in live] == (wanted if here else ["not"] * len(live))
+    assert any(line.startswith("(retired: cute-dsl/flash_mla v1..v22, ") for line in lines)
+    assert sum(line.startswith("(") for line in lines) <= 2, "what is not installed is one line"
+    assert _runs(["a/x", "a/x_v9", "a/x_v10", "a/x_v2", "b/y_v3"]) == ["a/x v0 v2 v9..v10", "b/y v3"]
+
+
 def test_a_missing_language_is_named_with_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

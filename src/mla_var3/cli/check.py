@@ -10,6 +10,7 @@ from mla_var3.cli.arguments import (
     add_kernels,
     add_problem,
     add_tiling,
+    doing,
     given_fields,
     problem_of,
     tiling_fields,
@@ -95,10 +96,11 @@ def run(args: argparse.Namespace) -> int:
             if not debugging.sanitize(args, kernel, problem, tiling, device):
                 wrong += 1
                 continue
-        report = run_check(
-            plan_type, problem, tiling, where,
-            quick=args.quick, seeds=None if args.seed is None else [args.seed], cases=cases, hardware=device,
-        )  # fmt: skip
+        with doing(f"checking {kernel.label} {problem.label}"):
+            report = run_check(
+                plan_type, problem, tiling, where,
+                quick=args.quick, seeds=None if args.seed is None else [args.seed], cases=cases, hardware=device,
+            )  # fmt: skip
         print_check(kernel, problem, report)
         wrong += not report.ok
     return 1 if wrong else 0

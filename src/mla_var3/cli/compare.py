@@ -12,6 +12,7 @@ from mla_var3 import paths
 from mla_var3.cli.arguments import doing
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
+from mla_var3.kernel import registry
 from mla_var3.names import in_order
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record
     nothing else is there."""
     from mla_var3.lab.report import tables
 
-    known = tables.standings()
+    known = registry.standings()
     live = [r for r in records if tables.standing(r, known) != "retired"]
     if args.all or args.kernels or not live:
         return records, 0

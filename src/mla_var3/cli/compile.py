@@ -10,6 +10,7 @@ from mla_var3.cli.arguments import (
     add_kernels,
     add_problem,
     add_tiling,
+    doing,
     experiment_cells,
     job_count,
     problem_of,
@@ -100,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("; ".join(refused) or "nothing to compile: name a kernel in Triton, cuTile or CuTe DSL.")
     for reason in refused:
         print(reason, file=sys.stderr)
-    results = compile_all(jobs, workers=workers)
+    with doing(f"compiling {len(jobs)} kernels for {device.name}"):
+        results = compile_all(jobs, workers=workers)
     rows = [
         tables.Compiled(
             kernel_label(r.job.language, r.job.design, r.job.version),

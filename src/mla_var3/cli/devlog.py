@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_var3.cli.arguments import Parser
+from mla_var3.cli.arguments import Parser, doing
 from mla_var3.errors import UserError, nearest
 
 HELP = "start, check, cite and render entries of the development log"
@@ -68,7 +68,8 @@ def _new(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.kernel.registry import KernelId
     from mla_var3.lab.devlog.new import new
 
-    path = new(KernelId.parse(arguments.kernel), root, arguments.records, force=arguments.force)
+    with doing("reading records"):
+        path = new(KernelId.parse(arguments.kernel), root, arguments.records, force=arguments.force)
     print(f"{path}: fill what is marked TODO, then run: mla-var3 devlog check")
     return 0
 
@@ -76,7 +77,8 @@ def _new(arguments: argparse.Namespace, root: Path) -> int:
 def _check(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.lab.devlog.check import check
 
-    failures, notes = check(root, arguments.paths)
+    with doing("comparing entries and pages with the records they cite"):
+        failures, notes = check(root, arguments.paths)
     for line in notes:
         print(f"note: {line}")
     for line in failures:
@@ -95,7 +97,8 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
 
     if len(arguments.ids) > 2:
         raise UserError("cite takes one record, or two to compare.")
-    records, _ = load_records(root)
+    with doing("reading records"):
+        records, _ = load_records(root)
     try:
         found = [find_record(records, name) for name in arguments.ids]
     except values.Unknown as error:
@@ -122,7 +125,8 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.lab.devlog.tables import against_libraries, comparison
     from mla_var3.record import ASIDE, load
 
-    loaded = load(arguments.files or [root / "results"])
+    with doing("reading records"):
+        loaded = load(arguments.files or [root / "results"])
     for problem in loaded.problems:
         print(problem, file=sys.stderr)
     records = [r.model_dump() for r in loaded.records if arguments.files or r.experiment not in ASIDE]
@@ -141,6 +145,8 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
 def _render(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.lab.devlog.render import render
 
-    for page in render(root, arguments.design, arguments.out, arguments.state):
+    with doing("drawing pages from entries and records"):
+        pages = render(root, arguments.design, arguments.out, arguments.state)
+    for page in pages:
         print(f"{page.path}: {page.entries} entries, {page.pictures} pictures")
     return 0

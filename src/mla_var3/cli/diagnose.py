@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.cli.arguments import add_problem, given_fields, problem_of, workload_of
+from mla_var3.cli.arguments import add_problem, doing, given_fields, problem_of, workload_of
 from mla_var3.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the diagnosis; 0. Raises `UserError` where nothing is known by that name."""
     from mla_var3.lab.diagnosis.verdict import diagnose
 
-    diagnosis = diagnose(evidence_of(args))
+    with doing("reading records and profiles"):
+        diagnosis = diagnose(evidence_of(args))
     if args.json:
         print(json.dumps(to_record(diagnosis), indent=2))
         return 0

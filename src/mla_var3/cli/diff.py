@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mla_var3.cli.arguments import add_problem, add_tiling, problem_of, tiling_fields, workload_of
+from mla_var3.cli.arguments import add_problem, add_tiling, doing, problem_of, tiling_fields, workload_of
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder, write_whole
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the comparison and writes it to diff.md; 0. Raises `UserError`."""
     from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId
-    from mla_var3.lab.diagnosis.compare import folded, legend, render, side_by_side
+    from mla_var3.lab.diagnosis.compare import differing, folded, legend, render, side_by_side
     from mla_var3.lab.diagnosis.evidence import load_records
     from mla_var3.lab.diagnosis.versions import both
 
@@ -49,13 +49,15 @@ def run(args: argparse.Namespace) -> int:
     device = Device.get(args.device or "h200")
     problem = problem_of(args, workload_of(kernels))
     out = Path(args.out) / "--".join(k.label.replace("/", "-") for k in kernels) / problem.label
-    records = load_records()
-    versions = both(kernels, problem, device, out, tiling_fields(args.tiling), records)
+    with doing("reading records"):
+        records = load_records()
+    with doing(f"compiling both for {device.name}"):
+        versions = both(kernels, problem, device, out, tiling_fields(args.tiling), records)
     text = render(versions, problem.label, device.name, records, problem, device.key)
     rows = side_by_side(versions)
     whole = ["", "## The inner loop, side by side", "", *legend(versions), "", "```text", *rows, "```"] if rows else []
     write_whole(out / "diff.md", "\n".join([*text, *whole]) + "\n")
-    print("\n".join(text))
+    print("\n".join(differing(text)))
     shown = folded(rows)[: args.lines] if args.lines else []
     if shown:
         print("\n## The inner loop where it differs\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
-from mla_var3.cli.arguments import Parser, add_problem, problem_of
+from mla_var3.cli.arguments import Parser, add_problem, doing, problem_of
 from mla_var3.device import Device
 from mla_var3.dispatch import selection
 from mla_var3.dispatch import table as tables
@@ -57,7 +57,8 @@ def _show(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     device = (Device.detect() or Device.get("h200")) if args.device == "auto" else Device.get(args.device)
     table = tables.load(args.table)
     problem = problem_of(args)
-    chosen, refused = selection.survey(problem, device, table=table)
+    with doing("judging every version"):
+        chosen, refused = selection.survey(problem, device, table=table)
     print(f"{problem.label} on {device.name}")
     if chosen:
         print(f"picked: {chosen[0].label}: {chosen[0].reason}")
@@ -95,7 +96,8 @@ def _build(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         raise UserError("this is an installed package, whose table is not to be changed: give --out FILE.")
     target = args.out or tables.PATH
     check_file(target, "--out")
-    table = from_files(args.files or [paths.shipped_results_dir()])
+    with doing("reading records, and holding each cell out once"):
+        table = from_files(args.files or [paths.shipped_results_dir()])
     write_whole(target, table.to_json())
     selection.forget()
     for key, device in table.devices.items():

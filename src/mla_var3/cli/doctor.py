@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from mla_var3.cli.arguments import doing
+
 HELP = "what of this machine works for which language, and what to do about the rest"
 EPILOG = "Ends with 0 unless the installation itself is broken."
 
@@ -19,4 +21,5 @@ def run(args: argparse.Namespace) -> int:
     """See `mla_var3.lab.doctor`."""
     from mla_var3.lab import doctor
 
-    return doctor.run(args)
+    with doing("trying what is installed"):
+        return doctor.run(args)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_var3.cli.arguments import Parser
+from mla_var3.cli.arguments import Parser, doing
 from mla_var3.errors import UserError, nearest
 
 HELP = "what was learned: entries that fit a kernel; check and compile the pages"
@@ -65,7 +65,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from mla_var3.lab.knowledge.check import check
 
     root = _root(arguments)
-    failures, pages = check(root)
+    with doing("comparing pages with the records they quote"):
+        failures, pages = check(root)
     if not failures:
         built = index.build(pages, root)
         if arguments.frozen:
@@ -97,7 +98,8 @@ def _find(arguments: argparse.Namespace) -> int:
         from mla_var3.lab.devlog.values import Unknown
 
         try:
-            record = find_record(load_records(_root(arguments))[0], arguments.record)
+            with doing("reading records"):
+                record = find_record(load_records(_root(arguments))[0], arguments.record)
         except Unknown as error:
             raise UserError(f"{error}.") from error
         known = find.facts_of_record(record)
@@ -124,10 +126,9 @@ def _compile(arguments: argparse.Namespace) -> int:
 
     paths = arguments.pages or [p for p in pages_of(_root(arguments)) if blocks(read(p)[0])[0]]
     # One process a page: it replaces the compilers' entry points, and an error of one page is no other page's.
-    codes = [
-        subprocess.run(
-            [sys.executable, "-m", "mla_var3.lab.knowledge.compile_blocks", str(path)], check=False
-        ).returncode
-        for path in paths
-    ]
+    codes = []
+    for path in paths:
+        with doing(f"compiling the blocks of {path}"):
+            words = [sys.executable, "-m", "mla_var3.lab.knowledge.compile_blocks", str(path)]
+            codes.append(subprocess.run(words, check=False).returncode)
     return 1 if any(codes) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 HELP = "kernel versions, experiments, models, devices: what there is"
 EPILOG = "example: mla-var3 list kernels"
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
             print()
         if len(shown) > 1:
             print(f"{what}:")
-        for line in _LISTS[what]():
+        for line in _list_kernels(folded=args.what == "all") if what == "kernels" else _LISTS[what]():
             print(f"  {line}" if len(shown) > 1 else line)
     return 0
 
@@ -34,26 +34,52 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _list_kernels() -> list[str]:
-    from mla_var3.kernel.registry import all_kernels, missing
+def _list_kernels(folded: bool) -> list[str]:
+    """Versions that are here, each with what it is, and in a line those that are not. folded: how to get what is not
+    installed is left to `list kernels`."""
+    from mla_var3.kernel.registry import all_kernels, missing, standings
+    from mla_var3.kernel.retired import retired
 
     why = {kernel: missing(kernel) for kernel in all_kernels()}
+    standing = standings()
     rows = [
         (
             k.label,
             k.layer,
-            "" if why[k] is None else "not installed",
+            standing.get(k.label, "") if why[k] is None else "not installed",
             _summary(k.path.read_text(encoding="utf-8")),
         )
         for k in all_kernels()
     ]
-    return [*_columns(rows), *dict.fromkeys(f"({reason})" for reason in why.values() if reason)]
+    lines = _columns(rows)
+    if gone := retired():
+        lines.append(f"(retired: {', '.join(_runs(gone))}; to any verb, their names say where their code is)")
+    reasons = list(dict.fromkeys(reason for reason in why.values() if reason))
+    if folded and len(reasons) > 1:
+        return [*lines, f"({len(reasons)} are not installed: mla-var3 list kernels says how to get each)"]
+    return [*lines, *(f"({reason})" for reason in reasons)]
+
+
+def _runs(labels: Iterable[str]) -> list[str]:
+    """Labels with the versions of a design in one word: triton/x_v1, v2, v3 and v5 are `triton/x_v1..v3, v5`."""
+    numbers: dict[str, list[int]] = {}
+    for label in labels:
+        design, _, version = re.sub(r"_v(\d+)$", r" \1", label).partition(" ")
+        numbers.setdefault(design, []).append(int(version or 0))
+    found = []
+    for design, some in sorted(numbers.items()):
+        some.sort()
+        begins = [n for n in some if n - 1 not in some]
+        ends = [n for n in some if n + 1 not in some]
+        runs = [f"v{a}" if a == b else f"v{a}..v{b}" for a, b in zip(begins, ends, strict=True)]
+        found.append(f"{design} {' '.join(runs)}")
+    return found
 
 
 def _summary(source: str) -> str:
-    """First line of a module's docstring, read without importing it."""
-    match = re.match(r'\s*(?:#[^\n]*\n\s*)*r?"""\s*([^\n]*?)\s*(?:"""|\n)', source)
-    return match[1] if match else ""
+    """First sentence of a module's docstring, read without importing it."""
+    match = re.match(r'\s*(?:#[^\n]*\n\s*)*r?"""\s*(.*?)\s*("""|\n\s*\n|(?<=\.)\s)', source, re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
 
 
 def _list_experiments() -> list[str]:
@@ -83,4 +109,4 @@ def _list_devices() -> list[str]:
     return _columns([(d.key, d.arch, d.name) for d in Device.all()])
 
 
-_LISTS = {"kernels": _list_kernels, "experiments": _list_experiments, "models": _list_models, "devices": _list_devices}
+_LISTS = {"experiments": _list_experiments, "models": _list_models, "devices": _list_devices}

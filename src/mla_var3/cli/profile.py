@@ -9,6 +9,7 @@ from mla_var3.cli.arguments import (
     add_kernels,
     add_problem,
     add_tiling,
+    doing,
     problem_of,
     tiling_fields,
     tiling_of,
@@ -91,7 +92,8 @@ def show(request: Request, detected: object) -> None:
     """Makes a profile, prints its report, and where it lies."""
     from mla_var3.lab.profiling.run import profile as make
 
-    outcome = make(request, detected)  # type: ignore[arg-type]
+    with doing(f"profiling {request.kernel.label} {request.problem.label}, mode {request.mode}"):
+        outcome = make(request, detected)  # type: ignore[arg-type]
     text, _, _ = outcome.report.partition("\n## Files\n")
     print(text.rstrip())
     print(f"\n{outcome.folder / 'report.md'}")

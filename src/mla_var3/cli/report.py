@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_var3.cli.arguments import doing
 from mla_var3.errors import UserError, install, nearest
 from mla_var3.files import check_file, check_folder
 
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """Writes and prints what was asked for; 0. Mistakes are raised as `UserError`."""
     page = bool(args.out or not (args.show or args.data or args.pictures))
     _writable(args, page)
-    gathered, sets = _gathered(args)
+    with doing("reading records"):
+        gathered, sets = _gathered(args)
     if not gathered.points:
         raise UserError(
             "these records hold no times, so there is nothing to report: only a sweep or bench on a GPU measures them."
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     if args.pictures:
         from mla_var3.lab.report.export import PICTURES, write_pictures
 
-        written = write_pictures(gathered, Path(args.pictures), choice, args.picture or PICTURES, args.format)
+        with doing("drawing pictures"):
+            written = write_pictures(gathered, Path(args.pictures), choice, args.picture or PICTURES, args.format)
         for path in written:
             print(path)
         if not written:
@@ -91,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
     if page:
         from mla_var3.lab.report.page import write_page
 
-        out = write_page(
-            gathered, Path(args.out or DEFAULT_OUT), state=args.state, cell=args.cell and choice.cell, compare=sets
-        )
+        target = Path(args.out or DEFAULT_OUT)
+        with doing("making the page"):
+            out = write_page(gathered, target, state=args.state, cell=args.cell and choice.cell, compare=sets)
         if left := gathered.left():
             print(f"{left}: the end of the page, or --show left", file=sys.stderr)
         print(f"report: {out.resolve()} ({len(gathered.points)} measurements, {out.stat().st_size / 1e6:.1f} MB)")

@@ -152,6 +152,14 @@ def all_kernels() -> tuple[KernelId, ...]:
     return tuple(sorted(found))
 
 
+def standings() -> dict[str, str]:
+    """`newest` or `kept` for each version that is here, by its label: newest of a language and design with several.
+    A library has none."""
+    last = {(k.language, k.layer, k.design): k for k in all_kernels()}  # they come sorted
+    newest = {k for k in last.values() if k.version}
+    return {k.label: "newest" if k in newest else "kept" for k in all_kernels() if k.language != "peer"}
+
+
 def find(design: str, version: int | None = None, language: str | None = None) -> list[KernelId]:
     """Versions of a design, of one version or language if given; a `UserError` names the nearest valid choice."""
     kernels = all_kernels()

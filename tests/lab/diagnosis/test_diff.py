@@ -107,6 +107,16 @@ def version(kernel: KernelId, *loop: str, **tiling: int) -> Version:
     return Version(kernel, tiling, Evidence(kernel, WIDE, "h200", tiling), loops=tuple(loops.inner_loops(rows)))
 
 
+def test_rows_that_are_the_same_in_both_are_left_out() -> None:
+    table = ["| what | a | b | change |", "| ---- | --: | --: | -----: |", "| regs | 1 | 1 |      = |"]
+    shown = compare.differing(["## One", *table, "| smem | 1 | 2 | +1 (+100 %) |", "", "## Two", *table, "", "end"])
+    assert shown == [
+        "## One", *table[:2], "| smem | 1 | 2 | +1 (+100 %) |", "", "## Two", "The same in both.", "", "end", "",
+        "2 rows that are the same in both are left out: diff.md has them.",
+    ]  # fmt: skip
+    assert compare.differing(["a", "| x | = | y |"]) == ["a", "| x | = | y |"]
+
+
 def test_lines_are_aligned_by_what_they_do_and_equal_ones_are_folded() -> None:
     same = ["FADD R1, R2, R3"] * 10
     a = version(V0, *same, "HGMMA R1, R2", "LDS R1, [R2]", "@P0 BRA 0x0")

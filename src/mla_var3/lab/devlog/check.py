@@ -16,6 +16,7 @@ from mla_var3.lab.devlog.citations import Finding, check_text, without_comments
 from mla_var3.lab.devlog.entry import Entry, check_entry, entry_path, holds, parse, records_path
 from mla_var3.lab.devlog.front_matter import body_line
 from mla_var3.lab.devlog.values import Record
+from mla_var3.names import by_number
 from mla_var3.toolchain.digest import Code
 from mla_var3.workload import problem_from_record
 
@@ -71,12 +72,13 @@ def _relative(text: str, root: Path) -> str:
 
 
 def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
-    """(failures, notes), each `file:line: message`. only: these entries or Markdown files and nothing else; for a list
-    of records the entry that it belongs to."""
+    """(failures, notes): a failure is `file:line: message`, and notes of one kind are one line. only: these entries or
+    Markdown files and nothing else; for a list of records the entry that it belongs to."""
     records, failures = load_records(root)
-    notes: list[str] = []
+    unread_of: dict[str, list[str]] = {}
+    others: list[str] = []
     chosen = [path.resolve() for path in only]
-    entries = sorted((root / "devlogs").glob("*/*.md"))
+    entries = sorted((root / "devlogs").glob("*/*.md"), key=lambda path: by_number(str(path)))
     entries = [path for path in entries if path.name != "README.md"]
     pages = [path for path in (root / "README.md",) if path.is_file()] + sorted((root / "docs").rglob("*.md"))
     if chosen:
@@ -100,11 +102,14 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
             unasked.append(entry.commit)
         skipped, unread = skips.check(entry, version, records)
         findings += skipped
-        if unread:
-            notes.append(f"{_name(path, root)}:1: where it does not run was not compared: {unread}")
+        if unread and version is not None:
+            unread_of.setdefault(unread, []).append(version.label)
         failures += [f"{_name(f.path or path, root)}:{f.line}: {f.message}" for f in findings]
         if version is not None:
-            notes += _standing(entry.record_ids, version, records, _name(path, root))
+            others += _standing(entry.record_ids, version, records)
+    notes = [f"where {', '.join(of)} do not run was not compared: {why}" for why, of in unread_of.items()]
+    if others:
+        notes.append(f"not all of their records time the code that is here: {'; '.join(others)}")
     if unasked:
         commits = ", ".join(dict.fromkeys(unasked))
         notes.append(f"not here, so not asked whether they hold the files of {len(unasked)} entries: commits {commits}")
@@ -158,8 +163,9 @@ def _name(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
-def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """A note where a version's records did not all time the code that is here, as `mla_var3.kernel.ledger` knows it."""
+def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, Any]]) -> list[str]:
+    """The version with counts, where its records did not all time the code that is here, as `mla_var3.kernel.ledger`
+    knows it."""
     found: Counter[str] = Counter()
     for record in (records[i] for i in ids if i in records and is_of(records[i], kernel)):
         digest = (record.get("code") or {}).get("digest", "")
@@ -167,7 +173,7 @@ def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str,
     if not found.keys() - {ledger.SAME, ledger.LIBRARY}:
         return []
     counts = ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
-    return [f"{name}:1: its records: {counts}"]
+    return [f"{kernel.label} ({counts})"]
 
 
 def is_of(record: Record, kernel: KernelId) -> bool:

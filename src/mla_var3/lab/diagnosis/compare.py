@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,25 @@ def _table(versions: Sequence[Version], rows: Sequence[Sequence[Any]], what: str
     from mla_var3.lab.profiling.report import markdown
 
     return markdown((what or "what", *(v.label for v in versions), "change"), rows)
+
+
+def differing(lines: Sequence[str]) -> list[str]:
+    """Lines of `render` without the rows of tables that are the same in both, and without tables that have no other; a
+    last line says how many there are."""
+    equal = re.compile(r"\|\s*=\s*\|$")
+    found: list[str] = []
+    count = 0
+    for number, line in enumerate(lines):
+        if equal.search(line):
+            count += 1
+            continue
+        if re.match(r"\| -+ \|", line) and found and found[-1].startswith("|"):
+            rest = itertools.takewhile(lambda row: row.startswith("|"), lines[number + 1 :])
+            if all(map(equal.search, rest)):
+                found[-1] = "The same in both."
+                continue
+        found.append(line)
+    return [*found, "", f"{count} rows that are the same in both are left out: diff.md has them."] if count else found
 
 
 def _change(a: float | None, b: float | None) -> str:

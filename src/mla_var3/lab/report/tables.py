@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from mla_var3.kernel import registry
 from mla_var3.lab.report.gather import cell_name
 from mla_var3.names import by_number
 from mla_var3.workload import problem_from_record
@@ -120,15 +121,6 @@ _NUMBERS = ("burst us", "% of limit", "sustained us", "% of limit", "TFLOP/s", "
 _CONTEXT = ("version", "error", "recorded", "note")
 
 
-def standings() -> dict[str, str]:
-    """`newest` or `kept` for each version that is here, by its label: newest of a language and design with several."""
-    from mla_var3.kernel.registry import all_kernels
-
-    last = {(k.language, k.layer, k.design): k for k in all_kernels()}  # they come sorted
-    newest = {k for k in last.values() if k.version}
-    return {k.label: "newest" if k in newest else "kept" for k in all_kernels() if k.language != "peer"}
-
-
 def standing(record: Record, known: Mapping[str, str]) -> str:
     """`newest`, `kept` or `retired`; "" for a library."""
     return "" if record.kernel.language == "peer" else known.get(record.kernel.label, "retired")
@@ -140,7 +132,7 @@ def comparison(records: Sequence[Record], title: str = "Measured", *, dated: boo
     dated: adds when each was recorded, and whether the version is still here. Records without a time stand at the end
     of their block, with the reason. What every contender has alike stands under the table, in place of a column.
     """
-    known = standings() if dated else {}
+    known = registry.standings() if dated else {}
     names = ["version", *_NUMBERS, "recorded", "note"] if dated else [*_NUMBERS, "note"]
     told = [
         [*([standing(r, known)] if dated else []), *_measured_cells(r), *([r.at[:10]] if dated else []), _note(r)]

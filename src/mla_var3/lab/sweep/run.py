@@ -368,7 +368,7 @@ class Sweep:
             tables.show(tables.refused(shown))
         for line in folded((r.kernel.label, text) for r in compiled for text in r.warnings or []):
             say(f"compiled, {line}")
-        self.summary(then(worst))
+        self.summary(() if self.telling.verbose else then(worst))
 
     def answer(self, records: Sequence[Record], device: Device, how: str) -> Record | None:
         """Prints the answer's table; returns the record that is furthest from its limit."""

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mla_var3.errors import EXTRAS, absent
+from mla_var3.kernel import registry
 
 
 def _run(code_or_args: list[str], cwd: Path, pythonpath: Path) -> subprocess.CompletedProcess[str]:
@@ -77,6 +78,31 @@ def test_wheel_works_from_another_folder(unpacked: Path, tmp_path: Path) -> None
         assert word in listing.stdout
     learned = _run(["-m", "mla_var3.cli", "knowledge", "find", "--bound", "compute"], tmp_path, unpacked)
     assert learned.returncode == 0 and "seesaw-schedule.md" in learned.stdout, learned.stderr
+
+
+@pytest.mark.skipif(bool(registry.missing("triton")), reason="no triton here")
+def test_a_clone_from_the_wheel_is_the_users_own(unpacked: Path, tmp_path: Path) -> None:
+    before = sorted((unpacked / "mla_var3" / "kernel").rglob("*.py"))
+
+    def verb(*words: str) -> str:
+        done = _run(["-m", "mla_var3.cli", *words], tmp_path, unpacked)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return str(done.stdout)
+
+    verb("clone", "triton/flash_mla")
+    own = tmp_path / "kernels" / "triton" / "mla" / "flash_mla" / "flash_mla_v1" / "flash_mla_v1.py"
+    assert own.is_file() and sorted((unpacked / "mla_var3" / "kernel").rglob("*.py")) == before
+    assert "made triton/flash_mla_v2" in verb("clone", "triton/flash_mla_v1"), "a copy of what is the user's, too"
+    assert "triton/flash_mla_v2" in verb("list", "kernels")
+    # Edited: what runs, and what is hashed, is the user's file.
+    hashed = "from mla_var3.kernel import registry as r\nprint(r.source_hash(r.KernelId.parse('triton/flash_mla_v1')))"
+    first = _run(["-c", hashed], tmp_path, unpacked).stdout
+    own.write_text(own.read_text() + "\nraise RuntimeError('this is the copy')\n")
+    assert _run(["-c", hashed], tmp_path, unpacked).stdout != first
+    words = ["check", "triton/flash_mla_v1", "--b", "1", "--t", "70", "--h", "4", "--device", "cpu", "--cases", "own"]
+    broken = _run(["-m", "mla_var3.cli", *words], tmp_path, unpacked)
+    assert broken.returncode != 0 and "this is the copy" in broken.stderr
+    assert "triton/flash_mla_v2 b1_s1_h4_t70: passed" in verb(*(w.replace("_v1", "_v2") for w in words))
 
 
 def test_wheel_names_its_command_and_licence(unpacked: Path, repo_root: Path) -> None:

@@ -41,6 +41,12 @@ def conf_dirs() -> list[Path]:
     return [conf_dir(), *([user] if user is not None else [])]
 
 
+def kernel_dirs() -> list[Path]:
+    """Every folder that versions are found in, as `<language>/<layer>/<design>/<version>/`: the package's own, and
+    beside an installed package `kernels/` in the current folder, where somebody's own versions lie."""
+    return [_PACKAGE / "kernel", *([Path.cwd() / "kernels"] if repo_root() is None else [])]
+
+
 def shipped_results_dir() -> Path:
     """The records that the project ships, one folder a device."""
     root = repo_root()

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3 import paths
 from mla_var3.errors import UserError, importable, install, nearest
 from mla_var3.kernel.retired import where_is
 from mla_var3.names import kernel_label, version_name
@@ -110,8 +111,10 @@ class KernelId:
 
     @property
     def path(self) -> Path:
-        """The version's source file."""
-        return Path(__file__).parent.joinpath(*self.module.split(".")[2:]).with_suffix(".py")
+        """The version's source file; where it would be in the package when there is none."""
+        names = self.module.split(".")[2:]
+        places = [folder.joinpath(*names).with_suffix(".py") for folder in paths.kernel_dirs()]
+        return next((place for place in places if place.is_file()), places[0])
 
     @property
     def label(self) -> str:
@@ -140,16 +143,28 @@ class KernelId:
 
 @cache
 def all_kernels() -> tuple[KernelId, ...]:
-    """Every version in the packages, sorted."""
-    root = Path(__file__).parent
-    found = []
+    """Every version in the package and in the user's own folder, sorted."""
+    found = set()
     for language, known in LANGUAGES.items():
-        for path in sorted((root / known.folder).glob("*/*/*/*.py")):
+        for path in (file for root in paths.kernel_dirs() for file in (root / known.folder).glob("*/*/*/*.py")):
             layer, design, name = path.parts[-4], path.parts[-3], path.parts[-2]
             match = re.fullmatch(re.escape(design) + r"(?:_v(\d+))?", name)
             if layer != "prims" and match and path.stem == name:
-                found.append(KernelId(language, layer, design, int(match[1] or 0)))
+                found.add(KernelId(language, layer, design, int(match[1] or 0)))
     return tuple(sorted(found))
+
+
+def _add_own_folders(module: str) -> None:
+    """Makes a module importable that lies in the user's own folder: its packages look there too."""
+    parent: Any = import_module("mla_var3.kernel")
+    parts = module.split(".")[2:-1]
+    for depth in range(len(parts)):
+        for root in paths.kernel_dirs()[1:]:
+            folder = str(root.joinpath(*parts[:depth]))
+            if folder not in parent.__path__:
+                parent.__path__.append(folder)
+        if depth < len(parts) - 1:
+            parent = import_module(f"{parent.__name__}.{parts[depth]}")
 
 
 def standings() -> dict[str, str]:
@@ -217,6 +232,8 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.toolchain.without_compiler import import_version
 
+    if not kernel.path.is_relative_to(Path(__file__).parent):
+        _add_own_folders(kernel.module)
     module = import_version(kernel.module) if kernel.language == "cute-dsl" else import_module(kernel.module)
     plans = [
         value

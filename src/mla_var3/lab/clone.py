@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from mla_var3 import paths
 from mla_var3.errors import EXIT_USER_ERROR, UserError
 from mla_var3.kernel.registry import KernelId, all_kernels
 
@@ -62,7 +63,8 @@ def target_version(source: KernelId, wanted: str | None, taken: Sequence[KernelI
 
 
 def clone_version(source: KernelId, wanted: str | None = None, *, dry_run: bool = False) -> Clone:
-    """Clones a version beside itself. Raises `UserError` when the target exists or the folder cannot be written."""
+    """Clones a version beside itself, or, where this package is installed, into `kernels/` of the current folder.
+    Raises `UserError` when the target exists or the folder cannot be written."""
     if source.language == "peer":
         raise UserError(
             f"{source.label} wraps somebody else's library, so a copy would measure the same code: clone a version of "
@@ -70,7 +72,9 @@ def clone_version(source: KernelId, wanted: str | None = None, *, dry_run: bool 
         )
     target = target_version(source, wanted)
     folder = source.path.parent
-    made = clone_folder(folder, source.module_name, target.module_name, dry_run=dry_run)
+    # An installed package is not the user's to write into: the last of the folders is.
+    beside = paths.kernel_dirs()[-1].joinpath(*folder.parts[-4:-1])
+    made = clone_folder(folder, source.module_name, target.module_name, beside, dry_run=dry_run)
     if not dry_run:
         all_kernels.cache_clear()
     return Clone(target, made.files, made.names)
@@ -84,9 +88,10 @@ class FolderClone:
     names: dict[str, str]
 
 
-def clone_folder(folder: Path, old: str, new: str, *, dry_run: bool = False) -> FolderClone:
-    """Copies the version folder `.../<design>/<old>` to `.../<design>/<new>` and renames what it defines."""
-    out = folder.parent / new
+def clone_folder(folder: Path, old: str, new: str, beside: Path | None = None, *, dry_run: bool = False) -> FolderClone:
+    """Copies the version folder `.../<design>/<old>` to `.../<design>/<new>`, or to `beside/<new>`, and renames what it
+    defines."""
+    out = (beside or folder.parent) / new
     if out.exists():
         raise UserError(f"{out} exists already: choose another version, or remove that folder.")
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}

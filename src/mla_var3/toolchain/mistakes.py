@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mla_var3 import paths
 from mla_var3.errors import UserError
-from mla_var3.toolchain.source import KERNELS
 
 #: Environment variable: 1 shows the whole traceback too, on the command line and in programs.
 TRACEBACK = "MLA_VAR3_TRACEBACK"
@@ -251,8 +251,9 @@ def _span(start: int | None, end: int | None, one_line: bool = True) -> tuple[in
 
 def _is_kernel_code(file: str) -> bool:
     path = Path(file)
-    if path.is_relative_to(KERNELS):
-        return len(path.relative_to(KERNELS).parts) > 2  # the registry and what hosts share stand higher
-    if path.is_relative_to(KERNELS.parent) or any(path.is_relative_to(folder) for folder in _LIBRARIES):
+    for folder in paths.kernel_dirs():
+        if path.is_relative_to(folder):
+            return len(path.relative_to(folder).parts) > 2  # the registry and what hosts share stand higher
+    if path.is_relative_to(paths.package()) or any(path.is_relative_to(folder) for folder in _LIBRARIES):
         return False
     return path.is_file() and not {"site-packages", "dist-packages"} & set(path.parts)

@@ -8,13 +8,14 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernel"
+from mla_var3 import paths
+
 _PREFIX = "mla_var3.kernel."
 
 
 @functools.lru_cache(maxsize=512)
 def _imports(path: Path, mtime_ns: int) -> tuple[Path, ...]:
-    """Files under `KERNELS` that a file imports, wherever in it. mtime_ns makes an edited file another one."""
+    """Files of kernels that a file imports, wherever in it. mtime_ns makes an edited file another one."""
     found: dict[Path, None] = {}
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -39,8 +40,9 @@ def _file(module: str) -> Path | None:
     """The file of a module of kernels; None for another module, a package, or a name that is no module."""
     if not module.startswith(_PREFIX):
         return None
-    path = KERNELS.joinpath(*module.removeprefix(_PREFIX).split(".")).with_suffix(".py")
-    return path if path.is_file() else None
+    parts = module.removeprefix(_PREFIX).split(".")
+    candidates = (folder.joinpath(*parts).with_suffix(".py") for folder in paths.kernel_dirs())
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def import_closure(path: Path) -> list[Path]:

@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run_words(words)
         sys.stdout.flush()
         return status
+    except MemoryError:
+        print(f"{PROG}: this machine has not enough memory for that: ask for less at once.", file=sys.stderr)
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"{PROG}: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED

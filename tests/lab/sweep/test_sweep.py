@@ -577,6 +577,29 @@ def test_without_a_gpu_kernels_are_compiled_for_the_target(
     assert [job.label.split()[0] for job in jobs[before:]] == ["triton/toy_v1"] * 3, "only what failed is tried again"
 
 
+def test_a_full_disk_while_compiling_tells_how_many_records_the_file_holds(
+    toys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_var3 import record as records_
+
+    compiled_here(monkeypatch)
+    real, calls = records_._append, []
+
+    def append(fd: int, line: bytes) -> None:
+        calls.append(line)
+        if len(calls) in (2, 4):  # a short record may find room where a long one did not
+            raise OSError(28, "No space left on device")
+        real(fd, line)
+
+    monkeypatch.setattr(records_, "_append", append)
+    words = ["experiment=quickstart", "kernels=triton/toy,cute-dsl/toy"]
+    with pytest.raises(UserError, match=r"the disk is full; the file holds (\d+) records.*resume=true") as caught:
+        sweep.main(words)
+    monkeypatch.setattr(records_, "_append", real)
+    held = len(files(toys / "out" / "results"))
+    assert held >= 1 and f"the file holds {held} records" in str(caught.value)
+
+
 def test_compile_matrix_takes_every_claimed_architecture(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = compiled_here(monkeypatch)
     monkeypatch.setattr(ToyPlan, "requires", Requirement(archs=("sm_80", "sm_90a")))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import mla_var3
-from mla_var3 import cli
+from mla_var3 import cli, paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.toolchain import mistakes
@@ -297,7 +297,7 @@ def test_a_mistake_of_the_laboratory_itself_keeps_its_traceback(monkeypatch: pyt
 
     from mla_var3.cli import _main
 
-    monkeypatch.setattr(mistakes, "_is_kernel_code", lambda file: Path(file).is_relative_to(mistakes.KERNELS))
+    monkeypatch.setattr(mistakes, "_is_kernel_code", lambda file: Path(file).is_relative_to(paths.package() / "kernel"))
     monkeypatch.setattr(_main, "run_words", broken)
     with pytest.raises(AttributeError, match="nothing"):
         cli.main(["list"])

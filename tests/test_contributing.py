@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import mla_var3
-from mla_var3 import cli
+from mla_var3 import cli, paths
 from mla_var3.device import Device
 from mla_var3.kernel import registry
 
@@ -47,8 +47,10 @@ def test_every_command_exists(text: str, repo_root: Path) -> None:
 
 def test_a_copy_with_the_change_is_right(text: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    shutil.copytree(Path(mla_var3.__file__).parent, tmp_path / "mla_var3", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    package, ignored = tmp_path / "src" / "mla_var3", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(mla_var3.__file__).parent, package, ignore=ignored)
+    shutil.copytree(paths.conf_dir(), tmp_path / "conf")  # what makes the folder a checkout
+    env = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(verb: str) -> str:
         (words,) = (words[1:] for words in commands(text) if words[:2] == ["mla-var3", verb])
@@ -60,7 +62,7 @@ def test_a_copy_with_the_change_is_right(text: str, tmp_path: Path) -> None:
         return done.stdout
 
     assert "made triton/rmsnorm_v1\n" in run("clone")
-    copy = tmp_path / "mla_var3/kernel" / VERSION
+    copy = package / "kernel" / VERSION
     assert f"src/mla_var3/kernel/{VERSION}" in text
     source = copy.read_text()
     assert source.count("columns // 1024") == 1

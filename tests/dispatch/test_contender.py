@@ -134,7 +134,7 @@ def test_tables_tell_the_pick_from_the_version(
     gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure(monkeypatch)
-    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v23"]) == 0
+    assert cli.main(["sweep", "experiment=quickstart", "kernels=dispatch,cute-dsl/flash_mla_v23", "verbose=true"]) == 0
     assert "dispatch: cute-dsl/" in capsys.readouterr().out
     records = load(gpu / "results").records
     assert len(tables.latest(records)) == 8

@@ -64,7 +64,9 @@ def test_every_job_has_its_own_result_in_order(work: Any, capfd: pytest.CaptureF
     assert results[0].compiled == CompiledKernel("a", "sm_90a", Resources(registers=32))
     said = capfd.readouterr()
     assert said.out == ""
-    assert len(said.err.splitlines()) == len(jobs) and "[7/7]" in said.err and "Crash" in said.err
+    # Every failure has a line; of the others some do, depending on when they come.
+    assert len(jobs) - 2 <= len(said.err.splitlines()) <= len(jobs) and "[7/7]" in said.err
+    assert all(f" {job}: not compiled" in said.err for job in ("crash", "raise", "leave", "infeasible"))
 
 
 def test_a_job_that_hangs_runs_out_of_time(work: Any) -> None:

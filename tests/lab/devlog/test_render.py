@@ -80,7 +80,7 @@ def test_mistakes(project: Path, tmp_path: Path) -> None:
         render(project, "flash_mle")
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="cannot be written"):
         render(project, "flash_mla", blocked / "below")
     empty = tmp_path / "empty"
     (empty / "devlogs").mkdir(parents=True)

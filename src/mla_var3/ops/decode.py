@@ -118,8 +118,8 @@ def way_for(
     if fixed_split is not None:
         from mla_var3.ops.fixed import fixed_choice
 
-        return _way(fixed_choice(problem, fixed_split, device, "fixed_split"))
-    return _way(_named(kernel) if kernel is not None else _pick(problem, device))
+        return way_of(fixed_choice(problem, fixed_split, device, "fixed_split"))
+    return way_of(named(kernel) if kernel is not None else _pick(problem, device))
 
 
 def _pick(problem: MlaProblem, device: Device) -> Choice:
@@ -128,7 +128,8 @@ def _pick(problem: MlaProblem, device: Device) -> Choice:
     return pick(problem, device)
 
 
-def _named(label: str) -> Choice:
+def named(label: str) -> Choice:
+    """The choice of a version that the caller names, with its default knobs."""
     from mla_var3.dispatch import Choice
     from mla_var3.kernel.registry import KernelId
 
@@ -137,7 +138,8 @@ def _named(label: str) -> Choice:
     return Choice(KernelId.parse(label), (), None, "asked for by name")
 
 
-def _way(choice: Choice) -> Way:
+def way_of(choice: Choice) -> Way:
+    """How the engine computes what was chosen."""
     return Way((choice.kernel, choice.tiling), choice.plan)
 
 

@@ -19,6 +19,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
+from mla_var3.ops.decode import named, way_of
 from mla_var3.ops.engine import Way, engine
 from mla_var3.ops.library import as_op, traced
 from mla_var3.ops.request import judge, on_gpu, result
@@ -200,15 +201,11 @@ def serve(
 
 @functools.lru_cache(maxsize=4096)
 def _way(problem: Problem, device: Device | None, kernel: str | None) -> Way:
-    from mla_var3.dispatch import Choice, choose
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.dispatch import choose
 
     if device is None:
         raise UserError("there is no GPU here that a version is written for.")
-    choice = (
-        choose(problem, device) if kernel is None else Choice(KernelId.parse(kernel), (), None, "asked for by name")
-    )
-    return Way((choice.kernel, choice.tiling), choice.plan)
+    return way_of(choose(problem, device) if kernel is None else named(kernel))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

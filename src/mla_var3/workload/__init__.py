@@ -202,6 +202,17 @@ def check_dtype(dtype: Any) -> None:
         raise UserError(f"problem.dtype = {dtype!r} is unknown: {nearest(str(dtype), DTYPE_BYTES)}.")
 
 
+def check_bound(name: str, tensor: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Raises `UserError` when a tensor that a kernel is to be bound to has another shape or dtype. dtype: of a problem,
+    or torch's name of one."""
+    import torch
+
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
+    if tensor.dtype != getattr(torch, _TORCH_DTYPES.get(dtype, dtype)):
+        raise UserError(f"cannot bind: {name} is {tensor.dtype}, and this kernel was planned for {dtype}.")
+
+
 # ---------------------------------------------------------------- judging
 @dataclass(frozen=True)
 class Output:

@@ -30,7 +30,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_dtype, check_integer, count
+from mla_var3.workload import (
+    Bound,
+    Case,
+    Cost,
+    Output,
+    Problem,
+    Workload,
+    check_bound,
+    check_dtype,
+    check_integer,
+    count,
+)
 
 SIDES = ("q", "out")
 DISTRIBUTIONS = ("normal", "large", "huge", "small", "outliers", "tokens")
@@ -260,10 +271,7 @@ def rebound(problem: GemmProblem, *inputs: Any) -> GemmProblem:
     n = x.shape[0]
     expected = {"x": (x, (n, problem.h, problem.summed)), "weight": (weight, (problem.h * 2 * problem.d, problem.k))}
     for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
-        if tensor.dtype != problem.torch_dtype:
-            raise UserError(f"cannot bind: {name} is {tensor.dtype}, and this kernel was planned for {problem.dtype}.")
+        check_bound(name, tensor, shape, problem.dtype)
     if not weight.is_contiguous():
         raise UserError(f"cannot bind: weight has strides {tuple(weight.stride())} and must be contiguous.")
     if x.stride(2) != 1:

@@ -25,7 +25,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_dtype, check_integer, count
+from mla_var3.workload import (
+    Bound,
+    Case,
+    Cost,
+    Output,
+    Problem,
+    Workload,
+    check_bound,
+    check_dtype,
+    check_integer,
+    count,
+)
 
 DISTRIBUTIONS = ("normal", "far", "high", "equal", "empty")
 _HIGH = 3000.0
@@ -217,12 +228,8 @@ def rebound(problem: MergeProblem, *inputs: Any) -> MergeProblem:
         "partials": (partials, (problem.parts, rows, problem.k), problem.dtype),
         "lse": (lse, (problem.parts, rows), "fp32"),
     }
-    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     for name, (tensor, shape, dtype) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
-        if str(tensor.dtype) != f"torch.{names[dtype]}":
-            raise UserError(f"cannot bind: {name} is {tensor.dtype}, and this kernel was planned for {dtype}.")
+        check_bound(name, tensor, shape, dtype)
         if not tensor.is_contiguous():
             raise UserError(f"cannot bind: {name} has strides {tuple(tensor.stride())}; it must be contiguous.")
     return problem if rows == problem.rows else problem.replace(tokens=rows, h=1)

@@ -30,7 +30,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_dtype, check_integer, count
+from mla_var3.workload import (
+    Bound,
+    Case,
+    Cost,
+    Output,
+    Problem,
+    Workload,
+    check_bound,
+    check_dtype,
+    check_integer,
+    count,
+)
 
 DISTRIBUTIONS = ("normal", "huge", "tiny", "outliers", "rows")
 _HUGE = {"fp16": 8e3}
@@ -273,12 +284,8 @@ def rebound(problem: NormProblem, *inputs: Any) -> NormProblem:
         "residual": (residual, (rows, problem.width)),
     }
     for name, (tensor, shape) in expected.items():
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
-        if tensor.dtype != problem.torch_dtype:
-            raise UserError(f"cannot bind: {name} is {tensor.dtype}, and this kernel was planned for {problem.dtype}.")
+        if tensor is not None:
+            check_bound(name, tensor, shape, problem.dtype)
     if x.stride(1) != 1:
         raise UserError(f"cannot bind: x has columns {x.stride(1)} elements apart; they must lie beside each other.")
     rest = x.stride(0) - problem.columns if rows > 1 else problem.rest

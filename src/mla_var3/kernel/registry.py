@@ -245,6 +245,11 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
     return plans[0]
 
 
+def label_of(plan: KernelPlan) -> str:
+    """The label of a plan's version."""
+    return next(kernel.label for kernel in all_kernels() if kernel.module == type(plan).__module__)
+
+
 def source_files(kernel: KernelId) -> list[Path]:
     """The version's import closure: what a record's source hash covers."""
     return source.import_closure(kernel.path)

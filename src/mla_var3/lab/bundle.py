@@ -187,21 +187,24 @@ def run_bundle_job(job: BundleJob) -> list[dict[str, Any]]:
         plan.require()
         plan.compiled = aot.CompileCache(Path(job.folder) / "objects", making=True)
         for stage in _host_functions(plan.plan_empty()):
-            aot.compiled_host(plan, stage.name, stage.compile_fn, tiling=stage.tiling, device=device)
-        for entry in plan.compiled.entries:
-            noted = entries.setdefault(
-                entry["key"], {"kernel": job.kernel, "problem_class": _class_record(problem), "problems": [], **entry}
-            )
-            if (record, knobs) in job.points:
-                noted["problems"] = sorted({*noted["problems"], problem.label})
+            # A stage of another version is that version's code, whoever calls it.
+            owner = plan if stage.plan is None else stage.plan
+            of = (job.kernel, problem) if type(owner) is plan_type else (registry.label_of(owner), owner.problem)
+            before = len(plan.compiled.entries)
+            aot.compiled_host(owner, stage.name, stage.compile_fn, tiling=stage.tiling, device=device)
+            for entry in plan.compiled.entries[before:]:
+                named = {"kernel": of[0], "problem_class": _class_record(of[1]), "problems": []}
+                noted = entries.setdefault(entry["key"], {**named, **entry})
+                if (record, knobs) in job.points:
+                    noted["problems"] = sorted({*noted["problems"], of[1].label})
     return list(entries.values())
 
 
 def _host_functions(kernel: BaseKernel) -> list[Any]:
-    """The CuTe kernels of a kernel, stages of pipelines and concurrent groups taken apart."""
+    """The CuTe kernels of a kernel, stages of pipelines and concurrent groups taken apart, without libraries' calls."""
     stages = getattr(kernel, "stages", None)
     if stages:
-        return [leaf for stage in stages for leaf in _host_functions(stage)]
+        return [leaf for stage in stages if not stage.comes_compiled for leaf in _host_functions(stage)]
     if getattr(kernel, "compile_fn", None) is None:
         raise UserError(f"{kernel.name} has no compile_fn: a bundle holds CuteKernels that compile from fake tensors.")
     return [kernel]

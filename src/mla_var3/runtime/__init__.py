@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mla_var3.runtime.cute_kernel import CuteKernel as CuteKernel
     from mla_var3.runtime.pipeline import KernelPipeline as KernelPipeline
     from mla_var3.runtime.plan import KernelPlan as KernelPlan
+    from mla_var3.runtime.torch_kernel import LibraryCall as LibraryCall
     from mla_var3.runtime.torch_kernel import TorchKernel as TorchKernel
     from mla_var3.runtime.triton_kernel import TritonKernel as TritonKernel
 
@@ -31,6 +32,7 @@ _LAZY = {
     "ConstFloat": "ct_kernel",
     "TritonKernel": "triton_kernel",
     "TorchKernel": "torch_kernel",
+    "LibraryCall": "torch_kernel",
     "KernelPipeline": "pipeline",
     "ConcurrentKernels": "concurrent",
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.types import Tiling
@@ -20,12 +20,32 @@ if TYPE_CHECKING:
 FlopsBytes = Callable[[Any], tuple[int, int]]
 
 
+class Outputs(Sequence[Any]):
+    """`count` outputs that are made when they are read: iterate or index it."""
+
+    def __init__(self, read: Callable[[], tuple[Any, ...]], count: int) -> None:
+        self._read = read
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+
 class BaseKernel(ABC):
     """A named runnable with its tensors and tiling.
 
     plan: the `KernelPlan` this kernel came from; `bind` and `retile` go through it. Without one, subclasses that can
     be relaunched with another tiling (`launch_fn(tiling)`) still tune, and only binding is refused.
     """
+
+    #: Whether it calls a library, of which nothing is compiled here.
+    comes_compiled: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -69,6 +89,11 @@ class BaseKernel(ABC):
         """A call that also makes what the calls of a step share (a library's schedule of the splits); None where a call
         shares nothing."""
         return None
+
+    @property
+    def beside(self) -> Mapping[str, Callable[[], Any]]:
+        """Parts of the call, by name, whose own time a record has beside that of the call."""
+        return {}
 
     def sharing(self) -> BaseKernel:
         """This call as one of several over the same lengths, as the layers of a model make them in a step: makes what

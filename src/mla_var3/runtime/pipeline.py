@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,30 @@ class KernelPipeline(BaseKernel):
         for stage in self.stages:
             stage.launch()
 
+    @property
+    def with_schedule(self) -> Callable[[], Any] | None:
+        made = [stage.with_schedule for stage in self.stages]
+        if not any(made):
+            return None
+        calls = [again or stage.launch for again, stage in zip(made, self.stages, strict=True)]
+
+        def launch() -> None:
+            for call in calls:
+                call()
+
+        return launch
+
+    def sharing(self) -> BaseKernel:
+        stages = tuple(stage.sharing() for stage in self.stages)
+        if all(made is stage for made, stage in zip(stages, self.stages, strict=True)):
+            return self
+        other = copy.copy(self)
+        other.stages = stages
+        return other
+
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
-        compiled = [s.compile(None if out_dir is None else out_dir / s.name, device, keep) for s in self.stages]
+        own = [s for s in self.stages if not s.comes_compiled]
+        compiled = [s.compile(None if out_dir is None else out_dir / s.name, device, keep) for s in own]
         return CompiledKernel.of_stages(self.name, device.arch, compiled)
 
 

@@ -1,4 +1,4 @@
-"""`TorchKernel`: a function of torch operations as a kernel."""
+"""`TorchKernel`: a function of torch operations as a kernel; `LibraryCall`: a stage that is somebody else's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
+
+
+class LibraryCall(BaseKernel):
+    """Calls `fn`, which puts work of a library (torch's cuBLAS, say) on the current stream and writes where it is to:
+    a stage of a pipeline of which nothing is compiled here."""
+
+    comes_compiled = True
+
+    def __init__(self, fn: Callable[[], Any], *, name: str, **options: Any) -> None:
+        self.fn = fn
+        super().__init__(name, **options)
+
+    def launch(self) -> None:
+        self.fn()
+
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
+        raise UserError(f"{self.name} is a library's: there is no kernel of its own to compile.")
 
 
 class TorchKernel(BaseKernel):

@@ -138,6 +138,15 @@ class CompileCache(dict[Any, Any]):
         self.making = making
         self.entries: list[dict[str, Any]] = []
 
+    def part(self, name: str) -> CompileCache:
+        """The cache of a version that the plan's own is made of; what a bundle makes is noted in both."""
+        if name not in self:
+            part = CompileCache(self.folder, making=self.making)
+            part.entries = self.entries
+            self[name] = part
+        found: CompileCache = self[name]
+        return found
+
 
 class Planned(Protocol):
     """What compiling needs to know of a plan."""

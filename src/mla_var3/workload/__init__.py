@@ -268,7 +268,8 @@ class Workload:
     rebound(problem, *inputs): the problem that other tensors of the same class have; raises `UserError` for a tensor
     that does not fit. as_bound(problem): what it makes of the problem's own inputs. small(problem): like it, and done
     in seconds on a CPU. sample(small, given): fields of a problem of which a user gave only these. draw(rng): fields of
-    a problem that somebody may have, at random.
+    a problem that somebody may have, at random. updates: places of inputs that a call writes into, where they hold NaN
+    and nowhere else.
     """
 
     name: str
@@ -285,6 +286,7 @@ class Workload:
     as_bound: Callable[[Any], Any]
     sample: Callable[[bool, Mapping[str, Any]], dict[str, Any]]
     draw: Callable[[random.Random], dict[str, Any]] | None = None
+    updates: tuple[int, ...] = ()
 
     def case_problems(self, problem: Any) -> list[Any]:
         """The problems that the check plans or binds on a GPU for this one, each once, itself first."""

@@ -226,6 +226,8 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "torch_compile_rmsnorm": _torch_compile("torch_compile_rmsnorm"),
     "torch_compile_rope_append": _torch_compile("torch_compile_rope_append"),
     "torch_compile_merge_partials": _torch_compile("torch_compile_merge_partials"),
+    "torch_compile_mla_layer": _torch_compile("torch_compile_mla_layer"),
+    "flash_mla_layer": lambda: _flash_mla_lib() or _flash_mla_vllm(),
     "quack_rmsnorm": _quack_rmsnorm,
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
 }
@@ -259,6 +261,8 @@ _HOW: dict[str, tuple[str, str]] = {
     "torch_compile_rmsnorm": ("torch with Triton", "install torch's CUDA build"),
     "torch_compile_rope_append": ("torch with Triton", "install torch's CUDA build"),
     "torch_compile_merge_partials": ("torch with Triton", "install torch's CUDA build"),
+    "torch_compile_mla_layer": ("torch with Triton", "install torch's CUDA build"),
+    "flash_mla_layer": ("FlashMLA", f"run {FETCH} flash_mla_vllm or flash_mla_lib, or pip install vllm"),
     "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
 }

@@ -16,7 +16,7 @@ form when somebody reads them, so that the conversion is never part of a measure
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel.peer.prims import find
 from mla_var3.kernel.peer.prims.find import Library
-from mla_var3.runtime.base import BaseKernel
+from mla_var3.runtime.base import BaseKernel, Outputs
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain.compiled import CompiledKernel
@@ -46,23 +46,6 @@ class NoKnobs(Tiling):
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         return Verdict.yes()
-
-
-class Outputs(Sequence[Any]):
-    """`count` outputs in the house's form, converted when read: iterate or index it."""
-
-    def __init__(self, read: Callable[[], tuple[Any, ...]], count: int) -> None:
-        self._read = read
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._read()[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._read())
 
 
 @dataclass
@@ -87,6 +70,8 @@ class Attached:
 
 class PeerKernel(BaseKernel):
     """A library's call, bound to tensors. `library` says which build is behind it."""
+
+    comes_compiled = True
 
     def __init__(self, name: str, attached: Attached | None, library: Library | None = None, **options: Any) -> None:
         self.attached = attached

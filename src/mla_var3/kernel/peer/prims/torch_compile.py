@@ -11,13 +11,14 @@ MOST_SHAPES = 1024
 
 
 @cache
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as torch compiles it with its tuning on; a graph is captured by who measures, not by torch."""
+def compiled(fn: Callable[..., Any], tuned: bool = True) -> Callable[..., Any]:
+    """The function as torch compiles it, with its tuning on unless products are to stay cuBLAS's; a graph is captured
+    by who measures, not by torch."""
     import torch
 
     config: Any = torch._dynamo.config
     config.recompile_limit = config.accumulated_recompile_limit = MOST_SHAPES
     # Rounds where the function says so; else the norm is of a sum that was not rounded, another result.
-    options = {"max_autotune": True, "coordinate_descent_tuning": True, "emulate_precision_casts": True}
+    options = {"max_autotune": tuned, "coordinate_descent_tuning": tuned, "emulate_precision_casts": True}
     made: Callable[..., Any] = torch.compile(fn, fullgraph=True, dynamic=False, options=options)
     return made

@@ -1,0 +1,1 @@
+"""Functions of torch operations that several versions call."""

@@ -86,6 +86,13 @@ class StateLimits(_Part):
     limit_us: float
 
 
+class Span(_Part):
+    """A kernel's part of a call."""
+
+    name: str
+    us: float
+
+
 #: Layers of DeepSeek V3 (num_hidden_layers of its config.json), which share the schedule of a step.
 LAYERS = 61
 
@@ -127,6 +134,9 @@ class Record(_Part):
     after an idle gap: neither quite burst nor sustained.
     picked_by: what chose the version for this problem ("dispatch", "fixed_split"), where it was not named.
     with_schedule_us: like time_us, of a call that also makes what the calls of a step share (`LAYERS`).
+    beside_us: like time_us, of parts of the call by themselves, by name: of a layer its plain projections.
+    timeline: kernels of a call in the order of their ends, each with its name and us, from the end of the one before to
+    its own, medians in a graph under torch's profiler.
     overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
     code: what ran (`mla_var3.toolchain.digest.Code.to_record`): its digest, and what that is made of.
     seconds: of each phase. warnings: what the compiler said. Unknown names are kept.
@@ -162,6 +172,8 @@ class Record(_Part):
     cross_check_us: float | None = None
     overlap_us: float | None = None
     with_schedule_us: Times | None = None
+    beside_us: dict[str, Times] | None = None
+    timeline: list[Span] | None = None
     seconds: dict[str, float] | None = None
     warnings: list[str] | None = None
     tuning: dict[str, Any] | None = None
@@ -215,6 +227,11 @@ class Record(_Part):
         """The other record's time over this one's, both as in a step: above 1 where this one is faster."""
         mine, others = self.in_a_step(state), other.in_a_step(state)
         return None if mine is None or others is None else others / mine
+
+    def beside(self, part: str, state: str) -> float | None:
+        """Microseconds of a part of the call by itself; None where it was not timed."""
+        stats = getattr((self.beside_us or {}).get(part), state, None)
+        return None if stats is None else float(stats.median)
 
     def work(self) -> tuple[int, int]:
         """(FLOPs, minimal bytes) of one call; see `work_of`."""

@@ -3,7 +3,8 @@
     hidden (tokens, hidden) → q_a_proj → norm → q_b_proj → q: d columns without rope, p with
                             → kv_a_proj_with_mqa → latent → norm ┐
                                                  → rope → rotate ┴→ pages[slots]
-    decode    absorbed:      [q · W_UK | q_rope] over the cached rows (`mla_var3.ops.mla_decode`), then · W_UV
+    decode    absorbed:      [q · W_UK | q_rope] over the cached rows, then · W_UV; on a GPU by `rmsnorm`,
+                             `absorb_gemm`, `rope_append` and `mla_decode` of `mla_var3.ops`
     prefill   decompressed:  [latent · W_UKᵀ | rope] and latent · W_UVᵀ of every head, then attention of torch
     → o_proj → (tokens, hidden)
 
@@ -17,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from mla_var3.errors import UserError
 from mla_var3.layers.cache import PAGE
 from mla_var3.layers.checkpoint import judge_names, prepare
 from mla_var3.layers.config import read_config
 from mla_var3.layers.rope import Rope, softmax_scale
-from mla_var3.ops import mla_decode
+from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from mla_var3.layers.cache import Step
 
@@ -80,8 +81,10 @@ class MlaAttention(nn.Module):
         hidden: (tokens, hidden), the requests' new tokens one behind another. pages: (num_pages, 64, columns), this
         layer's part of `LatentCache.pages`, in hidden's dtype. Returns (tokens, hidden).
 
-        Where every request has one new token, attention is `mla_var3.ops.mla_decode` on a GPU (bf16, fp16) and torch's
-        on a CPU. Any other step decompresses all of each request, one after another: give prompts steps of their own.
+        Where every request has one new token, a GPU computes by the functions of `mla_var3.ops` (bf16, fp16; values as
+        wide as keys, no position past the config's longest), and can be captured in a CUDA graph once such a step has
+        been made: replays read what then lies in hidden and in the step's tensors. A CPU computes by torch. Any other
+        step decompresses all of each request, one after another: give prompts steps of their own.
         """
         shape = self.shape
         tokens = len(step.positions)
@@ -92,6 +95,8 @@ class MlaAttention(nn.Module):
         if tuple(pages.shape[1:]) != (PAGE, self.columns) or pages.dtype != hidden.dtype:
             wanted = f"(num_pages, {PAGE}, {self.columns}) in hidden's {hidden.dtype}"
             raise UserError(f"pages are {tuple(pages.shape)} {pages.dtype}: this layer needs {wanted}.")
+        if step.decode and hidden.is_cuda and shape.d == shape.v:
+            return self._by_kernels(hidden, pages, step)
         angles = self.rope.angles(step.positions)
         if shape.q_rank is None:
             q = self.q_proj(hidden)
@@ -105,11 +110,50 @@ class MlaAttention(nn.Module):
         attend = self._absorbed if step.decode else self._decompressed
         return self.o_proj(attend(q_nope, q_rope, pages, step).flatten(1))
 
+    def _by_kernels(self, hidden: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
+        """A decode step without a copy: each kernel writes its columns of what the next one reads."""
+        shape, kv_b = self.shape, self.kv_b_proj.weight
+        if max(step.lengths) > shape.max_positions:
+            raise UserError(
+                f"a request has {max(step.lengths)} tokens: the model of this config is made for {shape.max_positions}."
+            )
+        if shape.q_rank is None:
+            q, latents = self.q_proj(hidden), self.kv_a_proj_with_mqa(hidden)
+            latent = rmsnorm(latents[:, : shape.k], self.kv_a_layernorm.weight, eps=NORM_EPS)
+        else:
+            latents = self._down(hidden)
+            query, latent = rmsnorm(
+                latents[:, : shape.q_rank + shape.k], self.q_a_layernorm.weight, eps=NORM_EPS,
+                second_weight=self.kv_a_layernorm.weight,
+            )  # fmt: skip
+            q = self.q_b_proj(query)
+        q = q.view(len(hidden), shape.h, shape.d + shape.p)
+        queries = q.new_empty((len(hidden), shape.h, self.columns))
+        absorb_gemm(q[..., : shape.d], kv_b, "q", out=queries[..., : shape.k])
+        assert isinstance(latent, torch.Tensor)
+        rope_append(
+            q, latent, latents[:, -shape.p :], step.positions, step.slots, self.rope.table(hidden.device), queries,
+            pages, interleaved=shape.interleaved,
+        )  # fmt: skip
+        attended = mla_decode(
+            queries[:, None], pages, step.page_table, step.seq_lens, scale=self.scale, head_dim_v=shape.k
+        )
+        assert isinstance(attended, torch.Tensor)
+        return self.o_proj(absorb_gemm(attended[:, 0], kv_b, "out").flatten(1))
+
+    def _down(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(tokens, q_rank + k + p): both down-projections, as one product."""
+        parts = (self.q_a_proj, self.kv_a_proj_with_mqa)
+        if torch.compiler.is_compiling():  # which knows no addresses
+            return torch.cat([part(hidden) for part in parts], 1)
+        bias = joined([part.bias for part in parts]) if self.shape.bias else None
+        return linear(hidden, joined([part.weight for part in parts]), bias)
+
     def _absorbed(self, q_nope: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         """(b, h, v) of one token (b, h, d), (b, h, p) of each request."""
         w_uk, w_uv = self.kv_b_proj.weight.view(self.shape.h, -1, self.shape.k).split([self.shape.d, self.shape.v], 1)
         q = torch.cat([torch.einsum("bhd,hdk->bhk", q_nope, w_uk), q_rope], -1)
-        if q.is_cuda:
+        if q.is_cuda:  # values of another width than keys: no kernel has the product with W_UV
             table, k = step.page_table, self.shape.k
             decoded = mla_decode(q[:, None], pages, table, step.seq_lens, scale=self.scale, head_dim_v=k)
             assert isinstance(decoded, torch.Tensor)
@@ -137,6 +181,25 @@ class MlaAttention(nn.Module):
                 attended = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)
             out.append(attended[0].transpose(0, 1))
         return torch.cat(out)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All rows of these tensors, (rows, ...), as one tensor. Where they do not lie behind one another, they are moved
+    so that they do, and stay views of one memory: a layer's weights are in its first step on a GPU, or once they were
+    replaced."""
+    first = parts[0]
+    end = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            break
+        end += part.numel() * part.element_size()
+    else:
+        rows = sum(len(part) for part in parts)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    together = torch.cat([part.detach() for part in parts])
+    for part, place in zip(parts, together.split([len(part) for part in parts]), strict=True):
+        part.data = place
+    return together
 
 
 def cached_rows(pages: torch.Tensor, step: Step, request: int) -> torch.Tensor:

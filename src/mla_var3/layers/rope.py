@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     import torch
 
     from mla_var3.layers.config import LayerConfig
+
+
+#: By frequencies, factor, positions and device; gone with the last layer that reads it.
+_TABLES: WeakValueDictionary[Any, torch.Tensor] = WeakValueDictionary()
 
 
 def softmax_scale(config: LayerConfig) -> float:
@@ -27,6 +32,8 @@ class Rope:
     def __init__(self, config: LayerConfig) -> None:
         frequencies, self.factor = _frequencies(config)
         self.interleaved = config.interleaved
+        self._positions = config.max_positions
+        self._tables: dict[torch.device, torch.Tensor] = {}
         # No buffer of a module: `module.to(torch.bfloat16)` would round it, and with it the angles of far positions.
         self._frequencies = {frequencies.device: frequencies}
 
@@ -36,6 +43,21 @@ class Rope:
             self._frequencies[positions.device] = next(iter(self._frequencies.values())).to(positions.device)
         angles = positions.float()[:, None, None] * self._frequencies[positions.device]
         return angles.cos() * self.factor, angles.sin() * self.factor
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """(max_positions, p) float32, cosines and then sines of every position, as `mla_var3.ops.rope_append` reads
+        them: 42 MB of DeepSeek V3, one for all layers of a model."""
+        if device not in self._tables:
+            (frequencies, *_) = self._frequencies.values()
+            key = (tuple(frequencies.tolist()), self.factor, self._positions, device)
+            made = _TABLES.get(key)
+            if made is None:
+                import torch
+
+                cos, sin = self.angles(torch.arange(self._positions, device=device))
+                _TABLES[key] = made = torch.cat([cos[:, 0], sin[:, 0]], -1)
+            self._tables[device] = made
+        return self._tables[device]
 
     def rotate(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """x (tokens, heads, p) rotated in float32 and rounded once to its own dtype."""

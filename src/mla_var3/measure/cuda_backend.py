@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
+from mla_var3.measure import timing
 from mla_var3.measure.environment import Sensors
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 LEAD_IN_CYCLES = 600_000
 MATMUL_SIZE = 8192
 READ_BYTES = 2 << 30
+#: Replays that the profiler looks at.
+TIMELINE_REPLAYS = 5
 
 
 class _Replay:
@@ -108,6 +112,23 @@ class CudaBackend:
             return None
         return None if failed else int(count.value)
 
+    def timeline(self, calls: Sequence[Call]) -> list[tuple[str, float]]:
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        replay = self.capture(calls, 1)
+        self.synchronize()
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                for _ in range(TIMELINE_REPLAYS):
+                    replay.run()
+                self.synchronize()
+        except RuntimeError:  # another profiler has the device: the times are worth having without
+            return []
+        events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        ends = [(short_name(event.name), float(event.time_range.end)) for event in events]
+        return timing.divided(ends, TIMELINE_REPLAYS * len(calls))
+
     def sensors(self) -> dict[str, float]:
         return self._sensors.read()
 
@@ -168,6 +189,9 @@ class CpuBackend:
     def launches(self, call: Call) -> int | None:
         return None
 
+    def timeline(self, calls: Sequence[Call]) -> list[tuple[str, float]]:
+        return []
+
     def sensors(self) -> dict[str, float]:
         return {}
 
@@ -186,6 +210,12 @@ class CpuBackend:
 
     def cross_check_us(self, calls: Sequence[Call], graph_ms: float) -> float | None:
         return None
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its arguments, template and namespaces, 60 characters at most."""
+    plain = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ")
+    return re.split(r"[<(]", plain)[0].rsplit("::", 1)[-1][:60] or name[:60]
 
 
 def _check(torch_device: str, plan: Any, device: Any, quick: bool) -> Any:

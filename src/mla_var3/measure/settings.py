@@ -49,6 +49,7 @@ class BenchSettings:
     # ---- beside
     host_calls: int = 30  #: calls whose host time is taken
     cross_check_ms: float = 5.0  #: length of the graph of `do_bench_cudagraph`, replayed 10 times; 0 leaves it out
+    timeline: bool = False  #: how a call's time is divided among its kernels, by torch's profiler, after the timing
     overlap_probe: bool = True  #: look for calls that run beside the one before, and prevent it
     tune_budget_s: float = 60.0  #: no new tiling is tried after this
     tune_cache: str | None = None  #: folder of tuning results; null: the user's cache folder

@@ -85,6 +85,10 @@ class Backend(Protocol):
     def launches(self, call: Call) -> int | None:
         """How many kernels (and copies) a call puts on the device; None where that cannot be counted."""
 
+    def timeline(self, calls: Sequence[Call]) -> list[tuple[str, float]]:
+        """The kernels of a call in the order of their ends, by name, each with the microseconds from the end of the one
+        before to its own: medians over calls, one for each input set, in a graph. Empty where nobody can look."""
+
     def sensors(self) -> dict[str, float]:
         """sm_mhz, mem_mhz, power_w, temperature_c, as far as they can be read."""
 
@@ -165,6 +169,23 @@ def plan_sets(problem: Problem, contenders: int, memory_bytes: float, settings: 
         f"{contenders} contenders); {room / 1e9:.1f} GB of the device's {memory_bytes / 1e9:.1f} GB may be used"
     )
     return SetPlan(0, inputs, need(1), reason)
+
+
+# ---------------------------------------------------------------- where the time of a call goes
+def divided(kernels: Sequence[tuple[str, float]], calls: int) -> list[tuple[str, float]]:
+    """kernels: (name, end in microseconds) of `calls` calls in a row, each of the same kernels. (name, median time from
+    the end of the one before) of a call's; of the first call none are taken. Empty where they do not divide evenly."""
+    ordered = sorted(kernels, key=lambda kernel: kernel[1])
+    count = len(ordered) // max(1, calls)
+    if calls < 2 or not count or len(ordered) != count * calls:
+        return []
+    found = []
+    for i in range(count):
+        places = range(count + i, len(ordered), count)
+        if len({ordered[at][0] for at in places}) != 1:
+            return []
+        found.append((ordered[i][0], percentile([ordered[at][1] - ordered[at - 1][1] for at in places], 0.5)))
+    return found
 
 
 # ---------------------------------------------------------------- one thing that is timed

@@ -53,7 +53,7 @@ _PR_SET_PDEATHSIG = 1
 
 #: What `info` events say that belongs in the record of a contender however it ends.
 KEPT = ("tiling", "resources", "code", "error", "warnings", "tuning")
-TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us", "with_schedule_us")
+TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us", "with_schedule_us", "beside_us", "timeline")
 
 
 class Stop(Exception):
@@ -92,6 +92,7 @@ class Contender:
     calls: list[Any] = field(default_factory=list)
     item: Item | None = None
     with_schedule: Item | None = None
+    beside: dict[str, Item] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     phase: str = "plan"
     seconds: dict[str, float] = field(default_factory=dict)
@@ -196,6 +197,7 @@ class Worker:
         # Graphs and tensors of this cell must be gone before the next one allocates.
         for contender in contenders:
             contender.item, contender.plan = None, None
+            contender.beside.clear()
             contender.calls.clear()
         inputs.clear()
         self.backend.release()
@@ -336,6 +338,7 @@ class Worker:
                 lost = False
             if lost:
                 contender.item = contender.with_schedule = None
+                contender.beside.clear()
                 contender.calls.clear()
                 ready.remove(contender)
         if not ready:
@@ -347,7 +350,7 @@ class Worker:
         items = [*(self.limits.items if fresh else ())]
         owners = {}
         for contender in ready:
-            for item in (contender.item, contender.with_schedule):
+            for item in (contender.item, contender.with_schedule, *contender.beside.values()):
                 if item is not None:
                     owners[id(item)] = contender
                     items.append(item)
@@ -402,6 +405,9 @@ class Worker:
         )
         if plan.graph_capturable and (again := [x for c in contender.calls if (x := c.with_schedule) is not None]):
             contender.with_schedule = timing.prepare(self.backend, f"{contender.slot} scheduled", again, self.settings)
+        for name in first.beside if plan.graph_capturable else ():
+            parts = [call.beside[name] for call in contender.calls]
+            contender.beside[name] = timing.prepare(self.backend, f"{contender.slot} {name}", parts, self.settings)
         contender.facts["host_us"] = timing.host_us(self.backend, first, self.settings.host_calls)
         launches = self.backend.launches(first) if plan.graph_capturable else None
         if launches is not None:
@@ -422,6 +428,10 @@ class Worker:
             facts["overlap_us"] = item.overlap_us
         if contender.with_schedule is not None:
             facts["with_schedule_us"] = contender.with_schedule.stats()
+        if contender.beside:
+            facts["beside_us"] = {name: part.stats() for name, part in contender.beside.items()}
+        if settings.timeline and plan.graph_capturable and (spans := self.backend.timeline(contender.calls)):
+            facts["timeline"] = [{"name": name, "us": round(us, 3)} for name, us in spans]
         sensors = item.sensors()
         self.finish(
             contender,

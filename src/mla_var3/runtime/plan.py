@@ -40,8 +40,6 @@ class KernelPlan(ABC):
     requires: ClassVar[Requirement]
     deterministic: ClassVar[bool] = True
     graph_capturable: ClassVar[bool] = True
-    #: Whether records say how the time of a call is divided among its kernels.
-    timeline: ClassVar[bool] = False
 
     #: Whether tensors are pointed at other memory between launches, so that what is planned must read addresses then.
     late_tensors: bool = False

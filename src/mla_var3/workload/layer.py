@@ -6,12 +6,13 @@
     [q · W_UK | rotated rope of q] over the request's rows, the new one among them   → attended (b, h, k)
     attended · W_UVᵀ → h heads of d columns · out   → out (b, hidden)
 
-That is DeepSeek's attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1), of one new token for each
-of b requests. Weights are stored as checkpoints have them, (columns out, columns in); those of the two down-projections
-lie behind one another, so that one product computes both, and W_UK and W_UV are one weight, as in `workload.gemm`.
+That is DeepSeek's attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1), of one new token for
+each of b requests. Weights are stored as checkpoints have them, (columns out, columns in); those of the two
+down-projections lie behind one another, so that one product computes both, and W_UK and W_UV are one weight, as in
+`workload.gemm`.
 
-    inputs    hidden, kv_cache (pages, page, 1, k + p), page_table (b, width), seq_lens (b,), positions (b,), slots (b,),
-              table (positions, p), down, q_norm, kv_norm, up, kv_up, out: `NAMES`
+    inputs    hidden, kv_cache (pages, page, 1, k + p), page_table (b, width), seq_lens (b,), positions (b,),
+              slots (b,), table (positions, p), down, q_norm, kv_norm, up, kv_up, out: `NAMES`
     outputs   out (b, hidden), and row (b, k + p): what was written into the cache for each request
 
 seq_lens count the new token. A request without tokens (a slot of a padded batch) has length 0, slot -1 and position 0:
@@ -200,10 +201,6 @@ class LayerProblem(Problem):
     @property
     def geometry(self) -> str:
         return f"hidden {self.hidden}, query {self.q_rank}, latent {self.k}+{self.p}"
-
-    @property
-    def phase(self) -> str:
-        return "decode"
 
     @property
     def rank(self) -> tuple[Any, ...]:

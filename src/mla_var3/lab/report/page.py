@@ -28,8 +28,8 @@ SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.j
 COLUMNS = (
     "id", "at", "newest", "device", "set", "cell", "kernel", "name", "language", "design", "version",
     "dispatched", "fixed", "burst", "sustained", "step", "burst_limit", "sustained_limit", "bound", "rates",
-    "flops", "bytes", "host", "plan", "cross", "error", "lse", "tiling", "asked", "resources", "method",
-    "environment", "clocks", "source", "hash", "experiment", "command",
+    "flops", "bytes", "host", "plan", "cross", "beside", "timeline", "error", "lse", "tiling", "asked", "resources",
+    "method", "environment", "clocks", "source", "hash", "experiment", "command",
 )  # fmt: skip
 
 
@@ -234,7 +234,8 @@ def _point(p: Point) -> dict[str, Any]:
         "step": _step(p), "sustained_limit": _round(p.limit("sustained")),
         "bound": r.limits.bound if r.limits else None,
         "rates": _rates(p), "flops": flops, "bytes": moved, "host": _round(r.host_us), "plan": _round(r.plan_us),
-        "cross": _round(r.cross_check_us),
+        "cross": _round(r.cross_check_us), "beside": _beside(p),
+        "timeline": [[span.name, _round(span.us)] for span in r.timeline] if r.timeline else None,
         "error": _finite(r.error.out) if r.error else None,
         "lse": _finite(r.error.lse) if r.error and r.error.lse is not None else None,
         "tiling": " ".join(f"{k}={v}" for k, v in (r.tiling or {}).items()), "asked": _asked(r.requested),
@@ -261,6 +262,14 @@ def _step(p: Point) -> dict[str, float | None] | None:
     if p.record.with_schedule_us is None:
         return None
     return {state: _finite(answers.rounded(p.step_us(state))) for state in STATES}
+
+
+def _beside(p: Point) -> str:
+    """Times of parts of the call by themselves."""
+    return "; ".join(
+        f"{name} " + ", ".join(f"{us:,.1f} µs {state}" for state in STATES if (us := p.record.beside(name, state)))
+        for name in p.record.beside_us or {}
+    )
 
 
 def _rates(p: Point) -> str:

@@ -101,6 +101,17 @@ async function drawCell() {
   ], [...here].sort((a, b) => (us(a) ?? Infinity) - (us(b) ?? Infinity)), { caption: "A contender's name opens its record.", mark: (p) => p === best ? "best" : "" }));
   drawRecord();
 }
+// A bar of parts that stand one behind another, [name, µs] each, and what they are below it.
+function stacked(parts) {
+  const total = parts.reduce((sum, [, us]) => sum + us, 0);
+  const bar = element("div", { class: "stacked", ariaHidden: "true" }, ...parts.map(([name, us]) => {
+    const part = element("span", { title: `${name}: ${micros(us)} µs` }, name);
+    part.style.flexGrow = us;
+    return part;
+  }));
+  const said = parts.map(([name, us]) => `${name} ${micros(us)} µs (${percent(us / total)})`).join(", ");
+  return element("div", {}, bar, said + "; each from the end of the one before to its own, under torch's profiler");
+}
 function drawRecord() {
   const p = BY_ID.get(SELECTED.record);
   if (!p || p.cell !== SELECTED.cell) { put("record"); return; }
@@ -109,7 +120,8 @@ function drawRecord() {
   put("record", element("h3", {}, `Record ${p.id}: ${p.name}`), facts([
     ["burst", range("burst")], ["sustained", range("sustained")], ["bound by", p.bound], ["matrix rate, reading rate", p.rates],
     ["other clock", p.cross == null ? null : `${micros(p.cross)} µs by triton's do_bench_cudagraph`],
-    ["error", p.error == null ? null : `out ${p.error.toExponential(2)} (relative Frobenius), lse ${p.lse.toExponential(2)} (largest)`],
+    ["error", p.error == null ? null : `out ${p.error.toExponential(2)} (relative Frobenius)` + (p.lse == null ? "" : `, lse ${p.lse.toExponential(2)} (largest)`)],
+    ["parts by themselves", p.beside], ["kernels of a call", p.timeline == null ? null : stacked(p.timeline)],
     ["tiling", p.tiling], ["asked for", p.asked], ["planning", p.plan == null ? null : `${micros(p.plan)} µs to bind to other tensors`],
     ["resources", r ? r.text : "not recorded"], ["instructions", r ? r.instructions : null], ["how it was timed", p.method == null ? null : DATA.methods[p.method]],
     ["where", DATA.environments[p.environment]], ["clocks", p.clocks], ["source", p.source], ["when", p.at], ["experiment", p.experiment], ["set", p.set_name],

@@ -1,18 +1,18 @@
 """mla_layer v0 in CuTe: a decode step of a whole attention layer, as a pipeline of kernels that stand for themselves.
 
-    stage            what                                                        launch
-    down             hidden · downᵀ, both down-projections                       cuBLAS
-    rmsnorm          query and latent, normalised                                programmatic dependent
-    up               query · upᵀ                                                 cuBLAS
-    absorb_gemm      q · W_UK into the queries' latent columns                   programmatic dependent
-    rope_append      rope of q into their other columns; the new row, cached     programmatic dependent
-    flash_mla        attention over the cache, split and combined                programmatic dependents
-    absorb_gemm      attended · W_UVᵀ                                            programmatic dependent
-    out              heads · outᵀ                                                cuBLAS
+    stage          what                                                       launch
+    down           hidden · downᵀ, both down-projections                      cuBLAS
+    rmsnorm        query and latent, normalised                               programmatic dependent
+    up             query · upᵀ                                                cuBLAS
+    absorb_gemm    q · W_UK into the queries' latent columns                  programmatic dependent
+    rope_append    rope of q into their other columns; the new row, cached    programmatic dependent
+    flash_mla      attention over the cache, split and combined               programmatic dependents
+    absorb_gemm    attended · W_UVᵀ                                           programmatic dependent
+    out            heads · outᵀ                                               cuBLAS
 
-A dependent is launched while the kernel before it still runs. It does what needs none of that one's results (absorb_gemm
-loads its weight, the others find their addresses), and waits at griddepcontrol.wait before it reads or writes anything
-that another kernel touches. Behind cuBLAS, which lets nobody start early, that only hides the launch.
+A dependent is launched while the kernel before it still runs. It does what needs none of that one's results
+(absorb_gemm loads its weight, the others find their addresses), and waits at griddepcontrol.wait before it reads or
+writes anything that another kernel touches. Behind cuBLAS, which lets nobody start early, that only hides the launch.
 
 Nothing is transposed, concatenated or copied between stages: two kernels write their columns of the queries, and the
 norms read their columns of one product. The base version; `mla_var3.kernel.layer` has how one stage feeds the next.
@@ -47,7 +47,6 @@ class MlaLayerPlan(KernelPlan):
     workload = layer.WORKLOAD
     tiling_type = LayerTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
-    timeline = True
 
     def default_tiling(self) -> LayerTiling:
         return default_tiling(self.problem)

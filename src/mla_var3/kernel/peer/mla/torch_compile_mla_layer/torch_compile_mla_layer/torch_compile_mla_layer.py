@@ -33,7 +33,6 @@ class TorchCompileMlaLayerPlan(PeerMixin, KernelPlan):
     tiling_type = NoKnobs
     peer = "torch_compile_mla_layer"
     requires = Requirement(archs=("sm_80+",), dtypes=("bf16", "fp16"), problem=takes)
-    timeline = True
     plans_lengths = False
     allocates = True
     leaves_out = ("first_tokens", "idle", "planned_one")

@@ -40,7 +40,6 @@ class MlaLayerPlan(KernelPlan):
     workload = layer.WORKLOAD
     tiling_type = MlaLayerTiling
     requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"))
-    timeline = True
     leaves_out = ("idle",)
     input_options = {"poison": False}  # noqa: RUF012
 
@@ -53,7 +52,8 @@ class MlaLayerPlan(KernelPlan):
     def plan(self, *inputs: torch.Tensor) -> LayerKernel:
         pd, out = self.problem, inputs[0].new_empty((len(inputs[0]), self.problem.hidden))
         scale = pd.attention.scale
-        call = LibraryCall(lambda: decode_step(*inputs, out, pd.h, scale), name="decode_step")
+        given: Any = (*inputs, out, pd.h, scale)
+        call = LibraryCall(lambda: decode_step(*given), name="decode_step")
         return LayerKernel([call], inputs, out, tiling=self.tiling, plan=self)
 
     def plan_empty(self) -> LayerKernel:

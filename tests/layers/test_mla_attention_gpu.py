@@ -1,4 +1,4 @@
-"""`MlaAttention` on a GPU: decode by `mla_decode`, against transformers' module with the same weights."""
+"""`MlaAttention` on a GPU: decode by our kernels, against transformers' module with the same weights, and in a graph."""
 
 from __future__ import annotations
 
@@ -24,13 +24,19 @@ def real(h: int, **changes: Any) -> Any:
     return cases.v3(**cases.REAL | sizes | {"max_position_embeddings": 163840, "rope_parameters": yarn} | changes)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [real(16), real(128), real(16, rope_interleave=False, q_lora_rank=None)],
-    ids=["h16", "h128", "h16 halves"],
-)
+CONFIGS = {
+    "h16": real(16),
+    "h128": real(128),
+    "h16 halves": real(16, rope_interleave=False, q_lora_rank=None),
+}
+PROMPTS, STEPS = [700, 64, 1, 1029], 32
+#: (config, requests, most tokens of one) of the decode steps here, which make_gpu_bundle.py compiles ahead.
+DECODED = [(config, len(PROMPTS), max(PROMPTS) + STEPS) for config in CONFIGS.values()] + [(real(16), 3, 512)]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_errors_in_bf16_are_no_larger_than_those_of_transformers(config: Any) -> None:
-    cases.assert_rounded_as_often(cases.rounding_errors(config, [700, 64, 1, 1029], 32, "cuda"))
+    cases.assert_rounded_as_often(cases.rounding_errors(config, PROMPTS, STEPS, "cuda"))
 
 
 def test_decode_in_float32_is_refused() -> None:
@@ -39,3 +45,40 @@ def test_decode_in_float32_is_refused() -> None:
     cache = LatentCache(1, 1, 64, columns=layer.columns, device="cuda")
     with pytest.raises(UserError, match=r"torch.float32: the kernels compute in torch.bfloat16 and torch.float16"):
         layer(torch.zeros(1, 2048, device="cuda"), cache.pages[0], cache.extend({cache.join(): 1}))
+
+
+def test_a_captured_step_follows_lengths_pages_and_slots() -> None:
+    """Thirty steps as replays of the first one's graph, into whose tensors each step's are copied, give the bits of as
+    many calls; requests grow over the ends of pages, and unused rows of the cache hold NaN."""
+    layer = MlaAttention(real(16), dtype=torch.bfloat16, device="cuda")
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.fill_(1.0)
+    outputs, caches = [], []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        cache = LatentCache(1, 24, 512, columns=layer.columns, dtype=torch.bfloat16, device="cuda")
+        cache.pages.fill_(float("nan"))
+        requests = [cache.join() for _ in range(3)]
+        prompts = cache.extend(dict(zip(requests, (50, 127, 1), strict=True)))
+        layer(torch.randn(178, 2048, device="cuda").bfloat16(), cache.pages[0], prompts)
+        found, graph, kept, hidden, out = [], torch.cuda.CUDAGraph(), None, None, None
+        for _ in range(30):
+            x = torch.randn(3, 2048, device="cuda").bfloat16()
+            step = cache.extend(dict.fromkeys(requests, 1))
+            if not captured:
+                found.append(layer(x, cache.pages[0], step))
+                continue
+            if kept is None:
+                kept, hidden = step, x
+                layer(hidden, cache.pages[0], kept)  # compiles, and joins weights
+                with torch.cuda.graph(graph):
+                    out = layer(hidden, cache.pages[0], kept)
+            hidden.copy_(x)
+            for name in ("page_table", "seq_lens", "positions", "slots"):
+                getattr(kept, name).copy_(getattr(step, name))
+            graph.replay()
+            found.append(out.clone())
+        outputs.append(torch.stack(found))
+        caches.append(cache.pages.nan_to_num(7.0))
+    assert bool(outputs[0].isfinite().all())
+    assert torch.equal(*outputs) and torch.equal(*caches)

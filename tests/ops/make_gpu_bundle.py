@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "layers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernel"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mla_var3.cli.arguments import experiment_cells
@@ -27,6 +29,7 @@ from mla_var3.kernel.registry import KernelId
 from mla_var3.lab import bundle
 from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.layer import LayerProblem
 
 DEVICE = Device.get("h200")
 #: (version, knobs over its default tiling, problem)
@@ -149,6 +152,45 @@ def layer_part() -> Iterator[Wanted]:
     yield from picked([tests.DECODE])
 
 
+def mla_layer_part() -> Iterator[Wanted]:
+    """Whole layers as kernels: those of tests/kernel/test_mla_layer_gpu.py."""
+    import test_mla_layer_gpu as tests
+
+    for problem in (*tests.PROBLEMS, LayerProblem(b=8, h=128, t=4096)):
+        yield KernelId.parse("cute-dsl/mla_layer"), {}, problem
+
+
+def attention_part() -> Iterator[Wanted]:
+    """What decode steps of `MlaAttention` in tests/layers/test_mla_attention_gpu.py call."""
+    import test_mla_attention_gpu as tests
+    import torch
+    from ops_fakes import CpuEngine
+
+    from mla_var3.layers import LatentCache, MlaAttention
+    from mla_var3.ops import decode, layer
+
+    found: list[Any] = []
+
+    class Listening(CpuEngine):
+        def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None) -> None:
+            found.append(problem)
+            for x in outputs:
+                x.zero_()
+
+    for module in (decode, layer):
+        module.engine = lambda: Listening()
+        module.on_gpu = lambda *_: None
+    for config, requests, tokens in tests.DECODED:
+        made = MlaAttention(config, dtype=torch.bfloat16)
+        cache = LatentCache(1, requests, tokens, columns=made.columns, dtype=torch.bfloat16)
+        step = cache.extend({cache.join(): 1 for _ in range(requests)})
+        with torch.no_grad():
+            made._by_kernels(torch.zeros(requests, config.hidden_size, dtype=torch.bfloat16), cache.pages[0], step)
+    for problem in found:
+        choice = pick(problem, DEVICE) if isinstance(problem, MlaProblem) else choose(problem, DEVICE)
+        yield choice.kernel, choice.knobs, problem
+
+
 def jax_part() -> Iterator[Wanted]:
     import ops_gpu
 
@@ -170,6 +212,8 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "fixed": fixed_part,
     "operators": operators_part,
     "layer": layer_part,
+    "mla_layer": mla_layer_part,
+    "attention": attention_part,
     "jax": jax_part,
     "cpp": cpp_part,
 }

@@ -50,8 +50,8 @@ def test_right_on_the_cases_that_break_kernels(label: str, problem: LayerProblem
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_replays_follow_lengths_and_read_nothing_early(problem: LayerProblem) -> None:
-    """Inputs of other lengths are copied over those of a captured call, in turn: every replay gives the bits that a call
-    gives which waits for all before it, and the padding of the cache holds NaN throughout."""
+    """Inputs of other lengths are copied over those of a captured call, in turn: every replay gives the bits that a
+    call gives which waits for all before it, and the padding of the cache holds NaN throughout."""
     import torch
 
     plan = planned("cute-dsl/mla_layer", problem)

@@ -1,4 +1,4 @@
-"""`MlaAttention` on a GPU: decode by our kernels, against transformers' module with the same weights, and in a graph."""
+"""`MlaAttention` on a GPU: decode by our kernels, against transformers' module of the same weights; and in graphs."""
 
 from __future__ import annotations
 

@@ -98,6 +98,25 @@ class Scheduling(FakeKernel):
         return lambda: (self.launch(), self.launch())
 
 
+class InParts(FakePlan):
+    """Half of each call is a part that is timed by itself."""
+
+    def plan(self, *inputs: Any) -> FakeKernel:
+        kernel: FakeKernel = super().plan(*inputs)
+        kernel.__class__ = Divided
+        return kernel
+
+
+class Divided(FakeKernel):
+    def launch(self) -> None:
+        self.plan.work()
+        self.plan.work()
+
+    @property
+    def beside(self) -> Any:
+        return {"half": self.plan.work}
+
+
 class Wrong(FakePlan):
     answer = 2.0
 
@@ -190,6 +209,9 @@ class HostBackend:
 
     def launches(self, call: Any) -> int | None:
         return 1
+
+    def timeline(self, calls: Any) -> list[tuple[str, float]]:
+        return [("first", 3.0), ("second", 1.0)]
 
     def sensors(self) -> dict[str, float]:
         return {"sm_mhz": 1980.0, "power_w": 100.0, "temperature_c": 40.0}

@@ -109,6 +109,21 @@ def test_what_calls_share_is_timed_beside_them() -> None:
         assert found["good"].speedup(record, state) == pytest.approx(in_a_step / found["good"].median(state))
 
 
+def test_parts_of_a_call_are_timed_beside_it_and_kernels_on_request() -> None:
+    found = measure(fake("Good"), fake("InParts"))
+    assert found["good"].beside_us is None and found["good"].timeline is None
+    record = found["inparts"]
+    assert record.timeline is None
+    for state in ("burst", "sustained"):
+        call, half = record.median(state), record.beside("half", state)
+        assert call is not None and half is not None and 1.4 * half < call < 4 * half
+        assert record.beside("third", state) is None
+    (record,) = measure(fake("Good"), timeline=True).values()
+    assert record.timeline is not None
+    assert [(span.name, span.us) for span in record.timeline] == [("first", 3.0), ("second", 1.0)]
+    assert Record.model_validate_json(record.to_json()).timeline == record.timeline
+
+
 def test_the_order_of_tests_on_the_way() -> None:
     h200 = Device.get("h200")
     found = measure(

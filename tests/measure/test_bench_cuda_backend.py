@@ -133,3 +133,20 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cpu, CpuBackend) and not cpu.times
     with pytest.raises(UserError, match="nothing is timed on a CPU"):
         cpu.capture([], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("flash_mla_v23_0", "flash_mla_v23_0"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::Add<float>>(int, float*)",
+            "vectorized_elementwise_kernel",
+        ),
+        ("void (anonymous namespace)::softmax<(int)3>(float const*)", "softmax"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "nvjet_tst_64x8_64x16_4x1_v_bz_TNT"),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+    ],
+)
+def test_names_of_kernels_are_shortened(name: str, short: str) -> None:
+    assert cuda_backend.short_name(name) == short

@@ -277,3 +277,20 @@ def test_a_setting_of_another_type_is_refused(name: str, value: Any, wanted: str
     with pytest.raises(UserError, match=re.escape(f"bench setting {name} = {value!r} is not right: give {wanted}.")):
         BenchSettings.of({name: value})
     assert BenchSettings(sustained_s=1).sustained_s == 1  # a whole number is a number
+
+
+# ---------------------------------------------------------------- where the time of a call goes
+def test_a_call_is_divided_at_the_ends_of_its_kernels() -> None:
+    """The second kernel begins before the first one ends, as a programmatic dependent does: its part is what it takes
+    after that. What lies between replays is in no median."""
+    kernels, at = [], 0.0
+    for call in range(7):
+        at += 100.0 if call in (0, 3) else 1.0
+        for name, us in (("norm", 2.0), ("product", 5.0), ("norm", 3.0)):
+            at += us
+            kernels.append((name, at))
+    assert timing.divided(kernels[::-1], 7) == [("norm", 3.0), ("product", 5.0), ("norm", 3.0)]
+    assert timing.divided(kernels[:-1], 7) == [], "a kernel is missing"
+    assert timing.divided(kernels, 1) == [] and timing.divided([], 7) == []
+    kernels[4] = ("other", kernels[4][1])
+    assert timing.divided(kernels, 7) == [], "calls differ"

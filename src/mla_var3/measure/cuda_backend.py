@@ -215,7 +215,7 @@ class CpuBackend:
 def short_name(name: str) -> str:
     """A kernel's name without its arguments, template and namespaces, 60 characters at most."""
     plain = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ")
-    return re.split(r"[<(]", plain)[0].rsplit("::", 1)[-1][:60] or name[:60]
+    return re.split(r"[<(]", plain)[0].strip().rsplit("::", 1)[-1][:60] or name[:60]
 
 
 def _check(torch_device: str, plan: Any, device: Any, quick: bool) -> Any:

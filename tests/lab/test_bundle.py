@@ -307,3 +307,26 @@ def test_a_bundle_runs_on_a_gpu_without_the_compiler(tmp_path: Path) -> None:
         print(bool((y == 7).all()))
     """)
     assert said.split() == ["True", "False", "True"]
+
+
+def test_a_stage_of_another_version_is_kept_as_that_versions_own(tmp_path: Path) -> None:
+    """A pipeline that borrows a kernel and calls a library: what is bundled serves the kernel's own version too."""
+    from mla_var3.workload.norm import NormProblem
+
+    problem = NormProblem(rows=3, width=512)
+    made = bundle.make_bundle(tmp_path / "b", ["borrowing:BorrowingPlan"], [problem], workers=0, progress=False)
+    entries = json.loads((tmp_path / "b" / "manifest.json").read_text())["entries"]
+    assert made.failed == 0
+    assert {(entry["kernel"], entry["name"]) for entry in entries} == {("cute-dsl/rmsnorm", "rmsnorm")}
+    assert any(entry["problems"] == [problem.label] for entry in entries)
+    said = run(
+        f"""
+        from mla_var3.kernel.registry import KernelId, get_plan
+        from mla_var3.workload.norm import NormProblem
+        open_bundle(Path({str(tmp_path / "b")!r}))
+        device = Device.get("h200")
+        plan = get_plan(KernelId.parse("cute-dsl/rmsnorm"))(NormProblem(rows=3, width=512), None, device)
+        print(plan.plan_empty().compile(None, device).resources.registers > 0)
+        """
+    )
+    assert said.split() == ["True"]

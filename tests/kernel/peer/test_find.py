@@ -26,6 +26,7 @@ OTHERS = {
     "torch_compile_rope_append": "rope",
     "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
+    **dict.fromkeys(("flash_mla_layer", "torch_compile_mla_layer"), "layer"),
 }
 
 
@@ -51,7 +52,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_registry_and_finder_name_the_same_peers() -> None:
     assert {k.design for k in PEERS} == set(find.PEERS)
-    assert all(k.layer == OTHERS.get(k.design, "mla") and k.version == 0 for k in PEERS)
+    assert all(k.layer == _problem(k.design).layer and k.version == 0 for k in PEERS)
 
 
 @pytest.mark.parametrize("kernel", PEERS, ids=lambda k: k.design)
@@ -102,7 +103,7 @@ def test_a_record_says_which_libraries_were_there(fetched: Callable[..., Path], 
 
     assert "peers" not in describe()
     fetched("vllm/_flashmla_C.abi3.so", version="0.25.1", origin="a wheel")
-    assert describe()["peers"] == {"flash_mla_vllm": "0.25.1, a wheel"}
+    assert describe()["peers"] == dict.fromkeys(("flash_mla_vllm", "flash_mla_layer"), "0.25.1, a wheel")
 
 
 def test_tilelang_is_found_with_an_example_of_ones_own(

@@ -17,6 +17,7 @@ from mla_var3.lab.report import answers, charts, rows
 from mla_var3.lab.report.gather import Gathered, arrange, gather
 from mla_var3.lab.report.page import write_page
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.layer import LayerProblem
 
 ROOT = Path(__file__).resolve().parents[3]
 CELL = "b128_s1_h128_t4096"
@@ -189,6 +190,21 @@ def test_a_contender_opens_its_record_with_the_command_that_repeats_it(open_page
         assert word.lower() in text.lower()
     tab.go_back()
     tab.wait_for_function("document.getElementById('record').childElementCount === 0")
+
+
+def test_a_record_of_a_layer_shows_where_its_time_goes(open_page: Open, make: Any, tmp_path: Path) -> None:
+    spans = [{"name": "nvjet", "us": 30.0}, {"name": "flash_mla", "us": 60.0}, {"name": "combine", "us": 10.0}]
+    part = {"median": 31.0, "p10": 30.0, "p90": 32.0, "n": 3}
+    record = make(
+        "cute-dsl/mla_layer", 100.0, problem=LayerProblem(b=8), timeline=spans, error={"out": 3e-3},
+        beside_us={"projections": {"burst": part}},
+    )  # fmt: skip
+    tab = open_page(write_page(arrange([record]), tmp_path / "index.html"), f"#record={record.id}")
+    text = tab.locator("#record").inner_text()
+    assert "nvjet 30.0 µs (30.0 %), flash_mla 60.0 µs (60.0 %), combine 10.0 µs (10.0 %)" in text
+    assert "projections 31.0 µs burst" in text and "lse" not in text
+    wide = [box["width"] for span in tab.locator("#record .stacked span").all() if (box := span.bounding_box())]
+    assert len(wide) == 3 and wide[1] == pytest.approx(2 * wide[0], rel=0.02)
 
 
 def test_a_verdict_leads_to_its_devlog_and_a_citation_to_its_record(open_page: Open, shipped_page: Path) -> None:

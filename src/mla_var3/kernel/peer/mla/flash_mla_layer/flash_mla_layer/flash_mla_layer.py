@@ -37,6 +37,8 @@ class FlashMlaLayerPlan(KernelPlan):
     workload = layer.WORKLOAD
     tiling_type = LayerTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), problem=takes)
+    peer = "flash_mla_layer"
+    allocates = True
     leaves_out = ("in_place",)
 
     def default_tiling(self) -> LayerTiling:

@@ -20,7 +20,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 ALL = [k for k in registry.all_kernels() if k.language == "cute-dsl"]
 #: Those that decode.
-VERSIONS = [k for k in ALL if k.layer == "mla"]
+VERSIONS = [k for k in ALL if k.design == "flash_mla"]
 #: Columns of latent and rope, beside 512 + 64, of versions that take them.
 WIDTHS = [(512, 0), (256, 64), (256, 32)]
 WIDE = [k for k in VERSIONS if k.version >= 21]
@@ -59,7 +59,7 @@ def test_a_bundle_holds_what_a_plan_asks_for(kernel: registry.KernelId, monkeypa
     plan = plan_type(problem, None, Device.get("h200"))
     bound = plan.plan(*plan.prepare_inputs("cpu"))
     stages = getattr(bound, "stages", (bound,))
-    assert asked and asked == {stage.name for stage in stages}
+    assert asked and asked == {stage.name for stage in stages if not stage.comes_compiled}
 
 
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)

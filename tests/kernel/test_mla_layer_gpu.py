@@ -82,16 +82,21 @@ def test_replays_follow_lengths_and_read_nothing_early(problem: LayerProblem) ->
         assert all(torch.equal(x, y) for x, y in zip(found, wanted[turn % 2], strict=True)), f"replay {turn}"
 
 
-def test_a_call_allocates_nothing_and_its_projections_are_part_of_it() -> None:
+def test_our_kernels_allocate_nothing_and_the_projections_are_part_of_a_call() -> None:
     import torch
 
     plan = planned("cute-dsl/mla_layer", PROBLEMS[0])
     kernel = plan.plan(*plan.prepare_inputs("cuda", seed=3))
-    kernel()
+    out, _ = kernel()
+    wanted = out.clone()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    kernel()
-    kernel.beside["projections"]()
+    for stage in kernel.stages:
+        if not stage.comes_compiled:
+            stage.launch()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    out.fill_(float("nan"))
+    kernel.beside["projections"]()
+    assert torch.equal(out, wanted), "the last of them writes the output, from what the others left"
 
 
 def test_the_time_of_a_call_is_divided_among_its_kernels() -> None:

@@ -22,7 +22,7 @@ from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 
-VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl" and k.layer == "mla"]
+VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl" and k.design == "flash_mla"]
 # Cut into parts, and whole; with pages apart.
 PROBLEMS = [MlaProblem(b=1, h=16, t=2048), MlaProblem(b=150, h=16, t=64), MlaProblem(b=2, h=16, strided_pages=True)]
 

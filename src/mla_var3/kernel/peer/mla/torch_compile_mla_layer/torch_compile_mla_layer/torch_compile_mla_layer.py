@@ -1,8 +1,8 @@
 """What torch.compile makes of a decode step of a whole layer that is written in torch operations.
 
 Compiled for the shape at hand (no dynamic sizes), without tuning: products stay cuBLAS's, as in the layers that it is
-measured beside, and what lies between them becomes Triton kernels. The check has the cases of the shape alone, for each
-other number of requests would be compiled anew.
+measured beside, and what lies between them becomes Triton kernels. The check leaves out what would be compiled anew for
+another number of requests or pages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TorchCompileMlaLayerPlan(PeerMixin, KernelPlan):
     requires = Requirement(archs=("sm_80+",), dtypes=("bf16", "fp16"), problem=takes)
     plans_lengths = False
     allocates = True
-    leaves_out = ("first_tokens", "idle", "planned_one")
+    leaves_out = ("ragged", "first_tokens", "idle", "large", "planned_one")
     input_options = {"poison": False}  # noqa: RUF012
 
     def attach(self, library: Library, *inputs: Any) -> Attached:

@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch")
 
 from mla_var3.check.judge import check
 from mla_var3.device import Device
+from mla_var3.dispatch import choose
+from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.peer.prims import find
 from mla_var3.workload.merge import MergeProblem
@@ -36,6 +38,39 @@ def test_nothing_spills(problem: MergeProblem) -> None:
     assert made.resources.spill_bytes == 0 and made.warnings == ()
     # Every part's 16 columns a lane are two vectors, in flight together.
     assert made.resources.instructions["LDG"] >= 2 * problem.parts
+
+
+@pytest.mark.parametrize("rows", [64, 65_536])
+@pytest.mark.parametrize("problem", PROBLEMS[::2], ids=lambda p: p.label)
+def test_cute_has_every_part_of_a_row_in_flight(problem: MergeProblem, rows: int, tmp_path: Path) -> None:
+    """Every load of a lane stands behind the wait for the kernel before and in front of the first product, and an SM
+    has enough of them for the memory's rate: 4.8 TB/s times some 1.1 us, over 132 SMs, is 40 KB."""
+    plan = plan_type("cute-dsl/merge_partials")(problem.replace(tokens=rows, h=1), None, H200)
+    made = plan.plan_empty().compile(tmp_path, H200, ("sass",))
+    assert made.resources.spill_bytes == 0 and made.warnings == ()
+    text = made.artefacts["sass"].read_text()
+    loads = [i for i in range(len(text)) if text.startswith("LDG.E.NA.128", i)]
+    assert len(loads) == problem.parts * plan.tiling.vectors
+    assert text.index("PREEXIT") < text.index("ACQBULK") < loads[0] and loads[-1] < text.index("FFMA")
+    warps = made.resources.ctas_per_sm * plan.tiling.warps
+    assert warps * len(loads) * 512 >= 40_000
+
+
+def test_cute_takes_odd_widths_and_many_parts() -> None:
+    cute = plan_type("cute-dsl/merge_partials")
+    for vectors, problem in ((2, MergeProblem(parts=1, k=520)), (1, MergeProblem(parts=17, k=96))):
+        plan = cute(problem, cute.tiling_type(vectors, 2), H200)
+        assert plan.plan_empty().compile(None, H200).resources.spill_bytes == 0
+    assert "multiple" in cute(MergeProblem(k=100), None, H200).supported().reason
+    assert "33 parts" in cute(MergeProblem(parts=33), None, H200).supported().reason
+    assert "warps" in cute.tiling_type(2, 9).validate(PROBLEMS[0]).reason
+    with pytest.raises(UserError, match="multiple of 16"):
+        cute(PROBLEMS[0], None, H200).plan(torch.empty(9, dtype=torch.bfloat16)[1:], torch.empty(2))
+
+
+def test_hopper_gets_the_kernel_in_cute() -> None:
+    plan_type("cute-dsl/merge_partials")
+    assert choose(MergeProblem(), H200).kernel.label == "cute-dsl/merge_partials"
 
 
 def test_tilings_and_problems_that_are_refused() -> None:

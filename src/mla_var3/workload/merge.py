@@ -5,8 +5,9 @@
 
     m = max_i lse_i    w_i = exp(lse_i - m)    out = Σ w_i · partial_i / Σ w_i    lse = m + log Σ w_i
 
-A part in which a row saw no key has an LSE of +inf, as `mla_decode` returns it, and its partial may hold anything. A
-row that saw no key in any part has out 0 and LSE +inf. Sums are in float32 at least, and an output is rounded once.
+A part in which a row saw no key has an LSE that is not finite (`mla_decode` returns +inf, other libraries -inf), and
+its partial may hold anything. A row that saw no key in any part has out 0 and LSE +inf. Sums are in float32 at least,
+and an output is rounded once.
 
 Distributions of inputs (`dist`); partials are N(0, 1):
 
@@ -14,7 +15,8 @@ Distributions of inputs (`dist`); partials are N(0, 1):
     far        LSE N(0, 40): one part rules a row, weights of others are below what float32 holds
     high       LSE 3000 + N(0, 1): far beyond what exp takes
     equal      the LSE of a row is the same in all parts
-    empty      a third of the parts of each row saw no key; NaN in their partials. Every fifth row saw none in any part
+    empty      a third of the parts of each row saw no key: LSE +inf, -inf or NaN, and NaN in their partials. Every
+               fifth row saw none in any part
 """
 
 from __future__ import annotations
@@ -148,7 +150,8 @@ def make_inputs(
     if dist == "empty":
         empty = torch.rand(lse.shape, device=device, generator=generator) < 1.0 / 3.0
         empty[:, ::5] = True
-        lse[empty] = math.inf
+        marks = torch.tensor((math.inf, -math.inf, math.nan), device=device)
+        lse = torch.where(empty, marks[torch.randint(3, lse.shape, device=device, generator=generator)], lse)
         partials[empty] = math.nan if poison else 0.0
     return partials, lse
 
@@ -166,7 +169,7 @@ def reference(problem: MergeProblem, partials: Any, lse: Any) -> tuple[Any, Any]
     import torch
 
     lse = lse.double()
-    seen = lse < math.inf
+    seen = lse.isfinite()
     lse = torch.where(seen, lse, -math.inf)
     most = lse.amax(0)
     weights = torch.where(seen, (lse - most).exp(), 0.0)

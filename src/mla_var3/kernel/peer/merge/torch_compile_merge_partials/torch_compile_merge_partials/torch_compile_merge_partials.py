@@ -23,7 +23,7 @@ from mla_var3.workload.merge import MergeProblem
 
 def merge_partials(partials: Any, lse: Any) -> tuple[Any, Any]:
     """(out, lse)."""
-    seen = lse < math.inf
+    seen = lse.isfinite()
     most = torch.where(seen, lse, -math.inf).amax(0)
     any_key = most > -math.inf
     most = torch.where(any_key, most, 0.0)

@@ -4,9 +4,9 @@
                                                                                          m + log Σ w → lse
 
 A row's LSE come first, for all parts; then its partials, whose loads do not depend on one another, so that as many are
-in flight as the parts have rows in a program. Parts without keys (LSE +inf) get the weight 0, and what lies in their
-partials is masked out, for it may be NaN. Runs on sm_80 and later, and in Triton's interpreter. The base version, after
-the second kernel of Flash-Decoding (Dao et al. 2023).
+in flight as the parts have rows in a program. Parts without keys (LSE not finite) get the weight 0, and what lies in
+their partials is masked out, for it may be NaN. Runs on sm_80 and later, and in Triton's interpreter. The base version,
+after the second kernel of Flash-Decoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def merge_partials(
     most = tl.full([ROWS], float("-inf"), tl.float32)
     for i in tl.static_range(PARTS):
         lse = tl.load(Lse + tl.cast(n, tl.int64) * i + row, mask=inside, other=float("inf"))
-        most = tl.maximum(most, tl.where(lse < float("inf"), lse, float("-inf")))
+        most = tl.maximum(most, tl.where(tl.abs(lse) < float("inf"), lse, float("-inf")))
     # Rows without any key: a finite number in place of the maximum keeps NaN out of what follows.
     any_key = most > float("-inf")
     most = tl.where(any_key, most, 0.0)
@@ -90,7 +90,7 @@ def merge_partials(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(PARTS):
         lse = tl.load(Lse + tl.cast(n, tl.int64) * i + row, mask=inside, other=float("inf"))
-        seen = lse < float("inf")
+        seen = tl.abs(lse) < float("inf")
         weight = tl.where(seen, tl.exp2((tl.where(seen, lse, most) - most) * LOG2_E), 0.0)
         total += weight
         partial = tl.load(Partials + tl.cast(n, tl.int64) * (i * K) + at, mask=valid & seen[:, None], other=0.0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
 from mla_var3.ops.decode import LATENT, mla_decode
+from mla_var3.ops.exchange import Collective, exchange_of
 from mla_var3.ops.layer import dtype_name, serve
 from mla_var3.ops.library import as_op, traced
 from mla_var3.ops.request import judge
@@ -23,7 +24,7 @@ from mla_var3.workload.merge import MergeProblem
 if TYPE_CHECKING:
     import torch
 
-    from mla_var3.ops.engine import Engine
+    from mla_var3.ops.engine import DecodeSchedule, Engine
 
 
 def mla_decode_cp(
@@ -38,6 +39,8 @@ def mla_decode_cp(
     causal: bool = False,
     head_dim_v: int = LATENT,
     return_lse: bool = False,
+    exchange: str | Collective | None = None,
+    schedule: DecodeSchedule | None = None,
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +54,11 @@ def mla_decode_cp(
     row's first entry; ranks may hold different numbers, or none. Every token is on one rank.
 
     group: a process group of torch.distributed (NCCL for GPUs); default: all ranks. Every rank calls at the same time.
-    The other arguments are those of `mla_decode`; causal is at the end of the whole request. Returns out (b, s, h, k)
-    of this rank's heads, or (out, lse) with lse (b, h, s). Never waits for the device. Raises `UserError` as
+    exchange: "collective", by the group's collectives, or "symmetric", by stores into the memory of the other GPUs of a
+    host, whose calls of a group are on one stream; default: symmetric where the ranks can. schedule: as of
+    `mla_decode`; it keeps what is counted of the lengths too, a dozen small kernels. The other arguments are those of
+    `mla_decode`; causal is at the end of the whole request. Returns out (b, s, h, k) of this rank's heads, or
+    (out, lse) with lse (b, h, s). Never waits for the device, but in the first call of a group. Raises `UserError` as
     `mla_decode` does.
     """
     import torch
@@ -63,34 +69,30 @@ def mla_decode_cp(
             "mla_decode_cp runs on the ranks of a process group: call torch.distributed.init_process_group first."
         )
     judge("q", q, (None, None, None, None), None, q)
-    b, s, h, width = q.shape
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    gathered = q.new_empty((ranks * b, s, h, width))
-    dist.all_gather_into_tensor(gathered, q.detach().contiguous(), group=group)
-    every = gathered.view(ranks, b, s, h, width).permute(1, 2, 0, 3, 4)
-    page = kv_cache.shape[1]
-    lengths = seq_lens.long()
-    here = _held(lengths, rank, ranks, page, tokens)
-    mask = None
-    if causal and s > 1:
-        # Query token i sees the request up to token length - s + i. Of this rank's tokens that is a prefix, which ends
-        # within the newest s of them: what a tree's mask can say.
-        query = torch.arange(s, device=q.device)
-        seen = _held(lengths[:, None] - s + 1 + query, rank, ranks, page, tokens)  # (b, s)
-        mask = here[:, None, None] - s + query < seen[:, :, None]
+    s = q.shape[1]
+    way = exchange_of(exchange, group, q)
+    ranks, rank = way.ranks, way.rank
+    every = way.queries(q.detach(), head_dim_v)
+    counted = None if schedule is None else schedule.counted
+    if counted is None:
+        page, lengths = kv_cache.shape[1], seq_lens.long()
+        here = _held(lengths, rank, ranks, page, tokens)
+        mask = None
+        if causal and s > 1:
+            # Query token i sees the request up to token length - s + i. Of this rank's tokens that is a prefix, which
+            # ends within the newest s of them: what a tree's mask can say.
+            query = torch.arange(s, device=q.device)
+            seen = _held(lengths[:, None] - s + 1 + query, rank, ranks, page, tokens)  # (b, s)
+            mask = here[:, None, None] - s + query < seen[:, :, None]
+        counted = here.int(), mask
+        if schedule is not None:
+            schedule.counted = counted
+    here, mask = counted
     partial = mla_decode(
-        every.reshape(b, s, ranks * h, width), kv_cache, page_table, here.int(), scale=scale,
-        mask=mask, head_dim_v=head_dim_v, return_lse=True, kernel=kernel, on=on,
+        every, kv_cache, page_table, here, scale=scale, mask=mask, head_dim_v=head_dim_v, return_lse=True,
+        schedule=schedule, kernel=kernel, on=on,
     )  # fmt: skip
-    out, lse = partial
-    mine = [
-        out.view(b, s, ranks, h, head_dim_v).permute(2, 0, 1, 3, 4).contiguous(),
-        lse.view(b, ranks, h, s).permute(1, 0, 3, 2).contiguous(),
-    ]
-    theirs = [torch.empty_like(x) for x in mine]
-    for received, sent in zip(theirs, mine, strict=True):
-        dist.all_to_all_single(received, sent, group=group)
-    out, lse = merge_partials(*theirs, on=on)
+    out, lse = merge_partials(*way.partials(*partial), on=on)
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
 
 

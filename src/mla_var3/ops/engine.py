@@ -66,6 +66,7 @@ class DecodeSchedule:
 
     words: torch.Tensor | None = None
     key: Any = None
+    counted: Any = None  # of the lengths, by `mla_decode_cp`
 
 
 @dataclass

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ HOSTILE = (
     {"s": 1, "lengths": (1000, 1, 0, 70, 129)},
     {"s": 3, "lengths": (1000, 64, 3, 70, 129), "causal": True},
 )
+LIMIT_S = 60  # that a collective waits for the other ranks
 COLD_BYTES = 256e6
 MOST_SETS = 16
 
@@ -55,7 +57,7 @@ MOST_SETS = 16
 class Ranks:
     """This process among the ranks, and what it runs on."""
 
-    def __init__(self, backend: Any = None) -> None:
+    def __init__(self, settings: BenchSettings, backend: Any = None) -> None:
         import torch
         import torch.distributed as dist
 
@@ -65,9 +67,13 @@ class Ranks:
         if gpu:
             torch.cuda.set_device(place)
         self.device = torch.device("cuda", place) if gpu else torch.device("cpu")
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=self.device if gpu else None)
-        self.count, self.rank = dist.get_world_size(), dist.get_rank()
         self.backend = backend or (CudaBackend() if gpu else CpuBackend())
+        # Captured before NCCL has a thread that asks for events, which a capture does not bear.
+        self.limits = LimitItems(self.backend, settings) if self.backend.times else None
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", device_id=self.device if gpu else None, timeout=timedelta(seconds=LIMIT_S)
+        )
+        self.count, self.rank = dist.get_world_size(), dist.get_rank()
         self.hardware = Device.detect(place) or Device.get("h200")
         self.engine: Any = None  # of mla_decode: the process's own
         self.kernel: str | None = None
@@ -155,6 +161,7 @@ class Share:
     lens: Any
     mine: Any  # pages of this rank
     heads: slice
+    own: Any  # queries of these heads
     schedules: dict[str, Any] = field(default_factory=dict)
 
 
@@ -162,10 +169,9 @@ def share_of(ranks: Ranks, problem: MlaProblem, seed: int, alone: bool = False) 
     """alone: the cache is NaN where the pages are not this rank's."""
     q, cache, table, lens = decode.make_inputs(problem, ranks.device, seed=seed, dist="normal")
     h = problem.h // ranks.count
-    share = Share(
-        q, cache, table, lens, table[:, ranks.rank :: ranks.count].contiguous(),
-        slice(ranks.rank * h, (ranks.rank + 1) * h),
-    )  # fmt: skip
+    heads = slice(ranks.rank * h, (ranks.rank + 1) * h)
+    mine = table[:, ranks.rank :: ranks.count].contiguous()
+    share = Share(q, cache, table, lens, mine, heads, q[:, :, heads].contiguous())
     if alone:
         share.cache = cache.clone()
         used = ranks.torch.arange(table.shape[1], device=ranks.device)[None] * problem.page_size < lens[:, None]
@@ -185,17 +191,15 @@ def call(ranks: Ranks, problem: MlaProblem, share: Share, way: Any, schedule: An
     if way is None:
         out, lse = mla_decode(share.q, share.cache, share.table, share.lens, **options)
         return out, lse
-    own = share.q[:, :, share.heads]
-    out, lse = mla_decode_cp(own, share.cache, share.mine, share.lens, exchange=way, **options)
+    out, lse = mla_decode_cp(share.own, share.cache, share.mine, share.lens, exchange=way, **options)
     return out, lse
 
 
 # ---------------------------------------------------------------- right?
 def reference(problem: MlaProblem, share: Share, whole: Any) -> tuple[Any, Any]:
     """The oracle for this rank's heads, over the cache as it was before others' pages were made NaN."""
-    q = share.q[:, :, share.heads]
     return decode.mla_decode_reference(
-        q, whole, share.table, share.lens, k=problem.k, scale=problem.scale, causal=problem.causal
+        share.own, whole, share.table, share.lens, k=problem.k, scale=problem.scale, causal=problem.causal
     )
 
 
@@ -336,7 +340,16 @@ def link_of(ranks: Ranks, name: str, way: Any, problems: Sequence[MlaProblem], s
         item = Timed(ranks, [run], settings)
         in_turn([item], settings.burst_rounds)
         found.append((sent_bytes(name, problem, ranks.count) / 1e6, item.us))
-        ranks.say(f"exchange and merge of b{problem.b} h{problem.h}, {name}: {item.us:.1f} us")
+
+        def back(out: Any = out, lse: Any = lse) -> None:
+            context_parallel.merge_partials(*way.partials(out, lse), on=ranks.engine)
+
+        alone = Timed(ranks, [back], settings)
+        in_turn([alone], settings.burst_rounds)
+        ranks.say(
+            f"b{problem.b} h{problem.h} {name}: queries, partials and merge {item.us:.1f} us, without queries "
+            f"{alone.us:.1f} us"
+        )
     (small, first), (large, last) = found
     slope = max(0.0, (last - first) / (large - small)) if large > small else 0.0
     return Link(first - slope * small, slope)
@@ -405,6 +418,10 @@ class Run:
         contenders: dict[str, Any] = {ONE: None, **self.ways}
         models = {name: self.model_us(problem, name) for name in contenders}
         line = "  ".join(f"{name} {us:.1f}" for name, us in models.items() if us is not None)
+        part = part_of(problem, ranks.count)
+        half = choose(part.replace(h=problem.h // 2), ranks.hardware).us
+        if half is not None:  # each half of the heads reads the cache, whatever of the exchange that hides
+            line += f"  two halves of the heads, the exchange for nothing {2 * half:.1f}"
         ranks.say(f"{problem.label}: the model says {line}")
         size = problem.cost().bytes / (ranks.count if timed else 1)
         sets = max(1, min(MOST_SETS, round(COLD_BYTES / size + 0.5))) if timed else 1
@@ -436,13 +453,20 @@ class Run:
                 ranks.say(f"{problem.label} {name}: {reason}")
                 self.write(problem, name, status="failed", reason=reason, error=right.pop(name))
         in_turn(list(items.values()), self.settings.burst_rounds)
+        codes = {}
+        for name in right:
+            try:
+                codes[name] = code_of(ranks, problem, contenders[name])
+            except Exception as error:  # what was measured is kept, and says that it does not know its code
+                codes[name] = None
+                ranks.say(f"{problem.label} {name}: no digest of its code: {type(error).__name__}: {error}")
         for name, error in right.items():
             self.write(
                 problem, name, status="passed", error=error,
                 time_us={"burst": timing.stats(items[name, True].samples)},
                 with_schedule_us={"burst": timing.stats(items[name, False].samples)},
                 model_us=models[name], method=self.method(sets, items[name, True].count),
-                code=code_of(ranks, problem, contenders[name]),
+                code=codes[name],
             )  # fmt: skip
             of_model = f", model {models[name]:.1f}" if models[name] is not None else ""
             faster = items[ONE, True].us / items[name, True].us if ONE in right else 0.0
@@ -546,17 +570,17 @@ def bundle(folder: Path, device: Device, ranks: int) -> int:
     return 1 if failed else 0
 
 
-def measure(out: Path, small: bool, backend: Any = None, **changes: Any) -> int:
-    ranks = Ranks(backend)
+def measure(out: Path, small: bool, seconds: float, backend: Any = None, **changes: Any) -> int:
+    """Checks and times what is possible here. seconds: after which no cell is begun. changes: to the settings."""
     settings = BenchSettings(burst_rounds=5, sustained_rounds=0, idle_ms=20.0, overlap_probe=False)
     settings = replace(settings, **changes)
+    ranks = Ranks(settings, backend)
     start = time.monotonic()
     ways = exchanges(ranks)
     fine = check(ranks, ways, small)
-    limits, links = None, {}
+    limits, links = ranks.limits, {}
     problems = cells(small, ranks.count)
-    if ranks.backend.times:
-        limits = LimitItems(ranks.backend, settings)
+    if limits is not None:
         ranks.together()
         timing.take_turns(ranks.backend, limits.items, settings, lambda *_: None, _raise)
         limits.measured()
@@ -571,6 +595,10 @@ def measure(out: Path, small: bool, backend: Any = None, **changes: Any) -> int:
     store = RecordStore(out / "context_parallel.jsonl")
     run = Run(ranks, ways, links, limits, settings, store, surroundings, commit)
     for problem in problems:
+        (passed,) = ranks.most([time.monotonic() - start])
+        if passed >= seconds:
+            ranks.say(f"{passed:.0f} s have passed: {problem.label} and what follows is left out")
+            break
         run.cell(problem)
         ranks.say(f"{time.monotonic() - start:.0f} s passed")
     ranks.together()
@@ -585,6 +613,7 @@ def _raise(item: Any, error: Exception) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/context_parallel"), help="folder of the records")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which no cell is begun (default 600)")
     parser.add_argument("--bundle", type=Path, help="compile what the ranks will run into this folder, and end")
     parser.add_argument("--device", default="h100", metavar="KEY", help="of the bundle (default h100)")
     parser.add_argument("--ranks", type=int, default=2, help="of the bundle (default 2)")
@@ -596,7 +625,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise UserError(f"start it a rank a GPU: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
         import torch
 
-        return measure(args.out, small=not torch.cuda.is_available())
+        return measure(args.out, not torch.cuda.is_available(), args.seconds)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from typing import Any
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
-from mla_var3.lab.devlog.tables import against_libraries, comparison, label, summary
+from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, summary
 from mla_var3.record import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +40,8 @@ FILES = {
     "h100": {name: f"h100/2026-11-25-{name}.jsonl" for name in WHAT},
 }
 MAIN, *OTHERS = FILES
+#: Device -> the record file of scripts/context_parallel.py.
+OVER_GPUS: dict[str, str] = {}
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
@@ -47,6 +49,13 @@ METHOD = (
     "the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. All contenders of a cell took turns in "
     "one process. The libraries are FlashMLA, built from source, and FlashAttention-3 where it is named; a speedup "
     "above 1 means that the kernel here is faster."
+)
+
+SEVERAL = (
+    "Long requests over the GPUs of a host, pages in turn, beside one GPU in the same run: `collective` is NCCL's "
+    "all-to-all of partials, `all_gather` its plain all-gather of them, `symmetric` stores into other GPUs' memory. "
+    "Burst, cold L2, the slowest rank's time. The model is a line through two measured exchanges and the dispatcher's "
+    "prediction of what a rank decodes; it was written down before."
 )
 
 
@@ -86,17 +95,32 @@ def device_page(device: str) -> str:
     return text
 
 
+def gpus_page(device: str) -> str:
+    """The text of the page about several GPUs of a device."""
+    records = [record.model_dump() for record in load([ROOT / "results" / OVER_GPUS[device]]).records]
+    return (
+        f"{HEAD}\n# Several {Device.get(device).name}\n\n{SEVERAL} Records: `results/{OVER_GPUS[device]}`.\n\n"
+        f"{over_gpus(records)}\n"
+    )
+
+
 def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
     others = "".join(f"- [{Device.get(name).name}]({name}.md): the same experiments\n" for name in OTHERS)
-    return f"{HEAD}\n# Results\n\n{Device.get(MAIN).name}, {METHOD}\n\n{rows}{others}"
+    several = "".join(
+        f"- [Several {Device.get(name).name}]({name}-several.md): long requests, whose tokens they share\n"
+        for name in OVER_GPUS
+    )
+    return f"{HEAD}\n# Results\n\n{Device.get(MAIN).name}, {METHOD}\n\n{rows}{others}{several}"
 
 
 def pages() -> dict[str, str]:
     """File name -> text of every page."""
     of_experiments = {f"{name}.md": page(name) for name in WHAT}
-    return {"README.md": index(), **of_experiments, **{f"{name}.md": device_page(name) for name in OTHERS}}
+    further = {f"{name}.md": device_page(name) for name in OTHERS}
+    several = {f"{name}-several.md": gpus_page(name) for name in OVER_GPUS}
+    return {"README.md": index(), **of_experiments, **further, **several}
 
 
 def main() -> int:

@@ -34,6 +34,7 @@ Status = Literal["passed", "incorrect", "infeasible", "skipped", "failed", "comp
 
 #: Experiments that are not for who is fastest, and why: no table of the fastest counts their records.
 ASIDE = {
+    "context_parallel": "times several GPUs beside one",
     "host_cost": "times few calls, for what launches cost the host",
     "one_turn": "gives each contender one hot turn, so that their order decides",
 }
@@ -139,6 +140,7 @@ class Record(_Part):
     its own, medians in a graph under torch's profiler.
     overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
     code: what ran (`mla_var3.toolchain.digest.Code.to_record`): its digest, and what that is made of.
+    model_us: what a call was predicted to take before it was timed, where something predicts it.
     seconds: of each phase. warnings: what the compiler said. Unknown names are kept.
     tuning: {from_cache, tried, trials}, a trial with tiling, status, reason and time_us (`runtime.autotune.Trial`).
     """
@@ -171,6 +173,7 @@ class Record(_Part):
     plan_us: float | None = None
     cross_check_us: float | None = None
     overlap_us: float | None = None
+    model_us: float | None = None
     with_schedule_us: Times | None = None
     beside_us: dict[str, Times] | None = None
     timeline: list[Span] | None = None

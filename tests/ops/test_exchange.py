@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.lab.devlog.tables import over_gpus  # noqa: E402
 from mla_var3.ops.exchange import Collective, exchange_of  # noqa: E402
 from mla_var3.record import load  # noqa: E402
 
@@ -20,6 +21,7 @@ from mla_var3.record import load  # noqa: E402
 STORE = """
 import torch
 from types import SimpleNamespace
+from mla_var3.lab.devlog.tables import over_gpus  # noqa: E402
 from mla_var3.ops.exchange import Symmetric, _Buffer
 
 RANKS, H, K, P = 3, 5, 48, 16
@@ -73,7 +75,8 @@ class Clock(CpuBackend):
 
 context_parallel.COLD_BYTES = 1.0
 context_parallel.code_of = lambda *_: None
-sys.exit(context_parallel.measure(Path(sys.argv[1]), small=True, backend=Clock(), burst_rounds=2, graph_ms=0.1))
+changes = {"burst_rounds": 2, "graph_ms": 0.1}
+sys.exit(context_parallel.measure(Path(sys.argv[1]), small=True, seconds=600, backend=Clock(), **changes))
 """
 
 
@@ -111,6 +114,8 @@ def test_ranks_are_checked_and_timed(repo_root: Path, tmp_path: Path) -> None:
     found = {(r.kernel.label, (r.tiling or {}).get("exchange")) for r in loaded.records}
     assert {e for label, e in found if label == "ops/mla_decode_cp"} == {"collective", "all_gather"}
     assert len(loaded.records) == 6 and len(found) == 3
+    rows = over_gpus([{**record.model_dump(), "device": "h100"} for record in loaded.records]).splitlines()
+    assert len(rows) == 2 + 4 and all("burst model_us -->" in row and "vs" in row for row in rows[2:])
     for record in loaded.records:
         assert record.status == "passed" and record.median("burst") and record.scheduled("burst")
         assert record.error and record.error.out < 0.02 and record.limit("burst")

@@ -180,6 +180,33 @@ def of_pairs(pairs: Sequence[tuple[Record, Record]]) -> str:
     return _grid(["device", "cell", *(column[0] for column in SPEEDUPS)], rows)
 
 
+def over_gpus(records: Iterable[Record]) -> str:
+    """One row for each way that several GPUs share a cell: what it took, what the model had said, and how many times
+    faster than the one GPU of the same run that was. Behind it, whether the model had put it ahead of one GPU."""
+    timed = select(records)
+    alone = {cell(record): record for record in timed if "ranks" not in (record["tiling"] or {})}
+    columns: tuple[Column, ...] = (TIMES[0], ("model (us)", "us", "model_us", 4))
+    rows = []
+    for record in timed:
+        one = alone.get(cell(record))
+        if record is one or one is None:
+            continue
+        own, ratio = [_text(record, None, column) for column in columns], _text(record, one, SPEEDUPS[0])
+        shown = [column[2] for column, text in zip(columns, own, strict=True) if text]
+        against = cite(f"{record['id']} vs {one['id']}", [SPEEDUPS[0][2]])
+        predicted = [r.get("model_us") for r in (record, one)]
+        pays = "-" if None in predicted else "yes" if predicted[0] < predicted[1] else "no"
+        rows.append(
+            [
+                problem_label(record), str(record["tiling"]["ranks"]), str(record["tiling"]["exchange"]),
+                *_cited([text or "-" for text in own], cite(record["id"], shown)),
+                f"{ratio} {against}", pays,
+            ]
+        )  # fmt: skip
+    header = ["cell", "GPUs", "exchange", *(column[0] for column in columns), "over one GPU (x)", "model: pays"]
+    return _grid(header, rows) if rows else ""
+
+
 def _fastest(record: Record) -> float:
     times = record["time_us"]
     return next((float(times[s]["median"]) for s in values.STATES if times.get(s)), float("inf"))

@@ -84,12 +84,13 @@ class Symmetric(Collective):
     """By stores into the memory of the other GPUs of one host. Calls of a group are on one stream.
 
     held: the last one is in use; smaller ones before it stay, for graphs that hold their addresses. kernel: what Triton
-    compiled for the last store.
+    compiled for the last store. _layout: where out and LSE begin in a buffer, in bytes, behind the queries.
     """
 
     device: Any = None
     held: list[_Buffer] = field(default_factory=list)
     kernel: Any = None
+    _layout: tuple[int, int] = (0, 0)
 
     def queries(self, q: torch.Tensor, k: int) -> torch.Tensor:
         b, s, h, width = q.shape

@@ -194,8 +194,8 @@ def over_gpus(records: Iterable[Record]) -> str:
         own, ratio = [_text(record, None, column) for column in columns], _text(record, one, SPEEDUPS[0])
         shown = [column[2] for column, text in zip(columns, own, strict=True) if text]
         against = cite(f"{record['id']} vs {one['id']}", [SPEEDUPS[0][2]])
-        predicted = [r.get("model_us") for r in (record, one)]
-        pays = "-" if None in predicted else "yes" if predicted[0] < predicted[1] else "no"
+        shared, single = record.get("model_us"), one.get("model_us")
+        pays = "-" if shared is None or single is None else "yes" if shared < single else "no"
         rows.append(
             [
                 problem_label(record), str(record["tiling"]["ranks"]), str(record["tiling"]["exchange"]),

@@ -14,7 +14,7 @@ import torch.distributed as dist  # noqa: E402
 from ops_fakes import CpuEngine  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.ops import context_parallel, library, merge_partials, mla_decode_cp  # noqa: E402
+from mla_var3.ops import DecodeSchedule, context_parallel, library, merge_partials, mla_decode_cp  # noqa: E402
 from mla_var3.workload import merge  # noqa: E402
 from mla_var3.workload.decode import mla_decode_reference  # noqa: E402
 from mla_var3.workload.merge import MergeProblem  # noqa: E402
@@ -77,6 +77,13 @@ def one_rank(rank: int, file: str) -> None:
             q[:, :, heads], cache, table, lengths, tokens=part, causal=causal, head_dim_v=K, scale=0.1,
             return_lse=True, kernel="torch/flash_mla", on=engine,
         )  # fmt: skip
+        schedule = DecodeSchedule()
+        for _ in range(2):  # counts the lengths, then reads what was counted
+            again = mla_decode_cp(
+                q[:, :, heads], cache, table, lengths, tokens=part, causal=causal, head_dim_v=K, scale=0.1,
+                schedule=schedule, kernel="torch/flash_mla", on=engine,
+            )  # fmt: skip
+            assert torch.equal(again, out) and schedule.counted is not None
         whole = cached(tokens, generator)
         want_out, want_lse = mla_decode_reference(q, *whole, lengths, k=K, scale=0.1, causal=causal)
         torch.testing.assert_close(out.double(), want_out[:, :, heads], atol=0.02, rtol=0.02)

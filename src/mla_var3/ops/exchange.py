@@ -1,15 +1,16 @@
 """How ranks of context-parallel decode pass queries and partials to one another.
 
 `Collective` takes the group's own collectives (NCCL, gloo). `Symmetric` stores into the memory of the other GPUs of one
-host: one kernel, then a barrier, each of which costs a few microseconds where a collective takes ten and more. Neither
-waits for the device.
+host, by one kernel for all of them and a barrier behind it. Neither waits for the device.
 
     queries     every rank's heads to every rank        barrier     decode
     partials    of a rank's heads to that rank          barrier     merge
 
 Two barriers a call are enough for one set of buffers, in replays of a graph too: a rank stores queries of the next call
 behind its second barrier, at which every rank's decode has read the last ones, and partials behind the next call's
-first, at which every rank has merged. NVLink's multicast is not used, and switched off for the allocation.
+first, at which every rank has merged. Whatever the shapes of a call, queries are in one half of a buffer and partials
+in the other: the next call's queries may come while a slower rank still merges. NVLink's multicast is not used, and
+switched off for the allocation.
 """
 
 from __future__ import annotations
@@ -94,11 +95,15 @@ class Symmetric(Collective):
 
     def queries(self, q: torch.Tensor, k: int) -> torch.Tensor:
         b, s, h, width = q.shape
+        if h * width % 2 or h * k % 2:
+            raise UserError(
+                f"{h} heads of {width} and {k} columns are no whole words of 4 bytes: exchange collectively."
+            )
         rows, every = b * s, self.ranks * h
-        q_bytes = _up(rows * every * width * q.element_size())
         out_bytes = _up(rows * every * k * q.element_size())
-        self._layout = (q_bytes, q_bytes + out_bytes)
-        self._reserve(q_bytes + out_bytes + rows * every * 4)
+        self._reserve(max(rows * every * width * q.element_size(), out_bytes + rows * every * 4))
+        half = self.held[-1].memory.numel() // 2
+        self._layout = (half, half + out_bytes)
         words = h * width // 2
         self._put((q.contiguous(), words, words, 0, self.rank * words, self.ranks * words), None, rows)
         return self._view(0, (b, s, every, width), q.dtype)
@@ -129,9 +134,9 @@ class Symmetric(Collective):
         size = math.prod(shape) * dtype.itemsize
         return self.held[-1].memory[at : at + size].view(dtype).view(shape)
 
-    def _reserve(self, size: int) -> None:
-        """A buffer of at least so many bytes; every rank asks for the same ones in the same order."""
-        if self.held and self.held[-1].memory.numel() >= size:
+    def _reserve(self, half: int) -> None:
+        """A buffer with halves of at least so many bytes; every rank asks for the same ones in the same order."""
+        if self.held and self.held[-1].memory.numel() >= 2 * half:
             return
         import torch
         import torch.distributed._symmetric_memory as symmetric
@@ -141,7 +146,7 @@ class Symmetric(Collective):
                 "a graph is being captured and nothing as large was exchanged before: call once before the capture, "
                 "with the same shapes."
             )
-        memory = symmetric.empty(max(_LEAST, 1 << (size - 1).bit_length()), dtype=torch.uint8, device=self.device)
+        memory = symmetric.empty(max(_LEAST, 2 << (half - 1).bit_length()), dtype=torch.uint8, device=self.device)
         handle = symmetric.rendezvous(memory, self.group)
         offset = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # the same on every rank
         peers = torch.tensor([p + offset for p in handle.buffer_ptrs], dtype=torch.int64, device=self.device)

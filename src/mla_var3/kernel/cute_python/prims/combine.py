@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, Results, transpose_quad
 from mla_var3.kernel.cute_python.prims.rows import Queries, row_offset
-from mla_var3.kernel.cute_python.prims.scheduler import WHOLE, Costs, Line, Pool, in_shares, split_evenly, units_of
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Line, Pool, in_shares, split_evenly, units_of
 from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 
@@ -82,17 +82,17 @@ class Entry(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ which splits
-def lists(line: Line) -> Any:
-    """Whether the attention kernel lists the splits that it leaves to be merged: of a length that the caller fixes, or
-    of requests on an even line that have more than the workers merge."""
-    return line.joined < WHOLE
+def lists(line: Line, pool: Pool) -> Any:
+    """Whether the attention kernel lists the splits of each request: of a length that the caller fixes, or on an even
+    line."""
+    return (pool.fixed > 0) | ((line.lead > 0) & (pool.combined > 0))
 
 
 def write_mode(table: cute.Tensor, line: Line, as_guessed: Boolean, pool: Pool) -> None:
     """Writes the batch's mode word; one thread of the attention kernel. as_guessed: all requests are as long as the
     page table is wide."""
     shares = cutlass.select_(as_guessed, Int32(FULL), Int32(SHARES))
-    others = cutlass.select_(lists(line), Int32(LISTED), Int32(MERGED))
+    others = cutlass.select_(lists(line, pool), Int32(LISTED), Int32(MERGED))
     table[2 * (cute.size(table) // 2 - 1)] = cutlass.select_(in_shares(line, pool.fixed), shares, others)
 
 
@@ -420,18 +420,19 @@ def launch(
     merge: cutlass.Constexpr,
     stream: Any,
 ):
-    """Launches the combine behind the attention kernel, inside a host function."""
+    """Launches the combine behind the attention kernel, inside a host function, where that may leave it something."""
     width = pool.shares
     arguments = (results, table, seq_lens, query_blocks, width, ctas, merge)
-    # Listed splits are as many as the lengths ask for: few warps a row, so that there are few rounds of rows.
-    if width <= UP_TO[0] and in_shares(pool.guess, pool.fixed):
-        launch_one(*arguments, SHAPES[0], stream)
-    elif width <= UP_TO[1]:
-        launch_one(*arguments, SHAPES[1], stream)
-    elif width <= UP_TO[2]:
-        launch_one(*arguments, SHAPES[2], stream)
-    else:
-        launch_one(*arguments, SHAPES[3], stream)
+    if pool.combined > 0:
+        # Listed splits are as many as the lengths ask for: few warps a row, so that there are few rounds of rows.
+        if width <= UP_TO[0] and in_shares(pool.guess, pool.fixed):
+            launch_one(*arguments, SHAPES[0], stream)
+        elif width <= UP_TO[1]:
+            launch_one(*arguments, SHAPES[1], stream)
+        elif width <= UP_TO[2]:
+            launch_one(*arguments, SHAPES[2], stream)
+        else:
+            launch_one(*arguments, SHAPES[3], stream)
 
 
 @cute.jit

@@ -10,9 +10,8 @@ Requests lie behind each other on a line, and worker w takes the points [w · sp
     whole   A point is a request.
     even    A point is a unit, and each request begins with `lead` points for what a split costs besides its units. A
             request is split only where it crosses from one worker to the next, and all workers end within a unit. A
-            request without keys has no point. Where most requests are split, `prims.combine` merges the splits; else
-            the workers do, level by level of a binary tree (`takes` says which with which), but for requests of more
-            than `JOINED` splits, which would need many levels one after the other.
+            request without keys has no point. Where a combine is launched it merges the splits; else the workers do,
+            level by level of a binary tree (`takes` says which with which).
     shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
             many equal chunks. `prims.combine` merges them.
     chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on
@@ -40,10 +39,9 @@ WARP = 32
 PER_LANE = 8  # lengths of a lane
 BATCH = WARP * PER_LANE  # requests that a warp holds at once
 WHOLE = 1 << 29  # more than any request has units or points
-# Halves of a worker for each request from which on all splits are the combine's: with fewer, most requests are whole or
-# cut once.
+# Halves of a worker for each request from which on a combine is launched: with fewer, most requests are whole or cut
+# once.
 WORTH_A_COMBINE = 3
-JOINED = 3  # splits up to which workers merge those of a request
 
 
 @dataclass(frozen=True)
@@ -61,21 +59,19 @@ class Costs:
 
 class Line(NamedTuple):
     """How requests lie on the line: see the module. lead: 0 unless even. step: units of a point; of shares, those of
-    the longest request, or of the worker's own one. empty: requests that have no point. joined: splits up to which the
-    workers merge those of a request; the combine has a list of the others; `WHOLE`: it has none to merge, or no list."""
+    the longest request, or of the worker's own one. empty: requests that have no point."""
 
     lead: Int32
     step: Int32
     span: Int32
     empty: Int32
-    joined: Int32
 
 
 class Pool(NamedTuple):
     """What the host knows. fixed: units of a chunk that the caller fixes, or 0. tokens: that
     a request may have. guess, width: the line, and the points of a request on it, if all have as many. shares: workers
-    for each request where they may be in shares; 1: they may not; 0: `fixed` says how requests are split. joined:
-    splits up to which workers may merge those of a request. planned: whether workers' first splits are in a schedule
+    for each request where they may be in shares; 1: they may not; 0: `fixed` says how requests are split. combined:
+    whether a combine is launched behind the attention. planned: whether workers' first splits are in a schedule
     (`make_schedule`)."""
 
     workers: Int32
@@ -84,7 +80,7 @@ class Pool(NamedTuple):
     guess: Line
     width: Int32
     shares: Int32
-    joined: Int32
+    combined: Int32
     planned: Int32
 
 
@@ -120,15 +116,14 @@ def line_of(
     workers: Int32,
     fixed: Int32,
     width: Int32,  # workers for each request, where they may be in shares; 1: they may not
-    joined: Int32,  # splits up to which workers may merge those of a request
+    combined: Int32,  # whether a combine is launched
     costs: cutlass.Constexpr,
 ) -> Line:
     """The line of a batch. total, longest: units. chunks: of `fixed` units, over all requests."""
-    lead, step, span, pointless, unlisted = Int32(0), fixed, Int32(1), Int32(0), Int32(0)
+    lead, step, span, pointless = Int32(0), fixed, Int32(1), Int32(0)
     if fixed > 0:
         span = ceil_div(chunks, workers)
     else:
-        unlisted = Int32(WHOLE)
         span, step = ceil_div(requests, workers), Int32(WHOLE)
         slowest = span * (longest + costs.overhead)
         if width > 1:
@@ -137,13 +132,12 @@ def line_of(
                 step, span, slowest = chunk, Int32(1), chunk + (costs.overhead + costs.combine)
         # No worker has more than its share, and the overhead of a request that began before it.
         share = cutlass.max(ceil_div(total + costs.overhead * (requests - empty), workers), 1)
-        splits = longest // share + 2
-        merging = costs.join * levels_of(cutlass.min(splits, joined)) + costs.listed * Int32(splits > joined)
+        merging = costs.join * levels_of(longest // share + 2)
+        if combined > 0:
+            merging = Int32(costs.listed)
         if share + costs.overhead + merging < slowest:
             lead, step, span, pointless = Int32(costs.overhead), Int32(1), share, empty
-            if splits > joined:
-                unlisted = joined
-    return Line(lead, step, span, pointless, unlisted)
+    return Line(lead, step, span, pointless)
 
 
 def levels_of(splits: Any) -> Any:
@@ -174,18 +168,20 @@ def make_pool(
     units, width = units_of(tokens, costs), Int32(1)
     if fixed > 0:
         width = cutlass.max(ceil_div(units, fixed), 1)
-    joined, shares = Int32(0), Int32(0)
+    combined, shares = Int32(1), Int32(0)
     if fixed == 0:
-        joined, shares = Int32(JOINED), Int32(1)
-        if 2 * workers >= WORTH_A_COMBINE * requests:
-            joined, shares = Int32(0), cutlass.max(workers // requests, 1)
-    line = line_of(requests * units, units, requests * width, requests, Int32(0), workers, fixed, shares, joined, costs)
+        combined, shares = Int32(2 * workers >= WORTH_A_COMBINE * requests), Int32(1)
+        if combined > 0:
+            shares = cutlass.max(workers // requests, 1)
+    line = line_of(
+        requests * units, units, requests * width, requests, Int32(0), workers, fixed, shares, combined, costs
+    )  # fmt: skip
     width = cutlass.max(ceil_div(units, line.step), 1)
     if in_shares(line, fixed):
         shares = width
     if line.lead > 0:
         width = line.lead + units
-    return Pool(workers, fixed, tokens, line, width, shares, joined, Int32(mode > OWN))
+    return Pool(workers, fixed, tokens, line, width, shares, combined, Int32(mode > OWN))
 
 
 @cute.jit
@@ -276,7 +272,7 @@ def lay_out(seq_lens: cute.Tensor, lane: Int32, pool: Pool, costs: cutlass.Const
     longest = Int32(cute.arch.warp_redux_sync(longest, kind="max"))
     chunks = Int32(cute.arch.warp_redux_sync(chunks, kind="add"))
     empty = Int32(cute.arch.warp_redux_sync(empty, kind="add"))
-    return line_of(total, longest, chunks, requests, empty, pool.workers, pool.fixed, pool.shares, pool.joined, costs)
+    return line_of(total, longest, chunks, requests, empty, pool.workers, pool.fixed, pool.shares, pool.combined, costs)
 
 
 @cute.jit
@@ -344,7 +340,7 @@ def first_split(
         request, start = locate(point, seq_lens, line, lane, costs)
         length = seq_lens[cutlass.min(request, requests - 1)]
     end = cutlass.select_(request < requests, point + line.span, point)
-    return Split(point, end, request, start, length), Line(line.lead, step, line.span, line.empty, line.joined)
+    return Split(point, end, request, start, length), Line(line.lead, step, line.span, line.empty)
 
 
 @cute.jit
@@ -455,7 +451,7 @@ def read_plan(source: cute.Tensor) -> tuple[Split, Line, Boolean]:
     values = cute.make_rmem_tensor(PLAN, Int32)
     cute.autovec_copy(source, values)
     found = [values[i] for i in range(PLAN)]
-    return Split(*found[:5]), Line(*found[5:10]), found[10] > 0
+    return Split(*found[:5]), Line(*found[5:9]), found[9] > 0
 
 
 @cute.kernel
@@ -619,14 +615,13 @@ def slot_of(worker: Any, request: Any) -> Any:
 
 @cute.jit
 def slots_of(worker: Int32, split: Split, units: Int32, line: Line, pool: Pool):
-    """(splits of a request that the combine merges, slot of the first one), of the worker that begins it; for
-    `partials.list_request`."""
+    """(splits of a request, slot of the first one), of the worker that begins it; for `combine.list_request`."""
     count, base = Int32(0), split.start
     if pool.fixed > 0:
         count = ceil_div(units, pool.fixed)
     else:
         count, base = piece_of(worker, split, units, line).count, slot_of(worker, split.request)
-    return cutlass.select_(count > line.joined, count, Int32(0)), base
+    return count, base
 
 
 def most_slots(requests: int, workers: int, units: int, fixed: int) -> int:

@@ -32,8 +32,8 @@ for themselves. Pages of the cache may lie apart.
 Split-KV: `prims.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
 loading the next one, and EVEN copies its query rows as soon as the last scores are made. A split that is a whole
 request is written to `out`. Of shares the partial results are written, and `prims.combine`, a programmatic dependent,
-merges them. On an even line the workers merge those of a request with few splits themselves (`join`), from registers
-into registers, while the rest of the chip still works.
+merges them. On an even line the workers merge them themselves (`join`), from registers into registers, while the rest
+of the chip still works.
 
 Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
@@ -944,7 +944,7 @@ def consume(
         first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
         block = queries.block(split.request)
         following = split
-        if first == 0 and thread == 0 and combine.lists(line):
+        if first == 0 and thread == 0 and combine.lists(line, pool):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
             partials.list_request(table, split.request, count, base)
         cute.arch.cp_async_wait_group(0)
@@ -973,20 +973,17 @@ def consume(
             for r in cutlass.range_constexpr(2):
                 registers[2][r] = softmax.quad_sum(registers[2][r])
             whole, slot, tile = end - first == units, split.point, kv_head * geometry.row_tiles + row_tile
-            piece, joins = scheduler.Piece(Int32(0), Int32(1)), Boolean(False)
             if line.lead > 0:
                 slot = scheduler.slot_of(worker, split.request)
-                if not whole:
+                if pool.combined == 0 and not whole:
                     piece = scheduler.piece_of(worker, split, units, line)
-                    joins = piece.count <= line.joined
-                if joins:
                     join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
                     whole = piece.index == 0
             epilogue(
                 registers, row_sums, results, block, slot, whole, kv_head, row_tile, thread, geometry,
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
-            sends = (thread == 0) & joins & (first > 0)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
             raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), sends)
         else:
             rows.store_no_keys(results, block, kv_head, first_row, geometry.group, thread, CONSUMERS, ROWS)

@@ -858,7 +858,7 @@ def consume(
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, COSTS)
         block = queries.block(split.request)
-        if first == 0 and thread == 0 and combine.lists(line):
+        if first == 0 and thread == 0 and combine.lists(line, pool):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
             partials.list_request(table, split.request, count, base)
         cute.arch.cp_async_wait_group(0)
@@ -899,18 +899,15 @@ def consume(
         if first < end:
             whole, place = end - first == units, split.point
             sums = share_sums(registers[2], storage, thread, geometry)
-            piece, joins = scheduler.Piece(Int32(0), Int32(1)), Boolean(False)
             if line.lead > 0:
                 place = scheduler.slot_of(worker, split.request)
-                if not whole:
+                if pool.combined == 0 and not whole:
                     piece = scheduler.piece_of(worker, split, units, line)
-                    joins = piece.count <= line.joined
-                if joins:
                     join(registers, sums, results, flags, piece, worker, split.request, kv_head, thread, geometry)
                     whole = piece.index == 0
             epilogue(registers, sums, storage, results, block, place, whole, kv_head, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            sends = (thread == 0) & joins & (first > 0)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
             raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.h_kv + kv_head), sends)
         else:
             rows.store_no_keys(

@@ -78,7 +78,7 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. side: "q" or "out". h: heads. k, d: columns of latent and of a head. tile_m:
-    output columns of a CTA. tile_n: tokens of a tile. slots: panels of the ring. eager: of `AbsorbGemmTiling`."""
+    output columns of a CTA. tile_n: tokens of a tile. slots: panels of the ring."""
 
     side: str
     h: int
@@ -87,7 +87,6 @@ class Geometry:
     tile_m: int
     tile_n: int
     slots: int
-    eager: bool
 
     @property
     def columns(self) -> int:
@@ -354,8 +353,6 @@ def consume(
     slot, phase = Int32(0), Int32(0)
     for tile in cutlass.range(split, tiles, splits, unroll=1):
         slot, phase = mma(tiled_mma, accs, weight, tokens, storage, consumer, slot, phase, geometry)
-        if cutlass.const_expr(not geometry.eager):
-            cute.arch.griddepcontrol_launch_dependents()
         for i in cutlass.range_constexpr(geometry.own_blocks):
             column = cute.assume((first_block + i * geometry.consumers + consumer) * BLOCK, divby=BLOCK)
             epilogue(
@@ -399,8 +396,7 @@ def absorb_gemm(
             weight_tma, weight, x_tma, x, x_address, storage, first_block, head, split, splits, tiles, geometry
         )  # fmt: skip
     else:
-        if cutlass.const_expr(geometry.eager):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
         named_sync(Barrier.START, geometry.threads)
         consume(out, storage, first_block, head, split, splits, tiles, warp, thread, geometry)
 
@@ -459,8 +455,7 @@ def takes(pd: GemmProblem) -> Verdict:
 @dataclass(frozen=True)
 class AbsorbGemmTiling(Tiling):
     """tile_m: output columns of a CTA. tile_n: tokens of a tile. num_pipeline_stages: panels of the ring; 0: those of
-    one token tile, which are the least. splits: CTAs that share the token tiles of the same columns. eager: the next
-    kernel's CTAs may come, and load, at once; otherwise when the first token tile has come, which theirs would delay."""
+    one token tile, which are the least. splits: CTAs that share the token tiles of the same columns."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("splits",)
 
@@ -468,11 +463,10 @@ class AbsorbGemmTiling(Tiling):
     tile_n: int = 8
     num_pipeline_stages: int = 0
     splits: int = 1
-    eager: bool = True
 
     def geometry(self, pd: GemmProblem) -> Geometry:
         slots = self.num_pipeline_stages or pd.summed // PANEL
-        return Geometry(pd.side, pd.h, pd.k, pd.d, self.tile_m, self.tile_n, slots, self.eager)
+        return Geometry(pd.side, pd.h, pd.k, pd.d, self.tile_m, self.tile_n, slots)
 
     def ctas(self, pd: GemmProblem) -> int:
         return pd.columns // self.tile_m * pd.h * min(self.splits, self.tiles(pd))

@@ -198,7 +198,8 @@ def _scales(tiles: torch.Tensor, powers: bool) -> torch.Tensor:
     """(..., scales) float32 of (..., scales, tile)."""
     import torch
 
-    scales = (tiles.abs().amax(-1) / E4M3_MAX).clamp(min=SCALE_MIN)
+    # By a tensor: a GPU divides by a number by multiplying with its reciprocal, which rounds once more.
+    scales = (tiles.abs().amax(-1) / tiles.new_tensor(E4M3_MAX)).clamp(min=SCALE_MIN)
     if not powers:
         return scales
     fraction, exponent = torch.frexp(scales)

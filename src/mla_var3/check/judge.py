@@ -98,8 +98,17 @@ class CheckReport:
 
 
 # ---------------------------------------------------------------- judging one result
-#: What a `partial` output holds before a call: exact in every dtype.
+#: What a `partial` output holds before a call: exact in every dtype. Where it is of integers, all their bits are set.
 UNTOUCHED = -8192.0
+
+
+def untouched(x: torch.Tensor) -> float:
+    """`UNTOUCHED` as a value of x."""
+    if x.is_floating_point():
+        return UNTOUCHED
+    import torch
+
+    return -1 if torch.iinfo(x.dtype).min < 0 else torch.iinfo(x.dtype).max
 
 
 def compare(
@@ -107,7 +116,7 @@ def compare(
 ) -> ErrorReport:
     """Judges the outputs of a workload against references of the same shapes in higher precision.
 
-    Where the reference of a `partial` output is NaN, the output must still be `UNTOUCHED`. Where a reference is
+    Where the reference of a `partial` output is NaN, the output must still be `untouched`. Where a reference is
     infinite the output must be the same infinity; elsewhere it must be finite. A row whose reference is 0 must be
     exactly 0.
     """
@@ -127,9 +136,11 @@ def _judge_output(output: Output, answer: torch.Tensor, reference: torch.Tensor,
         return f"{name} has shape {tuple(answer.shape)}, expected {tuple(reference.shape)}", Off()
     if output.dtype is not None and answer.dtype != getattr(torch, output.dtype):
         return f"{name} is {answer.dtype}, expected torch.{output.dtype}", Off()
+    if output.bits and answer.is_floating_point():
+        return f"{name} is {answer.dtype}, expected the integers of its bits", Off()
     if output.partial:
         nobodys = torch.isnan(reference)
-        touched = nobodys & (answer != UNTOUCHED)
+        touched = nobodys & (answer != untouched(answer))
         if bool(touched.any()):
             return f"{name} was written where it must stay as it was, in {_where(touched)}", Off()
         answer, reference = answer.masked_fill(nobodys, 0.0), reference.masked_fill(nobodys, 0.0)
@@ -211,10 +222,10 @@ def check(
     device to plan for (default: the plan's, else the one detected). quick: the cases of the workload's `quick`. seeds:
     one pass for each; a fresh one by default, recorded in the report. cases: names, in place of all or quick ones.
 
-    In each case outputs and floating-point workspaces are filled with NaN (`partial` outputs with `UNTOUCHED`) before
-    the call, the call is repeated and must give the same bits (unless the plan says that it is not deterministic), and
-    the inputs must not change. "own" is planned; the other cases are bound to that kernel, except those that are
-    `planned`.
+    In each case outputs and floating-point workspaces are filled with NaN (`partial` outputs as `untouched` says)
+    before the call, the call is repeated and must give the same bits (unless the plan says that it is not
+    deterministic), and the inputs must not change. "own" is planned; the other cases are bound to that kernel, except
+    those that are `planned`.
     A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name added.
     """
     plan_cls, problem, tiling, hardware, compiled = _resolve(plan, problem, tiling, device, hardware)
@@ -372,7 +383,7 @@ def judge(
         if not _same_bits(x.where(before == before, before) if updated else x, before):
             return _wrong(workload, "the call changed its inputs")
     for output, x in zip(workload.outputs, first, strict=True):
-        if output.dtype is None and x.dtype != dtype:
+        if output.dtype is None and not output.bits and x.dtype != dtype:
             return _wrong(workload, f"{output.name} is {x.dtype}, expected {dtype}")
     references = reference_fn()
     verdict = compare(workload, first, references, bounds)
@@ -399,8 +410,10 @@ def _wrong(workload: Workload, reason: str) -> ErrorReport:
 def _poison(workload: Workload, kernel: Any) -> None:
     for output, x in zip(workload.outputs, kernel.output_tensors, strict=True):
         # A finite value where part of an output is to stay: NaN there would hide that an input's NaN was copied.
-        if x.is_floating_point():
-            x.fill_(UNTOUCHED if output.partial else math.nan)
+        if output.partial:
+            x.fill_(untouched(x))
+        elif x.is_floating_point():
+            x.fill_(math.nan)
     for x in getattr(kernel, "workspace_tensors", ()):
         if x.is_floating_point():
             x.fill_(math.nan)

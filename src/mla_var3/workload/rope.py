@@ -33,7 +33,7 @@ from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, chec
 
 DISTRIBUTIONS = ("normal", "ends", "huge", "skipped", "none")
 INDICES = {"int64": 8, "int32": 4}
-_HUGE = 8e3
+HUGE = 8e3
 
 
 # ---------------------------------------------------------------- the table
@@ -240,7 +240,7 @@ def make_inputs(
 
     def draw(*shape: int) -> Any:
         x = torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
-        return (x * _HUGE if dist == "huge" else x).to(problem.torch_dtype)
+        return (x * HUGE if dist == "huge" else x).to(problem.torch_dtype)
 
     q = torch.full((n, problem.h, problem.columns), fill, dtype=problem.torch_dtype, device=device)
     q[..., -p:] = draw(n, problem.h, p)
@@ -313,7 +313,7 @@ PLAIN = Bound(abs=2e-6, rel=2.0**-8 * (1 + 2.0**-4), cos=2.0**-18, row_cos=2.0**
 
 def bounds(dist: str) -> dict[str, Bound]:
     """By output."""
-    bound = Bound(PLAIN.abs * _HUGE, PLAIN.rel, PLAIN.cos, PLAIN.row_cos) if dist == "huge" else PLAIN
+    bound = Bound(PLAIN.abs * HUGE, PLAIN.rel, PLAIN.cos, PLAIN.row_cos) if dist == "huge" else PLAIN
     return {"out": bound, "cache": bound}
 
 

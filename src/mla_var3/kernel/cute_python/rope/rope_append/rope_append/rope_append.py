@@ -35,6 +35,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, HALF, LANES, ROPE, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.workload.rope import RopeProblem
 
-ROPE = 64  # columns
-LANES = ROPE // (2 * VECTOR)  # of a head
-AT_A_TIME = WARP // LANES  # heads of a warp
-HALF = ROPE // 2
 STEP = WARP * VECTOR  # columns of latent that a warp's vectors have
 MOST_LATENT = 4 * STEP
 FEW = 8192  # heads of all tokens: a device has about as many at a time with eight warps an SM
@@ -98,79 +95,6 @@ class RopeAppendTiling(Tiling):
 
 
 # ------------------------------------------------------------------------------------------------ device
-@cute.jit
-def load_turns(table: cute.Tensor, position: Any, place: Int32, shape: cutlass.Constexpr):
-    """(cosines, sines) of a lane's eight pairs in float32: (VECTOR,) each. place: of the lane among its head's."""
-    turns = (cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, Float32))
-    row = table.iterator + cute.assume(Int64(position) * ROPE, divby=ROPE)
-    for part in cutlass.range_constexpr(2):
-        for half in cutlass.range_constexpr(2):
-            # Interleaved, a vector has four pairs; the lane's two vectors are those of pairs 4 place .. and 16 further.
-            first = place * 4 + half * (HALF // 2) if shape.interleaved else place * VECTOR + half * 4
-            source = row + (part * HALF + cute.assume(first, divby=4))
-            into = cute.make_tensor(turns[part].iterator + half * 4, cute.make_layout(4))
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), into)
-    return turns
-
-
-@cute.jit
-def turn(low: cute.Tensor, high: cute.Tensor, turns: Any, shape: cutlass.Constexpr):
-    """Turns a lane's eight pairs, in registers: low and high are its vectors of the two halves."""
-    cosines, sines = turns
-    for i in cutlass.range_constexpr(VECTOR):
-        if cutlass.const_expr(shape.interleaved):
-            vector, at, other = (low if i < 4 else high), 2 * (i % 4), 2 * (i % 4) + 1
-            x, y = Float32(vector[at]), Float32(vector[other])
-            vector[at] = (x * cosines[i] - y * sines[i]).to(low.element_type)
-            vector[other] = (y * cosines[i] + x * sines[i]).to(low.element_type)
-        else:
-            x, y = Float32(low[i]), Float32(high[i])
-            low[i] = (x * cosines[i] - y * sines[i]).to(low.element_type)
-            high[i] = (y * cosines[i] + x * sines[i]).to(low.element_type)
-
-
-@cute.jit
-def turn_queries(
-    q: cute.Tensor,
-    out: cute.Tensor,
-    positions: cute.Tensor,
-    table: cute.Tensor,
-    token: Int32,
-    chunk: Int32,
-    lane: Int32,
-    shape: cutlass.Constexpr,
-):
-    """An item of query heads."""
-    place = lane % LANES
-    first = chunk * (AT_A_TIME * shape.heads) + lane // LANES
-    column = cute.assume(place * VECTOR, divby=VECTOR)
-    source = q.iterator + cute.assume(Int64(token) * q.stride[0], divby=VECTOR) + (shape.columns - ROPE) + column
-    target = out.iterator + cute.assume(Int64(token) * out.stride[0], divby=VECTOR)
-    target = target + cute.assume(out.shape[2] - ROPE, divby=VECTOR) + column
-    lows, highs = vectors(q.element_type, shape.heads), vectors(q.element_type, shape.heads)
-    lows.fill(0)
-    highs.fill(0)
-    wait_for_launch(source.toint())
-    position = positions[token]
-    for i in cutlass.range_constexpr(shape.heads):
-        head = first + i * AT_A_TIME
-        if head < shape.h if cutlass.const_expr(not shape.exact) else True:
-            row = source + cute.assume(Int64(head) * q.stride[1], divby=VECTOR)
-            load_vector(lows[None, i], row)
-            load_vector(highs[None, i], row + HALF)
-    # ptxas moves loads down to their use, behind others that wait for the position, but not past this.
-    cute.arch.sync_warp()
-    turns = load_turns(table, position, place, shape)
-    cute.arch.sync_warp()
-    for i in cutlass.range_constexpr(shape.heads):
-        head = first + i * AT_A_TIME
-        turn(lows[None, i], highs[None, i], turns, shape)
-        if head < shape.h if cutlass.const_expr(not shape.exact) else True:
-            row = target + cute.assume(Int64(head) * out.stride[1], divby=VECTOR)
-            store_vector(lows[None, i], row)
-            store_vector(highs[None, i], row + HALF)
-
-
 @cute.jit
 def append_key(
     latent: cute.Tensor,

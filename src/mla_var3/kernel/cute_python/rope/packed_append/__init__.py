@@ -1,0 +1,1 @@
+"""Rotation of new tokens, and their way into a packed cache."""

@@ -1,0 +1,333 @@
+"""packed_append v0 in CuTe: rotates new tokens' q and k, and writes latent and rope into a packed cache, in one launch.
+
+    q[t, :, -64:]  ──rotate──→ out[t, :, k:]
+    rope[t]        ──rotate, round to bf16──→ plain of slot[t]; of layout flat from there ──scale──→ e4m3
+    latent[t]      ──largest magnitude of a scale's columns, scale──→ codes and scales of slot[t]
+
+A warp has an item: of one token either 8 · `heads` query heads, or its key. Queries go as in rope_append, whose picture
+`prims.rotary` has. Of a latent a lane has 8 columns in each 256, so that the columns of a scale are those of 16 lanes
+(v32) or 8 (v4), which find their largest magnitude by shuffles:
+
+    key    griddepcontrol.wait → position, slot, rope and latent in flight → 32 bytes of cosines, 32 of sines
+           → largest of 8 columns, of the lanes → scale → codes: 8 bytes a lane → stores; nothing where slot < 0
+
+Scales that are powers of two have an exact reciprocal; others divide, rounded once. Runs on sm_90a. The base version:
+rope_append with bytes for a row of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint32
+from cutlass.cute.runtime import make_fake_tensor
+
+from mla_var3.device import Requirement
+from mla_var3.errors import UserError
+from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python.prims.quantise import E4M3_MAX, bits_of, e4m3_codes, largest_of, power_above, quotient
+from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, HALF, LANES, ROPE, load_turns, turn, turn_queries
+from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
+from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
+from mla_var3.packed_cache import SCALE_MIN, layout_of
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.workload import packed_append as append
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.workload.packed_append import PackedAppendProblem
+
+STEP = WARP * VECTOR  # columns of latent that a warp's vectors have
+FEW = 8192  # heads of all tokens: a device has about as many at a time with eight warps an SM
+
+
+# ------------------------------------------------------------------------------------------------ what code is made for
+@dataclass(frozen=True)
+class Geometry:
+    """What the code is specialised on. h: query heads. layout: of the cache. columns: of a row of q. page: tokens of a
+    cache page. powers: whether scales are powers of two. heads: of a lane. warps: of a CTA."""
+
+    h: int
+    layout: str
+    columns: int
+    page: int
+    interleaved: bool
+    powers: bool
+    heads: int
+    warps: int
+
+    @property
+    def latent(self) -> int:
+        """Columns."""
+        return layout_of(self.layout).columns - ROPE
+
+    @property
+    def lanes(self) -> int:
+        """That share a scale in each 256 columns; 0 where the whole cache has one."""
+        return layout_of(self.layout).tile // VECTOR
+
+    @property
+    def chunks(self) -> int:
+        """Items of a token's query heads."""
+        return -(-self.h // (AT_A_TIME * self.heads))
+
+    @property
+    def exact(self) -> bool:
+        """Whether every lane has all of its heads."""
+        return self.h % (AT_A_TIME * self.heads) == 0
+
+
+# ------------------------------------------------------------------------------------------------ tiling
+@dataclass(frozen=True)
+class PackedAppendTiling(Tiling):
+    """heads: that a lane turns by the same cosines and sines, 1 to 4. warps: of a CTA."""
+
+    heads: int = 2
+    warps: int = 4
+
+    def geometry(self, pd: PackedAppendProblem) -> Geometry:
+        return Geometry(
+            pd.h, pd.layout, pd.columns, pd.page, pd.interleaved, pd.powers, self.heads, self.warps
+        )  # fmt: skip
+
+    def validate(self, pd: PackedAppendProblem, device: Device | None = None) -> Verdict:
+        if not 1 <= self.heads <= 4:
+            return Verdict.no(f"heads = {self.heads} must be 1 to 4")
+        if not 1 <= self.warps <= 32:
+            return Verdict.no(f"warps = {self.warps} must be 1 to 32")
+        return Verdict.yes()
+
+
+# ------------------------------------------------------------------------------------------------ device
+@cute.jit
+def row_of(part: cute.Tensor, slot: Any, alignment: cutlass.Constexpr, shape: cutlass.Constexpr):
+    """Where a slot's row begins in a part of the cache, (pages, page, its columns), at a multiple of `alignment`
+    elements."""
+    page = cute.assume(Int64(slot // shape.page) * part.stride[0], divby=alignment)
+    return part.iterator + page + cute.assume(Int64(slot % shape.page) * part.stride[1], divby=alignment)
+
+
+@cute.jit
+def store_codes(codes: cute.Tensor, target: cute.Pointer):
+    """Eight of them, 8 bytes aligned."""
+    into = cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(VECTOR // 4))
+    cute.autovec_copy(codes, into)
+
+
+@cute.jit
+def append_key(
+    latent: cute.Tensor,
+    rope_: cute.Tensor,
+    codes: cute.Tensor,
+    scales: cute.Tensor,
+    plain: cute.Tensor,
+    positions: cute.Tensor,
+    slots: cute.Tensor,
+    table: cute.Tensor,
+    token: Int32,
+    lane: Int32,
+    shape: cutlass.Constexpr,
+):
+    """An item of a key: the first lanes turn its rope, and all of them quantise the latent."""
+    count = cutlass.const_expr(-(-shape.latent // STEP))
+    place = lane % LANES  # the other lanes load the same and store nothing
+    from_rope = rope_.iterator + cute.assume(Int64(token) * rope_.stride[0], divby=VECTOR)
+    from_rope = from_rope + cute.assume(place * VECTOR, divby=VECTOR)
+    column = cute.assume(lane * VECTOR, divby=VECTOR)
+    from_latent = latent.iterator + cute.assume(Int64(token) * latent.stride[0], divby=VECTOR) + column
+    wait_for_launch(from_rope.toint())
+    position, slot = positions[token], slots[token]
+    ends, held = vectors(rope_.element_type, 2), vectors(latent.element_type, count)
+    for half in cutlass.range_constexpr(2):
+        load_vector(ends[None, half], from_rope + half * HALF)
+    held.fill(0)
+    for i in cutlass.range_constexpr(count):
+        if lane * VECTOR + i * STEP < shape.latent if cutlass.const_expr(shape.latent % STEP != 0) else True:
+            load_vector(held[None, i], from_latent + i * STEP)
+    cute.arch.sync_warp()
+    turns = load_turns(table, position, place, shape)
+    cute.arch.sync_warp()
+    turn(ends[None, 0], ends[None, 1], turns, shape)
+    # Shuffles, so all lanes take part, whether the key is stored or not.
+    shared = cute.make_rmem_tensor(count, Float32)
+    for i in cutlass.range_constexpr(count):
+        if cutlass.const_expr(shape.lanes == 0):
+            shared[i] = scales[0]
+        else:
+            largest = largest_of(held[None, i], shape.lanes)
+            shared[i] = cute.arch.fmax(quotient(largest, Float32(E4M3_MAX)), Float32(SCALE_MIN))
+            if cutlass.const_expr(shape.powers):
+                shared[i] = power_above(shared[i])
+    power = cutlass.const_expr(shape.powers and shape.lanes > 0)
+    if slot >= 0:
+        to_codes = row_of(codes, slot, VECTOR, shape)
+        for i in cutlass.range_constexpr(count):
+            if lane * VECTOR + i * STEP < shape.latent if cutlass.const_expr(shape.latent % STEP != 0) else True:
+                store_codes(e4m3_codes(held[None, i], shared[i], power), to_codes + column + i * STEP)
+                if cutlass.const_expr(shape.lanes > 0):
+                    if lane % shape.lanes == 0:
+                        to_scale = row_of(scales, slot, 1, shape) + (i * (WARP // shape.lanes) + lane // shape.lanes)
+                        bits = bits_of(shared[i])
+                        if cutlass.const_expr(scales.element_type is Uint8):
+                            bits = bits >> 23
+                        cute.make_tensor(to_scale, cute.make_layout(1))[0] = bits.to(scales.element_type)
+        if lane < LANES:
+            to_plain = row_of(plain, slot, VECTOR, shape) + column
+            for half in cutlass.range_constexpr(2):
+                if cutlass.const_expr(shape.lanes == 0):
+                    store_codes(e4m3_codes(ends[None, half], shared[0], False), to_plain + half * HALF)
+                else:
+                    store_vector(ends[None, half], cute.recast_ptr(to_plain + half * HALF, dtype=ends.element_type))
+
+
+@cute.kernel
+def packed_append(
+    q: cute.Tensor,  # (n, h, columns), global memory; tokens and heads apart by multiples of 8 elements
+    latent: cute.Tensor,  # (n, latent), global memory, rows likewise
+    rope_: cute.Tensor,  # (n, ROPE), global memory, rows likewise
+    positions: cute.Tensor,  # (n,) int32 or int64
+    slots: cute.Tensor,  # (n,) int32 or int64; below 0: not written
+    table: cute.Tensor,  # (positions, ROPE) float32, global memory: cosines, sines
+    out: cute.Tensor,  # (n, h, any, whose last ROPE columns are written), global memory, likewise; may be q
+    codes: cute.Tensor,  # (pages, page, latent) uint8, global memory, rows at multiples of 8 bytes
+    scales: cute.Tensor,  # (pages, page, scales) int32 or uint8, global memory; (1,) float32 of layout flat
+    plain: cute.Tensor,  # (pages, page, ROPE) int16, or uint8 of layout flat, global memory, rows as of q and codes
+    shape: cutlass.Constexpr,  # Geometry
+):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    cute.arch.griddepcontrol_launch_dependents()
+    warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+    item = block * shape.warps + warp
+    token, chunk = item // (shape.chunks + 1), item % (shape.chunks + 1)
+    if token < q.shape[0]:
+        # The key first: its item is the one with the longer way.
+        if chunk == 0:
+            append_key(latent, rope_, codes, scales, plain, positions, slots, table, token, lane, shape)
+        else:
+            turn_queries(q, out, positions, table, token, chunk - 1, lane, shape)
+
+
+packed_append.set_name_prefix("packed_append", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_packed_append(
+    q: cute.Tensor,
+    latent: cute.Tensor,
+    rope_: cute.Tensor,
+    positions: cute.Tensor,
+    slots: cute.Tensor,
+    table: cute.Tensor,
+    out: cute.Tensor,
+    codes: cute.Tensor,
+    scales: cute.Tensor,
+    plain: cute.Tensor,
+    geometry: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Launches a warp for every item, as a programmatic dependent."""
+    items = q.shape[0] * (geometry.chunks + 1)
+    packed_append(q, latent, rope_, positions, slots, table, out, codes, scales, plain, geometry).launch(
+        grid=((items + geometry.warps - 1) // geometry.warps, 1, 1),
+        block=(geometry.warps * WARP, 1, 1),
+        stream=stream,
+        use_pdl=True,
+    )
+
+
+def takes(pd: PackedAppendProblem) -> Verdict:
+    for name, value in (("columns", pd.columns), ("rest", pd.rest)):
+        if value % VECTOR:
+            return Verdict.no(f"{name} = {value}: rows are read in vectors of {VECTOR} elements, use a multiple of it")
+    return Verdict.yes()
+
+
+# ------------------------------------------------------------------------------------------------ plan
+class PackedAppendPlan(KernelPlan):
+    """Inputs and outputs of `workload.packed_append`."""
+
+    workload = append.WORKLOAD
+    tiling_type = PackedAppendTiling
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes)
+
+    def default_tiling(self) -> PackedAppendTiling:
+        # As in rope_append: few heads in all, as many warps as there can be; many, two heads for one row of the table.
+        few = self.problem.tokens * self.problem.h <= FEW or self.problem.h <= AT_A_TIME
+        return PackedAppendTiling(1 if few else 2, 4)
+
+    def autotune_configs(self) -> list[Tiling]:
+        most = -(-self.problem.h // AT_A_TIME)
+        return [PackedAppendTiling(heads, warps) for heads in (1, 2, 4) if heads <= most for warps in (1, 2, 4, 8)]
+
+    def plan(self, *inputs: Any) -> CuteKernel:
+        return self.plan_into(inputs, append.new_outputs(self.problem, inputs[0]))
+
+    def plan_into(self, inputs: Any, outputs: Any) -> CuteKernel:
+        """A kernel on outputs of the caller's: out (n, h, any), of which the last p columns are written and which may
+        be q, and codes, scales and plain columns of a cache (`workload.packed_append.views`), whose pages may lie
+        apart. Raises `UserError` where vectors do not fit."""
+        self.require()
+        q, latent, rope_ = inputs[:3]
+        out, codes, scales, plain = outputs
+        for name, tensor in {"q": q, "latent": latent, "rope": rope_, "out": out, "the cache": codes}.items():
+            steps = tensor.stride()[:1] if tensor is codes else tensor.stride()[:-1]
+            if tensor.data_ptr() % 16 or any(step * tensor.element_size() % 16 for step in steps):
+                raise UserError(
+                    f"{name} starts at {tensor.data_ptr():#x} with strides {tuple(tensor.stride())}: its rows, and "
+                    "pages of a cache, must begin at multiples of 16 bytes."
+                )
+        into = (codes, inputs[6] if self.problem.layout == "flat" else scales, plain)
+        return self._make((*inputs[:6], out, *into), inputs, outputs)
+
+    def plan_empty(self) -> CuteKernel:
+        self.require()
+        return self._make((), (), ())
+
+    def _make(self, given: Any, inputs: Any, outputs: Any) -> CuteKernel:
+        pd, geometry = self.problem, self.tiling.geometry(self.problem)
+        kind = host.element_type(pd.dtype)
+        index = {"int64": Int64, "int32": Int32}[pd.index]
+
+        def strided(*sizes: Any) -> Any:
+            outer = tuple(cute.sym_int64(divisibility=VECTOR) for _ in sizes[1:])
+            return make_fake_tensor(kind, sizes, (*outer, 1), assumed_align=16)
+
+        def part(element: Any, pages: Any, width: int, row: int, apart: int) -> Any:
+            """row: elements from one token to the next. apart: what the distance of pages is a multiple of."""
+            strides = (cute.sym_int64(divisibility=apart), row, 1)
+            return make_fake_tensor(element, (pages, pd.page, width), strides, assumed_align=16 if apart > 1 else 1)
+
+        def arguments() -> tuple[Any, ...]:
+            n, rows, pages = host.symbols(3)
+            into = cute.sym_int32(divisibility=VECTOR)
+            layout, latent = pd.cache, geometry.latent
+            row = layout.token_bytes if pd.layout == "v32" else layout.quantised + 2 * layout.plain
+            if pd.layout == "flat":
+                scales, plain = host.fake(Float32, 1, align=4), part(Uint8, pages, ROPE, row, 16)
+            else:
+                plain = part(Int16, pages, ROPE, row // 2, VECTOR)
+                if pd.layout == "v32":
+                    scales = part(Int32, pages, layout.scales, row // 4, 4)
+                else:
+                    scales = part(Uint8, pages, layout.scales, layout.scales + layout.padding, 1)
+            return (
+                strided(n, pd.h, pd.columns),
+                strided(n, pd.k),
+                strided(n, pd.p),
+                host.fake(index, n, align=4 if pd.index == "int32" else 8),
+                host.fake(index, n, align=4 if pd.index == "int32" else 8),
+                host.fake(Float32, rows, pd.p),
+                strided(n, pd.h, into),
+                part(Uint8, pages, latent, row, 16),
+                scales,
+                plain,
+                geometry,
+            )
+
+        return host.stage(self, packed_append, launch_packed_append, "packed_append", arguments, given, inputs, outputs)

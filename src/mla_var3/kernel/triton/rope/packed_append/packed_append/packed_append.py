@@ -1,0 +1,217 @@
+"""packed_append v0 in Triton: rotates new tokens' q and k, and writes latent and rope into a packed cache.
+
+A program has one token and either `heads` of its query heads, or, first, its key:
+
+    q       position → cosines, sines (float32)     x, y of a pair → x cos - y sin, y cos + x sin → out
+    latent  columns that share a scale → largest magnitude / 448 → scale → column / scale → e4m3 → cache[slot]
+    rope    turned as q, rounded to bf16 → cache[slot]; of layout flat to e4m3 from there
+
+e4m3 is made by integer arithmetic, so any device and Triton's interpreter give the same bits. A key whose slot is
+negative is not stored. Runs on sm_80 and later. The base version; rotation as in rope_append.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
+from mla_var3.kernel.triton.prims.rotary import put, turned
+from mla_var3.packed_cache import SCALE_MIN
+from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict
+from mla_var3.workload import packed_append as append
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.workload.packed_append import PackedAppendProblem
+
+
+@dataclass(frozen=True)
+class PackedAppendTiling(Tiling):
+    """heads: of a program, a power of two. num_warps: of a program: 1, 2, 4 or 8."""
+
+    heads: int = 16
+    num_warps: int = 4
+
+    def validate(self, pd: PackedAppendProblem, device: Device | None = None) -> Verdict:
+        if not 1 <= self.heads <= 128 or self.heads & (self.heads - 1):
+            return Verdict.no(f"heads = {self.heads} must be a power of two of up to 128")
+        if self.num_warps not in (1, 2, 4, 8):
+            return Verdict.no(f"num_warps = {self.num_warps} must be 1, 2, 4 or 8")
+        return Verdict.yes()
+
+
+@triton.jit
+def e4m3(x):
+    """uint8, the bits of the nearest e4m3 (ties to even) of float32, at most 448."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), 448.0)
+    # Below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves just these in the mantissa.
+    small = (size + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
+    bits = size.to(tl.uint32, bitcast=True)
+    large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    return (sign | tl.where(size < 0.015625, small, large)).to(tl.uint8)
+
+
+@triton.jit
+def packed_append(
+    Q,  # (n, H, COLUMNS), contiguous, global
+    Latent,  # (n, K), contiguous, global
+    Rope,  # (n, P), rows `apart` elements apart, global
+    Positions,  # (n,)
+    Slots,  # (n,)
+    Table,  # (positions, P) float32: cosines, sines
+    Scale,  # (1,) float32 of layout flat, else Table
+    Out,  # (n, H, K + P), contiguous, global
+    Codes,  # uint8, of row r of page g at g * code_page + r * CODE_ROW
+    Scales,  # int32 or uint8, likewise
+    Plain,  # int16 or uint8, likewise
+    apart,  # a multiple of 16 where vectors are to be loaded
+    code_page,
+    scale_page,
+    plain_page,
+    H: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    PAGE: tl.constexpr,
+    CODE_ROW: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    PLAIN_ROW: tl.constexpr,
+    TILES: tl.constexpr,  # power of two of at least those of a latent
+    TILE: tl.constexpr,  # columns that share a scale
+    FLAT: tl.constexpr,
+    POWERS: tl.constexpr,
+    SCALE_MIN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Grid (n, 1 + blocks of heads)."""
+    HALF: tl.constexpr = P // 2
+    DTYPE: tl.constexpr = Out.dtype.element_ty
+    token = tl.cast(tl.program_id(0), tl.int64)
+    position = tl.cast(tl.load(Positions + token), tl.int64)
+    half = tl.arange(0, HALF)
+    cosines = tl.load(Table + position * P + half)
+    sines = tl.load(Table + position * P + HALF + half)
+    if tl.program_id(1) == 0:
+        slot = tl.cast(tl.load(Slots + token), tl.int64)
+        page, row = slot // PAGE, slot % PAGE
+        one = tl.zeros([1], tl.int64)
+        written = one + slot >= 0
+        x, y = turned(Rope + token * apart + one, one == 0, cosines, sines, P, INTERLEAVED)
+        to = Plain + page * plain_page + row * PLAIN_ROW + one
+        if FLAT:
+            scale = tl.load(Scale)
+            x = e4m3(tl.div_rn(rounded(x, DTYPE, INTERPRET), scale + tl.zeros_like(x)))
+            y = e4m3(tl.div_rn(rounded(y, DTYPE, INTERPRET), scale + tl.zeros_like(y)))
+        else:
+            x, y = bits_of(x, DTYPE, INTERPRET), bits_of(y, DTYPE, INTERPRET)
+        if INTERLEAVED:
+            tl.store(to[:, None] + tl.arange(0, P)[None, :], tl.reshape(tl.join(x, y), (1, P)), mask=written[:, None])
+        else:
+            tl.store(to[:, None] + half[None, :], x, mask=written[:, None])
+            tl.store(to[:, None] + HALF + half[None, :], y, mask=written[:, None])
+        tile = tl.arange(0, TILES)
+        column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        inside = (column < K) & written[:, None]
+        latent = tl.load(Latent + token * K + column, mask=inside, other=0.0).to(tl.float32)
+        if FLAT:
+            scales = tl.zeros([TILES], tl.float32) + scale
+        else:
+            largest = tl.max(tl.abs(latent), axis=1)
+            scales = tl.maximum(tl.div_rn(largest, tl.full([TILES], 448.0, tl.float32)), SCALE_MIN)
+            if POWERS:
+                up = scales.to(tl.uint32, bitcast=True) + 0x7FFFFF
+                scales = ((up >> 23) << 23).to(tl.float32, bitcast=True)
+            bits = scales.to(tl.int32, bitcast=True)
+            bits = bits if Scales.dtype.element_ty == tl.int32 else (bits >> 23).to(tl.uint8)
+            there = (tile * TILE < K) & written
+            tl.store(Scales + page * scale_page + row * SCALE_ROW + tile, bits, mask=there)
+        codes = e4m3(tl.div_rn(latent, tl.broadcast_to(scales[:, None], (TILES, TILE))))
+        tl.store(Codes + page * code_page + row * CODE_ROW + column, codes, mask=inside)
+    else:
+        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
+        row = token * H + head
+        valid = head < H
+        first, second = turned(Q + row * COLUMNS + (COLUMNS - P), valid, cosines, sines, P, INTERLEAVED)
+        put(Out + row * (K + P) + K, valid, first, second, DTYPE, P, INTERLEAVED, INTERPRET)
+
+
+@triton.jit
+def bits_of(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """int16, the bits of float32 rounded to a 16-bit dtype."""
+    return round_to(x, DTYPE, INTERPRET).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """float32 of what is left of float32 in bf16."""
+    return (bits_of(x, DTYPE, INTERPRET).to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+class PackedAppendPlan(KernelPlan):
+    """Inputs and outputs of `workload.packed_append`."""
+
+    workload = append.WORKLOAD
+    tiling_type = PackedAppendTiling
+    requires = Requirement(archs=("sm_80+",), dtypes=("bf16",))
+
+    def default_tiling(self) -> PackedAppendTiling:
+        heads = min(16, 1 << (self.problem.h - 1).bit_length())
+        return PackedAppendTiling(heads, 4 if heads >= 16 else 2)
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [PackedAppendTiling(heads, warps) for heads in (8, 16, 32, 64) for warps in (1, 2, 4)]
+
+    def plan(self, *inputs: torch.Tensor) -> TritonKernel:
+        return self._make(inputs, append.new_outputs(self.problem, inputs[0]))
+
+    def plan_empty(self) -> TritonKernel:
+        return self._make((), ())
+
+    def _make(self, inputs: Any, outputs: Any) -> TritonKernel:
+        pd = self.problem
+        flat, tokens = pd.layout == "flat", len(inputs[0]) if inputs else pd.tokens
+        like = append.new_outputs(pd.replace(tokens=1, h=1), torch.empty(1, 1, 1, dtype=pd.torch_dtype))
+        # Of the bytes of a page, whatever its stride.
+        rows = [x.stride(1) for x in like[1:]]
+        tile = pd.cache.tile or pd.k
+        kinds = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
+        index = f"*i{pd.index[3:]}"
+        signature = {
+            "Q": "*bf16", "Latent": "*bf16", "Rope": "*bf16", "Positions": index, "Slots": index, "Table": "*fp32",
+            "Scale": "*fp32", "Out": "*bf16",
+            **{name: f"*{kinds[x.dtype]}" for name, x in zip(("Codes", "Scales", "Plain"), like[1:], strict=True)},
+            "apart": "i32" if (pd.p + pd.rest) % 16 else "i32:16",
+            "code_page": "i64", "scale_page": "i64", "plain_page": "i64",
+        }  # fmt: skip
+
+        def arguments(_: Any) -> tuple[Any, ...]:
+            apart = [x.stride(0) for x in outputs[1:]]
+            return (*inputs[:6], inputs[6] if flat else inputs[5], *outputs, inputs[2].stride(0), *apart)
+
+        return TritonKernel(
+            packed_append,
+            grid_fn=lambda t: (tokens, 1 + -(-pd.h // t.heads)),
+            args_fn=arguments,
+            input_tensors=inputs,
+            output_tensors=outputs,
+            tiling=self.tiling,
+            meta_fn=lambda t: {
+                "H": pd.h, "COLUMNS": pd.columns, "K": pd.k, "P": pd.p, "PAGE": pd.page, "CODE_ROW": rows[0],
+                "SCALE_ROW": rows[1], "PLAIN_ROW": rows[2], "TILES": 1 << (-(-pd.k // tile) - 1).bit_length(),
+                "TILE": tile, "FLAT": flat, "POWERS": pd.powers, "SCALE_MIN": SCALE_MIN, "INTERLEAVED": pd.interleaved,
+                "HEADS": t.heads, "INTERPRET": interpreted(packed_append),
+            },
+            options_fn=lambda t: {"num_warps": t.num_warps},
+            signature_fn=lambda _: signature,
+            plan=self,
+        )  # fmt: skip

@@ -1,0 +1,265 @@
+"""RoPE of new tokens' queries and keys, and their way into a packed latent cache: `rope`, with bytes for a cache.
+
+    q (tokens, h, columns), p = 64 rope columns last    latent (tokens, k), normalised    rope (tokens, p)
+    positions (tokens,)    slots (tokens,)    table (positions, p) float32    [scale (1,) float32: of layout flat]
+    →   out (tokens, h, k + p)      as in `rope`
+        codes, scales, plain        of token i in row slots[i] % page of page slots[i] // page of the cache
+
+The cache's row is what `packed_cache.pack` makes of the row that `rope` writes in bf16: the latent, and the rope
+columns, rotated and rounded to bf16. k is 512, and 448 in v4. Layouts are those of `mla_var3.packed_cache` but bf16,
+which is `rope`'s. Inputs are finite.
+
+The outputs beside out are integers, the bits of what lies in a cache (`views`), each (pages, page, its columns):
+
+    codes     uint8: e4m3 of the latent
+    scales    int32, bits of float32, in v32; uint8, ue8m0, in v4; no columns in flat
+    plain     int16, bits of bf16, of the rope columns; in flat uint8, e4m3 of them
+
+Codes and scales are exact to the bit. A rope column may be off by one: rotated in float32 it may round to the other
+side. Rows of other slots stay as they are, and so does v4's byte that nobody reads.
+
+Distributions of inputs are those of `rope`, and
+
+    tiny       2^-7 · N(0, 1): latents below the smallest scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mla_var3.errors import UserError, nearest
+from mla_var3.packed_cache import E4M3_MAX, LAYOUTS, Layout, fields, layout_of, new_cache, pack
+from mla_var3.workload import Bound, Case, Cost, Output, Workload, check_bound, rope
+from mla_var3.workload.rope import INDICES, RopeProblem
+
+if TYPE_CHECKING:
+    import torch
+
+DISTRIBUTIONS = (*rope.DISTRIBUTIONS, "tiny")
+ROPE = 64  # columns
+#: The one scale of layout flat, for values up to 3: larger ones are cut.
+_LARGEST = 3.0
+
+
+# ---------------------------------------------------------------- the problem
+@dataclass(frozen=True)
+class PackedAppendClass:
+    """What a compiled kernel is specialised on."""
+
+    h: int
+    columns: int
+    interleaved: bool
+    page: int
+    index: str
+    layout: str
+    powers: bool
+
+    def key(self) -> str:
+        order = "interleaved" if self.interleaved else "halves"
+        scales = "powers" if self.powers else "scales"
+        return f"append_{self.layout}_{scales}_h{self.h}_c{self.columns}_{order}_{self.page}_{self.index}"
+
+
+@dataclass(frozen=True)
+class PackedAppendProblem(RopeProblem):
+    """As `RopeProblem`. layout: of the cache. powers: whether its scales are powers of two. k follows from the layout,
+    p is 64, dtype bf16."""
+
+    workload: ClassVar[str] = "packed_append"
+
+    layout: str = "v32"
+    powers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
+        if self.layout == "bf16":
+            raise UserError("problem.layout = 'bf16' has no codes: workload rope appends to such a cache.")
+        latent = self.cache.columns - ROPE
+        if self.k not in (latent, type(self).k):
+            raise UserError(f"problem.k = {self.k}: tokens of layout {self.layout} have {latent} latent columns.")
+        object.__setattr__(self, "k", latent)
+        if self.p != ROPE:
+            raise UserError(f"problem.p = {self.p}: tokens of layout {self.layout} have {ROPE} rope columns.")
+        if self.dtype != "bf16":
+            raise UserError(f"problem.dtype = {self.dtype!r} is not taken: rope columns of packed caches are bf16.")
+        if not isinstance(self.powers, bool):
+            raise UserError(f"problem.powers = {self.powers!r} is not a boolean: use true or false.")
+        if not self.powers and self.layout != "v32":
+            raise UserError(f"problem.powers = false is for layout v32: scales of {self.layout} are not chosen here.")
+        super().__post_init__()
+
+    @property
+    def cache(self) -> Layout:
+        return layout_of(self.layout)
+
+    @property
+    def label(self) -> str:
+        return f"{self.layout}_{super().label}"
+
+    def problem_class(self) -> PackedAppendClass:  # type: ignore[override]
+        return PackedAppendClass(
+            self.h, self.columns, self.interleaved, self.page, self.index, self.layout, self.powers
+        )  # fmt: skip
+
+    def cost(self) -> Cost:
+        """As in `rope`, with a packed token's bytes written."""
+        token = self.cache.token_bytes - self.cache.padding
+        read = self.tokens * (self.h * self.p + self.width) * self.element_bytes
+        written = self.tokens * (self.h * self.p * self.element_bytes + token)
+        tables = min(self.tokens, self.positions) * self.p * 4 + self.tokens * 2 * INDICES[self.index]
+        return Cost(super().cost().flops, read + written + tables, written=written)
+
+    def output_bytes(self) -> int:
+        return self.tokens * self.h * self.width * self.element_bytes + self.pages * self.cache.page_bytes(self.page)
+
+    @property
+    def detail(self) -> str:
+        # k follows from the layout, which the label names.
+        plain = {name: getattr(self, name) for name in RopeProblem.fields()}
+        return RopeProblem(**plain | {"k": type(self).k}).detail + ("" if self.powers else "_scales")
+
+    @property
+    def panel(self) -> str:
+        return f"{super().panel}, {self.layout}"
+
+    @property
+    def geometry(self) -> str:
+        return f"layout {self.layout}"
+
+    @property
+    def rank(self) -> tuple[Any, ...]:
+        return (True, self.workload, list(LAYOUTS).index(self.layout), *super().rank[2:])
+
+    @property
+    def words(self) -> str:
+        return f"{super().words}, layout {self.layout}"
+
+
+# ---------------------------------------------------------------- inputs and outputs
+def make_inputs(
+    problem: PackedAppendProblem, device: Any = "cpu", *, seed: int = 0, dist: str = "normal", **options: Any
+) -> tuple[Any, ...]:
+    """Random (q, latent, rope, positions, slots, table), and the scale of layout flat. Options as of `rope`."""
+    import torch
+
+    if dist not in DISTRIBUTIONS:
+        raise UserError(f"packed_append input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
+    made = rope.make_inputs(problem, device, seed=seed, dist="normal" if dist == "tiny" else dist, **options)
+    if dist == "tiny":
+        for x in made[1:3]:
+            x.mul_(2.0**-7)
+    if problem.layout != "flat":
+        return made
+    largest = _LARGEST * {"huge": rope.HUGE, "tiny": 2.0**-7}.get(dist, 1.0)
+    return *made, torch.full((1,), largest / E4M3_MAX, device=device)
+
+
+def views(layout: Layout, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, scales, plain) of a cache (pages, page, bytes of a token): the module's docstring has their types. Raises
+    `UserError` for a tensor of another layout."""
+    import torch
+
+    there = fields(layout, cache)
+    assert there.codes is not None
+    if layout.name == "flat":
+        latent = layout.columns - ROPE
+        return there.codes[..., :latent], cache[..., :0], there.codes[..., latent:]
+    assert there.scales is not None and there.plain is not None
+    scales = there.scales.view(torch.int32) if layout.name == "v32" else there.scales
+    return there.codes, scales, there.plain.view(torch.int16)
+
+
+def new_outputs(
+    problem: PackedAppendProblem, q: torch.Tensor, pages: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, codes, scales, plain), uninitialised, the last three of one cache. pages: of it; default: those that
+    `make_inputs` fills."""
+    pages = problem.replace(tokens=q.shape[0]).pages if pages is None else pages
+    out = q.new_empty((q.shape[0], problem.h, problem.width))
+    return out, *views(problem.cache, new_cache(problem.cache, pages, problem.page, q.device))
+
+
+def reference(problem: PackedAppendProblem, *inputs: Any, pages: int | None = None) -> tuple[Any, ...]:
+    """The oracle: (out, codes, scales, plain) in float64, NaN in what must not be written."""
+    import math
+
+    slots, scale = inputs[4], inputs[6] if problem.layout == "flat" else None
+    # Each token a page of its own, whose rows are in their order.
+    alone = (*inputs[:4], slots.new_tensor(range(len(slots))), inputs[5])
+    out, rows = rope.reference(problem.replace(page=1), *alone)
+    packed = pack(problem.cache, rows[: len(slots)].to(problem.torch_dtype), scale=scale, powers=problem.powers)
+    written = slots >= 0
+    at = (slots[written].long() // problem.page, slots[written].long() % problem.page)
+    found = []
+    for bits, like in zip(views(problem.cache, packed), new_outputs(problem, inputs[0], pages)[1:], strict=True):
+        place = like.double().fill_(math.nan)
+        place[at] = bits[:, 0][written].double()
+        found.append(place)
+    return out, *found
+
+
+EXACT = Bound(abs=1.0, rel=0.0, cos=1.0)
+ADJACENT = Bound(abs=2.0, rel=0.0, cos=1.0)
+
+
+def bounds(dist: str) -> dict[str, Bound]:
+    """By output."""
+    return {
+        "out": rope.bounds("normal" if dist == "tiny" else dist)["out"],
+        "codes": EXACT, "scales": EXACT, "plain": ADJACENT,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- cases
+CASES = {
+    **rope.CASES,
+    "tiny": "latents below the smallest scale",
+    "scales": "scales that are no powers of two (of v32), planned anew",
+}
+
+
+def _cases(problem: PackedAppendProblem, on_gpu: bool) -> Iterator[Case]:
+    uneven = problem
+    for case in rope.WORKLOAD.cases(problem, on_gpu):
+        uneven = case.problem if case.name == "uneven" else uneven
+        yield case
+    yield Case("tiny", uneven, "tiny")
+    if problem.layout == "v32":
+        yield Case("scales", uneven.replace(powers=not problem.powers), "normal", planned=True)
+
+
+def rebound(problem: PackedAppendProblem, *inputs: Any) -> PackedAppendProblem:
+    """As of `rope`, with the scale of layout flat."""
+    if problem.layout == "flat":
+        check_bound("scale", inputs[6], (1,), "fp32")
+    found: PackedAppendProblem = rope.WORKLOAD.rebound(problem, *inputs[:6])
+    return found
+
+
+def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
+    return rope.WORKLOAD.sample(small, given)
+
+
+WORKLOAD = Workload(
+    name="packed_append",
+    problem=PackedAppendProblem,
+    outputs=(
+        Output("out", ("token", "head", "column"), partial=True),
+        *(Output(name, ("page", "row", "column"), rows=False, partial=True, bits=True)
+          for name in ("codes", "scales", "plain")),
+    ),
+    make_inputs=make_inputs,
+    reference=reference,
+    cases=_cases,
+    case_names=CASES,
+    quick=(*rope.QUICK, "tiny"),
+    bounds=bounds,
+    rebound=rebound,
+    small=rope.small,
+    as_bound=lambda problem: problem,
+    sample=sample,
+)  # fmt: skip

@@ -15,15 +15,36 @@ from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import absorb_gemm, decode, layer, library, mla_decode, rmsnorm, rope_append  # noqa: E402
-from mla_var3.workload import gemm, norm, rope  # noqa: E402
+from mla_var3.workload import gemm, norm, packed_append, rope  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 from mla_var3.workload.gemm import GemmProblem  # noqa: E402
 from mla_var3.workload.norm import NormProblem  # noqa: E402
+from mla_var3.workload.packed_append import PackedAppendProblem  # noqa: E402
 from mla_var3.workload.rope import RopeProblem  # noqa: E402
 
 NORM, ROPE, ABSORB, DECODE = (f"torch/{design}" for design in ("rmsnorm", "rope_append", "absorb_gemm", "flash_mla"))
 OPS = torch.ops.mla_var3
 H200 = Device.get("h200")
+
+
+PACKED = [
+    PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v32", powers=False),
+    PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v4", interleaved=False),
+    PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="flat", index="int32"),
+]
+
+
+def packed_call(problem: PackedAppendProblem) -> tuple[Any, ...]:
+    """q, latent, rope, positions, slots, table, out, a cache of pages that lie apart, its scale, options."""
+    inputs = packed_append.make_inputs(problem, "cpu", seed=2, dist="skipped")
+    out = packed_append.new_outputs(problem, inputs[0])[0]
+    layout = problem.cache
+    apart = 2 * layout.page_bytes(problem.page) + 1152
+    memory = torch.zeros(problem.pages * apart, dtype=torch.uint8)
+    shape = (problem.pages, problem.page, layout.token_bytes)
+    cache = memory.as_strided(shape, (apart, layout.token_bytes, 1))
+    options = {"layout": problem.layout, "powers": problem.powers, "interleaved": problem.interleaved}
+    return *inputs[:6], out, cache, inputs[6] if problem.layout == "flat" else None, options
 
 
 @pytest.fixture
@@ -68,6 +89,24 @@ def test_rope_append_leaves_all_else_as_it_was(on_cpu: CpuEngine, interleaved: b
         untouched = wanted.isnan()
         assert untouched.any() and bool((found[untouched] == 3.0).all())
         assert torch.equal(found[~untouched], wanted[~untouched].to(found.dtype))
+
+
+@pytest.mark.parametrize("problem", PACKED, ids=lambda p: p.label + p.detail)
+def test_rope_append_packs_into_pages_that_lie_apart(on_cpu: CpuEngine, problem: PackedAppendProblem) -> None:
+    """What is no token's is as it was: rows of other slots, bytes between pages, v4's byte that nobody reads."""
+    *inputs, out, cache, scale, options = packed_call(problem)
+    before = cache.untyped_storage().nbytes()
+    memory = cache.as_strided((before,), (1,), 0)
+    memory.fill_(0xA5)
+    rope_append(*inputs, out, cache, cache_scale=scale, kernel="torch/packed_append", **options)
+    given = inputs if scale is None else (*inputs, scale)
+    wanted, *parts = packed_append.reference(problem, *given, pages=len(cache))
+    assert torch.equal(out[..., problem.k :], wanted[..., problem.k :].to(out.dtype))
+    expected = torch.full_like(memory, 0xA5)
+    into = packed_append.views(problem.cache, expected.as_strided(cache.shape, cache.stride()))
+    for to, right in zip(into, parts, strict=True):
+        to[~right.isnan()] = right[~right.isnan()].to(to.dtype)
+    assert torch.equal(memory, expected) and bool((memory != 0xA5).any())
 
 
 @pytest.mark.parametrize("side", gemm.SIDES)
@@ -139,12 +178,31 @@ def call(**changed: Any) -> dict[str, Any]:
         ({"kv_cache": torch.zeros(2, 4, 100).bfloat16()}, r"kv_cache is .* pass \(any, any, 96\)"),
         ({"kv_cache": torch.zeros(4, 4, 96).bfloat16()[::2]}, "kv_cache has strides"),
         ({"out": torch.zeros(3, 2, 64).bfloat16()}, r"out is \(3, 2, 64\)"),
+        ({"layout": "v33"}, "v32"),
+        ({"layout": "v32"}, "latent and rope have 96 columns: tokens of layout v32 have 576"),
+        ({"cache_scale": torch.ones(1)}, "cache_scale is of layout flat"),
         ({}, "q is on cpu: rope_append runs on an NVIDIA GPU"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         rope_append(**call(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kv_cache": torch.zeros(2, 4, 576).bfloat16()}, "kv_cache is torch.bfloat16: a cache of layout v32"),
+        ({"kv_cache": torch.zeros(2, 4, 584, dtype=torch.uint8)}, r"\(pages, page, 656\)"),
+        ({"cache_scale": torch.ones(1)}, "layout v32 has no cache_scale"),
+        ({"layout": "flat", "kv_cache": torch.zeros(2, 4, 576, dtype=torch.uint8)}, "layout flat needs cache_scale"),
+    ],
+)
+def test_a_packed_cache_that_does_not_fit_is_named(changed: dict[str, Any], words: str) -> None:
+    *inputs, out, cache, _, options = packed_call(PACKED[0])
+    given = {"kv_cache": cache, **options, **changed}
+    with pytest.raises(UserError, match=words):
+        rope_append(*inputs, out, **given)
 
 
 def test_products_and_norms_that_make_no_sense() -> None:
@@ -175,6 +233,10 @@ def test_torchs_own_check_passes(on_cpu: CpuEngine) -> None:
     torch.library.opcheck(
         OPS.rope_append.default, tuple(given), {"version": ROPE, "out": out.zero_(), "kv_cache": cache.zero_()}
     )
+    for problem in PACKED:
+        *given, out, cache, scale, options = packed_call(problem)
+        named = {"version": "torch/packed_append", "cache_scale": scale, "out": out.zero_(), "kv_cache": cache}
+        torch.library.opcheck(OPS.rope_append.default, (given[0].nan_to_num(), *given[1:]), {**named, **options})
     x, product = torch.randn(3, 2, 32).bfloat16(), torch.randn(128, 64).bfloat16()
     torch.library.opcheck(OPS.absorb_gemm.default, (x, product, "q"), {"version": ABSORB})
     torch.library.opcheck(

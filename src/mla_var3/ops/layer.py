@@ -23,8 +23,10 @@ from mla_var3.ops.decode import named, way_of
 from mla_var3.ops.engine import Way, engine
 from mla_var3.ops.library import as_op, traced
 from mla_var3.ops.request import judge, on_gpu, result
+from mla_var3.packed_cache import layout_of
 from mla_var3.workload.gemm import SIDES, GemmProblem
 from mla_var3.workload.norm import NormProblem
+from mla_var3.workload.packed_append import PackedAppendProblem, views
 from mla_var3.workload.rope import RopeProblem
 
 if TYPE_CHECKING:
@@ -93,6 +95,9 @@ def rope_append(
     kv_cache: torch.Tensor,
     *,
     interleaved: bool = True,
+    layout: str | None = None,
+    cache_scale: torch.Tensor | None = None,
+    powers: bool = True,
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> None:
@@ -104,14 +109,21 @@ def rope_append(
     token i is turned by table[positions[i]], and written to row slots[i] % page of page slots[i] // page, or not at
     all where slots[i] < 0. table (positions, p) float32: cosines, then sines (`mla_var3.workload.rope.rope_table`
     makes it, with YaRN's scaling). interleaved: columns 2i and 2i + 1 are a pair, else i and i + p/2. kernel, on: as of
-    `mla_decode`. Raises `UserError` in one sentence for what does not fit.
+    `mla_decode`.
+
+    layout: of a packed cache, "v32", "v4" or "flat" (`mla_var3.packed_cache`): kv_cache is (pages, tokens of a page,
+    bytes of a token) of 8-bit elements, whose pages may lie apart, and rows are quantised and packed on their way, as
+    `packed_cache.pack` does it with the rope columns rounded to bf16. powers: whether scales are rounded up to powers
+    of two, as v4's always are. cache_scale: (1,) float32, the one scale of layout flat. bf16 alone.
+
+    Raises `UserError` in one sentence for what does not fit.
     """
     import torch
 
     if on is None and traced(q):
         as_op(
-            "rope_append", q, latent, rope, positions, slots, table, interleaved=interleaved, version=kernel, out=out,
-            kv_cache=kv_cache,
+            "rope_append", q, latent, rope, positions, slots, table, interleaved=interleaved, layout=layout,
+            cache_scale=cache_scale, powers=powers, version=kernel, out=out, kv_cache=kv_cache,
         )  # fmt: skip
         return
     judge("q", q, (None, None, None), None, q)
@@ -123,19 +135,48 @@ def rope_append(
     for name, index in (("positions", positions), ("slots", slots)):
         judge(name, index, (n,), positions.dtype, q)
     judge("table", table, (None, p), torch.float32, q)
-    judge("kv_cache", kv_cache, (None, None, k + p), q.dtype, q)
+    if layout is None:
+        judge("kv_cache", kv_cache, (None, None, k + p), q.dtype, q)
+        if cache_scale is not None:
+            raise UserError("cache_scale is of layout flat: pass layout as well, or leave it out.")
+    else:
+        parts = _packed(layout, kv_cache, cache_scale, q, k + p)
     for name, tensor in (("q", q), ("latent", latent), ("table", table), ("kv_cache", kv_cache)):
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() and (layout is None or tensor is not kv_cache):
             raise UserError(f"{name} has strides {tuple(tensor.stride())}: pass it contiguous.")
     rows = rope.detach() if rope.stride(1) == 1 else rope.detach().contiguous()
     rest = max(rows.stride(0) - p, 0) if n > 1 else 0
-    problem = _rope(
+    fields = (
         max(n, 1), h, k, p, columns, rest, bool(interleaved), kv_cache.shape[1], len(table),
         str(positions.dtype).removeprefix("torch."), dtype_name(q.dtype),
     )  # fmt: skip
     inputs = (q.detach(), latent.detach(), rows, positions.contiguous(), slots.contiguous(), table)
     target = result("out", out, (n, h, k + p), q.dtype, q.device)
-    serve("rope_append", problem, inputs, (target, kv_cache), kernel, on)
+    if layout is None:
+        serve("rope_append", _rope(*fields), inputs, (target, kv_cache), kernel, on)
+    else:
+        scale = () if cache_scale is None else (cache_scale,)
+        problem = _append(*fields, layout, bool(powers) or layout != "v32")
+        serve("rope_append", problem, (*inputs, *scale), (target, *parts), kernel, on)
+
+
+def _packed(
+    layout: str, kv_cache: torch.Tensor, scale: torch.Tensor | None, q: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, ...]:
+    """Codes, scales and plain columns of a packed cache that tokens of so many columns are appended to."""
+    import torch
+
+    made = layout_of(layout)
+    if made.columns != columns:
+        raise UserError(f"latent and rope have {columns} columns: tokens of layout {layout} have {made.columns}.")
+    judge("kv_cache", kv_cache, (None, None, None), None, q)
+    if kv_cache.element_size() != 1:
+        raise UserError(f"kv_cache is {kv_cache.dtype}: a cache of layout {layout} is torch.uint8.")
+    if (scale is None) == (layout == "flat"):
+        raise UserError(f"layout {layout} {'needs' if scale is None else 'has no'} cache_scale, which is of flat.")
+    if scale is not None:
+        judge("cache_scale", scale, (1,), torch.float32, q)
+    return views(made, kv_cache.detach().view(torch.uint8))
 
 
 def absorb_gemm(
@@ -226,6 +267,11 @@ def _norm(rows: int, width: int, second: int, rest: int, residual: bool, dtype: 
 @functools.lru_cache(maxsize=4096)
 def _rope(*fields: Any) -> RopeProblem:
     return RopeProblem(*fields)
+
+
+@functools.lru_cache(maxsize=4096)
+def _append(*fields: Any) -> PackedAppendProblem:
+    return PackedAppendProblem(*fields)
 
 
 @functools.lru_cache(maxsize=4096)

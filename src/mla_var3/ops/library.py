@@ -50,7 +50,8 @@ SCHEMAS = {
     ),
     "rope_append": (
         "rope_append(Tensor q, Tensor latent, Tensor rope, Tensor positions, Tensor slots, Tensor table, *, "
-        "bool interleaved=True, str? version=None, Tensor(a!) out, Tensor(b!) kv_cache) -> ()"
+        "bool interleaved=True, str? layout=None, Tensor? cache_scale=None, bool powers=True, str? version=None, "
+        "Tensor(a!) out, Tensor(b!) kv_cache) -> ()"
     ),
     "absorb_gemm": f"absorb_gemm({_PRODUCT}) -> Tensor",
     # Not named out: dynamo wants such an argument contiguous, and this one is mostly a slice.

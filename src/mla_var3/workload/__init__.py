@@ -218,8 +218,8 @@ def check_bound(name: str, tensor: Any, shape: tuple[int, ...], dtype: str) -> N
 class Output:
     """One output. axes: names of its dimensions. dtype: float32, or None for the problem's own. rows: whether the last
     axis is a vector whose direction is judged (cosine difference), and its error is relative; else it is absolute.
-    partial: only some of it is written: where the reference is NaN, a call must leave what was there. bits: integers of
-    any type, the bits of values, whose reference is the same numbers."""
+    partial: only some of it is written: where the reference is NaN, a call must leave what was there. bits: it
+    may be of integers, the bits of values, whose reference is the same numbers."""
 
     name: str
     axes: tuple[str, ...]

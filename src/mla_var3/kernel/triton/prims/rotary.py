@@ -28,8 +28,14 @@ def put(
     rows, valid, first, second, DTYPE: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr, INTERPRET: tl.constexpr
 ):
     """Stores what `turned` gives."""
-    HALF: tl.constexpr = P // 2
     first, second = round_to(first, DTYPE, INTERPRET), round_to(second, DTYPE, INTERPRET)
+    store_pairs(rows, valid, first, second, P, INTERLEAVED)
+
+
+@triton.jit
+def store_pairs(rows, valid, first, second, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Stores first and second columns, (rows, P / 2), of each pair."""
+    HALF: tl.constexpr = P // 2
     if INTERLEAVED:
         both = tl.reshape(tl.join(first, second), (first.shape[0], P))
         tl.store(rows[:, None] + tl.arange(0, P)[None, :], both, mask=valid[:, None])

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint32
+from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
 from mla_var3.device import Requirement
@@ -181,7 +181,7 @@ def append_key(
                 if cutlass.const_expr(shape.lanes == 0):
                     store_codes(e4m3_codes(ends[None, half], shared[0], False), to_plain + half * HALF)
                 else:
-                    store_vector(ends[None, half], cute.recast_ptr(to_plain + half * HALF, dtype=ends.element_type))
+                    store_vector(ends[None, half], to_plain + half * HALF)
 
 
 @cute.kernel
@@ -195,7 +195,7 @@ def packed_append(
     out: cute.Tensor,  # (n, h, any, whose last ROPE columns are written), global memory, likewise; may be q
     codes: cute.Tensor,  # (pages, page, latent) uint8, global memory, rows at multiples of 8 bytes
     scales: cute.Tensor,  # (pages, page, scales) int32 or uint8, global memory; (1,) float32 of layout flat
-    plain: cute.Tensor,  # (pages, page, ROPE) int16, or uint8 of layout flat, global memory, rows as of q and codes
+    plain: cute.Tensor,  # (pages, page, ROPE) bf16, or uint8 of layout flat, global memory, rows as of q and codes
     shape: cutlass.Constexpr,  # Geometry
 ):
     thread, _, _ = cute.arch.thread_idx()
@@ -311,7 +311,7 @@ class PackedAppendPlan(KernelPlan):
             if pd.layout == "flat":
                 scales, plain = host.fake(Float32, 1, align=4), part(Uint8, pages, ROPE, row, 16)
             else:
-                plain = part(Int16, pages, ROPE, row // 2, VECTOR)
+                plain = part(kind, pages, ROPE, row // 2, VECTOR)
                 if pd.layout == "v32":
                     scales = part(Int32, pages, layout.scales, row // 4, 4)
                 else:

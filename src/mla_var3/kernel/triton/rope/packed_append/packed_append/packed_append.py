@@ -21,7 +21,7 @@ import triton.language as tl
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
-from mla_var3.kernel.triton.prims.rotary import put, turned
+from mla_var3.kernel.triton.prims.rotary import put, store_pairs, turned
 from mla_var3.packed_cache import SCALE_MIN
 from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict
 from mla_var3.workload import packed_append as append
@@ -71,7 +71,7 @@ def packed_append(
     Out,  # (n, H, K + P), contiguous, global
     Codes,  # uint8, of row r of page g at g * code_page + r * CODE_ROW
     Scales,  # int32 or uint8, likewise
-    Plain,  # int16 or uint8, likewise
+    Plain,  # bf16 or uint8, likewise
     apart,  # a multiple of 16 where vectors are to be loaded
     code_page,
     scale_page,
@@ -103,22 +103,18 @@ def packed_append(
     sines = tl.load(Table + position * P + HALF + half)
     if tl.program_id(1) == 0:
         slot = tl.cast(tl.load(Slots + token), tl.int64)
-        page, row = slot // PAGE, slot % PAGE
+        page, at = slot // PAGE, slot % PAGE
         one = tl.zeros([1], tl.int64)
         written = one + slot >= 0
         x, y = turned(Rope + token * apart + one, one == 0, cosines, sines, P, INTERLEAVED)
-        to = Plain + page * plain_page + row * PLAIN_ROW + one
+        to = Plain + page * plain_page + at * PLAIN_ROW + one
         if FLAT:
             scale = tl.load(Scale)
             x = e4m3(tl.div_rn(rounded(x, DTYPE, INTERPRET), scale + tl.zeros_like(x)))
             y = e4m3(tl.div_rn(rounded(y, DTYPE, INTERPRET), scale + tl.zeros_like(y)))
+            store_pairs(to, written, x, y, P, INTERLEAVED)
         else:
-            x, y = bits_of(x, DTYPE, INTERPRET), bits_of(y, DTYPE, INTERPRET)
-        if INTERLEAVED:
-            tl.store(to[:, None] + tl.arange(0, P)[None, :], tl.reshape(tl.join(x, y), (1, P)), mask=written[:, None])
-        else:
-            tl.store(to[:, None] + half[None, :], x, mask=written[:, None])
-            tl.store(to[:, None] + HALF + half[None, :], y, mask=written[:, None])
+            put(to, written, x, y, DTYPE, P, INTERLEAVED, INTERPRET)
         tile = tl.arange(0, TILES)
         column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
         inside = (column < K) & written[:, None]
@@ -134,9 +130,9 @@ def packed_append(
             bits = scales.to(tl.int32, bitcast=True)
             bits = bits if Scales.dtype.element_ty == tl.int32 else (bits >> 23).to(tl.uint8)
             there = (tile * TILE < K) & written
-            tl.store(Scales + page * scale_page + row * SCALE_ROW + tile, bits, mask=there)
+            tl.store(Scales + page * scale_page + at * SCALE_ROW + tile, bits, mask=there)
         codes = e4m3(tl.div_rn(latent, tl.broadcast_to(scales[:, None], (TILES, TILE))))
-        tl.store(Codes + page * code_page + row * CODE_ROW + column, codes, mask=inside)
+        tl.store(Codes + page * code_page + at * CODE_ROW + column, codes, mask=inside)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         row = token * H + head
@@ -146,15 +142,10 @@ def packed_append(
 
 
 @triton.jit
-def bits_of(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """int16, the bits of float32 rounded to a 16-bit dtype."""
-    return round_to(x, DTYPE, INTERPRET).to(tl.int16, bitcast=True)
-
-
-@triton.jit
 def rounded(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
     """float32 of what is left of float32 in bf16."""
-    return (bits_of(x, DTYPE, INTERPRET).to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    bits = round_to(x, DTYPE, INTERPRET).to(tl.uint16, bitcast=True)
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 class PackedAppendPlan(KernelPlan):
@@ -184,7 +175,7 @@ class PackedAppendPlan(KernelPlan):
         # Of the bytes of a page, whatever its stride.
         rows = [x.stride(1) for x in like[1:]]
         tile = pd.cache.tile or pd.k
-        kinds = {torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"}
+        kinds = {torch.int32: "i32", torch.bfloat16: "bf16", torch.uint8: "u8"}
         index = f"*i{pd.index[3:]}"
         signature = {
             "Q": "*bf16", "Latent": "*bf16", "Rope": "*bf16", "Positions": index, "Slots": index, "Table": "*fp32",

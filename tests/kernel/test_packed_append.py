@@ -1,0 +1,128 @@
+"""packed_append in every language: what it compiles to, which problems it takes, and that it is right on a CPU."""
+
+# ruff: noqa: E402 - the imports below need what importorskip found
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mla_var3.check.judge import check
+from mla_var3.device import Device
+from mla_var3.dispatch import choose
+from mla_var3.errors import UserError
+from mla_var3.kernel import registry
+from mla_var3.workload.packed_append import PackedAppendProblem, make_inputs, new_outputs
+
+H200 = Device.get("h200")
+COMPILED = ("cute-dsl/packed_append", "triton/packed_append")
+PROBLEMS = [
+    PackedAppendProblem(tokens=4096),
+    PackedAppendProblem(tokens=1, h=16, powers=False, interleaved=False),
+    PackedAppendProblem(tokens=4096, h=64, layout="v4", columns=512, index="int32", page=256),
+    PackedAppendProblem(tokens=4096, h=12, layout="flat", interleaved=False),
+]
+SMALL: list[dict[str, Any]] = [
+    {"tokens": 2, "h": 2, "positions": 64, "page": 2, "layout": layout, "interleaved": layout != "v4"}
+    for layout in ("v32", "v4", "flat")
+]
+
+
+def plan_type(label: str) -> Any:
+    kernel = registry.KernelId.parse(label)
+    if (reason := registry.missing(kernel)) is not None:
+        pytest.skip(reason)
+    return registry.get_plan(kernel)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("label", COMPILED)
+def test_nothing_spills(label: str, problem: PackedAppendProblem) -> None:
+    made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
+    assert made.resources.spill_bytes == 0 and made.warnings == ()
+
+
+def test_cute_has_enough_in_flight_for_the_memory_s_rate() -> None:
+    """4.8 TB/s times some 1.1 us of latency, over 132 SMs, is 40 KB each."""
+    plan = plan_type("cute-dsl/packed_append")(PROBLEMS[0], None, H200)
+    resources = plan.plan_empty().compile(None, H200).resources
+    assert resources.ctas_per_sm * plan.tiling.warps * 32 * 2 * 16 * plan.tiling.heads >= 40_000
+
+
+def test_cute_writes_eight_codes_at_a_time(tmp_path: Path) -> None:
+    """Codes of each 256 columns by one store of 8 bytes, and rope by two of 16."""
+    made = plan_type("cute-dsl/packed_append")(PROBLEMS[0], None, H200).plan_empty().compile(tmp_path, H200, ("sass",))
+    stores = [
+        line.split("STG")[1].split()[0] for line in made.artefacts["sass"].read_text().splitlines() if "STG" in line
+    ]
+    assert sum(".64" in x for x in stores) == 2 and not any(".U8" in x for x in stores)
+
+
+def test_torch_is_right_on_a_cpu() -> None:
+    for fields in SMALL:
+        report = check(plan_type("torch/packed_append"), PackedAppendProblem(**fields), device="cpu", seeds=[5])
+        assert report.ok, report.reason
+        assert len(report.cases) == (15 if fields["layout"] == "v32" else 14)
+
+
+# The interpreter is chosen when a kernel is decorated, so a process has it or not.
+INTERPRETED = """
+import json, sys
+from mla_var3.check.judge import check
+from mla_var3.kernel import registry
+from mla_var3.workload.packed_append import PackedAppendProblem
+plan = registry.get_plan(registry.KernelId.parse("triton/packed_append"))
+for problem in json.loads(sys.argv[1]):
+    cases = ["own", "skipped", "tiny", "other"] + ["scales"] * (problem["layout"] == "v32")
+    report = check(plan, PackedAppendProblem(**problem), device="cpu", cases=cases, seeds=[5])
+    print(json.dumps(report.to_record()))
+"""
+
+
+@pytest.mark.slow
+def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
+    plan_type("triton/packed_append")
+    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, json.dumps(SMALL)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [len(report["cases"]) for report in reports] == [5, 4, 4]
+    for fields, report in zip(SMALL, reports, strict=True):
+        assert report["ok"], (fields["layout"], report["reason"])
+
+
+def test_refusals_say_why() -> None:
+    from mla_var3.kernel.cute_python.rope.packed_append.packed_append.packed_append import PackedAppendPlan
+
+    assert "multiple" in PackedAppendPlan.requires.accepts(PackedAppendProblem(rest=3)).reason
+    problem = PackedAppendProblem(tokens=2, h=8, positions=16)
+    inputs = list(make_inputs(problem))
+    out, codes, scales, plain = new_outputs(problem, inputs[0])
+    with pytest.raises(UserError, match="the cache starts at"):
+        PackedAppendPlan(problem, None, H200).plan_into(inputs, (out, codes[:, :, 1:], scales, plain))
+
+
+@pytest.mark.parametrize("label", COMPILED)
+def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
+    for problem in PROBLEMS:
+        configs = plan_type(label)(problem, None, H200).autotune_configs()
+        assert len(configs) >= 3 and all(t.validate(problem, H200) for t in configs)
+
+
+def test_the_dispatcher_picks_by_what_runs_here() -> None:
+    assert choose(PackedAppendProblem(), H200).kernel.label == "cute-dsl/packed_append"
+    assert choose(PackedAppendProblem(rest=3), H200).kernel.label == "triton/packed_append"
+    assert choose(PackedAppendProblem(), Device.get("a100")).kernel.label == "triton/packed_append"

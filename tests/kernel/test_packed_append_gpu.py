@@ -1,0 +1,118 @@
+"""packed_append on a GPU: right on the cases that break kernels, the bytes that `pack` makes, capturable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mla_var3.device import Device
+from mla_var3.kernel import registry
+from mla_var3.packed_cache import fields, new_cache, pack, unpack
+from mla_var3.workload.packed_append import PackedAppendProblem, views
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [k for k in registry.all_kernels() if k.design == "packed_append"]
+OURS = [k for k in KERNELS if k.language not in ("peer", "torch")]
+PROBLEMS = [
+    PackedAppendProblem(tokens=300, h=128),
+    PackedAppendProblem(tokens=300, h=16, powers=False, interleaved=False, page=1),
+    PackedAppendProblem(tokens=300, h=64, layout="v4", columns=512, index="int32", page=48),
+    PackedAppendProblem(tokens=300, h=20, layout="flat", interleaved=False),
+]
+
+
+def planned(kernel: registry.KernelId, problem: PackedAppendProblem) -> Any:
+    if (reason := registry.missing(kernel)) is not None:
+        pytest.skip(reason)
+    plan = registry.get_plan(kernel)(problem, None, Device.detect())
+    if not (verdict := plan.supported()):
+        pytest.skip(verdict.reason)
+    return plan
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
+def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: PackedAppendProblem) -> None:
+    from mla_var3.check.judge import check
+
+    report = check(planned(kernel, problem), device="cuda")
+    assert report.ok, report.reason
+    assert len(report.cases) == (16 if problem.layout == "v32" else 15)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_every_cute_tiling_is_right(problem: PackedAppendProblem) -> None:
+    from mla_var3.check.judge import check
+
+    plan = planned(registry.KernelId.parse("cute-dsl/packed_append"), problem)
+    for tiling in plan.autotune_configs():
+        report = check(plan.with_tiling(tiling), device="cuda", cases=["own", "one_token", "uneven", "skipped"])
+        assert report.ok, f"{tiling}: {report.reason}"
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("kernel", OURS, ids=lambda k: k.label)
+def test_a_replayed_call_packs_what_pack_does_and_leaves_the_rest(
+    kernel: registry.KernelId, problem: PackedAppendProblem
+) -> None:
+    """Byte for byte, v4's unread ones too; the rope columns are taken from the cache itself."""
+    import torch
+
+    plan = planned(kernel, problem)
+    inputs = plan.prepare_inputs("cuda", seed=1)
+    bound = plan.plan(*inputs)
+    bound()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bound()
+    for old, new in zip(inputs, plan.prepare_inputs("cuda", seed=2, dist="skipped"), strict=True):
+        old.copy_(new)
+    layout, codes = problem.cache, bound.output_tensors[1]
+    cache = codes.as_strided((*codes.shape[:2], layout.token_bytes), (codes.stride(0), layout.token_bytes, 1))
+    memory = cache.as_strided((codes.shape[0] * codes.stride(0),), (1,))
+    memory.fill_(0xA5)
+    graph.replay()
+    torch.cuda.synchronize()
+    slots = inputs[4].long()
+    at = (slots[slots >= 0] // problem.page, slots[slots >= 0] % problem.page)
+    scale = inputs[6] if problem.layout == "flat" else None
+    rope = unpack(layout, cache, scale)[at][:, problem.k :]
+    tokens = torch.cat([inputs[1][slots >= 0].double(), rope], dim=1).bfloat16()
+    if problem.layout == "flat":  # unpacked and packed again, its rope columns are what they were
+        tokens = torch.cat([inputs[1][slots >= 0].float(), rope.float()], dim=1)
+    wanted = torch.full_like(memory, 0xA5)
+    into = wanted.as_strided(cache.shape, cache.stride())
+    alone = pack(layout, tokens.unsqueeze(1), scale=scale, powers=problem.powers)
+    for to, given in zip(views(layout, into), views(layout, alone), strict=True):
+        to[at] = given[:, 0]
+    assert torch.equal(memory, wanted)
+
+
+def test_pages_beyond_2_31_bytes() -> None:
+    """The last page begins 2.1e9 bytes behind the first one; only what belongs to it is touched."""
+    import torch
+
+    problem = PackedAppendProblem(tokens=100)
+    plan = planned(registry.KernelId.parse("cute-dsl/packed_append"), problem)
+    inputs = list(plan.prepare_inputs("cuda", seed=1))
+    layout, apart = problem.cache, (1 << 30) + 64 * 656
+    try:
+        memory = torch.empty(2 * apart + 64 * 656, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        pytest.skip("2.1 GB of device memory are not free")
+    cache = memory.as_strided((3, 64, 656), (apart, 656, 1))
+    cache.fill_(0xA5)
+    inputs[4] = torch.randperm(3 * 64, device="cuda")[:100]
+    out = inputs[0].new_empty((100, problem.h, 576))
+    plan.plan_into(inputs, (out, *views(layout, cache)))()
+    torch.cuda.synchronize()
+    near = new_cache(layout, 3, 64, "cuda").fill_(0xA5)
+    plan.plan_into(inputs, (out, *views(layout, near)))()
+    torch.cuda.synchronize()
+    assert torch.equal(cache, near)
+    at = (inputs[4] // 64, inputs[4] % 64)
+    codes = fields(layout, near).codes
+    alone = pack(layout, torch.cat([inputs[1], inputs[2]], dim=1).unsqueeze(1))
+    assert codes is not None and torch.equal(codes[at], views(layout, alone)[0][:, 0])

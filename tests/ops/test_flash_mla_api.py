@@ -193,15 +193,17 @@ def test_metadata_is_for_one_mask() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
+    ["attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"],
 )
-def test_arguments_of_sparse_attention_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UserError, match=rf"^{name} was given: sparse attention"):
-        api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], **{name: torch.zeros(1)})
+def test_arguments_of_sparse_attention_are_refused_by_name_without_indices(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{name} was given without indices"):
+        api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], **{name: torch.zeros(1, 1)})
 
 
 def test_fp8_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"^is_fp8_kvcache was given: FP8 caches are not supported yet by mla_dec"):
+    with pytest.raises(
+        UserError, match=r"^is_fp8_kvcache was given without indices: FP8 caches are not supported yet by mla_dec"
+    ):
         api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], is_fp8_kvcache=True)
 
 

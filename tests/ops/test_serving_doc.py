@@ -27,7 +27,7 @@ def blocks(repo_root: Path, language: str) -> list[str]:
 def test_every_block_is_of_a_kind_that_is_tested(repo_root: Path) -> None:
     text = (repo_root / "docs" / "serving.md").read_text(encoding="utf-8")
     kinds = re.findall(r"^```(\w*)\n.*?^```", text, re.M | re.S)
-    assert set(kinds) == {"python", "bash", "console", "text"} and kinds.count("python") == 10
+    assert set(kinds) == {"python", "bash", "console", "text"} and kinds.count("python") == 11
 
 
 def test_the_shell_is_told_what_exists(repo_root: Path) -> None:
@@ -46,16 +46,18 @@ def test_the_shell_is_told_what_exists(repo_root: Path) -> None:
 
 
 def test_the_code_compiles_and_calls_what_exists(repo_root: Path) -> None:
-    from mla_var3 import ops
+    from mla_var3 import ops, packed_cache
     from mla_var3.ops import flash_mla
 
     functions: dict[str, Any] = {
         "mla_decode": ops.mla_decode,
+        "sparse_mla_decode": ops.sparse_mla_decode,
         "rmsnorm": ops.rmsnorm,
         "rope_append": ops.rope_append,
         "absorb_gemm": ops.absorb_gemm,
         "step": lambda q, pages, page_table, seq_lens: None,
         "compile_for": ops.compile_for,
+        "new_cache": packed_cache.new_cache,
         "DecodeSchedule": ops.DecodeSchedule,
         "flash_mla.flash_mla_with_kvcache": flash_mla.flash_mla_with_kvcache,
         "flash_mla.get_mla_metadata": flash_mla.get_mla_metadata,

@@ -1,11 +1,12 @@
-"""FlashMLA's dense decode under its own names: a program written for it runs after changing its import.
+"""FlashMLA's decode under its own names: a program written for it runs after changing its import.
 
     import mla_var3.ops.flash_mla as flash_mla
 
 `get_mla_metadata` and `flash_mla_with_kvcache` take the arguments and give the results of FlashMLA's Python interface
-as of its revision 9241ae3. Different are: sparse attention and FP8 caches are refused by the name of their argument;
-refusals are `UserError`, not assertions; caches and widths may be all that `mla_decode` takes; and metadata may be used
-again after `cache_seqlens` changed, which FlashMLA forbids.
+as of its revision 9241ae3: dense decode, and sparse decode over FP8 caches in the layouts of DeepSeek V3.2 and V4.
+Different are: refusals are `UserError`, not assertions, and name the argument; heads, caches and widths may be all that
+`mla_decode` and `sparse_mla_decode` take, a bf16 cache under indices too; and metadata may be used again after lengths
+changed, which FlashMLA forbids.
 
 Metadata: FlashMLA's first call with fresh metadata runs a small kernel that deals out the blocks of all requests, and
 later calls with the same metadata reuse its result; its own benchmark counts neither that kernel nor the one that
@@ -24,6 +25,8 @@ from mla_var3.errors import UserError
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.engine import engine
 from mla_var3.ops.request import NO_FP8, number
+from mla_var3.ops.sparse import sparse_mla_decode
+from mla_var3.packed_cache import VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -72,44 +75,61 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense decode attention: q (b, s, h, k + p), k_cache (pages, page, h_kv, k + p), block_table (b, width) int32,
-    cache_seqlens (b,) int32, head_dim_v = k: FlashMLA has 512 + 64 and 512 columns.
+    """Decode attention, dense or, with indices, sparse.
 
-    softmax_scale: factor on q·k, default (k + p)^-1/2. causal: aligned to the end of each request.
-    tile_scheduler_metadata: of `get_mla_metadata`, whose calls must have equal shapes, or a tensor, which with
-    num_splits is not looked at. The arguments from `is_fp8_kvcache` on belong to sparse and FP8 attention: any that is
-    given raises `UserError` with its name. Returns out (b, s, h, k) in q's dtype and the natural log-sum-exp (b, h, s)
-    in float32; a row without keys has out 0 and +inf.
+    Dense: q (b, s, h, k + p), k_cache (pages, page, h_kv, k + p), block_table (b, width) int32, cache_seqlens (b,)
+    int32, head_dim_v = k: FlashMLA has 512 + 64 and 512 columns. causal: aligned to the end of each request. The
+    arguments behind it must not be given.
+
+    Sparse: q (b, s, h, 576), k_cache (pages, page, 1, 656) of 8-bit elements, layout v32 of `mla_var3.packed_cache`; or
+    q (b, s, h, 512) and (pages, page, 1, 584), layout v4, whose pages lie a multiple of 576 bytes apart. Without
+    is_fp8_kvcache, which FlashMLA wants, k_cache is (pages, page, 1, 576) of bf16. indices (b, s, topk) int32,
+    attn_sink (h,) float32, topk_length (b,) int32, extra_k_cache, extra_indices_in_kvcache and extra_topk_length: as
+    of `sparse_mla_decode`. head_dim_v is 512; block_table and cache_seqlens are not looked at.
+
+    softmax_scale: factor on q·k, default (columns of q)^-1/2. tile_scheduler_metadata: of `get_mla_metadata`, whose
+    calls must have equal shapes, or a tensor, which with num_splits is not looked at. Returns out (b, s, h, k) in q's
+    dtype and the natural log-sum-exp (b, h, s) in float32, without the sink; a row without keys has out 0 and +inf.
     """
     meta = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
     if meta is None:
         _tensor("tile_scheduler_metadata", tile_scheduler_metadata, "what get_mla_metadata() returned first")
     if num_splits is not None:
         _tensor("num_splits", num_splits, "None")
-    if is_fp8_kvcache:
-        raise UserError(f"is_fp8_kvcache was given: {NO_FP8}, and leave it out.")
-    refused: dict[str, Any] = {
-        "indices": indices,
-        "attn_sink": attn_sink,
-        "extra_k_cache": extra_k_cache,
-        "extra_indices_in_kvcache": extra_indices_in_kvcache,
-        "topk_length": topk_length,
-        "extra_topk_length": extra_topk_length,
-    }
-    for name, value in refused.items():
-        if value is not None:
-            raise UserError(f"{name} was given: sparse attention is not supported here, only dense; leave it out.")
-    for name, given in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
-        if given is None:
-            raise UserError(f"{name} is None: dense attention needs it.")
-    assert block_table is not None and cache_seqlens is not None
-    found = _config(q, k_cache, causal)
+    found = _config(q, k_cache, causal, is_fp8_kvcache, indices, extra_k_cache, extra_indices_in_kvcache)
     if meta is not None and meta.have_initialized:
         _same_group(meta.config or found, found)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
-    both = mla_decode(
-        q, k_cache, block_table, cache_seqlens, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True
-    )
+    if indices is not None:
+        if causal:
+            raise UserError("causal was given with indices, which say themselves what is attended to: leave it out.")
+        if head_dim_v != VALUES:
+            raise UserError(f"head_dim_v is {head_dim_v}: sparse attention has {VALUES} columns of values.")
+        both = sparse_mla_decode(
+            q, k_cache, indices, layout=_layout(q, is_fp8_kvcache), scale=scale, topk_lens=topk_length,
+            sink=attn_sink, extra_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache,
+            extra_topk_lens=extra_topk_length, return_lse=True,
+        )  # fmt: skip
+    else:
+        if is_fp8_kvcache:
+            raise UserError(f"is_fp8_kvcache was given without indices: {NO_FP8}, and leave it out.")
+        refused: dict[str, Any] = {
+            "attn_sink": attn_sink,
+            "extra_k_cache": extra_k_cache,
+            "extra_indices_in_kvcache": extra_indices_in_kvcache,
+            "topk_length": topk_length,
+            "extra_topk_length": extra_topk_length,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise UserError(f"{name} was given without indices: it is of sparse attention; leave it out.")
+        for name, given in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+            if given is None:
+                raise UserError(f"{name} is None: dense attention needs it.")
+        assert block_table is not None and cache_seqlens is not None
+        both = mla_decode(
+            q, k_cache, block_table, cache_seqlens, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True
+        )
     assert isinstance(both, tuple)
     if meta is not None and not meta.have_initialized:
         _fill(meta, found, q)
@@ -124,7 +144,19 @@ def _tensor(name: str, value: Any, wanted: str) -> None:
         raise UserError(f"{name} is a {type(value).__name__}: pass {wanted}, or a tensor.")
 
 
-def _config(q: Any, k_cache: Any, causal: bool) -> tuple[tuple[str, Any], ...]:
+def _layout(q: torch.Tensor, is_fp8: bool) -> str:
+    """Of the cache that goes with q."""
+    if not is_fp8:
+        return "bf16"
+    named = {576: "v32", 512: "v4"}
+    if q.shape[-1] not in named:
+        raise UserError(f"q has {q.shape[-1]} columns: FP8 caches go with 576, of DeepSeek V3.2, or 512, of V4.")
+    return named[q.shape[-1]]
+
+
+def _config(
+    q: Any, k_cache: Any, causal: bool, is_fp8: bool, indices: Any, extra_cache: Any, extra_indices: Any
+) -> tuple[tuple[str, Any], ...]:
     """What the calls of a group have in common."""
     if q.dim() != 4 or k_cache.dim() not in (3, 4):
         raise UserError(
@@ -132,8 +164,13 @@ def _config(q: Any, k_cache: Any, causal: bool) -> tuple[tuple[str, Any], ...]:
             "(pages, page, h_kv, k + p), or three without h_kv."
         )
     h_kv = k_cache.shape[2] if k_cache.dim() == 4 else 1
-    names = ("b", "s_q", "h_q", "page_block_size", "h_k", "causal")
-    return tuple(zip(names, (*q.shape[:3], k_cache.shape[1], h_kv, bool(causal)), strict=True))
+    topk, extra_topk = (None if x is None else x.shape[-1] for x in (indices, extra_indices))
+    values = {
+        "b": q.shape[0], "s_q": q.shape[1], "h_q": q.shape[2], "page_block_size": k_cache.shape[1], "h_k": h_kv,
+        "causal": bool(causal), "is_fp8_kvcache": bool(is_fp8), "topk": topk,
+        "extra_page_block_size": None if extra_cache is None else extra_cache.shape[1], "extra_topk": extra_topk,
+    }  # fmt: skip
+    return tuple(values.items())
 
 
 def _same_group(config: tuple[tuple[str, Any], ...], found: tuple[tuple[str, Any], ...]) -> None:
@@ -157,8 +194,10 @@ def _fill(meta: FlashMLASchedMeta, config: tuple[tuple[str, Any], ...], q: torch
     import torch
 
     meta.have_initialized, meta.config = True, config
-    b, s, h, _, h_kv, _ = (value for _, value in config)
-    parts = max(1, multiprocessors(q.device) // h_kv // -(-s * h // (h_kv * ROWS)))
+    values = dict(config)
+    b, s, h, h_kv = (values[name] for name in ("b", "s_q", "h_q", "h_k"))
+    tiles = s * -(-h // ROWS) if values["topk"] is not None else -(-s * h // (h_kv * ROWS))
+    parts = max(1, multiprocessors(q.device) // h_kv // tiles)
     if meta.tile_scheduler_metadata is None:
         meta.tile_scheduler_metadata = torch.empty((parts, FIELDS), dtype=torch.int32, device=q.device)
     if meta.num_splits is None:

@@ -224,6 +224,10 @@ def absorb_gemm(
 
 
 # ---------------------------------------------------------------- in common
+#: What functions call their first tensor, where it is not x.
+_FIRST = {"rope_append": "q", "sparse_mla_decode": "q", "merge_partials": "partials"}
+
+
 def serve(
     function: str,
     problem: Problem,
@@ -235,7 +239,7 @@ def serve(
     """Computes a problem, unless it has no token."""
     served = engine() if on is None else on
     if on is None:
-        on_gpu(inputs[0], {"rope_append": "q", "merge_partials": "partials"}.get(function, "x"), function)
+        on_gpu(inputs[0], _FIRST.get(function, "x"), function)
     if len(inputs[0]):
         served.run(_way(problem, served.hardware(inputs[0].device), kernel), problem, inputs, outputs)
 

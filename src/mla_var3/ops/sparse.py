@@ -1,0 +1,196 @@
+"""`sparse_mla_decode`: decode attention to the cached tokens that indices name, over packed or bf16 caches."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.ops.layer import serve
+from mla_var3.ops.library import as_op, traced
+from mla_var3.ops.request import compact, judge, number, result
+from mla_var3.packed_cache import VALUES, fields, layout_of
+from mla_var3.workload.sparse_decode import SparseProblem, input_names
+
+if TYPE_CHECKING:
+    import torch
+
+    from mla_var3.ops.engine import Engine
+    from mla_var3.packed_cache import Layout
+
+_PAGE_ALIGNMENT = 16  # bytes: what kernels assume of a cache and of the step between its pages
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    layout: str = "v32",
+    scale: float | None = None,
+    cache_scale: torch.Tensor | None = None,
+    topk_lens: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    extra_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_lens: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query token to the cached tokens that its indices name, in latent space.
+
+    q (b, s, h, columns) bf16, with 576 columns, and 512 in layout v4. kv_cache (pages, tokens of a page, bytes of a
+    token) of 8-bit elements, in a layout of `mla_var3.packed_cache`: "v32", "v4" or "flat"; or (pages, tokens of a
+    page, 576) of bf16, layout "bf16". A dimension of size 1 in front of the last one is taken too. Pages may lie
+    further apart than they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of layout flat.
+
+    indices (b, s, topk) int32: page · tokens of a page + row, in the whole cache. One that is negative, or outside the
+    cache, names no token. topk_lens (b,) int32: only so many of a request's indices, from the left, are looked at. sink
+    (h,) float32: a logit more in each head's softmax, without a value; lse is without it. extra_cache, extra_indices,
+    extra_topk_lens: another cache of the same layout, with pages of any size, that is attended to as well. int64
+    indices and lengths cost a copy each.
+
+    scale: factor on q·k; default 192^-1/2, that of decompressed heads with 128 + 64 columns, and 512^-1/2 in layout v4.
+    out, lse: where to write, (b, s, h, 512) bf16 and (b, h, s) float32. return_lse: also returns the natural
+    log-sum-exp of scale · q·k, with which results over parts of the indices can be merged. A query token without
+    tokens has out 0 and lse +inf. kernel, on: as of `mla_decode`.
+
+    Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
+    Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the
+    operator `torch.ops.mla_var3.sparse_mla_decode`, or `sparse_mla_decode_into` where out or lse is given.
+    """
+    import torch
+
+    if on is None and traced(q):
+        both = _as_op(
+            q, kv_cache, indices, out, lse, layout=layout, scale=scale, cache_scale=cache_scale, topk_lens=topk_lens,
+            sink=sink, extra_cache=extra_cache, extra_indices=extra_indices, extra_topk_lens=extra_topk_lens,
+            version=kernel,
+        )  # fmt: skip
+        return both if return_lse else both[0]
+    made = layout_of(layout)
+    judge("q", q, (None, None, None, made.columns), torch.bfloat16, q)
+    b, s, h, _ = q.shape
+    if (cache_scale is None) == (layout == "flat"):
+        raise UserError(f"layout {layout} {'needs' if layout == 'flat' else 'has no'} cache_scale, which is of flat.")
+    if (extra_cache is None) != (extra_indices is None):
+        given, missing = ("extra_cache", "extra_indices") if extra_indices is None else ("extra_indices", "extra_cache")
+        raise UserError(f"{given} was given without {missing}: give both, or neither.")
+    if extra_topk_lens is not None and extra_indices is None:
+        raise UserError("extra_topk_lens was given without extra_cache: leave it out.")
+    if extra_cache is not None and layout == "flat":
+        raise UserError("extra_cache is for caches that hold their scales: layout flat has one beside its cache.")
+    inputs: dict[str, torch.Tensor] = {"q": compact(q.detach())}
+    sizes: list[int] = []
+    for prefix, cache, chosen, lens in (
+        ("", kv_cache, indices, topk_lens), ("extra_", extra_cache, extra_indices, extra_topk_lens)
+    ):  # fmt: skip
+        if cache is None or chosen is None:
+            sizes += [0, 0, 0]
+            continue
+        name = f"{prefix}cache" if prefix else "kv_cache"
+        pages = inputs[f"{prefix}cache"] = _pages(name, cache, made, q)
+        inputs[f"{prefix}indices"] = _integers(f"{prefix}indices", chosen, (b, s, None), q)
+        if chosen.shape[2] < 1:
+            raise UserError(f"{prefix}indices is {tuple(chosen.shape)}: give at least one index, -1 where none is.")
+        if lens is not None:
+            inputs[f"{prefix}lengths"] = _integers(f"{prefix}topk_lens", lens, (b,), q)
+        sizes += [max(1, len(pages) * pages.shape[1] // max(b, 1)), chosen.shape[2], pages.shape[1]]
+    if cache_scale is not None:
+        inputs["scale"] = compact(judge("cache_scale", cache_scale, (1,), torch.float32, q))
+    if sink is not None:
+        inputs["sink"] = compact(judge("sink", sink, (h,), torch.float32, q))
+    if scale is None:
+        scale = VALUES**-0.5 if layout == "v4" else 192.0**-0.5
+    problem = _problem(
+        max(b, 1), s, h, *sizes, layout, topk_lens is not None, sink is not None, extra_topk_lens is not None,
+        number("scale", scale),
+    )  # fmt: skip
+    target = result("out", out, (b, s, h, VALUES), q.dtype, q.device)
+    sums = result("lse", lse, (b, h, s), torch.float32, q.device)
+    serve("sparse_mla_decode", problem, [inputs[name] for name in input_names(problem)], (target, sums), kernel, on)
+    return (target, sums) if return_lse else target
+
+
+def _as_op(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call with these arguments, through its operator."""
+    import torch
+
+    if out is None and lse is None:
+        made: tuple[torch.Tensor, torch.Tensor] = as_op("sparse_mla_decode", q, kv_cache, indices, **options)
+        return made
+    b, s, h, _ = q.shape
+    out = q.new_empty((b, s, h, VALUES)) if out is None else out
+    lse = q.new_empty((b, h, s), dtype=torch.float32) if lse is None else lse
+    as_op("sparse_mla_decode_into", q, kv_cache, indices, out=out, lse=lse, **options)
+    return out, lse
+
+
+def _pages(name: str, cache: torch.Tensor, layout: Layout, q: torch.Tensor) -> torch.Tensor:
+    """A cache as kernels take it: (pages, page, bytes of a token) of uint8, or (pages, page, 576) of bf16."""
+    import torch
+
+    if not isinstance(cache, torch.Tensor):
+        raise UserError(f"{name} is a {type(cache).__name__}: pass a torch tensor.")
+    cache = cache.detach()
+    if cache.dim() == 4 and cache.shape[2] == 1:
+        cache = cache.squeeze(2)
+    if cache.element_size() == 1:
+        cache = cache.view(torch.uint8)
+    judge(name, cache, (None, None, None), None, q)
+    row = cache.shape[2]
+    if cache.shape[1] == 1:  # strides of dimensions of size 1 say nothing
+        cache = cache.as_strided(cache.shape, (cache.stride(0), row, cache.stride(2)))
+    try:
+        fields(layout, cache)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    step = cache.stride(0) * cache.element_size()
+    if len(cache) > 1 and (step < cache[0].numel() * cache.element_size() or step % _PAGE_ALIGNMENT):
+        raise UserError(f"{name} has pages {step} bytes apart: that must be a multiple of {_PAGE_ALIGNMENT}.")
+    if cache.is_cuda and cache.data_ptr() % _PAGE_ALIGNMENT:
+        raise UserError(f"{name} starts at an address that is not a multiple of {_PAGE_ALIGNMENT} bytes: align it.")
+    return cache
+
+
+def _integers(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], q: torch.Tensor) -> torch.Tensor:
+    """int32 or int64 as a kernel reads it."""
+    import torch
+
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
+        return compact(judge(name, tensor, shape, torch.int64, q))
+    return compact(judge(name, tensor, shape, torch.int32, q))
+
+
+# One object for equal problems: making and judging one takes longer than all else that a call does on the host.
+@functools.lru_cache(maxsize=4096)
+def _problem(
+    b: int,
+    s: int,
+    h: int,
+    t: int,
+    topk: int,
+    page: int,
+    extra_t: int,
+    extra: int,
+    extra_page: int,
+    layout: str,
+    lengths: bool,
+    sink: bool,
+    extra_lengths: bool,
+    scale: float,
+) -> SparseProblem:
+    return SparseProblem(
+        b=b, s=s, h=h, t=t, topk=topk, layout=layout, page=page, lengths=lengths, sink=sink, extra=extra,
+        extra_t=extra_t, extra_page=extra_page, extra_lengths=extra_lengths, softmax_scale=scale,
+    )  # fmt: skip

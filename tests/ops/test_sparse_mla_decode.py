@@ -1,0 +1,229 @@
+"""Sparse decode as a function, as an operator and under FlashMLA's name, without a GPU: the torch version computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ops_fakes import CpuEngine  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.ops import flash_mla as api  # noqa: E402
+from mla_var3.ops import layer, library, sparse_mla_decode  # noqa: E402
+from mla_var3.workload.sparse_decode import SparseProblem, input_names, make_inputs, reference  # noqa: E402
+
+SPARSE = "torch/sparse_mla"
+OP = torch.ops.mla_var3.sparse_mla_decode
+V4: dict[str, Any] = {"layout": "v4", "extra": 24, "extra_t": 60, "extra_page": 2, "sink": True}
+PROBLEMS = {
+    name: SparseProblem(**{"b": 3, "s": 2, "h": 5, "t": 96, "topk": 40, "page": 16, "softmax_scale": 0.3, **fields})
+    for name, fields in {
+        "v32": {"page": 1},
+        "v32_lengths": {"lengths": True, "sink": True},
+        "v4": {**V4, "lengths": True, "extra_lengths": True},
+        "v4_alone": {"layout": "v4"},
+        "flat": {"layout": "flat", "sink": True},
+        "bf16": {"layout": "bf16", "lengths": True, "extra": 8, "extra_page": 3},
+    }.items()
+}
+#: Arguments by names of the workload's inputs.
+NAMES = {
+    "cache": "kv_cache", "lengths": "topk_lens", "scale": "cache_scale", "extra_lengths": "extra_topk_lens",
+}  # fmt: skip
+FLASH_MLA = {
+    "cache": "k_cache", "lengths": "topk_length", "sink": "attn_sink", "extra_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache", "extra_lengths": "extra_topk_length",
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
+    """Functions and operators compute on the CPU."""
+    engine = CpuEngine()
+    for module in (library, layer, api):
+        monkeypatch.setattr(module, "engine", lambda: engine)
+    for module in (library, layer):
+        monkeypatch.setattr(module, "on_gpu", lambda *_: None)
+    monkeypatch.setattr(api, "sparse_mla_decode", functools.partial(sparse_mla_decode, kernel=SPARSE))
+    return engine
+
+
+def call_of(problem: SparseProblem, names: dict[str, str] = NAMES, **options: Any) -> dict[str, Any]:
+    """The inputs of a problem by the names of arguments."""
+    inputs = zip(
+        input_names(problem), make_inputs(problem, "cpu", **{"seed": 1, "dist": "holes", **options}), strict=True
+    )
+    return {names.get(name, name): x for name, x in inputs}
+
+
+def wanted_of(problem: SparseProblem) -> tuple[Any, Any]:
+    out, lse = reference(problem, *make_inputs(problem, "cpu", seed=1, dist="holes"))
+    return out.bfloat16(), lse.float()
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# ---------------------------------------------------------------- against the oracle
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_function_and_operator_give_the_oracle_s_results(on_cpu: CpuEngine, name: str) -> None:
+    problem = PROBLEMS[name]
+    given = call_of(problem)
+    options: dict[str, Any] = {"layout": problem.layout, "scale": 0.3}
+    wanted = wanted_of(problem)
+    both = sparse_mla_decode(**given, **options, return_lse=True, kernel=SPARSE)
+    assert same(both, wanted)
+    out, lse = (torch.zeros_like(x) for x in wanted)
+    assert sparse_mla_decode(**given, **options, out=out, lse=lse, kernel=SPARSE) is out
+    assert same((out, lse), wanted)
+    first = [given.pop(name) for name in ("q", "kv_cache", "indices")]
+    assert same(OP(*first, **given, **options, version=SPARSE), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "flat"])
+def test_flash_mla_s_call_gives_the_same(on_cpu: CpuEngine, name: str) -> None:
+    """As its own test calls it: caches of four dimensions, FP8 types, no page table, lengths that change."""
+    problem = PROBLEMS[name]
+    meta, splits = api.get_mla_metadata()
+    for _ in range(2):
+        given = call_of(problem, FLASH_MLA)
+        for cache in ("k_cache", "extra_k_cache"):
+            if cache in given:
+                x = given[cache].unsqueeze(2)
+                given[cache] = x if problem.layout == "bf16" else x.view(torch.float8_e4m3fn)
+        given |= {"block_table": None, "cache_seqlens": None, "head_dim_v": 512, "tile_scheduler_metadata": meta}
+        given |= {"num_splits": splits, "softmax_scale": 0.3, "is_fp8_kvcache": problem.layout != "bf16"}
+        assert same(api.flash_mla_with_kvcache(**given), wanted_of(problem))
+    assert meta.have_initialized and meta.config is not None and dict(meta.config)["topk"] == 40
+    assert on_cpu.planned == 1
+
+
+@pytest.mark.parametrize(("s", "h", "parts"), [(1, 64, 132), (2, 128, 33), (3, 16, 44), (200, 64, 1)])
+def test_metadata_has_flash_mla_s_shapes(on_cpu: CpuEngine, s: int, h: int, parts: int) -> None:
+    """num_sms / s / (h / 64) of 132 multiprocessors, at least 1, with heads padded to 64."""
+    problem = SparseProblem(b=1, s=s, h=h, t=8, topk=2)
+    given = call_of(problem, FLASH_MLA)
+    meta, _ = api.get_mla_metadata()
+    q, cache, indices = given["q"], given["k_cache"].unsqueeze(2), given["indices"]
+    api.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, is_fp8_kvcache=True)
+    assert meta.tile_scheduler_metadata is not None and meta.tile_scheduler_metadata.shape == (parts, 8)
+    with pytest.raises(UserError, match="topk is 1 and was 2 in the first call"):
+        api.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices[..., :1], is_fp8_kvcache=True)
+
+
+def test_scales_that_nobody_gives() -> None:
+    """192^-1/2 of decompressed heads, or 512^-1/2 in v4; FlashMLA's names have that of q's columns."""
+    for layout, scale in (("v32", 192**-0.5), ("v4", 512**-0.5), ("bf16", 192**-0.5)):
+        problem = SparseProblem(b=1, h=2, t=64, topk=8, layout=layout, softmax_scale=scale)
+        found = sparse_mla_decode(**call_of(problem), layout=layout, return_lse=True, kernel=SPARSE, on=CpuEngine())
+        assert same(found, wanted_of(problem))
+
+
+def test_indices_that_lie_apart_and_of_64_bits_are_copied() -> None:
+    problem = PROBLEMS["v32_lengths"]
+    given = call_of(problem)
+    given["indices"] = given["indices"].long().repeat_interleave(2, dim=2)[..., ::2]
+    given["topk_lens"] = given["topk_lens"].long()
+    found = sparse_mla_decode(**given, scale=0.3, return_lse=True, kernel=SPARSE, on=CpuEngine())
+    assert same(found, wanted_of(problem))
+
+
+def test_no_request_is_no_call() -> None:
+    engine = CpuEngine()
+    q, cache = torch.empty(0, 1, 4, 576).bfloat16(), torch.empty(1, 64, 656, dtype=torch.uint8)
+    out, lse = sparse_mla_decode(q, cache, torch.empty(0, 1, 8, dtype=torch.int32), return_lse=True, on=engine)
+    assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1) and engine.planned == 0
+
+
+# ---------------------------------------------------------------- operators
+@pytest.mark.parametrize("name", ["v32", "v4", "flat"])
+def test_torchs_own_check_passes(on_cpu: CpuEngine, name: str) -> None:
+    given = call_of(PROBLEMS[name], poison=False)
+    first = tuple(given.pop(name) for name in ("q", "kv_cache", "indices"))
+    named = {**given, "layout": PROBLEMS[name].layout, "scale": 0.3, "version": SPARSE}
+    torch.library.opcheck(OP.default, first, named)
+    out, lse = (torch.zeros_like(x) for x in OP(*first, **named))
+    into = torch.ops.mla_var3.sparse_mla_decode_into
+    torch.library.opcheck(into.default, first, {**named, "out": out, "lse": lse})
+
+
+def test_fake_tensors_and_a_trace(on_cpu: CpuEngine) -> None:
+    with FakeTensorMode():
+        q = torch.empty(3, 2, 16, 512, dtype=torch.bfloat16, device="cuda")
+        cache = torch.empty(9, 64, 584, dtype=torch.uint8, device="cuda")
+        indices = torch.empty(3, 2, 128, dtype=torch.int32, device="cuda")
+        out, lse = sparse_mla_decode(q, cache, indices, layout="v4", return_lse=True)
+    assert tuple(out.shape) == (3, 2, 16, 512) and tuple(lse.shape) == (3, 16, 2) and lse.dtype == torch.float32
+    problem = PROBLEMS["v32"]
+    given = call_of(problem)
+
+    def step(**tensors: Any) -> Any:
+        out, lse = sparse_mla_decode(**tensors, scale=0.3, return_lse=True, kernel=SPARSE)
+        return out + 1, lse.exp()
+
+    out, lse = wanted_of(problem)
+    assert same(torch.compile(step, backend="eager", fullgraph=True)(**given), (out + 1, lse.exp()))
+
+
+# ---------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layout": "v33"}, "cache layout 'v33' is unknown"),
+        ({"layout": "v4"}, r"q is \(3, 2, 5, 576\) .* pass \(any, any, any, 512\)"),
+        ({"q": torch.zeros(3, 2, 5, 576)}, "pass .* torch.bfloat16"),
+        ({"kv_cache": torch.zeros(2, 4, 584, dtype=torch.uint8)}, r"^kv_cache: a cache of layout v32 is \(pages, page"),
+        ({"kv_cache": torch.zeros(4, 16, 657, dtype=torch.uint8)[..., :656]}, "rows of a page must lie beside"),
+        (
+            {"kv_cache": torch.zeros(9000, dtype=torch.uint8).as_strided((2, 4, 656), (2632, 656, 1))},
+            "2632 bytes apart",
+        ),
+        ({"indices": torch.zeros(3, 1, 40, dtype=torch.int32)}, r"indices is \(3, 1, 40\) .* pass \(3, 2, any\)"),
+        ({"indices": torch.zeros(3, 2, 0, dtype=torch.int32)}, "give at least one index"),
+        ({"indices": torch.zeros(3, 2, 8)}, "indices is .* torch.int32"),
+        ({"topk_lens": torch.zeros(2, dtype=torch.int32)}, "topk_lens is"),
+        ({"sink": torch.zeros(4)}, "sink is"),
+        ({"cache_scale": torch.ones(1)}, "layout v32 has no cache_scale"),
+        ({"extra_cache": torch.zeros(1, 4, 656, dtype=torch.uint8)}, "extra_cache was given without extra_indices"),
+        ({"extra_topk_lens": torch.zeros(3, dtype=torch.int32)}, "extra_topk_lens was given without extra_cache"),
+        ({"scale": torch.ones(1)}, "scale is of type Tensor"),
+        ({"kernel": "triton/flash_mla"}, "the kernel computes decode"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], sentence: str) -> None:
+    given = {**call_of(PROBLEMS["v32"]), "on": CpuEngine(), **changes}
+    with pytest.raises(UserError, match=sentence):
+        sparse_mla_decode(**given)
+
+
+def test_a_cpu_is_refused() -> None:
+    given = call_of(PROBLEMS["v32"])
+    with pytest.raises(UserError, match=r"^q is on cpu: sparse_mla_decode runs on an NVIDIA GPU"):
+        sparse_mla_decode(**given)
+    with pytest.raises(UserError, match=r"^q is on cpu: sparse_mla_decode runs on an NVIDIA GPU"):
+        OP(given["q"], given["kv_cache"], given["indices"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"causal": True}, "causal was given with indices"),
+        ({"head_dim_v": 256}, "head_dim_v is 256: sparse attention has 512"),
+        ({"q": torch.zeros(3, 2, 5, 640).bfloat16()}, "q has 640 columns: FP8 caches go with 576"),
+        ({"is_fp8_kvcache": False}, "a cache of layout bf16"),
+        ({"extra_topk_length": torch.zeros(3, dtype=torch.int32)}, "extra_topk_lens was given without"),
+    ],
+)
+def test_flash_mla_s_arguments_that_do_not_fit(changes: dict[str, Any], sentence: str) -> None:
+    given = call_of(PROBLEMS["v32"], FLASH_MLA)
+    meta, _ = api.get_mla_metadata()
+    given |= {"block_table": None, "cache_seqlens": None, "head_dim_v": 512, "tile_scheduler_metadata": meta}
+    with pytest.raises(UserError, match=sentence):
+        api.flash_mla_with_kvcache(**{**given, "is_fp8_kvcache": True, **changes})
+    assert not meta.have_initialized

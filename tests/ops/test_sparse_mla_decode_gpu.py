@@ -1,0 +1,157 @@
+"""What FlashMLA's own sparse decode test asks, asked of the same functions here: both layouts, heads 64 and 128 and
+fewer, any page size, extra caches, lengths, sinks of both infinities, requests without tokens, NaN in unused tokens,
+caches whose pages lie apart, graphs. And what programs do around it: append to such a cache, and trace the call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ops_gpu import same_bits  # noqa: E402
+
+from mla_var3.check.judge import compare  # noqa: E402
+from mla_var3.ops import flash_mla, rope_append, sparse_mla_decode  # noqa: E402
+from mla_var3.packed_cache import LAYOUTS, new_cache  # noqa: E402
+from mla_var3.workload.rope import rope_table  # noqa: E402
+from mla_var3.workload.sparse_decode import (  # noqa: E402
+    WORKLOAD,
+    SparseProblem,
+    bounds,
+    input_names,
+    make_inputs,
+    reference,
+)
+
+pytestmark = pytest.mark.gpu
+
+#: Cached tokens, indices and tokens of a page, as FlashMLA's test has them.
+SIZES = [(512, 64, 2), (512, 64, 64), (512, 64, 69), (1024, 576, 2), (1024, 576, 61), (2046, 2048, 2), (2046, 2048, 64),
+         (2046, 2048, 576)]  # fmt: skip
+FLASH_MLA = {
+    "cache": "k_cache", "lengths": "topk_length", "sink": "attn_sink", "extra_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache", "extra_lengths": "extra_topk_length",
+}  # fmt: skip
+
+
+def v32() -> list[SparseProblem]:
+    """Two kernels for each page size."""
+    return [
+        SparseProblem(b=b, s=s, h=h, t=t, topk=topk, page=page, sink=True)
+        for (t, topk, page), b, (s, h) in itertools.product(SIZES, (4, 74), ((1, 128), (3, 64)))
+    ] + [SparseProblem(b=321, s=3, h=16, t=512, topk=64, page=69, sink=True)]
+
+
+def v4() -> list[SparseProblem]:
+    """A part of FlashMLA's product, drawn once: with and without an extra cache, and lengths of both."""
+    rng = random.Random(31)
+    made = []
+    for number, (t, topk, page) in enumerate(SIZES):
+        extra_t, extra, extra_page = rng.choice(SIZES)
+        fields: dict[str, Any] = {"s": rng.choice((1, 3)), "h": rng.choice((8, 64, 128)), "lengths": number % 3 > 0}
+        if number % 2:
+            fields |= {"extra": extra, "extra_t": extra_t, "extra_page": extra_page, "extra_lengths": number % 4 == 3}
+        made += [SparseProblem(b=b, layout="v4", t=t, topk=topk, page=page, sink=True, **fields) for b in (4, 74, 321)]
+    return made
+
+
+def attend(problem: SparseProblem, inputs: tuple[Any, ...], meta: Any = None) -> tuple[Any, Any]:
+    """Through FlashMLA's names, with caches as its test has them."""
+    given = {FLASH_MLA.get(name, name): x for name, x in zip(input_names(problem), inputs, strict=True)}
+    for cache in ("k_cache", "extra_k_cache"):
+        if cache in given:
+            given[cache] = given[cache].unsqueeze(2).view(torch.float8_e4m3fn)
+    meta = flash_mla.get_mla_metadata()[0] if meta is None else meta
+    return flash_mla.flash_mla_with_kvcache(
+        **given, block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=meta, is_fp8_kvcache=True
+    )
+
+
+def right(problem: SparseProblem, found: tuple[Any, Any], inputs: tuple[Any, ...], dist: str) -> None:
+    verdict = compare(WORKLOAD, found, reference(problem, *inputs), bounds(dist))
+    assert verdict.ok, f"{problem.label}{problem.detail} {dist}: {verdict.reason}"
+
+
+@pytest.mark.parametrize("page", sorted({page for _, _, page in SIZES}))
+@pytest.mark.parametrize("layout", ["v32", "v4"])
+def test_as_flash_mla_asks(layout: str, page: int) -> None:
+    problems = [p for p in (v32() if layout == "v32" else v4()) if p.page == page]
+    assert problems
+    for seed, problem in enumerate(problems):
+        inputs = make_inputs(problem, "cuda", seed=seed)
+        right(problem, attend(problem, inputs), inputs, "flashmla")
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("dist", ["none", "empty", "holes"])
+@pytest.mark.parametrize("layout", ["v32", "v4"])
+def test_as_flash_mla_asks_in_its_corners(layout: str, dist: str, sink: bool) -> None:
+    """No valid index, requests without tokens."""
+    for seed, (b, (t, topk, page)) in enumerate(itertools.product((4, 74), ((512, 64, 61), (650, 576, 53)))):
+        extra: dict[str, Any] = {"extra": 64, "extra_t": 512, "extra_page": 61} if layout == "v4" else {}
+        problem = SparseProblem(b=b, s=3, h=64, t=t, topk=topk, page=page, layout=layout, sink=sink, **extra)
+        inputs = make_inputs(problem, "cuda", seed=seed, dist=dist)
+        out, lse = attend(problem, inputs)
+        right(problem, (out, lse), inputs, dist)
+        if dist == "none":
+            assert not out.any() and bool(torch.isposinf(lse).all())
+
+
+def test_a_captured_call_follows_indices_lengths_and_cache() -> None:
+    problem = SparseProblem(
+        b=9, s=2, h=64, t=2000, topk=128, page=64, layout="v4", lengths=True, sink=True, extra=512, extra_page=2
+    )
+    inputs = make_inputs(problem, "cuda", seed=1)
+    meta, _ = flash_mla.get_mla_metadata()
+    attend(problem, inputs, meta)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(problem, inputs, meta)
+    for seed in (2, 3):
+        for old, new in zip(inputs, make_inputs(problem, "cuda", seed=seed, dist="holes"), strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        right(problem, captured, inputs, "holes")
+        assert all(same_bits(a, b) for a, b in zip(captured, attend(problem, inputs, meta), strict=True))
+
+
+def test_pages_that_lie_apart_and_a_traced_call() -> None:
+    """V3.2's cache as FlashMLA's test makes it: a token more between pages; the operator gives the same bits."""
+    problem = SparseProblem(b=4, s=2, h=64, t=1024, topk=576, page=61, softmax_scale=192**-0.5)
+    inputs = list(make_inputs(problem, "cuda", seed=1))
+    wide = torch.full((len(inputs[1]), 62, 656), 255, dtype=torch.uint8, device="cuda")
+    wide[:, :61] = inputs[1]
+    inputs[1] = wide[:, :61]
+    both = sparse_mla_decode(*inputs, return_lse=True)
+    right(problem, both, tuple(inputs), "flashmla")
+    step = torch.compile(lambda *x: sparse_mla_decode(*x, return_lse=True), backend="eager", fullgraph=True)
+    assert all(same_bits(a, b) for a, b in zip(step(*inputs), both, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["v32", "v4", "flat"])
+def test_what_was_appended_is_attended_to(layout: str) -> None:
+    """A step of a server: new tokens go into the cache by rope_append, and the newest ones are read back."""
+    n, h, page = 96, 64, 16
+    made = LAYOUTS[layout]
+    k = made.columns - 64
+    cache = new_cache(made, 8, page, "cuda")
+    cache.as_strided((8 * cache.stride(0),), (1,)).fill_(255)
+    q = torch.randn(n, h, 192, device="cuda").bfloat16()
+    latent, rope = (torch.randn(n, width, device="cuda").div(10).bfloat16() for width in (k, 64))
+    queries = torch.randn(n, h, made.columns, device="cuda").clamp(-1, 1).bfloat16()
+    slots = torch.randperm(8 * page, device="cuda")[:n]
+    scale = torch.full((1,), 1.0 / 448.0, device="cuda") if layout == "flat" else None
+    positions = torch.arange(n, device="cuda")
+    table = rope_table(128, device="cuda")
+    rope_append(q, latent, rope, positions, slots, table, queries, cache, layout=layout, cache_scale=scale)
+    indices = slots[torch.arange(n, device="cuda")[:, None] // 8 * 8 + torch.arange(8, device="cuda")].int()
+    problem = SparseProblem(b=n, h=h, t=8, topk=8, page=page, layout=layout, softmax_scale=0.04)
+    inputs = (queries[:, None], cache, indices[:, None], *([] if scale is None else [scale]))
+    found = sparse_mla_decode(*inputs[:3], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
+    right(problem, found, inputs, "flashmla")

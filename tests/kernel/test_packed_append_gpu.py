@@ -22,6 +22,8 @@ PROBLEMS = [
     PackedAppendProblem(tokens=300, h=20, layout="flat", interleaved=False),
 ]
 
+FAR = PackedAppendProblem(tokens=100)
+
 
 def planned(kernel: registry.KernelId, problem: PackedAppendProblem) -> Any:
     if (reason := registry.missing(kernel)) is not None:
@@ -94,7 +96,7 @@ def test_pages_beyond_2_31_bytes() -> None:
     """The last page begins 2.1e9 bytes behind the first one; only what belongs to it is touched."""
     import torch
 
-    problem = PackedAppendProblem(tokens=100)
+    problem = FAR
     plan = planned(registry.KernelId.parse("cute-dsl/packed_append"), problem)
     inputs = list(plan.prepare_inputs("cuda", seed=1))
     layout, apart = problem.cache, (1 << 30) + 64 * 656

@@ -30,6 +30,7 @@ from mla_var3.lab import bundle
 from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.layer import LayerProblem
+from mla_var3.workload.packed_append import WORKLOAD
 
 DEVICE = Device.get("h200")
 #: (version, knobs over its default tiling, problem)
@@ -191,6 +192,25 @@ def attention_part() -> Iterator[Wanted]:
         yield choice.kernel, choice.knobs, problem
 
 
+def append_part() -> Iterator[Wanted]:
+    """What tests/kernel/test_packed_append_gpu.py plans, in all tilings, and test_sparse_mla_decode_gpu.py calls."""
+    import test_sparse_mla_decode_gpu as steps
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernel"))
+    import test_packed_append_gpu as tests
+
+    kernel = KernelId.parse("cute-dsl/packed_append")
+    plan_type = registry.get_plan(kernel)
+    for problem in [*tests.PROBLEMS, tests.FAR]:
+        for case in WORKLOAD.case_problems(problem):
+            yield kernel, {}, case
+        plan = plan_type(problem, None, DEVICE)
+        yield from ((kernel, tiling.to_record(), problem) for tiling in plan.autotune_configs())
+    for problem in steps.APPENDED:
+        choice = choose(problem, DEVICE)
+        yield choice.kernel, choice.knobs, problem
+
+
 def jax_part() -> Iterator[Wanted]:
     import ops_gpu
 
@@ -214,6 +234,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "layer": layer_part,
     "mla_layer": mla_layer_part,
     "attention": attention_part,
+    "append": append_part,
     "jax": jax_part,
     "cpp": cpp_part,
 }

@@ -18,6 +18,7 @@ from ops_gpu import same_bits  # noqa: E402
 from mla_var3.check.judge import compare  # noqa: E402
 from mla_var3.ops import flash_mla, rope_append, sparse_mla_decode  # noqa: E402
 from mla_var3.packed_cache import LAYOUTS, new_cache  # noqa: E402
+from mla_var3.workload.packed_append import PackedAppendProblem  # noqa: E402
 from mla_var3.workload.rope import rope_table  # noqa: E402
 from mla_var3.workload.sparse_decode import (  # noqa: E402
     WORKLOAD,
@@ -33,6 +34,10 @@ pytestmark = pytest.mark.gpu
 #: Cached tokens, indices and tokens of a page, as FlashMLA's test has them.
 SIZES = [(512, 64, 2), (512, 64, 64), (512, 64, 69), (1024, 576, 2), (1024, 576, 61), (2046, 2048, 2), (2046, 2048, 64),
          (2046, 2048, 576)]  # fmt: skip
+APPENDED = [
+    PackedAppendProblem(tokens=96, h=64, page=16, rest=0, positions=128, layout=layout)
+    for layout in ("v32", "v4", "flat")
+]
 FLASH_MLA = {
     "cache": "k_cache", "lengths": "topk_length", "sink": "attn_sink", "extra_cache": "extra_k_cache",
     "extra_indices": "extra_indices_in_kvcache", "extra_lengths": "extra_topk_length",
@@ -134,10 +139,10 @@ def test_pages_that_lie_apart_and_a_traced_call() -> None:
     assert all(same_bits(a, b) for a, b in zip(step(*inputs), both, strict=True))
 
 
-@pytest.mark.parametrize("layout", ["v32", "v4", "flat"])
-def test_what_was_appended_is_attended_to(layout: str) -> None:
+@pytest.mark.parametrize("appended", APPENDED, ids=lambda p: p.label)
+def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None:
     """A step of a server: new tokens go into the cache by rope_append, and the newest ones are read back."""
-    n, h, page = 96, 64, 16
+    layout, n, h, page = appended.layout, appended.tokens, appended.h, appended.page
     made = LAYOUTS[layout]
     k = made.columns - 64
     cache = new_cache(made, 8, page, "cuda")

@@ -32,6 +32,7 @@ from mla_var3.workload.norm import NormProblem
 from mla_var3.workload.prefill import PrefillProblem
 from mla_var3.workload.rope import QUICK as QUICK_ROPE
 from mla_var3.workload.rope import RopeProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 KERNELS = [kernel for kernel in registry.all_kernels() if kernel.language == "cutile-dsl"]
 DECODE = [kernel for kernel in KERNELS if kernel.design == "flash_mla"]
@@ -54,6 +55,7 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "causal": (MlaProblem(b=2, s=4, h=16, t=128, lengths=(128, 70), causal=True), ("own",)),
     "fp16": (MlaProblem(b=2, h=16, t=128, lengths=(128, 1), dtype="fp16"), ("own",)),
     "odd-heads": (MlaProblem(b=1, s=3, h=10, h_kv=2, t=100), ("own",)),
+    "sparse": (SparseProblem(b=2, h=16, t=96, topk=40, sink=True), ("own", "holes")),
     "mixed": (MixedProblem(b=2, h=16, t=192, n=64), ("own",)),
     "prompt": (PrefillProblem(b=1, s=65, h=2), ("own",)),
     "q-to-latent": (GemmProblem(tokens=5, h=2), QUICK_GEMM),

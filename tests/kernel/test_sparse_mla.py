@@ -46,8 +46,9 @@ def cases_of(layout: str) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", PROBLEMS)
-def test_torch_is_right_on_a_cpu(layout: str) -> None:
-    report = check(plan_type("torch/sparse_mla"), SparseProblem(**PROBLEMS[layout]), device="cpu", seeds=[5])
+@pytest.mark.parametrize("label", ["torch/sparse_mla", "cutile-dsl/sparse_mla"])
+def test_right_on_a_cpu(label: str, layout: str) -> None:
+    report = check(plan_type(label), SparseProblem(**PROBLEMS[layout]), device="cpu", seeds=[5])
     assert report.ok, report.reason
     assert {case.name for case in report.cases} == cases_of(layout)
 

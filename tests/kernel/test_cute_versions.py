@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,16 +42,28 @@ def test_a_version_is_read_in_ten_files_whose_functions_have_few_parameters(kern
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.label)
-def test_a_bundle_holds_what_a_plan_asks_for(kernel: registry.KernelId, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_holds_what_a_plan_asks_for_and_a_call_gives_what_that_takes(
+    kernel: registry.KernelId, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kernels are compiled under their names, and a plan looks its functions up by name: the two must be the same."""
+    from mla_var3.kernel.cute_python import host
     from mla_var3.toolchain import aot
 
     asked: set[str] = set()
+    wanted: dict[str, int] = {}
+    given: dict[str, int] = {}
+    compiler = host.compiler
+
+    def counted(host_fn: Any, arguments_fn: Any, name: str) -> Any:
+        parameters = inspect.signature(host_fn).parameters.values()
+        wanted[name] = sum("Constexpr" not in str(p.annotation) for p in parameters) - 1  # the stream
+        return compiler(host_fn, arguments_fn, name)
 
     def compiled_host(plan: Any, name: str, compile_fn: Any, **_: Any) -> Any:
         asked.add(name)
-        return SimpleNamespace(handle=lambda *arguments: None)
+        return SimpleNamespace(handle=lambda *arguments: given.update({name: len(arguments)}))
 
+    monkeypatch.setattr(host, "compiler", counted)
     monkeypatch.setattr(aot, "compiled_host", compiled_host)
     plan_type = registry.get_plan(kernel)
     computed = plan_type.workload
@@ -60,6 +73,10 @@ def test_a_bundle_holds_what_a_plan_asks_for(kernel: registry.KernelId, monkeypa
     bound = plan.plan(*plan.prepare_inputs("cpu"))
     stages = getattr(bound, "stages", (bound,))
     assert asked and asked == {stage.name for stage in stages if not stage.comes_compiled}
+    for stage in stages:
+        if not stage.comes_compiled:
+            stage.launch()
+    assert given == {name: wanted[name] for name in asked}
 
 
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)

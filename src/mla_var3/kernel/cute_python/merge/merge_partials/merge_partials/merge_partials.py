@@ -237,7 +237,6 @@ class MergePartialsPlan(KernelPlan):
     def _make(self, inputs: Any, outputs: Any) -> CuteKernel:
         pd, kind = self.problem, host.element_type(self.problem.dtype)
         geometry = self.tiling.geometry(pd)
-        given = (*inputs, *outputs, geometry) if inputs else ()
 
         def arguments() -> tuple[Any, ...]:
             (n,) = host.symbols(1)
@@ -250,5 +249,12 @@ class MergePartialsPlan(KernelPlan):
             )
 
         return host.stage(
-            self, merge_partials, launch_merge_partials, "merge_partials", arguments, given, inputs, outputs
+            self,
+            merge_partials,
+            launch_merge_partials,
+            "merge_partials",
+            arguments,
+            (*inputs, *outputs),
+            inputs,
+            outputs,
         )

@@ -52,7 +52,10 @@ def test_a_captured_step_follows_lengths_pages_and_slots() -> None:
     many calls; requests grow over the ends of pages, and unused rows of the cache hold NaN."""
     layer = MlaAttention(real(16), dtype=torch.bfloat16, device="cuda")
     for weight in layer.parameters():
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.fill_(1.0)
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        else:
+            torch.nn.init.ones_(weight)
     outputs, caches = [], []
     for captured in (False, True):
         torch.manual_seed(0)

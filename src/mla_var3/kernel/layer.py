@@ -51,7 +51,7 @@ class LayerTiling(Tiling):
     def validate(self, pd: LayerProblem, device: Device | None = None) -> Verdict:
         for label, problem in self.parts(pd).values():
             try:
-                plan = registry.get_plan(KernelId.parse(label))(problem, None, device)
+                plan = _planned(label, problem, device)
             except UserError as error:
                 return Verdict.no(str(error))
             verdict = plan.supported()
@@ -123,13 +123,22 @@ class _Handing(BaseKernel):
         raise UserError(f"{self.name} is a library's: there is no kernel of its own to compile.")
 
 
+def _planned(label: str, problem: Problem, device: Device | None, tiling: Tiling | None = None) -> KernelPlan:
+    return registry.get_plan(KernelId.parse(label))(problem, tiling, device)
+
+
 def compose(plan: KernelPlan, inputs: Sequence[Any] = ()) -> LayerKernel:
     """The kernel of a layer's plan, whose tiling is a `LayerTiling`, on inputs of `workload.layer`; without them it
     compiles only."""
     tiling: Any = plan.tiling
     parts: dict[str, KernelPlan] = {}
     for name, (label, problem) in tiling.parts(plan.problem).items():
-        parts[name] = part = registry.get_plan(KernelId.parse(label))(problem, None, plan.device)
+        parts[name] = part = _planned(label, problem, plan.device)
+        if name == "rope" and KernelId.parse(tiling.attention).language == "peer" and hasattr(part.tiling, "eager"):
+            # FlashMLA's kernel is launched as a programmatic dependent and reads the cache without waiting.
+            parts[name] = part = _planned(
+                label, problem, plan.device, part.tiling.from_record({**part.tiling.to_record(), "eager": False})
+            )
         part.compiled = plan.compiled.part(label)
     if not inputs:
         return LayerKernel([part.plan_empty() for part in parts.values()], (), None, tiling=tiling, plan=plan)

@@ -54,7 +54,7 @@ FEW = 8192  # heads of all tokens: a device has about as many at a time with eig
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: query heads. latent: columns. columns: of a row of q. page: tokens of a cache
-    page. heads: of a lane. warps: of a CTA."""
+    page. heads: of a lane. warps: of a CTA. eager: of `RopeAppendTiling`."""
 
     h: int
     latent: int
@@ -63,6 +63,7 @@ class Geometry:
     interleaved: bool
     heads: int
     warps: int
+    eager: bool
 
     @property
     def chunks(self) -> int:
@@ -78,13 +79,15 @@ class Geometry:
 # ------------------------------------------------------------------------------------------------ tiling
 @dataclass(frozen=True)
 class RopeAppendTiling(Tiling):
-    """heads: that a lane turns by the same cosines and sines, 1 to 4. warps: of a CTA."""
+    """heads: that a lane turns by the same cosines and sines, 1 to 4. warps: of a CTA. eager: the next
+    kernel's CTAs may come at once, as this package's may, which wait before they read."""
 
     heads: int = 2
     warps: int = 4
+    eager: bool = True
 
     def geometry(self, pd: RopeProblem) -> Geometry:
-        return Geometry(pd.h, pd.k, pd.columns, pd.page, pd.interleaved, self.heads, self.warps)
+        return Geometry(pd.h, pd.k, pd.columns, pd.page, pd.interleaved, self.heads, self.warps, self.eager)
 
     def validate(self, pd: RopeProblem, device: Device | None = None) -> Verdict:
         if not 1 <= self.heads <= 4:
@@ -153,7 +156,8 @@ def rope_append(
 ):
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(shape.eager):
+        cute.arch.griddepcontrol_launch_dependents()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
     item = block * shape.warps + warp
     token, chunk = item // (shape.chunks + 1), item % (shape.chunks + 1)

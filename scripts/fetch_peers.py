@@ -30,7 +30,8 @@ tilelang_mla     tilelang's wheel (45 MB), what it imports, and one file     32 
                  compiles on the GPU machine, which needs nvcc
 quack_rmsnorm    quack-kernels; CuTe DSL is not included                     0.5 MB
 cudnn_sdpa, cublas_bmm, torch_compile_rmsnorm, torch_compile_rope_append,
-torch_compile_merge_partials                                               nothing: they are in torch
+torch_compile_merge_partials, torch_compile_mla_layer                      nothing: they are in torch
+flash_mla_layer                                                            nothing: flash_mla_lib, or flash_mla_vllm
 flashinfer_rmsnorm   nothing: pip install flashinfer-python, which compiles on the GPU machine
 
 Those that need nvcc or a checkout are left out, with the reason, when it is not there and nobody named them.
@@ -116,6 +117,8 @@ SOURCES: dict[str, Source] = {
     "torch_compile_rmsnorm": Source(),
     "torch_compile_rope_append": Source(),
     "torch_compile_merge_partials": Source(),
+    "torch_compile_mla_layer": Source(),
+    "flash_mla_layer": Source(),
     "flashinfer_rmsnorm": Source(),
 }
 

@@ -25,6 +25,7 @@ from mla_var3.workload.mixed import MixedProblem
 from mla_var3.workload.norm import NormProblem
 from mla_var3.workload.prefill import PrefillProblem
 from mla_var3.workload.rope import RopeProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 Const = ct.Constant[int]
 
@@ -387,6 +388,7 @@ PROBLEMS = {
     "gemm": GemmProblem(tokens=5, h=2),
     "norm": NormProblem(rows=9, width=1536, second=512, rest=64),
     "rope": RopeProblem(tokens=5, h=6, positions=4096),
+    "sparse": SparseProblem(b=3, s=1, h=16, topk=64, t=128),
 }
 
 

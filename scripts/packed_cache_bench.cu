@@ -238,7 +238,16 @@ __device__ __forceinline__ void tile(const u8 *rows, int rounds, u8 *out, long l
         // 128-byte swizzle, eight rows of 128 bytes from one core matrix to the next.
         u64 b = (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | base >> 4;
         unsigned long long products = 0;
-        while (!*done) {
+        // A warpgroup ends as one: a product waits for all four of its warps.
+        auto ended = [&] {
+            u32 any;
+            asm volatile("{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q;}"
+                         : "=r"(any)
+                         : "r"(*done), "r"(2 + threadIdx.x / 128)
+                         : "memory");
+            return any != 0;
+        };
+        while (!ended()) {
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (int k = 0; k < 8; k++) mma(d, a, b + (k / 4) * (2 * BLOCK_BYTES / 16) + k % 4 * 2);

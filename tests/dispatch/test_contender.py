@@ -16,6 +16,7 @@ from mla_var3.lab.report import tables
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.lab.sweep import run as sweep
+from mla_var3.lab.sweep.launch import Local
 from mla_var3.measure import environment
 from mla_var3.measure.cell import Contender, contender_key
 from mla_var3.record import Record, load, new_id, now
@@ -190,7 +191,7 @@ def test_without_a_gpu_the_picks_are_compiled(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_pick_is_never_tuned() -> None:
     config = sweep_config.compose(["experiment=quickstart", "kernels=dispatch", "bench.tune=true"])
-    job = sweep.Sweep(config, H200)
+    job = sweep.Sweep(config, Local(H200))
     (first, *_) = sweep_plan.expand(config, job.target, job.cells)
     contender = job.contender(first)
     assert not contender.tune and contender.requested == "dispatch"

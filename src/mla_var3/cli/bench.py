@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("bench needs a kernel: give language/design, '*' for all, or --calibrate.")
     check_folder(args.results_dir, "--results-dir")
     from mla_var3.lab.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig
+    from mla_var3.lab.sweep.launch import Local
     from mla_var3.lab.sweep.run import Sweep
 
     asked, problem = tiling_fields(args.tiling), problem_of(args, workload_of(kernels))
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         results_dir=args.results_dir,
         verbose=True,
     )
-    Sweep(config, detected).run()
+    Sweep(config, Local(detected)).run()
     return 0
 
 

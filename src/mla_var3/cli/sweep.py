@@ -25,6 +25,8 @@ keys:
   results_dir=results      measured records: <results_dir>/<device>/<date>-<experiment>.jsonl
   compile_dir=out/results  the same for compiled points and CPU runs
   jobs=0                   compiler processes; 0 is one a core
+  launcher=ray             on a Ray cluster: cells spread over its GPUs, compiling over its CPU nodes (docs/cluster.md)
+  device=[h100,h200]       with launcher=ray, each cell on each of these; auto is every kind that the cluster has
   verbose=true             as -v: every table on the terminal; otherwise they are in <compile_dir>/<device>/*.txt
 
 kernels= also takes names and wildcards: kernels=cute-dsl/flash_mla,triton/*

@@ -247,7 +247,7 @@ def test_a_version_can_be_kept_to_some_cells(toys: Path) -> None:
         config = sweep_config.compose(
             ["experiment=quickstart", "kernels=base", "experiment.cells=[{s: 1},{s: 2}]", *words]
         )
-        target = sweep_plan.find_target(config, None)
+        target = sweep_plan.find_targets(config, [])[0]
         points = sweep_plan.expand(config, target)
         return [[p.kernel.label for p in points if p.problem.s == s] for s in (1, 2)]
 
@@ -293,7 +293,7 @@ def test_points_carry_their_verdict(toys: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_knob_that_no_kernel_has_is_a_typing_error(toys: Path) -> None:
     config = sweep_config.compose(["tiling.num_split=4"])
     with pytest.raises(UserError, match=r"no chosen kernel has a knob tiling\.num_split: did you mean 'num_splits'"):
-        sweep_plan.expand(config, sweep_plan.find_target(config, None))
+        sweep_plan.expand(config, sweep_plan.find_targets(config, [])[0])
 
 
 def test_newest_takes_the_latest_version_that_takes_the_cell(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_newest_takes_the_latest_version_that_takes_the_cell(toys: Path, monkeyp
 
     monkeypatch.setattr(registry, "get_plan", lambda kernel: FewHeads if kernel.version else ToyPlan)
     config = sweep_config.compose(["kernels=newest", "experiment.cells=[{b: 1, h: 128}, {b: 1, h: 16}]"])
-    points = sweep_plan.expand(config, sweep_plan.find_target(config, None))
+    points = sweep_plan.expand(config, sweep_plan.find_targets(config, [])[0])
     assert sorted((p.problem.h, p.kernel.label) for p in points) == [
         (16, "cute-dsl/toy_v1"),
         (16, "triton/toy_v1"),
@@ -313,7 +313,7 @@ def test_newest_takes_the_latest_version_that_takes_the_cell(toys: Path, monkeyp
 
 def test_targets() -> None:
     def target(word: str, detected: Device | None) -> tuple[str, bool]:
-        found = sweep_plan.find_target(sweep_config.compose([word]), detected)
+        (found,) = sweep_plan.find_targets(sweep_config.compose([word]), [] if detected is None else [detected])
         assert found.present or "measuring nothing" in found.note
         return found.device.key, found.present
 

@@ -14,7 +14,7 @@ from mla_var3.kernel import registry
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu
 from mla_var3.lab.sweep import run as sweep
-from mla_var3.lab.sweep.plan import chosen_kernels, expand, find_target
+from mla_var3.lab.sweep.plan import chosen_kernels, expand, find_targets
 from mla_var3.measure import cell
 from mla_var3.record import Record
 from mla_var3.toolchain import source
@@ -35,7 +35,7 @@ def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
 
 def asked(*words: str) -> list[tuple[str, dict[str, Any]]]:
     config = sweep_config.compose(["experiment=ladder", "problem.b=1", *words])
-    return [(point.kernel.label, point.asked) for point in expand(config, find_target(config, None))]
+    return [(point.kernel.label, point.asked) for point in expand(config, find_targets(config, [])[0])]
 
 
 def test_every_version_runs_in_each_of_the_tilings_that_it_tells_apart() -> None:

@@ -24,7 +24,7 @@ from mla_var3.toolchain.pool import CompileResult, compile_many
 if TYPE_CHECKING:
     from mla_var3.record import Record
 
-#: Languages whose kernels come compiled, with the library they belong to.
+#: Longest that one compilation may take.
 TIMEOUT_S = 300.0
 
 _STATUS = {"Infeasible": "infeasible", "Unsupported": "skipped"}
@@ -45,10 +45,12 @@ def compile_points(
     *,
     workers: int | None = None,
     done: Callable[[str], bool] = lambda key: False,
+    run: Callable[[Sequence[StoredJob], int | None], list[CompileResult]],
 ) -> list[Record]:
     """Compiles the runnable points and returns the new records, all of which are in `path`.
 
-    form(point, mode): a record without its outcome. done(key): whether a point's record exists already.
+    form(point, mode): a record without its outcome. done(key): whether a point's record exists already. run: a
+    launcher's `compile`.
     """
     jobs: dict[Any, list[Point]] = {}
     forms: dict[Point, dict[str, Any]] = {}
@@ -64,11 +66,15 @@ def compile_points(
     shared = sum(len(group) for group in jobs.values())
     sharing = f" (of {shared} points)" if shared > len(todo) else ""
     print(f"compiling {len(todo)} kernels{sharing}", file=sys.stderr, flush=True)
-    results = compile_many(todo, workers=workers, progress=True, timeout_s=TIMEOUT_S, run=run_and_store)
     records: list[Record] = []
-    for result in results:
+    for result in run(todo, workers):
         records += _outcome(result)
     return records
+
+
+def compile_here(jobs: Sequence[StoredJob], workers: int | None = None) -> list[CompileResult]:
+    """In a pool of processes, which store what they compile."""
+    return compile_many(jobs, workers=workers, progress=True, timeout_s=TIMEOUT_S, run=run_and_store)
 
 
 def _sharing(point: Point) -> Any:
@@ -99,30 +105,35 @@ def _job(group: Sequence[Point], path: Path, forms: Sequence[dict[str, Any]]) ->
 
 def run_and_store(job: StoredJob) -> list[Record] | str:
     """In a worker process: compiles, appends the records, and returns them; or why they could not be appended."""
+    outcome = outcome_of(job)
     try:
-        compiled = run_job(job)
-    except UserError as error:
-        outcome: dict[str, Any] = {"status": _STATUS.get(type(error).__name__, "failed"), "reason": str(error)}
-    except Exception as error:
-        outcome = {"status": "failed", "reason": f"compiling failed: {mistakes.sentence(error)}"}
-    else:
-        outcome = {"status": "compiled", "reason": "", "resources": compiled.to_record()}
-        if compiled.code is not None:
-            outcome["code"] = compiled.code.to_record()
-        outcome |= {"warnings": list(compiled.warnings), "seconds": {"compile": round(compiled.seconds, 3)}}
-    try:
-        return _store(job, outcome)
+        return store(job, outcome)
     except NotStored as error:
         return error.why
 
 
-def _store(job: StoredJob, outcome: dict[str, Any]) -> list[Record]:
+def outcome_of(job: CompileJob) -> dict[str, Any]:
+    """Compiles, and returns what a record says of it."""
+    try:
+        compiled = run_job(job)
+    except UserError as error:
+        return {"status": _STATUS.get(type(error).__name__, "failed"), "reason": str(error)}
+    except Exception as error:
+        return {"status": "failed", "reason": f"compiling failed: {mistakes.sentence(error)}"}
+    outcome: dict[str, Any] = {"status": "compiled", "reason": "", "resources": compiled.to_record()}
+    if compiled.code is not None:
+        outcome["code"] = compiled.code.to_record()
+    return outcome | {"warnings": list(compiled.warnings), "seconds": {"compile": round(compiled.seconds, 3)}}
+
+
+def store(job: StoredJob, outcome: dict[str, Any]) -> list[Record]:
+    """Appends the records that an outcome becomes, and returns them; raises `NotStored`."""
     from mla_var3.record import Record, RecordStore, new_id, now
 
-    store = RecordStore(job.store)
+    file = RecordStore(job.store)
     records = [Record.model_validate({**form, "id": new_id(), "at": now(), **outcome}) for form in job.forms]
     for record in records:
-        store.append(record)
+        file.append(record)
     return records
 
 
@@ -133,5 +144,5 @@ def _outcome(result: CompileResult) -> list[Record]:
             raise NotStored(result.job.store, stored)
         return list(stored)
     if result.error_type in ("Crash", "Timeout"):
-        return _store(result.job, {"status": "failed", "reason": f"compiling failed: {result.error}"})
+        return store(result.job, {"status": "failed", "reason": f"compiling failed: {result.error}"})
     raise UserError(result.error)

@@ -24,6 +24,7 @@ GROUPS = ("experiment", "model", "kernels", "device", "bench", "profile")
 MODES = ("measure", "compile")
 TARGETS = ("device", "claimed")
 ORDERS = ("listed", "even")
+LAUNCHERS = ("local", "ray")
 
 #: Hydra's own options: without a value, and with one in the next word.
 _FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
@@ -83,7 +84,8 @@ class KernelsConfig:
 
 @dataclass
 class DeviceConfig:
-    """target: a key of devices.json, or auto: the GPU that is here. fallback: what auto means without a GPU."""
+    """target: keys of devices.json, separated by commas, or auto: every kind of GPU that is here. fallback: what auto
+    means without a GPU."""
 
     target: str = "auto"
     fallback: str = "h200"
@@ -111,7 +113,8 @@ class SweepConfig:
 
     tilings: mappings of knobs, over `tiling`; every version is run in each of them, in turn, as a contender of its own.
     bench: `tune`, and fields of `mla_var3.measure.settings.BenchSettings`. part: "k/n", every n-th cell from the k-th.
-    seed: of drawn cells. budget_s: no cell is begun after this many seconds of measuring; 0: all of them.
+    seed: of drawn cells. budget_s: no cell is begun after this many seconds of measuring; 0: all of them. launcher:
+    local, or ray: on the Ray cluster that is here.
     """
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
@@ -130,6 +133,7 @@ class SweepConfig:
     results_dir: str = "results"
     compile_dir: str = "out/results"
     jobs: int = 0
+    launcher: str = "local"
     verbose: bool = False
 
 
@@ -165,6 +169,7 @@ def typed(cfg: Any) -> SweepConfig:
         ("experiment.mode", config.experiment.mode, MODES),
         ("experiment.targets", config.experiment.targets, TARGETS),
         ("experiment.order", config.experiment.order, ORDERS),
+        ("launcher", config.launcher, LAUNCHERS),
         ("profile.mode", config.profile.mode, (DISABLED, *PROFILES)),
     ):
         if value not in choices:
@@ -307,6 +312,9 @@ def _prepare_word(word: str, multirun: bool) -> list[str]:
         choices = value.split(",") if multirun and not value.startswith("[") else [value]
         if plain == "kernels":
             return _kernels_word(value, choices)
+        if plain == "device" and re.fullmatch(r"\[[^\[\]]+\]", value):
+            choices = [key.strip() for key in value[1:-1].split(",")]
+            word = f"device.target='{','.join(choices)}'"
         for choice in choices:
             known = group_choices(plain)
             if choice not in known and not re.search(r"[\[\]{}()$]", choice):

@@ -217,19 +217,25 @@ class Target:
     note: str = ""
 
 
-def find_target(config: SweepConfig, detected: Device | None) -> Target:
-    """The device that a configuration means. Naming a device that is not here compiles for it and measures nothing."""
-    wanted = config.device.target
-    if wanted == "auto":
-        if detected is not None:
-            return Target(detected, True)
+def find_targets(config: SweepConfig, here: Sequence[Device], place: str = "this machine") -> list[Target]:
+    """The devices that a configuration means. Naming one that is not here compiles for it and measures nothing.
+
+    here: the kinds of GPU there are, at `place`.
+    """
+    wanted = [key.strip() for key in config.device.target.split(",")]
+    if wanted == ["auto"]:
+        if here:
+            return [Target(device, True) for device in here]
         fallback = Device.get(config.device.fallback)
-        return Target(fallback, False, f"No GPU here: compiling for {fallback.name}, measuring nothing.")
-    device = Device.get(wanted)
-    if detected is not None and detected.key == device.key:
-        return Target(detected, True)
-    here = f"this machine has {detected.name}" if detected is not None else "no GPU here"
-    return Target(device, False, f"{device.name} was asked for and {here}: compiling for it, measuring nothing.")
+        return [Target(fallback, False, f"No GPU here: compiling for {fallback.name}, measuring nothing.")]
+    found = {device.key: device for device in here}
+    there = f"{place} has {', '.join(device.name for device in here)}" if here else "no GPU here"
+    targets = []
+    for key in dict.fromkeys(wanted):
+        device = found.get(key) or Device.get(key)
+        note = f"{device.name} was asked for and {there}: compiling for it, measuring nothing."
+        targets.append(Target(device, True) if key in found else Target(device, False, note))
+    return targets
 
 
 def claimed_devices(kernel: KernelId) -> list[Device]:

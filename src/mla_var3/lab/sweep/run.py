@@ -13,21 +13,23 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
-from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder
 from mla_var3.kernel import registry
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.sweep import config as sweep_config
-from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_target, own_knobs
+from mla_var3.lab.sweep.launch import Cell, Launcher, launcher_of
+from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_targets, own_knobs
 from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, telling_refusals, then
 
 if TYPE_CHECKING:
+    from mla_var3.device import Device
     from mla_var3.kernel.registry import KernelId
     from mla_var3.lab.sweep.config import SweepConfig
     from mla_var3.record import Record
@@ -77,7 +79,7 @@ class Journal:
 class Sweep:
     """One job of a sweep."""
 
-    def __init__(self, config: SweepConfig, detected: Device | None) -> None:
+    def __init__(self, config: SweepConfig, launcher: Launcher) -> None:
         from mla_var3.measure import environment
         from mla_var3.measure.settings import BenchSettings
 
@@ -85,8 +87,10 @@ class Sweep:
         self.tune = bool(bench.pop("tune", False))
         self.settings = BenchSettings.of(bench)
         self.config = config
-        self.target: Target = find_target(config, detected)
-        self.measures = self.target.present and config.experiment.mode == "measure"
+        self.launcher = launcher
+        self.targets: list[Target] = find_targets(config, launcher.devices(), launcher.place)
+        self.target = self.targets[0]  # the one at hand, where there are several
+        self.measures = any(target.present for target in self.targets) and config.experiment.mode == "measure"
         check_folder(config.compile_dir, "compile_dir =")
         if self.measures:
             check_folder(config.results_dir, "results_dir =")
@@ -176,54 +180,74 @@ class Sweep:
     def run(self) -> None:
         experiment = self.config.experiment
         size = f"{len(self.cells)} cells, {len(self.kernels)} kernels"
-        say(f"experiment {experiment.name}: {size}, for {self.target.device.name}")
-        if self.target.note and experiment.mode == "measure":
-            say(self.target.note)
-        if self.measures:
-            self.measure()
-        else:
-            self.compile()
-
-    def measure(self) -> None:
-        """Measures every point that can run, cells one after the other, contenders of a cell in turn."""
-        from mla_var3.measure.cell import measure_cells
-        from mla_var3.workload import problem_from_record
-
-        device = self.target.device
-        points = expand(self.config, self.target, self.cells, tuned=self.tune)
-        journal = self.journal(device.key, measured=True)
-        self.refuse([p for p in points if not p.runnable], "time", measured=True)
-        todo = [p for p in points if p.runnable and not journal.finished(self.key(p, "time"))]
-        if len(todo) < len([p for p in points if p.runnable]):
-            say(f"resuming: {len([p for p in points if p.runnable]) - len(todo)} points are in {journal.path}")
-        cells = [(cell, [c for p in todo if p.problem == cell for c in self.contenders(p)]) for cell in self.cells]
-        cells = [(cell, contenders) for cell, contenders in cells if contenders]
-        stream = measure_cells(cells, device, self.settings, experiment=self.config.experiment.name)
-        began, budget_s = time.monotonic(), self.config.budget_s
-        open_points = {cell: len(contenders) for cell, contenders in cells}
-        total = sum(open_points.values())
-        try:
-            for number, record in enumerate(stream, start=1):
-                journal.add(record)
-                passed = time.monotonic() - began
-                left = passed / number * (total - number)
-                line = f"[{number}/{total}, {left:.0f} s left] {record.problem_label} {describe(record)}"
-                self.telling.step(number, total, line, at_once=record.status in BAD)
-                cell = problem_from_record(record.problem)
-                open_points[cell] = open_points.get(cell, 0) - 1
-                # Only between cells: the contenders of one are timed in turn, and their records come together.
-                if 0 < budget_s < passed and open_points[cell] <= 0 and number < total:
-                    say(f"{budget_s:g} s are over: {total - number} points are left; go on with resume=true.")
-                    break
-        finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
-                close()
-        self.report(points, "time", measured=True)
+        say(f"experiment {experiment.name}: {size}, for {self.names}")
+        if experiment.mode == "measure" and not self.measures:
+            for target in self.targets:
+                say(target.note)
+        step = self.measure if self.measures else self.compile
+        worst = step()
+        self.summary(() if self.telling.verbose else then(worst))
         if self.config.profile.mode != DISABLED:
             from mla_var3.lab.profiling.points import profile_points
 
-            profile_points(journal.made, self.config.profile, say)
+            profile_points(self.journal(self.target.device.key, measured=True).made, self.config.profile, say)
+
+    @property
+    def names(self) -> str:
+        return ", ".join(target.device.name for target in self.targets)
+
+    def measure(self) -> Record | None:
+        """Measures every point that can run, cells one after the other on a GPU, contenders of a cell in turn; returns
+        the record that is furthest from its limit."""
+        from mla_var3.workload import problem_from_record
+
+        points = [point for target in self.targets for point in self._points(target)]
+        self.refuse([p for p in points if not p.runnable], "time", measured=True)
+        runnable = [p for p in points if p.runnable]
+        todo = [p for p in runnable if not self.journal(p.device.key, measured=True).finished(self.key(p, "time"))]
+        if len(todo) < len(runnable):
+            files = ", ".join(str(self.journal(t.device.key, measured=True).path) for t in self.targets if t.present)
+            say(f"resuming: {len(runnable) - len(todo)} points are in {files}")
+        contenders: dict[tuple[Device, Problem], list[Any]] = {}
+        for point in todo:
+            contenders.setdefault((point.device, point.problem), []).extend(self.contenders(point))
+        cells = [Cell(problem, tuple(some), device) for (device, problem), some in contenders.items()]
+        stream = self.launcher.measure(cells, self.settings, experiment=self.config.experiment.name)
+        began, budget_s, stopped = time.monotonic(), self.config.budget_s, False
+        open_points = {(cell.device.key, cell.problem): len(cell.contenders) for cell in cells}
+        number, total = 0, sum(open_points.values())
+        try:
+            for number, record in enumerate(stream, start=1):
+                self.journal(record.device, measured=True).add(record)
+                passed = time.monotonic() - began
+                left = passed / number * (total - number)
+                state = "".join(f", {text}" for text in [self.launcher.state()] if text)
+                line = f"[{number}/{total}, {left:.0f} s left{state}] {record.problem_label} {describe(record)}"
+                self.telling.step(number, total, line, at_once=record.status in BAD)
+                cell = (record.device, problem_from_record(record.problem))
+                open_points[cell] = open_points.get(cell, 0) - 1
+                # Only between cells: the contenders of one are timed in turn, and their records come together.
+                if 0 < budget_s < passed and open_points[cell] <= 0 and not stopped:
+                    stopped = True
+                    self.launcher.stop()
+        finally:
+            stream.close()
+        if stopped and number < total:
+            say(f"{budget_s:g} s are over: {total - number} points are left; go on with resume=true.")
+        worst: Record | None = None
+        for target in self.targets:
+            self.target = target
+            mine = [p for p in points if p.device.key == self.target.device.key]
+            worst = self.report(mine, "time", measured=True) or worst
+        return worst
+
+    def _points(self, target: Target) -> list[Point]:
+        """A target's points; of one that no GPU is for, while there is one for another, each is skipped."""
+        points = expand(self.config, target, self.cells, tuned=self.tune)
+        if target.present:
+            return points
+        reason = f"{self.launcher.place} has no {target.device.name}: name another device, or add one"
+        return [replace(p, status="skipped", reason=reason) if p.runnable else p for p in points]
 
     def _can_profile(self) -> None:
         """Refuses a profile that cannot be made, before anything is measured."""
@@ -235,27 +259,35 @@ class Sweep:
                 f"profile={mode} follows a measurement, and this sweep only compiles for {self.target.device.name}: "
                 "leave it out, or use `mla-var3 profile KERNEL`, whose mode annotation works without a GPU."
             )
+        if self.config.launcher != "local":
+            raise UserError(f"profile={mode} profiles on this machine: leave launcher={self.config.launcher} out.")
         check_folder(self.config.profile.out, "profile.out =")
         available(mode, self.target.device)
 
-    def compile(self) -> None:
-        """Compiles for the target, checks small problems on the CPU, and shows what was recorded there."""
+    def compile(self) -> Record | None:
+        """Compiles for each target, checks small problems on the CPU, and shows what was recorded there; returns the
+        record that is furthest from its limit."""
         from mla_var3.lab.sweep.compile import compile_points
 
         kernels = [k for k in self.kernels if registry.is_compiled(k.language)]
         peers = sum(k.language == "peer" for k in self.kernels)
         if peers:
             say(f"{peers} peer libraries left out: they can only be measured, on a GPU")
-        compiling = expand(self.config, self.target, self.cells, kernels)
-        self.refuse([p for p in compiling if not p.runnable], "compile", measured=False)
-        for key in dict.fromkeys(p.device.key for p in compiling):
-            journal = self.journal(key)
-            mine = [p for p in compiling if p.device.key == key and p.runnable]
-            for record in compile_points(
-                mine, journal.path, self.form, workers=self.config.jobs or None, done=journal.finished
-            ):
-                journal.add(record, stored=True)
-        self.report(compiling, "compile", measured=False)
+        worst: Record | None = None
+        for target in self.targets:
+            self.target = target
+            compiling = expand(self.config, self.target, self.cells, kernels)
+            self.refuse([p for p in compiling if not p.runnable], "compile", measured=False)
+            for key in dict.fromkeys(p.device.key for p in compiling):
+                journal = self.journal(key)
+                mine = [p for p in compiling if p.device.key == key and p.runnable]
+                workers, run = self.config.jobs or None, self.launcher.compile
+                for record in compile_points(
+                    mine, journal.path, self.form, workers=workers, done=journal.finished, run=run
+                ):
+                    journal.add(record, stored=True)
+            worst = self.report(compiling, "compile", measured=False) or worst
+        return worst
 
     # ------------------------------------------------------------ on the CPU
     def on_cpu(self) -> list[Record]:
@@ -323,8 +355,8 @@ class Sweep:
             return {}
 
     # ------------------------------------------------------------ telling
-    def report(self, points: Sequence[Point], mode: str, *, measured: bool) -> None:
-        """The final tables: of this run, and of what it resumed."""
+    def report(self, points: Sequence[Point], mode: str, *, measured: bool) -> Record | None:
+        """The final tables: of this run, and of what it resumed. Returns the record that is furthest from its limit."""
         from mla_var3.lab.report import tables
         from mla_var3.measure.cell import contender_key
 
@@ -368,7 +400,7 @@ class Sweep:
             tables.show(tables.refused(shown))
         for line in folded((r.kernel.label, text) for r in compiled for text in r.warnings or []):
             say(f"compiled, {line}")
-        self.summary(() if self.telling.verbose else then(worst))
+        return worst
 
     def answer(self, records: Sequence[Record], device: Device, how: str) -> Record | None:
         """Prints the answer's table; returns the record that is furthest from its limit."""
@@ -442,9 +474,13 @@ def main(arguments: Sequence[str]) -> int:
     running: list[Sweep] = []
 
     def job(config: SweepConfig) -> None:
-        sweep = Sweep(config, Device.detect())
-        running.append(sweep)
-        sweep.run()
+        launcher = launcher_of(config)
+        try:
+            sweep = Sweep(config, launcher)
+            running.append(sweep)
+            sweep.run()
+        finally:
+            launcher.close()
 
     try:
         sweep_config.run_hydra(arguments, job)

@@ -20,6 +20,7 @@ EXTRAS = {
         "altair", "hydra", "markdown_it", "numpy", "omegaconf", "packaging", "pandas", "pyarrow", "pydantic", "rich",
         "vl_convert", "yaml",
     ),
+    "ray": ("ray",),
 }  # fmt: skip
 
 

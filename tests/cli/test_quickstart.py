@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Everything as it is but compilers, kernels and the page's charts, which take minutes; in an empty folder."""
 
     def compile_many(jobs: Any, **options: Any) -> list[pool.CompileResult]:
-        with pool._progress(len(jobs), True) as tell:
+        with pool.progress_of(len(jobs), True) as tell:
             found = [pool.CompileResult(job, options["run"](job)) for job in jobs]
             for result in found:
                 tell(result)

@@ -57,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 continue
             seen.add(key)
             for tiling in bundle._tilings(kernel.label, problem, DEVICE, [knobs], refused):
-                bundle._add(groups, kernel.label, problem, tiling, DEVICE, args.folder)
+                bundle.add(groups, kernel.label, problem, tiling, DEVICE, args.folder / "objects")
     for label, reason in refused:
         print(f"refused: {label}: {reason}", file=sys.stderr)
     for name, number in sorted(Counter(job.kernel for job in groups.values()).items()):

@@ -42,7 +42,7 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class BundleJob:
-    """Host functions that share code. kernel: a registered label, or `module:PlanClass`.
+    """Host functions that share code. kernel: a registered label, or `module:PlanClass`. folder: where entries go.
 
     points: (problem, tiling) records of one problem class and of tilings that the code does not tell apart. Sizes and
     launch knobs decide which stages a pipeline has, so all of them are planned. checked: points that nobody asked for,
@@ -92,23 +92,27 @@ def make_bundle(
             continue
         for problem in problems:
             for tiling in _tilings(name, problem, device, tilings, refused):
-                _add(groups, name, problem, tiling, device, Path(folder))
+                add(groups, name, problem, tiling, device, Path(folder) / "objects")
     return _make(Path(folder), list(groups.values()), refused, device, workers, progress)
 
 
-def _add(
+def add(
     groups: dict[tuple[str, str, str], BundleJob],
     kernel: str,
     problem: Problem,
     tiling: Tiling,
     device: Device,
     folder: Path,
-) -> None:
+) -> set[tuple[str, str, str]]:
+    """Adds a point, and what its check plans, to the jobs of `groups`; returns the keys of those that it needs."""
+    touched = set()
+
     def group(of: Tiling) -> tuple[str, str, str]:
         return kernel, problem.problem_class().key(), json.dumps(aot.code_knobs(of), sort_keys=True, default=str)
 
     job = groups.get(group(tiling)) or BundleJob(kernel, (), device.key, str(folder))
     groups[group(tiling)] = replace(job, points=(*job.points, (problem.to_record(), tiling.to_record())))
+    touched.add(group(tiling))
     workload = plan_of(kernel).workload
     cases = workload.case_problems(problem)[1:]
     bound = [workload.as_bound(case) for case in cases]  # the check plans some cases and binds the others
@@ -116,9 +120,11 @@ def _add(
         # As the check does where a case does not allow the tiling.
         taken = tiling if tiling.validate(other, device) else plan_of(kernel)(other, None, device).tiling
         job = groups.get(group(taken)) or BundleJob(kernel, (), device.key, str(folder))
+        touched.add(group(taken))
         point = (other.to_record(), taken.to_record())
         if point not in job.checked:
             groups[group(taken)] = replace(job, checked=(*job.checked, point))
+    return touched
 
 
 def _tilings(
@@ -185,7 +191,7 @@ def run_bundle_job(job: BundleJob) -> list[dict[str, Any]]:
         problem = problem_from_record(record)
         plan = plan_type(problem, plan_type.tiling_type.from_record(knobs), device)
         plan.require()
-        plan.compiled = aot.CompileCache(Path(job.folder) / "objects", making=True)
+        plan.compiled = aot.CompileCache(Path(job.folder), making=True)
         for stage in _host_functions(plan.plan_empty()):
             # A stage of another version is that version's code, whoever calls it.
             owner = plan if stage.plan is None else stage.plan

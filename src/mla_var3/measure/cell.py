@@ -160,6 +160,22 @@ def measure_cells(
             return
 
 
+def unmeasured(
+    problem: Problem,
+    contenders: Sequence[Contender],
+    device: Device | None,
+    settings: BenchSettings,
+    *,
+    experiment: str,
+    status: str,
+    reason: str,
+) -> list[Record]:
+    """Records of a cell that no worker came to an end with."""
+    run = _Run(device, settings, experiment)
+    slots = [_Slot(i, 0, problem, c, environment.source_hash(c.kernel, c.plan)) for i, c in enumerate(contenders)]
+    return [run.record(slot, {"status": status, "reason": reason}) for slot in slots]
+
+
 class _Run:
     """What the cells of one call have in common."""
 

@@ -65,7 +65,7 @@ def compile_many(
         return []
     count = min(workers or len(os.sched_getaffinity(0)), len(jobs))
     results: dict[int, CompileResult] = {}
-    with _progress(len(jobs), progress) as tell, tempfile.TemporaryDirectory(prefix="compile-") as scratch:
+    with progress_of(len(jobs), progress) as tell, tempfile.TemporaryDirectory(prefix="compile-") as scratch:
         queue = deque(enumerate(jobs))
         pool = [_Worker(run, Path(scratch) / f"{slot}.log") for slot in range(count)]
         try:
@@ -202,7 +202,7 @@ def milestone(done: int, total: int) -> bool:
 
 
 @contextlib.contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[CompileResult], None]]:
+def progress_of(total: int, wanted: bool) -> Iterator[Callable[[CompileResult], None]]:
     """A function to call with each result: it moves a bar on a terminal and prints a line elsewhere."""
     if not wanted:
         yield lambda result: None

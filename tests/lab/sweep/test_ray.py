@@ -1,0 +1,220 @@
+"""Sweeps on a Ray cluster of several nodes on this machine, with GPUs that are logical resources."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3 import cli, paths
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.lab.sweep.launch import Launcher, Local
+from mla_var3.lab.sweep.run import Sweep
+from mla_var3.record import Record, load
+
+ray_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
+pytest.importorskip("torch", reason="torch is not installed")
+
+from mla_var3.lab.sweep import ray_  # noqa: E402
+
+HERE = str(Path(__file__).parent)
+STORE = 80_000_000
+KERNEL = "kernels=torch/flash_mla"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A head without GPUs and a node with two H100; its nodes find this folder's fakes, and note what they do."""
+    folder = tmp_path_factory.mktemp("ray")
+    path = os.pathsep.join([HERE, str(paths.import_root()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.syspath_prepend(HERE)
+        patch.setenv("SWEEP_LOG", str(folder / "log.jsonl"))
+        patch.setenv("SWEEP_S", "0.3")
+        head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
+        found = ray_utils.Cluster(initialize_head=True, head_node_args=head)
+        try:
+            add(found, "h100", 2)
+            patch.setenv("RAY_ADDRESS", found.address)
+            yield found
+        finally:
+            found.shutdown()
+
+
+def add(cluster: Any, key: str, gpus: int) -> Any:
+    return cluster.add_node(
+        num_cpus=1, num_gpus=gpus, resources={f"mla_var3_{key}": gpus}, object_store_memory=STORE
+    )  # fmt: skip
+
+
+@pytest.fixture
+def log(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs in an empty folder; the file where the actors note what they took."""
+    monkeypatch.chdir(tmp_path)
+    path = Path(os.environ["SWEEP_LOG"])
+    path.write_text("")
+    return path
+
+
+def notes(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def cells(*sizes: int, **fields: int) -> str:
+    more = "".join(f", {name}: {value}" for name, value in fields.items())
+    return "experiment.cells=[" + ",".join(f"{{b: {b}, t: 64{more}}}" for b in sizes) + "]"
+
+
+def sweep(launcher: Launcher, *words: str) -> list[Record]:
+    """Runs a sweep with a launcher and returns the records of all files."""
+    config = sweep_config.compose(["experiment=ladder", "experiment.name=test", KERNEL, "launcher=ray", *words])
+    try:
+        Sweep(config, launcher).run()
+    finally:
+        launcher.close()
+    return load(Path("results")).records
+
+
+def pretend() -> ray_.Ray:
+    from sweep_fakes import PretendHand
+
+    return ray_.Ray(PretendHand)
+
+
+def outcomes(records: list[Record]) -> set[tuple[Any, ...]]:
+    return {(r.kernel.label, r.problem_label, json.dumps(r.tiling), r.device, r.status, r.key) for r in records}
+
+
+def test_a_sweep_comes_to_what_it_does_here(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through real workers: one cell passes, one is wrong, one is too large, as on this machine."""
+    words = [
+        "experiment.cells=[{b: 1, t: 64, h: 16},{b: 2, t: 64, h: 16},{b: 8192, t: 131072, h: 16}]",
+        "bench=fast", "bench.backend=sweep_fakes:HostBackend", "bench.burst_rounds=1", "bench.graph_ms=0.1",
+        "bench.sustained_s=0.01", "bench.settle_s=0.0", "bench.overlap_probe=false", "bench.cold_mb=0.1",
+    ]  # fmt: skip
+    there = sweep(ray_.Ray(), *words)
+    monkeypatch.setenv("PYTHONPATH", HERE)
+    here = sweep(Local(Device.get("h100")), *words, "results_dir=here")
+    assert not here or here == there
+    here = load(Path("here")).records
+    assert outcomes(there) == outcomes(here) and len(there) == len(here) == 3
+    assert {r.status for r in there} == {"passed", "incorrect", "skipped"}
+    passed = next(r for r in there if r.status == "passed")
+    assert passed.median("burst") is not None and passed.environment["node"]
+
+
+def test_two_gpus_get_disjoint_cells_and_a_deadly_cell_fails_after_three_workers(log: Path) -> None:
+    from sweep_fakes import DEADLY
+
+    deadly = f"{{b: 7, t: 64, h: {DEADLY}}}"
+    records = sweep(pretend(), cells(1, 2, 3, 4, 5, 6).replace("]", f",{deadly}]"))
+    assert len(records) == 7
+    (failed,) = [r for r in records if r.status == "failed"]
+    assert failed.problem["h"] == DEADLY and failed.reason.startswith("it ended 3 workers, the last with ActorDied")
+    taken = [note for note in notes(log) if note["cell"] != failed.problem_label]
+    assert len(taken) == len({note["cell"] for note in taken}) == 6, "no cell twice"
+    by_gpu = {gpu: {n["cell"] for n in taken if n["gpu"] == [gpu]} for gpu in ("0", "1")}
+    assert all(by_gpu.values()) and not by_gpu["0"] & by_gpu["1"]
+    assert len(notes(log)) == 6 + 3
+    again = sweep(pretend(), cells(1, 2, 3, 4, 5, 6), "resume=true")
+    assert len(again) == 7 and len(notes(log)) == 9, "nothing finished is measured again"
+
+
+def test_cells_go_to_the_devices_that_are_named(
+    cluster: Any, log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other node has no H200 left while its second cell runs, which goes to the next; nobody has a B200."""
+    first = add(cluster, "h200", 1)
+    monkeypatch.setattr(ray_, "PATIENCE_S", 3.0)
+    launcher = pretend()
+    try:
+        began = launcher._look
+        removed: list[float] = []
+
+        def look() -> None:
+            mine = [n for n in notes(log) if n["device"] == "h200"]
+            if len(mine) == 2 and not removed:
+                removed.append(time.time())
+                cluster.remove_node(first, allow_graceful=False)
+                add(cluster, "h200", 1)
+            began()
+
+        monkeypatch.setattr(launcher, "_look", look)
+        records = sweep(launcher, cells(1, 2, 3), "device=[h100,h200,b200]")
+    finally:
+        launcher.close()
+    by_device = {key: [r for r in records if r.device == key] for key in ("h100", "h200", "b200")}
+    assert [r.status for r in by_device["h100"]] == [r.status for r in by_device["h200"]] == ["infeasible"] * 3
+    assert [r.status for r in by_device["b200"]] == ["skipped"] * 3
+    assert "the cluster has no NVIDIA B200" in by_device["b200"][0].reason
+    taken = [n for n in notes(log) if n["device"] == "h200"]
+    assert len(taken) == 4 and len({n["cell"] for n in taken}) == 3, "the cell of the lost node is taken up whole"
+    assert len({n["node"] for n in taken}) == 2
+    assert "was lost on node" in capsys.readouterr().err
+
+
+def test_a_killed_driver_goes_on_where_its_records_end(log: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys; from test_ray_driver import run" if False else
+        "import sys\nfrom sweep_fakes import PretendHand\nfrom mla_var3.lab.sweep import config\n"
+        "from mla_var3.lab.sweep.ray_ import Ray\nfrom mla_var3.lab.sweep.run import Sweep\n"
+        "Sweep(config.compose(sys.argv[1:]), Ray(PretendHand)).run()\n"
+    )  # fmt: skip
+    words = ["experiment=ladder", "experiment.name=test", KERNEL, "launcher=ray", cells(*range(1, 13))]
+    driver = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
+    assert driver.stderr is not None
+    for line in driver.stderr:
+        if line.startswith("[4/"):
+            break
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate(timeout=30)
+    held = load(Path("results")).records
+    assert 4 <= len(held) < 12
+    before = len(notes(log))
+    records = sweep(pretend(), cells(*range(1, 13)), "resume=true")
+    assert len(records) == len({r.key for r in records}) == 12
+    assert [r.id for r in records[: len(held)]] == [r.id for r in held]
+    assert len(notes(log)) - before == 12 - len(held)
+
+
+def test_compiling_comes_to_what_it_does_here(log: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    config = ["experiment=compile_matrix", "kernels=triton/rmsnorm", "experiment.workload=norm", "launcher=ray"]
+    config += ["experiment.cells=[{}]"]
+    found = {}
+    for name, launcher in {"ray": ray_.Ray(), "local": Local(None)}.items():
+        try:
+            Sweep(sweep_config.compose([*config, f"compile_dir={name}"]), launcher).run()
+        finally:
+            launcher.close()
+        found[name] = load(Path(name)).records
+    assert outcomes(found["ray"]) == outcomes(found["local"])
+    assert {r.status for r in found["ray"]} == {"compiled"}
+    digests = {name: sorted(str((r.code or {}).get("digest")) for r in records) for name, records in found.items()}
+    assert digests["ray"] == digests["local"]
+
+
+def test_the_doctor_tells_what_the_cluster_offers(log: Path) -> None:
+    said = ray_.offer()
+    assert "2 announced as h100" in said and "GPUs" in said
+
+
+def test_an_address_that_nobody_answers_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(UserError, match=r"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:9 .*: start one there"):
+        ray_.connect(start=True)
+    assert cli.main(["sweep", "experiment=ladder", "launcher=ray"]) == 2
+    assert "Traceback" not in capsys.readouterr().err

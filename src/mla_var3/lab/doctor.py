@@ -76,6 +76,7 @@ def examine(device: Device, *, compile_too: bool = True) -> Iterator[Finding]:
     yield from _on_cpu()
     yield from _peers()
     yield from _profilers()
+    yield from _cluster()
     yield from _folders()
 
 
@@ -311,6 +312,20 @@ def _may(status: Path) -> bool:
             bits = int(line.split()[1], 16)
             return bool(bits >> _SYS_ADMIN & 1 or bits >> _PERFMON & 1)
     return False
+
+
+# ---------------------------------------------------------------- cluster
+def _cluster() -> Iterator[Finding]:
+    """What the Ray cluster offers that this machine belongs to; nothing is said where Ray is not installed."""
+    if installed("ray") is None:
+        return
+    from mla_var3.lab.sweep.ray_ import offer
+
+    try:
+        yield Finding("cluster", OK, offer())
+    except UserError as error:
+        what, _, how = str(error).partition(": ")
+        yield Finding("cluster", NOTE, what, how.rstrip("."))
 
 
 # ---------------------------------------------------------------- folders

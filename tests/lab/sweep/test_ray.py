@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("PYTHONPATH", path)
         patch.syspath_prepend(HERE)
         patch.setenv("SWEEP_LOG", str(folder / "log.jsonl"))
-        patch.setenv("SWEEP_S", "0.3")
         head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
         found = ray_utils.Cluster(initialize_head=True, head_node_args=head)
         try:
@@ -134,26 +132,25 @@ def test_two_gpus_get_disjoint_cells_and_a_deadly_cell_fails_after_three_workers
 def test_cells_go_to_the_devices_that_are_named(
     cluster: Any, log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other node has no H200 left while its second cell runs, which goes to the next; nobody has a B200."""
-    first = add(cluster, "h200", 1)
-    monkeypatch.setattr(ray_, "PATIENCE_S", 3.0)
+    """The node with the H200 is killed while it measures, and another one comes; nobody has a B200."""
+    from sweep_fakes import SLOW
+
+    nodes = [add(cluster, "h200", 1)]
     launcher = pretend()
+    look = launcher._look
+
+    def remove_while_it_measures() -> None:
+        if len(nodes) == 1 and any(n["device"] == "h200" and f"_h{SLOW}_" in n["cell"] for n in notes(log)):
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            nodes.append(add(cluster, "h200", 1))
+        look()
+
+    monkeypatch.setattr(launcher, "_look", remove_while_it_measures)
     try:
-        began = launcher._look
-        removed: list[float] = []
-
-        def look() -> None:
-            mine = [n for n in notes(log) if n["device"] == "h200"]
-            if len(mine) == 2 and not removed:
-                removed.append(time.time())
-                cluster.remove_node(first, allow_graceful=False)
-                add(cluster, "h200", 1)
-            began()
-
-        monkeypatch.setattr(launcher, "_look", look)
-        records = sweep(launcher, cells(1, 2, 3), "device=[h100,h200,b200]")
+        slow = f"{{b: 4, t: 64, h: {SLOW}}}"
+        records = sweep(launcher, cells(1, 2).replace("]", f",{slow}]"), "device=[h100,h200,b200]")
     finally:
-        launcher.close()
+        cluster.remove_node(nodes[-1])
     by_device = {key: [r for r in records if r.device == key] for key in ("h100", "h200", "b200")}
     assert [r.status for r in by_device["h100"]] == [r.status for r in by_device["h200"]] == ["infeasible"] * 3
     assert [r.status for r in by_device["b200"]] == ["skipped"] * 3
@@ -166,26 +163,35 @@ def test_cells_go_to_the_devices_that_are_named(
 
 def test_a_killed_driver_goes_on_where_its_records_end(log: Path, tmp_path: Path) -> None:
     script = (
-        "import sys; from test_ray_driver import run" if False else
         "import sys\nfrom sweep_fakes import PretendHand\nfrom mla_var3.lab.sweep import config\n"
         "from mla_var3.lab.sweep.ray_ import Ray\nfrom mla_var3.lab.sweep.run import Sweep\n"
         "Sweep(config.compose(sys.argv[1:]), Ray(PretendHand)).run()\n"
     )  # fmt: skip
-    words = ["experiment=ladder", "experiment.name=test", KERNEL, "launcher=ray", cells(*range(1, 13))]
+    words = ["experiment=ladder", "experiment.name=test", KERNEL, "launcher=ray", "device=h100", cells(*range(1, 13))]
     driver = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
     assert driver.stderr is not None
     for line in driver.stderr:
-        if line.startswith("[4/"):
+        if line.startswith("[3/"):
             break
     driver.send_signal(signal.SIGKILL)
     driver.communicate(timeout=30)
     held = load(Path("results")).records
-    assert 4 <= len(held) < 12
+    assert 3 <= len(held) < 12
     before = len(notes(log))
-    records = sweep(pretend(), cells(*range(1, 13)), "resume=true")
+    records = sweep(pretend(), cells(*range(1, 13)), "device=h100", "resume=true")
     assert len(records) == len({r.key for r in records}) == 12
     assert [r.id for r in records[: len(held)]] == [r.id for r in held]
     assert len(notes(log)) - before == 12 - len(held)
+
+
+def test_cells_are_skipped_once_their_gpus_are_gone(cluster: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_, "PATIENCE_S", 1.0)
+    node = add(cluster, "b200", 1)
+    launcher = pretend()
+    assert "b200" in [device.key for device in launcher.devices()]
+    cluster.remove_node(node)
+    records = sweep(launcher, cells(1, 2), "device=b200")
+    assert [(r.status, r.reason) for r in records] == [("skipped", "the cluster has no NVIDIA B200 SXM6 left")] * 2
 
 
 def test_compiling_comes_to_what_it_does_here(log: Path) -> None:

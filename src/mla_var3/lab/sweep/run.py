@@ -441,7 +441,7 @@ class Sweep:
         files = ", ".join(str(journal.path) for journal in self.journals.values() if journal.made)
         say(f"{text}{'; records in ' + files if files else ''}")
         name = f"{datetime.now(UTC):%Y-%m-%d}-{self.config.experiment.name}.txt"
-        self.telling.write(Path(self.config.compile_dir) / self.target.device.key / name)
+        self.telling.write(Path(self.config.compile_dir) / self.targets[0].device.key / name)
         for line in more:
             say(line)
 

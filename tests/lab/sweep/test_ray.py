@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,13 @@ def cells(*sizes: int, **fields: int) -> str:
     return "experiment.cells=[" + ",".join(f"{{b: {b}, t: 64{more}}}" for b in sizes) + "]"
 
 
-def sweep(launcher: Launcher, *words: str) -> list[Record]:
-    """Runs a sweep with a launcher and returns the records of all files."""
+def sweep(launcher: Launcher, *words: str, planned: Callable[[], None] = lambda: None) -> list[Record]:
+    """Runs a sweep with a launcher and returns the records of all files. planned: called before it runs."""
     config = sweep_config.compose(["experiment=ladder", "experiment.name=test", KERNEL, "launcher=ray", *words])
     try:
-        Sweep(config, launcher).run()
+        job = Sweep(config, launcher)
+        planned()
+        job.run()
     finally:
         launcher.close()
     return load(Path("results")).records
@@ -187,10 +189,7 @@ def test_a_killed_driver_goes_on_where_its_records_end(log: Path, tmp_path: Path
 def test_cells_are_skipped_once_their_gpus_are_gone(cluster: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_, "PATIENCE_S", 1.0)
     node = add(cluster, "b200", 1)
-    launcher = pretend()
-    assert "b200" in [device.key for device in launcher.devices()]
-    cluster.remove_node(node)
-    records = sweep(launcher, cells(1, 2), "device=b200")
+    records = sweep(pretend(), cells(1, 2), "device=b200", planned=lambda: cluster.remove_node(node))
     assert [(r.status, r.reason) for r in records] == [("skipped", "the cluster has no NVIDIA B200 SXM6 left")] * 2
 
 

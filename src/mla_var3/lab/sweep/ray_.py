@@ -63,7 +63,9 @@ def connect(*, start: bool) -> Any:
     options: dict[str, Any] = {"runtime_env": {"py_modules": [str(paths.package())]}} if start else {"address": "auto"}
     try:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except ConnectionError as error:
+        raise UserError("no Ray cluster runs here: start one as docs/cluster.md says, or set RAY_ADDRESS.") from error
+    except (RuntimeError, ValueError, OSError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"Ray cannot be used here: {said}; see docs/cluster.md.") from error
     return ray

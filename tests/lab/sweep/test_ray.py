@@ -39,6 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.syspath_prepend(HERE)
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # whatever this machine's other clusters do
         patch.setenv("SWEEP_LOG", str(folder / "log.jsonl"))
         head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False}
         found = ray_utils.Cluster(initialize_head=True, head_node_args=head)

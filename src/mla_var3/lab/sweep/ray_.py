@@ -64,7 +64,14 @@ def connect(*, start: bool) -> Any:
     try:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", **options)
     except ConnectionError as error:
-        raise UserError("no Ray cluster runs here: start one as docs/cluster.md says, or set RAY_ADDRESS.") from error
+        if not start and not address:
+            raise UserError(
+                "no Ray cluster runs here: start one as docs/cluster.md says, or set RAY_ADDRESS."
+            ) from error
+        where = f"RAY_ADDRESS={address}" if address else "this machine"
+        raise UserError(
+            f"the Ray cluster at {where} refuses: where it was started with a token, set RAY_AUTH_MODE=token."
+        ) from error
     except (RuntimeError, ValueError, OSError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"Ray cannot be used here: {said}; see docs/cluster.md.") from error

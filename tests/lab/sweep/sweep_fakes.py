@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mla_var3.device import Device
-from mla_var3.lab.sweep.hand import Hand
+from mla_var3.lab.sweep.hand import Hand, keep
 from mla_var3.lab.sweep.launch import Cell
 
 #: Heads of a cell that ends whoever measures it, and of one that takes seconds.
@@ -33,13 +33,17 @@ class PretendHand(Hand):
         context = ray.get_runtime_context()
         note = {
             "cell": cell.problem.label, "device": cell.device.key, "node": context.get_node_id(), "pid": os.getpid(),
-            "gpu": context.get_accelerator_ids()["GPU"], "began": time.time(),
+            "gpu": context.get_accelerator_ids()["GPU"], "code": sorted(name for files in code for name, _ in files),
         }  # fmt: skip
         with Path(os.environ["SWEEP_LOG"]).open("a") as log:
             log.write(json.dumps(note) + "\n")
-        if cell.problem.h == DEADLY:
+        heads = getattr(cell.problem, "h", 0)
+        if heads == DEADLY:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(5.0 if cell.problem.h == SLOW else SECONDS)
+        os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["SWEEP_LOG"]).with_name("another_cache"))
+        for files in code:
+            keep(files)
+        time.sleep(5.0 if heads == SLOW else SECONDS)
         outcome: dict[str, Any] = {"status": "infeasible", "reason": "nothing was measured"}
         records = unmeasured(cell.problem, cell.contenders, cell.device, settings, experiment=experiment, **outcome)
         return [record.to_json() for record in records]

@@ -261,24 +261,24 @@ class Ray:
                         code.take(ref)
                         continue
                     gpu = busy[ref]
-                    index, gpu.cell, gpu.call = gpu.cell, None, None
-                    assert index is not None
+                    assert gpu.cell is not None
+                    at, gpu.cell, gpu.call = gpu.cell, None, None
                     try:
                         lines = self.ray.get(ref)
                     except self.ray.exceptions.RayError as error:
-                        lost[index] += 1
+                        lost[at] += 1
                         reason = _reason(error)
                         if isinstance(error, self.ray.exceptions.RayTaskError):
                             self._leave_out(gpu, reason)  # it lives, and cannot measure
                         else:
                             self._drop(gpu)
                         self._looked = 0.0
-                        if lost[index] < TRIES:
-                            waiting[cells[index].device.key].appendleft(index)
-                            say(f"{cells[index].problem.label} was lost on node {gpu.name}, and is taken up again")
+                        if lost[at] < TRIES:
+                            waiting[cells[at].device.key].appendleft(at)
+                            say(f"{cells[at].problem.label} was lost on node {gpu.name}, and is taken up again")
                         else:
                             done += 1
-                            yield from ended(index, "failed", f"it ended {TRIES} workers, the last with {reason}")
+                            yield from ended(at, "failed", f"it ended {TRIES} workers, the last with {reason}")
                         continue
                     done += 1
                     self._cells = (done, len(busy) - 1, left)

@@ -139,7 +139,7 @@ def in_a_process(*words: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cells", type=int, nargs="*", default=[1_000, 10_000])
+    parser.add_argument("--cells", type=int, nargs="*", default=[1_000, 10_000], help="none leaves this part")
     parser.add_argument("--nodes", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--kernels", default="triton", help="of compile_matrix; '' leaves it out")
     parser.add_argument("--repeats", type=int, default=3, help="of compile_matrix, launchers in turn")
@@ -151,19 +151,22 @@ def main() -> None:
         print(json.dumps(found))
         return
     commit, dirty = environment.git_state()
-    result: dict[str, Any] = {
+    made = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit, "dirty": dirty,
-        "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "cell_s": CELL_S,
-        "cells": [in_a_process("cells", str(c), str(n)) for c in args.cells for n in args.nodes],
+        "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
     }  # fmt: skip
+    result: dict[str, Any] = json.loads(OUT.read_text()) if OUT.is_file() else {}
+    if args.cells:
+        runs = [in_a_process("cells", str(c), str(n)) for c in args.cells for n in args.nodes]
+        result["cells"] = {**made, "cell_s": CELL_S, "runs": runs}
     if args.kernels:
         turns = [how for _ in range(args.repeats) for how in ("local", "ray")]
-        result["compile_matrix"] = [in_a_process("compile", how, args.kernels) for how in turns]
+        result["compile_matrix"] = {**made, "runs": [in_a_process("compile", how, args.kernels) for how in turns]}
     OUT.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n| cells | {' | '.join(f'{n} nodes (s)' for n in args.nodes)} |")
     print("| --- " * (1 + len(args.nodes)) + "|")
     for cells in args.cells:
-        row = [str(found["seconds"]) for found in result["cells"] if found["cells"] == cells]
+        row = [str(found["seconds"]) for found in result["cells"]["runs"] if found["cells"] == cells]
         print(f"| {cells:,} | {' | '.join(row)} |")
 
 

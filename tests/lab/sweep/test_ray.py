@@ -218,6 +218,12 @@ def test_compiled_code_travels_under_its_digest(log: Path) -> None:
         assert entry is not None and aot.load_entry(folder, entry).arch == "sm_90a"
 
 
+def test_a_budget_begins_no_further_cell_and_ends_what_runs(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = sweep(pretend(), cells(*range(1, 9)), "device=h100", "budget_s=0.01")
+    assert {r.problem_label for r in records} == {n["cell"] for n in notes(log)} and 1 <= len(records) < 8
+    assert f"are over: {8 - len(records)} points are left" in capsys.readouterr().err
+
+
 def test_the_doctor_tells_what_the_cluster_offers(log: Path) -> None:
     said = ray_.offer()
     assert "2 announced as h100" in said and "GPUs" in said
@@ -231,3 +237,20 @@ def test_an_address_that_nobody_answers_is_one_sentence(
         ray_.connect(start=True)
     assert cli.main(["sweep", "experiment=ladder", "launcher=ray"]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_cell_is_measured_on_the_gpu_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster that the sweep starts by itself, whose GPU says what it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    words = ["experiment=ladder", "bench=fast", "launcher=ray"]
+    assert cli.main(["sweep", *words, "kernels=cute-dsl/flash_mla,triton/flash_mla"]) == 0
+    records = load(Path("results")).records
+    detected = Device.detect()
+    assert detected is not None and {r.device for r in records} == {detected.key}
+    passed = [r for r in records if r.status == "passed"]
+    assert passed and not any(r.status == "failed" for r in records)
+    for record in passed:
+        assert record.time_us is not None and record.limits is not None and record.of_limit("burst")
+        assert record.environment["gpu"] and record.environment["chip"] and record.environment["node"]

@@ -34,6 +34,10 @@ CodeFile = tuple[str, bytes]
 class Hand:
     """Holds one GPU, and measures one cell at a time on it, each in a worker process of its own."""
 
+    def __init__(self) -> None:
+        # Ray sets it to 1, which no worker process has that is started by hand.
+        os.environ.pop("OMP_NUM_THREADS", None)
+
     def device(self, announced: Device | None) -> Device | None:
         """The GPU that is held: as its node announced it, else what torch sees. None: there is none to be used."""
         if announced is not None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a sweep on Ray costs its driver, and what compiling through Ray costs against the pool of processes.
 
-    scripts/sweep_cost.py            # about 15 minutes on two cores; writes results/sweep_cost.json and prints tables
+    scripts/sweep_cost.py            # about 30 minutes on two cores; writes results/sweep_cost.json and prints tables
 
 Cells measure nothing: each takes a GPU that is a logical resource, on a node that is a process of this machine, for
 20 ms. Seconds run from the plan of the sweep to its last record on the disk; CPU time and memory are the driver's.
@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", type=int, nargs="*", default=[1_000, 10_000], help="none leaves this part")
     parser.add_argument("--nodes", type=int, nargs="*", default=[1, 2, 4, 8])
-    parser.add_argument("--kernels", default="triton", help="of compile_matrix; '' leaves it out")
+    parser.add_argument("--kernels", default="all", help="of compile_matrix; '' leaves it out")
     parser.add_argument("--repeats", type=int, default=3, help="of compile_matrix, launchers in turn")
     parser.add_argument("--one", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -163,6 +163,8 @@ def main() -> None:
         turns = [how for _ in range(args.repeats) for how in ("local", "ray")]
         result["compile_matrix"] = {**made, "runs": [in_a_process("compile", how, args.kernels) for how in turns]}
     OUT.write_text(json.dumps(result, indent=1) + "\n")
+    if not args.cells:
+        return
     print(f"\n| cells | {' | '.join(f'{n} nodes (s)' for n in args.nodes)} |")
     print("| --- " * (1 + len(args.nodes)) + "|")
     for cells in args.cells:

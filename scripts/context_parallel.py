@@ -25,6 +25,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mla_var3.check.judge import ErrorReport, compare
@@ -291,7 +292,8 @@ class Timed:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own current
         graph.replay()
         self.ranks.together()
-        return type("Replay", (), {"run": staticmethod(graph.replay), "keep": (graph, list(calls))})()
+        # No cycle may hold a graph: the collector would free it during a later capture, which ends that one.
+        return SimpleNamespace(run=graph.replay, keep=(graph, list(calls)))
 
     def _replay(self, replay: Any, count: int) -> list[float]:
         self.ranks.together()

@@ -432,6 +432,6 @@ def test_an_empty_plan_says_that_there_is_nothing_to_compile() -> None:
     [(128, 128, 1), (128, 8, 1), (64, 128, 1), (32, 512, 1), (32, 128, 0), (8, 128, 0), (1, 8, 0)],
 )
 def test_fa3_is_not_asked_to_split_what_fills_the_device(b: int, rows: int, splits: int) -> None:
-    from mla_var3.kernel.peer.mla.fa3_qv.fa3_qv.fa3_qv import splits_for
+    from mla_var3.kernel.peer.prims.fa3 import splits_for
 
     assert splits_for(b, rows, 132) == splits

@@ -228,6 +228,8 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "torch_compile_merge_partials",
         "torch_compile_mla_layer",
         "flash_mla_layer",
+        "flash_mla_sparse",
+        "fa3_sparse",
         "flashinfer_rmsnorm",
     ]
     assert "no-such-nvcc" in result["flashinfer_fa3"]

@@ -223,11 +223,12 @@ def check(
     In each case outputs and floating-point workspaces are filled with NaN (`partial` outputs as `untouched` says)
     before the call, the call is repeated and must give the same bits (unless the plan says that it is not
     deterministic), and the inputs must not change. "own" is planned; the other cases are bound to that kernel, except
-    those that are `planned`.
+    those that are `planned`, each a problem of its own: one that the version does not take is left out.
     A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name added.
     """
     plan_cls, problem, tiling, hardware, compiled = _resolve(plan, problem, tiling, device, hardware)
     workload: Workload = plan_cls.workload
+    requires = getattr(plan_cls, "requires", None)
     on_gpu = str(device).startswith("cuda")
     wanted = wanted_cases(plan_cls, quick, cases)
     if seeds is None:
@@ -239,6 +240,8 @@ def check(
         binds = any(case.name in wanted and not case.planned for case in given)
         for index, case in enumerate(given):
             if case.name not in wanted and not (index == 0 and binds):  # the first is what others are bound to
+                continue
+            if index and case.planned and requires is not None and not requires.accepts(case.problem):
                 continue
             seed = base_seed + 101 * index
             try:

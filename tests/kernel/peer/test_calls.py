@@ -19,7 +19,9 @@ from mla_var3.check.judge import check
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.peer.prims import find, flashinfer, kernel
+from mla_var3.workload import sparse_decode
 from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference
+from mla_var3.workload.sparse_decode import SparseProblem
 
 CASES_HERE = ("own", "edges", "planned")
 PROBLEM = MlaProblem(b=3, s=2, t=150, h=4, causal=True, dtype="fp16")
@@ -173,6 +175,142 @@ def test_flash_mla_installed(new_interface: bool, tmp_path: Path, monkeypatch: p
     )
     _passes_the_check("flash_mla_lib")
     assert made
+
+
+#: Cases of sparse decode that neither library takes, or a GPU alone has.
+NOT_HERE = {"in_place", "many", "far"}
+
+
+@pytest.mark.parametrize("layout", ["v32", "bf16"])
+def test_fa3_sparse(
+    layout: str, extensions: Any, fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr("mla_var3.kernel.peer.mla.fa3_sparse.fa3_sparse.fa3_sparse._CHUNK", 7 * 3 * 576)
+    plan_type = _plan_type("fa3_sparse")
+    problem = SparseProblem(b=3, s=2, h=5, t=90, topk=40, page=7, layout=layout, lengths=True)
+    report = check(plan_type, problem, device="cpu", seeds=[3])
+    assert report.ok, report.reason
+    lacking = {"lengths", "extra"} | ({"scales", "codes", "subnormal"} if layout == "bf16" else set())
+    assert {case.name for case in report.cases} == set(sparse_decode.CASES) - NOT_HERE - lacking
+
+    given = sparse_decode.named(problem, *sparse_decode.make_inputs(problem, "cpu", dist="holes"))
+    bound = plan_type(problem).plan(*given.values())
+    b, longest_q, longest_k, heads, _, headdim, headdim_v = extensions["fa3_plan"][-1][:7]
+    assert (b, longest_q, longest_k, heads, headdim, headdim_v) == (6, 1, 40, 5, 64, 512)
+    planned = len(extensions["fa3_plan"])
+    bound()
+    bound.with_schedule()
+    assert len(extensions["fa3_plan"]) == planned + 1, "only a call with a schedule of its own plans"
+    lens, table = extensions["fa3"][-1][8], extensions["fa3"][-1][11]
+    assert table.shape == (6, 40) and table.dtype == lens.dtype == torch.int32
+    tokens = given["cache"].shape[0] * 7
+    for row, indices in enumerate(given["indices"].view(6, 40)):
+        attended = [i for i in indices[: given["lengths"][row // 2]].tolist() if 0 <= i < tokens]
+        assert table[row, : lens[row]].tolist() == attended
+        assert set(table[row, lens[row] :].tolist()) <= {0}
+
+
+class _SparseLibrary:
+    """FlashMLA's sparse decode over packed caches by the oracle, as strict as the library."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def get_mla_metadata(self) -> tuple[Any, None]:
+        return types.SimpleNamespace(made=False), None
+
+    def flash_mla_with_kvcache(
+        self,
+        q: Any,
+        k_cache: Any,
+        block_table: Any,
+        cache_seqlens: Any,
+        head_dim_v: int,
+        tile_scheduler_metadata: Any,
+        softmax_scale: float,
+        is_fp8_kvcache: bool,
+        indices: Any,
+        attn_sink: Any,
+        extra_k_cache: Any,
+        extra_indices_in_kvcache: Any,
+        topk_length: Any,
+        extra_topk_length: Any,
+    ) -> tuple[Any, Any]:
+        layout = {576: "v32", 512: "v4"}[q.shape[3]]
+        assert block_table is None and cache_seqlens is None and head_dim_v == 512 and is_fp8_kvcache
+        assert q.shape[2] in (64, 128) and k_cache.dim() == 4 and k_cache.shape[2] == 1
+        assert layout == "v4" or (topk_length is None and extra_k_cache is None)
+        assert (extra_k_cache is None) == (extra_indices_in_kvcache is None)
+        self.calls.append({"schedule": tile_scheduler_metadata.made, "q": q, "indices": indices, "sink": attn_sink})
+        tile_scheduler_metadata.made = True
+        sizes: dict[str, Any] = {"page": k_cache.shape[1], "lengths": topk_length is not None}
+        inputs = [q, *self.part(k_cache, indices), *(x for x in (topk_length, attn_sink) if x is not None)]
+        if extra_k_cache is not None:
+            sizes |= {"extra": extra_indices_in_kvcache.shape[2], "extra_page": extra_k_cache.shape[1]}
+            sizes |= {"extra_lengths": extra_topk_length is not None}
+            inputs += self.part(extra_k_cache, extra_indices_in_kvcache)
+            inputs += [x for x in (extra_topk_length,) if x is not None]
+        problem = SparseProblem(
+            h=q.shape[2], layout=layout, sink=attn_sink is not None, softmax_scale=softmax_scale, **sizes
+        )
+        out, lse = sparse_decode.reference(problem, *inputs)
+        return out.to(q.dtype), lse.float()
+
+    def part(self, cache: Any, indices: Any) -> list[Any]:
+        assert indices.shape[2] % 64 == 0 and indices.dtype == torch.int32
+        assert bool(((indices >= -1) & (indices < cache.shape[0] * cache.shape[1])).all()), "it would read there"
+        return [cache.squeeze(2), indices]
+
+
+@pytest.fixture
+def sparse_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _SparseLibrary:
+    made = _SparseLibrary()
+    library = find.Library("flash_mla_sparse", "package", tmp_path, "1", "an imitation")
+    monkeypatch.setitem(find._LOOK, "flash_mla_sparse", lambda: library)
+    monkeypatch.setitem(sys.modules, "flash_mla", made)  # type: ignore[arg-type]
+    return made
+
+
+SPARSE = {
+    "v32": SparseProblem(b=3, s=2, h=5, t=90, topk=40, page=7, lengths=True),
+    "v4": SparseProblem(
+        b=2, h=65, t=90, topk=40, page=7, layout="v4", lengths=True, sink=True, extra=24, extra_lengths=True
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", SPARSE)
+def test_flash_mla_sparse(layout: str, sparse_library: _SparseLibrary) -> None:
+    report = check(_plan_type("flash_mla_sparse"), SPARSE[layout], device="cpu", seeds=[3])
+    assert report.ok, report.reason
+    lacking = {"scales"} | ({"extra"} if layout == "v32" else set())
+    assert {case.name for case in report.cases} == set(sparse_decode.CASES) - NOT_HERE - lacking
+
+
+def test_flash_mla_sparse_copies_only_what_it_must(sparse_library: _SparseLibrary) -> None:
+    problem = SparseProblem(b=2, h=64, t=150, topk=128, sink=True)
+    q, _, indices, _ = inputs = sparse_decode.make_inputs(problem, "cpu")
+    bound = _plan_type("flash_mla_sparse")(problem).plan(*inputs)
+    bound()
+    bound.with_schedule()
+    assert [call["schedule"] for call in sparse_library.calls] == [False, True, False]
+    assert all(call["q"] is q and call["indices"] is indices for call in sparse_library.calls)
+    few = problem.replace(h=20)
+    inputs = sparse_decode.make_inputs(few, "cpu", dist="holes")
+    bound = _plan_type("flash_mla_sparse")(few).plan(*inputs)
+    out, lse = bound()
+    call = sparse_library.calls[-1]
+    assert call["q"].shape == (2, 1, 64, 576) and not call["q"][:, :, 20:].any() and call["sink"].shape == (64,)
+    assert out.shape == (2, 1, 20, 512) and lse.shape == (2, 20, 1)
+    assert (call["indices"] == -1).any() and (inputs[2] != call["indices"]).any()
+
+
+def test_an_older_flash_mla_is_one_sentence(sparse_library: _SparseLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_library, "flash_mla_with_kvcache", lambda q, k_cache: None)
+    with pytest.raises(UserError, match=r"flash_mla 1 has no extra_k_cache: .* has a newer one"):
+        _plan_type("flash_mla_sparse")(SPARSE["v32"]).plan(*sparse_decode.make_inputs(SPARSE["v32"], "cpu"))
 
 
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])

@@ -17,6 +17,7 @@ from mla_var3.kernel.peer.prims import find
 from mla_var3.workload import Problem, get
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import PrefillProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 PEERS = [k for k in registry.all_kernels() if k.language == "peer"]
 PREFILL = ("fa4", "cudnn_sdpa")
@@ -27,6 +28,7 @@ OTHERS = {
     "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
     **dict.fromkeys(("flash_mla_layer", "torch_compile_mla_layer"), "layer"),
+    **dict.fromkeys(("flash_mla_sparse", "fa3_sparse"), "sparse_decode"),
 }
 
 
@@ -157,6 +159,44 @@ def test_a_problem_that_a_library_does_not_compute_is_refused(
     assert plan_type.requires.accepts(MlaProblem(b=2, t=256))
     verdict = plan_type.requires.accepts(MlaProblem(b=2, t=256, **problem))  # type: ignore[arg-type]
     assert not verdict and word in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "words"),
+    [
+        ("flash_mla_sparse", {}, ""),
+        ("flash_mla_sparse", {"h": 5, "page": 3, "topk": 7, "lengths": True, "sink": True}, ""),
+        ("flash_mla_sparse", {"layout": "v4", "extra": 9, "extra_page": 2, "extra_lengths": True}, ""),
+        ("flash_mla_sparse", {"layout": "flat"}, "takes layouts v32 and v4; the problem has flat"),
+        ("flash_mla_sparse", {"layout": "bf16"}, "the problem has bf16"),
+        ("flash_mla_sparse", {"h": 129}, "takes up to 128 heads; the problem has 129"),
+        ("flash_mla_sparse", {"extra": 64}, "takes an extra cache in layout v4 only"),
+        ("fa3_sparse", {}, ""),
+        ("fa3_sparse", {"layout": "bf16", "h": 200, "page": 3, "topk": 7, "lengths": True}, ""),
+        ("fa3_sparse", {"layout": "v4"}, "takes layout bf16, and v32 converted; the problem has v4"),
+        ("fa3_sparse", {"layout": "flat"}, "the problem has flat"),
+        ("fa3_sparse", {"sink": True}, "takes no attention sinks in float32"),
+        ("fa3_sparse", {"extra": 64}, "takes one cache"),
+    ],
+)
+def test_a_sparse_problem_is_taken_or_refused(
+    name: str, problem: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(find._LOOK, name, lambda: find.Library(name, "package", Path(), "1", "an imitation"))
+    verdict = registry.get_plan(registry.KernelId("peer", "mla", name)).requires.accepts(
+        SparseProblem(**problem)  # type: ignore[arg-type]
+    )
+    assert bool(verdict) == (not words)
+    assert words in verdict.reason
+    assert not words or verdict.reason.startswith(f"peer/{name} takes")
+
+
+def test_one_library_is_behind_two_peers(fetched: Callable[..., Path], nothing_installed: None) -> None:
+    path = fetched("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
+    dense, sparse = find.find("fa3_qv"), find.find("fa3_sparse")
+    assert dense is not None and sparse is not None
+    assert dense.path == sparse.path == path and (dense.peer, sparse.peer) == ("fa3_qv", "fa3_sparse")
+    assert find.find("flash_mla_sparse") is None
 
 
 def test_decode_is_refused_by_peers_that_prefill() -> None:

@@ -136,6 +136,16 @@ def _fa3_qv() -> Library | None:
     return _fetched("fa3_qv", "extension", f"vllm/{name}") or _installed("fa3_qv", "extension", "vllm", name, "vllm")
 
 
+def _also(peer: str, look: Callable[[], Library | None]) -> Callable[[], Library | None]:
+    """Another peer that calls the library which `look` finds."""
+
+    def found() -> Library | None:
+        library = look()
+        return None if library is None else replace(library, peer=peer)
+
+    return found
+
+
 def _flashinfer(backend: str) -> Callable[[], Library | None]:
     peer = f"flashinfer_{backend}"
 
@@ -228,6 +238,8 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "torch_compile_merge_partials": _torch_compile("torch_compile_merge_partials"),
     "torch_compile_mla_layer": _torch_compile("torch_compile_mla_layer"),
     "flash_mla_layer": lambda: _flash_mla_lib() or _flash_mla_vllm(),
+    "flash_mla_sparse": _also("flash_mla_sparse", _flash_mla_lib),
+    "fa3_sparse": _also("fa3_sparse", _fa3_qv),
     "quack_rmsnorm": _quack_rmsnorm,
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
 }
@@ -263,6 +275,14 @@ _HOW: dict[str, tuple[str, str]] = {
     "torch_compile_merge_partials": ("torch with Triton", "install torch's CUDA build"),
     "torch_compile_mla_layer": ("torch with Triton", "install torch's CUDA build"),
     "flash_mla_layer": ("FlashMLA", f"run {FETCH} flash_mla_vllm or flash_mla_lib, or pip install vllm"),
+    "flash_mla_sparse": (
+        "FlashMLA",
+        f"run {FETCH} flash_mla_lib --flash-mla CHECKOUT, or pip install --no-build-isolation CHECKOUT",
+    ),
+    "fa3_sparse": (
+        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
+        f"run {FETCH} fa3_qv, or pip install vllm",
+    ),
     "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
 }

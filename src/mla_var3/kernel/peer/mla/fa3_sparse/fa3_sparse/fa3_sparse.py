@@ -1,0 +1,94 @@
+"""FlashAttention-3 with `qv` over a bf16 cache, the indices of each query token as a page table of size 1.
+
+    plan():  cache → bf16, unless it is; the indices that name a token, in their order, as the page table of a request
+             of one query token, and their number as its length; the scheduler's metadata (a small kernel over the
+             lengths)
+    call:    the attention and, where it split, the combine, both of the library
+
+The call is that of `fa3_qv`, with b · s requests of one query token. A cache of layout v32 is converted ahead of the
+call, which is not timed and rounds once: a server that decodes with this library keeps its cache in bf16. So the call
+reads 1152 bytes a token where the problem counts 656. Its page tables are not timed either: an indexer writes them so.
+Pages of size 1 are gathered by cp.async, and rows behind a request's last one are not loaded. Out of a vllm wheel,
+Hopper only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.device import Requirement
+from mla_var3.errors import Verdict
+from mla_var3.kernel.peer.prims import fa3, find
+from mla_var3.kernel.peer.prims.find import Library
+from mla_var3.kernel.peer.prims.kernel import Attached
+from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, names_token
+from mla_var3.packed_cache import VALUES, Layout, unpack
+from mla_var3.workload import sparse_decode
+
+if TYPE_CHECKING:
+    from mla_var3.workload.sparse_decode import SparseProblem
+
+#: Columns that are converted at a time: in float64 on the way.
+_CHUNK = 1 << 26
+
+
+def takes(problem: SparseProblem) -> Verdict:
+    if problem.layout not in ("v32", "bf16"):
+        return Verdict.no(f"peer/fa3_sparse takes layout bf16, and v32 converted; the problem has {problem.layout}")
+    if problem.sink:
+        return Verdict.no("peer/fa3_sparse takes no attention sinks in float32; the problem has sinks")
+    if problem.extra:
+        return Verdict.no("peer/fa3_sparse takes one cache; the problem has an extra one")
+    reason = find.absent("fa3_sparse")
+    return Verdict.yes() if reason is None else Verdict.no(reason)
+
+
+class Fa3SparsePlan(PeerSparsePlan):
+    """Plan of the extension's `fwd` with `q_v`, a page table of size 1 and used lengths."""
+
+    peer = "fa3_sparse"
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes)
+    allocates = True
+
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        import torch
+
+        given = sparse_decode.named(self.problem, *inputs)
+        q, indices = given["q"], given["indices"]
+        b, s, h, columns = q.shape
+        names = names_token(given)
+        first = names.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        lens = names.sum(-1)
+        counts = torch.arange(indices.shape[-1], device=q.device) < lens.unsqueeze(-1)
+        table = indices.gather(-1, first).where(counts, 0)
+        found = fa3.attached(
+            library,
+            q.view(b * s, 1, h, columns),
+            in_bf16(self.problem.cache, given["cache"]).view(-1, 1, 1, columns),
+            table.view(b * s, -1),
+            lens.view(b * s).to(torch.int32),
+            scale=self.problem.scale,
+            causal=False,
+            device=self.device,
+        )
+
+        def read() -> tuple[Any, ...]:
+            out, lse = found.read()
+            return out.view(b, s, h, VALUES), lse.view(b, s, h).transpose(1, 2).contiguous()
+
+        return replace(found, read=read)
+
+
+def in_bf16(layout: Layout, cache: Any) -> Any:
+    """(pages, page, columns), contiguous: the cache itself where it is so."""
+    import torch
+
+    if layout.name == "bf16":
+        return cache.contiguous()
+    pages, page, _ = cache.shape
+    made = cache.new_empty((pages, page, layout.columns), dtype=torch.bfloat16)
+    step = max(1, _CHUNK // (page * layout.columns))
+    for begin in range(0, pages, step):
+        made[begin : begin + step] = unpack(layout, cache[begin : begin + step])
+    return made

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +143,54 @@ def test_no_request_is_no_call() -> None:
     q, cache = torch.empty(0, 1, 4, 576).bfloat16(), torch.empty(1, 64, 656, dtype=torch.uint8)
     out, lse = sparse_mla_decode(q, cache, torch.empty(0, 1, 8, dtype=torch.int32), return_lse=True, on=engine)
     assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1) and engine.planned == 0
+
+
+# The interpreter is chosen when a kernel is decorated, so a process has it or not.
+FOLLOWING = """
+import torch
+from ops_fakes import CpuEngine
+from test_sparse_mla_decode import NAMES, PROBLEMS, call_of
+from mla_var3.check.judge import compare
+from mla_var3.ops import sparse_mla_decode
+from mla_var3.workload.sparse_decode import WORKLOAD, bounds, make_inputs, reference
+
+engine = CpuEngine()
+
+def right(problem, given, dist, seed):
+    found = sparse_mla_decode(
+        **given, layout=problem.layout, scale=0.3, return_lse=True, kernel="triton/sparse_mla", on=engine
+    )
+    wanted = reference(problem, *make_inputs(problem, "cpu", seed=seed, dist=dist))
+    verdict = compare(WORKLOAD, found, wanted, bounds(dist))
+    assert verdict.ok, f"{problem.label} {dist}: {verdict.reason}"
+
+for name, problem in PROBLEMS.items():
+    kept = []  # so that the second call's tensors lie elsewhere
+    for seed, dist in enumerate(("none", "holes")):
+        kept.append(call_of(problem, seed=seed, dist=dist))
+        right(problem, kept[-1], dist, seed)
+assert engine.planned == len(PROBLEMS)
+
+# As many tokens of a request, of a cache that is one page shorter: what lies behind it is nobody's.
+engine.forget()
+problem = PROBLEMS["v32"]
+given = call_of(problem, seed=2, dist="holes")
+cache = given["kv_cache"]
+longer = torch.cat([cache, cache.new_zeros(1, *cache.shape[1:])])
+sparse_mla_decode(**{**given, "kv_cache": longer}, scale=0.3, kernel="triton/sparse_mla", on=engine)
+right(problem, {**given, "kv_cache": longer[:-1]}, "holes", 2)
+print("followed")
+"""
+
+
+@pytest.mark.slow
+def test_a_kept_triton_kernel_follows_the_tensors_of_each_call(repo_root: Path) -> None:
+    pytest.importorskip("triton")
+    source = os.pathsep.join([str(repo_root / "src"), str(repo_root / "tests/ops"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
+    words = [sys.executable, "-c", FOLLOWING]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert "followed" in done.stdout, done.stderr[-3000:]
 
 
 # ---------------------------------------------------------------- operators

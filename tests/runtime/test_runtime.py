@@ -21,6 +21,7 @@ from mla_var3.runtime import (
     KernelPlan,
     Tiling,
     TorchKernel,
+    TritonKernel,
     Verdict,
 )
 from mla_var3.runtime.autotune import autotune, tuning_key
@@ -182,6 +183,26 @@ def fake_times(times: dict[int, float]) -> Any:
         return value
 
     return measure
+
+
+def test_triton_kernel_refuses_views_of_its_tensors() -> None:
+    """Its arguments are kept: a view would stay where it was made when the tensor is pointed at other memory."""
+    launched: list[list[float]] = []
+
+    class Jitted:
+        __name__ = "toy"
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args: launched.append([x.sum().item() for x in args])
+
+    x, out = torch.ones(4), torch.zeros(4)
+    kernel = TritonKernel(Jitted(), lambda _: (1,), lambda _: (x, out), [x], [out], None)
+    kernel.launch()
+    x.data = torch.full((4,), 2.0)
+    kernel.launch()
+    assert launched == [[4.0, 0.0], [8.0, 0.0]]
+    with pytest.raises(UserError, match="toy: argument 1 of args_fn is a tensor that is none of the kernel's"):
+        TritonKernel(Jitted(), lambda _: (1,), lambda _: (x, out[:2]), [x], [out], None).launch()
 
 
 def test_tuning_measures_skips_records_and_keeps(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class Engine:
         schedule: DecodeSchedule | None = None,
     ) -> None:
         """Computes a problem on the inputs of its workload into its outputs. Of decode all are contiguous but a cache
-        of `strided_pages`; of others tensors may have strides, and a kernel serves calls with the same ones.
+        of `strided_pages`; of others tensors may have strides, and a kernel serves calls with the same ones and shapes.
 
         schedule: for calls that share one. Never waits for the device. The first call for a way and shapes plans, and
         compiles what is in no cache. Raises `UserError` when that would happen in a capture, and for a schedule that
@@ -164,11 +164,11 @@ class Engine:
         device = inputs[0].device
         with self.on(device):
             stream = self.stream(device)
-            # A problem holds all shapes but the number of pages of the cache, which is no part of any plan.
+            # A problem of decode holds all shapes but the number of pages of the cache, which is no part of any plan.
             key: tuple[Any, ...] = (way.key, problem, device.index)
-            # What is planned may depend on strides.
+            # What is planned may depend on strides, and of a cache under indices on the tokens that it has.
             if problem.workload != "decode":
-                key = (*key, *(x.stride() for x in (*inputs, *outputs)))
+                key = (*key, *((x.shape, x.stride()) for x in (*inputs, *outputs)))
             elif not inputs[1].is_contiguous():
                 key = (*key, inputs[1].stride(0))
             if schedule is not None:

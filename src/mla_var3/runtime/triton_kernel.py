@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 class TritonKernel(BaseKernel):
     """Launches a `@triton.jit` function over `grid_fn(tiling)` programs.
 
-    args_fn(tiling): positional arguments. meta_fn(tiling): constexpr arguments by name. options_fn(tiling): num_warps
-    and num_stages. signature_fn(tiling): argument name -> Triton type of the non-constexpr arguments ("*bf16", "i32",
-    "fp32"), for compiling without tensors. In a process started with TRITON_INTERPRET=1 calls run on CPU tensors.
+    args_fn(tiling): positional arguments; tensors are the kernel's own. meta_fn(tiling): constexpr arguments by name.
+    options_fn(tiling): num_warps and num_stages. signature_fn(tiling): argument name -> Triton type of the
+    non-constexpr arguments ("*bf16", "i32", "fp32"), for compiling without tensors. In a process started with
+    TRITON_INTERPRET=1 calls run on CPU tensors.
     """
 
     def __init__(
@@ -66,13 +67,26 @@ class TritonKernel(BaseKernel):
     def _options(self) -> dict[str, int]:
         return dict(self.options_fn(self.tiling)) if self.options_fn else {}
 
+    def _arguments(self) -> tuple[Any, ...]:
+        """Of every launch: they are kept, so tensors must be the kernel's own. A view would stay where it was made when
+        these are pointed at other memory."""
+        made = tuple(self.args_fn(self.tiling))
+        own = {id(x) for x in (*self.input_tensors, *self.output_tensors, *self.workspace_tensors)}
+        for i, argument in enumerate(made):
+            if hasattr(argument, "data_ptr") and id(argument) not in own:
+                raise UserError(
+                    f"{self.name}: argument {i} of args_fn is a tensor that is none of the kernel's inputs, outputs "
+                    "and workspaces; pass one of those, and take parts of it in the kernel."
+                )
+        return made
+
     def launch(self) -> None:
         try:
             # By identity: comparing the fields of two tilings takes 0.16 us, more than the rest of this function.
             if self._ready is None or self._ready[0] is not self.tiling:
                 keywords = {**self._meta(), **self._options()}
                 run = self.kernel_fn[self.grid_fn(self.tiling)]
-                self._ready = (self.tiling, run, tuple(self.args_fn(self.tiling)), keywords)
+                self._ready = (self.tiling, run, self._arguments(), keywords)
             _, run, args, keywords = self._ready
             run(*args, **keywords)
         except Exception as error:

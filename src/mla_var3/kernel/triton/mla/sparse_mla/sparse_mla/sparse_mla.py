@@ -29,7 +29,7 @@ import triton.language as tl
 from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.combine import MAX_SPLITS
 from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
-from mla_var3.packed_cache import VALUES, fields
+from mla_var3.packed_cache import VALUES
 from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict
 from mla_var3.workload import sparse_decode
 
@@ -100,9 +100,7 @@ def widened(codes, INTERPRET: tl.constexpr):
 
 @triton.jit
 def keys_of(
-    Codes,
-    Scales,
-    Plain,
+    Cache,
     page,  # (N,) int64
     row,
     exists,
@@ -110,6 +108,7 @@ def keys_of(
     LAYOUT: tl.constexpr,
     VALUES: tl.constexpr,
     P: tl.constexpr,
+    PAGE: tl.constexpr,
     N: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -117,18 +116,20 @@ def keys_of(
     column = tl.arange(0, VALUES)[None, :]
     there = exists[:, None]
     if LAYOUT == "bf16":
-        token = (Plain + (page * (page_bytes // 2) + row * (VALUES + P)))[:, None]
+        token = (Cache + (page * (page_bytes // 2) + row * (VALUES + P)))[:, None]
         latent = tl.load(token + column, mask=there, other=0.0)
         rope = tl.load(token + VALUES + tl.arange(0, P)[None, :], mask=there, other=0.0)
     elif LAYOUT == "flat":
-        token = (Codes + (page * page_bytes + row * (VALUES + P)))[:, None]
+        token = (Cache + (page * page_bytes + row * (VALUES + P)))[:, None]
         latent = widened(tl.load(token + column, mask=there, other=0), INTERPRET)
         latent = round_to(latent, tl.bfloat16, INTERPRET)
         rope = widened(tl.load(token + VALUES + tl.arange(0, P)[None, :], mask=there, other=0), INTERPRET)
         rope = round_to(rope, tl.bfloat16, INTERPRET)
     elif LAYOUT == "v32":
         at = page * page_bytes + row * 656
-        codes = tl.load((Codes + at)[:, None] + column, mask=there, other=0)
+        Scales = (Cache + VALUES).to(tl.pointer_type(tl.float32), bitcast=True)
+        Plain = (Cache + VALUES + 16).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        codes = tl.load((Cache + at)[:, None] + column, mask=there, other=0)
         scales = tl.load((Scales + at // 4)[:, None] + tl.arange(0, 4)[None, :], mask=there, other=0.0)
         x = tl.reshape(widened(codes, INTERPRET), (N, 4, 128)) * scales[:, :, None]
         latent = round_to(tl.reshape(x, (N, VALUES)), tl.bfloat16, INTERPRET)
@@ -136,9 +137,10 @@ def keys_of(
     else:  # v4
         QUANTISED: tl.constexpr = 448
         at = page * page_bytes + row * 576
-        codes = tl.load((Codes + at)[:, None] + column, mask=there & (column < QUANTISED), other=0)
+        Plain = (Cache + QUANTISED).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        codes = tl.load((Cache + at)[:, None] + column, mask=there & (column < QUANTISED), other=0)
         # An eighth scale, of nobody, meets codes of 0.
-        powers = (Scales + (page * page_bytes + row * 8))[:, None] + tl.arange(0, 8)[None, :]
+        powers = (Cache + (page * page_bytes + PAGE * 576 + row * 8))[:, None] + tl.arange(0, 8)[None, :]
         powers = tl.load(powers, mask=there & (tl.arange(0, 8)[None, :] < 7), other=0).to(tl.uint32)
         scales = tl.where(powers == 0, 0x400000, powers << 23).to(tl.float32, bitcast=True)
         x = tl.reshape(widened(codes, INTERPRET), (N, 8, 64)) * scales[:, :, None]
@@ -157,9 +159,7 @@ def attend(
     m,
     l,
     acc,
-    Codes,
-    Scales,
-    Plain,
+    Cache,
     Indices,  # of this query token
     length,  # indices that count
     begin,
@@ -183,7 +183,7 @@ def attend(
         index = tl.where(exists, index, 0)
         page = tl.cast(index // PAGE, tl.int64)
         latent, rope = keys_of(
-            Codes, Scales, Plain, page, index % PAGE, exists, page_bytes, LAYOUT, VALUES, P, BLOCK_N, INTERPRET
+            Cache, page, index % PAGE, exists, page_bytes, LAYOUT, VALUES, P, PAGE, BLOCK_N, INTERPRET
         )  # fmt: skip
         logits = tl.zeros([q_latent.shape[0], BLOCK_N], dtype=tl.float32)
         if P > 0:
@@ -207,14 +207,10 @@ def attend(
 )
 def sparse_mla(
     Q,  # (query tokens, H, VALUES + P) bf16, contiguous, global
-    Codes,  # uint8: code 0 of token 0; tokens and pages as LAYOUT has them
-    Scales,  # float32 (v32) or uint8 (v4): scale 0 of token 0
-    Plain,  # bf16: plain column 0 of token 0
+    Cache,  # uint8, or bf16 in layout bf16: tokens and pages as LAYOUT has them
     Indices,  # (query tokens, topk) int32
     Lengths,  # (batch,) int32
-    ExtraCodes,  # as above, of the extra cache
-    ExtraScales,
-    ExtraPlain,
+    ExtraCache,  # as above, of the extra cache
     ExtraIndices,
     ExtraLengths,
     FlatScale,  # (1,) float32, of layout flat
@@ -286,13 +282,13 @@ def sparse_mla(
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, VALUES], dtype=tl.float32)
     m, l, acc = attend(
-        q_latent, q_rope, m, l, acc, Codes, Scales, Plain, Indices + token * topk, length,
+        q_latent, q_rope, m, l, acc, Cache, Indices + token * topk, length,
         first * BLOCK_N, tl.minimum(last, steps) * BLOCK_N, tokens, page_bytes, scale_log2,
         LAYOUT, VALUES, P, PAGE, BLOCK_N, INTERPRET,
     )  # fmt: skip
     if EXTRA_PAGE > 0:
         m, l, acc = attend(
-            q_latent, q_rope, m, l, acc, ExtraCodes, ExtraScales, ExtraPlain, ExtraIndices + token * extra_topk,
+            q_latent, q_rope, m, l, acc, ExtraCache, ExtraIndices + token * extra_topk,
             extra_length, tl.maximum(first - steps, 0) * BLOCK_N, (last - steps) * BLOCK_N, extra_tokens,
             extra_page_bytes, scale_log2, LAYOUT, VALUES, P, EXTRA_PAGE, BLOCK_N, INTERPRET,
         )  # fmt: skip
@@ -418,7 +414,7 @@ class SparseMlaPlan(KernelPlan):
             combine,
             grid_fn=lambda _: (rows,),
             args_fn=lambda _: (*partials, sink, *outputs, splits, rows),
-            input_tensors=partials,
+            input_tensors=(*partials, sink),
             output_tensors=outputs,
             tiling=None,
             meta_fn=lambda _: {
@@ -438,16 +434,15 @@ class SparseMlaPlan(KernelPlan):
         pd, head_tiles = self.problem, self._head_tiles
         split = splits > 1
         target = partials if split else outputs
-        scales = "*fp32" if pd.layout == "v32" else "*u8"
+        bytes_of = "*bf16" if pd.layout == "bf16" else "*u8"
         aligned = pd.cache.page_bytes(pd.page) % 16 == 0
         element = "fp32" if split else "bf16"
         signature = {
-            "Q": "*bf16", "Codes": "*u8", "Scales": scales, "Plain": "*bf16", "Indices": "*i32", "Lengths": "*i32:1",
-            "ExtraCodes": "*u8", "ExtraScales": scales, "ExtraPlain": "*bf16", "ExtraIndices": "*i32",
-            "ExtraLengths": "*i32:1", "FlatScale": "*fp32:1", "Sink": "*fp32:1", "Out": f"*{element}", "Lse": "*fp32",
-            "scale": "fp32", "page_bytes": "i32:16" if aligned else "i32", "extra_page_bytes": "i32:16",
-            "tokens": "i32", "topk": "i32", "extra_tokens": "i32", "extra_topk": "i32", "num_splits": "i32",
-            "head_tiles": "i32", "query_tokens": "i32",
+            "Q": "*bf16", "Cache": bytes_of, "Indices": "*i32", "Lengths": "*i32:1", "ExtraCache": bytes_of,
+            "ExtraIndices": "*i32", "ExtraLengths": "*i32:1", "FlatScale": "*fp32:1", "Sink": "*fp32:1",
+            "Out": f"*{element}", "Lse": "*fp32", "scale": "fp32", "page_bytes": "i32:16" if aligned else "i32",
+            "extra_page_bytes": "i32:16", "tokens": "i32", "topk": "i32", "extra_tokens": "i32", "extra_topk": "i32",
+            "num_splits": "i32", "head_tiles": "i32", "query_tokens": "i32",
         }  # fmt: skip
 
         def args(_: Any) -> tuple[Any, ...]:
@@ -457,10 +452,8 @@ class SparseMlaPlan(KernelPlan):
             sizes: list[tuple[int, int, int]] = []
             for prefix in ("", "extra_"):
                 cache = given.get(f"{prefix}cache", given["cache"])
-                there = fields(pd.cache, cache)
                 chosen = given.get(f"{prefix}indices", indices)
-                views = (cache if x is None else x for x in (there.codes, there.scales, there.plain))
-                pointers += [*views, chosen, given.get(f"{prefix}lengths", indices)]
+                pointers += [cache, chosen, given.get(f"{prefix}lengths", indices)]
                 page_bytes = cache.stride(0) * cache.element_size()
                 sizes.append((page_bytes, cache.shape[0] * cache.shape[1], chosen.shape[2]))
             (page_bytes, tokens, topk), (extra_page_bytes, extra_tokens, extra_topk) = sizes

@@ -19,6 +19,7 @@ PROBLEMS = [
     MergeProblem(parts=3, tokens=700, h=4, k=520),
     MergeProblem(parts=17, tokens=9, h=8, k=96),
 ]
+CHAINED = MergeProblem(parts=1, tokens=3000, h=16)
 
 
 def planned(kernel: registry.KernelId, problem: MergeProblem) -> Any:
@@ -54,8 +55,7 @@ def test_a_merge_waits_for_the_kernel_that_writes_its_partials() -> None:
     """A chain of merges, each of which may start before the one in front of it ends, gives what they give apart."""
     import torch
 
-    problem = MergeProblem(parts=1, tokens=3000, h=16)
-    plan = planned(registry.KernelId.parse("cute-dsl/merge_partials"), problem)
+    plan = planned(registry.KernelId.parse("cute-dsl/merge_partials"), CHAINED)
     chain = [plan.plan(*plan.prepare_inputs("cuda", seed=1))]
     for _ in range(7):
         out, lse = chain[-1].output_tensors

@@ -30,7 +30,6 @@ from mla_var3.lab import bundle
 from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.layer import LayerProblem
-from mla_var3.workload.packed_append import WORKLOAD
 
 DEVICE = Device.get("h200")
 #: (version, knobs over its default tiling, problem)
@@ -196,23 +195,32 @@ def attention_part() -> Iterator[Wanted]:
         yield choice.kernel, choice.knobs, problem
 
 
+def every_tiling(version: str, problems: Iterable[Any]) -> Iterator[Wanted]:
+    """A version's default and all that its tuner tries, for each problem."""
+    kernel = KernelId.parse(version)
+    for problem in problems:
+        plan = registry.get_plan(kernel)(problem, None, DEVICE)
+        yield from ((kernel, tiling.to_record(), problem) for tiling in (plan.tiling, *plan.autotune_configs()))
+
+
 def append_part() -> Iterator[Wanted]:
     """What tests/kernel/test_packed_append_gpu.py plans, in all tilings, and test_sparse_mla_decode_gpu.py calls."""
+    import test_packed_append_gpu as tests
     import test_sparse_mla_decode_gpu as steps
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernel"))
-    import test_packed_append_gpu as tests
-
-    kernel = KernelId.parse("cute-dsl/packed_append")
-    plan_type = registry.get_plan(kernel)
-    for problem in [*tests.PROBLEMS, tests.FAR]:
-        for case in WORKLOAD.case_problems(problem):
-            yield kernel, {}, case
-        plan = plan_type(problem, None, DEVICE)
-        yield from ((kernel, tiling.to_record(), problem) for tiling in plan.autotune_configs())
+    yield from every_tiling("cute-dsl/packed_append", tests.PROBLEMS)
+    yield KernelId.parse("cute-dsl/packed_append"), {}, tests.FAR
     for problem in steps.APPENDED:
         choice = choose(problem, DEVICE)
         yield choice.kernel, choice.knobs, problem
+
+
+def merge_part() -> Iterator[Wanted]:
+    """What tests/kernel/test_merge_partials_gpu.py plans, in all tilings."""
+    import test_merge_partials_gpu as tests
+
+    yield from every_tiling("cute-dsl/merge_partials", tests.PROBLEMS)
+    yield KernelId.parse("cute-dsl/merge_partials"), {}, tests.CHAINED
 
 
 def jax_part() -> Iterator[Wanted]:
@@ -239,6 +247,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "mla_layer": mla_layer_part,
     "attention": attention_part,
     "append": append_part,
+    "merge": merge_part,
     "jax": jax_part,
     "cpp": cpp_part,
 }

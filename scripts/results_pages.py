@@ -41,7 +41,7 @@ FILES = {
 }
 MAIN, *OTHERS = FILES
 #: Device -> the record file of scripts/context_parallel.py.
-OVER_GPUS: dict[str, str] = {}
+OVER_GPUS = {"h100": "h100/2026-11-25-context_parallel.jsonl"}
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
@@ -54,7 +54,8 @@ METHOD = (
 SEVERAL = (
     "Long requests over the GPUs of a host, pages in turn, beside one GPU in the same run: `collective` is NCCL's "
     "all-to-all of partials, `all_gather` its plain all-gather of them, `symmetric` stores into other GPUs' memory. "
-    "Burst, cold L2, the slowest rank's time. The model is a line through two measured exchanges and the dispatcher's "
+    "Burst, cold L2, the slowest rank's time; what the 61 layers of a step share, the schedule and counts of lengths, "
+    "has a 61st of its time in the ratio. The model is a line through two measured exchanges and the dispatcher's "
     "prediction of what a rank decodes; it was written down before."
 )
 

@@ -136,6 +136,22 @@ def test_figures_with_a_link_need_no_record(project: Path, entry: Path) -> None:
     assert check(project)[0] == []
 
 
+def test_figures_may_stand_in_a_trace_of_their_paragraph(project: Path, entry: Path) -> None:
+    trace = project / "results/h100/traces/rows.txt"
+    trace.parent.mkdir(parents=True)
+    trace.write_text("random 2417 GB/s | in order 2829 GB/s\n")
+    before = entry.read_text()
+    link = "([trace](../../../results/h100/traces/rows.txt))"
+    for said, wrong in (
+        (f"Random 2417 GB/s, in order 2829 GB/s {link}.", ""),
+        (f"Random 2417 GB/s, in order 2830 GB/s {link}.", "'2830 GB/s' does not stand in the trace"),
+        (f"In order 829 GB/s {link}.", "'829 GB/s' does not stand in the trace"),
+    ):
+        entry.write_text(before.replace("Shared memory has an end somewhere.", said))
+        found = check(project)[0]
+        assert len(found) == bool(wrong) and all(wrong in line for line in found), found
+
+
 def test_two_pages_with_one_title(project: Path, entry: Path) -> None:
     (entry.parent / "again.md").write_text(entry.read_text())
     assert any("has the title 'Hold more in flight' too" in line for line in check(project)[0])

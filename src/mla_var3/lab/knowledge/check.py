@@ -46,8 +46,9 @@ _URL = re.compile(r"https?://")
 _DEVLOG = re.compile(r"\]\([^)\s]*devlogs/[^)\s]*\)")
 # A figure somebody measured: time, rate, share, clock, power, or a ratio. Bytes and counts are geometry.
 _FIGURE = re.compile(
-    r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:\s?(?:us|µs|ns|ms|TFLOP/s|GFLOP/s|GB/s|TB/s|%|MHz|GHz|W)(?![\w/])|x(?![\w×]))"
+    r"(?<![\w.])(?P<number>\d[\d,]*(?:\.\d+)?)(?:\s?(?:us|µs|ns|ms|TFLOP/s|GFLOP/s|GB/s|TB/s|%|MHz|GHz|W)(?![\w/])|x(?![\w×]))"
 )
+_TRACE = re.compile(r"\]\((?P<path>[^)\s]*results/[^)\s]*/traces/[^)\s]*\.txt)\)")
 _CODE = re.compile(r"`([^`\n]+)`")
 _REPO_PATH = re.compile(r"(?:src|tests|docs|devlogs|conf|scripts|results)/[\w./*-]+")
 _LABEL = re.compile(r"(?:cute-dsl|cutile-dsl|triton|torch|peer)/[a-z][a-z0-9_]*")
@@ -222,14 +223,19 @@ def _basis(section: Section) -> Iterator[Finding]:
 
 
 def _figures(page: Page) -> Iterator[Finding]:
-    """Measured figures need a record or a URL in their paragraph."""
+    """Measured figures need a record or a URL in their paragraph, or a link to a trace in which they stand."""
     for line, text in paragraphs(page):
         if CITATION.search(text) or _URL.search(text):
             continue
-        plain = _CODE.sub("", text)
-        found = _FIGURE.search(plain)
-        if found:
-            yield Finding(line, f"{found[0]!r} has neither a record nor a URL in its paragraph")
+        linked = [(page.path.parent / m["path"]).resolve() for m in _TRACE.finditer(text)]
+        traces = [path.read_text(encoding="utf-8") for path in linked if path.is_file()]
+        for found in _FIGURE.finditer(_CODE.sub("", text)):
+            number = re.compile(rf"(?<![\d.]){re.escape(found['number'])}(?![\d.])")
+            if not traces:
+                yield Finding(line, f"{found[0]!r} has neither a record nor a URL in its paragraph")
+                break
+            if not any(number.search(trace) for trace in traces):
+                yield Finding(line, f"{found[0]!r} does not stand in the trace that its paragraph links to")
 
 
 def _named(page: Page, root: Path, labels: set[str] | None) -> Iterator[Finding]:

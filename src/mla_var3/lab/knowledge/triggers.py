@@ -26,7 +26,7 @@ from mla_var3.errors import UserError, nearest
 #: As `mla_var3.lab.profiling.roofline` has them. What is bound by latency is far from both:
 #: `times: {of_limit: "< 60"}`.
 BOUNDS = ("compute", "memory")
-_PROBLEM = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "rows", "page", "causal", "ragged")
+_PROBLEM = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "rows", "page", "topk", "causal", "ragged")
 _RESOURCES = (
     "registers",
     "smem",

@@ -72,70 +72,6 @@ def test_a_tiling_that_names_what_does_not_fit_says_so() -> None:
     assert not found and found.reason.startswith("torch/rmsnorm: the kernel computes norm")
 
 
-def test_what_is_prefetched_of_the_output_projection() -> None:
-    def of(*knobs: Any, **fields: Any) -> tuple[int, int]:
-        return LayerTiling(prefetch=knobs[0], stripes=knobs[1]).prefetched(LayerProblem(**fields))
-
-    assert of(16, 1) == (1, 8 << 20), "16-bit elements"
-    assert of(16, 7168) == (7168, 1216), "1170.3 of each row, in whole lines"
-    assert of(32, 1, h=16) == (1, 7168 * 16 * 128), "no more than there is"
-    assert of(1, 7168 * 16, h=128) == (7168 * 16, 64)
-    assert of(28, 7168 * 4, h=16) == (7168 * 4, 512)
-
-
-def test_a_layer_s_prefetch_is_its_rope_kernel_s() -> None:
-    kernel = KernelId.parse("cute-dsl/mla_layer")
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan_type, problem = registry.get_plan(kernel), LayerProblem(b=8, h=128)
-    rope = {}
-    for prefetch, priority in ((0, "evict_last"), (16, "evict_last"), (16, "evict_normal")):
-        plan = plan_type(problem, LayerTiling(prefetch=prefetch, priority=priority), H200)
-        assert plan.feasible()
-        rope[prefetch, priority] = plan.plan_empty().stages[2].plan.tiling
-    assert [tiling.prefetch for tiling in rope.values()] == ["nothing", "evict_last", "evict_normal"]
-    assert {tiling.eager for tiling in rope.values()} == {True}
-    label, rotation, knobs = LayerTiling(attention="peer/flash_mla_lib", prefetch=16).parts(problem)["rope"]
-    assert label == "cute-dsl/rope_append" and rotation == problem.rotation
-    assert knobs == {"eager": False, "prefetch": "evict_normal"}
-    for tiling, reason in (
-        (LayerTiling(prefetch=-1), "prefetch = -1 MiB"),
-        (LayerTiling(prefetch=16, stripes=0), "stripes = 0"),
-        (LayerTiling(prefetch=16, stripes=5), "do not divide into so many stripes"),
-        (LayerTiling(prefetch=16, priority="last"), "'last' is unknown"),
-        (LayerTiling(rope="torch/rope_append", prefetch=16), "has no field 'prefetch'"),
-    ):
-        found = tiling.validate(problem, H200)
-        assert not found and reason in found.reason, found
-
-
-def test_a_layer_gives_its_rope_kernel_the_weights_that_are_read_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W_UV of every head, and the first columns of each row of the output projection, beside the tensors to write."""
-    from types import SimpleNamespace
-
-    from mla_var3.toolchain import aot
-
-    kernel = KernelId.parse("cute-dsl/mla_layer")
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    given: dict[str, Any] = {}
-
-    def recorded(plan: Any, name: str, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(handle=lambda *arguments: given.setdefault(name, arguments))
-
-    monkeypatch.setattr(aot, "compiled_host", recorded)
-    problem = LayerProblem(b=2, h=16, t=70, hidden=512, lengths=(70, 3))
-    inputs = layer.make_inputs(problem, seed=2)
-    x = layer.named(inputs)
-    tiling = LayerTiling(attention="cute-dsl/flash_mla_v24", prefetch=1, stripes=512)
-    made = registry.get_plan(kernel)(problem, tiling, H200).plan(*inputs)
-    made.stages[4].launch()
-    *_, out, cache, w_uv, w_o = (torch.from_dlpack(each) for each in given["rope_append"][1:])
-    assert out.shape == (2, 16, 576) and cache.data_ptr() == x["kv_cache"].data_ptr()
-    assert torch.equal(w_uv, x["kv_up"].view(16, 2, 128, 512)[:, 1].flatten(1))
-    assert torch.equal(w_o, x["out"][:, :1024]) and w_o.data_ptr() == x["out"].data_ptr()
-
-
 def test_a_layer_has_flash_mla_where_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from pathlib import Path
 
@@ -151,7 +87,9 @@ def test_a_layer_has_flash_mla_where_that_is_here(monkeypatch: pytest.MonkeyPatc
     plan = plan_type(LayerProblem(), None, H200)
     assert plan.tiling.attention == "peer/flash_mla_vllm"
     if registry.missing("cute-dsl") is None:
-        assert plan.supported() and [s.comes_compiled for s in plan.plan_empty().stages] == [False] * 3 + [True, False]
+        stages = plan.plan_empty().stages
+        assert plan.supported() and [s.comes_compiled for s in stages] == [False] * 3 + [True, False]
+        assert not stages[2].plan.tiling.eager, "FlashMLA reads the cache without waiting"
 
 
 # ---------------------------------------------------------------- pipelines of libraries and of shared schedules

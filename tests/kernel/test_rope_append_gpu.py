@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,37 +51,6 @@ def test_every_cute_tiling_is_right(problem: RopeProblem) -> None:
     for tiling in plan.autotune_configs():
         report = check(plan.with_tiling(tiling), device="cuda", cases=["own", "one_token", "uneven", "skipped"])
         assert report.ok, f"{tiling}: {report.reason}"
-
-
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("priority", ["evict_normal", "evict_last"])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
-def test_a_prefetch_changes_no_result_and_no_weight(problem: RopeProblem, priority: str, eager: bool) -> None:
-    """Rows that lie apart, of a box and a bit, and one that ends with its memory; captured, and on other inputs."""
-    import torch
-
-    plan = planned(registry.KernelId.parse("cute-dsl/rope_append"), problem)
-    inputs = plan.prepare_inputs("cuda", seed=1)
-    memory = torch.randn(37 * 16384, device="cuda").to(inputs[0].dtype)
-    weights = (memory.view(37, 16384)[:, :4104], memory.view(1, -1)[:, 8:])
-    before = memory.clone()
-    prefetching = plan.with_tiling(replace(plan.tiling, prefetch=priority, eager=eager))
-    outputs = new_outputs(problem, inputs[0])
-    bound = prefetching.plan_into(inputs, outputs, weights)
-    bound()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
-    for old, new in zip(inputs, plan.prepare_inputs("cuda", seed=2), strict=True):
-        old.copy_(new)
-    wanted = new_outputs(problem, inputs[0])
-    for x in (*outputs, *wanted):
-        x.fill_(7.0)
-    graph.replay()
-    plan.plan_into(inputs, wanted)()
-    torch.cuda.synchronize()
-    assert all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(outputs, wanted, strict=True))
-    assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)

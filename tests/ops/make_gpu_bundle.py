@@ -156,12 +156,10 @@ def mla_layer_part() -> Iterator[Wanted]:
     """Whole layers as kernels: those of tests/kernel/test_mla_layer_gpu.py."""
     import test_mla_layer_gpu as tests
 
-    ours, rope = (KernelId.parse(f"cute-dsl/{name}") for name in ("mla_layer", "rope_append"))
     for problem in (*tests.PROBLEMS, LayerProblem(b=8, h=128, t=4096)):
-        for knobs in ({}, tests.PREFETCHING):
-            yield ours, knobs, problem
-            # The layer with FlashMLA, which is not here, has the same but for one knob of this kernel.
-            yield rope, {"eager": False, "prefetch": knobs.get("priority", "nothing")}, problem.rotation
+        yield KernelId.parse("cute-dsl/mla_layer"), {}, problem
+        # The layer with FlashMLA, which is not here, has the same but for one knob of this kernel.
+        yield KernelId.parse("cute-dsl/rope_append"), {"eager": False}, problem.rotation
 
 
 def attention_part() -> Iterator[Wanted]:

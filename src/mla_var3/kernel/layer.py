@@ -5,14 +5,11 @@
     queries, cache ─attention→ attended ─product "out"→ heads ─mm→ out
 
 mm is cuBLAS through torch, one of it for both down-projections. The two writers of queries have no column in common.
-The rope kernel may prefetch into L2 what is read behind attention, which leaves the memory idle where requests are few:
-W_UV and a part of out's weight (`LayerTiling`). Every version is a plan of its own, with the problem that its part of
-the layer is; nothing is copied between them.
+Every version is a plan of its own, with the problem that its part of the layer is; nothing is copied between them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,35 +28,20 @@ if TYPE_CHECKING:
     from mla_var3.workload import Problem
     from mla_var3.workload.layer import LayerProblem
 
-VECTOR, LINE = 8, 64  # elements of 16 bytes, and of a line of the L2
-
 
 @dataclass(frozen=True)
 class LayerTiling(Tiling):
-    """The versions that a layer is made of, by their labels; each has its own default knobs.
-
-    prefetch: MiB of out's weight that the rope kernel brings into L2, behind all of W_UV; 0: nothing of either.
-    stripes: equal ones that this weight is divided into, the beginning of each of which is prefetched: with 1 its first
-    rows, with its number of rows the first columns of each. priority: of the L2's eviction, "evict_normal" or
-    "evict_last".
-    """
+    """The versions that a layer is made of, by their labels; each has its own default knobs."""
 
     norm: str = "cute-dsl/rmsnorm"
     rope: str = "cute-dsl/rope_append"
     product: str = "cute-dsl/absorb_gemm"
     attention: str = "cute-dsl/flash_mla_v23"
-    prefetch: int = 0
-    stripes: int = 1
-    priority: str = "evict_normal"
 
     def parts(self, pd: LayerProblem) -> dict[str, tuple[str, Problem, dict[str, Any]]]:
-        """Label, problem and knobs of every part but the plain projections, in the order of the data."""
-        turning: dict[str, Any] = {}
-        if self.attention.startswith("peer/"):
-            # FlashMLA's kernel is launched as a programmatic dependent and reads the cache without waiting.
-            turning["eager"] = False
-        if self.prefetch:
-            turning["prefetch"] = self.priority
+        """Label, problem and changed knobs of every part but the plain projections, in the order of the data."""
+        # FlashMLA's kernel is launched as a programmatic dependent and reads the cache without waiting.
+        turning = {"eager": False} if self.attention.startswith("peer/") else {}
         return {
             "norm": (self.norm, pd.norms, {}),
             "absorb": (self.product, pd.product("q"), {}),
@@ -68,21 +50,7 @@ class LayerTiling(Tiling):
             "values": (self.product, pd.product("out"), {}),
         }
 
-    def prefetched(self, pd: LayerProblem) -> tuple[int, int]:
-        """(stripes, columns): the elements of out's weight as a matrix, and its first columns, which are prefetched."""
-        elements = math.prod(pd.weights["out"])
-        wanted = -(-(self.prefetch << 20) // (self.stripes * pd.element_bytes))
-        return self.stripes, min(-(-wanted // LINE) * LINE, elements // self.stripes)
-
     def validate(self, pd: LayerProblem, device: Device | None = None) -> Verdict:
-        rows, columns = pd.weights["out"]
-        if self.prefetch < 0:
-            return Verdict.no(f"prefetch = {self.prefetch} MiB: use at least 0")
-        if self.prefetch and (self.stripes < 1 or rows * columns % (self.stripes * VECTOR)):
-            return Verdict.no(
-                f"stripes = {self.stripes}: the output projection's {rows} x {columns} elements do not divide into so "
-                f"many stripes of a multiple of {VECTOR}"
-            )
         for label, problem, knobs in self.parts(pd).values():
             try:
                 plan = _planned(label, problem, device, knobs)
@@ -158,11 +126,11 @@ class _Handing(BaseKernel):
 
 
 def _planned(label: str, problem: Problem, device: Device | None, knobs: Mapping[str, Any]) -> KernelPlan:
-    """The version's plan with knobs that differ from its default tiling's. A version without a knob `eager` lets nobody
-    start early."""
+    """The version's plan, its default tiling changed by those of the knobs that it has."""
     plan = registry.get_plan(KernelId.parse(label))(problem, None, device)
-    asked = {name: value for name, value in knobs.items() if name != "eager" or hasattr(plan.tiling, name)}
-    return plan.with_tiling(plan.tiling.from_record({**plan.tiling.to_record(), **asked})) if asked else plan
+    own = plan.tiling.to_record()
+    asked = {name: value for name, value in knobs.items() if name in own}
+    return plan.with_tiling(plan.tiling.from_record({**own, **asked})) if asked else plan
 
 
 def compose(plan: KernelPlan, inputs: Sequence[Any] = ()) -> LayerKernel:
@@ -191,20 +159,14 @@ def compose(plan: KernelPlan, inputs: Sequence[Any] = ()) -> LayerKernel:
     heads_of_q = q.view(b, h, pd.d + p)
     absorb = parts["absorb"].plan(heads_of_q[..., : pd.d], x["kv_up"])
     (queries,) = absorb.output_tensors
+    # Planned on tensors of its own, which are then laid on the queries and on the cache.
+    parts["rope"].late_tensors = True
+    rotate = parts["rope"].plan(
+        heads_of_q, latent, latents[:, pd.q_rank + k :], x["positions"], x["slots"], x["table"]
+    )  # fmt: skip
     cache = x["kv_cache"]
-    turned = (heads_of_q, latent, latents[:, pd.q_rank + k :], x["positions"], x["slots"], x["table"])
-    written = (queries, cache.view(-1, pd.page, k + p))
-    rotation: Any = parts["rope"]
-    if tiling.prefetch:
-        stripes, columns = tiling.prefetched(pd)
-        w_uv, w_o = x["kv_up"].view(h, 2, -1)[:, 1], x["out"].view(stripes, -1)[:, :columns]
-        rotate = rotation.plan_into(turned, written, (w_uv, w_o))
-    else:
-        # Planned on tensors of its own, which are then laid on the queries and on the cache.
-        rotation.late_tensors = True
-        rotate = rotation.plan(*turned)
-        for own, target in zip(rotate.output_tensors, written, strict=True):
-            own.data = target
+    for own, target in zip(rotate.output_tensors, (queries, cache.view(-1, pd.page, k + p)), strict=True):
+        own.data = target
     attention = parts["attention"].plan(queries[:, None], cache, x["page_table"], x["seq_lens"])
     if attention.comes_compiled:
         parts["values"].late_tensors = True

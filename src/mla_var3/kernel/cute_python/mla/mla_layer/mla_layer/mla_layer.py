@@ -5,8 +5,7 @@
     rmsnorm        query and latent, normalised                               programmatic dependent
     up             query · upᵀ                                                cuBLAS
     absorb_gemm    q · W_UK into the queries' latent columns                  programmatic dependent
-    rope_append    rope of q into their other columns; the new row, cached;   programmatic dependent
-                   W_UV and a part of out's weight into L2 (`prefetch`)
+    rope_append    rope of q into their other columns; the new row, cached    programmatic dependent
     flash_mla      attention over the cache, split and combined               programmatic dependents
     absorb_gemm    attended · W_UVᵀ                                           programmatic dependent
     out            heads · outᵀ                                               cuBLAS

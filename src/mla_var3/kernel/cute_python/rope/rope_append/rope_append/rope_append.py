@@ -17,12 +17,8 @@ A warp has an item: of one token either 8 · `heads` query heads, or its key. Fo
 A lane turns `heads` heads by the same cosines and sines. One warp an item and no shared memory: warps do not wait for
 one another. What lies in q and out may be the same memory, for a lane has read what it writes.
 
-Where it is to `prefetch`, as many CTAs as the device has SMs come on top. They bring two weights of later kernels into
-L2, at once and beside everything else: weights are nobody's output, so that nothing is waited for.
-
 Runs on sm_90a. Dependents may start as soon as all CTAs have begun; they wait for this grid's end before they read. The
-base version. One launch for both rotations and the append is the idea of vLLM's and FlashInfer's fused kernels; weights
-that are prefetched while other kernels leave the memory idle are that of vLLM Ascend's weight prefetch.
+base version. One launch for both rotations and the append is the idea of vLLM's and FlashInfer's fused kernels.
 """
 
 from __future__ import annotations
@@ -37,9 +33,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError, nearest
+from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims.prefetch import PRIORITIES, prefetch_rows
 from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, HALF, LANES, ROPE, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
@@ -47,23 +42,19 @@ from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
 from mla_var3.workload import rope
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mla_var3.device import Device
     from mla_var3.workload.rope import RopeProblem
 
 STEP = WARP * VECTOR  # columns of latent that a warp's vectors have
 MOST_LATENT = 4 * STEP
 FEW = 8192  # heads of all tokens: a device has about as many at a time with eight warps an SM
-NOTHING = "nothing"  # is prefetched
-PREFETCHERS = 132  # CTAs that prefetch: one for each SM of the devices that it is written for
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: query heads. latent: columns. columns: of a row of q. page: tokens of a cache
-    page. heads: of a lane. warps: of a CTA. eager, prefetch: of `RopeAppendTiling`."""
+    page. heads: of a lane. warps: of a CTA. eager: of `RopeAppendTiling`."""
 
     h: int
     latent: int
@@ -73,7 +64,6 @@ class Geometry:
     heads: int
     warps: int
     eager: bool
-    prefetch: str
 
     @property
     def chunks(self) -> int:
@@ -85,36 +75,25 @@ class Geometry:
         """Whether every lane has all of its heads."""
         return self.h % (AT_A_TIME * self.heads) == 0
 
-    @property
-    def prefetchers(self) -> int:
-        """CTAs behind those of the items."""
-        return 0 if self.prefetch == NOTHING else PREFETCHERS
-
 
 # ------------------------------------------------------------------------------------------------ tiling
 @dataclass(frozen=True)
 class RopeAppendTiling(Tiling):
     """heads: that a lane turns by the same cosines and sines, 1 to 4. warps: of a CTA. eager: the next
-    kernel's CTAs may come at once, as this package's may, which wait before they read. prefetch: "nothing", or the L2
-    eviction priority, "evict_normal" or "evict_last", at which the two weights that `plan_into` is then given are
-    prefetched."""
+    kernel's CTAs may come at once, as this package's may, which wait before they read."""
 
     heads: int = 2
     warps: int = 4
     eager: bool = True
-    prefetch: str = NOTHING
 
     def geometry(self, pd: RopeProblem) -> Geometry:
-        knobs = (self.heads, self.warps, self.eager, self.prefetch)
-        return Geometry(pd.h, pd.k, pd.columns, pd.page, pd.interleaved, *knobs)
+        return Geometry(pd.h, pd.k, pd.columns, pd.page, pd.interleaved, self.heads, self.warps, self.eager)
 
     def validate(self, pd: RopeProblem, device: Device | None = None) -> Verdict:
         if not 1 <= self.heads <= 4:
             return Verdict.no(f"heads = {self.heads} must be 1 to 4")
         if not 1 <= self.warps <= 32:
             return Verdict.no(f"warps = {self.warps} must be 1 to 32")
-        if self.prefetch not in (known := (NOTHING, *PRIORITIES)):
-            return Verdict.no(f"prefetch = {self.prefetch!r} is unknown: {nearest(self.prefetch, known)}")
         return Verdict.yes()
 
 
@@ -173,8 +152,6 @@ def rope_append(
     table: cute.Tensor,  # (positions, ROPE) float32, global memory: cosines, sines
     out: cute.Tensor,  # (n, h, any, whose last ROPE columns are written), global memory, likewise; may be q
     cache: cute.Tensor,  # (pages, page, latent + ROPE), global memory, pages likewise
-    first: cute.Tensor | None,  # to be prefetched: (rows, any multiple of 8), global memory, rows likewise
-    second: cute.Tensor | None,  # likewise
     shape: cutlass.Constexpr,  # Geometry
 ):
     thread, _, _ = cute.arch.thread_idx()
@@ -190,14 +167,6 @@ def rope_append(
             append_key(latent, rope_, cache, positions, slots, table, token, lane, shape)
         else:
             turn_queries(q, out, positions, table, token, chunk - 1, lane, shape)
-    if cutlass.const_expr(shape.prefetchers > 0):
-        blocks, _, _ = cute.arch.grid_dim()
-        prefetcher = block - (blocks - shape.prefetchers)
-        if prefetcher >= 0:
-            # Neighbouring boxes from different SMs.
-            worker, workers = warp * shape.prefetchers + prefetcher, shape.prefetchers * shape.warps
-            prefetch_rows(first, worker, workers, shape.prefetch)
-            prefetch_rows(second, worker, workers, shape.prefetch)
 
 
 rope_append.set_name_prefix("rope_append", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -214,18 +183,13 @@ def launch_rope_append(
     table: cute.Tensor,
     out: cute.Tensor,
     cache: cute.Tensor,
-    first: cute.Tensor | None,
-    second: cute.Tensor | None,
     geometry: cutlass.Constexpr,
     stream: CUstream,
 ):
-    """Launches a warp for every item, and the CTAs that prefetch, as a programmatic dependent."""
+    """Launches a warp for every item, as a programmatic dependent."""
     items = q.shape[0] * (geometry.chunks + 1)
-    blocks = (items + geometry.warps - 1) // geometry.warps
-    if cutlass.const_expr(geometry.prefetchers > 0):
-        blocks += geometry.prefetchers
-    rope_append(q, latent, rope_, positions, slots, table, out, cache, first, second, geometry).launch(
-        grid=(blocks, 1, 1),
+    rope_append(q, latent, rope_, positions, slots, table, out, cache, geometry).launch(
+        grid=((items + geometry.warps - 1) // geometry.warps, 1, 1),
         block=(geometry.warps * WARP, 1, 1),
         stream=stream,
         use_pdl=True,
@@ -263,17 +227,11 @@ class RopeAppendPlan(KernelPlan):
     def plan(self, *inputs: Any) -> CuteKernel:
         return self.plan_into(inputs, rope.new_outputs(self.problem, inputs[0]))
 
-    def plan_into(self, inputs: Any, outputs: Any, weights: Sequence[Any] = ()) -> CuteKernel:
+    def plan_into(self, inputs: Any, outputs: Any) -> CuteKernel:
         """A kernel on outputs of the caller's: out (n, h, any), of which the last p columns are written and which may
-        be q, and the cache (pages, page, k + p), whose pages may lie apart. weights: two (rows, columns) of the
-        problem's dtype, rows of which may lie apart, where the tiling prefetches. Raises `UserError` where vectors of
-        16 bytes do not fit, and for weights that are missing or not asked for."""
+        be q, and the cache (pages, page, k + p), whose pages may lie apart. Raises `UserError` where vectors of 16
+        bytes do not fit."""
         self.require()
-        if len(weights) != (wanted := 0 if self.tiling.prefetch == NOTHING else 2):
-            raise UserError(
-                f"prefetch = {self.tiling.prefetch!r} takes {wanted} weights, and {len(weights)} are given: pass them "
-                f"to plan_into with a tiling that prefetches, and none with prefetch = {NOTHING!r}."
-            )
         q, latent, rope_, positions, slots, table = inputs
         out, cache = outputs
         apart = {"q": q, "latent": latent, "rope": rope_, "out": out, "cache": cache}
@@ -283,14 +241,7 @@ class RopeAppendPlan(KernelPlan):
                     f"{name} starts at {tensor.data_ptr():#x} with strides {tuple(tensor.stride())}: its rows must "
                     "begin at multiples of 16 bytes."
                 )
-        for weight in weights:
-            if weight.data_ptr() % 16 or weight.stride(1) != 1 or (weight.shape[1] | weight.stride(0)) % VECTOR:
-                raise UserError(
-                    f"a weight of {tuple(weight.shape)} starts at {weight.data_ptr():#x} with strides "
-                    f"{tuple(weight.stride())}: it is prefetched by rows that begin at multiples of 16 bytes and are "
-                    "such a multiple long."
-                )
-        given = (q, latent, rope_, positions, slots, table, out, cache, *(weights or (None, None)))
+        given = (q, latent, rope_, positions, slots, table, out, cache)
         return self._make(given, inputs, outputs)
 
     def plan_empty(self) -> CuteKernel:
@@ -312,9 +263,6 @@ class RopeAppendPlan(KernelPlan):
         def arguments() -> tuple[Any, ...]:
             n, rows, pages = host.symbols(3)
             into = cute.sym_int32(divisibility=VECTOR)
-            weights = [strided(cute.sym_int32(), cute.sym_int32(divisibility=VECTOR)) for _ in range(2)]
-            if geometry.prefetch == NOTHING:
-                weights = [None, None]
             return (
                 strided(n, pd.h, pd.columns),
                 strided(n, pd.k),
@@ -324,7 +272,6 @@ class RopeAppendPlan(KernelPlan):
                 host.fake(Float32, rows, pd.p),
                 strided(n, pd.h, into),
                 strided(pages, pd.page, pd.width, inner=(pd.width,)),
-                *weights,
                 geometry,
             )
 

@@ -329,7 +329,6 @@ def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32
 # No worker may wait for one that has not started, which may find room only when those that wait have ended. The worker
 # of the first split is launched last. Others that come before it has begun leave their shares to it, and end.
 GONE, BEGUN, THERE = MOST_WORKERS + 1, 1 << 26, 1 << 27
-TOGETHER = 8  # splits that a warp reads together
 
 
 def flag_of(piece: Piece, slot: Any) -> tuple[Any, Any]:
@@ -376,10 +375,13 @@ def merge_share(
     barrier: cutlass.Constexpr,  # of the threads
     thread: Int32,  # 0..THREADS-1
     merge: cutlass.Constexpr,
+    shape: cutlass.Constexpr,  # as those of `SHAPES`
 ):
     """What a worker does last, behind a barrier of those that wrote its last partial result: if that is one of many
     and others follow, it merges a share of the query tile's rows over all splits, once these are there."""
-    layout, sums = merge.partials, Sums.make(merge.row_vectors)
+    together, vectors = shape[0], min(shape[1], merge.row_vectors)
+    slices = merge.row_vectors // vectors
+    layout, sums = merge.partials, Sums.make(vectors)
     if piece.count > JOINED and piece.index < piece.count - 1:
         base, number = slot - piece.index, piece.count - 1
         flag, gone = flags.iterator + (base * layout.tiles + tile), Int32(0)
@@ -394,12 +396,13 @@ def merge_share(
         lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
         entry, mode = Entry(request, piece.count, base), Int32(LISTED)
         for share in cutlass.range(shares[0], shares[1], unroll=1):
-            for row in cutlass.range(share + warp * number, rows, WARPS * number, unroll=1):
+            for place in cutlass.range(share + warp * number, rows * slices, WARPS * number, unroll=1):
+                row, first_vector = place // slices, place % slices * vectors
                 add_splits(
-                    tensors, flags, mode, entry, Int64(tile * layout.rows + row), Int32(0), Int32(0), Int32(0), sums,
-                    lane, merge, TOGETHER,
+                    tensors, flags, mode, entry, Int64(tile * layout.rows + row), first_vector, Int32(0), Int32(0),
+                    sums, lane, merge, together,
                 )  # fmt: skip
-                store(tensors, request, kv_head, first_row + row, Int32(0), sums, lane, merge)
+                store(tensors, request, kv_head, first_row + row, first_vector, sums, lane, merge)
         if gone == number:
             cute.make_tensor(flag, cute.make_layout(1))[0] = 0
 

@@ -1004,7 +1004,7 @@ def consume(
         split = following
     combine.merge_share(
         (results, queries), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), tile,
-        Barrier.CONSUMERS, thread, geometry.merge,
+        Barrier.CONSUMERS, thread, geometry.merge, (8, 2),
     )  # fmt: skip
 
 

@@ -926,7 +926,7 @@ def consume(
         split = following
     combine.merge_share(
         (results, queries), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), kv_head,
-        Barrier.CONSUMERS, thread, geometry.merge,
+        Barrier.CONSUMERS, thread, geometry.merge, (8, 1),
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@
 
 The cells are those of experiment=sanitizer, which a bundle can be made of:
 `mla-var3 compile 'cute-dsl/*' --device h200 --experiment sanitizer --bundle DIR`. Inputs are made and results judged
-on the CPU, so that the tool watches little else than the versions' own kernels. --fixed adds the fixed-split mode and
+on the CPU, so that the tool watches little else than the versions' own kernels. Where calls may share a schedule, one
+that makes it and one that reads it are watched too. --fixed adds the fixed-split mode and
 --ops what `mla_decode` picks. Ends with 1 when a result is wrong; for memcheck set PYTORCH_NO_CUDA_MEMORY_CACHING=1,
 so that every tensor is an allocation of its own.
 """
@@ -14,6 +15,7 @@ so that every tensor is an allocation of its own.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,8 +24,18 @@ from typing import Any
 SPLIT_TOKENS = 128  # of the fixed-split mode
 
 
+def ways(kernel: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+    """(way, (out, lse)) of a call by itself and, where calls may share a schedule, of one that makes it and the next
+    one, which reads it."""
+    yield "", kernel()
+    sharing = kernel.sharing()
+    if sharing is not kernel:
+        yield " making a schedule", kernel.output_tensors
+        yield " reading a schedule", sharing()
+
+
 def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str, Any, Any]]:
-    """(name, problem, function of GPU inputs that returns (out, lse))."""
+    """(name, problem, function of GPU inputs that returns what `ways` does)."""
     from ops_gpu import decode
 
     from mla_var3.cli.arguments import experiment_cells
@@ -45,12 +57,12 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
             if not verdict:
                 print(f"{kernel.label} {problem.label}: skipped: {verdict.reason}")
                 continue
-            yield kernel.label, problem, lambda given, plan=plan: plan.plan(*given)()
+            yield kernel.label, problem, lambda given, plan=plan: ways(plan.plan(*given))
         calls = [("mla_decode", {})] if ops else []
         if fixed and not problem.packed:
             calls.append(("fixed_split", {"fixed_split": SPLIT_TOKENS}))
         for name, options in calls:
-            yield name, problem, lambda given, pd=problem, options=options: decode(pd, given, **options)
+            yield name, problem, lambda given, pd=problem, options=options: [("", decode(pd, given, **options))]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -73,13 +85,15 @@ def main(words: Sequence[str] | None = None) -> int:
     wrong = count = 0
     for name, problem, run in cases(args.kernels, args.fixed, args.ops):
         given = make_inputs(problem, "cpu", seed=5)
-        found = run(tuple(x.cuda() for x in given))
-        torch.cuda.synchronize()
         reference = WORKLOAD.reference(problem, *given)
-        verdict = compare(WORKLOAD, [x.cpu() for x in found], reference, DOMINATED)
-        print(f"{name} {problem.label}: {'right' if verdict.ok else verdict.reason}", flush=True)
-        wrong += not verdict.ok
-        count += 1
+        for way, found in run(tuple(x.cuda() for x in given)):
+            torch.cuda.synchronize()
+            verdict = compare(WORKLOAD, [x.cpu() for x in found], reference, DOMINATED)
+            print(f"{name}{way} {problem.label}: {'right' if verdict.ok else verdict.reason}", flush=True)
+            wrong += not verdict.ok
+            count += 1
+            for x in found:
+                x.fill_(math.nan)
     print(f"{count} calls, {wrong} wrong")
     return 1 if wrong or not count else 0
 

@@ -10,6 +10,9 @@ is done again. Splits on an even line, or of a length that the caller fixes, are
 each request has and where they lie. The kernel is a programmatic dependent of the attention,
 and the next kernel may be one of it.
 
+Where none is launched, the workers of a request of many splits merge these themselves, a share of the rows each and
+all at once (`merge_share`), as a reduce-scatter does.
+
 Few instructions a row, and few lines of code: with 64 vectors of 16 bytes in a row and two splits, a combine is bound
 by what it issues, and what it waits for first is its own code, fetched from L2 or memory.
 """
@@ -26,9 +29,19 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, Results, transpose_quad
 from mla_var3.kernel.cute_python.prims.rows import Queries, row_offset
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Line, Pool, in_shares, split_evenly, units_of
+from mla_var3.kernel.cute_python.prims.scheduler import (
+    JOINED,
+    MOST_WORKERS,
+    Costs,
+    Line,
+    Piece,
+    Pool,
+    in_shares,
+    split_evenly,
+    units_of,
+)
 from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
-from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
+from mla_var3.kernel.cute_python.prims.sync import named_sync, wait_for_launch
 
 WARPS, WARP = 8, 32  # of a CTA, threads of one
 THREADS = WARPS * WARP
@@ -305,6 +318,93 @@ def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32
     if lane == 0 and first_vector == 0:
         head, token = kv_head * merge.group + row % merge.group, row // merge.group
         lse[first_token, head, token] = natural_lse(total, sums.of_row[0])
+
+
+# ------------------------------------------------------------------------------------------------ shared by workers
+# The flag of a query tile of a request of many splits counts the workers that merge a share of its rows: all but that
+# of the last split, which begins with it and has other requests left to do. From low bits to high ones: shares that are
+# taken; workers that read the flag no more; whether the first split has begun; of the first and the last split, how
+# many are there.
+#
+# No worker may wait for one that has not started, which may find room only when those that wait have ended. The worker
+# of the first split is launched last. Others that come before it has begun leave their shares to it, and end.
+GONE, BEGUN, THERE = MOST_WORKERS + 1, 1 << 26, 1 << 27
+
+
+def flag_of(piece: Piece, slot: Any) -> tuple[Any, Any]:
+    """(slot of the flag, what is added to it) when the partial result of a split in `slot` is there; 0 where nobody
+    is told, or `merge_share` tells."""
+    is_last = Int32(piece.index == piece.count - 1)
+    if_many, if_few = is_last * THERE, Int32(piece.index > 0)
+    many = piece.count > JOINED
+    return cutlass.select_(many, slot - piece.index, slot), cutlass.select_(many, if_many, if_few)
+
+
+@cute.jit
+def begin_shares(flag: cute.Pointer, shares: cute.Tensor):
+    """What the worker of a request's first split does when it begins, for `merge_share`; one thread."""
+    shares[0] = cute.arch.atomic_add(flag, Int32(BEGUN + 1), sem="relaxed", scope="gpu") % GONE
+
+
+@cute.jit
+def take_shares(flag: cute.Pointer, shares: cute.Tensor, piece: Piece):
+    """Says that a split's partial result is there, and waits for the others (release and acquire); one thread, between
+    barriers of those that wrote and of those that read."""
+    is_first = piece.index == 0
+    own = cutlass.select_(is_first, Int32(THERE), Int32(1))
+    seen = cute.arch.atomic_add(flag, own, sem="acq_rel", scope="gpu")
+    first, end = seen % GONE, seen % GONE + 1
+    if is_first:
+        # It has those that were taken before it had begun, and the one that it took then.
+        first, end = Int32(0), shares[0] + 1
+    seen, all_there = seen + own, BEGUN + 2 * THERE + piece.count - 1
+    while (seen & BEGUN) != 0 and (seen & ~(BEGUN - GONE)) != all_there:
+        seen = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+    shares[0], shares[1] = first, cutlass.select_((seen & BEGUN) != 0, end, first)
+
+
+@cute.jit
+def merge_share(
+    tensors: cutlass.Constexpr,  # results and queries
+    flags: cute.Tensor,  # (slots · tiles,) int32, global memory
+    shares: cute.Tensor,  # (2,) int32, shared memory: first and end of those to merge
+    piece: Piece,  # the worker's last split
+    request: Int32,
+    slot: Int32,
+    tile: Int32,  # query tile of the request
+    barrier: cutlass.Constexpr,  # of the threads
+    thread: Int32,  # 0..THREADS-1
+    merge: cutlass.Constexpr,
+    shape: cutlass.Constexpr,  # as those of `SHAPES`
+):
+    """What a worker does last, behind a barrier of those that wrote its last partial result: if that is one of many
+    and others follow, it merges a share of the query tile's rows over all splits, once these are there."""
+    together, vectors = shape[0], min(shape[1], merge.row_vectors)
+    slices = merge.row_vectors // vectors
+    layout, sums = merge.partials, Sums.make(vectors)
+    if piece.count > JOINED and piece.index < piece.count - 1:
+        base, number = slot - piece.index, piece.count - 1
+        flag, gone = flags.iterator + (base * layout.tiles + tile), Int32(0)
+        if thread == 0:
+            take_shares(flag, shares, piece)
+        named_sync(barrier, THREADS)
+        if thread == 0:
+            gone = cute.arch.atomic_add(flag, Int32(GONE), sem="relaxed", scope="gpu") // GONE % (BEGUN // GONE) + 1
+        of_head = layout.tiles // merge.h_kv
+        kv_head, first_row = tile // of_head, tile % of_head * layout.rows
+        rows = cutlass.min(tensors[1].block(request).count * merge.group - first_row, layout.rows)
+        lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
+        entry, mode = Entry(request, piece.count, base), Int32(LISTED)
+        for share in cutlass.range(shares[0], shares[1], unroll=1):
+            for place in cutlass.range(share + warp * number, rows * slices, WARPS * number, unroll=1):
+                row, first_vector = place // slices, place % slices * vectors
+                add_splits(
+                    tensors, flags, mode, entry, Int64(tile * layout.rows + row), first_vector, Int32(0), Int32(0),
+                    sums, lane, merge, together,
+                )  # fmt: skip
+                store(tensors, request, kv_head, first_row + row, first_vector, sums, lane, merge)
+        if gone == number:
+            cute.make_tensor(flag, cute.make_layout(1))[0] = 0
 
 
 # ------------------------------------------------------------------------------------------------ the kernel

@@ -10,8 +10,9 @@ Requests lie behind each other on a line, and worker w takes the points [w · sp
     whole   A point is a request.
     even    A point is a unit, and each request begins with `lead` points for what a split costs besides its units. A
             request is split only where it crosses from one worker to the next, and all workers end within a unit. A
-            request without keys has no point. Where a combine is launched it merges the splits; else the workers do,
-            level by level of a binary tree (`takes` says which with which).
+            request without keys has no point. Where a combine is launched it merges the splits; else the workers do:
+            up to `JOINED` splits level by level of a binary tree (`takes` says which with which), more of them in
+            shares of their rows (`prims.combine.merge_share`).
     shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
             many equal chunks. `prims.combine` merges them.
     chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on
@@ -42,13 +43,16 @@ WHOLE = 1 << 29  # more than any request has units or points
 # Halves of a worker for each request from which on a combine is launched: with fewer, most requests are whole or cut
 # once.
 WORTH_A_COMBINE = 3
+JOINED = 3  # splits up to which a request's workers merge them as a tree: of more, its levels take too long
+MOST_WORKERS = (1 << 13) - 1  # what a word counts up to where workers share the merge (`prims.combine`)
 
 
 @dataclass(frozen=True)
 class Costs:
     """What the model knows. unit: tokens. The others are in units: overhead: begin and end of a split, at least 1;
     combine: the kernel that merges shares; listed: the same where it first reads which splits there are; join: a level
-    of the tree in which workers merge splits."""
+    of the tree in which workers merge splits; where they share the merge, it is charged as much as the tree of
+    `JOINED`."""
 
     unit: int
     overhead: int
@@ -132,7 +136,7 @@ def line_of(
                 step, span, slowest = chunk, Int32(1), chunk + (costs.overhead + costs.combine)
         # No worker has more than its share, and the overhead of a request that began before it.
         share = cutlass.max(ceil_div(total + costs.overhead * (requests - empty), workers), 1)
-        merging = costs.join * levels_of(longest // share + 2)
+        merging = costs.join * levels_of(cutlass.min(longest // share + 2, JOINED))
         if combined > 0:
             merging = Int32(costs.listed)
         if share + costs.overhead + merging < slowest:
@@ -615,7 +619,7 @@ def slot_of(worker: Any, request: Any) -> Any:
 
 @cute.jit
 def slots_of(worker: Int32, split: Split, units: Int32, line: Line, pool: Pool):
-    """(splits of a request, slot of the first one), of the worker that begins it; for `combine.list_request`."""
+    """(splits of a request, slot of the first one), of the worker that begins it."""
     count, base = Int32(0), split.start
     if pool.fixed > 0:
         count = ceil_div(units, pool.fixed)

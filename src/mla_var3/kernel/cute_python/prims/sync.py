@@ -49,12 +49,13 @@ def warp_arrive(barrier: cute.Pointer, blocks: int = 1):
 
 
 @cute.jit
-def raise_flag(flag: cute.Pointer, holds: Boolean):
-    """Where `holds`, publishes what this CTA wrote to global memory before (a release store); by one thread, behind
-    a barrier of those that wrote. No branch: behind one, ptxas may take addresses that follow for not uniform."""
+def raise_flag(flag: cute.Pointer, value: Int32):
+    """Adds to a flag, unless `value` is 0: publishes what this CTA wrote to global memory before (release); by one
+    thread, behind a barrier of those that wrote. No branch: behind one, ptxas may take addresses that follow for not
+    uniform."""
     cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.release.gpu.global.u32 [{$r0}], {$r1}; }",
-        read_only_args=[flag.toint(), Int32(1), Int32(holds)],
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p red.release.gpu.global.add.u32 [{$r0}], {$r1}; }",
+        read_only_args=[flag.toint(), value],
     )
 
 

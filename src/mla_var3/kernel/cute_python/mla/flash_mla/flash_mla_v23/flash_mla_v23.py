@@ -32,8 +32,8 @@ for themselves. Pages of the cache may lie apart.
 Split-KV: `prims.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
 loading the next one, and EVEN copies its query rows as soon as the last scores are made. A split that is a whole
 request is written to `out`. Of shares the partial results are written, and `prims.combine`, a programmatic dependent,
-merges them. On an even line the workers merge them themselves (`join`), from registers into registers, while the rest
-of the chip still works.
+merges them. On an even line the workers merge them themselves: two or three splits from registers into registers, while
+the rest of the chip still works (`join`), more of them in shares of the rows, at their end (`combine.merge_share`).
 
 Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
@@ -229,6 +229,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "full": array(Int64, STAGES * geometry.panels),  # mbarriers: a panel has been loaded
         "empty": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are no longer read
         "plan": array(Int32, scheduler.PLAN),
+        "shares": array(Int32, 2),  # of a merge that workers share
         "row_max": array(Float32, ROWS),  # running maximum that both consumers share
         "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
         "query": cute.struct.Align[array(dtype, ROWS * PANEL * geometry.panels), 1024],
@@ -930,7 +931,8 @@ def consume(
         cute.make_rmem_tensor(2, Float32),
     )
     row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
-    me = thread // WARPGROUP
+    shares = storage.shares.get_tensor(cute.make_layout(2))
+    me, tile = thread // WARPGROUP, kv_head * geometry.row_tiles + row_tile
     parity = Int32(0)  # of this consumer's stage
     keyless = line.empty
     if cutlass.const_expr(geometry.packed):
@@ -940,13 +942,19 @@ def consume(
             results, table, seq_lens, queries, worker, pool.workers, kv_head, first_row, geometry.group, thread,
             CONSUMERS, ROWS,
         )  # fmt: skip
+    piece = scheduler.Piece(Int32(0), Int32(1))
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
         block = queries.block(split.request)
         following = split
-        if first == 0 and thread == 0 and combine.lists(line, pool):
+        is_cut = line.lead > 0 and pool.combined == 0 and end - first < units
+        piece = scheduler.Piece(Int32(0), Int32(1))
+        if first == 0 and thread == 0 and (is_cut or combine.lists(line, pool)):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
-            partials.list_request(table, split.request, count, base)
+            if combine.lists(line, pool):
+                partials.list_request(table, split.request, count, base)
+            elif count > scheduler.JOINED:
+                combine.begin_shares(flags.iterator + (base * geometry.tiles + tile), shares)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -972,19 +980,20 @@ def consume(
                 cute.arch.griddepcontrol_launch_dependents()
             for r in cutlass.range_constexpr(2):
                 registers[2][r] = softmax.quad_sum(registers[2][r])
-            whole, slot, tile = end - first == units, split.point, kv_head * geometry.row_tiles + row_tile
+            whole, slot = end - first == units, split.point
             if line.lead > 0:
                 slot = scheduler.slot_of(worker, split.request)
-                if pool.combined == 0 and not whole:
+                if is_cut:
                     piece = scheduler.piece_of(worker, split, units, line)
-                    join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
-                    whole = piece.index == 0
+                    if piece.count <= scheduler.JOINED:
+                        join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
+                        whole = piece.index == 0
+            flag, raised = combine.flag_of(piece, slot)
             epilogue(
                 registers, row_sums, results, block, slot, whole, kv_head, row_tile, thread, geometry,
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
-            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
-            raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), sends)
+            raise_flag(flags.iterator + (flag * geometry.tiles + tile), Int32(thread == 0) * raised)
         else:
             rows.store_no_keys(results, block, kv_head, first_row, geometry.group, thread, CONSUMERS, ROWS)
             following = scheduler.next_split(split, seq_lens, line, geometry.costs)
@@ -993,6 +1002,10 @@ def consume(
                     q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, thread, WARPGROUP
                 )  # fmt: skip
         split = following
+    combine.merge_share(
+        (results, queries), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), tile,
+        Barrier.CONSUMERS, thread, geometry.merge, (8, 2),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -1186,8 +1199,8 @@ class FlashMlaV23Tiling(Tiling):
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         if self.query_tokens < 0 or (self.query_tokens and not pd.packed):
             return Verdict.no(f"query_tokens = {self.query_tokens} is for packed queries only, and at least 0")
-        if self.workers < 0:
-            return Verdict.no(f"workers = {self.workers} is below 0")
+        if not 0 <= self.workers <= scheduler.MOST_WORKERS:
+            return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
         if self.split_tokens < 0 or self.split_tokens % TOKENS:
             return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         if not (taken := takes(pd)):

@@ -29,8 +29,9 @@ multiples of 16. Of any other page size four producer warps gather rows with cp.
 Pages of the cache may lie apart.
 
 Split-KV: `prims.scheduler` deals splits to workers from the lengths. Where it deals shares, `prims.combine` merges the
-partial results. On an even line the workers merge them themselves (`join`), from registers into registers, while the
-rest of the chip still works. Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
+partial results. On an even line the workers merge them themselves: two or three splits from registers into registers,
+while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
+(`combine.merge_share`). Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
 
 Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
@@ -189,6 +190,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "full": array(Int64, geometry.slots),  # mbarriers: the panel has been loaded
         "empty": array(Int64, geometry.slots),  # mbarriers: the panel is no longer read
         "plan": array(Int32, scheduler.PLAN),
+        "shares": array(Int32, 2),  # of a merge that workers share
         "board": board,  # maxima, then sums of P
         "magnitudes": board,
         "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
@@ -845,6 +847,7 @@ def consume(
     )
     layout = wgmma.k_major_layout(dtype, (geometry.n, PANEL * geometry.panels))
     q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+    shares = storage.shares.get_tensor(cute.make_layout(2))
     slot, phase = Int32(0), Int32(0)
     is_first = Boolean(True)
     keyless = line.empty
@@ -855,12 +858,18 @@ def consume(
             results, table, seq_lens, queries, worker, pool.workers, kv_head, Int32(0), geometry.group, thread,
             CONSUMER_THREADS, ROW_TILES[-1],
         )  # fmt: skip
+    piece = scheduler.Piece(Int32(0), Int32(1))
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, COSTS)
         block = queries.block(split.request)
-        if first == 0 and thread == 0 and combine.lists(line, pool):
+        is_cut = line.lead > 0 and pool.combined == 0 and end - first < units
+        piece = scheduler.Piece(Int32(0), Int32(1))
+        if first == 0 and thread == 0 and (is_cut or combine.lists(line, pool)):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
-            partials.list_request(table, split.request, count, base)
+            if combine.lists(line, pool):
+                partials.list_request(table, split.request, count, base)
+            elif count > scheduler.JOINED:
+                combine.begin_shares(flags.iterator + (base * geometry.h_kv + kv_head), shares)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -901,19 +910,24 @@ def consume(
             sums = share_sums(registers[2], storage, thread, geometry)
             if line.lead > 0:
                 place = scheduler.slot_of(worker, split.request)
-                if pool.combined == 0 and not whole:
+                if is_cut:
                     piece = scheduler.piece_of(worker, split, units, line)
-                    join(registers, sums, results, flags, piece, worker, split.request, kv_head, thread, geometry)
-                    whole = piece.index == 0
+                    if piece.count <= scheduler.JOINED:
+                        join(registers, sums, results, flags, piece, worker, split.request, kv_head, thread, geometry)
+                        whole = piece.index == 0
+            flag, raised = combine.flag_of(piece, place)
             epilogue(registers, sums, storage, results, block, place, whole, kv_head, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
-            raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.h_kv + kv_head), sends)
+            raise_flag(flags.iterator + (flag * geometry.h_kv + kv_head), Int32(thread == 0) * raised)
         else:
             rows.store_no_keys(
                 results, block, kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS, ROW_TILES[-1]
             )  # fmt: skip
         split = following
+    combine.merge_share(
+        (results, queries), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), kv_head,
+        Barrier.CONSUMERS, thread, geometry.merge, (8, 1),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -1110,8 +1124,8 @@ class FlashMlaV24Tiling(Tiling):
             return Verdict.no(f"tile_n = {self.tile_n}, and this version is written for 8, 16 and 32")
         if self.query_tokens < 0 or (self.query_tokens and not pd.packed):
             return Verdict.no(f"query_tokens = {self.query_tokens} is for packed queries only, and at least 0")
-        if self.workers < 0:
-            return Verdict.no(f"workers = {self.workers} is below 0")
+        if not 0 <= self.workers <= scheduler.MOST_WORKERS:
+            return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
         if self.split_tokens < 0 or self.split_tokens % TOKENS:
             return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         if not (taken := takes(pd)):

@@ -72,7 +72,8 @@ PRODUCERS = 4  # warps
 LINE = 128  # bytes, of L2
 LANES = 4  # on the 64 columns of a row: 16 codes each, two chunks of 16 bytes as bf16
 GROUP = 32 // LANES  # rows that a warp widens together
-GROUPS = TOKENS // (PRODUCERS * GROUP)  # of a warp, in a tile
+GROUPS = TOKENS // (PRODUCERS * GROUP)  # of a warp, in a tile; in a cluster, one for each CTA
+BUFFERS = 2  # units (`Geometry.units`) whose codes are in registers or on the way
 WORDS = TOKENS // GROUP  # that say of a tile which indices name a token: one for the rows of a group, four bits a row
 # Half stages in the order in which consumers free them, and producers fill them.
 FILLED = ((EVEN, LEFT), (EVEN, RIGHT), (ODD, RIGHT), (ODD, LEFT))
@@ -120,6 +121,19 @@ class Geometry:
     extra_lengths: bool
     sink: bool
     registers: int  # of a producer
+    ahead: bool  # whether rows are brought into L2 ahead of their loads
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that widen rows for each other: two query tiles of a query token read the same."""
+        return 2 if self.row_tiles % 2 == 0 else 1
+
+    @property
+    def units(self) -> tuple[tuple[int, int, int], ...]:
+        """(stage, half, group) of what a producer warp widens of a pair of tiles, in order. In a cluster, group is the
+        CTA's own, -1."""
+        groups = range(GROUPS) if self.cluster == 1 else (-1,)
+        return tuple((*place, group) for place in FILLED for group in groups)
 
     @property
     def cache(self) -> Any:
@@ -163,6 +177,14 @@ class Geometry:
             return Panel(i * PANEL, True)
         behind = cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
         return Panel(behind + 2 * (i * PANEL - cache.quantised), False)
+
+    def codes_of(self, stage: int, half: int) -> list[int]:
+        """The panels of codes among those of half a stage."""
+        return [i for i in self.freed_by(stage, half) if self.panel(i).codes]
+
+    def plain_of(self, stage: int, half: int) -> list[int]:
+        """The others, of bf16."""
+        return [i for i in self.freed_by(stage, half) if not self.panel(i).codes]
 
     def scales_of(self, panels: Sequence[int]) -> list[int]:
         """Numbers of the scales of some panels of codes."""
@@ -248,11 +270,38 @@ def query_tile(storage: Any, dtype: type, geometry: Geometry) -> cute.Tensor:
 
 # ------------------------------------------------------------------------------------------------ device: load
 @cute.jit
-def make_barriers(full: cute.Pointer, empty: cute.Pointer):
-    """One thread's work: `full` waits for the warps that fill half a stage, `empty` for those that read it."""
+def make_barriers(full: cute.Pointer, empty: cute.Pointer, blocks: cutlass.Constexpr):
+    """One thread's work: `full` waits for the warps that fill half a stage, `empty` for those that read it, in all
+    CTAs of a cluster."""
     for i in cutlass.range_constexpr(2 * STAGES):
-        cute.arch.mbarrier_init(full + i, PRODUCERS)
-        cute.arch.mbarrier_init(empty + i, WARPGROUP // 32)
+        cute.arch.mbarrier_init(full + i, PRODUCERS * blocks)
+        cute.arch.mbarrier_init(empty + i, WARPGROUP // 32 * blocks)
+
+
+@cute.jit
+def wait_cluster(barrier: cute.Pointer, parity: Int32, blocks: cutlass.Constexpr):
+    """Waits for a phase of an mbarrier, and for what other CTAs of the cluster did before they arrived at it."""
+    if cutlass.const_expr(blocks == 1):
+        cute.arch.mbarrier_wait(barrier, parity)
+    else:
+        ready = Int32(0)
+        while ready == 0:
+            ready = cute.arch.inline_ptx(
+                "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1}; "
+                "selp.b32 {$w0}, 1, 0, p; }",
+                write_only_types=[Int32],
+                read_only_args=[barrier.toint(), parity],
+            )
+
+
+@cute.jit
+def distance_to(block: Int32, place: cute.Pointer) -> Int32:
+    """What to add to an address in this CTA's shared memory for the same place in another one of the cluster."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; sub.u32 {$w0}, a, {$r0}; }",
+        write_only_types=[Int32],
+        read_only_args=[place.toint(), block],
+    )
 
 
 class Cache(NamedTuple):
@@ -438,8 +487,9 @@ def store_panel(
     scale: Any,  # Float32 or None
     panel: cute.Pointer,
     row: Int32,  # of the tile
+    distance: Any,  # to the other CTA of the cluster (`distance_to`), or None
 ):
-    """Stores a lane's columns of a row as bf16."""
+    """Stores a lane's columns of a row as bf16, for all CTAs of the cluster."""
     column = cute.arch.lane_idx() % LANES
     for chunk in cutlass.range_constexpr(2):
         values = cute.make_rmem_tensor(4, Int32)
@@ -447,6 +497,11 @@ def store_panel(
             values[2 * j], values[2 * j + 1] = e4m3.widen(words[2 * chunk + j], scale)
         target = chunk_place(panel, row, 2 * column + chunk)
         cute.autovec_copy(values, cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(4)))
+        if cutlass.const_expr(distance is not None):
+            cute.arch.inline_ptx(
+                "st.shared::cluster.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[target.toint() + distance, values[0], values[1], values[2], values[3]],
+            )
 
 
 @cute.jit
@@ -456,6 +511,7 @@ def widen_and_load(
     is_there: Boolean,  # whether the row is a token
     stage: cute.Pointer,
     row: Int32,  # of the tile
+    distance: Any,  # of `store_panel`
     panels: cutlass.Constexpr,  # of codes
     caches: cutlass.Constexpr,
     is_extra: Boolean,  # of what follows
@@ -475,7 +531,7 @@ def widen_and_load(
                 scale = cutlass.select_(is_there, scales[number], Float32(0.0))
             for j in cutlass.range_constexpr(4):
                 words[j, i] = cutlass.select_(is_there, words[j, i], Int32(0))
-            store_panel(words[None, i], scale, stage + panels[i] * PANEL_ELEMENTS, row)
+            store_panel(words[None, i], scale, stage + panels[i] * PANEL_ELEMENTS, row, distance)
         if cutlass.const_expr(i < len(following_panels)):
             load_words(words[None, i], source + geometry.panel(following_panels[i]).start)
     load_scales(caches, is_extra, following, scales, following_panels, geometry)
@@ -511,6 +567,28 @@ def copy_group(
 
 
 @cute.jit
+def load_first(
+    caches: cutlass.Constexpr, pair: Pair, words: cutlass.Constexpr, scales: cutlass.Constexpr, rank: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Starts loading the codes of a pair's first units."""
+    for u in cutlass.range_constexpr(BUFFERS):
+        stage, half, group = geometry.units[u]
+        panels, index = geometry.codes_of(stage, half), index_of(pair, stage, group, rank)
+        source = row_codes(caches, pair.is_extra[stage], index, geometry)
+        for i in cutlass.range_constexpr(len(panels)):
+            load_words(words[u][None, i], source + geometry.panel(panels[i]).start)
+        load_scales(caches, pair.is_extra[stage], index, scales[u], panels, geometry)
+
+
+def index_of(pair: Pair, stage: int, group: int, rank: Int32) -> Any:
+    """This lane's cached token in a unit."""
+    if group >= 0:
+        return pair.indices[GROUPS * stage + group]
+    return cutlass.select_(rank == 0, pair.indices[GROUPS * stage], pair.indices[GROUPS * stage + 1])
+
+
+@cute.jit
 def load(
     caches: cutlass.Constexpr,  # `Cache`, and perhaps the extra one
     storage: cutlass.Constexpr,
@@ -518,76 +596,78 @@ def load(
     split: scheduler.Split,
     line: scheduler.Line,
     token: Int32,  # of the request's query tokens
+    rank: Int32,  # in the cluster
     warp: Int32,  # 0..PRODUCERS-1
     geometry: cutlass.Constexpr,
 ):
     """What a producer warp does, over all splits of the worker: a quarter of the rows of every half stage, in the order
-    in which the consumers free them. Codes wait in registers, those of the next half stage behind those of this one."""
+    in which the consumers free them; in a cluster a quarter of the CTA's half of the rows, for both CTAs. Codes wait in
+    registers, `BUFFERS` units of them: where one is stored, the codes of the unit after next are loaded."""
+    blocks, units = geometry.cluster, geometry.units
     lane = cute.arch.lane_idx()
     row = warp * GROUP + lane // LANES
-    codes = [[i for i in geometry.freed_by(*place) if geometry.panel(i).codes] for place in FILLED]
-    plain = [[i for i in geometry.freed_by(*place) if not geometry.panel(i).codes] for place in FILLED]
-    most = max(1, *(len(x) for x in codes))
-    words = [cute.make_rmem_tensor(cute.make_layout((4, most)), Int32) for _ in range(GROUPS)]
-    scales = [cute.make_rmem_tensor(max(1, *(len(geometry.scales_of(x)) for x in codes)), Float32) for _ in range(GROUPS)]
+    distance = None
+    if cutlass.const_expr(blocks > 1):
+        distance = distance_to(1 - rank, storage.stages.data_ptr())
+    shape = (max(1, *(len(geometry.codes_of(*place)) for place in FILLED)), max(1, *(len(geometry.scales_of(geometry.codes_of(*place))) for place in FILLED)))
+    words = [cute.make_rmem_tensor(cute.make_layout((4, shape[0])), Int32) for _ in range(BUFFERS)]
+    scales = [cute.make_rmem_tensor(shape[1], Float32) for _ in range(BUFFERS)]
     valid = storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))
     tile, end = first_tiles(split, line, geometry.costs)
     place = Place(split, tile, end)
     if scheduler.has_work(split) & (tile >= end):
         place = next_place(place, lengths, line, geometry.costs)
     pair = named(read_pair(caches, place, token, row), caches, row)
-    for group in cutlass.range_constexpr(GROUPS):
-        source = row_codes(caches, pair.is_extra[EVEN], pair.indices[group], geometry)
-        for i in cutlass.range_constexpr(len(codes[0])):
-            load_words(words[group][None, i], source + geometry.panel(codes[0][i]).start)
-        load_scales(caches, pair.is_extra[EVEN], pair.indices[group], scales[group], codes[0], geometry)
+    load_first(caches, pair, words, scales, rank, geometry)
     parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds them free
     while pair.tiles > 0:
         place = next_place(place, lengths, line, geometry.costs)
         coming = read_pair(caches, place, token, row)
-        for step in cutlass.range_constexpr(len(FILLED)):
-            stage, half = FILLED[step]
-            if cutlass.const_expr(step == 1):
+        for u in cutlass.range_constexpr(len(units)):
+            stage, half, group = units[u]
+            begins = u == 0 or units[u - 1][:2] != units[u][:2]
+            ends = u + 1 == len(units) or units[u + 1][:2] != units[u][:2]
+            plain, full = geometry.plain_of(stage, half), storage.full.data_ptr() + (2 * stage + half)
+            # In front of the loads for the next pair, and late enough for its indices to be there.
+            if cutlass.const_expr(u == len(units) - BUFFERS - 1):
                 coming = named(coming, caches, row)
-                prefetch(caches, coming, geometry)
+                if cutlass.const_expr(geometry.ahead):
+                    prefetch(caches, coming, geometry)
             if pair.tiles > stage:
                 own = storage.stages.data_ptr() + stage * geometry.stage_elements
-                cute.arch.mbarrier_wait(storage.empty.data_ptr() + (2 * stage + half), parities[stage])
-                if cutlass.const_expr(half == LEFT):
-                    for group in cutlass.range_constexpr(GROUPS):
-                        valid[group * PRODUCERS + warp, stage] = Int32(
-                            cute.arch.vote_ballot_sync(pair.indices[GROUPS * stage + group] >= 0)
-                        )
-                for group in cutlass.range_constexpr(GROUPS):
-                    at, index = row + group * (GROUP * PRODUCERS), pair.indices[GROUPS * stage + group]
-                    copy_group(caches, pair.is_extra[stage], index, own, at, plain[step], geometry)
-                for group in cutlass.range_constexpr(GROUPS):
-                    at, index = row + group * (GROUP * PRODUCERS), pair.indices[GROUPS * stage + group]
-                    if cutlass.const_expr(step + 1 < len(FILLED)):
-                        to = FILLED[step + 1][0]
-                        is_extra, following = pair.is_extra[to], pair.indices[GROUPS * to + group]
+                if cutlass.const_expr(begins):
+                    wait_cluster(storage.empty.data_ptr() + (2 * stage + half), parities[stage], blocks)
+                    for g in cutlass.range_constexpr(GROUPS):
+                        index = pair.indices[GROUPS * stage + g]
+                        if cutlass.const_expr(half == LEFT):
+                            valid[g * PRODUCERS + warp, stage] = Int32(cute.arch.vote_ballot_sync(index >= 0))
+                        copy_group(
+                            caches, pair.is_extra[stage], index, own, row + g * (GROUP * PRODUCERS), plain, geometry
+                        )  # fmt: skip
+                at = row + (group if group >= 0 else rank) * (GROUP * PRODUCERS)
+                index = index_of(pair, stage, group, rank)
+                to_stage, to_half, to_group = units[(u + BUFFERS) % len(units)]
+                to = pair if cutlass.const_expr(u + BUFFERS < len(units)) else coming
+                widen_and_load(
+                    words[u % BUFFERS], scales[u % BUFFERS], index >= 0, own, at, distance,
+                    geometry.codes_of(stage, half), caches, to.is_extra[to_stage],
+                    index_of(to, to_stage, to_group, rank), geometry.codes_of(to_stage, to_half), geometry,
+                )  # fmt: skip
+                if cutlass.const_expr(ends):
+                    if cutlass.const_expr(len(plain) > 0):
+                        cute.arch.inline_ptx("cp.async.wait_all;")
+                    if cutlass.const_expr(blocks > 1):
+                        cute.arch.inline_ptx("fence.proxy.async.shared::cluster;")
                     else:
-                        is_extra, following = coming.is_extra[EVEN], coming.indices[group]
-                    widen_and_load(
-                        words[group], scales[group], index >= 0, own, at, codes[step], caches, is_extra, following,
-                        codes[(step + 1) % len(FILLED)], geometry,
-                    )  # fmt: skip
-                if cutlass.const_expr(len(plain[step]) > 0):
-                    cute.arch.inline_ptx("cp.async.wait_all;")
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(storage.full.data_ptr() + (2 * stage + half))
+                        cute.arch.fence_view_async_shared()
+                    cute.arch.sync_warp()
+                    warp_arrive(full, blocks)
         parities[EVEN] = parities[EVEN] ^ 1
         if pair.tiles > ODD:
             parities[ODD] = parities[ODD] ^ 1
         else:
             # What has been loaded for a second tile is none.
-            for group in cutlass.range_constexpr(GROUPS):
-                source = row_codes(caches, coming.is_extra[EVEN], coming.indices[group], geometry)
-                for i in cutlass.range_constexpr(len(codes[0])):
-                    load_words(words[group][None, i], source + geometry.panel(codes[0][i]).start)
-                load_scales(caches, coming.is_extra[EVEN], coming.indices[group], scales[group], codes[0], geometry)
+            load_first(caches, coming, words, scales, rank, geometry)
         pair = coming
 
 
@@ -721,7 +801,7 @@ class Consumer:
         for i in cutlass.range_constexpr(len(panels)):
             if cutlass.const_expr(i % self.geometry.half_panels == 0 and i < self.geometry.k // PANEL):
                 half = LEFT if i == 0 else RIGHT
-                cute.arch.mbarrier_wait(self.full + (2 * EVEN + half), parity)
+                wait_cluster(self.full + (2 * EVEN + half), parity, self.geometry.cluster)
             self.issue_panel(panels[i], i == 0)
             if cutlass.const_expr(drain and i == 0):
                 warpgroup.wait_group(1)
@@ -738,14 +818,14 @@ class Consumer:
         for i in cutlass.range_constexpr(len(panels)):
             if cutlass.const_expr(i % self.geometry.half_panels == 0 and i < self.geometry.k // PANEL):
                 half = RIGHT if i == 0 else LEFT
-                cute.arch.mbarrier_wait(self.full + (2 * ODD + half), parity)
+                wait_cluster(self.full + (2 * ODD + half), parity, self.geometry.cluster)
             self.issue_panel(panels[i], i == 0)
         named_arrive(Barrier.SCORES_ODD, CONSUMERS)
 
     @cute.jit
     def free(self, stage: cutlass.Constexpr):
-        """This warp no longer reads its half of a stage."""
-        warp_arrive(self.empty + (2 * stage + self.me))
+        """This warp no longer reads its half of a stage: signals the producers of all CTAs of the cluster."""
+        warp_arrive(self.empty + (2 * stage + self.me), self.geometry.cluster)
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
@@ -1207,8 +1287,10 @@ def sparse_mla(
     q_tile = query_tile(storage, dtype, geometry)
     if warp == 0:
         with cute.arch.elect_one():
-            make_barriers(storage.full.data_ptr(), storage.empty.data_ptr())
+            make_barriers(storage.full.data_ptr(), storage.empty.data_ptr(), geometry.cluster)
         cute.arch.mbarrier_init_fence()
+    if cutlass.const_expr(geometry.cluster > 1):
+        cute.arch.cluster_arrive_relaxed()
     queries = Token(token, geometry.s)
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
@@ -1224,16 +1306,24 @@ def sparse_mla(
         rows.copy_query_rows(
             q, q_tile, queries.block(split.request), Int32(0), first_row, geometry.h, thread, CONSUMERS
         )  # fmt: skip
-    named_sync(Barrier.SETUP, THREADS)
+    if cutlass.const_expr(geometry.cluster > 1):
+        cute.arch.cluster_wait()
+    else:
+        named_sync(Barrier.SETUP, THREADS)
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(geometry.registers)
-        load(caches, storage, lengths, split, line, token, warp - CONSUMERS // 32, geometry)
+        rank = tile % geometry.cluster
+        load(caches, storage, lengths, split, line, token, rank, warp - CONSUMERS // 32, geometry)
     else:
         cute.arch.setmaxregister_increase((REGISTERS - geometry.registers) // 16 * 8)
         consume(
             q, storage, results, sink, flat_scale, schedule.table, flags, lengths, queries, pool, split, line,
             scale_log2 * flat_scale, worker, tile, first_row, thread, geometry,
         )  # fmt: skip
+    if cutlass.const_expr(geometry.cluster > 1):
+        # No CTA leaves while the other may still write into its shared memory or signal its mbarriers.
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
 
 
 sparse_mla.set_name_prefix("sparse_mla", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -1306,6 +1396,7 @@ def launch_sparse_mla(
     ).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
+        cluster=(geometry.cluster, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
         use_pdl=True,
@@ -1345,10 +1436,11 @@ class SparseMlaTiling(Tiling):
 
     workers: int = 0
     registers: int = 88
+    ahead: bool = True
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
-        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, self.registers)
+        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, self.registers, self.ahead)
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
         if self.workers < 0:

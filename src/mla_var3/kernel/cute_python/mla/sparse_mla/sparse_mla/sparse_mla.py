@@ -63,18 +63,18 @@ PANEL = 64  # columns: 128 bytes of bf16, one row of the shared memory swizzle
 PANEL_ELEMENTS = TOKENS * PANEL
 STAGES = 2
 CONSUMERS = 2 * WARPGROUP  # threads
-THREADS = 3 * WARPGROUP
-REGISTERS = 504  # of three threads, one of each warpgroup: 128 · 504 = 384 · 168, what a launch gives
+THREADS = 4 * WARPGROUP
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 48, 208  # 128 · (2 · 48 + 2 · 208) = 65536, all of a multiprocessor's
 EVEN, ODD = 0, 1
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
 RESIDENT = 3  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
-PRODUCERS = 4  # warps
+# Columns of a product with V: of 256, an instruction has more registers than a thread of 512 is compiled for.
+OUTPUT_N = 128
+PRODUCERS = 8  # warps: two for each scheduler, of which one converts while the other waits for memory
 LINE = 128  # bytes, of L2
 LANES = 4  # on the 64 columns of a row: 16 codes each, two chunks of 16 bytes as bf16
-GROUP = 32 // LANES  # rows that a warp widens together
-GROUPS = TOKENS // (PRODUCERS * GROUP)  # of a warp, in a tile; in a cluster, one for each CTA
-BUFFERS = 2  # units (`Geometry.units`) whose codes are in registers or on the way
-WORDS = TOKENS // GROUP  # that say of a tile which indices name a token: one for the rows of a group, four bits a row
+GROUP = 32 // LANES  # rows of a tile that a producer warp has
+WORDS = TOKENS // GROUP  # that say of a tile which indices name a token: one for each warp's rows, four bits a row
 # Half stages in the order in which consumers free them, and producers fill them.
 FILLED = ((EVEN, LEFT), (EVEN, RIGHT), (ODD, RIGHT), (ODD, LEFT))
 # Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
@@ -120,20 +120,6 @@ class Geometry:
     lengths: bool
     extra_lengths: bool
     sink: bool
-    registers: int  # of a producer
-    ahead: bool  # whether rows are brought into L2 ahead of their loads
-
-    @property
-    def cluster(self) -> int:
-        """CTAs that widen rows for each other: two query tiles of a query token read the same."""
-        return 2 if self.row_tiles % 2 == 0 else 1
-
-    @property
-    def units(self) -> tuple[tuple[int, int, int], ...]:
-        """(stage, half, group) of what a producer warp widens of a pair of tiles, in order. In a cluster, group is the
-        CTA's own, -1."""
-        groups = range(GROUPS) if self.cluster == 1 else (-1,)
-        return tuple((*place, group) for place in FILLED for group in groups)
 
     @property
     def cache(self) -> Any:
@@ -270,38 +256,11 @@ def query_tile(storage: Any, dtype: type, geometry: Geometry) -> cute.Tensor:
 
 # ------------------------------------------------------------------------------------------------ device: load
 @cute.jit
-def make_barriers(full: cute.Pointer, empty: cute.Pointer, blocks: cutlass.Constexpr):
-    """One thread's work: `full` waits for the warps that fill half a stage, `empty` for those that read it, in all
-    CTAs of a cluster."""
+def make_barriers(full: cute.Pointer, empty: cute.Pointer):
+    """One thread's work: `full` waits for the warps that fill half a stage, `empty` for those that read it."""
     for i in cutlass.range_constexpr(2 * STAGES):
-        cute.arch.mbarrier_init(full + i, PRODUCERS * blocks)
-        cute.arch.mbarrier_init(empty + i, WARPGROUP // 32 * blocks)
-
-
-@cute.jit
-def wait_cluster(barrier: cute.Pointer, parity: Int32, blocks: cutlass.Constexpr):
-    """Waits for a phase of an mbarrier, and for what other CTAs of the cluster did before they arrived at it."""
-    if cutlass.const_expr(blocks == 1):
-        cute.arch.mbarrier_wait(barrier, parity)
-    else:
-        ready = Int32(0)
-        while ready == 0:
-            ready = cute.arch.inline_ptx(
-                "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1}; "
-                "selp.b32 {$w0}, 1, 0, p; }",
-                write_only_types=[Int32],
-                read_only_args=[barrier.toint(), parity],
-            )
-
-
-@cute.jit
-def distance_to(block: Int32, place: cute.Pointer) -> Int32:
-    """What to add to an address in this CTA's shared memory for the same place in another one of the cluster."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, {$r1}; sub.u32 {$w0}, a, {$r0}; }",
-        write_only_types=[Int32],
-        read_only_args=[place.toint(), block],
-    )
+        cute.arch.mbarrier_init(full + i, PRODUCERS)
+        cute.arch.mbarrier_init(empty + i, WARPGROUP // 32)
 
 
 class Cache(NamedTuple):
@@ -322,8 +281,8 @@ def count_of(cache: cutlass.Constexpr, request: Int32) -> Int32:
 
 
 class Pair(NamedTuple):
-    """Two KV tiles as a producer's lane sees them. indices: of its rows, [stage][group], as they are in memory
-    (`read_pair`), or the cached token and -1 where none is named (`named`). tiles: how many there are, 0 to 2.
+    """Two KV tiles as a producer's lane sees them. indices: of its row in each, as they are in memory (`read_pair`), or
+    the cached token and -1 where none is named (`named`). tiles: how many there are, 0 to 2.
     is_extra: of each, whether it is the extra cache's."""
 
     indices: tuple[Int32, ...]
@@ -342,8 +301,8 @@ class Place(NamedTuple):
 
 @cute.jit
 def read_pair(caches: cutlass.Constexpr, place: Place, token: Int32, row: Int32) -> Pair:
-    """The pair of tiles at a place, and this lane's rows of it, `row` and those GROUP · PRODUCERS behind. The tiles of
-    the extra cache follow the first one's. Only loads, which nothing here waits for."""
+    """The pair of tiles at a place, and this lane's row of each. The tiles of the extra cache follow the first one's.
+    Only loads, which nothing here waits for."""
     request, found, extras, left = place.split.request, [], [], []
     tiles = cutlass.min(cutlass.max(place.end - place.tile, 0), STAGES)
     if not scheduler.has_work(place.split):
@@ -360,9 +319,8 @@ def read_pair(caches: cutlass.Constexpr, place: Place, token: Int32, row: Int32)
             address = cutlass.select_(is_extra, behind.toint(), source.toint())
             source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
         count = cutlass.select_(stage < tiles, count, Int32(0))
-        for group in cutlass.range_constexpr(GROUPS):
-            at = number * TOKENS + row + group * (GROUP * PRODUCERS)
-            found.append(cute.make_tensor(source + cutlass.max(cutlass.min(at, count - 1), 0), cute.make_layout(1))[0])
+        at = cutlass.max(cutlass.min(number * TOKENS + row, count - 1), 0)
+        found.append(cute.make_tensor(source + at, cute.make_layout(1))[0])
         extras.append(is_extra)
         left.append(count - number * TOKENS)
     return Pair(tuple(found), tiles, tuple(extras), tuple(left))
@@ -377,10 +335,9 @@ def named(pair: Pair, caches: cutlass.Constexpr, row: Int32) -> Pair:
         if cutlass.const_expr(len(caches) > 1):
             extra = caches[1].tokens.shape[0] * caches[1].tokens.shape[1]
             most = cutlass.select_(pair.is_extra[stage], extra, most)
-        for group in cutlass.range_constexpr(GROUPS):
-            index = pair.indices[GROUPS * stage + group]
-            counts = row + group * (GROUP * PRODUCERS) < pair.left[stage]
-            found.append(cutlass.select_(counts & (index >= 0) & (index < most), index, Int32(-1)))
+        index = pair.indices[stage]
+        is_there = (row < pair.left[stage]) & (index >= 0) & (index < most)
+        found.append(cutlass.select_(is_there, index, Int32(-1)))
     return Pair(tuple(found), pair.tiles, pair.is_extra, pair.left)
 
 
@@ -429,17 +386,16 @@ def prefetch(caches: cutlass.Constexpr, pair: Pair, geometry: cutlass.Constexpr)
     """Starts bringing the rows of a pair into L2: the four lanes of a row take its lines in turn."""
     column = cute.arch.lane_idx() % LANES
     for stage in cutlass.range_constexpr(STAGES):
-        for group in cutlass.range_constexpr(GROUPS):
-            index, is_extra = pair.indices[GROUPS * stage + group], pair.is_extra[stage]
-            if index >= 0:
-                row = of_cache(caches, is_extra, row_address, index, geometry)
-                for i in cutlass.range_constexpr(-(-geometry.row_bytes // (LINE * LANES))):
-                    # The last byte's line too, where a row does not begin with one.
-                    byte = cutlass.min((i * LANES + column) * LINE, geometry.row_bytes - 1)
-                    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + byte])
-                if cutlass.const_expr(geometry.layout == "v4"):
-                    scales = of_cache(caches, is_extra, scale_address, index, geometry)
-                    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[scales])
+        index, is_extra = pair.indices[stage], pair.is_extra[stage]
+        if index >= 0:
+            row = of_cache(caches, is_extra, row_address, index, geometry)
+            for i in cutlass.range_constexpr(-(-geometry.row_bytes // (LINE * LANES))):
+                # The last byte's line too, where a row does not begin with one.
+                byte = cutlass.min((i * LANES + column) * LINE, geometry.row_bytes - 1)
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + byte])
+            if cutlass.const_expr(geometry.layout == "v4"):
+                scales = of_cache(caches, is_extra, scale_address, index, geometry)
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[scales])
 
 
 @cute.jit
@@ -451,8 +407,12 @@ def load_scales(
     if cutlass.const_expr(geometry.cache.scales > 0):
         base = of_cache(caches, is_extra, scale_address, index, geometry)
         numbers = geometry.scales_of(panels)
-        for i in cutlass.range_constexpr(len(numbers)):
-            scales[i] = load_scale(base, numbers[i], geometry)
+        if cutlass.const_expr(geometry.layout == "v32"):
+            at = cute.make_ptr(Float32, base + 4 * numbers[0], cute.AddressSpace.gmem, assumed_align=8)
+            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(len(numbers))), scales)
+        else:
+            for i in cutlass.range_constexpr(len(numbers)):
+                scales[i] = load_scale(base, numbers[i])
 
 
 def load_words(target: cute.Tensor, address: Int64) -> None:
@@ -466,11 +426,8 @@ def load_words(target: cute.Tensor, address: Int64) -> None:
 
 
 @cute.jit
-def load_scale(base: Int64, number: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Float32:
-    """A token's scale: fp32 in v32, in v4 the exponent of a power of two, whose 0 is 2^-127."""
-    if cutlass.const_expr(geometry.layout == "v32"):
-        at = cute.make_ptr(Float32, base + 4 * number, cute.AddressSpace.gmem, assumed_align=4)
-        return cute.make_tensor(at, cute.make_layout(1))[0]
+def load_scale(base: Int64, number: cutlass.Constexpr) -> Float32:
+    """A token's scale in v4: the exponent of a power of two, whose 0 is 2^-127."""
     at = cute.make_ptr(Uint8, base + number, cute.AddressSpace.gmem, assumed_align=1)
     exponent = Int32(cute.make_tensor(at, cute.make_layout(1))[0]) & 255
     return Int32(cutlass.select_(exponent == 0, Int32(0x400000), exponent << 23)).bitcast(Float32)
@@ -487,9 +444,8 @@ def store_panel(
     scale: Any,  # Float32 or None
     panel: cute.Pointer,
     row: Int32,  # of the tile
-    distance: Any,  # to the other CTA of the cluster (`distance_to`), or None
 ):
-    """Stores a lane's columns of a row as bf16, for all CTAs of the cluster."""
+    """Stores a lane's columns of a row as bf16."""
     column = cute.arch.lane_idx() % LANES
     for chunk in cutlass.range_constexpr(2):
         values = cute.make_rmem_tensor(4, Int32)
@@ -497,11 +453,6 @@ def store_panel(
             values[2 * j], values[2 * j + 1] = e4m3.widen(words[2 * chunk + j], scale)
         target = chunk_place(panel, row, 2 * column + chunk)
         cute.autovec_copy(values, cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(4)))
-        if cutlass.const_expr(distance is not None):
-            cute.arch.inline_ptx(
-                "st.shared::cluster.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[target.toint() + distance, values[0], values[1], values[2], values[3]],
-            )
 
 
 @cute.jit
@@ -511,7 +462,6 @@ def widen_and_load(
     is_there: Boolean,  # whether the row is a token
     stage: cute.Pointer,
     row: Int32,  # of the tile
-    distance: Any,  # of `store_panel`
     panels: cutlass.Constexpr,  # of codes
     caches: cutlass.Constexpr,
     is_extra: Boolean,  # of what follows
@@ -531,7 +481,7 @@ def widen_and_load(
                 scale = cutlass.select_(is_there, scales[number], Float32(0.0))
             for j in cutlass.range_constexpr(4):
                 words[j, i] = cutlass.select_(is_there, words[j, i], Int32(0))
-            store_panel(words[None, i], scale, stage + panels[i] * PANEL_ELEMENTS, row, distance)
+            store_panel(words[None, i], scale, stage + panels[i] * PANEL_ELEMENTS, row)
         if cutlass.const_expr(i < len(following_panels)):
             load_words(words[None, i], source + geometry.panel(following_panels[i]).start)
     load_scales(caches, is_extra, following, scales, following_panels, geometry)
@@ -568,24 +518,14 @@ def copy_group(
 
 @cute.jit
 def load_first(
-    caches: cutlass.Constexpr, pair: Pair, words: cutlass.Constexpr, scales: cutlass.Constexpr, rank: Int32,
-    geometry: cutlass.Constexpr,
+    caches: cutlass.Constexpr, pair: Pair, words: cute.Tensor, scales: cute.Tensor, geometry: cutlass.Constexpr
 ):  # fmt: skip
-    """Starts loading the codes of a pair's first units."""
-    for u in cutlass.range_constexpr(BUFFERS):
-        stage, half, group = geometry.units[u]
-        panels, index = geometry.codes_of(stage, half), index_of(pair, stage, group, rank)
-        source = row_codes(caches, pair.is_extra[stage], index, geometry)
-        for i in cutlass.range_constexpr(len(panels)):
-            load_words(words[u][None, i], source + geometry.panel(panels[i]).start)
-        load_scales(caches, pair.is_extra[stage], index, scales[u], panels, geometry)
-
-
-def index_of(pair: Pair, stage: int, group: int, rank: Int32) -> Any:
-    """This lane's cached token in a unit."""
-    if group >= 0:
-        return pair.indices[GROUPS * stage + group]
-    return cutlass.select_(rank == 0, pair.indices[GROUPS * stage], pair.indices[GROUPS * stage + 1])
+    """Starts loading the codes of a pair's first half stage."""
+    panels = geometry.codes_of(*FILLED[0])
+    source = row_codes(caches, pair.is_extra[EVEN], pair.indices[EVEN], geometry)
+    for i in cutlass.range_constexpr(len(panels)):
+        load_words(words[None, i], source + geometry.panel(panels[i]).start)
+    load_scales(caches, pair.is_extra[EVEN], pair.indices[EVEN], scales, panels, geometry)
 
 
 @cute.jit
@@ -596,78 +536,56 @@ def load(
     split: scheduler.Split,
     line: scheduler.Line,
     token: Int32,  # of the request's query tokens
-    rank: Int32,  # in the cluster
     warp: Int32,  # 0..PRODUCERS-1
     geometry: cutlass.Constexpr,
 ):
-    """What a producer warp does, over all splits of the worker: a quarter of the rows of every half stage, in the order
-    in which the consumers free them; in a cluster a quarter of the CTA's half of the rows, for both CTAs. Codes wait in
-    registers, `BUFFERS` units of them: where one is stored, the codes of the unit after next are loaded."""
-    blocks, units = geometry.cluster, geometry.units
-    lane = cute.arch.lane_idx()
-    row = warp * GROUP + lane // LANES
-    distance = None
-    if cutlass.const_expr(blocks > 1):
-        distance = distance_to(1 - rank, storage.stages.data_ptr())
-    shape = (max(1, *(len(geometry.codes_of(*place)) for place in FILLED)), max(1, *(len(geometry.scales_of(geometry.codes_of(*place))) for place in FILLED)))
-    words = [cute.make_rmem_tensor(cute.make_layout((4, shape[0])), Int32) for _ in range(BUFFERS)]
-    scales = [cute.make_rmem_tensor(shape[1], Float32) for _ in range(BUFFERS)]
+    """What a producer warp does, over all splits of the worker: eight rows of every half stage, in the order in which
+    the consumers free them. A lane's codes of the next one are on the way into registers, each panel's as soon as those
+    of this one are stored."""
+    row = warp * GROUP + cute.arch.lane_idx() // LANES
+    codes = [geometry.codes_of(*place) for place in FILLED]
+    words = cute.make_rmem_tensor(cute.make_layout((4, max(1, *(len(x) for x in codes)))), Int32)
+    scales = cute.make_rmem_tensor(max(1, *(len(geometry.scales_of(x)) for x in codes)), Float32)
     valid = storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))
     tile, end = first_tiles(split, line, geometry.costs)
     place = Place(split, tile, end)
     if scheduler.has_work(split) & (tile >= end):
         place = next_place(place, lengths, line, geometry.costs)
     pair = named(read_pair(caches, place, token, row), caches, row)
-    load_first(caches, pair, words, scales, rank, geometry)
+    load_first(caches, pair, words, scales, geometry)
     parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds them free
     while pair.tiles > 0:
         place = next_place(place, lengths, line, geometry.costs)
         coming = read_pair(caches, place, token, row)
-        for u in cutlass.range_constexpr(len(units)):
-            stage, half, group = units[u]
-            begins = u == 0 or units[u - 1][:2] != units[u][:2]
-            ends = u + 1 == len(units) or units[u + 1][:2] != units[u][:2]
-            plain, full = geometry.plain_of(stage, half), storage.full.data_ptr() + (2 * stage + half)
-            # In front of the loads for the next pair, and late enough for its indices to be there.
-            if cutlass.const_expr(u == len(units) - BUFFERS - 1):
+        for u in cutlass.range_constexpr(len(FILLED)):
+            stage, half = FILLED[u]
+            if cutlass.const_expr(u == 1):
                 coming = named(coming, caches, row)
-                if cutlass.const_expr(geometry.ahead):
-                    prefetch(caches, coming, geometry)
+                prefetch(caches, coming, geometry)
             if pair.tiles > stage:
-                own = storage.stages.data_ptr() + stage * geometry.stage_elements
-                if cutlass.const_expr(begins):
-                    wait_cluster(storage.empty.data_ptr() + (2 * stage + half), parities[stage], blocks)
-                    for g in cutlass.range_constexpr(GROUPS):
-                        index = pair.indices[GROUPS * stage + g]
-                        if cutlass.const_expr(half == LEFT):
-                            valid[g * PRODUCERS + warp, stage] = Int32(cute.arch.vote_ballot_sync(index >= 0))
-                        copy_group(
-                            caches, pair.is_extra[stage], index, own, row + g * (GROUP * PRODUCERS), plain, geometry
-                        )  # fmt: skip
-                at = row + (group if group >= 0 else rank) * (GROUP * PRODUCERS)
-                index = index_of(pair, stage, group, rank)
-                to_stage, to_half, to_group = units[(u + BUFFERS) % len(units)]
-                to = pair if cutlass.const_expr(u + BUFFERS < len(units)) else coming
+                own, index = storage.stages.data_ptr() + stage * geometry.stage_elements, pair.indices[stage]
+                cute.arch.mbarrier_wait(storage.empty.data_ptr() + (2 * stage + half), parities[stage])
+                if cutlass.const_expr(half == LEFT):
+                    valid[warp, stage] = Int32(cute.arch.vote_ballot_sync(index >= 0))
+                plain = geometry.plain_of(stage, half)
+                copy_group(caches, pair.is_extra[stage], index, own, row, plain, geometry)
+                behind, to = (u + 1) % len(FILLED), pair if cutlass.const_expr(u + 1 < len(FILLED)) else coming
+                at = FILLED[behind][0]
                 widen_and_load(
-                    words[u % BUFFERS], scales[u % BUFFERS], index >= 0, own, at, distance,
-                    geometry.codes_of(stage, half), caches, to.is_extra[to_stage],
-                    index_of(to, to_stage, to_group, rank), geometry.codes_of(to_stage, to_half), geometry,
+                    words, scales, index >= 0, own, row, codes[u], caches, to.is_extra[at], to.indices[at],
+                    codes[behind], geometry,
                 )  # fmt: skip
-                if cutlass.const_expr(ends):
-                    if cutlass.const_expr(len(plain) > 0):
-                        cute.arch.inline_ptx("cp.async.wait_all;")
-                    if cutlass.const_expr(blocks > 1):
-                        cute.arch.inline_ptx("fence.proxy.async.shared::cluster;")
-                    else:
-                        cute.arch.fence_view_async_shared()
-                    cute.arch.sync_warp()
-                    warp_arrive(full, blocks)
+                if cutlass.const_expr(len(plain) > 0):
+                    cute.arch.inline_ptx("cp.async.wait_all;")
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                warp_arrive(storage.full.data_ptr() + (2 * stage + half))
         parities[EVEN] = parities[EVEN] ^ 1
         if pair.tiles > ODD:
             parities[ODD] = parities[ODD] ^ 1
         else:
             # What has been loaded for a second tile is none.
-            load_first(caches, coming, words, scales, rank, geometry)
+            load_first(caches, coming, words, scales, geometry)
         pair = coming
 
 
@@ -720,8 +638,8 @@ class Consumer:
             cute.make_layout(((2, 2, 2), 1, max(len(resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
         )
         mma_s = wgmma.make_mma(dtype, TOKENS)
-        mma_rs = wgmma.make_mma(dtype, geometry.half, a_in_registers=True, b_major=OperandMajorMode.MN)
-        mma_ss = wgmma.make_mma(dtype, geometry.half, b_major=OperandMajorMode.MN)
+        mma_rs = wgmma.make_mma(dtype, OUTPUT_N, a_in_registers=True, b_major=OperandMajorMode.MN)
+        mma_ss = wgmma.make_mma(dtype, OUTPUT_N, b_major=OperandMajorMode.MN)
         scores, output = mma_s.get_slice(thread), mma_ss.get_slice(thread)
         keys = wgmma.k_major_layout(dtype, (TOKENS, PANEL * geometry.panels))
         values = wgmma.mn_major_layout(dtype, (geometry.half, TOKENS))
@@ -801,7 +719,7 @@ class Consumer:
         for i in cutlass.range_constexpr(len(panels)):
             if cutlass.const_expr(i % self.geometry.half_panels == 0 and i < self.geometry.k // PANEL):
                 half = LEFT if i == 0 else RIGHT
-                wait_cluster(self.full + (2 * EVEN + half), parity, self.geometry.cluster)
+                cute.arch.mbarrier_wait(self.full + (2 * EVEN + half), parity)
             self.issue_panel(panels[i], i == 0)
             if cutlass.const_expr(drain and i == 0):
                 warpgroup.wait_group(1)
@@ -818,14 +736,14 @@ class Consumer:
         for i in cutlass.range_constexpr(len(panels)):
             if cutlass.const_expr(i % self.geometry.half_panels == 0 and i < self.geometry.k // PANEL):
                 half = RIGHT if i == 0 else LEFT
-                wait_cluster(self.full + (2 * ODD + half), parity, self.geometry.cluster)
+                cute.arch.mbarrier_wait(self.full + (2 * ODD + half), parity)
             self.issue_panel(panels[i], i == 0)
         named_arrive(Barrier.SCORES_ODD, CONSUMERS)
 
     @cute.jit
     def free(self, stage: cutlass.Constexpr):
-        """This warp no longer reads its half of a stage: signals the producers of all CTAs of the cluster."""
-        warp_arrive(self.empty + (2 * stage + self.me), self.geometry.cluster)
+        """This warp no longer reads its half of a stage."""
+        warp_arrive(self.empty + (2 * stage + self.me))
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
@@ -895,6 +813,14 @@ class Consumer:
         cute.arch.fence_view_async_shared()
         named_arrive(Barrier.P_EVEN + self.me, CONSUMERS)
 
+    @cute.jit
+    def issue_values(self, mma: cute.TiledMma, p: cute.Tensor, stage: cutlass.Constexpr):
+        """O += P·V of this consumer's half, in instructions of OUTPUT_N columns; commits it and waits for nothing."""
+        blocks = self.geometry.half // OUTPUT_N
+        layout = cute.make_layout(((2, 2, OUTPUT_N // 8), 1, blocks), stride=((1, 2, 4), 0, OUTPUT_N // 2))
+        output = cute.make_tensor(self.acc_o.iterator, layout)
+        wgmma.gemm_issue(mma, output, p, self.frag_v[stage], range(TOKENS // wgmma.MMA_K))
+
     # -------------------------------------------------------------------------------------------- steps
     @cute.jit
     def even_step(self, parity: Int32, more: cutlass.Constexpr):
@@ -909,13 +835,13 @@ class Consumer:
         self.send_p(p)
         named_sync(Barrier.SCORES_ODD, CONSUMERS)
         # O_L += P0·V0_L
-        wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[EVEN], range(4))
+        self.issue_values(self.mma_rs, wgmma.as_a_operand(p), EVEN)
         warpgroup.wait_group(0)
         self.free(EVEN)
         named_sync(Barrier.P_ODD, CONSUMERS)
         self.follow_max()
         # O_L += P1·V1_L
-        wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[ODD], range(4))
+        self.issue_values(self.mma_ss, self.frag_p, ODD)
         if cutlass.const_expr(more):
             self.even_scores(parity ^ 1, drain=True)
         else:
@@ -930,7 +856,7 @@ class Consumer:
         named_sync(Barrier.P_EVEN, CONSUMERS)
         self.follow_max()
         # O_R += P0·V0_R
-        wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[EVEN], range(4))
+        self.issue_values(self.mma_ss, self.frag_p, EVEN)
         warpgroup.wait_group(1)  # S1
         self.mask_scores()
         factor = cute.make_rmem_tensor(2, Float32)
@@ -955,7 +881,7 @@ class Consumer:
         does, and the sooner the even stage is free, the sooner its next tile is loaded."""
         warpgroup.wait_group(0)
         self.free(EVEN)
-        wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[ODD], range(4))
+        self.issue_values(self.mma_rs, wgmma.as_a_operand(p), ODD)
         self.send_p(p)
         warpgroup.wait_group(0)
         self.free(ODD)
@@ -973,7 +899,7 @@ class Consumer:
             p = wgmma.to_dtype(self.acc_s, self.dtype)
             self.send_p(p)
             # O_L += P0·V0_L
-            wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[EVEN], range(4))
+            self.issue_values(self.mma_rs, wgmma.as_a_operand(p), EVEN)
             # As often as ODD waits below: racecheck follows barriers of all only where both have waited as often.
             for _ in cutlass.range_constexpr(2):
                 named_sync(Barrier.EVEN, WARPGROUP)
@@ -984,7 +910,7 @@ class Consumer:
             named_sync(Barrier.P_EVEN, CONSUMERS)
             self.follow_max()
             # O_R += P0·V0_R
-            wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[EVEN], range(4))
+            self.issue_values(self.mma_ss, self.frag_p, EVEN)
             warpgroup.wait_group(0)
             self.free(EVEN)
 
@@ -1287,10 +1213,8 @@ def sparse_mla(
     q_tile = query_tile(storage, dtype, geometry)
     if warp == 0:
         with cute.arch.elect_one():
-            make_barriers(storage.full.data_ptr(), storage.empty.data_ptr(), geometry.cluster)
+            make_barriers(storage.full.data_ptr(), storage.empty.data_ptr())
         cute.arch.mbarrier_init_fence()
-    if cutlass.const_expr(geometry.cluster > 1):
-        cute.arch.cluster_arrive_relaxed()
     queries = Token(token, geometry.s)
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
@@ -1306,25 +1230,16 @@ def sparse_mla(
         rows.copy_query_rows(
             q, q_tile, queries.block(split.request), Int32(0), first_row, geometry.h, thread, CONSUMERS
         )  # fmt: skip
-    if cutlass.const_expr(geometry.cluster > 1):
-        cute.arch.cluster_wait()
-    else:
-        named_sync(Barrier.SETUP, THREADS)
+    named_sync(Barrier.SETUP, THREADS)
     if warp >= CONSUMERS // 32:
-        cute.arch.setmaxregister_decrease(geometry.registers)
-        rank = tile % geometry.cluster
-        load(caches, storage, lengths, split, line, token, rank, warp - CONSUMERS // 32, geometry)
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        load(caches, storage, lengths, split, line, token, warp - CONSUMERS // 32, geometry)
     else:
-        cute.arch.setmaxregister_increase((REGISTERS - geometry.registers) // 16 * 8)
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
             q, storage, results, sink, flat_scale, schedule.table, flags, lengths, queries, pool, split, line,
             scale_log2 * flat_scale, worker, tile, first_row, thread, geometry,
         )  # fmt: skip
-    if cutlass.const_expr(geometry.cluster > 1):
-        # No CTA leaves while the other may still write into its shared memory or signal its mbarriers.
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
-
 
 sparse_mla.set_name_prefix("sparse_mla", remove_cutlass_symbol=True, keep_mangled_name=False)
 
@@ -1396,7 +1311,6 @@ def launch_sparse_mla(
     ).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
-        cluster=(geometry.cluster, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
         use_pdl=True,
@@ -1429,18 +1343,15 @@ def takes(pd: SparseProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class SparseMlaTiling(Tiling):
-    """workers: CTAs for each query tile of a request; 0: as many as fill the device. registers: of a producer's thread; a
-    consumer's has half of what is left of 504."""
+    """workers: CTAs for each query tile of a request; 0: as many as fill the device."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers",)
 
     workers: int = 0
-    registers: int = 88
-    ahead: bool = True
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
-        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, self.registers, self.ahead)
+        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink)
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
         if self.workers < 0:

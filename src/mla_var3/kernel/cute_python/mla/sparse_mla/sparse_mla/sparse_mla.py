@@ -64,10 +64,10 @@ PANEL_ELEMENTS = TOKENS * PANEL
 STAGES = 2
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 4 * WARPGROUP
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 48, 208  # 128 · (2 · 48 + 2 · 208) = 65536, all of a multiprocessor's
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200  # 128 · (2 · 48 + 2 · 208) = 65536, all of a multiprocessor's
 EVEN, ODD = 0, 1
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
-RESIDENT = 3  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
+RESIDENT = 0  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
 # Columns of a product with V: of 256, an instruction has more registers than a thread of 512 is compiled for.
 OUTPUT_N = 128
 PRODUCERS = 8  # warps: two for each scheduler, of which one converts while the other waits for memory
@@ -554,9 +554,11 @@ def load(
     pair = named(read_pair(caches, place, token, row), caches, row)
     load_first(caches, pair, words, scales, geometry)
     parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds them free
+    place = next_place(place, lengths, line, geometry.costs)
+    coming = read_pair(caches, place, token, row)
     while pair.tiles > 0:
         place = next_place(place, lengths, line, geometry.costs)
-        coming = read_pair(caches, place, token, row)
+        further = read_pair(caches, place, token, row)
         for u in cutlass.range_constexpr(len(FILLED)):
             stage, half = FILLED[u]
             if cutlass.const_expr(u == 1):
@@ -586,7 +588,7 @@ def load(
         else:
             # What has been loaded for a second tile is none.
             load_first(caches, coming, words, scales, geometry)
-        pair = coming
+        pair, coming = coming, further
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer

@@ -266,7 +266,7 @@ def make_barriers(full: cute.Pointer, empty: cute.Pointer):
 class Cache(NamedTuple):
     """A packed cache and what says which of its tokens are attended to."""
 
-    tokens: cute.Tensor  # (pages, page, bytes of a token) uint8, global memory; pages may lie apart
+    tokens: cute.Tensor  # (pages, page, bytes of a token) uint8, or (pages, page, 576) bf16, global memory; pages apart
     indices: cute.Tensor  # (b, s, topk) int32, global memory
     lengths: cute.Tensor | None  # (b,) int32, global memory
 
@@ -360,10 +360,15 @@ def first_tiles(split: scheduler.Split, line: scheduler.Line, costs: cutlass.Con
     return first, end
 
 
+def page_address(cache: Cache, index: Int32) -> Int64:
+    """Where the page of a cached token begins."""
+    tokens = cache.tokens
+    return tokens.iterator.toint() + Int64(index // tokens.shape[1]) * (tokens.stride[0] * (tokens.element_type.width // 8))
+
+
 def row_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
     """Where a cached token's row begins."""
-    page = cache.tokens.shape[1]
-    return cache.tokens.iterator.toint() + Int64(index // page) * cache.tokens.stride[0] + index % page * geometry.row_bytes
+    return page_address(cache, index) + index % cache.tokens.shape[1] * geometry.row_bytes
 
 
 def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
@@ -371,8 +376,7 @@ def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
     if geometry.layout == "v32":
         return row_address(cache, index, geometry) + geometry.cache.quantised
     page, each = cache.tokens.shape[1], geometry.cache.scales + geometry.cache.padding
-    of_page = cache.tokens.iterator.toint() + Int64(index // page) * cache.tokens.stride[0]
-    return of_page + page * geometry.row_bytes + index % page * each
+    return page_address(cache, index) + page * geometry.row_bytes + index % page * each
 
 
 def of_cache(caches: Any, is_extra: Boolean, address: Any, index: Int32, geometry: Geometry) -> Int64:
@@ -1266,7 +1270,7 @@ add_lengths.set_name_prefix("add_lengths", remove_cutlass_symbol=True, keep_mang
 @cute.jit
 def launch_sparse_mla(
     q: cute.Tensor,  # (b, s, h, columns) bf16, contiguous
-    cache: cute.Tensor,  # (pages, page, bytes of a token) uint8, contiguous within a page
+    cache: cute.Tensor,  # (pages, page, bytes of a token) uint8, or of bf16 its columns, contiguous within a page
     indices: cute.Tensor,  # (b, s, topk) int32
     cache_lengths: cute.Tensor | None,  # (b,) int32
     extra_cache: cute.Tensor | None,
@@ -1401,9 +1405,6 @@ class SparseMlaPlan(KernelPlan):
         b = q.shape[0]
         outputs = sparse_decode.new_outputs(pd, q)
         parts = [[given.get(f"{prefix}{name}") for name in ("cache", "indices", "lengths")] for prefix in ("", "extra_")]
-        for part in parts:
-            if part[0] is not None and part[0].dtype != torch.uint8:
-                part[0] = part[0].view(torch.uint8)
         if pd.lengths and not pd.extra:
             lengths = given["lengths"]
         else:
@@ -1429,8 +1430,10 @@ class SparseMlaPlan(KernelPlan):
         pd, geometry = self.problem, self.tiling.geometry(self.problem)
 
         def cache(page: int) -> Any:
-            pages, apart, row = *host.symbols(1), cute.sym_int64(divisibility=16), pd.cache.token_bytes
-            return make_fake_tensor(Uint8, (pages, page, row), (apart, row, 1), assumed_align=16)
+            packed = pd.layout != "bf16"
+            kind, row = (Uint8, pd.cache.token_bytes) if packed else (host.element_type(pd.dtype), pd.columns)
+            apart = cute.sym_int64(divisibility=16 // (kind.width // 8))
+            return make_fake_tensor(kind, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
 
         def indices(b: Any) -> Any:
             return host.fake(Int32, b, pd.s, *host.symbols(1), align=4)

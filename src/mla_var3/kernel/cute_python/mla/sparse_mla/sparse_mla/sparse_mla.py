@@ -1,13 +1,13 @@
 r"""Sparse decode over packed caches for Hopper (sm_90a), 64 heads of a query token a tile: persistent CTAs, keys
 widened to bf16 on their way into shared memory.
 
-    out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = the tokens that the query token's indices name, V = K[:, :512]
+    out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = the tokens that the row's indices name, V = K[:, :512]
 
 A CTA keeps one place in a request: 64 heads of one of its query tokens. It goes through its worker's splits of the
 batch, two KV tiles of 64 indices at a time; the tiles of an extra cache follow those of the first.
 
-    producer   four warps; each keeps one half (left or right V columns) of one of two stages filled:
-                   indices -> rows into L2 (bulk prefetch, a tile ahead) -> codes into registers -> bf16 -> smem
+    producer   eight warps, each with eight rows of every tile: index -> row into L2, a pair of tiles ahead -> codes
+               into registers -> bf16 -> shared memory, half a stage (left or right V columns) at a time
     EVEN       S0 = Q·K0ᵀ of even tiles; O_L += P·V_L, output columns 0..255 in registers
     ODD        S1 = Q·K1ᵀ of odd tiles;  O_R += P·V_R, output columns 256..511
 
@@ -17,10 +17,11 @@ The consumers are half a pair of tiles out of phase, so that the softmax of one 
     ODD    S1 = Q·K1ᵀ             | O_R += P0·V0_R, softmax S1 | O_R += P1·V1_R, P1 -> smem | S1' = Q·K1'ᵀ
     freed                         | 0L                0R       | 1R                      1L |
 
-That schedule, the splits and their merging are those of dense decode (flash_mla, version 23), without its clusters and
-its combine: workers merge splits themselves (`join`). Here the producer has work to do. Moving the bits of e4m3 into
-bf16 (`prims.e4m3`) takes it about 1,100 clocks of a tile's 2,200 of tensor cores, so that no other CTA's help is needed,
-as FlashMLA's kernel needs it, whose conversions take twice the tile's products.
+That schedule, the splits and their merging are those of dense decode (flash_mla, version 23), without its clusters.
+Here the producer has work to do, and waits for memory: a random row takes over a thousand clocks, and ptxas moves a
+warp's loads behind what it does meanwhile, and has them share a scoreboard, so that a warp has one half stage on the
+way and not two. With two warps a scheduler one widens while the other waits. The registers of 512 threads just do:
+products with V are made in instructions of 128 columns, as one of 256 does not compile for 128 registers a thread.
 
 An index that names no token is masked: its row becomes zeros, and a word a stage says which scores are -inf.
 """
@@ -42,7 +43,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, e4m3, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims import combine, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.partials import Partials, Results
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, raise_flag, take_flag, warp_arrive
@@ -363,7 +364,9 @@ def first_tiles(split: scheduler.Split, line: scheduler.Line, costs: cutlass.Con
 def page_address(cache: Cache, index: Int32) -> Int64:
     """Where the page of a cached token begins."""
     tokens = cache.tokens
-    return tokens.iterator.toint() + Int64(index // tokens.shape[1]) * (tokens.stride[0] * (tokens.element_type.width // 8))
+    return tokens.iterator.toint() + Int64(index // tokens.shape[1]) * (
+        tokens.stride[0] * (tokens.element_type.width // 8)
+    )
 
 
 def row_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
@@ -443,6 +446,24 @@ def chunk_place(panel: cute.Pointer, row: Int32, chunk: Any) -> cute.Pointer:
 
 
 @cute.jit
+def widen(codes: Int32, scale: Any) -> tuple[Int32, Int32]:
+    """Four codes as two words of two bf16, in order, times a scale (Float32; None: 1).
+
+    sm_90 has an instruction for two codes to two halves, which are exact, and none to bf16. The way leads through fp32,
+    where a scale is multiplied with, so that a value is rounded once whatever its scale is. Moving the bits of a code
+    into the fields of a bf16 is not faster: logic runs at the rate of conversions."""
+    text = "{ .reg .b16 c0, c1, h0, h1, h2, h3; .reg .b32 x, y; .reg .f32 f0, f1, f2, f3; mov.b32 {c0, c1}, {$r0}; "
+    text += "cvt.rn.f16x2.e4m3x2 x, c0; cvt.rn.f16x2.e4m3x2 y, c1; mov.b32 {h0, h1}, x; mov.b32 {h2, h3}, y; "
+    text += "".join(f"cvt.f32.f16 f{i}, h{i}; " for i in range(4))
+    arguments = [codes]
+    if cutlass.const_expr(scale is not None):
+        text += "".join(f"mul.f32 f{i}, f{i}, {{$r1}}; " for i in range(4))
+        arguments.append(scale)
+    text += "cvt.rn.bf16x2.f32 {$w0}, f1, f0; cvt.rn.bf16x2.f32 {$w1}, f3, f2; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=arguments)
+
+
+@cute.jit
 def store_panel(
     words: cute.Tensor,  # (4,): a lane's 16 codes of a row
     scale: Any,  # Float32 or None
@@ -454,7 +475,7 @@ def store_panel(
     for chunk in cutlass.range_constexpr(2):
         values = cute.make_rmem_tensor(4, Int32)
         for j in cutlass.range_constexpr(2):
-            values[2 * j], values[2 * j + 1] = e4m3.widen(words[2 * chunk + j], scale)
+            values[2 * j], values[2 * j + 1] = widen(words[2 * chunk + j], scale)
         target = chunk_place(panel, row, 2 * column + chunk)
         cute.autovec_copy(values, cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(4)))
 
@@ -972,6 +993,15 @@ class Token:
 
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
+class Factors(NamedTuple):
+    """What scores and values are multiplied with. sink: (h,) fp32, global memory, or None: a logit more in a head's
+    softmax. values: the scale of layout flat, else 1. scores: log2 e times those of the softmax and of layout flat."""
+
+    sink: Any
+    values: Float32
+    scores: Float32
+
+
 @cute.jit
 def join(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
@@ -1028,8 +1058,7 @@ def epilogue(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
     row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
     results: Results,
-    sink: cute.Tensor | None,  # (h,) fp32, global memory
-    flat_scale: Float32,  # of V
+    factors: cutlass.Constexpr,  # `Factors`
     place: Int32,  # the query token's, of all requests
     slot: Int32,  # of the partial result
     whole: Boolean,  # the split is a request
@@ -1038,8 +1067,9 @@ def epilogue(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Divides whole results by their row sums, the sink's share among them, or scales a partial one (`prims.partials`), and writes this consumer's
-    half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched from L2."""
+    """Divides whole results by their row sums, the sink's share among them, or scales a partial one (`prims.partials`),
+    and writes this consumer's half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a
+    split is fetched from L2."""
     acc_o, row_max, row_sum = registers
     out, lse, outputs, stats = results
     layout = geometry.partials
@@ -1058,8 +1088,8 @@ def epilogue(
             total = row_sum[r] + row_sums[wgmma.acc_row(lane, r), 1 - me]
             over = total
             if cutlass.const_expr(geometry.sink):
-                over = total + softmax.exp2(sink[head] * math.log2(math.e) - row_max[r])
-            factor[r] = cutlass.select_(total > 0.0, flat_scale / over, Float32(0.0))
+                over = total + softmax.exp2(factors.sink[head] * math.log2(math.e) - row_max[r])
+            factor[r] = cutlass.select_(total > 0.0, factors.values / over, Float32(0.0))
             bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), head, geometry.h)
             if thread % 4 == 0 and me == 0 and row < geometry.h:
                 lse[place, head, 0] = softmax.natural_lse(total, row_max[r])
@@ -1105,8 +1135,7 @@ def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
-    sink: cute.Tensor | None,
-    flat_scale: Float32,
+    factors: cutlass.Constexpr,  # `Factors`
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     lengths: cute.Tensor,
@@ -1114,7 +1143,6 @@ def consume(
     pool: Pool,
     split: scheduler.Split,
     line: scheduler.Line,
-    scale_log2: Float32,
     worker: Int32,
     tile: Int32,  # query tile of the request
     first_row: Int32,
@@ -1152,7 +1180,7 @@ def consume(
             for consumer in cutlass.range_constexpr(2):
                 if me == consumer:
                     lane = thread - consumer * WARPGROUP
-                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, scale_log2, registers)
+                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, factors.scores, registers)
                     w.begin(first_row)
                     w.run(first, end, parity)
                     following = scheduler.next_split(split, lengths, line, geometry.costs)
@@ -1176,8 +1204,7 @@ def consume(
                     join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
                     whole = piece.index == 0
             epilogue(
-                registers, row_sums, results, sink, flat_scale, block.first, slot, whole, tile, first_row, thread,
-                geometry,
+                registers, row_sums, results, factors, block.first, slot, whole, tile, first_row, thread, geometry,
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
@@ -1243,9 +1270,10 @@ def sparse_mla(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
-            q, storage, results, sink, flat_scale, schedule.table, flags, lengths, queries, pool, split, line,
-            scale_log2 * flat_scale, worker, tile, first_row, thread, geometry,
+            q, storage, results, Factors(sink, flat_scale, scale_log2 * flat_scale), schedule.table, flags, lengths,
+            queries, pool, split, line, worker, tile, first_row, thread, geometry,
         )  # fmt: skip
+
 
 sparse_mla.set_name_prefix("sparse_mla", remove_cutlass_symbol=True, keep_mangled_name=False)
 
@@ -1404,7 +1432,9 @@ class SparseMlaPlan(KernelPlan):
         q = given["q"]
         b = q.shape[0]
         outputs = sparse_decode.new_outputs(pd, q)
-        parts = [[given.get(f"{prefix}{name}") for name in ("cache", "indices", "lengths")] for prefix in ("", "extra_")]
+        parts = [
+            [given.get(f"{prefix}{name}") for name in ("cache", "indices", "lengths")] for prefix in ("", "extra_")
+        ]
         if pd.lengths and not pd.extra:
             lengths = given["lengths"]
         else:

@@ -38,7 +38,9 @@ def test_a_version_is_read_in_ten_files_whose_functions_have_few_parameters(kern
         for node in nodes
         if isinstance(node, ast.FunctionDef)
     }
-    assert given and {function: count for function, count in given.items() if count > 16} == {}
+    # A host function has the caller's tensors for parameters, a tensor each.
+    most = {function: 20 if ": launch_" in function else 16 for function in given}
+    assert given and {function: count for function, count in given.items() if count > most[function]} == {}
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.label)

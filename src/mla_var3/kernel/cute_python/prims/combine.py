@@ -19,6 +19,7 @@ by what it issues, and what it waits for first is its own code, fetched from L2 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -193,7 +194,7 @@ def add_splits(
     together: cutlass.Constexpr,
 ) -> Int32:
     """Adds up this warp's splits of a row, `together` at a time. Returns the mode word."""
-    results, _ = tensors
+    results, _, _ = tensors
     outputs, stats = results.outputs, results.stats
     layout, vectors = merge.partials, cute.size(sums.columns, mode=[1])
     # With one vector of a row in a lane, the upper half of the warp has the right half of the columns.
@@ -235,6 +236,15 @@ def add_splits(
 
 
 @cute.jit
+def inverse_of(total: Float32, top: Float32, sink: cute.Tensor | None, head: Int32) -> Float32:
+    """1 / (total + the sink's share), relative to 2^top; 0 where a row has no key."""
+    over = total
+    if cutlass.const_expr(sink is not None):
+        over = total + exp2(sink[head] * math.log2(math.e) - top)
+    return Float32(cutlass.select_(total > 0.0, cute.arch.rcp_approx(over), Float32(0.0)))
+
+
+@cute.jit
 def store_shared(
     tensors: cutlass.Constexpr,
     board: cute.Tensor,  # (columns of a lane and two of the row, WARP, WARPS) fp32, shared memory
@@ -250,7 +260,7 @@ def store_shared(
     merge: cutlass.Constexpr,
 ):
     """Adds up what the warps of a row have and writes it, a pair of columns a thread: neighbours write neighbours."""
-    results, queries = tensors
+    results, queries, sink = tensors
     out, lse = results.out, results.lse
     count = cutlass.const_expr(cute.size(sums.columns))
     for n in cutlass.range_constexpr(count):
@@ -270,7 +280,7 @@ def store_shared(
         if i < warps:
             weights[i] = exp2(weights[i] - top)
             total = total + weights[i] * board[count + 1, lane, first + i]
-    inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+    inverse = inverse_of(total, top, sink, kv_head * merge.group + row % merge.group)
     if there:
         first_token = queries.block(entry.request).first
         offset = row_offset(out, first_token, kv_head, row, merge.group)
@@ -301,10 +311,10 @@ def store_shared(
 def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32, first_vector: Int32,
           sums: cutlass.Constexpr, lane: Int32, merge: cutlass.Constexpr):  # fmt: skip
     """Writes a warp's columns of a row and its log-sum-exp. The four lanes of a quad put their vectors in order."""
-    results, queries = tensors
+    results, queries, sink = tensors
     out, lse = results.out, results.lse
     total = sums.of_row[1]
-    inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+    inverse = inverse_of(total, sums.of_row[0], sink, kv_head * merge.group + row % merge.group)
     first_token = queries.block(request).first
     offset = row_offset(out, first_token, kv_head, row, merge.group)
     for v in cutlass.range_constexpr(cute.size(sums.columns, mode=[1])):
@@ -414,6 +424,7 @@ def combine(
     table: cute.Tensor,  # (2 (b + 1),) int32, global memory: of `partials.list_request`; then (`SHARES` or so, -)
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     query_blocks: cute.Tensor | None,  # of `prims.rows`, or None: out and lse are packed, and requests are blocks
+    sink: cute.Tensor | None,  # (h,) fp32, global memory: a logit more in a head's softmax (`workload.sparse_decode`)
     width: Int32,  # `Pool.shares`
     merge: cutlass.Constexpr,
     shape: cutlass.Constexpr,  # of `SHAPES`
@@ -435,7 +446,7 @@ def combine(
     listed = memory.allocate_tensor(Int32, cute.make_layout((3, BATCH)), 16)
     shared = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
     queries = Queries(merge.s, query_blocks)
-    tensors, requests = (results, queries), results.out.shape[0]
+    tensors, requests = (results, queries, sink), results.out.shape[0]
     if cutlass.const_expr(query_blocks is not None):
         requests = query_blocks.shape[0]
     word = cute.make_tensor(table.iterator + 2 * requests, cute.make_layout(1))
@@ -519,10 +530,11 @@ def launch(
     ctas: Int32,  # how many there are to be where there are no shares
     merge: cutlass.Constexpr,
     stream: Any,
+    sink: cute.Tensor | None = None,
 ):
     """Launches the combine behind the attention kernel, inside a host function, where that may leave it something."""
     width = pool.shares
-    arguments = (results, table, seq_lens, query_blocks, width, ctas, merge)
+    arguments = (results, table, seq_lens, query_blocks, sink, width, ctas, merge)
     if pool.combined > 0:
         # Listed splits are as many as the lengths ask for: few warps a row, so that there are few rounds of rows.
         if width <= UP_TO[0] and in_shares(pool.guess, pool.fixed):
@@ -541,6 +553,7 @@ def launch_one(
     table: cute.Tensor,
     seq_lens: cute.Tensor,
     query_blocks: cute.Tensor | None,
+    sink: cute.Tensor | None,
     width: Int32,
     ctas: Int32,
     merge: cutlass.Constexpr,
@@ -552,7 +565,7 @@ def launch_one(
     requests = results.out.shape[0] if cutlass.const_expr(query_blocks is None) else query_blocks.shape[0]
     needed = (merge.all_rows * slices * requests + per_cta - 1) // per_cta
     blocks = Int32(cutlass.select_(width > 1, cutlass.min(needed, ctas), ctas))
-    combine(results, table, seq_lens, query_blocks, width, merge, shape).launch(
+    combine(results, table, seq_lens, query_blocks, sink, width, merge, shape).launch(
         grid=(blocks, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,

@@ -1,0 +1,1 @@
+"""Attention to the cached tokens that indices name, over packed caches."""

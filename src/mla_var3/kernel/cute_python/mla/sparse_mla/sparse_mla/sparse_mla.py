@@ -1,0 +1,1498 @@
+r"""Sparse decode over packed caches for Hopper (sm_90a), 64 heads of a query token a tile: persistent CTAs, keys
+widened to bf16 on their way into shared memory.
+
+    out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = the tokens that the row's indices name, V = K[:, :512]
+
+A CTA keeps one place in a request: 64 heads of one of its query tokens. It goes through its worker's splits of the
+batch, two KV tiles of 64 indices at a time; the tiles of an extra cache follow those of the first.
+
+    producer   eight warps, each with eight rows of every tile: index -> row into L2, a pair of tiles ahead -> codes
+               into registers -> bf16 -> shared memory, half a stage (left or right V columns) at a time
+    EVEN       S0 = Q·K0ᵀ of even tiles; O_L += P·V_L, output columns 0..255 in registers
+    ODD        S1 = Q·K1ᵀ of odd tiles;  O_R += P·V_R, output columns 256..511
+
+The consumers are half a pair of tiles out of phase, so that the softmax of one overlaps the products of the other:
+
+    EVEN   softmax S0, P0 -> smem | O_L += P0·V0_L             | O_L += P1·V1_L             | S0' = Q·K0'ᵀ
+    ODD    S1 = Q·K1ᵀ             | O_R += P0·V0_R, softmax S1 | O_R += P1·V1_R, P1 -> smem | S1' = Q·K1'ᵀ
+    freed                         | 0L                0R       | 1R                      1L |
+
+That schedule, the splits and their merging are those of dense decode (flash_mla, version 23), without its clusters.
+Here the producer has work to do, and waits for memory: a random row takes over a thousand clocks, and ptxas moves a
+warp's loads behind what it does meanwhile, and has them share a scoreboard, so that a warp has one half stage on the
+way and not two. With two warps a scheduler one widens while the other waits. The registers of 512 threads just do:
+products with V are made in instructions of 128 columns, as one of 256 does not compile for 128 registers a thread.
+
+An index that names no token is masked: its row becomes zeros, and a word a stage says which scores are -inf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python.prims import combine, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims.partials import Partials, Results
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, raise_flag, take_flag, warp_arrive
+from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
+from mla_var3.packed_cache import VALUES, layout_of
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.workload import sparse_decode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mla_var3.device import Device
+    from mla_var3.workload.sparse_decode import SparseProblem
+
+ROWS = 64  # of a query tile: one warpgroup MMA
+TOKENS = 64  # of a KV tile
+PANEL = 64  # columns: 128 bytes of bf16, one row of the shared memory swizzle
+PANEL_ELEMENTS = TOKENS * PANEL
+STAGES = 2
+CONSUMERS = 2 * WARPGROUP  # threads
+THREADS = 4 * WARPGROUP
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200  # 128 · (2 · 48 + 2 · 208) = 65536, all of a multiprocessor's
+EVEN, ODD = 0, 1
+LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
+RESIDENT = 0  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
+# Columns of a product with V: of 256, an instruction has more registers than a thread of 512 is compiled for.
+OUTPUT_N = 128
+PRODUCERS = 8  # warps: two for each scheduler, of which one converts while the other waits for memory
+LINE = 128  # bytes, of L2
+LANES = 4  # on the 64 columns of a row: 16 codes each, two chunks of 16 bytes as bf16
+GROUP = 32 // LANES  # rows of a tile that a producer warp has
+WORDS = TOKENS // GROUP  # that say of a tile which indices name a token: one for each warp's rows, four bits a row
+# Half stages in the order in which consumers free them, and producers fill them.
+FILLED = ((EVEN, LEFT), (EVEN, RIGHT), (ODD, RIGHT), (ODD, LEFT))
+# Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
+# the product with V works on padding as on rows, which a chip at its power limit pays for in clock.
+PADDING = 1.0e30
+# Of Pool: splits are merged by workers, requests are not in shares.
+NO_SHARES, NO_COMBINE = 1, 0
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0
+    P_EVEN = 1  # P0 is in shared memory
+    P_ODD = 2
+    SCORES_EVEN = 3  # the products of S0 have been issued
+    SCORES_ODD = 4
+    CONSUMERS = 5
+    EVEN = 6  # the warps of one consumer
+    ODD = 7
+    SETUP = 8  # the CTA's mbarriers are made
+
+
+# ------------------------------------------------------------------------------------------------ what code is made for
+@dataclass(frozen=True)
+class Panel:
+    """64 columns of a cached token. start: their first byte in its row. codes: whether they are e4m3, else bf16."""
+
+    start: int
+    codes: bool
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the code is specialised on: heads, query tokens, the caches' layout, tokens of their pages (extra_page: 0
+    where there is no extra cache), and which optional inputs there are."""
+
+    h: int
+    s: int
+    layout: str
+    page: int
+    extra_page: int
+    lengths: bool
+    extra_lengths: bool
+    sink: bool
+
+    @property
+    def cache(self) -> Any:
+        """Of `packed_cache.LAYOUTS`."""
+        return layout_of(self.layout)
+
+    @property
+    def k(self) -> int:
+        """Columns of a value."""
+        return VALUES
+
+    @property
+    def row_tiles(self) -> int:
+        """Query tiles of a query token."""
+        return -(-self.h // ROWS)
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles of a request."""
+        return self.row_tiles * self.s
+
+    @property
+    def panels(self) -> int:
+        """64-column panels of a cached token."""
+        return self.cache.columns // PANEL
+
+    @property
+    def slices(self) -> int:
+        """16-column slices of a query or key: what the scores are multiplied over."""
+        return self.cache.columns // wgmma.MMA_K
+
+    @property
+    def row_bytes(self) -> int:
+        """From one token of a page to the next."""
+        cache = self.cache
+        return cache.quantised + 2 * cache.plain + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
+
+    def panel(self, i: int) -> Panel:
+        cache = self.cache
+        if i * PANEL < cache.quantised:
+            return Panel(i * PANEL, True)
+        behind = cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
+        return Panel(behind + 2 * (i * PANEL - cache.quantised), False)
+
+    def codes_of(self, stage: int, half: int) -> list[int]:
+        """The panels of codes among those of half a stage."""
+        return [i for i in self.freed_by(stage, half) if self.panel(i).codes]
+
+    def plain_of(self, stage: int, half: int) -> list[int]:
+        """The others, of bf16."""
+        return [i for i in self.freed_by(stage, half) if not self.panel(i).codes]
+
+    def scales_of(self, panels: Sequence[int]) -> list[int]:
+        """Numbers of the scales of some panels of codes."""
+        return sorted({i * PANEL // self.cache.tile for i in panels}) if self.cache.tile else []
+
+    @property
+    def p_panel(self) -> int:
+        """The panel of a stage behind the latent's, for P: that of rope columns, once the scores of the stage are made.
+
+        Without rope columns (v4) nothing is loaded there, and no mbarrier stands between a P and the next one. What
+        does: EVEN writes P0 once it is past P_ODD of the pair before, and ODD arrives there when its product with that
+        P0 has ended (`odd_product`). ODD writes P1 once it is past P_EVEN of its own pair, and EVEN arrives there when
+        its product with the last P1 has ended, which its scores wait for (`even_scores`). That also holds for a tile
+        without a partner. Between splits all consumers meet at CONSUMERS, when no product is in flight.
+        """
+        return self.k // PANEL
+
+    @property
+    def half(self) -> int:
+        """Output columns of one consumer."""
+        return self.k // 2
+
+    @property
+    def half_panels(self) -> int:
+        return self.half // PANEL
+
+    @property
+    def stage_elements(self) -> int:
+        return PANEL_ELEMENTS * (self.p_panel + 1)
+
+    def freed_by(self, stage: int, consumer: int) -> tuple[int, ...]:
+        """Loaded panels of a stage that a consumer frees: its half of V, and the rope panel, if there is one, where it
+        reads the other's P."""
+        first = consumer * self.half_panels
+        own = tuple(range(first, first + self.half_panels))
+        return own if stage == consumer else (*own, *range(self.p_panel, self.panels))
+
+    @property
+    def partials(self) -> Partials:
+        return Partials(self.tiles, ROWS, self.k)
+
+    @property
+    def merge(self) -> combine.Merge:
+        return combine.Merge(self.h, 1, self.s, self.partials, self.costs)
+
+    @property
+    def combines(self) -> bool:
+        """Whether a combine may be launched: it takes query rows to lie behind each other in their tiles, and knows no
+        scale of V."""
+        return (self.s == 1 or self.h % ROWS == 0) and self.layout != "flat"
+
+    @property
+    def costs(self) -> Costs:
+        """In KV tiles, as dense decode's."""
+        return Costs(unit=TOKENS, overhead=3, combine=1, listed=2, join=3)
+
+
+def shared_storage(geometry: Geometry, dtype: type) -> type:
+    """The CTA's shared memory: up to 72 KiB of Q, two stages of 72 KiB, and under 2 KiB of barriers and row values."""
+
+    def array(kind: type, size: int) -> Any:
+        return cute.struct.MemRange[kind, size]
+
+    fields = {
+        "full": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are there
+        "empty": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are no longer read
+        "plan": array(Int32, scheduler.PLAN),
+        "valid": cute.struct.Align[array(Int32, WORDS * STAGES), 16],  # [stage]: which indices name a token
+        "row_max": array(Float32, ROWS),  # running maximum that both consumers share
+        "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
+        "query": cute.struct.Align[array(dtype, ROWS * PANEL * geometry.panels), 1024],
+        "stages": cute.struct.Align[array(dtype, STAGES * geometry.stage_elements), 1024],
+    }
+    # Not a class statement: postponed annotations are strings, and the struct wants types.
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def query_tile(storage: Any, dtype: type, geometry: Geometry) -> cute.Tensor:
+    """Q in shared memory: (ROWS, columns of all panels), swizzled as the products read it."""
+    layout = wgmma.k_major_layout(dtype, (ROWS, PANEL * geometry.panels))
+    return storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+
+
+# ------------------------------------------------------------------------------------------------ device: load
+@cute.jit
+def make_barriers(full: cute.Pointer, empty: cute.Pointer):
+    """One thread's work: `full` waits for the warps that fill half a stage, `empty` for those that read it."""
+    for i in cutlass.range_constexpr(2 * STAGES):
+        cute.arch.mbarrier_init(full + i, PRODUCERS)
+        cute.arch.mbarrier_init(empty + i, WARPGROUP // 32)
+
+
+class Cache(NamedTuple):
+    """A packed cache and what says which of its tokens are attended to."""
+
+    tokens: cute.Tensor  # (pages, page, bytes of a token) uint8, or (pages, page, 576) bf16, global memory; pages apart
+    indices: cute.Tensor  # (b, s, topk) int32, global memory
+    lengths: cute.Tensor | None  # (b,) int32, global memory
+
+
+@cute.jit
+def count_of(cache: cutlass.Constexpr, request: Int32) -> Int32:
+    """Indices of a request that count."""
+    count = Int32(cache.indices.shape[2])
+    if cutlass.const_expr(cache.lengths is not None):
+        count = cutlass.max(cutlass.min(count, cache.lengths[request]), 0)
+    return count
+
+
+class Pair(NamedTuple):
+    """Two KV tiles as a producer's lane sees them. indices: of its row in each, as they are in memory (`read_pair`), or
+    the cached token and -1 where none is named (`named`). tiles: how many there are, 0 to 2.
+    is_extra: of each, whether it is the extra cache's."""
+
+    indices: tuple[Int32, ...]
+    tiles: Int32
+    is_extra: tuple[Boolean, ...]
+    left: tuple[Int32, ...]  # of each tile, indices from its first one on that count
+
+
+class Place(NamedTuple):
+    """Where a producer is: a split, and its tile."""
+
+    split: scheduler.Split
+    tile: Int32
+    end: Int32  # of the split's tiles
+
+
+@cute.jit
+def read_pair(caches: cutlass.Constexpr, place: Place, token: Int32, row: Int32) -> Pair:
+    """The pair of tiles at a place, and this lane's row of each. The tiles of the extra cache follow the first one's.
+    Only loads, which nothing here waits for."""
+    request, found, extras, left = place.split.request, [], [], []
+    tiles = cutlass.min(cutlass.max(place.end - place.tile, 0), STAGES)
+    if not scheduler.has_work(place.split):
+        tiles, request = Int32(0), Int32(0)
+    for stage in cutlass.range_constexpr(STAGES):
+        number, count, is_extra = place.tile + stage, count_of(caches[0], request), Boolean(False)
+        source = caches[0].indices[request, token, None].iterator
+        if cutlass.const_expr(len(caches) > 1):
+            of_first = scheduler.ceil_div(count, TOKENS)
+            is_extra = number >= of_first
+            behind = caches[1].indices[request, token, None].iterator
+            number = cutlass.select_(is_extra, number - of_first, number)
+            count = cutlass.select_(is_extra, count_of(caches[1], request), count)
+            address = cutlass.select_(is_extra, behind.toint(), source.toint())
+            source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+        count = cutlass.select_(stage < tiles, count, Int32(0))
+        at = cutlass.max(cutlass.min(number * TOKENS + row, count - 1), 0)
+        found.append(cute.make_tensor(source + at, cute.make_layout(1))[0])
+        extras.append(is_extra)
+        left.append(count - number * TOKENS)
+    return Pair(tuple(found), tiles, tuple(extras), tuple(left))
+
+
+@cute.jit
+def named(pair: Pair, caches: cutlass.Constexpr, row: Int32) -> Pair:
+    """The pair with cached tokens for indices."""
+    found = []
+    for stage in cutlass.range_constexpr(STAGES):
+        most = caches[0].tokens.shape[0] * caches[0].tokens.shape[1]
+        if cutlass.const_expr(len(caches) > 1):
+            extra = caches[1].tokens.shape[0] * caches[1].tokens.shape[1]
+            most = cutlass.select_(pair.is_extra[stage], extra, most)
+        index = pair.indices[stage]
+        is_there = (row < pair.left[stage]) & (index >= 0) & (index < most)
+        found.append(cutlass.select_(is_there, index, Int32(-1)))
+    return Pair(tuple(found), pair.tiles, pair.is_extra, pair.left)
+
+
+@cute.jit
+def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, costs: cutlass.Constexpr) -> Place:
+    """The place of the pair behind one, perhaps of the worker's next split with tiles; by a whole warp."""
+    split, tile, end = place.split, place.tile + STAGES, place.end
+    searching = tile >= end
+    while searching:
+        split = scheduler.next_split(split, lengths, line, costs)
+        tile, end = first_tiles(split, line, costs)
+        searching = scheduler.has_work(split) & (tile >= end)
+    return Place(split, tile, end)
+
+
+@cute.jit
+def first_tiles(split: scheduler.Split, line: scheduler.Line, costs: cutlass.Constexpr):
+    """(first tile, end tile) of a split."""
+    first, end, _, _ = scheduler.units_range(split, line, costs)
+    return first, end
+
+
+def page_address(cache: Cache, index: Int32) -> Int64:
+    """Where the page of a cached token begins."""
+    tokens = cache.tokens
+    return tokens.iterator.toint() + Int64(index // tokens.shape[1]) * (
+        tokens.stride[0] * (tokens.element_type.width // 8)
+    )
+
+
+def row_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
+    """Where a cached token's row begins."""
+    return page_address(cache, index) + index % cache.tokens.shape[1] * geometry.row_bytes
+
+
+def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
+    """Where a cached token's scales begin: in v32 they stand in its row, in v4 behind the rows of its page."""
+    if geometry.layout == "v32":
+        return row_address(cache, index, geometry) + geometry.cache.quantised
+    page, each = cache.tokens.shape[1], geometry.cache.scales + geometry.cache.padding
+    return page_address(cache, index) + page * geometry.row_bytes + index % page * each
+
+
+def of_cache(caches: Any, is_extra: Boolean, address: Any, index: Int32, geometry: Geometry) -> Int64:
+    """`address` of a token of the one cache or the other; of none, that of the first one's token 0."""
+    at = [address(cache, cutlass.max(index, 0), geometry) for cache in caches]
+    return at[0] if len(at) == 1 else cutlass.select_(is_extra, at[1], at[0])
+
+
+@cute.jit
+def prefetch(caches: cutlass.Constexpr, pair: Pair, geometry: cutlass.Constexpr):
+    """Starts bringing the rows of a pair into L2: the four lanes of a row take its lines in turn."""
+    column = cute.arch.lane_idx() % LANES
+    for stage in cutlass.range_constexpr(STAGES):
+        index, is_extra = pair.indices[stage], pair.is_extra[stage]
+        if index >= 0:
+            row = of_cache(caches, is_extra, row_address, index, geometry)
+            for i in cutlass.range_constexpr(-(-geometry.row_bytes // (LINE * LANES))):
+                # The last byte's line too, where a row does not begin with one.
+                byte = cutlass.min((i * LANES + column) * LINE, geometry.row_bytes - 1)
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + byte])
+            if cutlass.const_expr(geometry.layout == "v4"):
+                scales = of_cache(caches, is_extra, scale_address, index, geometry)
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[scales])
+
+
+@cute.jit
+def load_scales(
+    caches: cutlass.Constexpr, is_extra: Boolean, index: Int32, scales: cute.Tensor, panels: cutlass.Constexpr,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Starts loading the scales of a row's panels."""
+    if cutlass.const_expr(geometry.cache.scales > 0):
+        base = of_cache(caches, is_extra, scale_address, index, geometry)
+        numbers = geometry.scales_of(panels)
+        if cutlass.const_expr(geometry.layout == "v32"):
+            at = cute.make_ptr(Float32, base + 4 * numbers[0], cute.AddressSpace.gmem, assumed_align=8)
+            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(len(numbers))), scales)
+        else:
+            for i in cutlass.range_constexpr(len(numbers)):
+                scales[i] = load_scale(base, numbers[i])
+
+
+def load_words(target: cute.Tensor, address: Int64) -> None:
+    """(4,) words from global memory, past L1."""
+    source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
+    atom = cute.make_copy_atom(
+        cute.nvgpu.CopyG2ROp(), Int32, num_bits_per_copy=128,
+        l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,
+    )  # fmt: skip
+    cute.copy(atom, cute.make_tensor(source, cute.make_layout(4)), target)
+
+
+@cute.jit
+def load_scale(base: Int64, number: cutlass.Constexpr) -> Float32:
+    """A token's scale in v4: the exponent of a power of two, whose 0 is 2^-127."""
+    at = cute.make_ptr(Uint8, base + number, cute.AddressSpace.gmem, assumed_align=1)
+    exponent = Int32(cute.make_tensor(at, cute.make_layout(1))[0]) & 255
+    return Int32(cutlass.select_(exponent == 0, Int32(0x400000), exponent << 23)).bitcast(Float32)
+
+
+def chunk_place(panel: cute.Pointer, row: Int32, chunk: Any) -> cute.Pointer:
+    """Where 16 bytes of a panel's row lie: K-major with the 128-byte swizzle."""
+    return (panel + cute.assume(row * PANEL + (chunk ^ (row % 8)) * 8, divby=8)).align(16)
+
+
+@cute.jit
+def widen(codes: Int32, scale: Any) -> tuple[Int32, Int32]:
+    """Four codes as two words of two bf16, in order, times a scale (Float32; None: 1).
+
+    sm_90 has an instruction for two codes to two halves, which are exact, and none to bf16. The way leads through fp32,
+    where a scale is multiplied with, so that a value is rounded once whatever its scale is. Moving the bits of a code
+    into the fields of a bf16 is not faster: logic runs at the rate of conversions."""
+    text = "{ .reg .b16 c0, c1, h0, h1, h2, h3; .reg .b32 x, y; .reg .f32 f0, f1, f2, f3; mov.b32 {c0, c1}, {$r0}; "
+    text += "cvt.rn.f16x2.e4m3x2 x, c0; cvt.rn.f16x2.e4m3x2 y, c1; mov.b32 {h0, h1}, x; mov.b32 {h2, h3}, y; "
+    text += "".join(f"cvt.f32.f16 f{i}, h{i}; " for i in range(4))
+    arguments = [codes]
+    if cutlass.const_expr(scale is not None):
+        text += "".join(f"mul.f32 f{i}, f{i}, {{$r1}}; " for i in range(4))
+        arguments.append(scale)
+    text += "cvt.rn.bf16x2.f32 {$w0}, f1, f0; cvt.rn.bf16x2.f32 {$w1}, f3, f2; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=arguments)
+
+
+@cute.jit
+def store_panel(
+    words: cute.Tensor,  # (4,): a lane's 16 codes of a row
+    scale: Any,  # Float32 or None
+    panel: cute.Pointer,
+    row: Int32,  # of the tile
+):
+    """Stores a lane's columns of a row as bf16."""
+    column = cute.arch.lane_idx() % LANES
+    for chunk in cutlass.range_constexpr(2):
+        values = cute.make_rmem_tensor(4, Int32)
+        for j in cutlass.range_constexpr(2):
+            values[2 * j], values[2 * j + 1] = widen(words[2 * chunk + j], scale)
+        target = chunk_place(panel, row, 2 * column + chunk)
+        cute.autovec_copy(values, cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(4)))
+
+
+@cute.jit
+def widen_and_load(
+    words: cute.Tensor,  # (4, panels): a lane's 16 codes of a row in each panel of codes
+    scales: cute.Tensor,
+    is_there: Boolean,  # whether the row is a token
+    stage: cute.Pointer,
+    row: Int32,  # of the tile
+    panels: cutlass.Constexpr,  # of codes
+    caches: cutlass.Constexpr,
+    is_extra: Boolean,  # of what follows
+    following: Int32,  # the cached token whose codes come next into the registers, in
+    following_panels: cutlass.Constexpr,
+    geometry: cutlass.Constexpr,
+):
+    """Stores a lane's columns of a row as bf16; where there is no token, zeros, whatever memory held. Each panel's
+    registers are loaded again as soon as it is stored."""
+    source = row_codes(caches, is_extra, following, geometry)
+    numbers = geometry.scales_of(panels)
+    for i in cutlass.range_constexpr(max(len(panels), len(following_panels))):
+        if cutlass.const_expr(i < len(panels)):
+            scale = None
+            if cutlass.const_expr(geometry.cache.scales > 0):
+                number = numbers.index(panels[i] * PANEL // geometry.cache.tile)
+                scale = cutlass.select_(is_there, scales[number], Float32(0.0))
+            for j in cutlass.range_constexpr(4):
+                words[j, i] = cutlass.select_(is_there, words[j, i], Int32(0))
+            store_panel(words[None, i], scale, stage + panels[i] * PANEL_ELEMENTS, row)
+        if cutlass.const_expr(i < len(following_panels)):
+            load_words(words[None, i], source + geometry.panel(following_panels[i]).start)
+    load_scales(caches, is_extra, following, scales, following_panels, geometry)
+
+
+def row_codes(caches: Any, is_extra: Boolean, index: Int32, geometry: Geometry) -> Int64:
+    """Where a lane's codes of a row's first panel begin."""
+    return of_cache(caches, is_extra, row_address, index, geometry) + cute.arch.lane_idx() % LANES * 16
+
+
+@cute.jit
+def copy_group(
+    caches: cutlass.Constexpr,
+    is_extra: Boolean,
+    index: Int32,  # of the lane's row
+    stage: cute.Pointer,
+    row: Int32,  # of the tile
+    panels: cutlass.Constexpr,  # of bf16
+    geometry: cutlass.Constexpr,
+):
+    """Starts copying a lane's columns of a row, two chunks of each panel (cp.async); where there is no token, zeros."""
+    column = cute.arch.lane_idx() % LANES
+    source = of_cache(caches, is_extra, row_address, index, geometry)
+    filled = cutlass.select_(index >= 0, Int32(16), Int32(0))
+    for i in cutlass.range_constexpr(len(panels)):
+        for chunk in cutlass.range_constexpr(2):
+            number = 2 * column + chunk
+            target = chunk_place(stage + panels[i] * PANEL_ELEMENTS, row, number)
+            cute.arch.inline_ptx(
+                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                read_only_args=[target.toint(), source + (geometry.panel(panels[i]).start + number * 16), filled],
+            )
+
+
+@cute.jit
+def load_first(
+    caches: cutlass.Constexpr, pair: Pair, words: cute.Tensor, scales: cute.Tensor, geometry: cutlass.Constexpr
+):  # fmt: skip
+    """Starts loading the codes of a pair's first half stage."""
+    panels = geometry.codes_of(*FILLED[0])
+    source = row_codes(caches, pair.is_extra[EVEN], pair.indices[EVEN], geometry)
+    for i in cutlass.range_constexpr(len(panels)):
+        load_words(words[None, i], source + geometry.panel(panels[i]).start)
+    load_scales(caches, pair.is_extra[EVEN], pair.indices[EVEN], scales, panels, geometry)
+
+
+@cute.jit
+def load(
+    caches: cutlass.Constexpr,  # `Cache`, and perhaps the extra one
+    storage: cutlass.Constexpr,
+    lengths: cute.Tensor,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    token: Int32,  # of the request's query tokens
+    warp: Int32,  # 0..PRODUCERS-1
+    geometry: cutlass.Constexpr,
+):
+    """What a producer warp does, over all splits of the worker: eight rows of every half stage, in the order in which
+    the consumers free them. A lane's codes of the next one are on the way into registers, each panel's as soon as those
+    of this one are stored."""
+    row = warp * GROUP + cute.arch.lane_idx() // LANES
+    codes = [geometry.codes_of(*place) for place in FILLED]
+    words = cute.make_rmem_tensor(cute.make_layout((4, max(1, *(len(x) for x in codes)))), Int32)
+    scales = cute.make_rmem_tensor(max(1, *(len(geometry.scales_of(x)) for x in codes)), Float32)
+    valid = storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))
+    tile, end = first_tiles(split, line, geometry.costs)
+    place = Place(split, tile, end)
+    if scheduler.has_work(split) & (tile >= end):
+        place = next_place(place, lengths, line, geometry.costs)
+    pair = named(read_pair(caches, place, token, row), caches, row)
+    load_first(caches, pair, words, scales, geometry)
+    parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds them free
+    place = next_place(place, lengths, line, geometry.costs)
+    coming = read_pair(caches, place, token, row)
+    while pair.tiles > 0:
+        place = next_place(place, lengths, line, geometry.costs)
+        further = read_pair(caches, place, token, row)
+        for u in cutlass.range_constexpr(len(FILLED)):
+            stage, half = FILLED[u]
+            if cutlass.const_expr(u == 1):
+                coming = named(coming, caches, row)
+                prefetch(caches, coming, geometry)
+            if pair.tiles > stage:
+                own, index = storage.stages.data_ptr() + stage * geometry.stage_elements, pair.indices[stage]
+                cute.arch.mbarrier_wait(storage.empty.data_ptr() + (2 * stage + half), parities[stage])
+                if cutlass.const_expr(half == LEFT):
+                    valid[warp, stage] = Int32(cute.arch.vote_ballot_sync(index >= 0))
+                plain = geometry.plain_of(stage, half)
+                copy_group(caches, pair.is_extra[stage], index, own, row, plain, geometry)
+                behind, to = (u + 1) % len(FILLED), pair if cutlass.const_expr(u + 1 < len(FILLED)) else coming
+                at = FILLED[behind][0]
+                widen_and_load(
+                    words, scales, index >= 0, own, row, codes[u], caches, to.is_extra[at], to.indices[at],
+                    codes[behind], geometry,
+                )  # fmt: skip
+                if cutlass.const_expr(len(plain) > 0):
+                    cute.arch.inline_ptx("cp.async.wait_all;")
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                warp_arrive(storage.full.data_ptr() + (2 * stage + half))
+        parities[EVEN] = parities[EVEN] ^ 1
+        if pair.tiles > ODD:
+            parities[ODD] = parities[ODD] ^ 1
+        else:
+            # What has been loaded for a second tile is none.
+            load_first(caches, coming, words, scales, geometry)
+        pair, coming = coming, further
+
+
+# ------------------------------------------------------------------------------------------------ device: one consumer
+def resident_slices(slices: int) -> tuple[int, ...]:
+    """Which 16-column slices of the query stay in registers: evenly spread over the k steps."""
+    return tuple(i for i in range(slices) if (i + 1) * RESIDENT // slices > i * RESIDENT // slices)
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer:
+    """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
+
+    me: int
+    geometry: Geometry
+    dtype: Any
+    thread: Any
+    scale_log2: Any
+    full: Any  # mbarriers, as in `shared_storage`
+    empty: Any
+    stages: Any  # shared memory
+    shared_max: Any  # (ROWS,) shared memory
+    q_tile: Any  # (ROWS, columns of all panels) shared memory
+    resident: tuple[int, ...]  # 16-column slices of Q in q_regs
+    q_regs: Any
+    mma_qs: Any  # S = Q·Kᵀ with Q in registers,
+    mma_s: Any  # with Q in shared memory;
+    mma_rs: Any  # O += P·V with P in registers,
+    mma_ss: Any  # with P in shared memory
+    frag_q: Any  # descriptors: Q,
+    frag_k: Any  # the own KV tile as K,
+    frag_v: Any  # both KV tiles' own half as V,
+    frag_p: Any  # the other consumer's P
+    p_copy: Any
+    p_target: Any  # where the own P goes
+    acc_s: Any  # (64, 64) fp32 registers
+    acc_o: Any  # (64, k / 2) fp32 registers, which both consumers' code shares,
+    row_max: Any  # as the running maximum of the thread's two rows
+    row_sum: Any  # and this thread's share of the sums of the own P
+    valid: Any  # (WORDS,) shared memory: which indices of the own stage name a token
+
+    @classmethod
+    def make(cls, me, geometry, storage, q_tile, thread, scale_log2, registers) -> Consumer:
+        """registers: acc_o, row_max and row_sum."""
+        dtype, stages = q_tile.element_type, storage.stages.data_ptr()
+        # Ahead of the accumulators: behind them, ptxas spills.
+        mma_qs = wgmma.make_mma(dtype, TOKENS, a_in_registers=True)
+        resident = resident_slices(geometry.slices)
+        q_regs = cute.make_rmem_tensor(
+            cute.make_layout(((2, 2, 2), 1, max(len(resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
+        )
+        mma_s = wgmma.make_mma(dtype, TOKENS)
+        mma_rs = wgmma.make_mma(dtype, OUTPUT_N, a_in_registers=True, b_major=OperandMajorMode.MN)
+        mma_ss = wgmma.make_mma(dtype, OUTPUT_N, b_major=OperandMajorMode.MN)
+        scores, output = mma_s.get_slice(thread), mma_ss.get_slice(thread)
+        keys = wgmma.k_major_layout(dtype, (TOKENS, PANEL * geometry.panels))
+        values = wgmma.mn_major_layout(dtype, (geometry.half, TOKENS))
+        square = wgmma.k_major_layout(dtype, (ROWS, TOKENS))
+        left, behind = me * geometry.half_panels * PANEL_ELEMENTS, geometry.p_panel * PANEL_ELEMENTS
+
+        def at(stage: int, offset: int, layout: Any) -> cute.Tensor:
+            return wgmma.smem_view(stages, stage * geometry.stage_elements + offset, layout)
+
+        p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), mma_s).get_slice(thread)
+        acc_o, row_max, row_sum = registers
+        return cls(
+            me=me,
+            geometry=geometry,
+            dtype=dtype,
+            thread=thread,
+            scale_log2=scale_log2,
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            stages=stages,
+            shared_max=storage.row_max.get_tensor(cute.make_layout(ROWS)),
+            q_tile=q_tile,
+            resident=resident,
+            q_regs=q_regs,
+            mma_qs=mma_qs,
+            mma_s=mma_s,
+            mma_rs=mma_rs,
+            mma_ss=mma_ss,
+            frag_q=mma_s.make_fragment_A(scores.partition_A(q_tile)),
+            frag_k=mma_s.make_fragment_B(scores.partition_B(at(me, 0, keys))),
+            frag_v=[mma_ss.make_fragment_B(output.partition_B(at(i, left, values))) for i in (EVEN, ODD)],
+            frag_p=mma_ss.make_fragment_A(output.partition_A(at(1 - me, behind, square))),
+            p_copy=p_copy,
+            p_target=p_copy.partition_D(at(me, behind, square)),
+            acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, TOKENS)), Float32),
+            acc_o=acc_o,
+            row_max=row_max,
+            row_sum=row_sum,
+            valid=storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))[None, me],
+        )
+
+    # -------------------------------------------------------------------------------------------- scores
+    @cute.jit
+    def load_resident(self):
+        """The query's resident slices into registers; the query tile is complete and joined."""
+        atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_A(atom, self.mma_qs).get_slice(self.thread)
+        source, target = copy.partition_S(self.q_tile), copy.retile(self.q_regs)
+        for i in cutlass.range_constexpr(len(self.resident)):
+            cute.copy(copy, source[None, 0, self.resident[i]], target[None, 0, i])
+
+    @cute.jit
+    def issue_panel(self, panel: cutlass.Constexpr, zero_init: cutlass.Constexpr):
+        """S (+)= Q·Kᵀ of one 64-column panel, as far as it has columns; commits it and waits for nothing."""
+        warpgroup.fence()
+        from_smem, from_registers = cute.make_mma_atom(self.mma_s.op), cute.make_mma_atom(self.mma_qs.op)
+        from_smem.set(warpgroup.Field.ACCUMULATE, not zero_init)
+        from_registers.set(warpgroup.Field.ACCUMULATE, not zero_init)
+        blocks = [k for k in wgmma.k_blocks((panel,)) if k < self.geometry.slices]
+        for i in cutlass.range_constexpr(len(blocks)):
+            k = blocks[i]
+            if cutlass.const_expr(k in self.resident):
+                q = self.q_regs[None, None, self.resident.index(k)]
+                cute.gemm(from_registers, self.acc_s, q, self.frag_k[None, None, k], self.acc_s)
+            else:
+                q = self.frag_q[None, None, k]
+                cute.gemm(from_smem, self.acc_s, q, self.frag_k[None, None, k], self.acc_s)
+            from_smem.set(warpgroup.Field.ACCUMULATE, True)
+            from_registers.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def even_scores(self, parity: Int32, drain: cutlass.Constexpr):
+        """S0 = Q·K0ᵀ, in the order in which the halves are refilled; waits for S0. With `drain` the product with V1 is
+        in flight: its half of the odd stage is freed as soon as that ends."""
+        panels = (*self.geometry.freed_by(EVEN, EVEN), *self.geometry.freed_by(EVEN, ODD))
+        for i in cutlass.range_constexpr(len(panels)):
+            if cutlass.const_expr(i % self.geometry.half_panels == 0 and i < self.geometry.k // PANEL):
+                half = LEFT if i == 0 else RIGHT
+                cute.arch.mbarrier_wait(self.full + (2 * EVEN + half), parity)
+            self.issue_panel(panels[i], i == 0)
+            if cutlass.const_expr(drain and i == 0):
+                warpgroup.wait_group(1)
+                self.free(ODD)
+        named_arrive(Barrier.SCORES_EVEN, CONSUMERS)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def issue_odd_scores(self, parity: Int32):
+        """S1 = Q·K1ᵀ once all of S0 has been issued, so that the two softmaxes do not fall together; waits for nothing
+        else."""
+        named_sync(Barrier.SCORES_EVEN, CONSUMERS)
+        panels = (*self.geometry.freed_by(ODD, ODD), *self.geometry.freed_by(ODD, EVEN))
+        for i in cutlass.range_constexpr(len(panels)):
+            if cutlass.const_expr(i % self.geometry.half_panels == 0 and i < self.geometry.k // PANEL):
+                half = RIGHT if i == 0 else LEFT
+                cute.arch.mbarrier_wait(self.full + (2 * ODD + half), parity)
+            self.issue_panel(panels[i], i == 0)
+        named_arrive(Barrier.SCORES_ODD, CONSUMERS)
+
+    @cute.jit
+    def free(self, stage: cutlass.Constexpr):
+        """This warp no longer reads its half of a stage."""
+        warp_arrive(self.empty + (2 * stage + self.me))
+
+    # -------------------------------------------------------------------------------------------- softmax
+    @cute.jit
+    def mask_scores(self):
+        """Sets scores of indices that name no token to -inf. No branch around it: across one, ptxas waits for every
+        product."""
+        scores, words = wgmma.as_rows(self.acc_s), cute.make_rmem_tensor(WORDS, Int32)
+        cute.autovec_copy(self.valid, words)
+        for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            # Two columns of a row in each 8 x 8 block, whose eight rows of K are a word.
+            is_there = words[j // 2] & ((1 << j % 2 * LANES) << self.thread % 4 * 2 * LANES)
+            for r in cutlass.range_constexpr(2):
+                scores[r, j] = cutlass.select_(is_there != 0, scores[r, j], -Float32.inf)
+
+    @cute.jit
+    def exceeds(self):
+        """Whether the running maximum of any of this warp's rows has to move. No shuffle: one thread of a row is
+        enough."""
+        above = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            above[r] = softmax.thread_max(self.acc_s, r) * self.scale_log2 - self.row_max[r]
+        return cute.arch.vote_any_sync(cute.arch.fmax(above[0], above[1]) > softmax.SLACK)
+
+    @cute.jit
+    def move_max(self, factor: cute.Tensor):
+        """Moves the maximum of the rows that need it, publishes it to the other consumer, and gives what older results
+        are to be multiplied with."""
+        shared_max = self.shared_max
+        for r in cutlass.range_constexpr(2):
+            m = softmax.lazy_max(self.row_max[r], softmax.row_max(self.acc_s, r) * self.scale_log2)
+            factor[r] = softmax.exp2(self.row_max[r] - m)
+            self.row_max[r] = m
+            self.row_sum[r] = self.row_sum[r] * factor[r]
+            if self.thread % 4 == 0:
+                shared_max[wgmma.acc_row(self.thread, r)] = m
+
+    @cute.jit
+    def follow_max(self):
+        """Takes over the maximum that the other consumer has published, and rescales; nothing may be in flight."""
+        theirs = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            theirs[r] = self.shared_max[wgmma.acc_row(self.thread, r)]
+        if cute.arch.vote_any_sync(theirs[0] != self.row_max[0] or theirs[1] != self.row_max[1]):
+            self.take_max(theirs)
+
+    @cute.jit
+    def take_max(self, theirs: cute.Tensor):
+        """The rows' maximum becomes `theirs`; rescales what this consumer has."""
+        factor = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            factor[r] = softmax.exp2(self.row_max[r] - theirs[r])
+            self.row_max[r] = theirs[r]
+            self.row_sum[r] = self.row_sum[r] * factor[r]
+        wgmma.scale_rows(self.acc_o, factor)
+
+    @cute.jit
+    def exponentials(self):
+        """P = exp2(S · scale - max) in place, and its share of the row sums."""
+        for r in cutlass.range_constexpr(2):
+            total = softmax.row_exp2(self.acc_s, r, self.scale_log2, self.row_max[r])
+            self.row_sum[r] = self.row_sum[r] + total
+
+    @cute.jit
+    def send_p(self, p: cute.Tensor):
+        """This consumer's P into its panel of its own stage."""
+        cute.copy(self.p_copy, self.p_copy.retile(p), self.p_target)
+        cute.arch.fence_view_async_shared()
+        named_arrive(Barrier.P_EVEN + self.me, CONSUMERS)
+
+    @cute.jit
+    def issue_values(self, mma: cute.TiledMma, p: cute.Tensor, stage: cutlass.Constexpr):
+        """O += P·V of this consumer's half, in instructions of OUTPUT_N columns; commits it and waits for nothing."""
+        blocks = self.geometry.half // OUTPUT_N
+        layout = cute.make_layout(((2, 2, OUTPUT_N // 8), 1, blocks), stride=((1, 2, 4), 0, OUTPUT_N // 2))
+        output = cute.make_tensor(self.acc_o.iterator, layout)
+        wgmma.gemm_issue(mma, output, p, self.frag_v[stage], range(TOKENS // wgmma.MMA_K))
+
+    # -------------------------------------------------------------------------------------------- steps
+    @cute.jit
+    def even_step(self, parity: Int32, more: cutlass.Constexpr):
+        """EVEN's share of a pair of tiles; S0 is in acc_s. more: makes the next pair's S0."""
+        self.mask_scores()
+        if self.exceeds():
+            factor = cute.make_rmem_tensor(2, Float32)
+            self.move_max(factor)
+            wgmma.scale_rows(self.acc_o, factor)
+        self.exponentials()
+        p = wgmma.to_dtype(self.acc_s, self.dtype)
+        self.send_p(p)
+        named_sync(Barrier.SCORES_ODD, CONSUMERS)
+        # O_L += P0·V0_L
+        self.issue_values(self.mma_rs, wgmma.as_a_operand(p), EVEN)
+        warpgroup.wait_group(0)
+        self.free(EVEN)
+        named_sync(Barrier.P_ODD, CONSUMERS)
+        self.follow_max()
+        # O_L += P1·V1_L
+        self.issue_values(self.mma_ss, self.frag_p, ODD)
+        if cutlass.const_expr(more):
+            self.even_scores(parity ^ 1, drain=True)
+        else:
+            warpgroup.wait_group(0)
+            self.free(ODD)
+
+    @cute.jit
+    def odd_step(self, parity: Int32, more: cutlass.Constexpr):
+        """ODD's share of a pair of tiles; nothing is in flight before or behind it."""
+        self.issue_odd_scores(parity)
+        # Behind the scores, so that the product runs under the softmax.
+        named_sync(Barrier.P_EVEN, CONSUMERS)
+        self.follow_max()
+        # O_R += P0·V0_R
+        self.issue_values(self.mma_ss, self.frag_p, EVEN)
+        warpgroup.wait_group(1)  # S1
+        self.mask_scores()
+        factor = cute.make_rmem_tensor(2, Float32)
+        factor.fill(1.0)
+        moves = self.exceeds()
+        if moves:
+            self.move_max(factor)
+        self.exponentials()
+        p = wgmma.to_dtype(self.acc_s, self.dtype)
+        # The product is in both branches, with its waits: where they join, no register that a product in flight uses
+        # may be chosen between.
+        if moves:
+            warpgroup.wait_group(0)
+            wgmma.scale_rows(self.acc_o, factor)
+            self.odd_product(p)
+        else:
+            self.odd_product(p)
+
+    @cute.jit
+    def odd_product(self, p: cute.Tensor):
+        """O_R += P1·V1_R; P1 goes to EVEN meanwhile. It waits for P0·V0_R first: that ends about when the softmax
+        does, and the sooner the even stage is free, the sooner its next tile is loaded."""
+        warpgroup.wait_group(0)
+        self.free(EVEN)
+        self.issue_values(self.mma_rs, wgmma.as_a_operand(p), ODD)
+        self.send_p(p)
+        warpgroup.wait_group(0)
+        self.free(ODD)
+
+    @cute.jit
+    def last_tile(self):
+        """A tile without a partner: EVEN has made its scores, and both multiply their half of its V."""
+        if cutlass.const_expr(self.me == EVEN):
+            self.mask_scores()
+            if self.exceeds():
+                factor = cute.make_rmem_tensor(2, Float32)
+                self.move_max(factor)
+                wgmma.scale_rows(self.acc_o, factor)
+            self.exponentials()
+            p = wgmma.to_dtype(self.acc_s, self.dtype)
+            self.send_p(p)
+            # O_L += P0·V0_L
+            self.issue_values(self.mma_rs, wgmma.as_a_operand(p), EVEN)
+            # As often as ODD waits below: racecheck follows barriers of all only where both have waited as often.
+            for _ in cutlass.range_constexpr(2):
+                named_sync(Barrier.EVEN, WARPGROUP)
+            warpgroup.wait_group(0)
+            self.free(EVEN)
+        else:
+            named_sync(Barrier.SCORES_EVEN, CONSUMERS)
+            named_sync(Barrier.P_EVEN, CONSUMERS)
+            self.follow_max()
+            # O_R += P0·V0_R
+            self.issue_values(self.mma_ss, self.frag_p, EVEN)
+            warpgroup.wait_group(0)
+            self.free(EVEN)
+
+    @cute.jit
+    def begin(self, first_row: Int32):
+        """What a split begins with: no keys, and its query in shared memory and a few slices of it in registers."""
+        shared_max = self.shared_max
+        self.acc_o.fill(0.0)
+        for r in cutlass.range_constexpr(2):
+            row = first_row + wgmma.acc_row(self.thread, r)
+            self.row_max[r] = first_maximum(row, self.geometry)
+            if cutlass.const_expr(self.me == EVEN):
+                # ODD reads it behind P0.
+                if self.thread % 4 == 0:
+                    shared_max[wgmma.acc_row(self.thread, r)] = self.row_max[r]
+        self.row_sum.fill(0.0)
+        self.load_resident()
+
+    @cute.jit
+    def run(self, first: Int32, end: Int32, parity: Int32):
+        """Tiles first..end-1 of a split, in pairs and perhaps a last one. parity: of this consumer's first tile."""
+        last = first + (end - 1 - first) // STAGES * STAGES  # tile with which the last step begins
+        step = self.even_step if cutlass.const_expr(self.me == EVEN) else self.odd_step
+        if cutlass.const_expr(self.me == EVEN):
+            self.even_scores(parity, drain=False)
+        for _ in cutlass.range(first, last, STAGES, unroll=1):
+            step(parity, more=True)
+            parity = parity ^ 1
+        if last + 1 == end:
+            self.last_tile()
+        else:
+            step(parity, more=False)
+
+
+@cute.jit
+def first_maximum(row: Int32, geometry: cutlass.Constexpr) -> Float32:
+    """What the running maximum of a row begins with."""
+    if cutlass.const_expr(geometry.h % ROWS == 0):
+        return Float32(softmax.NO_KEY)
+    return Float32(cutlass.select_(row < geometry.h, Float32(softmax.NO_KEY), Float32(PADDING)))
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """Query token `token` of every request, as `prims.rows` has blocks of them; q, out and lse are those of b · s
+    requests of one token."""
+
+    token: Int32
+    s: int
+
+    def block(self, request: Int32) -> rows.Block:
+        return rows.Block(request * self.s + self.token, 1, request)
+
+
+# ------------------------------------------------------------------------------------------------ device: epilogue
+class Factors(NamedTuple):
+    """What scores and values are multiplied with. sink: (h,) fp32, global memory, or None: a logit more in a head's
+    softmax. values: the scale of layout flat, else 1. scores: log2 e times those of the softmax and of layout flat."""
+
+    sink: Any
+    values: Float32
+    scores: Float32
+
+
+@cute.jit
+def join(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    results: Results,
+    flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
+    piece: scheduler.Piece,
+    worker: Int32,
+    request: Int32,
+    tile: Int32,  # query tile of the request
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
+    step = scheduler.first_step(piece)
+    while scheduler.takes(piece, step):
+        slot = scheduler.slot_of(worker + step, request)
+        if thread == 0:
+            take_flag(flags.iterator + (slot * geometry.tiles + tile))
+        named_sync(Barrier.CONSUMERS, CONSUMERS)
+        add_partial(registers, results, slot, tile, thread, geometry)
+        step = scheduler.next_step(piece, step)
+
+
+@cute.jit
+def add_partial(
+    registers: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32, thread: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Adds a partial result: it lies as the accumulators do (`prims.partials`)."""
+    acc_o, row_max, row_sum = registers
+    outputs, stats = results.outputs, results.stats
+    layout, row = geometry.partials, wgmma.as_rows(acc_o)
+    me, lane = thread // WARPGROUP, thread % WARPGROUP
+    for r in cutlass.range_constexpr(2):
+        index = layout.row(slot, tile, wgmma.acc_row(lane, r))
+        found = cute.make_rmem_tensor(partials.STATS, Float32)
+        cute.autovec_copy(layout.stats(stats.iterator, index), found)
+        top = cute.arch.fmax(row_max[r], cute.arch.fmax(found[0], found[2]))
+        mine, theirs = softmax.exp2(row_max[r] - top), softmax.exp2(cutlass.select_(me > 0, found[2], found[0]) - top)
+        row_max[r] = top
+        row_sum[r] = row_sum[r] * mine + cutlass.select_(me > 0, found[3], found[1]) * theirs
+        source = layout.outputs(outputs.iterator, index)
+        source = source + cute.assume(me * geometry.half + lane % 4 * partials.VECTOR, divby=partials.VECTOR)
+        for v in cutlass.range_constexpr(geometry.half // 32):
+            vector = cute.make_rmem_tensor(partials.VECTOR, Float16)
+            cute.autovec_copy(cute.make_tensor(source + 32 * v, cute.make_layout(partials.VECTOR)), vector)
+            for n in cutlass.range_constexpr(partials.VECTOR):
+                column = v * partials.VECTOR + n
+                row[r, column] = row[r, column] * mine + Float32(vector[n]) * theirs
+
+
+@cute.jit
+def epilogue(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
+    results: Results,
+    factors: cutlass.Constexpr,  # `Factors`
+    place: Int32,  # the query token's, of all requests
+    slot: Int32,  # of the partial result
+    whole: Boolean,  # the split is a request
+    tile: Int32,  # query tile of the request
+    first_row: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Divides whole results by their row sums, the sink's share among them, or scales a partial one (`prims.partials`),
+    and writes this consumer's half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a
+    split is fetched from L2."""
+    acc_o, row_max, row_sum = registers
+    out, lse, outputs, stats = results
+    layout = geometry.partials
+    me, lane = thread // WARPGROUP, thread % WARPGROUP
+    words = cute.make_rmem_tensor(cute.size(acc_o) // 2, Int32)  # pairs of columns: (row, 4 of a vector, vectors)
+    factor = cute.make_rmem_tensor(2, Float32)
+    bases = cute.make_rmem_tensor(2, Int64)  # where the thread's rows begin
+    if whole:
+        for r in cutlass.range_constexpr(2):
+            if thread % 4 == 0:
+                row_sums[wgmma.acc_row(lane, r), me] = row_sum[r]
+        named_sync(Barrier.CONSUMERS, CONSUMERS)
+        for r in cutlass.range_constexpr(2):
+            row = first_row + wgmma.acc_row(lane, r)
+            head = cutlass.min(row, geometry.h - 1)
+            total = row_sum[r] + row_sums[wgmma.acc_row(lane, r), 1 - me]
+            over = total
+            if cutlass.const_expr(geometry.sink):
+                over = total + softmax.exp2(factors.sink[head] * math.log2(math.e) - row_max[r])
+            factor[r] = cutlass.select_(total > 0.0, factors.values / over, Float32(0.0))
+            bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), head, geometry.h)
+            if thread % 4 == 0 and me == 0 and row < geometry.h:
+                lse[place, head, 0] = softmax.natural_lse(total, row_max[r])
+        wgmma.scale_rows(acc_o, factor)
+        words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, out.element_type), Int32).load().reshape(words.shape))
+    else:
+        for r in cutlass.range_constexpr(2):
+            exponent = partials.exponent_of(row_magnitude(acc_o, r))
+            factor[r] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+            index = layout.row(slot, tile, wgmma.acc_row(lane, r))
+            bases[r] = outputs.iterator.toint() + 2 * (index * layout.columns)
+            if thread % 4 == 0:
+                partials.store_stats(layout.stats(stats.iterator, index), me, row_max[r], row_sum[r], exponent)
+        wgmma.scale_rows(acc_o, factor)
+        words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, Float16), Int32).load().reshape(words.shape))
+    for r in cutlass.range_constexpr(2):
+        inside = first_row + wgmma.acc_row(lane, r) < geometry.h
+        base = bases[r] + Int64(me * (2 * geometry.half) + lane % 4 * 16)
+        for v in cutlass.range_constexpr(geometry.half // 32):
+            vector = cute.make_rmem_tensor(4, Int32)
+            for g in cutlass.range_constexpr(4):
+                vector[g] = words[r + 2 * (4 * v + g)]
+            if whole:
+                partials.transpose_quad(vector, lane)
+            address = cute.make_ptr(Int32, base + 64 * v, cute.AddressSpace.gmem, assumed_align=16)
+            partials.store_vector(vector, address, inside)
+
+
+@cute.jit
+def row_magnitude(acc_o: cute.Tensor, r: cutlass.Constexpr) -> Float32:
+    """Sum of the magnitudes of a row of the accumulator, over the four threads that share it."""
+    row = wgmma.as_rows(acc_o)
+    sums = cute.make_rmem_tensor(4, Float32)
+    sums.fill(0.0)
+    for j in cutlass.range_constexpr(cute.size(row, mode=[1])):
+        sums[j % 4] = sums[j % 4] + cute.math.absf(row[r, j])
+    return softmax.quad_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
+
+
+# ------------------------------------------------------------------------------------------------ device: consume
+@cute.jit
+def consume(
+    q: cute.Tensor,
+    storage: cutlass.Constexpr,
+    results: Results,
+    factors: cutlass.Constexpr,  # `Factors`
+    table: cute.Tensor,  # of `prims.combine`
+    flags: cute.Tensor,
+    lengths: cute.Tensor,
+    queries: cutlass.Constexpr,  # `Token`
+    pool: Pool,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    worker: Int32,
+    tile: Int32,  # query tile of the request
+    first_row: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
+    q_tile = query_tile(storage, q.element_type, geometry)
+    output = wgmma.make_mma(q.element_type, geometry.half).partition_shape_C((ROWS, geometry.half))
+    registers = (
+        cute.make_rmem_tensor(output, Float32),
+        cute.make_rmem_tensor(2, Float32),
+        cute.make_rmem_tensor(2, Float32),
+    )
+    row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
+    me = thread // WARPGROUP
+    parity = Int32(0)  # of this consumer's stage
+    if line.empty > 0:
+        rows.store_empty(
+            results, table, lengths, queries, worker, pool.workers, Int32(0), first_row, geometry.h, thread, CONSUMERS,
+            ROWS,
+        )  # fmt: skip
+    while scheduler.has_work(split):
+        first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
+        block = queries.block(split.request)
+        following = split
+        if first == 0 and thread == 0 and combine.lists(line, pool):
+            count, base = scheduler.slots_of(worker, split, units, line, pool)
+            partials.list_request(table, split.request, count, base)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        # Past it Q is complete, and both consumers are done with the split before.
+        named_sync(Barrier.CONSUMERS, CONSUMERS)
+        if first < end:
+            for consumer in cutlass.range_constexpr(2):
+                if me == consumer:
+                    lane = thread - consumer * WARPGROUP
+                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, factors.scores, registers)
+                    w.begin(first_row)
+                    w.run(first, end, parity)
+                    following = scheduler.next_split(split, lengths, line, geometry.costs)
+                    if cutlass.const_expr(consumer == EVEN):
+                        # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
+                        if scheduler.has_work(following):
+                            rows.copy_query_rows(
+                                q, q_tile, queries.block(following.request), Int32(0), first_row, geometry.h, lane,
+                                WARPGROUP,
+                            )  # fmt: skip
+            parity = parity ^ ((end - first + 1 - me) // STAGES & 1)
+            if not scheduler.has_work(following):
+                cute.arch.griddepcontrol_launch_dependents()
+            for r in cutlass.range_constexpr(2):
+                registers[2][r] = softmax.quad_sum(registers[2][r])
+            whole, slot = end - first == units, split.point
+            if line.lead > 0:
+                slot = scheduler.slot_of(worker, split.request)
+                if pool.combined == 0 and not whole:
+                    piece = scheduler.piece_of(worker, split, units, line)
+                    join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
+                    whole = piece.index == 0
+            epilogue(
+                registers, row_sums, results, factors, block.first, slot, whole, tile, first_row, thread, geometry,
+            )  # fmt: skip
+            named_sync(Barrier.CONSUMERS, CONSUMERS)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
+            raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), sends)
+        else:
+            rows.store_no_keys(results, block, Int32(0), first_row, geometry.h, thread, CONSUMERS, ROWS)
+            following = scheduler.next_split(split, lengths, line, geometry.costs)
+            if thread < WARPGROUP and scheduler.has_work(following):
+                rows.copy_query_rows(
+                    q, q_tile, queries.block(following.request), Int32(0), first_row, geometry.h, thread, WARPGROUP
+                )  # fmt: skip
+        split = following
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernels
+@cute.kernel
+def sparse_mla(
+    q: cute.Tensor,  # (b · s, 1, h, columns) bf16, global memory, contiguous
+    caches: cutlass.Constexpr | tuple[Cache, ...],  # the cache, and perhaps the extra one
+    lengths: cute.Tensor,  # (b,) int32, global memory: 64 for each tile of a request's indices
+    sink: cute.Tensor | None,  # (h,) fp32, global memory
+    flat: cute.Tensor | None,  # (1,) fp32, global memory: the cache's scale
+    results: Results,  # out (b · s, 1, h, 512), lse (b · s, h, 1)
+    flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
+    schedule: Schedule,
+    scale_log2: Float32,
+    pool: Pool,
+    geometry: cutlass.Constexpr,
+):
+    """The CTA of a query tile (x) and worker (y, from the last one)."""
+    dtype = q.element_type
+    thread, _, _ = cute.arch.thread_idx()
+    tile, block, _ = cute.arch.block_idx()
+    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    lane = thread % 32
+    token, first_row = tile // geometry.row_tiles, tile % geometry.row_tiles * ROWS
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
+    q_tile = query_tile(storage, dtype, geometry)
+    if warp == 0:
+        with cute.arch.elect_one():
+            make_barriers(storage.full.data_ptr(), storage.empty.data_ptr())
+        cute.arch.mbarrier_init_fence()
+    queries = Token(token, geometry.s)
+    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+    cute.arch.griddepcontrol_wait()
+    split, line, as_guessed = scheduler.first_of(
+        schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS // 32, lane, geometry.costs
+    )  # fmt: skip
+    if tile == 0 and worker == 0 and thread == CONSUMERS:
+        combine.write_mode(schedule.table, line, as_guessed, pool)
+    flat_scale = Float32(1.0)
+    if cutlass.const_expr(geometry.layout == "flat"):
+        flat_scale = flat[0]
+    if warp < CONSUMERS // 32 and scheduler.has_work(split):
+        rows.copy_query_rows(
+            q, q_tile, queries.block(split.request), Int32(0), first_row, geometry.h, thread, CONSUMERS
+        )  # fmt: skip
+    named_sync(Barrier.SETUP, THREADS)
+    if warp >= CONSUMERS // 32:
+        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+        load(caches, storage, lengths, split, line, token, warp - CONSUMERS // 32, geometry)
+    else:
+        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        consume(
+            q, storage, results, Factors(sink, flat_scale, scale_log2 * flat_scale), schedule.table, flags, lengths,
+            queries, pool, split, line, worker, tile, first_row, thread, geometry,
+        )  # fmt: skip
+
+
+sparse_mla.set_name_prefix("sparse_mla", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+@cute.kernel
+def add_lengths(lengths: cute.Tensor, caches: tuple[Cache, ...]):
+    """lengths: (b,) int32, global memory: 64 for each tile of a request's indices of both caches; one CTA."""
+    thread, _, _ = cute.arch.thread_idx()
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+    for request in cutlass.range(thread, lengths.shape[0], CONSUMERS, unroll=1):
+        tiles = Int32(0)
+        for cache in caches:
+            tiles = tiles + scheduler.ceil_div(count_of(cache, request), TOKENS)
+        lengths[request] = tiles * TOKENS
+
+
+add_lengths.set_name_prefix("add_lengths", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_sparse_mla(
+    q: cute.Tensor,  # (b, s, h, columns) bf16, contiguous
+    cache: cute.Tensor,  # (pages, page, bytes of a token) uint8, or of bf16 its columns, contiguous within a page
+    indices: cute.Tensor,  # (b, s, topk) int32
+    cache_lengths: cute.Tensor | None,  # (b,) int32
+    extra_cache: cute.Tensor | None,
+    extra_indices: cute.Tensor | None,
+    extra_lengths: cute.Tensor | None,
+    lengths: cute.Tensor,  # (b,) int32: 64 for each tile of a request's indices; written where it depends on lengths
+    sink: cute.Tensor | None,
+    flat: cute.Tensor | None,
+    out: cute.Tensor,  # (b, s, h, 512) bf16
+    lse: cute.Tensor,  # (b, h, s) fp32
+    partials: cute.Tensor,  # `Partials.views`
+    flags: cute.Tensor,
+    words: cute.Tensor,  # `scheduler.schedule_in`
+    scale: Float32,
+    workers: Int32,
+    geometry: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Launches a CTA for each query tile and worker, as a programmatic dependent."""
+    b, s, h = q.shape[0], geometry.s, geometry.h
+    caches = (Cache(cache, indices, cache_lengths),)
+    if cutlass.const_expr(geometry.extra_page > 0):
+        caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths))
+    tokens = Int32(0)
+    for each in caches:
+        tokens = tokens + scheduler.ceil_div(each.indices.shape[2], TOKENS) * TOKENS
+    if cutlass.const_expr(geometry.extra_page > 0 and (geometry.lengths or geometry.extra_lengths)):
+        add_lengths(lengths, caches).launch(grid=(1, 1, 1), block=(CONSUMERS, 1, 1), stream=stream, use_pdl=True)
+
+    def by_token(tensor: cute.Tensor) -> cute.Tensor:
+        width = tensor.shape[3]
+        layout = cute.make_layout((b * s, 1, h, width), stride=(h * width, h * width, width, 1))
+        return cute.make_tensor(tensor.iterator, layout)
+
+    of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
+    schedule = scheduler.schedule_in(words, workers, False)
+    results = Results(by_token(out), of_lse, *geometry.partials.views(partials))
+    if cutlass.const_expr(geometry.combines):
+        pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
+    else:
+        pool = make_pool(b, tokens, workers, geometry.costs)
+    sparse_mla(
+        by_token(q), caches, lengths, sink, flat, results, flags, schedule, scale * math.log2(math.e), pool, geometry
+    ).launch(
+        grid=(geometry.tiles, workers, 1),
+        block=(THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
+    )  # fmt: skip
+    if cutlass.const_expr(geometry.combines):
+        of_token = Results(out, lse, results.outputs, results.stats)
+        ctas = 2 * workers * geometry.tiles
+        combine.launch(of_token, schedule.table, lengths, None, pool, ctas, geometry.merge, stream, sink)
+
+
+@cute.jit
+def make_pool(requests: Int32, tokens: Int32, workers: Int32, costs: cutlass.Constexpr) -> Pool:
+    """The pool of a batch whose workers merge its splits, whatever their number."""
+    units = scheduler.units_of(tokens, costs)
+    line = scheduler.line_of(
+        requests * units, units, Int32(0), requests, Int32(0), workers, Int32(0), Int32(NO_SHARES), Int32(NO_COMBINE),
+        costs,
+    )  # fmt: skip
+    width = cutlass.max(scheduler.ceil_div(units, line.step), 1)
+    if line.lead > 0:
+        width = line.lead + units
+    return Pool(workers, Int32(0), tokens, line, width, Int32(NO_SHARES), Int32(NO_COMBINE), Int32(0))
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def takes(pd: SparseProblem) -> Verdict:
+    """Whether this version computes a problem."""
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class SparseMlaTiling(Tiling):
+    """workers: CTAs for each query tile of a request; 0: as many as fill the device."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("workers",)
+
+    workers: int = 0
+
+    def geometry(self, pd: SparseProblem) -> Geometry:
+        """What the code is made for."""
+        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink)
+
+    def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
+        if self.workers < 0:
+            return Verdict.no(f"workers = {self.workers} is below 0")
+        geometry = self.geometry(pd)
+        smem = 2048 + 2 * (geometry.panels * ROWS * PANEL + STAGES * geometry.stage_elements)
+        if device is not None and smem > device.smem_per_block:
+            return Verdict.no(
+                f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "
+                f"that a CTA of {device.key} may have"
+            )
+        if device is not None and geometry.tiles > device.num_sms:
+            return Verdict.no(
+                f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "
+                f"{device.key}: workers wait for each other and must all be running"
+            )
+        return Verdict.yes()
+
+
+class SparseMlaPlan(KernelPlan):
+    """One compiled kernel a problem class; b, numbers of tokens and indices, and workers are arguments."""
+
+    workload = sparse_decode.WORKLOAD
+    tiling_type = SparseMlaTiling
+    tiling: SparseMlaTiling
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "setmaxnreg"), problem=takes)
+
+    def default_tiling(self) -> Tiling:
+        return SparseMlaTiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [self.default_tiling()]
+
+    def workers(self) -> int:
+        """Workers of a query tile: the tiling's, or those that fill the device."""
+        return self.tiling.workers or max(1, host.target(self).num_sms // self.tiling.geometry(self.problem).tiles)
+
+    def plan(self, *inputs: Any) -> CuteKernel:
+        import torch
+
+        self.require()
+        pd, geometry, workers = self.problem, self.tiling.geometry(self.problem), self.workers()
+        given = sparse_decode.named(pd, *inputs)
+        q = given["q"]
+        b = q.shape[0]
+        outputs = sparse_decode.new_outputs(pd, q)
+        parts = [
+            [given.get(f"{prefix}{name}") for name in ("cache", "indices", "lengths")] for prefix in ("", "extra_")
+        ]
+        if pd.lengths and not pd.extra:
+            lengths = given["lengths"]
+        else:
+            tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
+            lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
+        slots = b + workers
+        workspaces = (
+            q.new_empty(slots * geometry.tiles * ROWS * geometry.partials.row_words, dtype=torch.float32),
+            q.new_zeros(slots * geometry.tiles, dtype=torch.int32),
+            q.new_empty(scheduler.schedule_words(b, workers, False), dtype=torch.int32),
+        )
+        flat = given["scale"] if pd.layout == "flat" else None
+        arguments = (
+            q, *parts[0], *parts[1], lengths, given.get("sink"), flat, *outputs, *workspaces, pd.scale, workers
+        )  # fmt: skip
+        return self._make(arguments, inputs, outputs, (*workspaces, lengths))
+
+    def plan_empty(self) -> CuteKernel:
+        self.require()
+        return self._make((), (), ())
+
+    def _make(self, given: Any, inputs: Any, outputs: Any, workspaces: Any = ()) -> CuteKernel:
+        pd, geometry = self.problem, self.tiling.geometry(self.problem)
+
+        def cache(page: int) -> Any:
+            packed = pd.layout != "bf16"
+            kind, row = (Uint8, pd.cache.token_bytes) if packed else (host.element_type(pd.dtype), pd.columns)
+            apart = cute.sym_int64(divisibility=16 // (kind.width // 8))
+            return make_fake_tensor(kind, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
+
+        def indices(b: Any) -> Any:
+            return host.fake(Int32, b, pd.s, *host.symbols(1), align=4)
+
+        def arguments() -> tuple[Any, ...]:
+            b, partial_words, flags, words = host.symbols(4)
+            extra = pd.extra > 0
+            kind = host.element_type(pd.dtype)
+            return (
+                host.fake(kind, b, pd.s, pd.h, pd.columns),
+                cache(pd.page),
+                indices(b),
+                host.fake(Int32, b, align=4) if pd.lengths else None,
+                cache(pd.extra_page) if extra else None,
+                indices(b) if extra else None,
+                host.fake(Int32, b, align=4) if pd.extra_lengths else None,
+                host.fake(Int32, b, align=4),
+                host.fake(Float32, pd.h, align=4) if pd.sink else None,
+                host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
+                host.fake(kind, b, pd.s, pd.h, VALUES),
+                host.fake(Float32, b, pd.h, pd.s, align=4),
+                host.fake(Float32, partial_words),
+                host.fake(Int32, flags, align=4),
+                host.fake(Int32, words),
+                Float32(1.0),
+                Int32(1),
+                geometry,
+            )
+
+        return host.stage(
+            self, sparse_mla, launch_sparse_mla, "sparse_mla", arguments, given, inputs, outputs, workspaces
+        )

@@ -375,7 +375,7 @@ def take_shares(flag: cute.Pointer, shares: cute.Tensor, piece: Piece):
 
 @cute.jit
 def merge_share(
-    tensors: cutlass.Constexpr,  # results and queries
+    tensors: cutlass.Constexpr,  # results, queries and sink
     flags: cute.Tensor,  # (slots · tiles,) int32, global memory
     shares: cute.Tensor,  # (2,) int32, shared memory: first and end of those to merge
     piece: Piece,  # the worker's last split

@@ -1003,7 +1003,7 @@ def consume(
                 )  # fmt: skip
         split = following
     combine.merge_share(
-        (results, queries), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), tile,
+        (results, queries, None), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), tile,
         Barrier.CONSUMERS, thread, geometry.merge, (8, 2),
     )  # fmt: skip
 

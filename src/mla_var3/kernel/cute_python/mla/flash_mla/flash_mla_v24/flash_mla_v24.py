@@ -925,8 +925,8 @@ def consume(
             )  # fmt: skip
         split = following
     combine.merge_share(
-        (results, queries), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), kv_head,
-        Barrier.CONSUMERS, thread, geometry.merge, (8, 1),
+        (results, queries, None), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request),
+        kv_head, Barrier.CONSUMERS, thread, geometry.merge, (8, 1),
     )  # fmt: skip
 
 

@@ -1208,7 +1208,9 @@ def consume(
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
-            raise_flag(flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), Int32(sends))
+            raise_flag(
+                flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), Int32(sends)
+            )
         else:
             rows.store_no_keys(results, block, Int32(0), first_row, geometry.h, thread, CONSUMERS, ROWS)
             following = scheduler.next_split(split, lengths, line, geometry.costs)

@@ -65,10 +65,9 @@ PANEL_ELEMENTS = TOKENS * PANEL
 STAGES = 2
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 4 * WARPGROUP
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200  # 128 · (2 · 48 + 2 · 208) = 65536, all of a multiprocessor's
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200  # 128 · (2 · 56 + 2 · 200) = 65536, all of a multiprocessor's
 EVEN, ODD = 0, 1
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
-RESIDENT = 0  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
 # Columns of a product with V: of 256, an instruction has more registers than a thread of 512 is compiled for.
 OUTPUT_N = 128
 PRODUCERS = 8  # warps: two for each scheduler, of which one converts while the other waits for memory
@@ -95,7 +94,6 @@ class Barrier(IntEnum):
     SCORES_ODD = 4
     CONSUMERS = 5
     EVEN = 6  # the warps of one consumer
-    ODD = 7
     SETUP = 8  # the CTA's mbarriers are made
 
 
@@ -148,22 +146,21 @@ class Geometry:
         return self.cache.columns // PANEL
 
     @property
-    def slices(self) -> int:
-        """16-column slices of a query or key: what the scores are multiplied over."""
-        return self.cache.columns // wgmma.MMA_K
+    def plain_start(self) -> int:
+        """The first byte of a row's bf16 columns: behind its codes and, in v32, their scales."""
+        cache = self.cache
+        return cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
 
     @property
     def row_bytes(self) -> int:
         """From one token of a page to the next."""
-        cache = self.cache
-        return cache.quantised + 2 * cache.plain + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
+        return self.plain_start + 2 * self.cache.plain
 
     def panel(self, i: int) -> Panel:
-        cache = self.cache
-        if i * PANEL < cache.quantised:
+        quantised = self.cache.quantised
+        if i * PANEL < quantised:
             return Panel(i * PANEL, True)
-        behind = cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
-        return Panel(behind + 2 * (i * PANEL - cache.quantised), False)
+        return Panel(self.plain_start + 2 * (i * PANEL - quantised), False)
 
     def codes_of(self, stage: int, half: int) -> list[int]:
         """The panels of codes among those of half a stage."""
@@ -283,13 +280,13 @@ def count_of(cache: cutlass.Constexpr, request: Int32) -> Int32:
 
 class Pair(NamedTuple):
     """Two KV tiles as a producer's lane sees them. indices: of its row in each, as they are in memory (`read_pair`), or
-    the cached token and -1 where none is named (`named`). tiles: how many there are, 0 to 2.
-    is_extra: of each, whether it is the extra cache's."""
+    the cached token and -1 where none is named (`named`). tiles: how many there are, 0 to 2. Of each: is_extra: whether
+    it is the extra cache's; left: indices from its first one on that count."""
 
     indices: tuple[Int32, ...]
     tiles: Int32
     is_extra: tuple[Boolean, ...]
-    left: tuple[Int32, ...]  # of each tile, indices from its first one on that count
+    left: tuple[Int32, ...]
 
 
 class Place(NamedTuple):
@@ -349,16 +346,9 @@ def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, costs: 
     searching = tile >= end
     while searching:
         split = scheduler.next_split(split, lengths, line, costs)
-        tile, end = first_tiles(split, line, costs)
+        tile, end, _, _ = scheduler.units_range(split, line, costs)
         searching = scheduler.has_work(split) & (tile >= end)
     return Place(split, tile, end)
-
-
-@cute.jit
-def first_tiles(split: scheduler.Split, line: scheduler.Line, costs: cutlass.Constexpr):
-    """(first tile, end tile) of a split."""
-    first, end, _, _ = scheduler.units_range(split, line, costs)
-    return first, end
 
 
 def page_address(cache: Cache, index: Int32) -> Int64:
@@ -518,7 +508,7 @@ def row_codes(caches: Any, is_extra: Boolean, index: Int32, geometry: Geometry) 
 
 
 @cute.jit
-def copy_group(
+def copy_plain(
     caches: cutlass.Constexpr,
     is_extra: Boolean,
     index: Int32,  # of the lane's row
@@ -572,7 +562,7 @@ def load(
     words = cute.make_rmem_tensor(cute.make_layout((4, max(1, *(len(x) for x in codes)))), Int32)
     scales = cute.make_rmem_tensor(max(1, *(len(geometry.scales_of(x)) for x in codes)), Float32)
     valid = storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))
-    tile, end = first_tiles(split, line, geometry.costs)
+    tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
     place = Place(split, tile, end)
     if scheduler.has_work(split) & (tile >= end):
         place = next_place(place, lengths, line, geometry.costs)
@@ -595,7 +585,7 @@ def load(
                 if cutlass.const_expr(half == LEFT):
                     valid[warp, stage] = Int32(cute.arch.vote_ballot_sync(index >= 0))
                 plain = geometry.plain_of(stage, half)
-                copy_group(caches, pair.is_extra[stage], index, own, row, plain, geometry)
+                copy_plain(caches, pair.is_extra[stage], index, own, row, plain, geometry)
                 behind, to = (u + 1) % len(FILLED), pair if cutlass.const_expr(u + 1 < len(FILLED)) else coming
                 at = FILLED[behind][0]
                 widen_and_load(
@@ -617,11 +607,6 @@ def load(
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
-def resident_slices(slices: int) -> tuple[int, ...]:
-    """Which 16-column slices of the query stay in registers: evenly spread over the k steps."""
-    return tuple(i for i in range(slices) if (i + 1) * RESIDENT // slices > i * RESIDENT // slices)
-
-
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
@@ -635,11 +620,7 @@ class Consumer:
     empty: Any
     stages: Any  # shared memory
     shared_max: Any  # (ROWS,) shared memory
-    q_tile: Any  # (ROWS, columns of all panels) shared memory
-    resident: tuple[int, ...]  # 16-column slices of Q in q_regs
-    q_regs: Any
-    mma_qs: Any  # S = Q·Kᵀ with Q in registers,
-    mma_s: Any  # with Q in shared memory;
+    mma_s: Any  # S = Q·Kᵀ;
     mma_rs: Any  # O += P·V with P in registers,
     mma_ss: Any  # with P in shared memory
     frag_q: Any  # descriptors: Q,
@@ -658,12 +639,6 @@ class Consumer:
     def make(cls, me, geometry, storage, q_tile, thread, scale_log2, registers) -> Consumer:
         """registers: acc_o, row_max and row_sum."""
         dtype, stages = q_tile.element_type, storage.stages.data_ptr()
-        # Ahead of the accumulators: behind them, ptxas spills.
-        mma_qs = wgmma.make_mma(dtype, TOKENS, a_in_registers=True)
-        resident = resident_slices(geometry.slices)
-        q_regs = cute.make_rmem_tensor(
-            cute.make_layout(((2, 2, 2), 1, max(len(resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
-        )
         mma_s = wgmma.make_mma(dtype, TOKENS)
         mma_rs = wgmma.make_mma(dtype, OUTPUT_N, a_in_registers=True, b_major=OperandMajorMode.MN)
         mma_ss = wgmma.make_mma(dtype, OUTPUT_N, b_major=OperandMajorMode.MN)
@@ -688,10 +663,6 @@ class Consumer:
             empty=storage.empty.data_ptr(),
             stages=stages,
             shared_max=storage.row_max.get_tensor(cute.make_layout(ROWS)),
-            q_tile=q_tile,
-            resident=resident,
-            q_regs=q_regs,
-            mma_qs=mma_qs,
             mma_s=mma_s,
             mma_rs=mma_rs,
             mma_ss=mma_ss,
@@ -710,33 +681,9 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- scores
     @cute.jit
-    def load_resident(self):
-        """The query's resident slices into registers; the query tile is complete and joined."""
-        atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_A(atom, self.mma_qs).get_slice(self.thread)
-        source, target = copy.partition_S(self.q_tile), copy.retile(self.q_regs)
-        for i in cutlass.range_constexpr(len(self.resident)):
-            cute.copy(copy, source[None, 0, self.resident[i]], target[None, 0, i])
-
-    @cute.jit
     def issue_panel(self, panel: cutlass.Constexpr, zero_init: cutlass.Constexpr):
-        """S (+)= Q·Kᵀ of one 64-column panel, as far as it has columns; commits it and waits for nothing."""
-        warpgroup.fence()
-        from_smem, from_registers = cute.make_mma_atom(self.mma_s.op), cute.make_mma_atom(self.mma_qs.op)
-        from_smem.set(warpgroup.Field.ACCUMULATE, not zero_init)
-        from_registers.set(warpgroup.Field.ACCUMULATE, not zero_init)
-        blocks = [k for k in wgmma.k_blocks((panel,)) if k < self.geometry.slices]
-        for i in cutlass.range_constexpr(len(blocks)):
-            k = blocks[i]
-            if cutlass.const_expr(k in self.resident):
-                q = self.q_regs[None, None, self.resident.index(k)]
-                cute.gemm(from_registers, self.acc_s, q, self.frag_k[None, None, k], self.acc_s)
-            else:
-                q = self.frag_q[None, None, k]
-                cute.gemm(from_smem, self.acc_s, q, self.frag_k[None, None, k], self.acc_s)
-            from_smem.set(warpgroup.Field.ACCUMULATE, True)
-            from_registers.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+        """S (+)= Q·Kᵀ of one 64-column panel; commits it and waits for nothing."""
+        wgmma.gemm_issue(self.mma_s, self.acc_s, self.frag_q, self.frag_k, wgmma.k_blocks((panel,)), zero_init)
 
     @cute.jit
     def even_scores(self, parity: Int32, drain: cutlass.Constexpr):
@@ -943,7 +890,7 @@ class Consumer:
 
     @cute.jit
     def begin(self, first_row: Int32):
-        """What a split begins with: no keys, and its query in shared memory and a few slices of it in registers."""
+        """What a split begins with: no keys."""
         shared_max = self.shared_max
         self.acc_o.fill(0.0)
         for r in cutlass.range_constexpr(2):
@@ -954,7 +901,6 @@ class Consumer:
                 if self.thread % 4 == 0:
                     shared_max[wgmma.acc_row(self.thread, r)] = self.row_max[r]
         self.row_sum.fill(0.0)
-        self.load_resident()
 
     @cute.jit
     def run(self, first: Int32, end: Int32, parity: Int32):

@@ -38,6 +38,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
 OPTIONS: Mapping[str, str] = {
     "strided_pages": "the kernel reads contiguous caches; the problem's pages lie further apart",
     "packed": "the kernel takes requests with equally many query tokens; the problem's are packed",
+    "paged": "the kernel takes indices; the problem has a page table",
     "tree": "the kernel takes no mask but the causal one; the problem has a tree's",
 }
 

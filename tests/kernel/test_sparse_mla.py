@@ -30,6 +30,12 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "flat": {**SMALL, "layout": "flat", "sink": True},
     "bf16": {**SMALL, "layout": "bf16", "lengths": True},
 }
+DENSE: dict[str, dict[str, Any]] = {
+    "dense v32": {"b": 2, "h": 5, "t": 96, "s": 2, "page": 7, "paged": True},
+    "dense v4": {"b": 2, "h": 5, "t": 96, "layout": "v4", "page": 16, "lengths": True, "sink": True, "paged": True},
+    "dense flat": {"b": 2, "h": 5, "t": 96, "s": 2, "layout": "flat", "page": 1, "paged": True},
+    "dense bf16": {"b": 2, "h": 5, "t": 96, "layout": "bf16", "page": 64, "lengths": True, "paged": True},
+}
 ONLY_ON_A_GPU = {"many", "far"}
 
 
@@ -40,17 +46,23 @@ def plan_type(label: str) -> Any:
     return registry.get_plan(kernel)
 
 
-def cases_of(layout: str) -> set[str]:
-    lacking = {"bf16": {"scales", "codes", "subnormal"}, "flat": {"extra"}}
-    return set(CASES) - ONLY_ON_A_GPU - lacking.get(layout, set())
+def cases_of(name: str) -> set[str]:
+    lacking = {"bf16": {"scales", "codes", "subnormal"}, "flat": {"extra"}}.get(name.removeprefix("dense "), set())
+    of_indices = {"holes", "none", "duplicates", "extra"} if name in DENSE else set()
+    return set(CASES) - ONLY_ON_A_GPU - lacking - of_indices
 
 
-@pytest.mark.parametrize("layout", PROBLEMS)
-@pytest.mark.parametrize("label", ["torch/sparse_mla", "cutile-dsl/sparse_mla"])
-def test_right_on_a_cpu(label: str, layout: str) -> None:
-    report = check(plan_type(label), SparseProblem(**PROBLEMS[layout]), device="cpu", seeds=[5])
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        *(("torch/sparse_mla", name) for name in (*PROBLEMS, *DENSE)),
+        *(("cutile-dsl/sparse_mla", name) for name in PROBLEMS),
+    ],
+)
+def test_right_on_a_cpu(label: str, name: str) -> None:
+    report = check(plan_type(label), SparseProblem(**{**PROBLEMS, **DENSE}[name]), device="cpu", seeds=[5])
     assert report.ok, report.reason
-    assert {case.name for case in report.cases} == cases_of(layout)
+    assert {case.name for case in report.cases} == cases_of(name)
 
 
 # The interpreter is chosen when a kernel is decorated, so a process has it or not.
@@ -70,6 +82,10 @@ TILINGS = {
     "v4": {"tile_m": 16, "tile_n": 16, "num_splits": 3},
     "flat": {"tile_m": 16, "tile_n": 32, "num_splits": 2},
     "bf16": {"tile_m": 16, "tile_n": 64, "num_splits": 2},
+    "dense v32": {"tile_m": 16, "tile_n": 16, "num_splits": 3},
+    "dense v4": {"tile_m": 16, "tile_n": 16, "num_splits": 1},
+    "dense flat": {"tile_m": 16, "tile_n": 32, "num_splits": 4},
+    "dense bf16": {"tile_m": 16, "tile_n": 64, "num_splits": 1},
 }
 
 
@@ -79,13 +95,18 @@ CHECKED = {
     "v4": cases_of("v4"),
     "flat": {"own", "below_zero", "scales", "subnormal"},
     "bf16": {"own", "unseen", "apart", "extra"},
+    "dense v32": cases_of("dense v32"),
+    "dense v4": {"own", "uneven", "last", "apart", "scales", "lengths"},
+    "dense flat": {"own", "uneven", "unseen", "scales"},
+    "dense bf16": {"own", "uneven", "below_zero", "in_place"},
 }
 
 
 @pytest.mark.slow
 def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
     plan_type("triton/sparse_mla")
-    work = [(problem, TILINGS[layout], sorted(CHECKED[layout])) for layout, problem in PROBLEMS.items()]
+    problems = {**PROBLEMS, **DENSE}
+    work = [(problem, TILINGS[name], sorted(CHECKED[name])) for name, problem in problems.items()]
     source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED, json.dumps(work)],
@@ -96,10 +117,9 @@ def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(reports) == 4
-    for layout, report in zip(PROBLEMS, reports, strict=True):
-        assert report["ok"], (layout, report["reason"])
-        assert {case["name"] for case in report["cases"]} == CHECKED[layout]
+    for name, report in zip(problems, reports, strict=True):
+        assert report["ok"], (name, report["reason"])
+        assert {case["name"] for case in report["cases"]} == CHECKED[name]
 
 
 #: Compute-bound, split and memory-bound; both tiles of heads.
@@ -109,6 +129,9 @@ SERVED: list[dict[str, Any]] = [
     {"layout": "v4", "b": 2, "h": 64, "topk": 128, "page": 256, "extra": 512, "extra_page": 64, "sink": True},
     {"layout": "v4", "b": 128, "h": 8, "page": 2, "lengths": True},
     {"layout": "flat", "b": 128, "h": 128, "sink": True},
+    {"b": 128, "h": 16, "t": 4096, "paged": True},
+    {"b": 2, "s": 2, "h": 128, "t": 32768, "paged": True},
+    {"layout": "v4", "b": 128, "h": 16, "t": 4096, "page": 256, "sink": True, "paged": True},
 ]
 
 
@@ -130,6 +153,8 @@ def test_few_query_tokens_are_split_and_many_are_not() -> None:
     assert plan(SparseProblem(b=2, h=128), None, H200).num_splits(2) == 16
     assert plan(SparseProblem(b=1, h=16), None, H200).num_splits(1) == 16  # 128 indices each
     assert plan(SparseProblem(b=128, s=2), None, H200).num_splits(256) == 1
+    assert plan(SparseProblem(b=1, h=16, t=32768, paged=True), None, H200).num_splits(1) == 128
+    assert plan(SparseProblem(b=1, h=16, t=1000, paged=True), None, H200).num_splits(1) == 8
 
 
 def test_tilings_say_why_they_are_refused() -> None:
@@ -160,6 +185,13 @@ def test_a_problem_of_dense_decode_is_refused(label: str) -> None:
     assert "the kernel computes sparse_decode" in plan_type(label)(MlaProblem(), None, H200).supported().reason
 
 
+def test_page_tables_are_refused_by_what_takes_indices_alone() -> None:
+    problem = SparseProblem(h=16, paged=True)
+    assert plan_type("triton/sparse_mla")(problem, None, H200).supported()
+    reason = plan_type("cutile-dsl/sparse_mla")(problem, None, H200).supported().reason
+    assert reason == "the kernel takes indices; the problem has a page table"
+
+
 def test_an_a100_cannot_run_it_in_triton() -> None:
     reason = plan_type("triton/sparse_mla")(SparseProblem(), None, Device.get("a100")).supported().reason
     assert "sm_89 or later" in reason
@@ -171,6 +203,8 @@ def test_sparse_decode_is_served_by_it_and_dense_decode_is_not() -> None:
     first = "triton" if registry.missing("cute-dsl") else "cute-dsl"
     for problem in (SparseProblem(b=128), SparseProblem(**V4)):
         assert selection.choose(problem, H200).kernel.label == f"{first}/sparse_mla"
+    dense = selection.choose(SparseProblem(b=128, h=16, t=4096, paged=True), H200).kernel
+    assert dense.design == "sparse_mla" and dense.language in ("cute-dsl", "triton")
     for problem in (MlaProblem(b=128), MlaProblem(b=1, h=16)):
         chosen, refused = selection.survey(problem, H200)
         assert chosen and all(choice.kernel.design != "sparse_mla" for choice in chosen)

@@ -27,6 +27,13 @@ PROBLEMS = [
     SparseProblem(b=2, s=3, h=16, t=4096, page=61, lengths=True, sink=True),
     SparseProblem(b=2, s=2, h=128, t=4096, **V4),
 ]
+DENSE = [
+    SparseProblem(b=8, s=2, h=128, t=8192, lengths=True, paged=True),
+    SparseProblem(b=128, h=16, t=4096, paged=True),
+    SparseProblem(b=3, s=4, h=8, t=5000, page=61, lengths=True, paged=True),
+    SparseProblem(b=40, h=64, t=3000, layout="v4", page=256, lengths=True, sink=True, paged=True),
+    SparseProblem(b=5, s=3, h=20, t=3000, layout="flat", page=1, lengths=True, paged=True),
+]
 
 
 def plan_of(kernel: Any) -> Any:
@@ -36,23 +43,24 @@ def plan_of(kernel: Any) -> Any:
 
 
 def plan_for(kernel: Any, problem: SparseProblem) -> Any:
-    if kernel.language == "peer" and not (verdict := plan_of(kernel).requires.accepts(problem)):
+    if (kernel.language == "peer" or problem.paged) and not (verdict := plan_of(kernel).requires.accepts(problem)):
         pytest.skip(verdict.reason)
     return plan_of(kernel)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *DENSE], ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_right_in_every_case(kernel: Any, problem: SparseProblem) -> None:
     report = check(plan_for(kernel, problem), problem)
     assert report.ok, report.reason
 
 
+@pytest.mark.parametrize(("problem", "dist"), [(PROBLEMS[2], "holes"), (DENSE[0], "empty")], ids=["sparse", "dense"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
-def test_a_graph_replays_with_other_inputs(kernel: Any) -> None:
+def test_a_graph_replays_with_other_inputs(kernel: Any, problem: SparseProblem, dist: str) -> None:
     if kernel.language == "peer":
         pytest.skip("it may have copied its inputs when it was planned")
-    plan_type, problem = plan_of(kernel), PROBLEMS[2]
+    plan_type = plan_for(kernel, problem)
     if not plan_type.graph_capturable:
         pytest.skip("it waits for the device")
     inputs = make_inputs(problem, "cuda", seed=1)
@@ -61,7 +69,7 @@ def test_a_graph_replays_with_other_inputs(kernel: Any) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    for old, new in zip(inputs, make_inputs(problem, "cuda", seed=2, dist="holes"), strict=True):
+    for old, new in zip(inputs, make_inputs(problem, "cuda", seed=2, dist=dist), strict=True):
         old.copy_(new)
     graph.replay()
     torch.cuda.synchronize()

@@ -200,11 +200,9 @@ def test_arguments_of_sparse_attention_are_refused_by_name_without_indices(name:
         api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], **{name: torch.zeros(1, 1)})
 
 
-def test_fp8_is_refused_by_name() -> None:
-    with pytest.raises(
-        UserError, match=r"^is_fp8_kvcache was given without indices: FP8 caches are not supported yet by mla_dec"
-    ):
-        api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], is_fp8_kvcache=True)
+def test_an_fp8_cache_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"^kv_cache: a cache of layout v32 is"):
+        api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], causal=True, is_fp8_kvcache=True)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,10 @@ def test_fp8_is_refused_by_name() -> None:
         ({"block_table": None}, "block_table is None: dense attention needs it"),
         ({"cache_seqlens": None}, "cache_seqlens is None"),
         ({"head_dim_v": 600}, "head_dim_v = 600 latent columns of 576"),
-        ({"k_cache": torch.zeros(9, 64, 656, dtype=torch.uint8)}, "kv_cache is torch.uint8: FP8 caches"),
+        (
+            {"k_cache": torch.zeros(9, 64, 656, dtype=torch.uint8)},
+            "kv_cache is torch.uint8: mla_decode takes torch.bfloat16",
+        ),
         ({"tile_scheduler_metadata": None}, "tile_scheduler_metadata is a NoneType: pass what get_mla_metadata"),
         ({"num_splits": 4}, "num_splits is a int: pass None, or a tensor"),
         ({"q": torch.zeros(3, 4, 576, dtype=torch.bfloat16)}, "must have four dimensions"),

@@ -282,7 +282,7 @@ def test_a_common_call_makes_no_tensors_of_its_inputs(engine: CpuEngine, monkeyp
 def test_caches_of_8_bits_are_refused_as_such(engine: CpuEngine, dtype: Any, columns: int) -> None:
     for cache in (torch.zeros(9, 64, 1, columns, dtype=dtype), torch.zeros(9, 64, columns, dtype=dtype)):
         with pytest.raises(
-            UserError, match=r"FP8 caches are not supported yet by mla_decode, so pass .* torch.bfloat16"
+            UserError, match=r"mla_decode takes torch.bfloat16 and .*, so call packed_mla_decode for packed FP8 caches"
         ):
             call(engine, changed(kv_cache=cache))
 

@@ -51,6 +51,7 @@ def test_the_code_compiles_and_calls_what_exists(repo_root: Path) -> None:
 
     functions: dict[str, Any] = {
         "mla_decode": ops.mla_decode,
+        "packed_mla_decode": ops.packed_mla_decode,
         "sparse_mla_decode": ops.sparse_mla_decode,
         "rmsnorm": ops.rmsnorm,
         "rope_append": ops.rope_append,

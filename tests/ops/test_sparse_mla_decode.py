@@ -1,4 +1,5 @@
-"""Sparse decode as a function, as an operator and under FlashMLA's name, without a GPU: the torch version computes."""
+"""Sparse and dense decode over packed caches as functions, as operators and under FlashMLA's name, without a GPU: the
+torch version computes."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla as api  # noqa: E402
-from mla_var3.ops import layer, library, sparse_mla_decode  # noqa: E402
+from mla_var3.ops import layer, library, packed_mla_decode, sparse_mla_decode  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem, input_names, make_inputs, reference  # noqa: E402
 
 SPARSE = "torch/sparse_mla"
 OP = torch.ops.mla_var3.sparse_mla_decode
+PACKED_OP = torch.ops.mla_var3.packed_mla_decode
 V4: dict[str, Any] = {"layout": "v4", "extra": 24, "extra_t": 60, "extra_page": 2, "sink": True}
 PROBLEMS = {
     name: SparseProblem(**{"b": 3, "s": 2, "h": 5, "t": 96, "topk": 40, "page": 16, "softmax_scale": 0.3, **fields})
@@ -33,6 +35,14 @@ PROBLEMS = {
         "v4_alone": {"layout": "v4"},
         "flat": {"layout": "flat", "sink": True},
         "bf16": {"layout": "bf16", "lengths": True, "extra": 8, "extra_page": 3},
+    }.items()
+}
+DENSE = {
+    name: SparseProblem(**{"b": 5, "s": 2, "h": 5, "t": 70, "page": 16, "paged": True, "softmax_scale": 0.3, **fields})
+    for name, fields in {
+        "v32": {"page": 1, "lengths": True},
+        "v4": {"layout": "v4", "page": 2, "sink": True, "lengths": True, "s": 1},
+        "flat": {"layout": "flat"},
     }.items()
 }
 #: Arguments by names of the workload's inputs.
@@ -54,19 +64,23 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
     for module in (library, layer):
         monkeypatch.setattr(module, "on_gpu", lambda *_: None)
     monkeypatch.setattr(api, "sparse_mla_decode", functools.partial(sparse_mla_decode, kernel=SPARSE))
+    monkeypatch.setattr(api, "packed_mla_decode", functools.partial(packed_mla_decode, kernel=SPARSE))
     return engine
+
+
+def dist_of(problem: SparseProblem) -> str:
+    return "empty" if problem.paged else "holes"
 
 
 def call_of(problem: SparseProblem, names: dict[str, str] = NAMES, **options: Any) -> dict[str, Any]:
     """The inputs of a problem by the names of arguments."""
-    inputs = zip(
-        input_names(problem), make_inputs(problem, "cpu", **{"seed": 1, "dist": "holes", **options}), strict=True
-    )
+    options = {"seed": 1, "dist": dist_of(problem), **options}
+    inputs = zip(input_names(problem), make_inputs(problem, "cpu", **options), strict=True)
     return {names.get(name, name): x for name, x in inputs}
 
 
 def wanted_of(problem: SparseProblem) -> tuple[Any, Any]:
-    out, lse = reference(problem, *make_inputs(problem, "cpu", seed=1, dist="holes"))
+    out, lse = reference(problem, *make_inputs(problem, "cpu", seed=1, dist=dist_of(problem)))
     return out.bfloat16(), lse.float()
 
 
@@ -88,6 +102,50 @@ def test_function_and_operator_give_the_oracle_s_results(on_cpu: CpuEngine, name
     assert same((out, lse), wanted)
     first = [given.pop(name) for name in ("q", "kv_cache", "indices")]
     assert same(OP(*first, **given, **options, version=SPARSE), wanted)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_function_and_operator_give_the_oracle_s_results(on_cpu: CpuEngine, name: str) -> None:
+    problem = DENSE[name]
+    given, wanted = call_of(problem), wanted_of(problem)
+    options: dict[str, Any] = {"layout": problem.layout, "scale": 0.3}
+    assert same(packed_mla_decode(**given, **options, return_lse=True, kernel=SPARSE), wanted)
+    out, lse = (torch.zeros_like(x) for x in wanted)
+    assert packed_mla_decode(**given, **options, out=out, lse=lse, kernel=SPARSE) is out and same((out, lse), wanted)
+    long = {**given, "seq_lens": given["seq_lens"].long(), "page_table": given["page_table"].long()}
+    long["kv_cache"] = given["kv_cache"].unsqueeze(2).view(torch.float8_e4m3fn)
+    assert same(packed_mla_decode(**long, **options, return_lse=True, kernel=SPARSE), wanted)
+    first = [given.pop(name) for name in ("q", "kv_cache", "page_table", "seq_lens")]
+    into = torch.ops.mla_var3.packed_mla_decode_into
+    out.zero_()
+    into(*first, **given, **options, version=SPARSE, out=out, lse=lse)
+    assert same((out, lse), wanted) and same(PACKED_OP(*first, **given, **options, version=SPARSE), wanted)
+    torch.library.opcheck(PACKED_OP.default, tuple(first), {**given, **options, "version": SPARSE})
+
+
+@pytest.mark.parametrize("name", ["v32", "v4"])
+def test_flash_mla_s_dense_call_takes_packed_caches(on_cpu: CpuEngine, name: str) -> None:
+    problem = DENSE[name].replace(sink=False)
+    given = call_of(problem)
+    meta, splits = api.get_mla_metadata()
+    q, table, lens = (given[x] for x in ("q", "page_table", "seq_lens"))
+    cache = given["kv_cache"].unsqueeze(2).view(torch.float8_e4m3fn)
+    options: dict[str, Any] = {"softmax_scale": 0.3, "is_fp8_kvcache": True}
+    found = api.flash_mla_with_kvcache(q, cache, table, lens, 512, meta, splits, causal=problem.s > 1, **options)
+    assert same(found, wanted_of(problem)) and meta.have_initialized
+    fresh, _ = api.get_mla_metadata()
+    q = q[:, :1].repeat(1, 2, 1, 1)
+    for words, changes in (
+        ("causal is False: over an FP8 cache", {}),
+        ("head_dim_v is 256: FP8 caches have 512", {"head_dim_v": 256, "causal": True}),
+        ("kv_cache: a cache of layout", {"k_cache": torch.zeros(3, 64, 1, 576).bfloat16(), "causal": True}),
+        ("attn_sink was given without indices", {"attn_sink": torch.zeros(5), "causal": True}),
+        ("block_table is None", {"block_table": None, "causal": True}),
+    ):
+        named = {"q": q, "k_cache": cache, "block_table": table, "cache_seqlens": lens, "head_dim_v": 512, **changes}
+        with pytest.raises(UserError, match=words):
+            api.flash_mla_with_kvcache(**named, tile_scheduler_metadata=fresh, is_fp8_kvcache=True)
+    assert not fresh.have_initialized
 
 
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "flat"])
@@ -143,33 +201,35 @@ def test_no_request_is_no_call() -> None:
     q, cache = torch.empty(0, 1, 4, 576).bfloat16(), torch.empty(1, 64, 656, dtype=torch.uint8)
     out, lse = sparse_mla_decode(q, cache, torch.empty(0, 1, 8, dtype=torch.int32), return_lse=True, on=engine)
     assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1) and engine.planned == 0
+    table, lens = torch.empty(0, 3, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    assert packed_mla_decode(q, cache, table, lens, on=engine).shape == (0, 1, 4, 512) and engine.planned == 0
 
 
 # The interpreter is chosen when a kernel is decorated, so a process has it or not.
 FOLLOWING = """
 import torch
 from ops_fakes import CpuEngine
-from test_sparse_mla_decode import NAMES, PROBLEMS, call_of
+from test_sparse_mla_decode import DENSE, NAMES, PROBLEMS, call_of
 from mla_var3.check.judge import compare
-from mla_var3.ops import sparse_mla_decode
+from mla_var3.ops import packed_mla_decode, sparse_mla_decode
 from mla_var3.workload.sparse_decode import WORKLOAD, bounds, make_inputs, reference
 
 engine = CpuEngine()
 
 def right(problem, given, dist, seed):
-    found = sparse_mla_decode(
+    found = (packed_mla_decode if problem.paged else sparse_mla_decode)(
         **given, layout=problem.layout, scale=0.3, return_lse=True, kernel="triton/sparse_mla", on=engine
     )
     wanted = reference(problem, *make_inputs(problem, "cpu", seed=seed, dist=dist))
     verdict = compare(WORKLOAD, found, wanted, bounds(dist))
     assert verdict.ok, f"{problem.label} {dist}: {verdict.reason}"
 
-for name, problem in PROBLEMS.items():
+for problem in (*PROBLEMS.values(), *DENSE.values()):
     kept = []  # so that the second call's tensors lie elsewhere
-    for seed, dist in enumerate(("none", "holes")):
+    for seed, dist in enumerate(("empty", "unseen") if problem.paged else ("none", "holes")):
         kept.append(call_of(problem, seed=seed, dist=dist))
         right(problem, kept[-1], dist, seed)
-assert engine.planned == len(PROBLEMS)
+assert engine.planned == len(PROBLEMS) + len(DENSE)
 
 # As many tokens of a request, of a cache that is one page shorter: what lies behind it is nobody's.
 engine.forget()
@@ -254,7 +314,33 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], sentence: str) -> N
         sparse_mla_decode(**given)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layout": "bf16"}, "layout bf16 is not packed: mla_decode takes such a cache"),
+        ({"layout": "v4"}, r"q is \(5, 2, 5, 576\) .* pass \(any, any, any, 512\)"),
+        ({"kv_cache": torch.zeros(2, 4, 584, dtype=torch.uint8)}, r"^kv_cache: a cache of layout v32 is \(pages, page"),
+        ({"page_table": torch.zeros(4, 9, dtype=torch.int32)}, r"page_table is \(4, 9\) .* pass \(5, any\)"),
+        ({"page_table": torch.zeros(5, 0, dtype=torch.int32)}, r"page_table is \(5, 0\): give it at least one column"),
+        ({"seq_lens": torch.zeros(4, dtype=torch.int32)}, "seq_lens is"),
+        ({"seq_lens": torch.zeros(5)}, "seq_lens is .* torch.int32"),
+        ({"sink": torch.zeros(4)}, "sink is"),
+        ({"cache_scale": torch.ones(1)}, "layout v32 has no cache_scale"),
+        ({"kernel": "cutile-dsl/sparse_mla"}, "takes indices; the problem has a page table"),
+    ],
+)
+def test_what_does_not_fit_dense_decode_is_named(changes: dict[str, Any], sentence: str) -> None:
+    given = {**call_of(DENSE["v32"]), "on": CpuEngine(), **changes}
+    with pytest.raises(UserError, match=sentence):
+        packed_mla_decode(**given)
+
+
 def test_a_cpu_is_refused() -> None:
+    dense = call_of(DENSE["v32"])
+    with pytest.raises(UserError, match=r"^q is on cpu: packed_mla_decode runs on an NVIDIA GPU"):
+        packed_mla_decode(**dense)
+    with pytest.raises(UserError, match=r"^q is on cpu: packed_mla_decode runs on an NVIDIA GPU"):
+        PACKED_OP(*dense.values())
     given = call_of(PROBLEMS["v32"])
     with pytest.raises(UserError, match=r"^q is on cpu: sparse_mla_decode runs on an NVIDIA GPU"):
         sparse_mla_decode(**given)

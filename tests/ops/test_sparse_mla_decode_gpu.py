@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from ops_gpu import same_bits  # noqa: E402
 
 from mla_var3.check.judge import compare  # noqa: E402
-from mla_var3.ops import flash_mla, rope_append, sparse_mla_decode  # noqa: E402
+from mla_var3.ops import flash_mla, packed_mla_decode, rope_append, sparse_mla_decode  # noqa: E402
 from mla_var3.packed_cache import LAYOUTS, new_cache  # noqa: E402
 from mla_var3.workload.packed_append import PackedAppendProblem  # noqa: E402
 from mla_var3.workload.rope import rope_table  # noqa: E402
@@ -126,6 +126,42 @@ def test_a_captured_call_follows_indices_lengths_and_cache() -> None:
         assert all(same_bits(a, b) for a, b in zip(captured, attend(problem, inputs, meta), strict=True))
 
 
+@pytest.mark.parametrize("page", [1, 2, 61, 64, 576])
+@pytest.mark.parametrize("layout", ["v32", "v4"])
+def test_dense_decode_over_packed_caches_under_flash_mla_s_name(layout: str, page: int) -> None:
+    """Ragged lengths, several query tokens, few heads and many, one request and more than there are multiprocessors."""
+    for seed, (b, s, h, t) in enumerate([(1, 1, 16, 20000), (4, 2, 128, 2046), (74, 1, 8, 1024), (321, 3, 64, 300)]):
+        problem = SparseProblem(b=b, s=s, h=h, t=t, layout=layout, page=page, lengths=b > 1, paged=True)
+        for dist in ("flashmla", "empty"):
+            inputs = make_inputs(problem, "cuda", seed=seed, dist=dist)
+            q, cache, table, lens = inputs
+            cache = cache.unsqueeze(2).view(torch.float8_e4m3fn)
+            meta, _ = flash_mla.get_mla_metadata()
+            found = flash_mla.flash_mla_with_kvcache(
+                q, cache, table, lens, 512, meta, causal=True, is_fp8_kvcache=True
+            )  # fmt: skip
+            right(problem, found, inputs, dist)
+
+
+def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
+    problem = SparseProblem(b=9, h=16, t=3000, layout="flat", lengths=True, sink=True, softmax_scale=0.04, paged=True)
+    inputs = make_inputs(problem, "cuda", seed=1)
+    q, cache, table, lens, scale, sink = inputs
+    options: dict[str, Any] = {"layout": "flat", "cache_scale": scale, "sink": sink, "scale": 0.04, "return_lse": True}
+    packed_mla_decode(q, cache, table, lens, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = packed_mla_decode(q, cache, table, lens, **options)
+    for seed, of in ((2, problem.replace(lengths=False)), (3, problem)):
+        for old, new in zip(inputs, make_inputs(of, "cuda", seed=seed, dist="unseen"), strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        right(problem, captured, inputs, "unseen")
+        eager = packed_mla_decode(q, cache, table, lens, **options)
+        assert all(same_bits(a, b) for a, b in zip(captured, eager, strict=True))
+
+
 def test_pages_that_lie_apart_and_a_traced_call() -> None:
     """V3.2's cache as FlashMLA's test makes it: a token more between pages; the operator gives the same bits."""
     problem = SparseProblem(b=4, s=2, h=64, t=1024, topk=576, page=61, softmax_scale=192**-0.5)
@@ -160,3 +196,15 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     inputs = (queries[:, None], cache, indices[:, None], *([] if scale is None else [scale]))
     found = sparse_mla_decode(*inputs[:3], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
     right(problem, found, inputs, "flashmla")
+    # Half of the tokens again, as one request's, in order; nothing is written behind them in its last page.
+    count = n // 2 - 3
+    cache.as_strided((8 * cache.stride(0),), (1,)).fill_(255)
+    pages = torch.randperm(8, device="cuda")[: -(-count // page)].int()
+    slots = pages[positions[:count] // page].long() * page + positions[:count] % page
+    new = (x[:count] for x in (q, latent, rope, positions))
+    rope_append(*new, slots, table, queries[:count], cache, layout=layout, cache_scale=scale)
+    dense = SparseProblem(h=h, t=len(pages) * page, page=page, layout=layout, softmax_scale=0.04, paged=True)
+    lens = torch.tensor([count], dtype=torch.int32, device="cuda")
+    inputs = (queries[:1, None], cache, pages[None], lens, *([] if scale is None else [scale]))
+    found = packed_mla_decode(*inputs[:4], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
+    right(dense, found, inputs, "flashmla")

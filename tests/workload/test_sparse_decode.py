@@ -38,12 +38,18 @@ V32 = SparseProblem(b=2, s=2, h=3, t=70, topk=20, page=16)
 V4 = V32.replace(layout="v4", lengths=True, sink=True, extra=9, extra_t=30, extra_page=5, extra_lengths=True)
 FLAT, BF16 = V32.replace(layout="flat", sink=True), V32.replace(layout="bf16", lengths=True)
 ALL = [V32, V4, FLAT, BF16]
+DENSE = [
+    SparseProblem(b=5, s=3, h=3, t=70, page=7, lengths=True, paged=True),
+    SparseProblem(b=4, h=3, t=70, page=16, lengths=True, sink=True, layout="v4", paged=True),
+    SparseProblem(b=2, s=2, h=3, t=33, page=1, layout="flat", paged=True),
+]
 EVERYWHERE = [name for name in CASES if name not in ("many", "far")]
 
 
 def cases_of(problem: SparseProblem) -> list[str]:
-    lacking = {"bf16": ("scales", "codes", "subnormal"), "flat": ("extra",)}
-    return [name for name in EVERYWHERE if name not in lacking.get(problem.layout, ())]
+    lacking = {"bf16": ("scales", "codes", "subnormal"), "flat": ("extra",)}.get(problem.layout, ())
+    lacking += ("holes", "none", "duplicates", "extra") if problem.paged else ()
+    return [name for name in EVERYWHERE if name not in lacking]
 
 
 # ---------------------------------------------------------------- the oracle
@@ -82,6 +88,39 @@ def test_the_oracle_is_what_is_written_down(problem: SparseProblem, dist: str) -
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-9, atol=1e-12)
     assert bool(found[0].isfinite().all()) and not bool(found[1].isnan().any())
+
+
+def with_indices(problem: SparseProblem, *inputs: Any) -> tuple[SparseProblem, tuple[Any, ...]]:
+    """The same attention by indices: those of each query token, read off the page table one by one."""
+    given = named(problem, *inputs)
+    b, s, width = problem.b, problem.s, given["page_table"].shape[1] * problem.page
+    indices = torch.full((b, s, width), -1, dtype=torch.int32)
+    for i, length in enumerate(given["seq_lens"].tolist()):
+        for token in range(s):
+            for position in range(max(0, length - (s - 1 - token))):
+                page = int(given["page_table"][i, position // problem.page])
+                indices[i, token, position] = page * problem.page + position % problem.page
+    sparse = problem.replace(paged=False, topk=width, lengths=False)
+    given["indices"] = indices
+    return sparse, tuple(given[name] for name in input_names(sparse))
+
+
+@pytest.mark.parametrize("dist", ["flashmla", "empty", "last", "unseen"])
+@pytest.mark.parametrize("problem", DENSE, ids=lambda p: p.layout)
+def test_a_page_table_says_what_indices_would(problem: SparseProblem, dist: str) -> None:
+    inputs = make_inputs(problem, seed=3, dist=dist)
+    sparse, same = with_indices(problem, *inputs)
+    found, wanted = reference(problem, *inputs), by_hand(sparse, *same)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-9, atol=1e-12)
+    assert bool(found[0].isfinite().all()) and not bool(found[1].isnan().any())
+
+
+def test_a_page_that_a_request_needs_must_be_in_the_cache() -> None:
+    problem = DENSE[2]
+    q, cache, table, lens, scale = make_inputs(problem)
+    with pytest.raises(UserError, match="names page 66 of a cache of 66"):
+        reference(problem, q, cache, torch.where(table == table[0, 0], 66, table), lens, scale)
 
 
 def test_sinks_divide_out_and_leave_lse() -> None:
@@ -134,6 +173,27 @@ def test_what_nobody_attends_to_is_nan_and_what_is_attended_to_is_not(problem: S
     assert int(mild["indices"].min()) == -1 and int(mild["indices"].max()) < problem.parts[0].tokens
 
 
+@pytest.mark.parametrize("problem", DENSE, ids=lambda p: p.layout)
+def test_what_lies_behind_a_request_s_last_token_is_nan(problem: SparseProblem) -> None:
+    given = named(problem, *make_inputs(problem, seed=5))
+    cache, table, lens = given["cache"], given["page_table"], given["seq_lens"].tolist()
+    assert tuple(lens) == problem.parts[0].lens and max(lens) <= problem.t
+    values = unpack(problem.cache, cache, given.get("scale"))
+    pages = set()
+    for i, length in enumerate(lens):
+        used = -(-length // problem.page)
+        mine = values[table[i, :used].long()].flatten(0, 1)
+        assert bool(mine[:length].isfinite().all()) and bool(mine[length:].isnan().all())
+        assert bool(((table[i, used:] < 0) | (table[i, used:] >= len(cache))).all())
+        pages |= set(table[i, :used].tolist())
+    assert len(pages) == sum(-(-length // problem.page) for length in lens)  # nobody shares one
+    others = [page for page in range(len(cache)) if page not in pages]
+    assert bool(values[others].isnan().all())
+    for dist in ("holes", "none", "duplicates"):
+        with pytest.raises(UserError, match="a page table has none"):
+            make_inputs(problem, dist=dist)
+
+
 def test_query_tokens_choose_different_tokens_of_their_own_request() -> None:
     problem = V32.replace(b=3, t=64, topk=64)
     indices = named(problem, *make_inputs(problem))["indices"]
@@ -176,7 +236,7 @@ def plan_of(compute: Callable[..., tuple[Any, ...]]) -> type[KernelPlan]:
     class Plan(KernelPlan):
         workload = WORKLOAD
         tiling_type = NoTiling
-        requires = Requirement(archs=())
+        requires = Requirement(archs=(), options=("paged",))
 
         def default_tiling(self) -> Tiling:
             return NoTiling()
@@ -229,6 +289,8 @@ def sixteen_bit(scales_too: bool) -> Callable[..., tuple[Any, ...]]:
         return out, lse
 
     def leaves_inputs(problem: SparseProblem, *inputs: Any) -> tuple[Any, Any]:
+        if problem.paged:
+            problem, inputs = with_indices(problem, *inputs)
         copies = [x.clone() if x.dim() != 3 or x.dtype == torch.int32 else _copied(x) for x in inputs]
         return compute(problem, *copies)
 
@@ -241,7 +303,7 @@ def _copied(cache: Any) -> Any:
     return memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
 
-@pytest.mark.parametrize("problem", ALL, ids=lambda p: p.layout)
+@pytest.mark.parametrize("problem", [*ALL, *DENSE], ids=lambda p: p.problem_class().key())
 def test_the_oracle_and_what_tensor_cores_compute_pass_every_case(problem: SparseProblem) -> None:
     for compute in (reference, sixteen_bit(scales_too=False)):
         report = check(plan_of(compute), problem.replace(h=8), device="cpu", cases=cases_of(problem), seeds=[4])
@@ -296,6 +358,35 @@ def zeros_for_none(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
     return out * torch.exp(lse.nan_to_num(posinf=-1e9) - new).transpose(1, 2).unsqueeze(-1), new
 
 
+def of_other_lengths(more: int) -> Callable[..., tuple[Any, ...]]:
+    """The oracle on lengths that are off, within what the page table names."""
+
+    def compute(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
+        given = named(problem, *inputs)
+        named_pages = (given["page_table"] >= 0) & (given["page_table"] < len(given["cache"]))
+        most = named_pages.long().cumprod(-1).sum(-1) * problem.page
+        given["seq_lens"] = torch.minimum(given["seq_lens"] + more, most).to(torch.int32)
+        return reference(problem, *(given[x] for x in input_names(problem)))
+
+    return compute
+
+
+def not_causal(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
+    """Every query token as if it were the last one."""
+    given = named(problem, *inputs)
+    found = []
+    for token in range(problem.s):
+        given["q"] = inputs[0][:, token : token + 1]
+        found.append(reference(problem.replace(s=1), *(given[x] for x in input_names(problem))))
+    return torch.cat([x for x, _ in found], dim=1), torch.cat([x for _, x in found], dim=2)
+
+
+def pages_in_order(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
+    given = named(problem, *inputs)
+    given["page_table"] = torch.arange(given["page_table"].numel(), dtype=torch.int32).view_as(given["page_table"])
+    return reference(problem, *(given[x] for x in input_names(problem)))
+
+
 def lse_with_the_sink(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
     out, lse = reference(problem, *inputs)
     return out, torch.logaddexp(lse, named(problem, *inputs)["sink"].double()[None, :, None])
@@ -311,8 +402,26 @@ def lse_with_the_sink(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
         (garbage_is_token_0, V32, "unseen"),
         (zeros_for_none, V32, "below_zero"),
         (lse_with_the_sink, FLAT, "own"),
+        (of_other_lengths(-1), DENSE[1], "last"),
+        (of_other_lengths(1), DENSE[1], "unseen"),
+        (of_other_lengths(1), DENSE[1], "uneven"),
+        (not_causal, DENSE[0], "last"),
+        (pages_in_order, DENSE[2], "own"),
     ],
-    ids=["lengths", "extra-lengths", "sink", "last", "garbage", "zeros", "lse"],
+    ids=[
+        "lengths",
+        "extra-lengths",
+        "sink",
+        "last",
+        "garbage",
+        "zeros",
+        "lse",
+        "short",
+        "long",
+        "long-nan",
+        "not-causal",
+        "pages",
+    ],
 )
 def test_wrong_kernels_fail(compute: Any, problem: SparseProblem, case: str) -> None:
     for seed in range(3):
@@ -339,19 +448,31 @@ def test_what_it_costs() -> None:
     assert v4.flops == 2 * 2 * 640 * 64 * 1024 and v4.bytes == 2 * 640 * 584 + 2 * 64 * 1024 * 2
     short = SparseProblem(t=100).cost()
     assert short.pairs == 100
+    dense = SparseProblem(b=2, s=3, h=16, t=100, paged=True).cost()
+    assert dense.pairs == 2 * (100 + 99 + 98) and dense.flops == 2 * dense.pairs * 16 * 1088
+    assert dense.bytes == 200 * 656 + 2 * 3 * 16 * 1088 * 2
+    ragged = SparseProblem(b=9, s=4, t=5, lengths=True, paged=True)
+    assert {0, 5} <= set(ragged.parts[0].lens)
+    assert ragged.cost().pairs == sum(max(0, x - i) for x in ragged.parts[0].lens for i in range(4))
     lens = V4.parts[0].lens
     assert len(set(lens)) == 2 and max(lens) <= V4.topk
     assert V4.cost().pairs == 2 * (sum(lens) + sum(V4.parts[1].lens))
 
 
 def test_a_problem_is_recorded_and_bound_as_it_is() -> None:
-    for problem in ALL:
+    for problem in [*ALL, *DENSE]:
         record = problem.to_record()
         assert record["workload"] == "sparse_decode" and SparseProblem.from_record(record) == problem
+        assert record.get("paged", False) == problem.paged and record.get("paged") is not False
         inputs = make_inputs(problem)
         assert WORKLOAD.rebound(problem, *inputs) == WORKLOAD.as_bound(problem)
         assert len(problem.problem_class().key()) < 80
-    assert len({problem.problem_class().key() for problem in [*ALL, V32.replace(sink=True)]}) == 5
+    assert len({problem.problem_class().key() for problem in [*ALL, V32.replace(sink=True), *DENSE]}) == 8
+    assert DENSE[0].problem_class() == DENSE[0].replace(b=1, t=9, lengths=False).problem_class()
+    assert DENSE[0].label == "v32_b5_s3_h3_t70" and DENSE[0].detail == "_page7_lengths"
+    assert DENSE[2].input_bytes() == (
+        66 * 576 + 4 * (66 + 2) + 2 * 2 * 3 * 576 * 2 + 2 * 2 * 3 * (1024 + 4)
+    )  # fmt: skip
     assert V32.input_bytes() == (
         10 * 16 * 656 + 4 * 2 * 2 * 20 + 2 * 2 * 3 * 576 * 2 + 2 * 2 * 3 * (1024 + 4)
     )  # fmt: skip
@@ -362,9 +483,18 @@ def test_other_classes_do_not_bind() -> None:
         (V32.replace(h=4), "q is"),
         (V32.replace(page=8), "pages of 8"),
         (V32.replace(sink=True), "3 inputs are wanted"),
+        (V32.replace(topk=0, paged=True), "3 inputs are wanted"),
     ):
         with pytest.raises(UserError, match=words):
             WORKLOAD.rebound(V32, *make_inputs(given))
+    q, cache, table, lens = make_inputs(DENSE[0])
+    for spoiled, words in (
+        ((q, cache, table[:4], lens), r"page_table is \(4, 10\)"),
+        ((q, cache, table, lens[:4]), "seq_lens is"),
+        ((q, cache, table, lens.long()), "seq_lens is torch.int64"),
+    ):
+        with pytest.raises(UserError, match=words):
+            WORKLOAD.rebound(DENSE[0], *spoiled)
     q, cache, indices = make_inputs(V32)
     for spoiled, words in (
         ((q, cache.float(), indices), "of torch.float32"),
@@ -379,7 +509,9 @@ def test_other_classes_do_not_bind() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"layout": "v3"}, "did you mean"), ({"topk": 0}, "topk"), ({"dtype": "fp16"}, "dtype"), ({"sink": 1}, "sink"),
-     ({"extra": 4, "layout": "flat"}, "extra"), ({"extra_lengths": True}, "extra_lengths"), ({"extra": -1}, "extra")],
+     ({"extra": 4, "layout": "flat"}, "extra"), ({"extra_lengths": True}, "extra_lengths"), ({"extra": -1}, "extra"),
+     ({"paged": True, "topk": 512}, "topk is a number of indices"), ({"paged": True, "extra": 4}, "extra is a number"),
+     ({"paged": 1}, "paged"), ({"paged": True, "extra_lengths": True}, "extra_lengths")],
 )  # fmt: skip
 def test_problems_that_make_no_sense_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):

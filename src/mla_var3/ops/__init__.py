@@ -3,8 +3,8 @@
     from mla_var3.ops import mla_decode
     out = mla_decode(q, kv_cache, page_table, seq_lens, causal=True)
 
-`sparse_mla_decode` attends to the tokens that indices name, over packed caches. `rmsnorm`, `rope_append` and
-`absorb_gemm` are the kernels around them. `mla_var3.ops.flash_mla` has attention under
+`packed_mla_decode` does so over packed caches, and `sparse_mla_decode` attends to the tokens of one that indices name.
+`rmsnorm`, `rope_append` and `absorb_gemm` are the kernels around them. `mla_var3.ops.flash_mla` has attention under
 FlashMLA's names. docs/serving.md says how to use them.
 """
 
@@ -15,7 +15,7 @@ from mla_var3.ops.decode import compile_for, mla_decode
 from mla_var3.ops.engine import DecodeSchedule
 from mla_var3.ops.layer import absorb_gemm, rmsnorm, rope_append
 from mla_var3.ops.library import register_with_torch
-from mla_var3.ops.sparse import sparse_mla_decode
+from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
 
 __all__ = [
     "DecodeSchedule",
@@ -24,6 +24,7 @@ __all__ = [
     "merge_partials",
     "mla_decode",
     "mla_decode_cp",
+    "packed_mla_decode",
     "rmsnorm",
     "rope_append",
     "sparse_mla_decode",

@@ -5,7 +5,8 @@
 `get_mla_metadata` and `flash_mla_with_kvcache` take the arguments and give the results of FlashMLA's Python interface
 as of its revision 9241ae3: dense decode, and sparse decode over FP8 caches in the layouts of DeepSeek V3.2 and V4.
 Different are: refusals are `UserError`, not assertions, and name the argument; heads, caches and widths may be all that
-`mla_decode` and `sparse_mla_decode` take, a bf16 cache under indices too; and metadata may be used again after lengths
+`mla_decode` and `sparse_mla_decode` take, a bf16 cache under indices too; dense decode takes those FP8 caches as well,
+as `packed_mla_decode` does, where FlashMLA's kernel ends at their dtype; and metadata may be used again after lengths
 changed, which FlashMLA forbids.
 
 Metadata: FlashMLA's first call with fresh metadata runs a small kernel that deals out the blocks of all requests, and
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.engine import engine
-from mla_var3.ops.request import NO_FP8, number
-from mla_var3.ops.sparse import sparse_mla_decode
+from mla_var3.ops.request import number
+from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
 from mla_var3.packed_cache import VALUES
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def flash_mla_with_kvcache(
     """Decode attention, dense or, with indices, sparse.
 
     Dense: q (b, s, h, k + p), k_cache (pages, page, h_kv, k + p), block_table (b, width) int32, cache_seqlens (b,)
-    int32, head_dim_v = k: FlashMLA has 512 + 64 and 512 columns. causal: aligned to the end of each request. The
-    arguments behind it must not be given.
+    int32, head_dim_v = k: FlashMLA has 512 + 64 and 512 columns. causal: aligned to the end of each request. With
+    is_fp8_kvcache k_cache is as of sparse decode, and causal must be true where s > 1. The arguments behind
+    is_fp8_kvcache must not be given.
 
     Sparse: q (b, s, h, 576), k_cache (pages, page, 1, 656) of 8-bit elements, layout v32 of `mla_var3.packed_cache`; or
     q (b, s, h, 512) and (pages, page, 1, 584), layout v4, whose pages lie a multiple of 576 bytes apart. Without
@@ -111,8 +113,6 @@ def flash_mla_with_kvcache(
             extra_topk_lens=extra_topk_length, return_lse=True,
         )  # fmt: skip
     else:
-        if is_fp8_kvcache:
-            raise UserError(f"is_fp8_kvcache was given without indices: {NO_FP8}, and leave it out.")
         refused: dict[str, Any] = {
             "attn_sink": attn_sink,
             "extra_k_cache": extra_k_cache,
@@ -127,9 +127,15 @@ def flash_mla_with_kvcache(
             if given is None:
                 raise UserError(f"{name} is None: dense attention needs it.")
         assert block_table is not None and cache_seqlens is not None
-        both = mla_decode(
-            q, k_cache, block_table, cache_seqlens, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True
-        )
+        given = q, k_cache, block_table, cache_seqlens
+        if is_fp8_kvcache:
+            if q.shape[1] > 1 and not causal:
+                raise UserError("causal is False: over an FP8 cache several query tokens are causal; pass causal=True.")
+            if head_dim_v != VALUES:
+                raise UserError(f"head_dim_v is {head_dim_v}: FP8 caches have {VALUES} columns of values.")
+            both = packed_mla_decode(*given, layout=_layout(q, True), scale=scale, return_lse=True)
+        else:
+            both = mla_decode(*given, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True)
     assert isinstance(both, tuple)
     if meta is not None and not meta.have_initialized:
         _fill(meta, found, q)

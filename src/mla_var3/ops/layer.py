@@ -225,7 +225,7 @@ def absorb_gemm(
 
 # ---------------------------------------------------------------- in common
 #: What functions call their first tensor, where it is not x.
-_FIRST = {"rope_append": "q", "sparse_mla_decode": "q", "merge_partials": "partials"}
+_FIRST = {"rope_append": "q", "sparse_mla_decode": "q", "packed_mla_decode": "q", "merge_partials": "partials"}
 
 
 def serve(

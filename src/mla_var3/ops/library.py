@@ -4,6 +4,8 @@
     torch.ops.mla_var3.mla_decode_into    writes into the caller's out and lse
     torch.ops.mla_var3.sparse_mla_decode         (out, lse) as new tensors
     torch.ops.mla_var3.sparse_mla_decode_into    writes into the caller's out and lse
+    torch.ops.mla_var3.packed_mla_decode         (out, lse) as new tensors
+    torch.ops.mla_var3.packed_mla_decode_into    writes into the caller's out and lse
     torch.ops.mla_var3.rmsnorm            (out, second, new residual), without columns where not asked for
     torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
@@ -13,8 +15,8 @@
 A plain call of one of these functions goes around its operator, because torch's dispatcher costs microseconds and
 gives an eager call nothing. It goes through it where somebody is looking: while torch traces, under a dispatch mode,
 and for tensors of a subclass, as fake and functional ones are. `flash_mla.flash_mla_with_kvcache` calls `mla_decode`,
-and `sparse_mla_decode` where it is given indices, so
-it is traced into their operators. Nothing here has a gradient: tensors are detached, as in an eager call.
+`packed_mla_decode` or `sparse_mla_decode`, so it is traced into their operators. Nothing here has a gradient: tensors
+are detached, as in an eager call.
 
 Operators exist once torch is imported, whichever of torch and this package comes first, so that a compiled or exported
 program finds them. Importing this package does not import torch.
@@ -31,7 +33,7 @@ from mla_var3.ops.request import on_gpu
 from mla_var3.packed_cache import VALUES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -49,12 +51,18 @@ _SPARSE = (
     "Tensor? topk_lens=None, Tensor? sink=None, Tensor? extra_cache=None, Tensor? extra_indices=None, "
     "Tensor? extra_topk_lens=None, str? version=None"
 )
+_PACKED = (
+    "Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, *, str layout='v32', float? scale=None, "
+    "Tensor? cache_scale=None, Tensor? sink=None, str? version=None"
+)
 _PRODUCT = "Tensor x, Tensor weight, str side, *, str? version=None"
 SCHEMAS = {
     "mla_decode": f"mla_decode({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
     "mla_decode_into": f"mla_decode_into({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
     "sparse_mla_decode": f"sparse_mla_decode({_SPARSE}) -> (Tensor out, Tensor lse)",
     "sparse_mla_decode_into": f"sparse_mla_decode_into({_SPARSE}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "packed_mla_decode": f"packed_mla_decode({_PACKED}) -> (Tensor out, Tensor lse)",
+    "packed_mla_decode_into": f"packed_mla_decode_into({_PACKED}, Tensor(a!) out, Tensor(b!) lse) -> ()",
     "rmsnorm": (
         "rmsnorm(Tensor x, Tensor weight, Tensor? second_weight=None, Tensor? residual=None, *, float eps=1e-6, "
         "str? version=None) -> (Tensor out, Tensor second, Tensor new_residual)"
@@ -165,22 +173,26 @@ def _fake_decode(
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
 
 
-def _sparse_decode(
-    q: torch.Tensor, *args: Any, version: str | None = None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from mla_var3.ops.sparse import sparse_mla_decode
+def _over_packed(name: str) -> tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., None]]:
+    """What the two operators of a function of `mla_var3.ops.sparse` do."""
 
-    on_gpu(q, "q", "sparse_mla_decode")
-    both = sparse_mla_decode(q, *args, return_lse=True, on=engine(), kernel=version, **options)
-    assert isinstance(both, tuple)
-    return both
+    def run(
+        q: torch.Tensor, *args: Any, version: str | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from mla_var3.ops import sparse
+
+        on_gpu(q, "q", name)
+        both = getattr(sparse, name)(q, *args, return_lse=True, on=engine(), kernel=version, **options)
+        assert isinstance(both, tuple)
+        return both
+
+    def into(*args: Any, **options: Any) -> None:
+        run(*args, **options)
+
+    return run, into
 
 
-def _sparse_decode_into(*args: Any, **options: Any) -> None:
-    _sparse_decode(*args, **options)
-
-
-def _fake_sparse_decode(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_over_packed(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     out, lse = _shapes(q, None, VALUES)
@@ -271,13 +283,17 @@ def register() -> None:
 
     if _registered:
         return
+    sparse, sparse_into = _over_packed("sparse_mla_decode")
+    packed, packed_into = _over_packed("packed_mla_decode")
     library = torch.library.Library(NAMESPACE, "DEF")
     _registered.append(library)
     functions: dict[str, tuple[Any, Any]] = {
         "mla_decode": (_decode, _fake_decode),
         "mla_decode_into": (_decode_into, _fake_into),
-        "sparse_mla_decode": (_sparse_decode, _fake_sparse_decode),
-        "sparse_mla_decode_into": (_sparse_decode_into, _fake_into),
+        "sparse_mla_decode": (sparse, _fake_over_packed),
+        "sparse_mla_decode_into": (sparse_into, _fake_into),
+        "packed_mla_decode": (packed, _fake_over_packed),
+        "packed_mla_decode_into": (packed_into, _fake_into),
         "rmsnorm": (_rmsnorm, _fake_rmsnorm),
         "rope_append": (_rope_append, _fake_into),
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),

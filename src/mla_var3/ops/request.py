@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Why a cache of 8-bit values is refused, and what to do.
-NO_FP8 = "FP8 caches are not supported yet by mla_decode, so pass the cache in torch.bfloat16 or torch.float16"
+NO_FP8 = "mla_decode takes torch.bfloat16 and torch.float16, so call packed_mla_decode for packed FP8 caches"
 
 _CACHE_ALIGNMENT = 128  # bytes: what the copy engine that reads pages assumes of their base
 _PAGE_ALIGNMENT = 16  # bytes: what it assumes of the step between pages

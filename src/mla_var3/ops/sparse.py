@@ -1,4 +1,6 @@
-"""`sparse_mla_decode`: decode attention to the cached tokens that indices name, over packed or bf16 caches."""
+"""Decode attention over packed caches: `sparse_mla_decode` to the tokens that indices name, `packed_mla_decode` to all
+tokens of a request.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from mla_var3.packed_cache import VALUES, fields, layout_of
 from mla_var3.workload.sparse_decode import SparseProblem, input_names
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from mla_var3.ops.engine import Engine
-    from mla_var3.packed_cache import Layout
 
 _PAGE_ALIGNMENT = 16  # bytes: what kernels assume of a cache and of the step between its pages
 
@@ -62,20 +65,15 @@ def sparse_mla_decode(
     Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the
     operator `torch.ops.mla_var3.sparse_mla_decode`, or `sparse_mla_decode_into` where out or lse is given.
     """
-    import torch
-
     if on is None and traced(q):
         both = _as_op(
-            q, kv_cache, indices, out, lse, layout=layout, scale=scale, cache_scale=cache_scale, topk_lens=topk_lens,
-            sink=sink, extra_cache=extra_cache, extra_indices=extra_indices, extra_topk_lens=extra_topk_lens,
-            version=kernel,
+            "sparse_mla_decode", (q, kv_cache, indices), out, lse, layout=layout, scale=scale, cache_scale=cache_scale,
+            topk_lens=topk_lens, sink=sink, extra_cache=extra_cache, extra_indices=extra_indices,
+            extra_topk_lens=extra_topk_lens, version=kernel,
         )  # fmt: skip
         return both if return_lse else both[0]
-    made = layout_of(layout)
-    judge("q", q, (None, None, None, made.columns), torch.bfloat16, q)
+    inputs = _judged(q, layout, cache_scale, sink)
     b, s, h, _ = q.shape
-    if (cache_scale is None) == (layout == "flat"):
-        raise UserError(f"layout {layout} {'needs' if layout == 'flat' else 'has no'} cache_scale, which is of flat.")
     if (extra_cache is None) != (extra_indices is None):
         given, missing = ("extra_cache", "extra_indices") if extra_indices is None else ("extra_indices", "extra_cache")
         raise UserError(f"{given} was given without {missing}: give both, or neither.")
@@ -83,7 +81,6 @@ def sparse_mla_decode(
         raise UserError("extra_topk_lens was given without extra_cache: leave it out.")
     if extra_cache is not None and layout == "flat":
         raise UserError("extra_cache is for caches that hold their scales: layout flat has one beside its cache.")
-    inputs: dict[str, torch.Tensor] = {"q": compact(q.detach())}
     sizes: list[int] = []
     for prefix, cache, chosen, lens in (
         ("", kv_cache, indices, topk_lens), ("extra_", extra_cache, extra_indices, extra_topk_lens)
@@ -92,51 +89,130 @@ def sparse_mla_decode(
             sizes += [0, 0, 0]
             continue
         name = f"{prefix}cache" if prefix else "kv_cache"
-        pages = inputs[f"{prefix}cache"] = _pages(name, cache, made, q)
+        pages = inputs[f"{prefix}cache"] = _pages(name, cache, layout, q)
         inputs[f"{prefix}indices"] = _integers(f"{prefix}indices", chosen, (b, s, None), q)
         if chosen.shape[2] < 1:
             raise UserError(f"{prefix}indices is {tuple(chosen.shape)}: give at least one index, -1 where none is.")
         if lens is not None:
             inputs[f"{prefix}lengths"] = _integers(f"{prefix}topk_lens", lens, (b,), q)
         sizes += [max(1, len(pages) * pages.shape[1] // max(b, 1)), chosen.shape[2], pages.shape[1]]
-    if cache_scale is not None:
-        inputs["scale"] = compact(judge("cache_scale", cache_scale, (1,), torch.float32, q))
-    if sink is not None:
-        inputs["sink"] = compact(judge("sink", sink, (h,), torch.float32, q))
-    if scale is None:
-        scale = VALUES**-0.5 if layout == "v4" else 192.0**-0.5
-    problem = _problem(
+    problem = _sparse(
         max(b, 1), s, h, *sizes, layout, topk_lens is not None, sink is not None, extra_topk_lens is not None,
-        number("scale", scale),
+        _scale(scale, layout),
     )  # fmt: skip
-    target = result("out", out, (b, s, h, VALUES), q.dtype, q.device)
-    sums = result("lse", lse, (b, h, s), torch.float32, q.device)
-    serve("sparse_mla_decode", problem, [inputs[name] for name in input_names(problem)], (target, sums), kernel, on)
-    return (target, sums) if return_lse else target
+    both = _computed("sparse_mla_decode", problem, inputs, out, lse, kernel, on)
+    return both if return_lse else both[0]
+
+
+def packed_mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    layout: str = "v32",
+    scale: float | None = None,
+    cache_scale: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q over each request's cached tokens, as of `mla_decode`, where the cache is packed.
+
+    q (b, s, h, columns), kv_cache, layout ("v32", "v4" or "flat"), cache_scale, sink, scale, out, lse, return_lse,
+    kernel and on: as of `sparse_mla_decode`. page_table (b, width) int32: entry j of a request is the page of its
+    tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read on the device, at most
+    width · page; 0 is allowed. int64 page tables and lengths cost a small copy each. Query token i sees keys
+    0 .. length - s + i: several query tokens are causal, at the end of each request.
+
+    Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
+    Returns out (b, s, h, 512), or (out, lse). Raises `UserError` in one sentence for what does not fit. To
+    `torch.compile` it is the operator `torch.ops.mla_var3.packed_mla_decode`, or `packed_mla_decode_into` where out or
+    lse is given.
+    """
+    if on is None and traced(q):
+        both = _as_op(
+            "packed_mla_decode", (q, kv_cache, page_table, seq_lens), out, lse, layout=layout, scale=scale,
+            cache_scale=cache_scale, sink=sink, version=kernel,
+        )  # fmt: skip
+        return both if return_lse else both[0]
+    if layout == "bf16":
+        raise UserError("layout bf16 is not packed: mla_decode takes such a cache.")
+    inputs = _judged(q, layout, cache_scale, sink)
+    b, s, h, _ = q.shape
+    page = (pages := _pages("kv_cache", kv_cache, layout, q)).shape[1]
+    table = _integers("page_table", page_table, (b, None), q)
+    if table.shape[1] < 1:
+        raise UserError(f"page_table is {tuple(table.shape)}: give it at least one column.")
+    inputs |= {"cache": pages, "page_table": table, "seq_lens": _integers("seq_lens", seq_lens, (b,), q)}
+    problem = _dense(max(b, 1), s, h, table.shape[1] * page, page, layout, sink is not None, _scale(scale, layout))
+    both = _computed("packed_mla_decode", problem, inputs, out, lse, kernel, on)
+    return both if return_lse else both[0]
 
 
 def _as_op(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    **options: Any,
+    name: str, given: tuple[torch.Tensor, ...], out: torch.Tensor | None, lse: torch.Tensor | None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call with these arguments, through its operator."""
+    """(out, lse) of a call of a function with these arguments, through its operator."""
     import torch
 
     if out is None and lse is None:
-        made: tuple[torch.Tensor, torch.Tensor] = as_op("sparse_mla_decode", q, kv_cache, indices, **options)
+        made: tuple[torch.Tensor, torch.Tensor] = as_op(name, *given, **options)
         return made
-    b, s, h, _ = q.shape
-    out = q.new_empty((b, s, h, VALUES)) if out is None else out
-    lse = q.new_empty((b, h, s), dtype=torch.float32) if lse is None else lse
-    as_op("sparse_mla_decode_into", q, kv_cache, indices, out=out, lse=lse, **options)
+    b, s, h, _ = given[0].shape
+    out = given[0].new_empty((b, s, h, VALUES)) if out is None else out
+    lse = given[0].new_empty((b, h, s), dtype=torch.float32) if lse is None else lse
+    as_op(f"{name}_into", *given, out=out, lse=lse, **options)
     return out, lse
 
 
-def _pages(name: str, cache: torch.Tensor, layout: Layout, q: torch.Tensor) -> torch.Tensor:
+def _judged(
+    q: torch.Tensor, layout: str, cache_scale: torch.Tensor | None, sink: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Those of a problem's inputs that need no cache."""
+    import torch
+
+    judge("q", q, (None, None, None, layout_of(layout).columns), torch.bfloat16, q)
+    if (cache_scale is None) == (layout == "flat"):
+        raise UserError(f"layout {layout} {'needs' if layout == 'flat' else 'has no'} cache_scale, which is of flat.")
+    inputs = {"q": compact(q.detach())}
+    if cache_scale is not None:
+        inputs["scale"] = compact(judge("cache_scale", cache_scale, (1,), torch.float32, q))
+    if sink is not None:
+        inputs["sink"] = compact(judge("sink", sink, (q.shape[2],), torch.float32, q))
+    return inputs
+
+
+def _scale(given: float | None, layout: str) -> float:
+    if given is None:
+        return VALUES**-0.5 if layout == "v4" else 192.0**-0.5
+    return number("scale", given)
+
+
+def _computed(
+    function: str,
+    problem: SparseProblem,
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    kernel: str | None,
+    on: Engine | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse), the caller's or new ones."""
+    import torch
+
+    q = inputs["q"]
+    b, s, h, _ = q.shape
+    target = result("out", out, (b, s, h, VALUES), q.dtype, q.device)
+    sums = result("lse", lse, (b, h, s), torch.float32, q.device)
+    serve(function, problem, [inputs[name] for name in input_names(problem)], (target, sums), kernel, on)
+    return target, sums
+
+
+def _pages(name: str, cache: torch.Tensor, layout: str, q: torch.Tensor) -> torch.Tensor:
     """A cache as kernels take it: (pages, page, bytes of a token) of uint8, or (pages, page, 576) of bf16."""
     import torch
 
@@ -152,7 +228,7 @@ def _pages(name: str, cache: torch.Tensor, layout: Layout, q: torch.Tensor) -> t
     if cache.shape[1] == 1:  # strides of dimensions of size 1 say nothing
         cache = cache.as_strided(cache.shape, (cache.stride(0), row, cache.stride(2)))
     try:
-        fields(layout, cache)
+        fields(layout_of(layout), cache)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     step = cache.stride(0) * cache.element_size()
@@ -174,7 +250,7 @@ def _integers(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], q:
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.
 @functools.lru_cache(maxsize=4096)
-def _problem(
+def _sparse(
     b: int,
     s: int,
     h: int,
@@ -194,3 +270,8 @@ def _problem(
         b=b, s=s, h=h, t=t, topk=topk, layout=layout, page=page, lengths=lengths, sink=sink, extra=extra,
         extra_t=extra_t, extra_page=extra_page, extra_lengths=extra_lengths, softmax_scale=scale,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(b: int, s: int, h: int, t: int, page: int, layout: str, sink: bool, scale: float) -> SparseProblem:
+    return SparseProblem(b=b, s=s, h=h, t=t, layout=layout, page=page, sink=sink, softmax_scale=scale, paged=True)

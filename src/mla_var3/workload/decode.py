@@ -754,6 +754,12 @@ def mla_decode_reference(
 
 def gather_tokens(kv_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
     """The (length, h_kv, width) tokens of one request, in order. pages: its row of the page table."""
+    return kv_cache[pages_of(kv_cache, pages, length)].flatten(0, 1)[:length]
+
+
+def pages_of(kv_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """Numbers (int64) of the pages that hold the first `length` tokens of one request; `gather_tokens` for the
+    arguments."""
     num_pages, page = kv_cache.shape[:2]
     count = -(-length // page)
     if count > len(pages):
@@ -761,7 +767,7 @@ def gather_tokens(kv_cache: torch.Tensor, pages: torch.Tensor, length: int) -> t
     ids = pages[:count].long()
     if bool(((ids < 0) | (ids >= num_pages)).any()):
         raise UserError(f"A page table names page {int(ids.max())} of a cache of {num_pages}: give it valid pages.")
-    return kv_cache[ids].flatten(0, 1)[:length]
+    return ids
 
 
 def attend(

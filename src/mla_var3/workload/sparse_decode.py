@@ -1,4 +1,5 @@
-"""Sparse decode over packed latent caches: each query token attends to the cached tokens that its indices name.
+"""Decode over packed latent caches: each query token attends to the cached tokens that its indices name, or (`paged`)
+to those of its request.
 
 b requests of s query tokens each; h query heads share one cache of a layout of `mla_var3.packed_cache`. A key is all
 c columns of a cached token (576; 512 in v4), its value the first 512. A problem's inputs, in this order; those in
@@ -14,6 +15,14 @@ cache, names none; one that is there several times counts as often. Of the topk 
 those from lengths[i] on are not looked at, and may hold anything. The extra cache, of the same layout, is attended to
 as well.
 
+With `paged` attention is dense, and a page table stands in place of indices:
+
+    q   cache   page_table (b, width) int32   seq_lens (b,) int32   [scale]   [sink]   →   out, lse
+
+Entry j of a request is the page of its tokens j·page .. j·page + page-1. Query token i attends to the first
+seq_lens - s + i + 1 of them, to none where that is not positive. Entries behind a request's last page are not followed,
+and may hold anything.
+
 lse is the natural log-sum-exp of scale · q·k over the tokens that are attended to, +inf where there is none. The sink
 of a head is a logit more in the softmax, without a value: out is multiplied by 1 / (1 + exp(sink - lse)), so that +inf
 makes it 0, and -inf changes nothing; lse is without it. out is 0 where no token is attended to.
@@ -23,18 +32,19 @@ Keys and values are exactly what the bytes say, not rounded to bf16.
 Tokens that no query token attends to hold NaN in every column and scale, as do the bytes between pages.
 
 Distributions of inputs (`dist`). Unless something else is said, keys are N(0, 1) / 10 clamped to ±1 before they are
-packed, with scales that are powers of two, and q is N(0, 1) clamped to ±1, as in FlashMLA's own test:
+packed, with scales that are powers of two, and q is N(0, 1) clamped to ±1, as in FlashMLA's own test. Holes, none and
+duplicates are of indices alone:
 
     flashmla    as above
     normal      N(0, 1): attention is uneven
     holes       a third of the indices name none
     none        no index names a token
     duplicates  three tokens, each many times
-    empty       every other request has no token: its lengths are 0, or its indices name none
+    empty       every other request has no token: its length is 0, or its indices name none
     first,last  the token of the first index (the last) takes about 95 % of the attention of its query token
-    unseen      every token that is not attended to would take it; a third of the indices name none
+    unseen      every token that is not attended to would take it; a third of the indices, if any, name none
     below_zero  every attended logit is far below zero, so that a token of zeros, or a masked logit of 0, would take
-                it; a third of the indices name none
+                it; a third of the indices, if any, name none
     scales      v32 and flat: scales a little below the middle between two bf16 numbers. v4: of many magnitudes
     codes       every finite e4m3, all of them equally often
     subnormal   subnormal e4m3 and zeros of both signs alone
@@ -88,11 +98,13 @@ class SparseClass:
     sink: bool
     extra_page: int
     extra_lengths: bool
+    paged: bool = False
 
     def key(self) -> str:
         options = {"lengths": self.lengths, "sink": self.sink, "xlengths": self.extra_lengths}
         more = "".join(f"_{name}" for name, is_so in options.items() if is_so)
-        return f"sparse_{self.layout}_s{self.s}_h{self.h}_pg{self.page}_x{self.extra_page}{more}"
+        kind = "dense" if self.paged else "sparse"
+        return f"{kind}_{self.layout}_s{self.s}_h{self.h}_pg{self.page}_x{self.extra_page}{more}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,9 @@ class SparseProblem(Problem):
     leftmost so many indices of each request count. sink: whether heads have an attention sink. extra: indices into an
     extra cache, 0 for none (layout flat has none: its one scale is one cache's). extra_t, extra_page, extra_lengths: of
     that cache, t and page where they are 0. softmax_scale: factor on q·k, None for the key's columns^-1/2, as FlashMLA
-    has it; compiled code does not depend on it. dtype: of q and out, bf16.
+    has it; compiled code does not depend on it. dtype: of q and out, bf16. paged: whether attention is dense, by a page
+    table: there are no indices then (topk is 0) and no extra cache, and lengths says whether requests differ in their
+    cached tokens, uniform in 0..t.
     """
 
     workload: ClassVar[str] = "sparse_decode"
@@ -124,17 +138,23 @@ class SparseProblem(Problem):
     extra_lengths: bool = False
     softmax_scale: float | None = None
     dtype: str = "bf16"
+    paged: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
-        for name in ("b", "s", "h", "t", "topk", "page"):
+        for name in ("lengths", "sink", "extra_lengths", "paged"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
+        if self.paged:
+            if self.topk not in (0, SparseProblem.topk) or self.extra:
+                name = "extra" if self.extra else "topk"
+                raise UserError(f"problem.{name} is a number of indices, and paged has none: leave it out.")
+            object.__setattr__(self, "topk", 0)
+        for name in ("b", "s", "h", "t", "page", *([] if self.paged else ["topk"])):
             check_integer(name, getattr(self, name), 1)
         for name in ("extra", "extra_t", "extra_page"):
             check_integer(name, getattr(self, name), 0)
-        for name in ("lengths", "sink", "extra_lengths"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
         if self.dtype != "bf16":
             raise UserError(f"problem.dtype = {self.dtype!r} is not taken: q and the caches' plain columns are bf16.")
         if self.extra and self.layout == "flat":
@@ -162,20 +182,29 @@ class SparseProblem(Problem):
     @property
     def parts(self) -> tuple[Part, ...]:
         """What is attended to: the cache, and the extra one where there is one."""
-        main = Part("", self.b, self.t, self.page, self.topk, self.lengths)
+        main = Part("", self.b, self.t, self.page, self.t if self.paged else self.topk, self.lengths)
         if not self.extra:
             return (main,)
         return main, Part("extra_", self.b, self.extra_t, self.extra_page, self.extra, self.extra_lengths)
 
     @property
     def label(self) -> str:
-        text = f"{self.layout}_b{self.b}_s{self.s}_h{self.h}_top{self.topk}"
-        return f"{text}+{self.extra}" if self.extra else text
+        text = f"{self.layout}_b{self.b}_s{self.s}_h{self.h}"
+        if self.paged:
+            return f"{text}_t{self.t}"
+        return f"{text}_top{self.topk}" + (f"+{self.extra}" if self.extra else "")
 
     def problem_class(self) -> SparseClass:
+        lengths = self.lengths and not self.paged  # a page table always comes with lengths
         return SparseClass(
-            self.s, self.h, self.layout, self.page, self.lengths, self.sink, self.extra_page, self.extra_lengths
+            self.s, self.h, self.layout, self.page, lengths, self.sink, self.extra_page, self.extra_lengths, self.paged
         )  # fmt: skip
+
+    def to_record(self) -> dict[str, Any]:
+        data = super().to_record()
+        if not self.paged:
+            del data["paged"]
+        return data
 
     # ---------------------------------------------------------------- cost
     def cost(self) -> Cost:
@@ -183,11 +212,15 @@ class SparseProblem(Problem):
 
         A pair costs 2 · (columns + 512) for q·k and p·v. Bytes: q and out once, and each cached token that a request
         attends to once. Its query tokens choose independently, each n of its t tokens: t · (1 - (1 - n/t)^s) different
-        ones on average.
+        ones on average. Of a page table they are all.
         """
         pairs, tokens = 0, 0.0
         for part in self.parts:
             for length in part.lens:
+                if self.paged:
+                    pairs += sum(max(0, length - i) for i in range(self.s))
+                    tokens += length
+                    continue
                 chosen = min(length, part.t)
                 pairs += self.s * chosen
                 tokens += part.t * (1.0 - (1.0 - chosen / part.t) ** self.s)
@@ -203,6 +236,8 @@ class SparseProblem(Problem):
         """Device memory of one input set with its outputs, tokens that nobody attends to included."""
         caches = sum(part.pages * self.cache.page_bytes(part.page) for part in self.parts)
         indices = 4 * sum(self.b * (self.s * part.topk + part.has_lengths) for part in self.parts)
+        if self.paged:
+            indices = 4 * (self.parts[0].pages + self.b)
         q = self.b * self.s * self.h * self.columns * self.element_bytes
         return caches + indices + q + 4 * self.h * self.sink + self.output_bytes()
 
@@ -210,15 +245,16 @@ class SparseProblem(Problem):
     @property
     def detail(self) -> str:
         default = SparseProblem()
-        names = ("t", "page", "lengths", "sink", "extra_t", "extra_page", "extra_lengths", "softmax_scale")
+        names: tuple[str, ...] = ("page", "lengths", "sink", "extra_t", "extra_page", "extra_lengths", "softmax_scale")
+        names = names if self.paged else ("t", *names)  # a page table's is in the label
         changed = [name for name in names if getattr(self, name) != getattr(default, name)]
         values = {name: getattr(self, name) for name in changed}
         return "".join(f"_{name}" if value is True else f"_{name}{value}" for name, value in values.items())
 
     @property
     def panel(self) -> str:
-        chosen = f"{self.topk} + {self.extra}" if self.extra else str(self.topk)
-        return f"{self.layout}, {self.h} heads × {self.s}, top {chosen}" + self.detail.replace("_", " ")
+        chosen = "dense" if self.paged else f"top {self.topk}" + (f" + {self.extra}" if self.extra else "")
+        return f"{self.layout}, {self.h} heads × {self.s}, {chosen}" + self.detail.replace("_", " ")
 
     @property
     def place(self) -> tuple[int, int]:
@@ -235,19 +271,21 @@ class SparseProblem(Problem):
     @property
     def rank(self) -> tuple[Any, ...]:
         order = list(LAYOUTS).index(self.layout)
-        return (True, self.workload, order, self.s * self.h, self.h, self.topk, self.extra, self.b, self.detail)
+        sizes = (self.s * self.h, self.h, self.topk, self.extra, self.b)
+        return (True, self.workload, self.paged, order, *sizes, self.t if self.paged else 0, self.detail)
 
     @property
     def words(self) -> str:
         text = f"{count(self.b, 'request')} of {count(self.s, 'query token')}, {count(self.h, 'head')}, "
-        text += f"{self.topk} of {count(self.t, 'cached token')}"
+        text += count(self.t, "cached token") if self.paged else f"{self.topk} of {count(self.t, 'cached token')}"
         text += f" and {self.extra} of {self.extra_t} of an extra cache" if self.extra else ""
         return f"{text}, layout {self.layout}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the caches that a problem attends to. prefix: of its inputs' names. topk: indices of a query token."""
+    """One of the caches that a problem attends to. prefix: of its inputs' names. topk: indices of a query token; of a
+    page table, the cached tokens that it has room for."""
 
     prefix: str
     b: int
@@ -268,8 +306,8 @@ class Part:
 
     @property
     def lens(self) -> tuple[int, ...]:
-        """Indices of each request that count: all, or with lengths as many as are drawn, uniform in 0..topk; the same
-        everywhere."""
+        """Indices of each request that count (of a page table, cached tokens): all, or with lengths as many as are
+        drawn, uniform in 0..topk; the same everywhere."""
         if not self.has_lengths:
             return (self.topk,) * self.b
         rng = random.Random(f"{self.prefix}{self.topk}")
@@ -278,8 +316,15 @@ class Part:
 
 def input_names(problem: SparseProblem) -> tuple[str, ...]:
     """Names of the inputs, in order."""
-    here = {"scale": problem.layout == "flat", "lengths": problem.lengths, "sink": problem.sink}
-    names = ["q", "cache", "indices", *(name for name, is_there in here.items() if is_there)]
+    here = {
+        "indices": not problem.paged,
+        "page_table": problem.paged,
+        "seq_lens": problem.paged,
+        "scale": problem.layout == "flat",
+        "lengths": problem.lengths and not problem.paged,
+        "sink": problem.sink,
+    }
+    names = ["q", "cache", *(name for name, is_there in here.items() if is_there)]
     if problem.extra:
         names += ["extra_cache", "extra_indices"] + ["extra_lengths"] * problem.extra_lengths
     return tuple(names)
@@ -294,6 +339,7 @@ def named(problem: SparseProblem, *inputs: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- inputs
+OF_INDICES = ("holes", "none", "duplicates")
 HOLES = ("holes", "unseen", "below_zero")
 DOMINANT = ("first", "last", "unseen", "below_zero")
 QUANTISED = ("scales", "codes", "subnormal")
@@ -319,12 +365,15 @@ def make_inputs(
     """Random inputs of the problem; the module's docstring has shapes and distributions.
 
     poison: NaN in tokens that nobody attends to and between pages, else finite values and zeros. garbage: indices that
-    name none are numbers outside the cache, of both signs and all sizes, else -1.
+    name none, and entries of a page table behind a request's last page, are numbers outside the cache, of both signs
+    and all sizes, else -1.
     """
     import torch
 
     if dist not in DISTRIBUTIONS:
         raise UserError(f"sparse_decode input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
+    if dist in OF_INDICES and problem.paged:
+        raise UserError(f"input distribution {dist!r} is of indices, and a page table has none.")
     if dist in QUANTISED and problem.layout == "bf16":
         raise UserError(f"input distribution {dist!r} is of e4m3 codes and scales: layout bf16 has none.")
     generator = torch.Generator(device=device)
@@ -337,8 +386,11 @@ def make_inputs(
     made: dict[str, Any] = {"q": q}
     for number, part in enumerate(problem.parts):
         drawn = _Drawn(problem, part, dist, device, generator)
-        made[f"{part.prefix}indices"] = drawn.indices(garbage)
-        made[f"{part.prefix}lengths"] = drawn.lengths.to(torch.int32)
+        if problem.paged:
+            made["page_table"] = drawn.page_table(garbage)
+        else:
+            made[f"{part.prefix}indices"] = drawn.indices(garbage)
+        made["seq_lens" if problem.paged else f"{part.prefix}lengths"] = drawn.lengths.to(torch.int32)
         made[f"{part.prefix}cache"], scale = drawn.cache(poison)
         if number == 0 and scale is not None:
             made["scale"] = scale
@@ -362,39 +414,56 @@ class _Drawn:
         b, s, topk, t = part.b, problem.s, part.topk, part.t
         self.lengths = torch.tensor(part.lens, device=device)
         order = torch.randperm(part.pages, device=device, generator=generator).view(b, -1)
-        # Distinct tokens of the request for each query token, in random order; none where there are not enough.
-        chosen = torch.rand((b * s, t), device=device, generator=generator).topk(min(topk, t)).indices.view(b, s, -1)
-        chosen = torch.nn.functional.pad(chosen, (0, topk - chosen.shape[2]), value=-1)
+        self.order = order
+        if problem.paged:
+            chosen = torch.arange(t, device=device).repeat(b, s, 1)
+        else:
+            # Distinct tokens of the request for each query token, in random order; none where there are not enough.
+            chosen = torch.rand((b * s, t), device=device, generator=generator).topk(min(topk, t)).indices
+            chosen = torch.nn.functional.pad(chosen.view(b, s, -1), (0, topk - chosen.shape[1]), value=-1)
         if dist == "duplicates":
             chosen = chosen[..., torch.arange(topk, device=device) % min(3, topk, t)]
         pages = order.gather(1, (chosen.clamp(min=0) // part.page).view(b, -1)).view(chosen.shape)
         slots = pages * part.page + chosen.clamp(min=0) % part.page
         is_none = chosen < 0
-        if dist in HOLES:
+        if dist in HOLES and not problem.paged:
             is_none |= torch.rand(slots.shape, device=device, generator=generator) < 1 / 3
         elif dist == "none":
             is_none[:] = True
         elif dist == "empty":
-            if part.has_lengths:
+            if part.has_lengths or problem.paged:
                 self.lengths[::2] = 0
             else:
                 is_none[::2] = True
         self.slots, self.is_none = slots, is_none
-        counts = torch.arange(topk, device=device) < self.lengths.view(b, 1, 1)
-        #: (b, s, topk): whether an index is attended to.
-        self.attended = counts & ~is_none
+        counts = self.lengths.view(b, 1, 1)
+        if problem.paged:
+            counts = counts - torch.arange(s - 1, -1, -1, device=device).view(1, s, 1)
+        #: (b, s, topk): whether an index, or a token of a request, is attended to.
+        self.attended = (torch.arange(topk, device=device) < counts) & ~is_none
         self.seen = torch.zeros(part.tokens, dtype=torch.bool, device=device)
         self.seen[slots[self.attended]] = True
 
     def indices(self, garbage: bool) -> torch.Tensor:
         """(b, s, topk) int32."""
+        return self._numbers(self.slots, self.is_none, garbage)
+
+    def page_table(self, garbage: bool) -> torch.Tensor:
+        """(b, pages of a request) int32."""
+        import torch
+
+        position = torch.arange(self.order.shape[1], device=self.device) * self.part.page
+        return self._numbers(self.order, position >= self.lengths.unsqueeze(1), garbage)
+
+    def _numbers(self, there: torch.Tensor, is_none: torch.Tensor, garbage: bool) -> torch.Tensor:
+        """int32, outside of the cache where there is none."""
         import torch
 
         tokens = self.part.tokens
         outside = [-1, -(2**31), 2**31 - 1, tokens, -7, tokens + self.part.page] if garbage else [-1]
         kinds = torch.tensor(outside, device=self.device)
-        nothing = kinds[torch.arange(self.slots.numel(), device=self.device) % len(outside)].view(self.slots.shape)
-        return torch.where(self.is_none, nothing, self.slots).to(torch.int32)
+        nothing = kinds[torch.arange(there.numel(), device=self.device) % len(outside)].view(there.shape)
+        return torch.where(is_none, nothing, there).to(torch.int32)
 
     def cache(self, poison: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The packed cache, and the scale of layout flat."""
@@ -498,7 +567,10 @@ def reference(problem: SparseProblem, *inputs: Any) -> tuple[torch.Tensor, torch
     q, sink = given["q"], given.get("sink")
     b, s, h, _ = q.shape
     names = [part.prefix for part in problem.parts]
-    pairs = b * s * sum(given[f"{name}indices"].shape[2] for name in names)
+    if problem.paged:
+        pairs = s * int(given["seq_lens"].sum())
+    else:
+        pairs = b * s * sum(given[f"{name}indices"].shape[2] for name in names)
     exact = 2.0 * h * (problem.columns + VALUES) * pairs <= decode.FLOAT64_FLOPS["cuda" if q.is_cuda else "cpu"]
     dtype = torch.float64 if exact else torch.float32
     out = torch.zeros((b, s, h, VALUES), dtype=dtype, device=q.device)
@@ -519,7 +591,15 @@ def reference(problem: SparseProblem, *inputs: Any) -> tuple[torch.Tensor, torch
 
 def _attended(problem: SparseProblem, given: Mapping[str, Any], prefix: str, i: int, token: int) -> torch.Tensor:
     """(n, columns) float64: the tokens of one cache that a query token attends to."""
-    cache, indices = given[f"{prefix}cache"], given[f"{prefix}indices"][i, token]
+    import torch
+
+    cache = given[f"{prefix}cache"]
+    if problem.paged:
+        position = torch.arange(max(0, int(given["seq_lens"][i]) - problem.s + token + 1), device=cache.device)
+        pages = decode.pages_of(cache, given["page_table"][i], len(position))
+        there = pages[position // problem.page] * problem.page + position % problem.page
+        return gather(problem.cache, cache, there, given.get("scale"))
+    indices = given[f"{prefix}indices"][i, token]
     if (lengths := given.get(f"{prefix}lengths")) is not None:
         indices = indices[: max(0, int(lengths[i]))]
     there = indices[(indices >= 0) & (indices < cache.shape[0] * cache.shape[1])]
@@ -550,9 +630,9 @@ CASES = {
     "normal": "N(0, 1) values",
     "uneven": "numbers of indices that are multiples of nothing",
     "one_key": "a single index",
-    "holes": "a third of the indices name none: negative, or outside the cache",
-    "none": "no index names a token",
-    "duplicates": "the same tokens many times",
+    "holes": "a third of the indices name none: negative, or outside the cache (not of a page table)",
+    "none": "no index names a token (not of a page table)",
+    "duplicates": "the same tokens many times (not of a page table)",
     "empty": "every other request without a token",
     "first": "the token of the first index dominates",
     "last": "that of the last one that counts does, of the extra cache where there is one",
@@ -565,7 +645,7 @@ CASES = {
     "in_place": "other values, indices and lengths in the tensors of a bound kernel",
     "few_planned": "one request, so that its indices are split, planned anew",
     "lengths": "lengths and sinks, planned anew",
-    "extra": "an extra cache with other pages and lengths, planned anew (not of flat)",
+    "extra": "an extra cache with other pages and lengths, planned anew (not of flat, nor of a page table)",
     "many": "more requests than a device has multiprocessors (on a GPU)",
     "far": "pages beyond 2^31 bytes from the start of the cache (on a GPU)",
 }
@@ -575,25 +655,31 @@ QUICK = ("own", "uneven", "holes", "unseen", "below_zero", "in_place")
 def _cases(problem: SparseProblem, on_gpu: bool) -> Iterator[Case]:
     own = problem if on_gpu else small(problem)
     some = own.replace(b=min(own.b, 5), t=min(own.t, 4096), extra_t=min(own.extra_t, 2048))
-    uneven = some.replace(topk=min(own.topk, 333 if on_gpu else 37), extra=min(own.extra, 77 if on_gpu else 13))
+    if own.paged:  # as many requests as it takes to end at, before and behind the ends of pages
+        uneven = some.replace(b=24 if on_gpu else 6, t=min(own.t, 1111 if on_gpu else 61), lengths=True)
+    else:
+        uneven = some.replace(topk=min(own.topk, 333 if on_gpu else 37), extra=min(own.extra, 77 if on_gpu else 13))
     yield Case("own", own, "flashmla", planned=True)
     yield Case("normal", some, "normal")
     yield Case("uneven", uneven, "flashmla")
-    yield Case("one_key", uneven.replace(topk=1, extra=min(own.extra, 1)), "flashmla")
-    for dist in ("holes", "none", "duplicates", "empty", *DOMINANT):
+    one = {"t": 1, "lengths": False} if own.paged else {"topk": 1}
+    yield Case("one_key", uneven.replace(**one, extra=min(own.extra, 1)), "flashmla")
+    for dist in ("empty", *DOMINANT) if own.paged else (*OF_INDICES, "empty", *DOMINANT):
         yield Case(dist, uneven, dist)
     if problem.layout != "bf16":
         for dist in QUANTISED:
             yield Case(dist, uneven, dist)
-    yield Case("apart", uneven, "holes", alter=_apart)
-    yield Case("in_place", uneven, "flashmla", then=uneven)
+    unlike = "unseen" if own.paged else "holes"
+    yield Case("apart", uneven, unlike, alter=_apart)
+    yield Case("in_place", uneven, "flashmla", then=uneven.replace(lengths=False) if own.paged else uneven)
     yield Case("few_planned", own.replace(b=1), "normal", planned=True)
     yield Case("lengths", uneven.replace(lengths=True, sink=True), "last", planned=True)
-    if problem.layout != "flat":
+    if problem.layout != "flat" and not problem.paged:
         sizes = {"extra": 77 if on_gpu else 13, "extra_t": 300 if on_gpu else 40}
         given = uneven.replace(**sizes, extra_page=3, lengths=True, extra_lengths=True, sink=True)
         yield Case("extra", given, "unseen", planned=True)
-    yield Case("many", some.replace(b=301, topk=min(own.topk, 100)), "holes", gpu=True)
+    short = {"t": min(own.t, 100), "lengths": True} if own.paged else {"topk": min(own.topk, 100)}
+    yield Case("many", some.replace(b=301, **short), unlike, gpu=True)
     yield Case("far", uneven, "flashmla", alter=_far, gpu=True)
 
 
@@ -654,12 +740,17 @@ def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
         "scale": ((1,), torch.float32),
         "sink": ((problem.h,), torch.float32),
     }
+    if problem.paged:
+        wanted["page_table"] = ((b, given["page_table"].shape[-1]), torch.int32)
+        wanted["seq_lens"] = ((b,), torch.int32)
     for part in problem.parts:
-        wanted[f"{part.prefix}indices"] = ((b, problem.s, given[f"{part.prefix}indices"].shape[-1]), torch.int32)
-        wanted[f"{part.prefix}lengths"] = ((b,), torch.int32)
         fields(problem.cache, given[f"{part.prefix}cache"])
         if (page := given[f"{part.prefix}cache"].shape[1]) != part.page:
             raise UserError(f"cannot bind: {part.prefix}cache has pages of {page}, and this kernel wants {part.page}.")
+        if problem.paged:
+            continue
+        wanted[f"{part.prefix}indices"] = ((b, problem.s, given[f"{part.prefix}indices"].shape[-1]), torch.int32)
+        wanted[f"{part.prefix}lengths"] = ((b,), torch.int32)
     for name, tensor in given.items():
         if name not in wanted:
             continue
@@ -674,6 +765,8 @@ def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
     def tokens(name: str) -> int:
         return max(1, given[name].shape[0] * given[name].shape[1] // b)
 
+    if problem.paged:
+        return problem.replace(b=b, t=given["page_table"].shape[1] * problem.page, lengths=False)
     sizes = {"t": tokens("cache"), "topk": given["indices"].shape[2]}
     if problem.extra:
         sizes |= {"extra_t": tokens("extra_cache"), "extra": given["extra_indices"].shape[2]}
@@ -682,7 +775,9 @@ def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
 
 def as_bound(problem: SparseProblem) -> SparseProblem:
     """What `rebound` makes of the problem's own inputs: cached tokens fill their pages."""
-    sizes = {"t": -(-problem.t // problem.page) * problem.page}
+    sizes: dict[str, Any] = {"t": -(-problem.t // problem.page) * problem.page}
+    if problem.paged:
+        sizes["lengths"] = False
     if problem.extra:
         sizes["extra_t"] = -(-problem.extra_t // problem.extra_page) * problem.extra_page
     return problem.replace(**sizes)
@@ -708,6 +803,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
+    if given.get("paged"):
+        return {"b": 2, "h": 16, "t": 96} if small else {"b": 32, "t": 4096}
     return {"b": 2, "h": 16, "t": 96, "topk": 40} if small else {"b": 32}
 
 

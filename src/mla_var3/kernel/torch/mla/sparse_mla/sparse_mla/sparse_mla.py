@@ -3,8 +3,8 @@
     for each query token:  gather and dequantise its tokens → logits = scale · q Kᵀ (float64) → softmax → sink → P V
                            → round once
 
-Sparse decode over packed caches written for being right, on any device and in every layout. It reads indices and
-lengths on the host and cannot be captured in a graph. Nothing to tune.
+Sparse and dense decode over packed caches written for being right, on any device and in every layout. It reads indices,
+pages and lengths on the host and cannot be captured in a graph. Nothing to tune.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SparseMlaPlan(KernelPlan):
 
     workload = sparse_decode.WORKLOAD
     tiling_type = SparseMlaTiling
-    requires = Requirement(archs=(), dtypes=("bf16",))
+    requires = Requirement(archs=(), dtypes=("bf16",), options=("paged",))
     graph_capturable = False
 
     def default_tiling(self) -> SparseMlaTiling:

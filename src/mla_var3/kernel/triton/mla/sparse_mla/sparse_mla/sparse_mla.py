@@ -1,4 +1,4 @@
-"""sparse_mla v0 in Triton: sparse decode over packed caches, split over the indices.
+"""sparse_mla v0 in Triton: decode over packed caches, split over the indices, or over the tokens of a page table.
 
 A program takes tile_m heads of one query token, and one split of its indices, those of the extra cache behind those of
 the first:
@@ -14,7 +14,9 @@ factor of the softmax and of out instead. v4 has no columns behind the values: i
 Masks: an index that names no token of the cache, or stands at or past the request's length, loads nothing (zeros stand
 in for it, so NaN in the cache never enters a product) and its logits are -inf. The split of a query token's indices
 follows its own lengths, read on the device. Head tiles of one query token are neighbours in the grid: they read the
-same tokens from L2. Runs on sm_89 and later, which convert e4m3, and in Triton's interpreter. The base version.
+same tokens from L2. Where there is a page table in place of indices, position i names row i mod page of the page in
+its entry i / page, and a query token's length ends with the token that it is itself. Runs on sm_89 and later, which
+convert e4m3, and in Triton's interpreter. The base version.
 """
 
 from __future__ import annotations
@@ -160,8 +162,8 @@ def attend(
     l,
     acc,
     Cache,
-    Indices,  # of this query token
-    length,  # indices that count
+    Indices,  # of this query token, or the page table of its request
+    length,  # indices, or tokens, that count
     begin,
     end,
     tokens,
@@ -171,6 +173,7 @@ def attend(
     VALUES: tl.constexpr,
     P: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -178,12 +181,18 @@ def attend(
     lanes = tl.arange(0, BLOCK_N)
     for n in range(begin, end, BLOCK_N):
         position = n + lanes
-        index = tl.load(Indices + position, mask=position < length, other=-1)
-        exists = (index >= 0) & (index < tokens)
-        index = tl.where(exists, index, 0)
-        page = tl.cast(index // PAGE, tl.int64)
+        if PAGED:
+            exists = position < length
+            page = tl.cast(tl.load(Indices + position // PAGE, mask=exists, other=0), tl.int64)
+            row = position % PAGE
+        else:
+            index = tl.load(Indices + position, mask=position < length, other=-1)
+            exists = (index >= 0) & (index < tokens)
+            index = tl.where(exists, index, 0)
+            page = tl.cast(index // PAGE, tl.int64)
+            row = index % PAGE
         latent, rope = keys_of(
-            Cache, page, index % PAGE, exists, page_bytes, LAYOUT, VALUES, P, PAGE, BLOCK_N, INTERPRET
+            Cache, page, row, exists, page_bytes, LAYOUT, VALUES, P, PAGE, BLOCK_N, INTERPRET
         )  # fmt: skip
         logits = tl.zeros([q_latent.shape[0], BLOCK_N], dtype=tl.float32)
         if P > 0:
@@ -208,8 +217,8 @@ def attend(
 def sparse_mla(
     Q,  # (query tokens, H, VALUES + P) bf16, contiguous, global
     Cache,  # uint8, or bf16 in layout bf16: tokens and pages as LAYOUT has them
-    Indices,  # (query tokens, topk) int32
-    Lengths,  # (batch,) int32
+    Indices,  # (query tokens, topk) int32; PAGED: the page table (batch, topk)
+    Lengths,  # (batch,) int32; PAGED: cached tokens
     ExtraCache,  # as above, of the extra cache
     ExtraIndices,
     ExtraLengths,
@@ -233,6 +242,7 @@ def sparse_mla(
     P: tl.constexpr,
     LAYOUT: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGED: tl.constexpr,
     EXTRA_PAGE: tl.constexpr,  # 0: no extra cache
     LENGTHS: tl.constexpr,  # whether there are any; else the tensor is another one, and not read. So the next two
     EXTRA_LENGTHS: tl.constexpr,
@@ -255,6 +265,10 @@ def sparse_mla(
     column = tl.arange(0, VALUES)[None, :]
 
     length = topk
+    chosen = token
+    if PAGED:
+        chosen = request
+        length = tl.maximum(0, tl.load(Lengths + request) - tl.cast(S - 1 - token % S, tl.int32))
     if LENGTHS:
         length = tl.maximum(0, tl.minimum(length, tl.load(Lengths + request)))
     steps = tl.cdiv(length, BLOCK_N)
@@ -282,15 +296,15 @@ def sparse_mla(
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, VALUES], dtype=tl.float32)
     m, l, acc = attend(
-        q_latent, q_rope, m, l, acc, Cache, Indices + token * topk, length,
+        q_latent, q_rope, m, l, acc, Cache, Indices + chosen * topk, length,
         first * BLOCK_N, tl.minimum(last, steps) * BLOCK_N, tokens, page_bytes, scale_log2,
-        LAYOUT, VALUES, P, PAGE, BLOCK_N, INTERPRET,
+        LAYOUT, VALUES, P, PAGE, PAGED, BLOCK_N, INTERPRET,
     )  # fmt: skip
     if EXTRA_PAGE > 0:
         m, l, acc = attend(
             q_latent, q_rope, m, l, acc, ExtraCache, ExtraIndices + token * extra_topk,
             extra_length, tl.maximum(first - steps, 0) * BLOCK_N, (last - steps) * BLOCK_N, extra_tokens,
-            extra_page_bytes, scale_log2, LAYOUT, VALUES, P, EXTRA_PAGE, BLOCK_N, INTERPRET,
+            extra_page_bytes, scale_log2, LAYOUT, VALUES, P, EXTRA_PAGE, False, BLOCK_N, INTERPRET,
         )  # fmt: skip
 
     empty = l == 0.0
@@ -354,7 +368,7 @@ class SparseMlaPlan(KernelPlan):
 
     workload = sparse_decode.WORKLOAD
     tiling_type = SparseMlaTiling
-    requires = Requirement(archs=("sm_89+",), dtypes=("bf16",))
+    requires = Requirement(archs=("sm_89+",), dtypes=("bf16",), options=("paged",))
 
     def default_tiling(self) -> SparseMlaTiling:
         """Without spills on sm_90a, where 64 heads, or 32 with two stages and scales, take more than 255 registers."""
@@ -380,7 +394,7 @@ class SparseMlaPlan(KernelPlan):
         if tiling.num_splits:
             return tiling.num_splits
         sms = self.device.num_sms if self.device is not None else _DEFAULT_SMS
-        chosen = self.problem.topk + self.problem.extra
+        chosen = sum(part.topk for part in self.problem.parts)
         return max(1, min(sms // (query_tokens * self._head_tiles), -(-chosen // _MIN_PER_SPLIT), MAX_SPLITS))
 
     @property
@@ -447,15 +461,16 @@ class SparseMlaPlan(KernelPlan):
 
         def args(_: Any) -> tuple[Any, ...]:
             given = sparse_decode.named(pd, *inputs)
-            q, indices = given["q"], given["indices"]
+            q, indices = given["q"], given["page_table" if pd.paged else "indices"]
             pointers: list[Any] = []
             sizes: list[tuple[int, int, int]] = []
             for prefix in ("", "extra_"):
                 cache = given.get(f"{prefix}cache", given["cache"])
                 chosen = given.get(f"{prefix}indices", indices)
-                pointers += [cache, chosen, given.get(f"{prefix}lengths", indices)]
+                lengths = "seq_lens" if pd.paged else f"{prefix}lengths"
+                pointers += [cache, chosen, given.get(lengths, indices)]
                 page_bytes = cache.stride(0) * cache.element_size()
-                sizes.append((page_bytes, cache.shape[0] * cache.shape[1], chosen.shape[2]))
+                sizes.append((page_bytes, cache.shape[0] * cache.shape[1], chosen.shape[-1]))
             (page_bytes, tokens, topk), (extra_page_bytes, extra_tokens, extra_topk) = sizes
             return (
                 q, *pointers, given.get("scale", q), given.get("sink", q), *target, pd.scale, page_bytes,
@@ -465,7 +480,7 @@ class SparseMlaPlan(KernelPlan):
         def meta(t: SparseMlaTiling) -> dict[str, Any]:
             return {
                 "S": pd.s, "H": pd.h, "VALUES": VALUES, "P": pd.columns - VALUES, "LAYOUT": pd.layout,
-                "PAGE": pd.page, "EXTRA_PAGE": pd.extra_page, "LENGTHS": pd.lengths,
+                "PAGE": pd.page, "PAGED": pd.paged, "EXTRA_PAGE": pd.extra_page, "LENGTHS": pd.lengths and not pd.paged,
                 "EXTRA_LENGTHS": pd.extra_lengths, "SINK": pd.sink, "BLOCK_M": t.tile_m, "BLOCK_N": t.tile_n,
                 "SPLIT": split, "INTERPRET": interpreted(sparse_mla),
             }  # fmt: skip

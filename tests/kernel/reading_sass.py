@@ -24,3 +24,32 @@ def overwritten_operands(sass: str) -> list[str]:
             if written and not written.group(1).startswith(("ST", "HGMMA")) and int(written.group(2)) in live:
                 found.append(text)
     return found
+
+
+def overwritten_in_groups(sass: str) -> list[str]:
+    """`overwritten_operands` of products of any shape with A in registers, of kernels that wait for groups of them:
+    instructions that write a register that a product may still read."""
+    groups: list[set[int]] = []
+    current: set[int] = set()
+    found = []
+    for line in sass.splitlines():
+        matched = re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;", line)
+        if not matched:
+            continue
+        text = matched.group(1)
+        if text.startswith("HGMMA"):
+            if a := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
+                current |= set(range(int(a.group(1)), int(a.group(1)) + 4))
+            if "gsb0" in text:
+                groups, current = [*groups, current], set()
+        elif waited := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", text):
+            left = int(waited.group(1), 16)
+            groups = groups[len(groups) - left :] if left < len(groups) else groups
+        elif text.startswith(("EXIT", "RET")):
+            groups, current = [], set()
+        elif written := re.match(r"(\S+) (?:U?PT?\d?, )?R(\d+)\b", text):
+            words = 4 if re.search(r"\.128|LDSM.*\.4$", written.group(1)) else 2 if ".64" in written.group(1) else 1
+            registers = set(range(int(written.group(2)), int(written.group(2)) + words))
+            if not written.group(1).startswith("ST") and registers & set().union(current, *groups):
+                found.append(text)
+    return found

@@ -1,0 +1,1597 @@
+r"""Decode over packed FP8 caches for Hopper (sm_90a), by indices or by a page table: codes become A operands in
+registers; swapped operands, for any number of heads.
+
+    Sᵀ (64 tokens x n) = K · Qᵀ     softmax down the columns     Oᵀ (512 x n) += Vᵀ · P       n = 8 to 64 heads
+
+A cached token's bytes lie in shared memory as they do in the cache; no 16-bit copy of them is made there. KV tiles are
+on the M side of both products, so that a key is an A operand, which may come from registers: a warp reads codes in the
+order in which the MMA wants its fragments (`ldmatrix`; transposed for V), widens them to fp16, which holds every e4m3,
+and multiplies them by their scale. Shared memory is read twice for a tile and not written, and a token takes 656 bytes
+of it, not 1,152: three tiles fit beside the queries of 64 heads.
+
+A token's scales are split: 2^e, of its largest one, is kept apart, and what is left of each, below 2, is rounded to
+fp16 and multiplied with the codes. 2^e goes into the scores in fp32, and into the probabilities: with
+x = log2 e · score + e,
+
+    P' = exp2(x - m)     out = Σ P' · (V · 2^-e) / Σ P' · 2^-e     m: a running maximum of x
+
+so keys and probabilities have fp16's 11 bits, and its range suffices whatever the scales are. Queries are fp16 as well:
+a query tile is multiplied by a power of two that brings its largest element below 2^15. Columns that are bf16 in the
+cache stay so for the scores, times 2^-e, beside queries in bf16. In v4 they are values too, and are rounded to fp16.
+
+A CTA has up to 64 heads of a query token and goes through its worker's splits, one KV tile of 64 tokens at a time:
+
+    producer   four warps, each with 16 rows of every tile: index -> row into L2, two tiles ahead -> shared memory, a
+               bulk copy a row
+    EVEN       scores of tiles 0, 2, ..;  Oᵀ_L += V_Lᵀ·P, columns 0..255, of all tiles
+    ODD        scores of tiles 1, 3, ..;  Oᵀ_R += V_Rᵀ·P, columns 256..511, of all tiles
+
+    EVEN   softmax S0, P0 -> smem | Oᵀ_L += V0_Lᵀ·P0 | S2ᵀ = K2·Qᵀ | wait P1 | Oᵀ_L += V1_Lᵀ·P1
+    ODD    S1ᵀ = K1·Qᵀ | wait P0 | Oᵀ_R += V0_Rᵀ·P0 | softmax S1, P1 -> smem | Oᵀ_R += V1_Rᵀ·P1
+
+Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are on the way
+into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
+
+An index that names no token stands for a row of zeros, and a word a tile says which scores are -inf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Requirement
+from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python.prims import combine, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims.partials import Partials, Results
+from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.prims.sync import (
+    named_any,
+    named_arrive,
+    named_sync,
+    raise_flag,
+    take_flag,
+    warp_arrive,
+)
+from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
+from mla_var3.packed_cache import VALUES, layout_of
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.workload import sparse_decode
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.workload.sparse_decode import SparseProblem
+
+HEADS = (8, 16, 32, 64)  # of a query tile
+TOKENS = 64  # of a KV tile
+PANEL = 64  # columns
+CONSUMERS = 2
+CONSUMER_THREADS = CONSUMERS * WARPGROUP
+WARPS = WARPGROUP // 32
+PRODUCERS = 4  # warps
+THREADS = CONSUMER_THREADS + 32 * PRODUCERS
+ROWS = TOKENS // PRODUCERS  # of a tile, of each producer warp; two lanes each
+EVEN, ODD = 0, 1
+HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
+LINE = 128  # bytes, of L2
+MOST_STAGES = 8
+BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
+AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
+SMEM = 232_448  # bytes that a CTA may have
+# Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
+# where they become fp16, they may be up to 4,094.
+LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
+MOST_EXPONENT = 126
+# Words of a row of results in shared memory: 16 bytes more than it has, so that four heads' lie in different banks.
+ROW_WORDS = VALUES // 2 + 4
+QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
+# Of Pool: splits are merged by workers, requests are not in shares.
+NO_SHARES, NO_COMBINE = 1, 0
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0
+    CONSUMERS = 1
+    SETUP = 2  # the CTA's mbarriers are made
+    EVEN = 3  # the warps of one consumer
+    ODD = 4
+    P_EVEN = 5  # P of an even tile is in shared memory
+    P_ODD = 6
+
+
+# ------------------------------------------------------------------------------------------------ what code is made for
+@dataclass(frozen=True)
+class Geometry:
+    """What the code is specialised on: heads, query tokens, the caches' layout, tokens of their pages (extra_page: 0
+    where there is no extra cache), which optional inputs there are, and whether a page table stands in place of
+    indices."""
+
+    h: int
+    s: int
+    layout: str
+    page: int
+    extra_page: int
+    lengths: bool
+    extra_lengths: bool
+    sink: bool
+    paged: bool = False
+
+    @property
+    def cache(self) -> Any:
+        """Of `packed_cache.LAYOUTS`."""
+        return layout_of(self.layout)
+
+    @property
+    def n(self) -> int:
+        """Heads of a query tile."""
+        return next((n for n in HEADS if n >= self.h), HEADS[-1])
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's thread and a consumer's. One and two times these are three times 168, which 384 threads are
+        compiled for: a CTA cannot take more than it was given."""
+        return (24, 240) if self.n == HEADS[-1] else (56, 224)
+
+    @property
+    def row_tiles(self) -> int:
+        """Query tiles of a query token."""
+        return -(-self.h // self.n)
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles of a request."""
+        return self.row_tiles * self.s
+
+    @property
+    def panels(self) -> int:
+        """64-column panels of a cached token: of codes, then of bf16."""
+        return self.cache.columns // PANEL
+
+    @property
+    def code_panels(self) -> int:
+        return self.cache.quantised // PANEL
+
+    @property
+    def plain_start(self) -> int:
+        """The first byte of a row's bf16 columns: behind its codes and, in v32, their scales."""
+        cache = self.cache
+        return cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
+
+    @property
+    def row_bytes(self) -> int:
+        """From one token of a page to the next."""
+        return self.plain_start + 2 * self.cache.plain
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next in shared memory: an odd multiple of 16, so that eight rows' 16 bytes lie in
+        different banks."""
+        return self.row_bytes + (16 if self.row_bytes % 32 == 0 else 0)
+
+    @property
+    def groups(self) -> int:
+        """Factors of a token: one for each scale, and in v4 one for its bf16 columns."""
+        return self.cache.scales + (1 if self.layout == "v4" else 0)
+
+    def group(self, panel: int) -> int:
+        """The factor that a panel's columns are multiplied with."""
+        if panel < self.code_panels and self.cache.tile:
+            return panel * PANEL // self.cache.tile
+        return self.cache.scales
+
+    @property
+    def least_exponent(self) -> int:
+        return LEAST_EXPONENT_V4 if self.layout == "v4" else LEAST_EXPONENT
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of shared memory, with a tile's factors and, in v4, its scales."""
+        return TOKENS * (self.stride + 2 * self.groups + (8 if self.layout == "v4" else 0))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of shared memory: Q, P of both consumers, boards; mbarriers, words and alignment take under 3 KiB."""
+        return 3072 + 2 * self.n * (PANEL * self.panels + CONSUMERS * TOKENS) + 4 * self.n * (6 * WARPS + 1)
+
+    @property
+    def stages(self) -> int:
+        """Tiles in shared memory."""
+        return min((SMEM - self.fixed_bytes) // self.stage_bytes, MOST_STAGES)
+
+    @property
+    def pairs(self) -> int:
+        """Columns of the accumulators that a thread holds, half of them: it holds two that lie next to each other."""
+        return self.n // 8
+
+    @property
+    def partials(self) -> Partials:
+        return Partials(self.tiles, self.n, VALUES)
+
+    @property
+    def merge(self) -> combine.Merge:
+        return combine.Merge(self.h, 1, self.s, self.partials, self.costs)
+
+    @property
+    def combines(self) -> bool:
+        """Whether a combine may be launched: it takes query rows to lie behind each other in their tiles, and knows no
+        scale of V."""
+        return (self.s == 1 or self.h % self.n == 0) and self.layout != "flat"
+
+    @property
+    def costs(self) -> Costs:
+        """In KV tiles, as dense decode's."""
+        return Costs(unit=TOKENS, overhead=3, combine=1, listed=2, join=3)
+
+
+def shared_storage(geometry: Geometry) -> type:
+    """The CTA's shared memory."""
+
+    def array(kind: type, size: int) -> Any:
+        return cute.struct.MemRange[kind, size]
+
+    n, stages = geometry.n, geometry.stages
+    board = cute.struct.Align[array(Float32, CONSUMERS * WARPS * n), 16]  # a value of each warp and head
+    fields = {
+        "full": array(Int64, stages),  # mbarriers: the tile has been loaded
+        "empty": array(Int64, stages),  # mbarriers: it is no longer read
+        "plan": array(Int32, scheduler.PLAN),
+        "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
+        "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
+        "board": board,  # maxima, then sums of P
+        "magnitudes": board,
+        "maxima": board,  # running maximum, of each warp
+        "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
+        "factors": cute.struct.Align[array(Float16, max(1, stages * geometry.groups * TOKENS)), 16],
+        "scales": cute.struct.Align[array(Int64, stages * TOKENS if geometry.layout == "v4" else 1), 16],
+        "query": cute.struct.Align[array(Float16, n * PANEL * geometry.panels), 1024],
+        "p": cute.struct.Align[array(Float16, CONSUMERS * n * TOKENS), 1024],
+        "rows": cute.struct.Align[array(Uint8, stages * TOKENS * geometry.stride), 128],
+    }
+    # Not a class statement: postponed annotations are strings, and the struct wants types.
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def stage_at(slot: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32, Int32]:
+    """(slot, phase) `offset` tiles further on in the ring; offset <= stages."""
+    moved = slot + offset
+    wrapped = Int32(moved >= stages)
+    return moved - wrapped * stages, phase ^ wrapped
+
+
+# ------------------------------------------------------------------------------------------------ device: load
+class Cache(NamedTuple):
+    """A packed cache and what says which of its tokens are attended to."""
+
+    tokens: cute.Tensor  # (pages, page, bytes of a token) uint8, global memory; pages apart
+    indices: cute.Tensor  # (b, s, topk) int32, global memory; or the page table, (b, width)
+    lengths: cute.Tensor | None  # (b,) int32, global memory: indices that count; or cached tokens
+
+
+@cute.jit
+def count_of(cache: cutlass.Constexpr, request: Int32, token: Int32, geometry: cutlass.Constexpr) -> Int32:
+    """Indices of a query token that count; of a page table, cached tokens that it sees: up to itself."""
+    if cutlass.const_expr(geometry.paged):
+        count = cutlass.max(cache.lengths[request] - (geometry.s - 1) + token, 0)
+    else:
+        count = Int32(cache.indices.shape[2])
+        if cutlass.const_expr(cache.lengths is not None):
+            count = cutlass.max(cutlass.min(count, cache.lengths[request]), 0)
+    return count
+
+
+class Row(NamedTuple):
+    """A producer lane's row of a tile. index: as it is in memory (`read_row`), of a page table the page; or the cached
+    token, and -1 where none is named (`named`). is_extra: whether the tile is the extra cache's. left: indices from the
+    tile's first one on that count. there: whether there is a tile. first: the tile's first position."""
+
+    index: Int32
+    is_extra: Boolean
+    left: Int32
+    there: Boolean
+    first: Int32
+
+
+class Place(NamedTuple):
+    """Where a producer is: a split, and its tile."""
+
+    split: scheduler.Split
+    tile: Int32
+    end: Int32  # of the split's tiles
+
+
+@cute.jit
+def read_row(caches: cutlass.Constexpr, place: Place, token: Int32, row: Int32, geometry: cutlass.Constexpr) -> Row:
+    """This lane's row of the tile at a place. The tiles of the extra cache follow the first one's. Only loads, which
+    nothing here waits for."""
+    there = scheduler.has_work(place.split) & (place.tile < place.end)
+    request = cutlass.select_(there, place.split.request, Int32(0))
+    number, count, is_extra = place.tile, count_of(caches[0], request, token, geometry), Boolean(False)
+    if cutlass.const_expr(geometry.paged):
+        source = caches[0].indices[request, None].iterator
+    else:
+        source = caches[0].indices[request, token, None].iterator
+    if cutlass.const_expr(len(caches) > 1):
+        of_first = scheduler.ceil_div(count, TOKENS)
+        is_extra = number >= of_first
+        behind = caches[1].indices[request, token, None].iterator
+        number = cutlass.select_(is_extra, number - of_first, number)
+        count = cutlass.select_(is_extra, count_of(caches[1], request, token, geometry), count)
+        address = cutlass.select_(is_extra, behind.toint(), source.toint())
+        source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+    count = cutlass.select_(there, count, Int32(0))
+    first = number * TOKENS
+    at = cutlass.max(cutlass.min(first + row, count - 1), 0)
+    if cutlass.const_expr(geometry.paged):
+        at = at // geometry.page
+    return Row(cute.make_tensor(source + at, cute.make_layout(1))[0], is_extra, count - first, there, first)
+
+
+@cute.jit
+def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.Constexpr) -> Row:
+    """The row with a cached token for its index."""
+    most, index = caches[0].tokens.shape[0] * caches[0].tokens.shape[1], found.index
+    if cutlass.const_expr(len(caches) > 1):
+        extra = caches[1].tokens.shape[0] * caches[1].tokens.shape[1]
+        most = cutlass.select_(found.is_extra, extra, most)
+    if cutlass.const_expr(geometry.paged):
+        index = index * geometry.page + (found.first + row) % geometry.page
+    is_token = (row < found.left) & (index >= 0) & (index < most)
+    index = cutlass.select_(is_token, index, Int32(-1))
+    return Row(index, found.is_extra, found.left, found.there, found.first)
+
+
+@cute.jit
+def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, costs: cutlass.Constexpr) -> Place:
+    """The place of the tile behind one, perhaps of the worker's next split with tiles; by a whole warp."""
+    split, tile, end = place.split, place.tile + 1, place.end
+    searching = scheduler.has_work(split) & (tile >= end)
+    while searching:
+        split = scheduler.next_split(split, lengths, line, costs)
+        tile, end, _, _ = scheduler.units_range(split, line, costs)
+        searching = scheduler.has_work(split) & (tile >= end)
+    return Place(split, tile, end)
+
+
+def page_address(cache: Cache, index: Int32) -> Int64:
+    """Where the page of a cached token begins."""
+    tokens = cache.tokens
+    return tokens.iterator.toint() + Int64(index // tokens.shape[1]) * tokens.stride[0]
+
+
+def row_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
+    """Where a cached token's row begins."""
+    return page_address(cache, index) + index % cache.tokens.shape[1] * geometry.row_bytes
+
+
+def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
+    """Where a cached token's scales begin in v4: behind the rows of its page."""
+    page, each = cache.tokens.shape[1], geometry.cache.scales + geometry.cache.padding
+    return page_address(cache, index) + page * geometry.row_bytes + index % page * each
+
+
+def of_cache(caches: Any, found: Row, address: Any, geometry: Geometry) -> Int64:
+    """`address` of a row in the one cache or the other; where no token is named, that of the first one's token 0."""
+    at = [address(cache, cutlass.max(found.index, 0), geometry) for cache in caches]
+    return at[0] if len(at) == 1 else cutlass.select_(found.is_extra, at[1], at[0])
+
+
+@cute.jit
+def prefetch(caches: cutlass.Constexpr, found: Row, geometry: cutlass.Constexpr):
+    """Starts bringing a row into L2: its two lanes take its lines in turn."""
+    lane = cute.arch.lane_idx() % 2
+    if found.index >= 0:
+        row = of_cache(caches, found, row_address, geometry)
+        for i in cutlass.range_constexpr(-(-geometry.row_bytes // (2 * LINE))):
+            # The last byte's line too, where a row does not begin with one.
+            byte = cutlass.min((2 * i + lane) * LINE, geometry.row_bytes - 1)
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + byte])
+        if cutlass.const_expr(geometry.layout == "v4"):
+            scales = of_cache(caches, found, scale_address, geometry)
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[scales])
+
+
+@cute.jit
+def copy_row(
+    caches: cutlass.Constexpr, found: Row, zeros: cute.Tensor, storage: cutlass.Constexpr, slot: Int32, row: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Starts copying a row, or one of zeros, into a tile."""
+    full = (storage.full.data_ptr() + slot).toint()
+    source = of_cache(caches, found, row_address, geometry)
+    source = cutlass.select_(found.index >= 0, source, zeros.iterator.toint())
+    target = (storage.rows.data_ptr() + (slot * TOKENS + row) * geometry.stride).toint()
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(geometry.row_bytes), full],
+    )
+    if cutlass.const_expr(geometry.layout == "v4"):
+        source = of_cache(caches, found, scale_address, geometry)
+        source = cutlass.select_(found.index >= 0, source, zeros.iterator.toint())
+        target = (storage.scales.data_ptr() + (slot * TOKENS + row)).toint()
+        cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
+
+
+@cute.jit
+def load(
+    caches: cutlass.Constexpr,  # `Cache`, and perhaps the extra one
+    zeros: cute.Tensor,  # (row_bytes,) uint8, global memory: a row of a token that nobody named
+    storage: cutlass.Constexpr,
+    lengths: cute.Tensor,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    token: Int32,  # of the request's query tokens
+    warp: Int32,  # 0..PRODUCERS-1
+    geometry: cutlass.Constexpr,
+):
+    """What a producer warp does, over all splits of the worker: 16 rows of every tile. Indices are read three tiles
+    ahead and rows brought into L2 two tiles ahead."""
+    row = warp * ROWS + cute.arch.lane_idx() // 2
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    valid = storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages)))
+    tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
+    place = Place(split, tile, end)
+    if scheduler.has_work(split) & (tile >= end):
+        place = next_place(place, lengths, line, geometry.costs)
+    first = read_row(caches, place, token, row, geometry)
+    place = next_place(place, lengths, line, geometry.costs)
+    second = read_row(caches, place, token, row, geometry)
+    place = next_place(place, lengths, line, geometry.costs)
+    third = read_row(caches, place, token, row, geometry)
+    first, second = named(first, caches, row, geometry), named(second, caches, row, geometry)
+    prefetch(caches, second, geometry)
+    slot, phase = Int32(0), Int32(0)
+    while first.there:
+        place = next_place(place, lengths, line, geometry.costs)
+        following = read_row(caches, place, token, row, geometry)
+        third = named(third, caches, row, geometry)
+        prefetch(caches, third, geometry)
+        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+        votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
+        with cute.arch.elect_one():
+            valid[warp, slot] = votes
+            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, ROWS * geometry.row_bytes)
+        if cute.arch.lane_idx() % 2 == 0:
+            copy_row(caches, first, zeros, storage, slot, row, geometry)
+        if cutlass.const_expr(geometry.layout == "v4"):
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
+        slot, phase = stage_at(slot, phase, 1, geometry.stages)
+        first, second, third = second, third, following
+
+
+# ------------------------------------------------------------------------------------------------ device: the query
+def query_tile(storage: Any, geometry: Geometry) -> cute.Tensor:
+    """Q in shared memory as it is copied: (n, columns of all panels), bf16, swizzled as the products read it."""
+    layout = wgmma.k_major_layout(BFloat16, (geometry.n, PANEL * geometry.panels))
+    return wgmma.smem_view(cute.recast_ptr(storage.query.data_ptr(), dtype=BFloat16), 0, layout)
+
+
+@cute.jit
+def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Float32:
+    """Makes a query tile what the products read, in place: columns that keys have as codes in fp16, in the order of
+    `key_words`, others in bf16, all divided by a power of two, which is returned. By both consumers, who wait for each
+    other in it."""
+    items = geometry.n * geometry.panels * (PANEL // MMA_K)
+    words, found = cute.make_rmem_tensor((4, 2), Int32), cute.make_rmem_tensor((4, 2), Int32)
+    most = Int32(0)  # two magnitudes' bits
+    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=1):
+        copy_slice(storage, item, words, False, geometry)
+        for j in cutlass.range_constexpr(8):
+            most = cute.arch.inline_ptx(
+                "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[most, words[j] & 0x7FFF7FFF]
+            )
+    most = cutlass.max(most & 0xFFFF, (most >> 16) & 0xFFFF)
+    most = Int32(cute.arch.warp_redux_sync(most, kind="max"))
+    largest = storage.largest.get_tensor(cute.make_layout(CONSUMERS * WARPS))
+    largest[thread // 32] = most
+    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+    for i in cutlass.range_constexpr(CONSUMERS * WARPS):
+        most = cutlass.max(most, largest[i])
+    exponent = cutlass.max((most >> 7) - 127 - QUERY_EXPONENT, LEAST_EXPONENT)
+    factor = partials.power_of_two(-exponent)
+    pair = (127 - exponent) << 7
+    pair = pair | (pair << 16)
+    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=1):
+        copy_slice(storage, item, words, False, geometry)
+        if item // geometry.n < geometry.code_panels * (PANEL // MMA_K):
+            # Of 16 columns, the MMA's first eight are 0, 1, 4, 5, ..
+            for j in cutlass.range_constexpr(8):
+                found[j // 2, j % 2] = to_half(words[j], factor)
+        else:
+            for j in cutlass.range_constexpr(8):
+                found[j] = times_bf16(words[j], pair)
+        copy_slice(storage, item, found, True, geometry)
+    return partials.power_of_two(exponent)
+
+
+def copy_slice(storage: Any, item: Int32, words: cute.Tensor, stores: bool, geometry: Geometry) -> None:
+    """16 columns of a row of Q, (4, 2) words, from or to shared memory; neighbouring items are neighbouring rows."""
+    row, part = item % geometry.n, item // geometry.n
+    base = storage.query.data_ptr() + cute.assume(part // 4 * (geometry.n * PANEL), divby=geometry.n * PANEL)
+    for j in range(2):
+        place = chunk_place(base, row, part % 4 * 2 + j)
+        memory = cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4))
+        cute.autovec_copy(words[None, j], memory) if stores else cute.autovec_copy(memory, words[None, j])
+
+
+def chunk_place(panel: cute.Pointer, row: Int32, chunk: Any) -> cute.Pointer:
+    """Where 16 bytes of a panel's row lie: K-major with the 128-byte swizzle."""
+    return (panel + cute.assume(row * PANEL + (chunk ^ (row % 8)) * 8, divby=8)).align(16)
+
+
+# ------------------------------------------------------------------------------------------------ device: words
+def to_half(word: Int32, factor: Float32) -> Int32:
+    """Two bf16 times a factor, as two fp16."""
+    text = "{ .reg .b32 x, y; .reg .f32 f, g; shl.b32 x, {$r0}, 16; and.b32 y, {$r0}, 0xffff0000; mov.b32 f, x; "
+    text += "mov.b32 g, y; mul.f32 f, f, {$r1}; mul.f32 g, g, {$r1}; cvt.rn.f16x2.f32 {$w0}, g, f; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, factor])
+
+
+def times_bf16(word: Int32, factors: Int32) -> Int32:
+    """Two bf16 times two others."""
+    return cute.arch.inline_ptx(
+        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[word, factors]
+    )
+
+
+def times_half(word: Int32, factors: Int32) -> Int32:
+    """Two fp16 times two others."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[word, factors]
+    )
+
+
+def half_pair(value: Float32) -> Int32:
+    """A number in fp16, twice."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def permute(low: Int32, high: Int32, selector: int) -> Int32:
+    """Four of the eight bytes of two words (PTX `prmt`)."""
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector};", write_only_types=[Int32], read_only_args=[low, high]
+    )
+
+
+def widen(codes: Int32, factors: Int32 | None) -> tuple[Int32, Int32]:
+    """Four codes as two words of two fp16, in order, times two factors (fp16; None: 1)."""
+    text = "{ .reg .b16 c, d; .reg .b32 x, y; mov.b32 {c, d}, {$r0}; "
+    if factors is None:
+        text += "cvt.rn.f16x2.e4m3x2 {$w0}, c; cvt.rn.f16x2.e4m3x2 {$w1}, d; }"
+        return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[codes])
+    text += "cvt.rn.f16x2.e4m3x2 x, c; cvt.rn.f16x2.e4m3x2 y, d; "
+    text += "mul.rn.f16x2 {$w0}, x, {$r1}; mul.rn.f16x2 {$w1}, y, {$r1}; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[codes, factors])
+
+
+def load_matrices(address: Int32, transposed: bool = False) -> tuple[Int32, ...]:
+    """Four 8 x 8 matrices of 16-bit elements from shared memory, a word of each; a lane gives the address of a row."""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 "
+    text += "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[address])
+
+
+def a_operand(words: cute.Tensor, dtype: type) -> cute.Tensor:
+    """(4, k blocks) words as the A operand ((2, 2, 2), 1, k blocks) of an MMA."""
+    blocks = words.shape[1]
+    layout = cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8))
+    return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), layout)
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,  # registers, (MMA, 1, 1)
+    frag_a: cute.Tensor,  # registers, (MMA, 1, BLOCKS)
+    frag_b: cute.Tensor,  # descriptors, (MMA, 1, K)
+    first_b: cutlass.Constexpr,
+    zero_init: cutlass.Constexpr = False,
+):
+    """Issues acc (+)= A · B[first_b ..] and commits it; waits for nothing."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
+    for i in cutlass.range_constexpr(BLOCKS):
+        cute.gemm(atom, acc, frag_a[None, None, i], frag_b[None, None, first_b + i], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+# ------------------------------------------------------------------------------------------------ device: one consumer
+@dataclass(frozen=True, eq=False)
+class Consumer:
+    """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
+
+    me: int
+    geometry: Geometry
+    thread: Any
+    scale_log2: Any  # of a score in fp32
+    full: Any  # mbarriers, as in `shared_storage`
+    empty: Any
+    rows: Any  # shared memory
+    valid: Any  # (PRODUCERS, stages)
+    factors: Any  # [stage][group][4][16]: in lane % 4, of its tokens of each k block
+    scales: Any  # v4's
+    board: Any  # of this consumer: (WARPS, n)
+    maxima: Any  # of this warp: (n,), the running maximum of the columns,
+    shared_max: Any  # (n,), and what was last published
+    mma_s: Any  # Sᵀ = K·Qᵀ in fp16,
+    mma_plain: Any  # in bf16
+    mma_o: Any  # Oᵀ += Vᵀ·P
+    frag_q: Any  # descriptors: Q, (MMA, 1, 4 · panels);
+    frag_plain: Any  # in bf16;
+    frag_p: Any  # P of each consumer, (MMA, 1, 4)
+    p_copy: Any
+    p_target: Any  # where the own P goes
+    acc_s: Any  # (64, n) fp32 registers
+    scaled: Any  # of the thread's two tokens: 2^e times scale_log2,
+    exponents: Any  # e, or -inf where an index names none,
+    weights: Any  # and 2^-e
+    acc_o: Any  # a (64, n) fp32 accumulator of each own panel of V, which both consumers' code shares,
+    row_sum: Any  # as this thread's share of the sums of the own P' · 2^-e
+
+    @classmethod
+    def make(cls, me, geometry, storage, thread, scale_log2, registers) -> Consumer:
+        """registers: acc_o and row_sum."""
+        n, query, p = geometry.n, storage.query.data_ptr(), storage.p.data_ptr()
+        mma_s, mma_plain, mma_o = (
+            wgmma.make_mma(dtype, n, a_in_registers=True) for dtype in (Float16, BFloat16, Float16)
+        )
+        scores, plain, output = (mma.get_slice(thread) for mma in (mma_s, mma_plain, mma_o))
+        shape = (n, PANEL * geometry.panels)
+        of_half = wgmma.smem_view(query, 0, wgmma.k_major_layout(Float16, shape))
+        of_plain = wgmma.smem_view(cute.recast_ptr(query, dtype=BFloat16), 0, wgmma.k_major_layout(BFloat16, shape))
+        p_layout = wgmma.k_major_layout(Float16, (n, TOKENS))
+        # Stores a 64 x n accumulator with its 64 rows next to each other: as K-major n x 64.
+        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4 if n % 16 == 0 else 2), Float16)
+        p_copy = cute.make_tiled_copy_C(store, mma_s).get_slice(thread)
+        target = wgmma.smem_view(p, me * n * TOKENS, wgmma.mn_major_layout(Float16, (TOKENS, n)))
+        acc_o, row_sum = registers
+        return cls(
+            me=me,
+            geometry=geometry,
+            thread=thread,
+            scale_log2=scale_log2,
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            rows=storage.rows.data_ptr(),
+            valid=storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages))),
+            factors=storage.factors.data_ptr(),
+            scales=storage.scales.data_ptr(),
+            board=storage.board.data_ptr() + me * WARPS * n,
+            maxima=storage.maxima.data_ptr() + cute.assume((me * WARPS + thread // 32) * n, divby=n),
+            shared_max=storage.row_max.data_ptr(),
+            mma_s=mma_s,
+            mma_plain=mma_plain,
+            mma_o=mma_o,
+            frag_q=mma_s.make_fragment_B(scores.partition_B(of_half)),
+            frag_plain=mma_plain.make_fragment_B(plain.partition_B(of_plain)),
+            frag_p=[
+                mma_o.make_fragment_B(output.partition_B(wgmma.smem_view(p, maker * n * TOKENS, p_layout)))
+                for maker in (EVEN, ODD)
+            ],
+            p_copy=p_copy,
+            p_target=p_copy.partition_D(target),
+            acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((TOKENS, n)), Float32),
+            scaled=cute.make_rmem_tensor(2, Float32),
+            exponents=cute.make_rmem_tensor(2, Float32),
+            weights=cute.make_rmem_tensor(2, Float32),
+            acc_o=acc_o,
+            row_sum=row_sum,
+        )
+
+    def tile_rows(self, slot: Int32) -> cute.Pointer:
+        """Where a tile's rows begin."""
+        return self.rows + cute.assume(slot * (TOKENS * self.geometry.stride), divby=16)
+
+    # -------------------------------------------------------------------------------------------- factors
+    def scales_of(self, slot: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
+        """(e, the factor of each group, times 2^-e) of a token."""
+        geometry = self.geometry
+        if geometry.layout == "v32":
+            found = cute.make_rmem_tensor(geometry.cache.scales, Float32)
+            place = self.tile_rows(slot) + cute.assume(row * geometry.stride + geometry.cache.quantised, divby=16)
+            source = cute.recast_ptr(place.align(16), dtype=Float32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(geometry.cache.scales)), found)
+            top = cute.math.absf(found[0])
+            for g in range(1, geometry.cache.scales):
+                top = cute.arch.fmax(top, cute.math.absf(found[g]))
+            exponent = self.clamped((top.bitcast(Int32) >> 23) - 127)
+            inverse = partials.power_of_two(-exponent)
+            return exponent, [found[g] * inverse for g in range(geometry.cache.scales)]
+        found = cute.make_rmem_tensor(2, Int32)
+        place = cute.recast_ptr(self.scales + (slot * TOKENS + row), dtype=Int32)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), found)
+        values = [(found[g // 4] >> (g % 4 * 8)) & 255 for g in range(geometry.cache.scales)]
+        top = values[0]
+        for value in values[1:]:
+            top = cutlass.max(top, value)
+        exponent = self.clamped(top - 127)
+        # 2^(value - 127 - e): an exponent field of value - e, 0 or less where it is far below fp16's range.
+        factors = [(cutlass.max(value - exponent, 0) << 23).bitcast(Float32) for value in values]
+        return exponent, [*factors, partials.power_of_two(-exponent)]
+
+    def clamped(self, exponent: Int32) -> Int32:
+        return cutlass.min(cutlass.max(exponent, self.geometry.least_exponent), MOST_EXPONENT)
+
+    @cute.jit
+    def read_factors(self, slot: Int32, pairs: cute.Tensor, plain: cute.Tensor):
+        """Of the thread's two tokens of an own tile: what scores and probabilities are multiplied with; pairs (2,
+        groups): each factor in fp16, twice; plain (2,): 2^-e in bf16, twice. The factors go to shared memory too, for
+        the products with V."""
+        geometry = self.geometry
+        lane, warp = self.thread % 32, self.thread // 32
+        names = self.valid[warp, slot]
+        for r in cutlass.range_constexpr(2):
+            row = wgmma.acc_row(self.thread, r)
+            self.scaled[r], self.weights[r] = self.scale_log2, Float32(1.0)
+            exponent = Int32(0)
+            if cutlass.const_expr(geometry.groups > 0):
+                exponent, values = self.scales_of(slot, row)
+                self.scaled[r] = self.scale_log2 * partials.power_of_two(exponent)
+                self.weights[r] = partials.power_of_two(-exponent)
+                word = (127 - exponent) << 7
+                plain[r] = word | (word << 16)
+                for g in cutlass.range_constexpr(geometry.groups):
+                    pairs[r, g] = half_pair(values[g])
+            is_token = (names >> (lane // 4 * 2 + 16 * r)) & 1
+            self.exponents[r] = Float32(cutlass.select_(is_token > 0, Float32(exponent), -Float32.inf))
+        # Token 16 w + 8 r + a of the tile is in k block w; of the block's tokens, 2 i, 2 i + 1 and 8 behind are lane
+        # i's. Each of the four lanes that have a token stores every fourth factor.
+        base = self.factors + (slot * geometry.groups * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
+        for first in cutlass.range_constexpr(0, geometry.groups, 4):
+            place = base + (first + lane % 4) * TOKENS
+            for r in cutlass.range_constexpr(2):
+                low = cutlass.select_(lane % 2 > 0, pairs[r, first + 1], pairs[r, first])
+                high = cutlass.select_(lane % 2 > 0, pairs[r, first + 3], pairs[r, first + 2])
+                halves = cute.make_rmem_tensor(1, Int32)
+                halves[0] = cutlass.select_(lane % 4 > 1, high, low)
+                cute.make_tensor(place + 2 * r, cute.make_layout(1))[0] = cute.recast_tensor(halves, Float16)[0]
+
+    # -------------------------------------------------------------------------------------------- scores
+    def load_keys(self, address: Int32, panel: int, half: int) -> tuple[Int32, ...]:
+        """Half a panel's bytes. address: of the lane's row, and of 16 bytes in it."""
+        geometry = self.geometry
+        if panel < geometry.code_panels:
+            return load_matrices(address + (panel * PANEL + 32 * half))
+        start = geometry.plain_start + 2 * PANEL * (panel - geometry.code_panels) + 64 * half
+        return (*load_matrices(address + start), *load_matrices(address + (start + 32)))
+
+    def key_words(self, found: tuple[Int32, ...], panel: int, pairs: cute.Tensor, plain: cute.Tensor) -> cute.Tensor:
+        """Half a panel as an A operand. Of codes a lane has four neighbouring columns of a token and k block, which the
+        MMA takes for 2 i, 2 i + 1 and 8 behind: Q's columns lie that way too (`widen_query`). bf16 columns stay so."""
+        geometry, words = self.geometry, cute.make_rmem_tensor(cute.make_layout((4, BLOCKS)), Int32)
+        if panel >= geometry.code_panels:
+            for i in range(8):
+                words[i % 4, i // 4] = times_bf16(found[i], plain[i % 2])
+            return a_operand(words, BFloat16)
+        for m in range(4):
+            factors = pairs[m % 2, geometry.group(panel)] if geometry.groups else None
+            block, r = m // 2, m % 2
+            words[r, block], words[2 + r, block] = widen(found[m], factors)
+        return a_operand(words, Float16)
+
+    def issue_scores(self, slot: Int32, pairs: cute.Tensor, plain: cute.Tensor) -> None:
+        """acc_s = K·Qᵀ of an own tile; half a panel is in flight behind it, which is the last."""
+        geometry, lane = self.geometry, self.thread % 32
+        row = self.thread // 32 * 16 + lane % 16
+        address = self.tile_rows(slot).toint() + (row * geometry.stride + lane // 16 * 16)
+        parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
+        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
+        self.read_factors(slot, pairs, plain)
+        for i, (panel, half) in enumerate(parts):
+            if i + AHEAD < len(parts):
+                found.append(self.load_keys(address, *parts[i + AHEAD]))
+            keys = self.key_words(found[i], panel, pairs, plain)
+            is_plain = panel >= geometry.code_panels
+            mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
+            issue(mma, self.acc_s, keys, frag, 4 * panel + 2 * half, i == 0)
+            if i > 0:
+                warpgroup.wait_group(1)
+
+    @cute.jit
+    def scores(self, slot: Int32, phase: Int32):
+        """Sᵀ = K·Qᵀ of an own tile, times the tokens' scales, plus their e: x."""
+        geometry = self.geometry
+        cute.arch.mbarrier_wait(self.full + slot, phase)
+        pairs = cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Int32)
+        plain = cute.make_rmem_tensor(2, Int32)
+        self.issue_scores(slot, pairs, plain)
+        warpgroup.wait_group(0)
+        columns = wgmma.as_columns(self.acc_s)
+        for c in cutlass.range_constexpr(geometry.n // 4):
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * self.scaled[r] + self.exponents[r]
+
+    # -------------------------------------------------------------------------------------------- softmax
+    @cute.jit
+    def read_max(self, row_max: cute.Tensor):
+        """(n / 4,) registers: the running maximum of the thread's columns."""
+        softmax.collect(row_max, self.maxima, 1, self.thread % 32, True)
+
+    @cute.jit
+    def write_max(self, row_max: cute.Tensor):
+        softmax.publish(row_max, self.maxima, self.thread % 32)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def exceeds(self, row_max: cute.Tensor) -> Boolean:
+        """Whether the running maximum of any column has to move; the same in all warps, which meet here."""
+        columns = wgmma.as_columns(self.acc_s)
+        most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
+        for c in cutlass.range_constexpr(1, self.geometry.n // 4):
+            most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
+        return named_any(Barrier.EVEN + self.me, WARPGROUP, most > softmax.SLACK)
+
+    @cute.jit
+    def move_max(self, row_max: cute.Tensor):
+        """Moves the maximum of the columns that need it, publishes it to the other consumer, and rescales."""
+        columns = wgmma.as_columns(self.acc_s)
+        n, count = self.geometry.n, self.geometry.n // 4
+        lane, warp = self.thread % 32, self.thread // 32
+        best = cute.make_rmem_tensor(count, Float32)
+        for c in cutlass.range_constexpr(count):
+            best[c] = cute.arch.fmax(columns[c, 0], columns[c, 1])
+            for i in cutlass.range_constexpr(3):
+                best[c] = cute.arch.fmax(best[c], cute.arch.shuffle_sync_bfly(best[c], offset=4 << i))
+        softmax.publish(best, self.board + warp * n, lane)
+        named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        softmax.collect(best, self.board, WARPS, lane, True)
+        for c in cutlass.range_constexpr(count):
+            new = softmax.lazy_max(row_max[c], best[c])
+            best[c] = softmax.exp2(row_max[c] - new)
+            row_max[c] = new
+        if warp == 0:
+            softmax.publish(row_max, self.shared_max, lane)
+        self.write_max(row_max)
+        self.rescale(best)
+
+    @cute.jit
+    def follow_max(self):
+        """Takes over the maximum that the other consumer has published."""
+        count = cutlass.const_expr(self.geometry.n // 4)
+        theirs, mine = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+        softmax.collect(theirs, self.shared_max, 1, self.thread % 32, True)
+        self.read_max(mine)
+        changed = theirs[0] != mine[0]
+        for c in cutlass.range_constexpr(1, count):
+            changed = changed | (theirs[c] != mine[c])
+        if cute.arch.vote_any_sync(changed):
+            # As many barriers as the other one has passed in `move_max`: racecheck counts them (docs/debugging.md).
+            named_sync(Barrier.EVEN + self.me, WARPGROUP)
+            for c in cutlass.range_constexpr(count):
+                mine[c] = softmax.exp2(mine[c] - theirs[c])
+            self.write_max(theirs)
+            self.rescale(mine)
+
+    @cute.jit
+    def rescale(self, factor: cute.Tensor):
+        """Multiplies outputs and sums with the columns' factors."""
+        for c in cutlass.range_constexpr(self.geometry.n // 4):
+            self.row_sum[c] = self.row_sum[c] * factor[c]
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            wgmma.scale_columns(self.acc_o[i], factor)
+
+    # -------------------------------------------------------------------------------------------- values
+    def value_parts(self) -> list[tuple[int, int]]:
+        """(panel, half of the tokens) of this consumer, in the order in which they are multiplied."""
+        first = self.me * HALF_PANELS
+        return [(panel, half) for half in range(2) for panel in range(first, first + HALF_PANELS)]
+
+    def load_values(self, slot: Int32, panel: int, half: int) -> tuple[Int32, ...]:
+        """The bytes of 32 tokens in a panel. Warp w has columns 16 w .. 16 w + 15, a lane two neighbouring ones."""
+        geometry, lane, warp = self.geometry, self.thread % 32, self.thread // 32
+        tile = self.tile_rows(slot)
+        if panel < geometry.code_panels:
+            address = tile.toint() + (lane * geometry.stride + warp * 16)
+            return load_matrices(address + (32 * half * geometry.stride + panel * PANEL), transposed=True)
+        start = geometry.plain_start + 2 * PANEL * (panel - geometry.code_panels)
+        column, found = tile + cute.assume(start + warp * 32 + lane // 4 * 4, divby=4), []
+        for m in range(4):
+            for d in range(2):
+                row = lane % 4 * 2 + (32 * half + 8 * m + d)
+                place = cute.recast_ptr(column + cute.assume(row * geometry.stride, divby=16), dtype=Int32)
+                found.append(cute.make_tensor(place, cute.make_layout(1))[0])
+        return tuple(found)
+
+    def load_factors(self, slot: Int32, panel: int, half: int) -> cute.Tensor | None:
+        """(4,) words, of two tokens each: what 32 tokens' columns of a panel are multiplied with."""
+        geometry = self.geometry
+        if not geometry.groups:
+            return None
+        factors = cute.make_rmem_tensor(4, Int32)
+        token = (slot * geometry.groups + geometry.group(panel)) * TOKENS + self.thread % 4 * 16 + 8 * half
+        source = cute.recast_ptr((self.factors + cute.assume(token, divby=8)).align(16), dtype=Int32)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), factors)
+        return factors
+
+    def value_words(self, found: tuple[Int32, ...], panel: int, factors: cute.Tensor | None) -> cute.Tensor:
+        """32 tokens of a panel, transposed, as an A operand: the MMA takes a lane's columns for rows a and a + 8."""
+        words = cute.make_rmem_tensor(cute.make_layout((4, BLOCKS)), Int32)
+        for m in range(4):
+            block, b = m // 2, m % 2
+            if panel < self.geometry.code_panels:
+                # Codes of two columns of a token, and of the next one, become two tokens of a column, and of the next.
+                codes = permute(found[m], found[m], 0x3120)
+                pair = None if factors is None else factors[m]
+                words[2 * b, block], words[2 * b + 1, block] = widen(codes, pair)
+            else:
+                low, high = (to_half(found[2 * m + d], Float32(1.0)) for d in range(2))
+                for e, selector in enumerate((0x5410, 0x7632)):
+                    words[2 * b + e, block] = times_half(permute(low, high, selector), factors[m])
+        return a_operand(words, Float16)
+
+    def begin_values(self, slot: Int32) -> list[Any]:
+        """Loads what `multiply` begins with."""
+        return [(self.load_values(slot, *part), self.load_factors(slot, *part)) for part in self.value_parts()[:AHEAD]]
+
+    def multiply(self, maker: int, slot: Int32, found: list[Any]) -> None:
+        """Oᵀ += Vᵀ·P of this consumer's panels, with the P that `maker` has made; frees the tile. found: of
+        `begin_values`."""
+        parts = self.value_parts()
+        for i, (panel, half) in enumerate(parts):
+            if i + AHEAD < len(parts):
+                further = parts[i + AHEAD]
+                found.append((self.load_values(slot, *further), self.load_factors(slot, *further)))
+            values = self.value_words(found[i][0], panel, found[i][1])
+            issue(self.mma_o, self.acc_o[panel % HALF_PANELS], values, self.frag_p[maker], 2 * half)
+            if i > 0:
+                warpgroup.wait_group(1)
+        warp_arrive(self.empty + slot)
+        warpgroup.wait_group(0)
+
+    # -------------------------------------------------------------------------------------------- tiles
+    @cute.jit
+    def own_tile(self, slot: Int32):
+        """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
+        geometry = self.geometry
+        row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
+        self.read_max(row_max)
+        if self.exceeds(row_max):
+            self.move_max(row_max)
+        columns = wgmma.as_columns(self.acc_s)
+        for c in cutlass.range_constexpr(geometry.n // 4):
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = softmax.exp2(columns[c, r] - row_max[c])
+                self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
+        cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(self.acc_s, Float16)), self.p_target)
+        cute.arch.fence_view_async_shared()
+        found = self.begin_values(slot)
+        # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
+        # warps comes before the arrival, and reports it where none does (docs/debugging.md).
+        named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        named_arrive(Barrier.P_EVEN + self.me, CONSUMER_THREADS)
+        self.multiply(self.me, slot, found)
+
+    @cute.jit
+    def other_tile(self, slot: Int32, phase: Int32):
+        """This consumer's product with the V of a tile whose P the other one makes."""
+        cute.arch.mbarrier_wait(self.full + slot, phase)
+        named_sync(Barrier.P_EVEN + 1 - self.me, CONSUMER_THREADS)
+        found = self.begin_values(slot)
+        self.follow_max()
+        self.multiply(1 - self.me, slot, found)
+
+    @cute.jit
+    def run(self, first: Int32, end: Int32, slot: Int32, phase: Int32, row_max: cute.Tensor):
+        """Tiles first..end-1 of a split. (slot, phase): of the first one. row_max: as registers, its result. All
+        registers are what a row without keys has."""
+        stages = self.geometry.stages
+        self.write_max(row_max)
+        if cutlass.const_expr(self.me == EVEN):
+            # ODD reads it behind P0.
+            if self.thread < 32:
+                softmax.publish(row_max, self.shared_max, self.thread)
+            self.scores(slot, phase)
+        for tile in cutlass.range(first, end, CONSUMERS, unroll=1):
+            slot1, phase1 = stage_at(slot, phase, 1, stages)
+            slot2, phase2 = stage_at(slot1, phase1, 1, stages)
+            if cutlass.const_expr(self.me == EVEN):
+                self.own_tile(slot)
+                # Ahead of the other one's P, so that its softmax runs under these products.
+                if tile + 2 < end:
+                    self.scores(slot2, phase2)
+                if tile + 1 < end:
+                    self.other_tile(slot1, phase1)
+            elif tile + 1 < end:
+                self.scores(slot1, phase1)
+                self.other_tile(slot, phase)
+                self.own_tile(slot1)
+            else:
+                self.other_tile(slot, phase)
+            slot, phase = slot2, phase2
+        self.read_max(row_max)
+        if cutlass.const_expr(self.me == ODD):
+            # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md).
+            if (end - first) % 2 == 1:
+                named_sync(Barrier.EVEN + self.me, WARPGROUP)
+                named_sync(Barrier.EVEN + self.me, WARPGROUP)
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """Query token `token` of every request, as `prims.rows` has blocks of them; q, out and lse are those of b · s
+    requests of one token."""
+
+    token: Int32
+    s: int
+
+    def block(self, request: Int32) -> rows.Block:
+        return rows.Block(request * self.s + self.token, 1, request)
+
+
+# ------------------------------------------------------------------------------------------------ device: epilogue
+class Factors(NamedTuple):
+    """What scores and values are multiplied with. sink: (h,) fp32, global memory, or None: a logit more in a head's
+    softmax. values: the scale of layout flat, else 1. scores: log2 e times those of the softmax and of layout flat."""
+
+    sink: Any
+    values: Float32
+    scores: Float32
+
+
+@cute.jit
+def share_sums(row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
+    """(n / 4,) registers for each consumer: its sums of P in the thread's columns, over all tokens; row_sum is lost."""
+    board, n, lane = storage.board.data_ptr(), geometry.n, thread % 32
+    publish_sums(row_sum, board + thread // 32 * n, lane)
+    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+    sums = [cute.make_rmem_tensor(n // 4, Float32) for _ in range(CONSUMERS)]
+    for i in cutlass.range_constexpr(CONSUMERS):
+        softmax.collect(sums[i], board + i * (WARPS * n), WARPS, lane, False)
+    return sums
+
+
+def publish_sums(values: cute.Tensor, board: cute.Pointer, lane: Int32) -> None:
+    """`softmax.publish_sums`, which takes up to 32 columns, of all columns."""
+    count = min(cute.size(values), 8)
+    for i in range(cute.size(values) // count):
+        part = cute.make_tensor(values.iterator + i * count, cute.make_layout(count))
+        softmax.publish_sums(part, board + 4 * count * i, lane)
+
+
+@cute.jit
+def join(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    sums: cutlass.Constexpr,  # of `share_sums`
+    results: Results,
+    flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
+    piece: scheduler.Piece,
+    worker: Int32,
+    request: Int32,
+    tile: Int32,  # query tile of the request
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
+    step = scheduler.first_step(piece)
+    while scheduler.takes(piece, step):
+        slot = scheduler.slot_of(worker + step, request)
+        if thread == 0:
+            take_flag(flags.iterator + (slot * geometry.tiles + tile))
+        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+        add_partial(registers, sums, results, slot, tile, thread, geometry)
+        step = scheduler.next_step(piece, step)
+
+
+def word_place(thread: Int32, c: int, panel: int, in_order: Any) -> tuple[Int32, Int32]:
+    """(head of the query tile, word of its row) of a thread's two results in column c of a panel of its consumer's:
+    neighbouring columns, which are rows a and a + 8 of the MMA, a = lane / 4. in_order: the row has its columns in
+    order, else as `prims.partials` wants them: pairs of four blocks of eight beside each other."""
+    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
+    a, quad = lane // 4, (me * HALF_PANELS + panel) * 2 + warp // 2
+    within = cutlass.select_(in_order, warp % 2 * 8 + a, a % 4 * 4 + warp % 2 * 2 + a // 4)
+    return wgmma.acc_column(lane, c), quad * 16 + within
+
+
+@cute.jit
+def add_partial(
+    registers: cutlass.Constexpr, sums: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32,
+    thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Adds a partial result."""
+    acc_o, row_max, _ = registers
+    outputs, stats = results.outputs, results.stats
+    count, layout = geometry.n // 4, geometry.partials
+    me, lane = thread // WARPGROUP, thread % 32
+    mine, theirs = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+    for c in cutlass.range_constexpr(count):
+        found = cute.make_rmem_tensor(partials.STATS, Float32)
+        index = layout.row(slot, tile, wgmma.acc_column(lane, c))
+        cute.autovec_copy(layout.stats(stats.iterator, index), found)
+        top = cute.arch.fmax(row_max[c], cute.arch.fmax(found[0], found[2]))
+        mine[c] = softmax.exp2(row_max[c] - top)
+        row_max[c] = top
+        for i in cutlass.range_constexpr(CONSUMERS):
+            sums[i][c] = sums[i][c] * mine[c] + found[2 * i + 1] * softmax.exp2(found[2 * i] - top)
+        theirs[c] = softmax.exp2(cutlass.select_(me > 0, found[2], found[0]) - top)
+    for c in cutlass.range_constexpr(count):
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            head, word = word_place(thread, c, i, Boolean(False))
+            source = layout.outputs(outputs.iterator, layout.row(slot, tile, head)) + cute.assume(2 * word, divby=2)
+            pair = cute.make_rmem_tensor(2, Float16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+            columns = wgmma.as_columns(acc_o[i])
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * mine[c] + Float32(pair[r]) * theirs[c]
+
+
+@cute.jit
+def epilogue(
+    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    sums: cutlass.Constexpr,  # of `share_sums`
+    storage: cutlass.Constexpr,
+    results: Results,
+    factors: cutlass.Constexpr,  # `Factors`
+    place: Int32,  # the query token's, of all requests
+    slot: Int32,  # of the partial result
+    whole: Boolean,  # the split is a request
+    tile: Int32,  # query tile of the request
+    first_row: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Divides whole results by their row sums, the sink's share among them, or scales a partial one (`prims.partials`),
+    and writes them. The same code for both consumers: what runs once a split is fetched from L2."""
+    acc_o, row_max, _ = registers
+    out, lse, outputs, stats = results
+    n, count, layout = geometry.n, geometry.n // 4, geometry.partials
+    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32
+    magnitudes = storage.magnitudes.data_ptr()
+    own_rows = cute.assume(me * (WARPS * n), divby=n)
+    factor = cute.make_rmem_tensor(count, Float32)
+    if whole:
+        for c in cutlass.range_constexpr(count):
+            total = sums[EVEN][c] + sums[ODD][c]
+            head = first_row + wgmma.acc_column(lane, c)
+            over = total
+            if cutlass.const_expr(geometry.sink):
+                sink = factors.sink[cutlass.min(head, geometry.h - 1)]
+                over = total + softmax.exp2(sink * math.log2(math.e) - row_max[c])
+            inverse = factors.values * cute.arch.rcp_approx(over)
+            factor[c] = cutlass.select_(total > 0.0, inverse, Float32(0.0))
+            if thread < 4 and head < geometry.h:
+                lse[place, head, 0] = softmax.natural_lse(total, row_max[c])
+    else:
+        factor.fill(0.0)
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            columns = wgmma.as_columns(acc_o[i])
+            for c in cutlass.range_constexpr(count):
+                for r in cutlass.range_constexpr(2):
+                    factor[c] = factor[c] + cute.math.absf(columns[c, r])
+        publish_sums(factor, magnitudes + warp * n, lane)
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        softmax.collect(factor, magnitudes + own_rows, WARPS, lane, False)
+        for c in cutlass.range_constexpr(count):
+            exponent = partials.exponent_of(factor[c])
+            factor[c] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+            if thread % WARPGROUP < 4:
+                index = layout.row(slot, tile, wgmma.acc_column(lane, c))
+                own = cutlass.select_(me > 0, sums[ODD][c], sums[EVEN][c])
+                partials.store_stats(layout.stats(stats.iterator, index), me, row_max[c], own, exponent)
+    # Through shared memory, where queries and P were: the code is short, and rows are written by whole warps.
+    board = cute.recast_ptr(storage.query.data_ptr(), dtype=Int32)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        wgmma.scale_columns(acc_o[i], factor)
+        words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
+        if whole:
+            store_words(words, wgmma.to_dtype(acc_o[i], out.element_type))
+        else:
+            store_words(words, wgmma.to_dtype(acc_o[i], Float16))
+        for c in cutlass.range_constexpr(count):
+            low, high = words[c // 2 * 2], words[c // 2 * 2 + 1]
+            row, word = word_place(thread, c, i, whole)
+            board[row * ROW_WORDS + word] = permute(low, high, 0x7632 if c % 2 else 0x5410)
+    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+    base = outputs.iterator.toint() + 2 * layout.row(slot, tile, Int32(0)) * layout.columns
+    if whole:
+        base = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), first_row, geometry.h)
+    count = cutlass.min(geometry.h - first_row, n)
+    for row in cutlass.range(warp, count, CONSUMERS * WARPS, unroll=1):
+        for half in cutlass.range_constexpr(2):
+            word = (half * 32 + lane) * 4
+            vector = cute.make_rmem_tensor(4, Int32)
+            source = (board + cute.assume(row * ROW_WORDS + word, divby=4)).align(16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vector)
+            target = base + Int64(row * (2 * VALUES) + 4 * word)
+            target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
+
+
+@cute.jit
+def store_words(words: cute.Tensor, rounded: cute.Tensor):
+    """The 16-bit elements of an accumulator as words."""
+    words.store(cute.recast_tensor(rounded, Int32).load().reshape(words.shape))
+
+
+# ------------------------------------------------------------------------------------------------ device: consume
+@cute.jit
+def consume(
+    q: cute.Tensor,
+    storage: cutlass.Constexpr,
+    results: Results,
+    factors: cutlass.Constexpr,  # `Factors`
+    table: cute.Tensor,  # of `prims.combine`
+    flags: cute.Tensor,
+    lengths: cute.Tensor,
+    queries: cutlass.Constexpr,  # `Token`
+    pool: Pool,
+    split: scheduler.Split,
+    line: scheduler.Line,
+    worker: Int32,
+    tile: Int32,  # query tile of the request
+    first_row: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
+    q_tile = query_tile(storage, geometry)
+    panel = wgmma.make_mma(Float16, geometry.n, a_in_registers=True).partition_shape_C((TOKENS, geometry.n))
+    registers = (
+        [cute.make_rmem_tensor(panel, Float32) for _ in range(HALF_PANELS)],
+        cute.make_rmem_tensor(geometry.n // 4, Float32),
+        cute.make_rmem_tensor(geometry.n // 4, Float32),
+    )
+    slot, phase = Int32(0), Int32(0)
+    if line.empty > 0:
+        rows.store_empty(
+            results, table, lengths, queries, worker, pool.workers, Int32(0), first_row, geometry.h, thread,
+            CONSUMER_THREADS, geometry.n,
+        )  # fmt: skip
+    while scheduler.has_work(split):
+        first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
+        block = queries.block(split.request)
+        cute.arch.cp_async_wait_group(0)
+        # Said here, or the last split's results would keep their registers while the query is loaded.
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            registers[0][i].fill(0.0)
+        registers[1].fill(softmax.NO_KEY)
+        registers[2].fill(0.0)
+        if first == 0 and thread == 0 and combine.lists(line, pool):
+            count, base = scheduler.slots_of(worker, split, units, line, pool)
+            partials.list_request(table, split.request, count, base)
+        if first < end:
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+            of_query = widen_query(storage, thread, geometry)
+            cute.arch.fence_view_async_shared()
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+            for me in cutlass.range_constexpr(CONSUMERS):
+                if thread // WARPGROUP == me:
+                    lane = thread - me * WARPGROUP
+                    w = Consumer.make(
+                        me, geometry, storage, lane, factors.scores * of_query, (registers[0], registers[2])
+                    )
+                    w.run(first, end, slot, phase, registers[1])
+            moved = slot + (end - first)
+            phase = phase ^ (moved // geometry.stages & 1)
+            slot = moved % geometry.stages
+        following = scheduler.next_split(split, lengths, line, geometry.costs)
+        if not scheduler.has_work(following):
+            cute.arch.griddepcontrol_launch_dependents()
+        if first < end:
+            whole, place = end - first == units, split.point
+            sums = share_sums(registers[2], storage, thread, geometry)
+            if line.lead > 0:
+                place = scheduler.slot_of(worker, split.request)
+                if pool.combined == 0 and not whole:
+                    piece = scheduler.piece_of(worker, split, units, line)
+                    join(registers, sums, results, flags, piece, worker, split.request, tile, thread, geometry)
+                    whole = piece.index == 0
+            epilogue(
+                registers, sums, storage, results, factors, block.first, place, whole, tile, first_row, thread, geometry
+            )  # fmt: skip
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
+            raise_flag(
+                flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), Int32(sends)
+            )
+        else:
+            rows.store_no_keys(
+                results, block, Int32(0), first_row, geometry.h, thread, CONSUMER_THREADS, geometry.n
+            )  # fmt: skip
+        if scheduler.has_work(following):
+            # Behind the barrier: results went through where queries are.
+            rows.copy_query_rows(
+                q, q_tile, queries.block(following.request), Int32(0), first_row, geometry.h, thread, CONSUMER_THREADS
+            )  # fmt: skip
+        split = following
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernels
+@cute.kernel
+def sparse_mla_v1(
+    q: cute.Tensor,  # (b · s, 1, h, columns) bf16, global memory, contiguous
+    caches: cutlass.Constexpr | tuple[Cache, ...],  # the cache, and perhaps the extra one
+    zeros: cute.Tensor,  # (row_bytes,) uint8, global memory
+    lengths: cute.Tensor,  # (b,) int32, global memory: 64 for each tile of a request's indices
+    sink: cute.Tensor | None,  # (h,) fp32, global memory
+    flat: cute.Tensor | None,  # (1,) fp32, global memory: the cache's scale
+    results: Results,  # out (b · s, 1, h, 512), lse (b · s, h, 1)
+    flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
+    schedule: Schedule,
+    scale_log2: Float32,
+    pool: Pool,
+    geometry: cutlass.Constexpr,
+):
+    """The CTA of a query tile (x) and worker (y, from the last one)."""
+    thread, _, _ = cute.arch.thread_idx()
+    tile, block, _ = cute.arch.block_idx()
+    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    lane = thread % 32
+    token, first_row = tile // geometry.row_tiles, tile % geometry.row_tiles * geometry.n
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    storage = SmemAllocator().allocate(shared_storage(geometry))
+    if warp == CONSUMERS * WARPS:
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(geometry.stages):
+                # In v4 each lane arrives once more, when its copies of scales have.
+                cute.arch.mbarrier_init(full + i, PRODUCERS + (32 * PRODUCERS if geometry.layout == "v4" else 0))
+                cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
+        cute.arch.mbarrier_init_fence()
+    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+    cute.arch.griddepcontrol_wait()
+    split, line, as_guessed = scheduler.first_of(
+        schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS * WARPS, lane, geometry.costs
+    )  # fmt: skip
+    if tile == 0 and worker == 0 and thread == CONSUMER_THREADS:
+        combine.write_mode(schedule.table, line, as_guessed, pool)
+    flat_scale = Float32(1.0)
+    if cutlass.const_expr(geometry.layout == "flat"):
+        flat_scale = flat[0]
+    if warp < CONSUMERS * WARPS and scheduler.has_work(split):
+        rows.copy_query_rows(
+            q, query_tile(storage, geometry), Token(token, geometry.s).block(split.request), Int32(0), first_row,
+            geometry.h, thread, CONSUMER_THREADS,
+        )  # fmt: skip
+    named_sync(Barrier.SETUP, THREADS)
+    if warp >= CONSUMERS * WARPS:
+        cute.arch.setmaxregister_decrease(geometry.registers[0])
+        load(caches, zeros, storage, lengths, split, line, token, warp - CONSUMERS * WARPS, geometry)
+    else:
+        cute.arch.setmaxregister_increase(geometry.registers[1])
+        consume(
+            q, storage, results, Factors(sink, flat_scale, scale_log2 * flat_scale), schedule.table, flags, lengths,
+            Token(token, geometry.s), pool, split, line, worker, tile, first_row, thread, geometry,
+        )  # fmt: skip
+
+
+sparse_mla_v1.set_name_prefix("sparse_mla_v1", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+@cute.kernel
+def add_lengths(lengths: cute.Tensor, caches: tuple[Cache, ...], geometry: cutlass.Constexpr):
+    """lengths: (b,) int32, global memory: 64 for each tile of a request's indices of both caches; one CTA."""
+    thread, _, _ = cute.arch.thread_idx()
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+    for request in cutlass.range(thread, lengths.shape[0], CONSUMER_THREADS, unroll=1):
+        tiles = Int32(0)
+        for cache in caches:
+            tiles = tiles + scheduler.ceil_div(count_of(cache, request, Int32(0), geometry), TOKENS)
+        lengths[request] = tiles * TOKENS
+
+
+add_lengths.set_name_prefix("add_lengths", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+@cute.jit
+def launch_sparse_mla_v1(
+    q: cute.Tensor,  # (b, s, h, columns) bf16, contiguous
+    cache: cute.Tensor,  # (pages, page, bytes of a token) uint8, contiguous within a page
+    indices: cute.Tensor,  # (b, s, topk) int32, or a page table (b, width)
+    cache_lengths: cute.Tensor | None,  # (b,) int32
+    extra_cache: cute.Tensor | None,
+    extra_indices: cute.Tensor | None,
+    extra_lengths: cute.Tensor | None,
+    zeros: cute.Tensor,  # (row_bytes,) uint8
+    lengths: cute.Tensor,  # (b,) int32: 64 for each tile of a request's indices; written where it depends on lengths
+    sink: cute.Tensor | None,
+    flat: cute.Tensor | None,
+    out: cute.Tensor,  # (b, s, h, 512) bf16
+    lse: cute.Tensor,  # (b, h, s) fp32
+    partials: cute.Tensor,  # `Partials.views`
+    flags: cute.Tensor,
+    words: cute.Tensor,  # `scheduler.schedule_in`
+    scale: Float32,
+    workers: Int32,
+    geometry: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Launches a CTA for each query tile and worker, as a programmatic dependent."""
+    b, s, h = q.shape[0], geometry.s, geometry.h
+    caches = (Cache(cache, indices, cache_lengths),)
+    if cutlass.const_expr(geometry.extra_page > 0):
+        caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths))
+    tokens = Int32(0)
+    if cutlass.const_expr(geometry.paged):
+        tokens = indices.shape[1] * geometry.page
+    else:
+        for each in caches:
+            tokens = tokens + scheduler.ceil_div(each.indices.shape[2], TOKENS) * TOKENS
+    if cutlass.const_expr(geometry.extra_page > 0 and (geometry.lengths or geometry.extra_lengths)):
+        add_lengths(lengths, caches, geometry).launch(
+            grid=(1, 1, 1), block=(CONSUMER_THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    def by_token(tensor: cute.Tensor) -> cute.Tensor:
+        width = tensor.shape[3]
+        layout = cute.make_layout((b * s, 1, h, width), stride=(h * width, h * width, width, 1))
+        return cute.make_tensor(tensor.iterator, layout)
+
+    of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
+    schedule = scheduler.schedule_in(words, workers, False)
+    results = Results(by_token(out), of_lse, *geometry.partials.views(partials))
+    if cutlass.const_expr(geometry.combines):
+        pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
+    else:
+        pool = make_pool(b, tokens, workers, geometry.costs)
+    sparse_mla_v1(
+        by_token(q), caches, zeros, lengths, sink, flat, results, flags, schedule, scale * math.log2(math.e), pool,
+        geometry,
+    ).launch(
+        grid=(geometry.tiles, workers, 1),
+        block=(THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
+    )  # fmt: skip
+    if cutlass.const_expr(geometry.combines):
+        of_token = Results(out, lse, results.outputs, results.stats)
+        ctas = 2 * workers * geometry.tiles
+        combine.launch(of_token, schedule.table, lengths, None, pool, ctas, geometry.merge, stream, sink)
+
+
+@cute.jit
+def make_pool(requests: Int32, tokens: Int32, workers: Int32, costs: cutlass.Constexpr) -> Pool:
+    """The pool of a batch whose workers merge its splits, whatever their number."""
+    units = scheduler.units_of(tokens, costs)
+    line = scheduler.line_of(
+        requests * units, units, Int32(0), requests, Int32(0), workers, Int32(0), Int32(NO_SHARES), Int32(NO_COMBINE),
+        costs,
+    )  # fmt: skip
+    width = cutlass.max(scheduler.ceil_div(units, line.step), 1)
+    if line.lead > 0:
+        width = line.lead + units
+    return Pool(workers, Int32(0), tokens, line, width, Int32(NO_SHARES), Int32(NO_COMBINE), Int32(0))
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def takes(pd: SparseProblem) -> Verdict:
+    """Whether this version computes a problem."""
+    if pd.layout == "bf16":
+        return Verdict.no("layout bf16 has no codes to widen: use sparse_mla")
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class SparseMlaV1Tiling(Tiling):
+    """workers: CTAs for each query tile of a request; 0: as many as fill the device."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("workers",)
+
+    workers: int = 0
+
+    def geometry(self, pd: SparseProblem) -> Geometry:
+        """What the code is made for."""
+        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged)
+
+    def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
+        if self.workers < 0:
+            return Verdict.no(f"workers = {self.workers} is below 0")
+        geometry = self.geometry(pd)
+        if device is not None and geometry.tiles > device.num_sms:
+            return Verdict.no(
+                f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "
+                f"{device.key}: workers wait for each other and must all be running"
+            )
+        return Verdict.yes()
+
+
+class SparseMlaV1Plan(KernelPlan):
+    """One compiled kernel a problem class; b, numbers of tokens and indices, and workers are arguments."""
+
+    workload = sparse_decode.WORKLOAD
+    tiling_type = SparseMlaV1Tiling
+    tiling: SparseMlaV1Tiling
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "setmaxnreg"), problem=takes, options=("paged",)
+    )
+
+    def default_tiling(self) -> Tiling:
+        return SparseMlaV1Tiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [self.default_tiling()]
+
+    def workers(self) -> int:
+        """Workers of a query tile: the tiling's, or those that fill the device."""
+        return self.tiling.workers or max(1, host.target(self).num_sms // self.tiling.geometry(self.problem).tiles)
+
+    def plan(self, *inputs: Any) -> CuteKernel:
+        import torch
+
+        self.require()
+        pd, geometry, workers = self.problem, self.tiling.geometry(self.problem), self.workers()
+        given = sparse_decode.named(pd, *inputs)
+        q = given["q"]
+        b = q.shape[0]
+        outputs = sparse_decode.new_outputs(pd, q)
+        names = ("cache", "page_table", "seq_lens") if pd.paged else ("cache", "indices", "lengths")
+        parts = [[given.get(f"{prefix}{name}") for name in names] for prefix in ("", "extra_")]
+        if pd.paged or (pd.lengths and not pd.extra):
+            lengths = parts[0][2]
+        else:
+            tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
+            lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
+        slots = b + workers
+        workspaces = (
+            q.new_empty(slots * geometry.tiles * geometry.n * geometry.partials.row_words, dtype=torch.float32),
+            q.new_zeros(slots * geometry.tiles, dtype=torch.int32),
+            q.new_empty(scheduler.schedule_words(b, workers, False), dtype=torch.int32),
+        )
+        zeros = q.new_zeros(geometry.row_bytes, dtype=torch.uint8)
+        flat = given["scale"] if pd.layout == "flat" else None
+        arguments = (
+            q, *parts[0], *parts[1], zeros, lengths, given.get("sink"), flat, *outputs, *workspaces, pd.scale, workers
+        )  # fmt: skip
+        return self._make(arguments, inputs, outputs, (*workspaces, zeros, lengths))
+
+    def plan_empty(self) -> CuteKernel:
+        self.require()
+        return self._make((), (), ())
+
+    def _make(self, given: Any, inputs: Any, outputs: Any, workspaces: Any = ()) -> CuteKernel:
+        pd, geometry = self.problem, self.tiling.geometry(self.problem)
+
+        def cache(page: int) -> Any:
+            row, apart = pd.cache.token_bytes, cute.sym_int64(divisibility=16)
+            return make_fake_tensor(Uint8, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
+
+        def indices(b: Any) -> Any:
+            shape = (b,) if pd.paged else (b, pd.s)
+            return host.fake(Int32, *shape, *host.symbols(1), align=4)
+
+        def arguments() -> tuple[Any, ...]:
+            b, partial_words, flags, words = host.symbols(4)
+            extra = pd.extra > 0
+            kind = host.element_type(pd.dtype)
+            return (
+                host.fake(kind, b, pd.s, pd.h, pd.columns),
+                cache(pd.page),
+                indices(b),
+                host.fake(Int32, b, align=4) if pd.lengths or pd.paged else None,
+                cache(pd.extra_page) if extra else None,
+                indices(b) if extra else None,
+                host.fake(Int32, b, align=4) if pd.extra_lengths else None,
+                host.fake(Uint8, geometry.row_bytes),
+                host.fake(Int32, b, align=4),
+                host.fake(Float32, pd.h, align=4) if pd.sink else None,
+                host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
+                host.fake(kind, b, pd.s, pd.h, VALUES),
+                host.fake(Float32, b, pd.h, pd.s, align=4),
+                host.fake(Float32, partial_words),
+                host.fake(Int32, flags, align=4),
+                host.fake(Int32, words),
+                Float32(1.0),
+                Int32(1),
+                geometry,
+            )
+
+        return host.stage(
+            self, sparse_mla_v1, launch_sparse_mla_v1, "sparse_mla_v1", arguments, given, inputs, outputs, workspaces
+        )

@@ -1,4 +1,4 @@
-"""Context-parallel decode over four processes with gloo, against the oracle on the whole cache; and the merge."""
+"""Context-parallel decode over processes with gloo, against the oracle on the whole cache; and the merge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mla_var3.workload import merge  # noqa: E402
 from mla_var3.workload.decode import mla_decode_reference  # noqa: E402
 from mla_var3.workload.merge import MergeProblem  # noqa: E402
 
-RANKS, PAGE, K, P, H = 4, 16, 64, 32, 2
+PAGE, K, P, H = 16, 64, 32, 2
 LENGTHS = [200, 1, 0, 70, 33]
 MERGE = "torch/merge_partials"
 #: (query tokens, causal, how tokens lie)
@@ -52,48 +52,60 @@ def cached(parts: list[Any], generator: Any) -> tuple[Any, Any]:
     return torch.cat(made)[:, :, None], table
 
 
-def one_rank(rank: int, file: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
+#: Unequal parts, by the number of ranks: where each begins. Rank 2 of 4 has nothing, the last one all that will come.
+PARTS = {2: [0, 10, 10_000], 4: [0, 10, 61, 61, 10_000]}
+
+
+def one_rank(rank: int, file: str, ranks: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     context_parallel.merge_partials = functools.partial(merge_partials, kernel=MERGE)
     engine = CpuEngine()
     for number, (s, causal, lie) in enumerate(CASES):
         generator = torch.Generator().manual_seed(number)
         tokens = [torch.randn(n, K + P, generator=generator).bfloat16() for n in LENGTHS]
-        q = torch.randn(len(LENGTHS), s, RANKS * H, K + P, generator=generator).bfloat16()
+        q = torch.randn(len(LENGTHS), s, ranks * H, K + P, generator=generator).bfloat16()
         lengths = torch.tensor(LENGTHS, dtype=torch.int32)
         mine, part = [], None
         if lie == "pages":
             for request in tokens:
-                pages = request.split(PAGE)[rank::RANKS]
+                pages = request.split(PAGE)[rank::ranks]
                 mine.append(torch.cat(pages) if pages else request[:0])
-        else:  # unequal parts; rank 2 has nothing, the last one all that will come
-            begin = [0, 10, 61, 61][rank]
-            end = [10, 61, 61, 10_000][rank]
+        else:
+            begin, end = PARTS[ranks][rank : rank + 2]
             part = tuple(torch.full((len(LENGTHS),), x, dtype=torch.int32) for x in (begin, end))
             mine = [request[begin:end] for request in tokens]
         cache, table = cached(mine, generator)
         heads = slice(rank * H, (rank + 1) * H)
-        out, lse = mla_decode_cp(
-            q[:, :, heads], cache, table, lengths, tokens=part, causal=causal, head_dim_v=K, scale=0.1,
+        call = functools.partial(
+            mla_decode_cp, q[:, :, heads], cache, table, lengths, tokens=part, causal=causal, head_dim_v=K, scale=0.1,
             return_lse=True, kernel="torch/flash_mla", on=engine,
         )  # fmt: skip
-        schedule = DecodeSchedule()
-        for _ in range(2):  # counts the lengths, then reads what was counted
-            again = mla_decode_cp(
-                q[:, :, heads], cache, table, lengths, tokens=part, causal=causal, head_dim_v=K, scale=0.1,
-                schedule=schedule, kernel="torch/flash_mla", on=engine,
-            )  # fmt: skip
-            assert torch.equal(again, out) and schedule.counted is not None
         whole = cached(tokens, generator)
         want_out, want_lse = mla_decode_reference(q, *whole, lengths, k=K, scale=0.1, causal=causal)
-        torch.testing.assert_close(out.double(), want_out[:, :, heads], atol=0.02, rtol=0.02)
-        torch.testing.assert_close(lse.double(), want_lse[:, heads], atol=1e-4, rtol=1e-4)
-        assert out.dtype == torch.bfloat16 and bool((out[2] == 0).all()) and bool((lse[2] == float("inf")).all())
+        for overlap in (False, True):
+            out, lse = call(overlap=overlap)
+            torch.testing.assert_close(out.double(), want_out[:, :, heads], atol=0.02, rtol=0.02)
+            torch.testing.assert_close(lse.double(), want_lse[:, heads], atol=1e-4, rtol=1e-4)
+            assert out.dtype == torch.bfloat16 and bool((out[2] == 0).all()) and bool((lse[2] == float("inf")).all())
+            schedule = DecodeSchedule()
+            for _ in range(2):  # counts the lengths, then reads what was counted
+                again, _ = call(overlap=overlap, schedule=schedule)
+                assert torch.equal(again, out) and schedule.counted is not None
     dist.destroy_process_group()
 
 
-def test_four_ranks_give_what_one_would(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(one_rank, (str(tmp_path / "meet"),), nprocs=RANKS)
+@pytest.mark.parametrize("ranks", PARTS)
+def test_ranks_give_what_one_would(tmp_path: Path, ranks: int) -> None:
+    torch.multiprocessing.spawn(one_rank, (str(tmp_path / "meet"), ranks), nprocs=ranks)
+
+
+def test_three_heads_have_no_halves(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="overlap halves the heads of a rank, which are 3"):
+            mla_decode_cp(torch.zeros(1, 1, 3, K + P).bfloat16(), *(torch.zeros(1),) * 3, overlap=True)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_a_group_it_says_what_is_missing() -> None:
@@ -104,9 +116,9 @@ def test_without_a_group_it_says_what_is_missing() -> None:
 @pytest.mark.parametrize("length", range(0, 150, 7))
 def test_every_token_is_on_one_rank(length: int) -> None:
     bound = torch.tensor([length])
-    held = [int(context_parallel._held(bound, rank, RANKS, PAGE, None)) for rank in range(RANKS)]
-    pages = [page // PAGE % RANKS for page in range(length)]
-    assert held == [pages.count(rank) for rank in range(RANKS)]
+    held = [int(context_parallel._held(bound, rank, 4, PAGE, None)) for rank in range(4)]
+    pages = [page // PAGE % 4 for page in range(length)]
+    assert held == [pages.count(rank) for rank in range(4)]
 
 
 # ---------------------------------------------------------------- the merge

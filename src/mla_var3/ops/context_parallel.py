@@ -11,11 +11,13 @@ Flash-Decoding (Dao et al. 2023).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
 from mla_var3.ops.decode import LATENT, mla_decode
-from mla_var3.ops.exchange import Collective, exchange_of
+from mla_var3.ops.engine import DecodeSchedule
+from mla_var3.ops.exchange import Beside, Collective, exchange_of
 from mla_var3.ops.layer import dtype_name, serve
 from mla_var3.ops.library import as_op, traced
 from mla_var3.ops.request import judge
@@ -24,7 +26,9 @@ from mla_var3.workload.merge import MergeProblem
 if TYPE_CHECKING:
     import torch
 
-    from mla_var3.ops.engine import DecodeSchedule, Engine
+    from mla_var3.ops.engine import Engine
+
+    Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def mla_decode_cp(
@@ -40,6 +44,7 @@ def mla_decode_cp(
     head_dim_v: int = LATENT,
     return_lse: bool = False,
     exchange: str | Collective | None = None,
+    overlap: bool = False,
     schedule: DecodeSchedule | None = None,
     kernel: str | None = None,
     on: Engine | None = None,
@@ -55,11 +60,13 @@ def mla_decode_cp(
 
     group: a process group of torch.distributed (NCCL for GPUs); default: all ranks. Every rank calls at the same time.
     exchange: "collective", by the group's collectives, or "symmetric", by stores into the memory of the other GPUs of a
-    host, whose calls of a group are on one stream; default: symmetric where the ranks can. schedule: as of
-    `mla_decode`; it keeps what is counted of the lengths too, a dozen small kernels. The other arguments are those of
-    `mla_decode`; causal is at the end of the whole request. Returns out (b, s, h, k) of this rank's heads, or
-    (out, lse) with lse (b, h, s). Never waits for the device, but in the first call of a group. Raises `UserError` as
-    `mla_decode` does.
+    host, whose calls of a group are on one stream; default: symmetric where the ranks can. overlap: decode half of the
+    heads at a time, each with half of every rank's, while the other half is exchanged on a second stream; h is even
+    then. Every half reads the whole cache, so it can only gain where decode is bound by its arithmetic, with many
+    heads, and the exchange is long. schedule: as of `mla_decode`; it keeps what is counted of the lengths too, a dozen
+    small kernels. The other arguments are those of `mla_decode`; causal is at the end of the whole request. Returns out
+    (b, s, h, k) of this rank's heads, or (out, lse) with lse (b, h, s). Never waits for the device, but in the first
+    call of a group. Raises `UserError` as `mla_decode` does.
     """
     import torch
     import torch.distributed as dist
@@ -70,9 +77,12 @@ def mla_decode_cp(
         )
     judge("q", q, (None, None, None, None), None, q)
     s = q.shape[1]
+    if overlap and q.shape[2] % 2:
+        raise UserError(
+            f"overlap halves the heads of a rank, which are {q.shape[2]}: pass an even number, or no overlap."
+        )
     way = exchange_of(exchange, group, q)
     ranks, rank = way.ranks, way.rank
-    every = way.queries(q.detach(), head_dim_v)
     counted = None if schedule is None else schedule.counted
     if counted is None:
         page, lengths = kv_cache.shape[1], seq_lens.long()
@@ -88,12 +98,53 @@ def mla_decode_cp(
         if schedule is not None:
             schedule.counted = counted
     here, mask = counted
-    partial = mla_decode(
-        every, kv_cache, page_table, here, scale=scale, mask=mask, head_dim_v=head_dim_v, return_lse=True,
-        schedule=schedule, kernel=kernel, on=on,
-    )  # fmt: skip
-    out, lse = merge_partials(*way.partials(*partial), on=on)
+    if overlap and schedule is None:
+        schedule = DecodeSchedule()  # both halves deal out the same work
+
+    def decode(every: torch.Tensor) -> Pair:
+        partial: Pair = mla_decode(
+            every, kv_cache, page_table, here, scale=scale, mask=mask, head_dim_v=head_dim_v, return_lse=True,
+            schedule=schedule, kernel=kernel, on=on,
+        )  # fmt: skip
+        return partial
+
+    def merge(way: Collective, partial: Pair) -> Pair:
+        return merge_partials(*way.partials(*partial), on=on)
+
+    if overlap:
+        out, lse = _overlapped(way, q.detach(), head_dim_v, decode, merge)
+    else:
+        out, lse = merge(way, decode(way.queries(q.detach(), head_dim_v)))
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
+
+
+def _overlapped(
+    way: Collective,
+    q: torch.Tensor,
+    k: int,
+    decode: Callable[[torch.Tensor], Pair],
+    merge: Callable[[Collective, Pair], Pair],
+) -> Pair:
+    """Two halves of the heads: queries of the second pass under the decode of the first, whose partials pass, and are
+    merged, under the decode of the second.
+
+        this stream             decode 0             decode 1                          both halves side by side
+        beside it    queries 0, queries 1            partials, merge 0                 partials, merge 1
+
+    Decode fills every multiprocessor, so what runs beside it is launched first and has the higher priority: it takes
+    its multiprocessors before the blocks of decode do, or gets none until they end.
+    """
+    import torch
+
+    beside, ways = Beside.of(q.device), way.halves()
+    halves = q.unflatten(2, (2, -1)).movedim(2, 0).contiguous()
+    queries = [beside.start(way.queries, half, k) for way, half in zip(ways, halves, strict=True)]
+    partials, merged = [], []  # kept to the end: freed memory is reused in the order of its own stream alone
+    for way, every in zip(ways, queries, strict=True):
+        partials.append(decode(every()))
+        merged.append(beside.start(merge, way, partials[-1]))
+    out, lse = (torch.cat(both, dim=2) for both in zip(*(done() for done in merged), strict=True))
+    return out, lse
 
 
 def merge_partials(

@@ -11,15 +11,21 @@ behind its second barrier, at which every rank's decode has read the last ones, 
 first, at which every rank has merged. Whatever the shapes of a call, queries are in one half of a buffer and partials
 in the other: the next call's queries may come while a slower rank still merges. NVLink's multicast is not used, and
 switched off for the allocation.
+
+Two halves of the heads that are under way at once have an exchange each (`halves`), with buffers and barriers of its
+own, for which all of this holds by itself. They run on a stream `Beside` the decode.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mla_var3.errors import UserError, nearest
 
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
 EXCHANGES = ("collective", "symmetric")
 _ALIGN = 256  # bytes
 _LEAST = 1 << 20  # bytes of a buffer
+
+T = TypeVar("T")
 
 _made: dict[Any, Collective] = {}
 _reasons: dict[Any, str] = {}
@@ -41,6 +49,10 @@ class Collective:
     group: Any
     ranks: int
     rank: int
+
+    def halves(self) -> tuple[Collective, Collective]:
+        """Exchanges for two halves of the heads that are under way at once."""
+        return self, self
 
     def queries(self, q: torch.Tensor, k: int) -> torch.Tensor:
         """q (b, s, h, width) of every rank → (b, s, ranks · h, width), contiguous. k: columns that partials will
@@ -92,6 +104,12 @@ class Symmetric(Collective):
     held: list[_Buffer] = field(default_factory=list)
     kernel: Any = None
     _layout: tuple[int, int] = (0, 0)
+    _second: Symmetric | None = None
+
+    def halves(self) -> tuple[Symmetric, Symmetric]:
+        if self._second is None:
+            self._second = Symmetric(self.group, self.ranks, self.rank, self.device)
+        return self, self._second
 
     def queries(self, q: torch.Tensor, k: int) -> torch.Tensor:
         b, s, h, width = q.shape
@@ -151,6 +169,47 @@ class Symmetric(Collective):
         offset = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # the same on every rank
         peers = torch.tensor([p + offset for p in handle.buffer_ptrs], dtype=torch.int64, device=self.device)
         self.held.append(_Buffer(memory, handle, peers))
+
+
+class Beside:
+    """What runs beside a stream of a GPU: a second stream, of higher priority. On a CPU it is a thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.device = device
+        cuda = device.type == "cuda"
+        self.lane: Any = torch.cuda.Stream(device, priority=-1) if cuda else ThreadPoolExecutor(max_workers=1)
+
+    @classmethod
+    def of(cls, device: torch.device) -> Beside:
+        """The one of a device's current stream."""
+        import torch
+
+        return _beside(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+    def start(self, work: Callable[..., T], *given: Any) -> Callable[[], T]:
+        """Starts work(*given) behind what is in the current stream and what was started before. The returned function
+        gives its result, for which the current stream waits, and the host does not."""
+        import torch
+
+        if isinstance(self.lane, ThreadPoolExecutor):
+            return self.lane.submit(work, *given).result
+        self.lane.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.lane):
+            made = work(*given)
+            done = self.lane.record_event()
+
+        def wait() -> T:
+            torch.cuda.current_stream(self.device).wait_event(done)
+            return made
+
+        return wait
+
+
+@functools.cache
+def _beside(device: torch.device, stream: int) -> Beside:
+    return Beside(device)
 
 
 def exchange_of(wanted: str | Collective | None, group: Any, q: torch.Tensor) -> Collective:

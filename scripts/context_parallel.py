@@ -8,8 +8,10 @@ Ranks hold pages in turn. Before anything is timed, every exchange is checked ag
 length, some without a token on some ranks, causal ones, and caches that are NaN where a rank has nothing; then on the
 cell itself. Limits of the run come first. The cost of each exchange is measured at the smallest and at the largest
 batch, with the merge and without any decode: a line through both, and the dispatcher's prediction for the rank's share,
-is what a cell should take, written down before it is timed. Contenders take turns, in reversed order every other round;
-a time is the slowest rank's. Without a GPU the ranks check small cells over gloo, and time nothing.
+is what a cell should take, written down before it is timed. Overlapped, it is twice the prediction for half of the
+heads, which read the cache as all of them do, and half of the exchange, which no decode hides. Contenders take turns,
+in reversed order every other round; a time is the slowest rank's. Without a GPU the ranks check small cells over gloo,
+and time nothing.
 """
 
 from __future__ import annotations
@@ -123,9 +125,27 @@ def on_cpu() -> Any:
 
 
 # ---------------------------------------------------------------- what is compared
-def exchanges(ranks: Ranks) -> dict[str, Any]:
-    """The ways to pass partials on that are possible here, by name."""
-    from mla_var3.ops.exchange import Collective, exchange_of
+@dataclass(frozen=True)
+class Over:
+    """How GPUs share a cell: by an exchange, and whether it runs under the decode of other heads."""
+
+    exchange: str
+    way: Any
+    overlap: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.exchange}_overlap" if self.overlap else self.exchange
+
+    def shapes(self, problem: MlaProblem, ranks: int) -> tuple[MlaProblem, MergeProblem]:
+        """What a rank decodes, and merges, at a time."""
+        problem = problem.replace(h=problem.h // 2) if self.overlap else problem
+        return part_of(problem, ranks), merge_of(problem, ranks)
+
+
+def contenders(ranks: Ranks) -> dict[str, Over]:
+    """What is possible here, by name."""
+    from mla_var3.ops.exchange import EXCHANGES, Collective, exchange_of
 
     class AllGather(Collective):
         """Every rank gets all partials of all heads, and takes its own."""
@@ -141,15 +161,15 @@ def exchanges(ranks: Ranks) -> dict[str, Any]:
                 found.append(every.view(self.ranks, b, s, heads, -1)[:, :, :, mine])
             return found[0].contiguous(), found[1].squeeze(-1).contiguous()
 
-    probe = ranks.torch.empty(0, device=ranks.device)
-    ways: dict[str, Any] = {}
-    ways["all_gather"] = AllGather(ranks.dist.group.WORLD, ranks.count, ranks.rank)
-    ways["collective"] = exchange_of("collective", None, probe)
-    try:
-        ways["symmetric"] = exchange_of("symmetric", None, probe)
-    except UserError as error:
-        ranks.say(f"not compared: {error}")
-    return ways
+    found = [Over("all_gather", AllGather(ranks.dist.group.WORLD, ranks.count, ranks.rank))]
+    for name in EXCHANGES:
+        try:
+            way = exchange_of(name, None, ranks.torch.empty(0, device=ranks.device))
+        except UserError as error:
+            ranks.say(f"not compared: {error}")
+        else:
+            found += [Over(name, way), Over(name, way, overlap=True)]
+    return {over.name: over for over in found}
 
 
 @dataclass
@@ -181,18 +201,19 @@ def share_of(ranks: Ranks, problem: MlaProblem, seed: int, alone: bool = False) 
     return share
 
 
-def call(ranks: Ranks, problem: MlaProblem, share: Share, way: Any, schedule: Any = None) -> tuple[Any, Any]:
-    """(out, lse) of this rank's heads, or without a way of all heads on one GPU."""
+def call(ranks: Ranks, problem: MlaProblem, share: Share, over: Over | None, schedule: Any = None) -> tuple[Any, Any]:
+    """(out, lse) of this rank's heads, or of all heads on one GPU."""
     from mla_var3.ops import mla_decode, mla_decode_cp
 
     options: dict[str, Any] = {
         "scale": problem.scale, "causal": problem.causal, "head_dim_v": problem.k, "return_lse": True,
         "schedule": schedule, "kernel": ranks.kernel, "on": ranks.engine,
     }  # fmt: skip
-    if way is None:
+    if over is None:
         out, lse = mla_decode(share.q, share.cache, share.table, share.lens, **options)
         return out, lse
-    out, lse = mla_decode_cp(share.own, share.cache, share.mine, share.lens, exchange=way, **options)
+    options |= {"exchange": over.way, "overlap": over.overlap}
+    out, lse = mla_decode_cp(share.own, share.cache, share.mine, share.lens, **options)
     return out, lse
 
 
@@ -223,18 +244,18 @@ def of_all(ranks: Ranks, report: ErrorReport) -> tuple[str, dict[str, float]]:
     return reason, dict(zip(names, errors, strict=True))
 
 
-def poison(ranks: Ranks, way: Any) -> None:
+def poison(ranks: Ranks, over: Over) -> None:
     """NaN in what others are to store into, so that nothing of an earlier call passes for theirs."""
-    held = getattr(way, "held", ())
     ranks.together()
-    for buffer in held:
-        buffer.memory.fill_(255)
+    for way in over.way.halves():
+        for buffer in getattr(way, "held", ()):
+            buffer.memory.fill_(255)
     ranks.together()
 
 
-def check(ranks: Ranks, ways: dict[str, Any], small: bool) -> bool:
-    """Whether every exchange is right on the hostile requests, twice with the same bits; those that are not are taken
-    out of `ways`."""
+def check(ranks: Ranks, found: dict[str, Over], small: bool) -> bool:
+    """Whether every contender is right on the hostile requests, twice with the same bits; those that are not are taken
+    out of `found`."""
     sizes: dict[str, Any] = {"k": 64, "p": 32, "h": 4 * ranks.count} if small else {"h": 128}
     fine = True
     for number, given in enumerate(HOSTILE):
@@ -242,12 +263,12 @@ def check(ranks: Ranks, ways: dict[str, Any], small: bool) -> bool:
         share = share_of(ranks, problem, number, alone=True)
         whole = decode.make_inputs(problem, ranks.device, seed=number, dist="normal")[1]
         wanted = reference(problem, share, whole)
-        for name, way in list(ways.items()):
+        for name, over in list(found.items()):
             try:
-                first = call(ranks, problem, share, way)
+                first = call(ranks, problem, share, over)
                 report = judged(first, wanted)
-                poison(ranks, way)
-                again = call(ranks, problem, share, way)
+                poison(ranks, over)
+                again = call(ranks, problem, share, over)
                 if report.ok and not all(ranks.torch.equal(x, y) for x, y in zip(first, again, strict=True)):
                     report = replace(report, ok=False, reason="two calls gave different bits")
             except Exception as error:  # the others are to be measured all the same
@@ -255,7 +276,7 @@ def check(ranks: Ranks, ways: dict[str, Any], small: bool) -> bool:
             reason, errors = of_all(ranks, report)
             if reason:
                 fine = False
-                del ways[name]
+                del found[name]
             ranks.say(f"check {problem.label} {name}: {reason or 'passed'} {errors}")
     return fine
 
@@ -379,16 +400,17 @@ def merge_of(problem: MlaProblem, ranks: int) -> MergeProblem:
     return MergeProblem(parts=ranks, tokens=problem.b * problem.s * problem.h // ranks, h=1, k=problem.k)
 
 
-def code_of(ranks: Ranks, problem: MlaProblem, way: Any) -> dict[str, Any] | None:
-    """The kernels of a call in order, but for those of NCCL, whose version stands beside."""
+def code_of(ranks: Ranks, problem: MlaProblem, over: Over | None) -> dict[str, Any] | None:
+    """The kernels of a call in order, but for those of NCCL, whose version stands beside; what both halves of the heads
+    run once."""
     from mla_var3.toolchain.digest import Code, hash_of, of_cubin
 
     device, codes = ranks.hardware, []
-    shapes = [problem] if way is None else [part_of(problem, ranks.count), merge_of(problem, ranks.count)]
+    shapes = [problem] if over is None else over.shapes(problem, ranks.count)
     for shape in shapes:
         choice = pick(shape, device) if isinstance(shape, MlaProblem) else choose(shape, device)
         codes.append(choice.plan(shape, device).plan_empty().compile(None, device).code)
-    kernel = getattr(way, "kernel", None)
+    kernel = getattr(over.way, "kernel", None) if over is not None else None
     if kernel is not None:
         launch = {name: str(getattr(kernel.metadata, name, "")) for name in ("num_warps", "num_ctas", "shared")}
         store = of_cubin(bytes(kernel.asm["cubin"]), device.arch, hash_of(launch))
@@ -397,7 +419,7 @@ def code_of(ranks: Ranks, problem: MlaProblem, way: Any) -> dict[str, Any] | Non
     if whole is None:
         return None
     made = whole.to_record()
-    if way is not None and kernel is None:
+    if over is not None and kernel is None:
         nccl = ".".join(map(str, ranks.torch.cuda.nccl.version()))
         made["toolchain"] = {**made.get("toolchain", {}), "nccl": nccl}
     return made
@@ -418,8 +440,8 @@ class Run:
     """What the cells have in common."""
 
     ranks: Ranks
-    ways: dict[str, Any]
-    links: dict[str, Link]
+    over: dict[str, Over]
+    links: dict[str, Link]  # by exchange
     limits: LimitItems | None
     settings: BenchSettings
     store: RecordStore
@@ -428,22 +450,18 @@ class Run:
 
     def cell(self, problem: MlaProblem) -> None:
         ranks, timed = self.ranks, self.limits is not None
-        contenders: dict[str, Any] = {ONE: None, **self.ways}
-        models = {name: self.model_us(problem, name) for name in contenders}
+        every: dict[str, Over | None] = {ONE: None, **self.over}
+        models = {name: self.model_us(problem, over) for name, over in every.items()}
         line = "  ".join(f"{name} {us:.1f}" for name, us in models.items() if us is not None)
-        part = part_of(problem, ranks.count)
-        half = choose(part.replace(h=problem.h // 2), ranks.hardware).us
-        if half is not None:  # each half of the heads reads the cache, whatever of the exchange that hides
-            line += f"  two halves of the heads, the exchange for nothing {2 * half:.1f}"
         ranks.say(f"{problem.label}: the model says {line}")
         size = problem.cost().bytes / (ranks.count if timed else 1)
         sets = max(1, min(MOST_SETS, round(COLD_BYTES / size + 0.5))) if timed else 1
         shares = [share_of(ranks, problem, seed) for seed in range(sets)]
         wanted = reference(problem, shares[0], shares[0].cache)
         right: dict[str, dict[str, float]] = {}
-        for name, way in contenders.items():
-            out, lse = call(ranks, problem, shares[0], way)
-            answers = (out, lse) if way is not None else (out[:, :, shares[0].heads], lse[:, shares[0].heads])
+        for name, over in every.items():
+            out, lse = call(ranks, problem, shares[0], over)
+            answers = (out, lse) if over is not None else (out[:, :, shares[0].heads], lse[:, shares[0].heads])
             reason, error = of_all(ranks, judged(answers, wanted))
             if reason:
                 self.write(problem, name, status="incorrect", reason=reason, error=error)
@@ -458,7 +476,7 @@ class Run:
         for name in list(right):
             try:
                 for shared in (True, False):
-                    calls = [self.one(problem, share, name, contenders[name], shared) for share in shares]
+                    calls = [self.one(problem, share, name, every[name], shared) for share in shares]
                     items[name, shared] = Timed(ranks, calls, self.settings)
             except Exception as error:  # the others are to be measured all the same
                 items.pop((name, True), None)
@@ -469,7 +487,7 @@ class Run:
         codes = {}
         for name in right:
             try:
-                codes[name] = code_of(ranks, problem, contenders[name])
+                codes[name] = code_of(ranks, problem, every[name])
             except Exception as error:  # what was measured is kept, and says that it does not know its code
                 codes[name] = None
                 ranks.say(f"{problem.label} {name}: no digest of its code: {type(error).__name__}: {error}")
@@ -487,20 +505,23 @@ class Run:
         items.clear()
         ranks.backend.release()
 
-    def one(self, problem: MlaProblem, share: Share, name: str, way: Any, shared: bool) -> Callable[[], Any]:
+    def one(self, problem: MlaProblem, share: Share, name: str, over: Over | None, shared: bool) -> Callable[[], Any]:
         from mla_var3.ops import DecodeSchedule
 
         schedule = share.schedules.setdefault(name, DecodeSchedule()) if shared else None
-        return lambda: call(self.ranks, problem, share, way, schedule)
+        return lambda: call(self.ranks, problem, share, over, schedule)
 
-    def model_us(self, problem: MlaProblem, name: str) -> float | None:
-        """What the cell should take: the dispatcher's prediction for what a rank decodes, and the exchange."""
-        mine = problem if name == ONE else part_of(problem, self.ranks.count)
-        us = choose(mine, self.ranks.hardware).us
-        if name == ONE or us is None:
+    def model_us(self, problem: MlaProblem, over: Over | None) -> float | None:
+        """What the cell should take: the dispatcher's prediction for what a rank decodes, and the exchange. Overlapped,
+        half of the exchange is exposed, and the rest where it takes longer than both decodes."""
+        ranks = self.ranks
+        us = choose(problem if over is None else over.shapes(problem, ranks.count)[0], ranks.hardware).us
+        if over is None or us is None:
             return us
-        link = self.links.get(name)
-        return None if link is None else us + link.us(sent_bytes(name, problem, self.ranks.count))
+        link, sent = self.links.get(over.exchange), sent_bytes(over.exchange, problem, ranks.count)
+        if link is None:
+            return None
+        return link.us(sent / 2) + max(2 * us, link.us(sent / 2)) if over.overlap else us + link.us(sent)
 
     def method(self, sets: int, calls: int) -> str:
         s = self.settings
@@ -525,13 +546,16 @@ class Run:
             hashed, requested = environment.source_hash(choice.kernel), "dispatch"
         else:
             kernel = {"language": "ops", "layer": "context_parallel", "design": "mla_decode_cp", "version": 0}
-            tiling = {"ranks": ranks.count, "exchange": name}
+            over = self.over[name]
+            tiling = {"ranks": ranks.count, "exchange": over.exchange}
+            if over.overlap:
+                tiling["overlap"] = True
             hashed, requested = source_hash(), tiling
         device = ranks.hardware.key if self.limits is not None else "cpu"
         limits = None
         if self.limits is not None and "time_us" in found:
             limits = self.limits.to_record(cost.flops, cost.bytes, self.limits.age_s() or 0.0)
-        link = self.links.get(name)
+        link = None if name == ONE else self.links.get(self.over[name].exchange)
         record = {
             "id": new_id(), "at": now(), "experiment": EXPERIMENT, "status": status, "kernel": kernel,
             "problem": problem.to_record(), "tiling": tiling, "device": device, "limits": limits, "error": error,
@@ -549,25 +573,31 @@ class Run:
 
 
 # ---------------------------------------------------------------- the ways in
-def cells(small: bool, ranks: int) -> list[MlaProblem]:
+def cells(small: bool, ranks: int, overrides: Sequence[str] = ()) -> list[MlaProblem]:
+    """Of the experiment, those whose heads the ranks can share in halves."""
     if small:
         return [MlaProblem(b=2, h=4 * ranks, t=200, k=64, p=32), MlaProblem(b=1, h=2 * ranks, t=130, k=64, p=32)]
-    return [problem for problem in experiment_cells(EXPERIMENT) if problem.h % ranks == 0]
+    return [problem for problem in experiment_cells(EXPERIMENT, overrides) if problem.h % (2 * ranks) == 0]
 
 
-def bundle(folder: Path, device: Device, ranks: int) -> int:
+def bundle(folder: Path, device: Device, ranks: int, overrides: Sequence[str] = ()) -> int:
     """Compiles into a bundle what the ranks will run."""
     from mla_var3.lab.bundle import make_bundle
 
     decoded, merged = [], []
-    for problem in cells(False, ranks):
-        decoded += [problem, part_of(problem, ranks)]
-        merged.append(merge_of(problem, ranks))
+    plain, halves = Over("", None), Over("", None, overlap=True)
+    for problem in cells(False, ranks, overrides):
+        decoded.append(problem)
+        for over in (plain, halves):
+            part, merge = over.shapes(problem, ranks)
+            decoded.append(part)
+            merged.append(merge)
     for given in HOSTILE:
-        hostile = MlaProblem(b=5, h=128, t=1000, **given)
-        part = part_of(hostile.replace(lengths="uniform"), ranks)
-        decoded.append(part.replace(causal=False, tree=True) if hostile.causal else part)
-        merged.append(merge_of(hostile, ranks))
+        hostile = MlaProblem(b=5, h=128, t=1000, **given).replace(lengths="uniform")
+        for over in (plain, halves):
+            part, merge = over.shapes(hostile, ranks)
+            decoded.append(part.replace(causal=False, tree=True) if hostile.causal else part)
+            merged.append(merge)
     wanted: dict[Any, list[Any]] = {}
     for shape in decoded:
         choice = pick(shape, device)
@@ -583,20 +613,24 @@ def bundle(folder: Path, device: Device, ranks: int) -> int:
     return 1 if failed else 0
 
 
-def measure(out: Path, small: bool, seconds: float, backend: Any = None, **changes: Any) -> int:
-    """Checks and times what is possible here. seconds: after which no cell is begun. changes: to the settings."""
+def measure(
+    out: Path, small: bool, seconds: float, overrides: Sequence[str] = (), backend: Any = None, **changes: Any
+) -> int:
+    """Checks and times what is possible here. seconds: after which no cell is begun. overrides: of the experiment.
+    changes: to the settings."""
     settings = BenchSettings(burst_rounds=5, sustained_rounds=0, idle_ms=20.0, overlap_probe=False)
     settings = replace(settings, **changes)
     ranks = Ranks(settings, backend)
     start = time.monotonic()
-    ways = exchanges(ranks)
-    fine = check(ranks, ways, small)
+    found = contenders(ranks)
+    fine = check(ranks, found, small)
     limits, links = ranks.limits, {}
-    problems = cells(small, ranks.count)
+    problems = cells(small, ranks.count, overrides)
     if limits is not None:
         ranks.together()
         timing.take_turns(ranks.backend, limits.items, settings, lambda *_: None, _raise)
         limits.measured()
+        ways = {over.exchange: over.way for over in found.values()}
         links = {name: link_of(ranks, name, way, problems, settings) for name, way in ways.items()}
     on_gpu = ranks.device.type == "cuda"
     surroundings = environment.describe(gpu=on_gpu)
@@ -606,7 +640,7 @@ def measure(out: Path, small: bool, seconds: float, backend: Any = None, **chang
     named = os.environ.get("MLA_VAR3_COMMIT")
     commit = (named, None) if named else environment.git_state()
     store = RecordStore(out / "context_parallel.jsonl")
-    run = Run(ranks, ways, links, limits, settings, store, surroundings, commit)
+    run = Run(ranks, found, links, limits, settings, store, surroundings, commit)
     for problem in problems:
         (passed,) = ranks.most([time.monotonic() - start])
         if passed >= seconds:
@@ -630,15 +664,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--bundle", type=Path, help="compile what the ranks will run into this folder, and end")
     parser.add_argument("--device", default="h100", metavar="KEY", help="of the bundle (default h100)")
     parser.add_argument("--ranks", type=int, default=2, help="of the bundle (default 2)")
+    parser.add_argument("overrides", nargs="*", help="of the experiment, as a sweep's: 'experiment.grid=[{b: [64]}]'")
     args = parser.parse_args(words)
     try:
         if args.bundle is not None:
-            return bundle(args.bundle, Device.get(args.device), args.ranks)
+            return bundle(args.bundle, Device.get(args.device), args.ranks, args.overrides)
         if "RANK" not in os.environ:
             raise UserError(f"start it a rank a GPU: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
         import torch
 
-        return measure(args.out, not torch.cuda.is_available(), args.seconds)
+        return measure(args.out, not torch.cuda.is_available(), args.seconds, args.overrides)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -108,14 +108,16 @@ def test_ranks_are_checked_and_timed(repo_root: Path, tmp_path: Path) -> None:
     script.write_text(CLOCK)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
     text = run(words, repo_root)
-    assert text.count("passed {") == 4 and 'take "collective"' in text
+    assert text.count("passed {") == 6 and 'take "collective"' in text
     loaded = load(tmp_path / "context_parallel.jsonl")
     assert not loaded.problems
-    found = {(r.kernel.label, (r.tiling or {}).get("exchange")) for r in loaded.records}
-    assert {e for label, e in found if label == "ops/mla_decode_cp"} == {"collective", "all_gather"}
-    assert len(loaded.records) == 6 and len(found) == 3
+    tilings = [r.tiling or {} for r in loaded.records if r.kernel.label == "ops/mla_decode_cp"]
+    found = {(tiling["exchange"], tiling.get("overlap", False)) for tiling in tilings}
+    assert found == {("all_gather", False), ("collective", False), ("collective", True)}
+    assert len(loaded.records) == 2 + len(tilings) and len(tilings) == 2 * len(found)
     rows = over_gpus([{**record.model_dump(), "device": "h100"} for record in loaded.records]).splitlines()
-    assert len(rows) == 2 + 4 and all("burst model_us -->" in row and "vs" in row for row in rows[2:])
+    assert len(rows) == 2 + 6 and all("burst model_us -->" in row and "vs" in row for row in rows[2:])
+    assert sum("| collective, overlapped |" in row for row in rows) == 2
     for record in loaded.records:
         assert record.status == "passed" and record.median("burst") and record.scheduled("burst")
         assert record.error and record.error.out < 0.02 and record.limit("burst")

@@ -206,9 +206,9 @@ def usable(patterns: list[str]) -> list[KernelId]:
     return found
 
 
-def experiment_cells(name: str) -> list[Any]:
-    """The problems of an experiment of `conf/experiment`."""
+def experiment_cells(name: str, overrides: Sequence[str] = ()) -> list[Any]:
+    """The problems of an experiment of `conf/experiment`, with what Hydra overrides of it."""
     from mla_var3.lab.sweep.config import compose
     from mla_var3.lab.sweep.plan import expand_cells
 
-    return expand_cells(compose([f"experiment={name}"]))
+    return expand_cells(compose([f"experiment={name}", *overrides]))

@@ -194,11 +194,12 @@ def over_gpus(records: Iterable[Record]) -> str:
         own, ratio = [_text(record, None, column) for column in columns], _text(record, one, SPEEDUPS[0])
         shown = [column[2] for column, text in zip(columns, own, strict=True) if text]
         against = cite(f"{record['id']} vs {one['id']}", [SPEEDUPS[0][2]])
+        exchange = str(record["tiling"]["exchange"]) + (", overlapped" if record["tiling"].get("overlap") else "")
         shared, single = record.get("model_us"), one.get("model_us")
         pays = "-" if shared is None or single is None else "yes" if shared < single else "no"
         rows.append(
             [
-                problem_label(record), str(record["tiling"]["ranks"]), str(record["tiling"]["exchange"]),
+                problem_label(record), str(record["tiling"]["ranks"]), exchange,
                 *_cited([text or "-" for text in own], cite(record["id"], shown)),
                 f"{ratio} {against}", pays,
             ]

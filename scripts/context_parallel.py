@@ -576,8 +576,15 @@ class Run:
 def cells(small: bool, ranks: int, overrides: Sequence[str] = ()) -> list[MlaProblem]:
     """Of the experiment, those whose heads the ranks can share in halves."""
     if small:
+        if overrides:
+            raise UserError("without a GPU the cells are small ones of the script's own: give no overrides.")
         return [MlaProblem(b=2, h=4 * ranks, t=200, k=64, p=32), MlaProblem(b=1, h=2 * ranks, t=130, k=64, p=32)]
-    return [problem for problem in experiment_cells(EXPERIMENT, overrides) if problem.h % (2 * ranks) == 0]
+    found = [problem for problem in experiment_cells(EXPERIMENT, overrides) if problem.h % (2 * ranks) == 0]
+    if not found:
+        raise UserError(
+            f"no cell of it has heads that {ranks} ranks can share in halves: give multiples of {2 * ranks}."
+        )
+    return found
 
 
 def bundle(folder: Path, device: Device, ranks: int, overrides: Sequence[str] = ()) -> int:
@@ -620,12 +627,12 @@ def measure(
     changes: to the settings."""
     settings = BenchSettings(burst_rounds=5, sustained_rounds=0, idle_ms=20.0, overlap_probe=False)
     settings = replace(settings, **changes)
+    problems = cells(small, int(os.environ["WORLD_SIZE"]), overrides)
     ranks = Ranks(settings, backend)
     start = time.monotonic()
     found = contenders(ranks)
     fine = check(ranks, found, small)
     limits, links = ranks.limits, {}
-    problems = cells(small, ranks.count, overrides)
     if limits is not None:
         ranks.together()
         timing.take_turns(ranks.backend, limits.items, settings, lambda *_: None, _raise)

@@ -80,6 +80,26 @@ sys.exit(context_parallel.measure(Path(sys.argv[1]), small=True, seconds=600, ba
 """
 
 
+#: What the script says of cells that the command line chose, and of two halves: an exchange that hides, one that lasts.
+MODEL = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, "scripts")
+import context_parallel as cp
+from mla_var3.dispatch import choose
+
+(cell,) = cp.cells(False, 2, ["experiment.grid=[{h: [128], b: [16], t: [32768]}, {h: [2], b: [1], t: [32768]}]"])
+assert (cell.b, cell.h, cell.t) == (16, 128, 32768)
+ranks = SimpleNamespace(count=2, hardware=cp.Device.get("h100"))
+decode = choose(cell.replace(h=64, t=16384), ranks.hardware).us
+over = cp.Over("symmetric", None, overlap=True)
+for latency, hidden in ((10.0, 2 * decode), (1e4, 1e4)):
+    run = SimpleNamespace(ranks=ranks, links={"symmetric": cp.Link(latency, 0.0)})
+    assert cp.Run.model_us(run, cell, over) == latency + hidden
+print("predicted")
+"""
+
+
 def run(words: list[str], root: Path, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False, cwd=root,
@@ -92,6 +112,10 @@ def run(words: list[str], root: Path, **env: str) -> str:
 def test_every_row_gets_to_its_peer(repo_root: Path) -> None:
     pytest.importorskip("triton")
     assert "stored" in run(["-c", STORE], repo_root, TRITON_INTERPRET="1")
+
+
+def test_two_halves_are_predicted(repo_root: Path) -> None:
+    assert "predicted" in run(["-c", MODEL], repo_root)
 
 
 def test_what_cannot_be_is_said() -> None:

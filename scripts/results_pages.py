@@ -41,7 +41,7 @@ FILES = {
 }
 MAIN, *OTHERS = FILES
 #: Device -> the record file of scripts/context_parallel.py.
-OVER_GPUS = {"h100": "h100/2026-11-25-context_parallel.jsonl"}
+OVER_GPUS = {"h200": "h200/2026-11-26-context_parallel.jsonl", "h100": "h100/2026-11-25-context_parallel.jsonl"}
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (

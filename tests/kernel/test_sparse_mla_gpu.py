@@ -43,7 +43,7 @@ def plan_of(kernel: Any) -> Any:
 
 
 def plan_for(kernel: Any, problem: SparseProblem) -> Any:
-    if (kernel.language == "peer" or problem.paged) and not (verdict := plan_of(kernel).requires.accepts(problem)):
+    if not (verdict := plan_of(kernel).requires.accepts(problem)):
         pytest.skip(verdict.reason)
     return plan_of(kernel)
 

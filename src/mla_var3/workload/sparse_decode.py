@@ -254,7 +254,8 @@ class SparseProblem(Problem):
     @property
     def panel(self) -> str:
         chosen = "dense" if self.paged else f"top {self.topk}" + (f" + {self.extra}" if self.extra else "")
-        return f"{self.layout}, {self.h} heads × {self.s}, {chosen}" + self.detail.replace("_", " ")
+        options = [name for name in ("lengths", "sink", "extra_lengths") if getattr(self, name)]
+        return ", ".join((f"{self.layout}, {self.h} heads × {self.s}", chosen, *options))
 
     @property
     def place(self) -> tuple[int, int]:

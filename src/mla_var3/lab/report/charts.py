@@ -143,7 +143,7 @@ def regime_map(panels: Mapping[str, tuple[int, int]], width: int = 1100) -> alt.
     found: list[list[str]] = []
     left = 0
     for name, (contexts, _) in sorted(panels.items(), key=lambda item: -item[1][0]):
-        wide = contexts * TILE[0] + 70
+        wide = max(contexts * TILE[0] + 70, 7 * len(name))  # a title may be wider than its panel
         if not found or left < wide:
             found, left = [*found, []], width
         found[-1].append(name)

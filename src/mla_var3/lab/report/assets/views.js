@@ -6,7 +6,7 @@ const recordLink = (p, text) => link(text || p.id, { cell: p.place.name, record:
 const nameOf = (p) => element("span", { class: "name" }, swatch(p), shownName(p));
 
 // ---------------------------------------------------------------- regime map
-const STEP = 36, AXIS = 70; // pixels: of a tile, and of what stands beside a panel
+const STEP = 36, AXIS = 70, TITLE_LETTER = 7; // pixels: of a tile, of what stands beside a panel, and of a title's letter
 async function drawMap() {
   const found = winners(shown()), tiles = onMap(found);
   const rows = tiles.map((w) => {
@@ -50,7 +50,7 @@ function packedRows(panels, width, step) {
   const found = [];
   let left = 0;
   for (const panel of [...panels].sort((a, b) => b.contexts - a.contexts)) {
-    const wide = panel.contexts * step + AXIS;
+    const wide = Math.max(panel.contexts * step + AXIS, panel.name.length * TITLE_LETTER); // its title may be wider than it is
     if (!found.length || left < wide) { found.push([]); left = width; }
     found[found.length - 1].push(panel);
     left -= wide;

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+
+
+def instructions(sass: str) -> Iterator[str]:
+    """Instructions without their predicates."""
+    for line in sass.splitlines():
+        if matched := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;", line):
+            yield matched.group(1)
 
 
 def overwritten_operands(sass: str) -> list[str]:
     """Instructions that write a register in which a product in flight with V may still read its A operand."""
     live: set[int] = set()
     found = []
-    for line in sass.splitlines():
-        matched = re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;", line)
-        if not matched:
-            continue
-        text = matched.group(1)
+    for text in instructions(sass):
         product = re.match(r"HGMMA\.64x256\S* R\d+, R(\d+), gdesc", text)
         if product:
             live |= set(range(int(product.group(1)), int(product.group(1)) + 4))
@@ -32,11 +36,7 @@ def overwritten_in_groups(sass: str) -> list[str]:
     groups: list[set[int]] = []
     current: set[int] = set()
     found = []
-    for line in sass.splitlines():
-        matched = re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?(.*?)\s*;", line)
-        if not matched:
-            continue
-        text = matched.group(1)
+    for text in instructions(sass):
         if text.startswith("HGMMA"):
             if a := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
                 current |= set(range(int(a.group(1)), int(a.group(1)) + 4))

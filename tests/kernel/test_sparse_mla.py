@@ -219,10 +219,9 @@ def test_a_cache_of_bf16_has_no_codes() -> None:
 def test_sparse_decode_is_served_by_it_and_dense_decode_is_not() -> None:
     from mla_var3.dispatch import selection
 
-    first = "triton" if registry.missing("cute-dsl") else "cute-dsl"
+    first = "triton/sparse_mla" if registry.missing("cute-dsl") else "cute-dsl/sparse_mla_v1"
     for problem in (SparseProblem(b=128), SparseProblem(**V4)):
-        label = selection.choose(problem, H200).kernel.label
-        assert label == ("triton/sparse_mla" if first == "triton" else "cute-dsl/sparse_mla_v1")
+        assert selection.choose(problem, H200).kernel.label == first
     dense = selection.choose(SparseProblem(b=128, h=16, t=4096, paged=True), H200).kernel
     assert dense.design == "sparse_mla" and dense.language in ("cute-dsl", "triton")
     for problem in (MlaProblem(b=128), MlaProblem(b=1, h=16)):

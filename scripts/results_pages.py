@@ -36,7 +36,7 @@ WHAT = {
 }
 #: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
 FILES = {
-    "h200": {name: f"h200/2026-11-25-{name}-v23.jsonl" for name in WHAT},
+    "h200": {name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
     "h100": {name: f"h100/2026-11-25-{name}.jsonl" for name in WHAT},
 }
 MAIN, *OTHERS = FILES

@@ -197,18 +197,30 @@ def test_an_a100_cannot_run_it_in_triton() -> None:
     assert "sm_89 or later" in reason
 
 
-def test_keys_in_registers_are_read_before_they_are_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [16, 64])
+def test_keys_in_registers_are_read_before_they_are_written_again(heads: int, tmp_path: Path) -> None:
     """A operands are widened while products read the ones before: ptxas has to leave those alone until a wait, and to
-    keep the loop's registers in registers."""
+    keep the loop's registers in registers. Both consumers run one copy of the loop: 36 products of a tile's scores, and
+    twice the 16 of its values."""
     from reading_sass import overwritten_in_groups
 
-    plan = plan_type("cute-dsl/sparse_mla_v1")(SparseProblem(h=64, sink=True), None, H200)
+    plan = plan_type("cute-dsl/sparse_mla_v1")(SparseProblem(b=128, h=heads, sink=True), None, H200)
     made = plan.plan_empty().compile(tmp_path, H200, ("sass",))
     sass = made.artefacts["sass"].read_text()
-    assert made.resources.spill_bytes <= 96 and sass.count("HGMMA") > 100
+    assert made.resources.spill_bytes <= 96 and made.resources.instructions["HGMMA"] == 68
     assert overwritten_in_groups(sass) == []
     early = sass.replace("WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x2")
-    assert len(overwritten_in_groups(early)) > 100
+    assert len(overwritten_in_groups(early)) > 50
+
+
+def test_query_tiles_have_fewer_heads_where_there_are_few_requests() -> None:
+    plan = plan_type("cute-dsl/sparse_mla_v1")
+    heads = {b: plan(SparseProblem(b=b, h=128), None, H200).tiling.heads for b in (1, 8, 128)}
+    assert heads == {1: 16, 8: 32, 128: 0}
+    of_twenty = plan(SparseProblem(b=1, h=20), None, H200)
+    assert of_twenty.tiling.geometry(of_twenty.problem).tiles == 2
+    wrong = plan.tiling_type(heads=24).validate(of_twenty.problem, H200)
+    assert "0 or one of 8, 16, 32, 64" in wrong.reason
 
 
 def test_a_cache_of_bf16_has_no_codes() -> None:

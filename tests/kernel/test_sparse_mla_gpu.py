@@ -55,6 +55,16 @@ def test_right_in_every_case(kernel: Any, problem: SparseProblem) -> None:
     assert report.ok, report.reason
 
 
+@pytest.mark.parametrize("problem", [*PROBLEMS, *DENSE], ids=lambda p: p.label)
+@pytest.mark.parametrize("heads", [0, 16, 32])
+def test_right_however_many_heads_a_query_tile_has(heads: int, problem: SparseProblem) -> None:
+    plan = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v1"), problem)(problem)
+    if heads not in {tiling.heads for tiling in plan.autotune_configs()}:
+        pytest.skip("as many are not tried for so few heads")
+    report = check(plan.with_tiling(type(plan.tiling)(heads=heads)))
+    assert report.ok, report.reason
+
+
 @pytest.mark.parametrize(("problem", "dist"), [(PROBLEMS[2], "holes"), (DENSE[0], "empty")], ids=["sparse", "dense"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_a_graph_replays_with_other_inputs(kernel: Any, problem: SparseProblem, dist: str) -> None:

@@ -5,12 +5,14 @@ registers; swapped operands, for any number of heads.
 
 A cached token's bytes lie in shared memory as they do in the cache; no 16-bit copy of them is made there. KV tiles are
 on the M side of both products, so that a key is an A operand, which may come from registers: a warp reads codes in the
-order in which the MMA wants its fragments (`ldmatrix`; transposed for V), widens them to fp16, which holds every e4m3,
-and multiplies them by their scale. Shared memory is read twice for a tile and not written, and a token takes 656 bytes
-of it, not 1,152: three tiles fit beside the queries of 64 heads.
+order in which the MMA wants its fragments (`ldmatrix`; transposed for V) and widens them to fp16, which holds every
+e4m3. Shared memory is read twice for a tile and not written, and a token takes 656 bytes of it, not 1,152: three tiles
+fit beside the queries of 64 heads.
 
-A token's scales are split: 2^e, of its largest one, is kept apart, and what is left of each, below 2, is rounded to
-fp16 and multiplied with the codes. 2^e goes into the scores in fp32, and into the probabilities: with
+A token's scales are split: 2^e, of its largest one, is kept apart, and each group of columns has a factor below 2 left.
+With 64 heads a tile the factor is rounded to fp16 and multiplied with the group's codes. With fewer, scores and
+probabilities are fewer than codes: the group's share of a score is multiplied with it in fp32, and so is a copy of P
+for the group's values, and codes are only widened. 2^e goes into the scores in fp32, and into the probabilities: with
 x = log2 e · score + e,
 
     P' = exp2(x - m)     out = Σ P' · (V · 2^-e) / Σ P' · 2^-e     m: a running maximum of x
@@ -19,18 +21,19 @@ so keys and probabilities have fp16's 11 bits, and its range suffices whatever t
 a query tile is multiplied by a power of two that brings its largest element below 2^15. Columns that are bf16 in the
 cache stay so for the scores, times 2^-e, beside queries in bf16. In v4 they are values too, and are rounded to fp16.
 
-A CTA has up to 64 heads of a query token and goes through its worker's splits, one KV tile of 64 tokens at a time:
+A CTA has up to 64 heads of a query token, fewer where there are few requests (`SparseMlaV1Plan.default_tiling`), and
+goes through its worker's splits, one KV tile of 64 tokens at a time:
 
-    producer   four warps, each with 16 rows of every tile: index -> row into L2, two tiles ahead -> shared memory, a
-               bulk copy a row
+    producer   four warps, each with 16 rows of every tile: index, two tiles ahead -> a bulk copy of each row
     EVEN       scores of tiles 0, 2, ..;  Oᵀ_L += V_Lᵀ·P, columns 0..255, of all tiles
     ODD        scores of tiles 1, 3, ..;  Oᵀ_R += V_Rᵀ·P, columns 256..511, of all tiles
 
     EVEN   softmax S0, P0 -> smem | Oᵀ_L += V0_Lᵀ·P0 | S2ᵀ = K2·Qᵀ | wait P1 | Oᵀ_L += V1_Lᵀ·P1
     ODD    S1ᵀ = K1·Qᵀ | wait P0 | Oᵀ_R += V0_Rᵀ·P0 | softmax S1, P1 -> smem | Oᵀ_R += V1_Rᵀ·P1
 
-Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are on the way
-into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
+Both run one copy of the code, half of it out of step, which halves what is fetched: a consumer's number is in addresses
+and barriers. Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are
+on the way into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
 
 An index that names no token stands for a row of zeros, and a word a tile says which scores are -inf.
 """
@@ -56,8 +59,6 @@ from mla_var3.kernel.cute_python.prims import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.prims.partials import Partials, Results
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import (
-    named_any,
-    named_arrive,
     named_sync,
     raise_flag,
     take_flag,
@@ -82,9 +83,12 @@ PRODUCERS = 4  # warps
 THREADS = CONSUMER_THREADS + 32 * PRODUCERS
 ROWS = TOKENS // PRODUCERS  # of a tile, of each producer warp; two lanes each
 EVEN, ODD = 0, 1
+OWN, OTHER = 0, 1  # consumers, as one sees them
 HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
-LINE = 128  # bytes, of L2
 MOST_STAGES = 8
+SMS = 132  # of a device that is not known
+# us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile.
+TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (9.5, 1.62), 64: (14.5, 2.4)}
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
 AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
 SMEM = 232_448  # bytes that a CTA may have
@@ -114,11 +118,12 @@ class Barrier(IntEnum):
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
-    """What the code is specialised on: heads, query tokens, the caches' layout, tokens of their pages (extra_page: 0
-    where there is no extra cache), which optional inputs there are, and whether a page table stands in place of
-    indices."""
+    """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
+    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, and whether a page table
+    stands in place of indices."""
 
     h: int
+    n: int
     s: int
     layout: str
     page: int
@@ -132,11 +137,6 @@ class Geometry:
     def cache(self) -> Any:
         """Of `packed_cache.LAYOUTS`."""
         return layout_of(self.layout)
-
-    @property
-    def n(self) -> int:
-        """Heads of a query tile."""
-        return next((n for n in HEADS if n >= self.h), HEADS[-1])
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -191,6 +191,39 @@ class Geometry:
             return panel * PANEL // self.cache.tile
         return self.cache.scales
 
+    def begins_group(self, panel: int) -> bool:
+        """Whether a panel's factor is another than that of the one before it."""
+        return panel > 0 and self.group(panel) != self.group(panel - 1)
+
+    def own_group(self, panel: int) -> int:
+        """The same of one of a consumer's own panels of V, among those of its own."""
+        return self.group(panel) if self.groups else 0
+
+    @property
+    def own_groups(self) -> int:
+        """Factors of a consumer's own panels of V."""
+        return self.groups // CONSUMERS
+
+    def is_mixed(self, panel: int) -> bool:
+        """Whether one of a consumer's own panels of V is codes in EVEN, and bf16 in ODD."""
+        return panel + HALF_PANELS >= self.code_panels
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether a group's factor is multiplied with its share of a score and with a probability for its values, and
+        not with its codes: of few heads these are fewer."""
+        return self.groups > 0 and self.n < HEADS[-1]
+
+    @property
+    def copies(self) -> int:
+        """Of P: one for each factor that it is multiplied with."""
+        return self.groups if self.scales_sums else 1
+
+    @property
+    def code_factors(self) -> int:
+        """Factors of a token that its codes are multiplied with."""
+        return 0 if self.scales_sums else self.groups
+
     @property
     def least_exponent(self) -> int:
         return LEAST_EXPONENT_V4 if self.layout == "v4" else LEAST_EXPONENT
@@ -198,12 +231,13 @@ class Geometry:
     @property
     def stage_bytes(self) -> int:
         """Of shared memory, with a tile's factors and, in v4, its scales."""
-        return TOKENS * (self.stride + 2 * self.groups + (8 if self.layout == "v4" else 0))
+        return TOKENS * (self.stride + 2 * self.code_factors + (8 if self.layout == "v4" else 0))
 
     @property
     def fixed_bytes(self) -> int:
         """Of shared memory: Q, P of both consumers, boards; mbarriers, words and alignment take under 3 KiB."""
-        return 3072 + 2 * self.n * (PANEL * self.panels + CONSUMERS * TOKENS) + 4 * self.n * (6 * WARPS + 1)
+        products = PANEL * self.panels + CONSUMERS * self.copies * TOKENS
+        return 3072 + 2 * self.n * products + 4 * self.n * (6 * WARPS + 1)
 
     @property
     def stages(self) -> int:
@@ -252,11 +286,12 @@ def shared_storage(geometry: Geometry) -> type:
         "board": board,  # maxima, then sums of P
         "magnitudes": board,
         "maxima": board,  # running maximum, of each warp
+        "moves": array(Int32, 1),  # how often the running maximum of a split has moved
         "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
-        "factors": cute.struct.Align[array(Float16, max(1, stages * geometry.groups * TOKENS)), 16],
+        "factors": cute.struct.Align[array(Float16, max(1, stages * geometry.code_factors * TOKENS)), 16],
         "scales": cute.struct.Align[array(Int64, stages * TOKENS if geometry.layout == "v4" else 1), 16],
         "query": cute.struct.Align[array(Float16, n * PANEL * geometry.panels), 1024],
-        "p": cute.struct.Align[array(Float16, CONSUMERS * n * TOKENS), 1024],
+        "p": cute.struct.Align[array(Float16, CONSUMERS * geometry.copies * n * TOKENS), 1024],
         "rows": cute.struct.Align[array(Uint8, stages * TOKENS * geometry.stride), 128],
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
@@ -388,21 +423,6 @@ def of_cache(caches: Any, found: Row, address: Any, geometry: Geometry) -> Int64
 
 
 @cute.jit
-def prefetch(caches: cutlass.Constexpr, found: Row, geometry: cutlass.Constexpr):
-    """Starts bringing a row into L2: its two lanes take its lines in turn."""
-    lane = cute.arch.lane_idx() % 2
-    if found.index >= 0:
-        row = of_cache(caches, found, row_address, geometry)
-        for i in cutlass.range_constexpr(-(-geometry.row_bytes // (2 * LINE))):
-            # The last byte's line too, where a row does not begin with one.
-            byte = cutlass.min((2 * i + lane) * LINE, geometry.row_bytes - 1)
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + byte])
-        if cutlass.const_expr(geometry.layout == "v4"):
-            scales = of_cache(caches, found, scale_address, geometry)
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[scales])
-
-
-@cute.jit
 def copy_row(
     caches: cutlass.Constexpr, found: Row, zeros: cute.Tensor, storage: cutlass.Constexpr, slot: Int32, row: Int32,
     geometry: cutlass.Constexpr,
@@ -435,8 +455,9 @@ def load(
     warp: Int32,  # 0..PRODUCERS-1
     geometry: cutlass.Constexpr,
 ):
-    """What a producer warp does, over all splits of the worker: 16 rows of every tile. Indices are read three tiles
-    ahead and rows brought into L2 two tiles ahead."""
+    """What a producer warp does, over all splits of the worker: 16 rows of every tile. Indices are read two tiles
+    ahead. Rows are not brought into L2 ahead of their copies: L2 would be asked for each twice, and fetch whole lines
+    of rows that end within one."""
     row = warp * ROWS + cute.arch.lane_idx() // 2
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     valid = storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages)))
@@ -444,19 +465,11 @@ def load(
     place = Place(split, tile, end)
     if scheduler.has_work(split) & (tile >= end):
         place = next_place(place, lengths, line, geometry.costs)
-    first = read_row(caches, place, token, row, geometry)
+    first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
     place = next_place(place, lengths, line, geometry.costs)
     second = read_row(caches, place, token, row, geometry)
-    place = next_place(place, lengths, line, geometry.costs)
-    third = read_row(caches, place, token, row, geometry)
-    first, second = named(first, caches, row, geometry), named(second, caches, row, geometry)
-    prefetch(caches, second, geometry)
     slot, phase = Int32(0), Int32(0)
     while first.there:
-        place = next_place(place, lengths, line, geometry.costs)
-        following = read_row(caches, place, token, row, geometry)
-        third = named(third, caches, row, geometry)
-        prefetch(caches, third, geometry)
         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
         with cute.arch.elect_one():
@@ -467,7 +480,10 @@ def load(
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
         slot, phase = stage_at(slot, phase, 1, geometry.stages)
-        first, second, third = second, third, following
+        # Behind the copies, so that these wait for no index; the one read here is used a tile later.
+        first = named(second, caches, row, geometry)
+        place = next_place(place, lengths, line, geometry.costs)
+        second = read_row(caches, place, token, row, geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: the query
@@ -577,6 +593,16 @@ def widen(codes: Int32, factors: Int32 | None) -> tuple[Int32, Int32]:
     return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[codes, factors])
 
 
+def code_words(found: tuple[Int32, ...], words: cute.Tensor, factors: cute.Tensor | None) -> None:
+    """(4, 2) words of an A operand from codes of two columns of a token, and of the next one: they become two tokens of
+    a column, and of the next."""
+    for m in range(4):
+        block, b = m // 2, m % 2
+        codes = permute(found[m], found[m], 0x3120)
+        pair = None if factors is None else factors[m]
+        words[2 * b, block], words[2 * b + 1, block] = widen(codes, pair)
+
+
 def load_matrices(address: Int32, transposed: bool = False) -> tuple[Int32, ...]:
     """Four 8 x 8 matrices of 16-bit elements from shared memory, a word of each; a lane gives the address of a row."""
     text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 "
@@ -613,9 +639,10 @@ def issue(
 # ------------------------------------------------------------------------------------------------ device: one consumer
 @dataclass(frozen=True, eq=False)
 class Consumer:
-    """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
+    """Views and registers of one consumer warpgroup. `me`: EVEN or ODD, the same in all threads of a warp: both run
+    the same code, which is fetched once. thread: 0..127."""
 
-    me: int
+    me: Any
     geometry: Geometry
     thread: Any
     scale_log2: Any  # of a score in fp32
@@ -628,15 +655,18 @@ class Consumer:
     board: Any  # of this consumer: (WARPS, n)
     maxima: Any  # of this warp: (n,), the running maximum of the columns,
     shared_max: Any  # (n,), and what was last published
+    moves: Any  # (1,), shared memory: how often it was,
+    seen: Any  # (1,), and when this consumer last looked
     mma_s: Any  # Sᵀ = K·Qᵀ in fp16,
     mma_plain: Any  # in bf16
     mma_o: Any  # Oᵀ += Vᵀ·P
     frag_q: Any  # descriptors: Q, (MMA, 1, 4 · panels);
     frag_plain: Any  # in bf16;
-    frag_p: Any  # P of each consumer, (MMA, 1, 4)
+    frag_p: Any  # (MMA, 1, 4): of the own P (OWN) and the other one's (OTHER), the copy for each own group of V
     p_copy: Any
-    p_target: Any  # where the own P goes
+    p_targets: Any  # where the own copies go
     acc_s: Any  # (64, n) fp32 registers
+    factors_of_sums: Any  # (2, groups): of the thread's two tokens, where sums are multiplied with them
     scaled: Any  # of the thread's two tokens: 2^e times scale_log2,
     exponents: Any  # e, or -inf where an index names none,
     weights: Any  # and 2^-e
@@ -658,7 +688,17 @@ class Consumer:
         # Stores a 64 x n accumulator with its 64 rows next to each other: as K-major n x 64.
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4 if n % 16 == 0 else 2), Float16)
         p_copy = cute.make_tiled_copy_C(store, mma_s).get_slice(thread)
-        target = wgmma.smem_view(p, me * n * TOKENS, wgmma.mn_major_layout(Float16, (TOKENS, n)))
+
+        def place(maker, copy):
+            return cute.assume((maker * geometry.copies + copy) * (n * TOKENS), divby=n * TOKENS)
+
+        own = max(1, geometry.copies // CONSUMERS)  # copies that a consumer reads
+        first = me * own if geometry.copies > 1 else 0
+        reads = [[place(maker, first + i) for i in range(own)] for maker in (me, 1 - me)]
+        targets = [
+            wgmma.smem_view(p, place(me, i), wgmma.mn_major_layout(Float16, (TOKENS, n)))
+            for i in range(geometry.copies)
+        ]
         acc_o, row_sum = registers
         return cls(
             me=me,
@@ -671,21 +711,24 @@ class Consumer:
             valid=storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages))),
             factors=storage.factors.data_ptr(),
             scales=storage.scales.data_ptr(),
-            board=storage.board.data_ptr() + me * WARPS * n,
+            board=storage.board.data_ptr() + cute.assume(me * (WARPS * n), divby=n),
             maxima=storage.maxima.data_ptr() + cute.assume((me * WARPS + thread // 32) * n, divby=n),
             shared_max=storage.row_max.data_ptr(),
+            moves=storage.moves.get_tensor(cute.make_layout(1)),
+            seen=cute.make_rmem_tensor(1, Int32),
             mma_s=mma_s,
             mma_plain=mma_plain,
             mma_o=mma_o,
             frag_q=mma_s.make_fragment_B(scores.partition_B(of_half)),
             frag_plain=mma_plain.make_fragment_B(plain.partition_B(of_plain)),
             frag_p=[
-                mma_o.make_fragment_B(output.partition_B(wgmma.smem_view(p, maker * n * TOKENS, p_layout)))
-                for maker in (EVEN, ODD)
+                [mma_o.make_fragment_B(output.partition_B(wgmma.smem_view(p, at, p_layout))) for at in of_maker]
+                for of_maker in reads
             ],
             p_copy=p_copy,
-            p_target=p_copy.partition_D(target),
+            p_targets=[p_copy.partition_D(target) for target in targets],
             acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((TOKENS, n)), Float32),
+            factors_of_sums=cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Float32),
             scaled=cute.make_rmem_tensor(2, Float32),
             exponents=cute.make_rmem_tensor(2, Float32),
             weights=cute.make_rmem_tensor(2, Float32),
@@ -730,8 +773,8 @@ class Consumer:
     @cute.jit
     def read_factors(self, slot: Int32, pairs: cute.Tensor, plain: cute.Tensor):
         """Of the thread's two tokens of an own tile: what scores and probabilities are multiplied with; pairs (2,
-        groups): each factor in fp16, twice; plain (2,): 2^-e in bf16, twice. The factors go to shared memory too, for
-        the products with V."""
+        groups): each factor in fp16, twice; plain (2,): 2^-e in bf16, twice. Where codes are multiplied with them, the
+        factors go to shared memory too, for the products with V."""
         geometry = self.geometry
         lane, warp = self.thread % 32, self.thread // 32
         names = self.valid[warp, slot]
@@ -746,13 +789,16 @@ class Consumer:
                 word = (127 - exponent) << 7
                 plain[r] = word | (word << 16)
                 for g in cutlass.range_constexpr(geometry.groups):
-                    pairs[r, g] = half_pair(values[g])
+                    if cutlass.const_expr(geometry.scales_sums):
+                        self.factors_of_sums[r, g] = values[g]
+                    else:
+                        pairs[r, g] = half_pair(values[g])
             is_token = (names >> (lane // 4 * 2 + 16 * r)) & 1
             self.exponents[r] = Float32(cutlass.select_(is_token > 0, Float32(exponent), -Float32.inf))
         # Token 16 w + 8 r + a of the tile is in k block w; of the block's tokens, 2 i, 2 i + 1 and 8 behind are lane
         # i's. Each of the four lanes that have a token stores every fourth factor.
-        base = self.factors + (slot * geometry.groups * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
-        for first in cutlass.range_constexpr(0, geometry.groups, 4):
+        base = self.factors + (slot * geometry.code_factors * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
+        for first in cutlass.range_constexpr(0, geometry.code_factors, 4):
             place = base + (first + lane % 4) * TOKENS
             for r in cutlass.range_constexpr(2):
                 low = cutlass.select_(lane % 2 > 0, pairs[r, first + 1], pairs[r, first])
@@ -776,31 +822,52 @@ class Consumer:
         geometry, words = self.geometry, cute.make_rmem_tensor(cute.make_layout((4, BLOCKS)), Int32)
         if panel >= geometry.code_panels:
             for i in range(8):
-                words[i % 4, i // 4] = times_bf16(found[i], plain[i % 2])
+                words[i % 4, i // 4] = found[i] if geometry.scales_sums else times_bf16(found[i], plain[i % 2])
             return a_operand(words, BFloat16)
         for m in range(4):
-            factors = pairs[m % 2, geometry.group(panel)] if geometry.groups else None
+            factors = pairs[m % 2, geometry.group(panel)] if geometry.code_factors else None
             block, r = m // 2, m % 2
             words[r, block], words[2 + r, block] = widen(found[m], factors)
         return a_operand(words, Float16)
 
+    def add_group(self, sums: cute.Tensor, panel: int, first: bool) -> None:
+        """acc_s (+)= the sums of a panel's group, times its factors."""
+        columns, part = wgmma.as_columns(self.acc_s), wgmma.as_columns(sums)
+        group = self.geometry.group(panel)
+        for r in range(2):
+            factor = self.factors_of_sums[r, group] if group < self.geometry.groups else self.weights[r]
+            for c in range(self.geometry.n // 4):
+                product = part[c, r] * factor
+                columns[c, r] = product if first else columns[c, r] + product
+
     def issue_scores(self, slot: Int32, pairs: cute.Tensor, plain: cute.Tensor) -> None:
-        """acc_s = K·Qᵀ of an own tile; half a panel is in flight behind it, which is the last."""
+        """acc_s = K·Qᵀ of an own tile; all products have ended."""
         geometry, lane = self.geometry, self.thread % 32
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(slot).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
         found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
         self.read_factors(slot, pairs, plain)
+        sums, ended = [self.acc_s], []  # ended: the groups' last panels
+        if geometry.scales_sums:
+            sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
                 found.append(self.load_keys(address, *parts[i + AHEAD]))
             keys = self.key_words(found[i], panel, pairs, plain)
             is_plain = panel >= geometry.code_panels
             mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
-            issue(mma, self.acc_s, keys, frag, 4 * panel + 2 * half, i == 0)
+            is_next = geometry.scales_sums and half == 0 and geometry.begins_group(panel)
+            if is_next:
+                ended.append(panel - 1)
+            issue(mma, sums[len(ended) % len(sums)], keys, frag, 4 * panel + 2 * half, i == 0 or is_next)
             if i > 0:
                 warpgroup.wait_group(1)
+            if is_next:
+                self.add_group(sums[(len(ended) - 1) % 2], panel - 1, len(ended) == 1)
+        warpgroup.wait_group(0)
+        if geometry.scales_sums:
+            self.add_group(sums[len(ended) % 2], geometry.panels - 1, not ended)
 
     @cute.jit
     def scores(self, slot: Int32, phase: Int32):
@@ -810,7 +877,6 @@ class Consumer:
         pairs = cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Int32)
         plain = cute.make_rmem_tensor(2, Int32)
         self.issue_scores(slot, pairs, plain)
-        warpgroup.wait_group(0)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -827,6 +893,19 @@ class Consumer:
         softmax.publish(row_max, self.maxima, self.thread % 32)
         cute.arch.sync_warp()
 
+    def sync(self) -> None:
+        """All warps of this consumer meet."""
+        cute.arch.barrier(barrier_id=Barrier.EVEN + self.me, number_of_threads=WARPGROUP)
+
+    def any_thread(self, holds: Boolean) -> Boolean:
+        """`sync`, which returns whether `holds` in any thread."""
+        text = "{ .reg .pred in, any; setp.ne.b32 in, {$r0}, 0; "
+        text += f"barrier.cta.red.or.pred.aligned any, {{$r1}}, {WARPGROUP}, in; selp.b32 {{$w0}}, 1, 0, any; }}"
+        found = cute.arch.inline_ptx(
+            text, write_only_types=[Int32], read_only_args=[Int32(holds), Int32(Barrier.EVEN + self.me)]
+        )
+        return found != 0
+
     @cute.jit
     def exceeds(self, row_max: cute.Tensor) -> Boolean:
         """Whether the running maximum of any column has to move; the same in all warps, which meet here."""
@@ -834,7 +913,7 @@ class Consumer:
         most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
         for c in cutlass.range_constexpr(1, self.geometry.n // 4):
             most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
-        return named_any(Barrier.EVEN + self.me, WARPGROUP, most > softmax.SLACK)
+        return self.any_thread(most > softmax.SLACK)
 
     @cute.jit
     def move_max(self, row_max: cute.Tensor):
@@ -847,31 +926,33 @@ class Consumer:
             best[c] = cute.arch.fmax(columns[c, 0], columns[c, 1])
             for i in cutlass.range_constexpr(3):
                 best[c] = cute.arch.fmax(best[c], cute.arch.shuffle_sync_bfly(best[c], offset=4 << i))
-        softmax.publish(best, self.board + warp * n, lane)
-        named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        softmax.publish(best, self.board + cute.assume(warp * n, divby=n), lane)
+        self.sync()
         softmax.collect(best, self.board, WARPS, lane, True)
         for c in cutlass.range_constexpr(count):
             new = softmax.lazy_max(row_max[c], best[c])
             best[c] = softmax.exp2(row_max[c] - new)
             row_max[c] = new
+        moves, seen = self.moves, self.seen
+        seen[0] = seen[0] + 1
         if warp == 0:
             softmax.publish(row_max, self.shared_max, lane)
+            moves[0] = seen[0]
         self.write_max(row_max)
         self.rescale(best)
 
     @cute.jit
     def follow_max(self):
-        """Takes over the maximum that the other consumer has published."""
-        count = cutlass.const_expr(self.geometry.n // 4)
-        theirs, mine = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
-        softmax.collect(theirs, self.shared_max, 1, self.thread % 32, True)
-        self.read_max(mine)
-        changed = theirs[0] != mine[0]
-        for c in cutlass.range_constexpr(1, count):
-            changed = changed | (theirs[c] != mine[c])
-        if cute.arch.vote_any_sync(changed):
+        """Takes over the maximum that the other consumer has published, if it has moved."""
+        moves, seen = self.moves[0], self.seen
+        if moves != seen[0]:
+            seen[0] = moves
+            count = cutlass.const_expr(self.geometry.n // 4)
+            theirs, mine = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+            softmax.collect(theirs, self.shared_max, 1, self.thread % 32, True)
+            self.read_max(mine)
             # As many barriers as the other one has passed in `move_max`: racecheck counts them (docs/debugging.md).
-            named_sync(Barrier.EVEN + self.me, WARPGROUP)
+            self.sync()
             for c in cutlass.range_constexpr(count):
                 mine[c] = softmax.exp2(mine[c] - theirs[c])
             self.write_max(theirs)
@@ -887,67 +968,87 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- values
     def value_parts(self) -> list[tuple[int, int]]:
-        """(panel, half of the tokens) of this consumer, in the order in which they are multiplied."""
-        first = self.me * HALF_PANELS
-        return [(panel, half) for half in range(2) for panel in range(first, first + HALF_PANELS)]
+        """(own panel, half of the tokens), in the order in which they are multiplied."""
+        return [(panel, half) for half in range(2) for panel in range(HALF_PANELS)]
 
     def load_values(self, slot: Int32, panel: int, half: int) -> tuple[Int32, ...]:
-        """The bytes of 32 tokens in a panel. Warp w has columns 16 w .. 16 w + 15, a lane two neighbouring ones."""
+        """The bytes of 32 tokens in an own panel. Warp w has columns 16 w .. 16 w + 15: of codes a lane has two
+        neighbouring ones, of bf16 two that are eight apart."""
         geometry, lane, warp = self.geometry, self.thread % 32, self.thread // 32
-        tile = self.tile_rows(slot)
-        if panel < geometry.code_panels:
-            address = tile.toint() + (lane * geometry.stride + warp * 16)
-            return load_matrices(address + (32 * half * geometry.stride + panel * PANEL), transposed=True)
-        start = geometry.plain_start + 2 * PANEL * (panel - geometry.code_panels)
-        column, found = tile + cute.assume(start + warp * 32 + lane // 4 * 4, divby=4), []
-        for m in range(4):
-            for d in range(2):
-                row = lane % 4 * 2 + (32 * half + 8 * m + d)
-                place = cute.recast_ptr(column + cute.assume(row * geometry.stride, divby=16), dtype=Int32)
-                found.append(cute.make_tensor(place, cute.make_layout(1))[0])
-        return tuple(found)
+        tile = self.tile_rows(slot).toint() + 32 * half * geometry.stride
+        address = tile + (lane * geometry.stride + (self.me * HALF_PANELS + panel) * PANEL + warp * 16)
+        if not geometry.is_mixed(panel):
+            return load_matrices(address, transposed=True)
+        # Four matrices of eight tokens and columns, for each of two k blocks; of codes only the first four are there.
+        row, column = lane // 16 * 8 + lane % 8, geometry.plain_start + warp * 32 + lane // 8 % 2 * 16
+        plain = tile + (row * geometry.stride + column)
+        first = load_matrices(cutlass.select_(self.me > 0, plain, address), transposed=True)
+        return (*first, *load_matrices(plain + MMA_K * geometry.stride, transposed=True))
 
     def load_factors(self, slot: Int32, panel: int, half: int) -> cute.Tensor | None:
-        """(4,) words, of two tokens each: what 32 tokens' columns of a panel are multiplied with."""
+        """(4,) words, of two tokens each: what 32 tokens' columns of an own panel are multiplied with."""
         geometry = self.geometry
-        if not geometry.groups:
+        if not geometry.code_factors:
             return None
         factors = cute.make_rmem_tensor(4, Int32)
-        token = (slot * geometry.groups + geometry.group(panel)) * TOKENS + self.thread % 4 * 16 + 8 * half
+        group = self.me * geometry.own_groups + geometry.own_group(panel)
+        token = (slot * geometry.code_factors + group) * TOKENS + self.thread % 4 * 16 + 8 * half
         source = cute.recast_ptr((self.factors + cute.assume(token, divby=8)).align(16), dtype=Int32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), factors)
         return factors
 
     def value_words(self, found: tuple[Int32, ...], panel: int, factors: cute.Tensor | None) -> cute.Tensor:
-        """32 tokens of a panel, transposed, as an A operand: the MMA takes a lane's columns for rows a and a + 8."""
+        """32 tokens of an own panel, transposed, as an A operand: as rows a and a + 8 a lane's two columns."""
         words = cute.make_rmem_tensor(cute.make_layout((4, BLOCKS)), Int32)
-        for m in range(4):
-            block, b = m // 2, m % 2
-            if panel < self.geometry.code_panels:
-                # Codes of two columns of a token, and of the next one, become two tokens of a column, and of the next.
-                codes = permute(found[m], found[m], 0x3120)
-                pair = None if factors is None else factors[m]
-                words[2 * b, block], words[2 * b + 1, block] = widen(codes, pair)
-            else:
-                low, high = (to_half(found[2 * m + d], Float32(1.0)) for d in range(2))
-                for e, selector in enumerate((0x5410, 0x7632)):
-                    words[2 * b + e, block] = times_half(permute(low, high, selector), factors[m])
+        if self.geometry.is_mixed(panel):
+            self.mixed_words(found, words, factors)
+        else:
+            code_words(found, words, factors)
         return a_operand(words, Float16)
 
-    def begin_values(self, slot: Int32) -> list[Any]:
-        """Loads what `multiply` begins with."""
-        return [(self.load_values(slot, *part), self.load_factors(slot, *part)) for part in self.value_parts()[:AHEAD]]
+    @cute.jit
+    def mixed_words(self, found: cutlass.Constexpr, words: cute.Tensor, factors: cutlass.Constexpr):
+        """The words of a panel that is codes in EVEN, and bf16 in ODD."""
+        if self.me > 0:
+            for i in cutlass.range_constexpr(8):
+                word = to_half(found[i], Float32(1.0))
+                if cutlass.const_expr(factors is not None):
+                    word = times_half(word, factors[i // 2])
+                words[i] = word
+        else:
+            code_words(found, words, factors)
 
-    def multiply(self, maker: int, slot: Int32, found: list[Any]) -> None:
-        """Oᵀ += Vᵀ·P of this consumer's panels, with the P that `maker` has made; frees the tile. found: of
-        `begin_values`."""
-        parts = self.value_parts()
+    def begin_values(self, slot: Int32) -> list[Any]:
+        """Loads the bytes that `multiply` begins with."""
+        return [self.load_values(slot, *part) for part in self.value_parts()[:AHEAD]]
+
+    def begin_factors(self, slot: Int32) -> list[Any]:
+        """Loads the factors of these; who makes the tile's P has stored them."""
+        found: list[Any] = []
+        for _ in range(AHEAD):
+            found.append(self.next_factors(slot, found))
+        return found
+
+    def next_factors(self, slot: Int32, found: list[Any]) -> cute.Tensor | None:
+        """The factors of the part behind those found: the same as of one before it, or loaded."""
+        parts, group = self.value_parts(), self.geometry.own_group
+        panel, half = parts[len(found)]
+        for (other, of_half), factors in zip(parts, found, strict=False):
+            if of_half == half and group(other) == group(panel):
+                return factors
+        return self.load_factors(slot, panel, half)
+
+    def multiply(self, maker: int, slot: Int32, found: list[Any], factors: list[Any]) -> None:
+        """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
+        `begin_values` and `begin_factors`."""
+        parts, geometry = self.value_parts(), self.geometry
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
-                further = parts[i + AHEAD]
-                found.append((self.load_values(slot, *further), self.load_factors(slot, *further)))
-            values = self.value_words(found[i][0], panel, found[i][1])
-            issue(self.mma_o, self.acc_o[panel % HALF_PANELS], values, self.frag_p[maker], 2 * half)
+                found.append(self.load_values(slot, *parts[i + AHEAD]))
+                factors.append(self.next_factors(slot, factors))
+            values = self.value_words(found[i], panel, factors[i])
+            copy = geometry.own_group(panel) if geometry.scales_sums else 0
+            issue(self.mma_o, self.acc_o[panel], values, self.frag_p[maker][copy], 2 * half)
             if i > 0:
                 warpgroup.wait_group(1)
         warp_arrive(self.empty + slot)
@@ -967,23 +1068,36 @@ class Consumer:
             for r in cutlass.range_constexpr(2):
                 columns[c, r] = softmax.exp2(columns[c, r] - row_max[c])
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
-        cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(self.acc_s, Float16)), self.p_target)
+        self.store_p()
         cute.arch.fence_view_async_shared()
-        found = self.begin_values(slot)
+        found, factors = self.begin_values(slot), self.begin_factors(slot)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
-        named_sync(Barrier.EVEN + self.me, WARPGROUP)
-        named_arrive(Barrier.P_EVEN + self.me, CONSUMER_THREADS)
-        self.multiply(self.me, slot, found)
+        self.sync()
+        cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
+        self.multiply(OWN, slot, found, factors)
+
+    def store_p(self) -> None:
+        """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
+        part = self.acc_s
+        for i, target in enumerate(self.p_targets):
+            if self.geometry.scales_sums:
+                part = cute.make_rmem_tensor(self.acc_s.layout, Float32)
+                columns, of_part = wgmma.as_columns(self.acc_s), wgmma.as_columns(part)
+                for c in range(self.geometry.n // 4):
+                    for r in range(2):
+                        of_part[c, r] = columns[c, r] * self.factors_of_sums[r, i]
+            cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
 
     @cute.jit
     def other_tile(self, slot: Int32, phase: Int32):
         """This consumer's product with the V of a tile whose P the other one makes."""
         cute.arch.mbarrier_wait(self.full + slot, phase)
-        named_sync(Barrier.P_EVEN + 1 - self.me, CONSUMER_THREADS)
         found = self.begin_values(slot)
+        cute.arch.barrier(barrier_id=Barrier.P_ODD - self.me, number_of_threads=CONSUMER_THREADS)
+        factors = self.begin_factors(slot)
         self.follow_max()
-        self.multiply(1 - self.me, slot, found)
+        self.multiply(OTHER, slot, found, factors)
 
     @cute.jit
     def run(self, first: Int32, end: Int32, slot: Int32, phase: Int32, row_max: cute.Tensor):
@@ -991,34 +1105,27 @@ class Consumer:
         registers are what a row without keys has."""
         stages = self.geometry.stages
         self.write_max(row_max)
-        if cutlass.const_expr(self.me == EVEN):
-            # ODD reads it behind P0.
-            if self.thread < 32:
-                softmax.publish(row_max, self.shared_max, self.thread)
-            self.scores(slot, phase)
-        for tile in cutlass.range(first, end, CONSUMERS, unroll=1):
-            slot1, phase1 = stage_at(slot, phase, 1, stages)
-            slot2, phase2 = stage_at(slot1, phase1, 1, stages)
-            if cutlass.const_expr(self.me == EVEN):
-                self.own_tile(slot)
-                # Ahead of the other one's P, so that its softmax runs under these products.
-                if tile + 2 < end:
-                    self.scores(slot2, phase2)
-                if tile + 1 < end:
-                    self.other_tile(slot1, phase1)
-            elif tile + 1 < end:
-                self.scores(slot1, phase1)
+        moves, seen = self.moves, self.seen
+        seen[0] = Int32(0)
+        # ODD reads it behind P0.
+        if (self.me == EVEN) & (self.thread < 32):
+            moves[0] = Int32(0)
+        own, own_phase = stage_at(slot, phase, self.me, stages)
+        for tile in cutlass.range(first + self.me, end + 1, CONSUMERS, unroll=1):
+            # Ahead of the other one's P, so that its softmax runs under these products.
+            if tile < end:
+                self.scores(own, own_phase)
+            if tile > first:
                 self.other_tile(slot, phase)
-                self.own_tile(slot1)
-            else:
-                self.other_tile(slot, phase)
-            slot, phase = slot2, phase2
+            if tile < end:
+                self.own_tile(own)
+            slot, phase = stage_at(own, own_phase, 1, stages)
+            own, own_phase = stage_at(slot, phase, 1, stages)
         self.read_max(row_max)
-        if cutlass.const_expr(self.me == ODD):
-            # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN
-            # has, once more, where a tile is left over: twice in its own, where this one has waited for its P.
-            if (end - first) % 2 == 1:
-                named_sync(Barrier.EVEN + self.me, WARPGROUP)
+        # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
+        # once more, where a tile is left over: twice in its own, where ODD has waited for its P.
+        if (self.me == ODD) & ((end - first) % 2 == 1):
+            self.sync()
 
 
 @dataclass(frozen=True, eq=False)
@@ -1087,6 +1194,22 @@ def join(
         step = scheduler.next_step(piece, step)
 
 
+def halves_place(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geometry) -> list[tuple[Int32, Int32]]:
+    """(head of the query tile, 16-bit element of its row) of a thread's two results in column c of a panel of its
+    consumer's, which are two neighbouring columns, or of a bf16 panel two that are eight apart."""
+    head, word = word_place(thread, c, panel, in_order)
+    places = [(head, 2 * word), (head, 2 * word + 1)]
+    if geometry.is_mixed(panel):
+        me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
+        quad = (me * HALF_PANELS + panel) * 2 + warp // 2
+        for i in range(2):
+            pair = warp % 2 * 8 + 4 * i + lane // 8  # of the quad's 16
+            within = cutlass.select_(in_order, pair, pair % 4 * 4 + pair // 4)
+            plain = (quad * 16 + within) * 2 + lane // 4 % 2
+            places[i] = (head, cutlass.select_(me > 0, plain, places[i][1]))
+    return places
+
+
 def word_place(thread: Int32, c: int, panel: int, in_order: Any) -> tuple[Int32, Int32]:
     """(head of the query tile, word of its row) of a thread's two results in column c of a panel of its consumer's:
     neighbouring columns, which are rows a and a + 8 of the MMA, a = lane / 4. in_order: the row has its columns in
@@ -1121,9 +1244,15 @@ def add_partial(
     for c in cutlass.range_constexpr(count):
         for i in cutlass.range_constexpr(HALF_PANELS):
             head, word = word_place(thread, c, i, Boolean(False))
-            source = layout.outputs(outputs.iterator, layout.row(slot, tile, head)) + cute.assume(2 * word, divby=2)
+            source = layout.outputs(outputs.iterator, layout.row(slot, tile, head))
             pair = cute.make_rmem_tensor(2, Float16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+            if cutlass.const_expr(geometry.is_mixed(i)):
+                places = halves_place(thread, c, i, Boolean(False), geometry)
+                for r in cutlass.range_constexpr(2):
+                    pair[r] = cute.make_tensor(source + places[r][1], cute.make_layout(1))[0]
+            else:
+                source = source + cute.assume(2 * word, divby=2)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
             columns = wgmma.as_columns(acc_o[i])
             for r in cutlass.range_constexpr(2):
                 columns[c, r] = columns[c, r] * mine[c] + Float32(pair[r]) * theirs[c]
@@ -1194,7 +1323,13 @@ def epilogue(
         for c in cutlass.range_constexpr(count):
             low, high = words[c // 2 * 2], words[c // 2 * 2 + 1]
             row, word = word_place(thread, c, i, whole)
-            board[row * ROW_WORDS + word] = permute(low, high, 0x7632 if c % 2 else 0x5410)
+            both = permute(low, high, 0x7632 if c % 2 else 0x5410)
+            if cutlass.const_expr(geometry.is_mixed(i)):
+                places = halves_place(thread, c, i, whole, geometry)
+                for r in cutlass.range_constexpr(2):
+                    store_half(board.toint() + (4 * row * ROW_WORDS + 2 * places[r][1]), both >> (16 * r))
+            else:
+                board[row * ROW_WORDS + word] = both
     named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
     base = outputs.iterator.toint() + 2 * layout.row(slot, tile, Int32(0)) * layout.columns
     if whole:
@@ -1209,6 +1344,12 @@ def epilogue(
             target = base + Int64(row * (2 * VALUES) + 4 * word)
             target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
+
+
+def store_half(address: Int32, word: Int32) -> None:
+    """The lower half of a word, to shared memory."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.shared.b16 [{$r0}], low; }"
+    cute.arch.inline_ptx(text, read_only_args=[address, word])
 
 
 @cute.jit
@@ -1245,6 +1386,7 @@ def consume(
         cute.make_rmem_tensor(geometry.n // 4, Float32),
         cute.make_rmem_tensor(geometry.n // 4, Float32),
     )
+    me = cute.arch.make_warp_uniform(thread // WARPGROUP)
     slot, phase = Int32(0), Int32(0)
     if line.empty > 0:
         rows.store_empty(
@@ -1268,13 +1410,10 @@ def consume(
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            for me in cutlass.range_constexpr(CONSUMERS):
-                if thread // WARPGROUP == me:
-                    lane = thread - me * WARPGROUP
-                    w = Consumer.make(
-                        me, geometry, storage, lane, factors.scores * of_query, (registers[0], registers[2])
-                    )
-                    w.run(first, end, slot, phase, registers[1])
+            w = Consumer.make(
+                me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (registers[0], registers[2])
+            )
+            w.run(first, end, slot, phase, registers[1])
             moved = slot + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
             slot = moved % geometry.stages
@@ -1339,7 +1478,7 @@ def sparse_mla_v1(
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(geometry.stages):
                 # In v4 each lane arrives once more, when its copies of scales have.
-                cute.arch.mbarrier_init(full + i, PRODUCERS + (32 * PRODUCERS if geometry.layout == "v4" else 0))
+                cute.arch.mbarrier_init(full + i, PRODUCERS * (33 if geometry.layout == "v4" else 1))
                 cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
         cute.arch.mbarrier_init_fence()
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
@@ -1480,19 +1619,26 @@ def takes(pd: SparseProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class SparseMlaV1Tiling(Tiling):
-    """workers: CTAs for each query tile of a request; 0: as many as fill the device."""
+    """heads: of a query tile, 8, 16, 32 or 64; 0: the least that holds all, or 64. workers: CTAs for each query tile of
+    a request; 0: as many as fill the device."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers",)
 
+    heads: int = 0
     workers: int = 0
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
-        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged)
+        n = self.heads or next((n for n in HEADS if n >= pd.h), HEADS[-1])
+        return Geometry(
+            pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged
+        )
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
         if self.workers < 0:
             return Verdict.no(f"workers = {self.workers} is below 0")
+        if self.heads not in (0, *HEADS):
+            return Verdict.no(f"heads = {self.heads} must be 0 or one of {', '.join(map(str, HEADS))}")
         geometry = self.geometry(pd)
         if device is not None and geometry.tiles > device.num_sms:
             return Verdict.no(
@@ -1513,10 +1659,23 @@ class SparseMlaV1Plan(KernelPlan):
     )
 
     def default_tiling(self) -> Tiling:
-        return SparseMlaV1Tiling()
+        """Fewer heads a tile where query tiles of all heads would leave most multiprocessors with a KV tile or none:
+        more CTAs read the same tokens then, and each has less to begin and end."""
+        return min(self.autotune_configs(), key=self._time)
 
     def autotune_configs(self) -> list[Tiling]:
-        return [self.default_tiling()]
+        most = SparseMlaV1Tiling().geometry(self.problem).n
+        fewer = [n for n in HEADS if 16 <= n < most]
+        tilings = [SparseMlaV1Tiling(heads=n) for n in (0, *reversed(fewer))]
+        return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)] or tilings[:1]
+
+    def _time(self, tiling: SparseMlaV1Tiling) -> float:
+        """About how long a call takes, in us."""
+        pd, geometry = self.problem, tiling.geometry(self.problem)
+        sms = self.device.num_sms if self.device is not None else SMS
+        of_request = sum(-(-tokens // TOKENS) for tokens in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
+        begin, each = TIMES[geometry.n]
+        return begin + each * max(1.0, pd.b * geometry.tiles * of_request / sms)
 
     def workers(self) -> int:
         """Workers of a query tile: the tiling's, or those that fill the device."""

@@ -40,8 +40,11 @@ FILES = {
     "h100": {name: f"h100/2026-11-25-{name}.jsonl" for name in WHAT},
 }
 MAIN, *OTHERS = FILES
-#: Device -> the record file of scripts/context_parallel.py.
-OVER_GPUS = {"h200": "h200/2026-11-26-context_parallel.jsonl", "h100": "h100/2026-11-25-context_parallel.jsonl"}
+#: Device -> the record files of scripts/context_parallel.py, one a number of GPUs.
+OVER_GPUS = {
+    "h200": ("h200/2026-11-26-context_parallel-four.jsonl", "h200/2026-11-26-context_parallel.jsonl"),
+    "h100": ("h100/2026-11-25-context_parallel.jsonl",),
+}
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
@@ -98,11 +101,11 @@ def device_page(device: str) -> str:
 
 def gpus_page(device: str) -> str:
     """The text of the page about several GPUs of a device."""
-    records = [record.model_dump() for record in load([ROOT / "results" / OVER_GPUS[device]]).records]
-    return (
-        f"{HEAD}\n# Several {Device.get(device).name}\n\n{SEVERAL} Records: `results/{OVER_GPUS[device]}`.\n\n"
-        f"{over_gpus(records)}\n"
-    )
+    text = f"{HEAD}\n# Several {Device.get(device).name}\n\n{SEVERAL}\n"
+    for name in OVER_GPUS[device]:
+        records = [record.model_dump() for record in load([ROOT / "results" / name]).records]
+        text += f"\nRecords: `results/{name}`.\n\n{over_gpus(records)}\n"
+    return text
 
 
 def index() -> str:

@@ -1,13 +1,13 @@
-r"""Sparse decode over packed caches for Hopper (sm_90a), 64 heads of a query token a tile: persistent CTAs, keys
-widened to bf16 on their way into shared memory.
+r"""Sparse decode over a bf16 cache for Hopper (sm_90a), 64 heads of a query token a tile: persistent CTAs, rows
+gathered by cp.async. Packed caches are version 1's.
 
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = the tokens that the row's indices name, V = K[:, :512]
 
 A CTA keeps one place in a request: 64 heads of one of its query tokens. It goes through its worker's splits of the
 batch, two KV tiles of 64 indices at a time; the tiles of an extra cache follow those of the first.
 
-    producer   eight warps, each with eight rows of every tile: index -> row into L2, a pair of tiles ahead -> codes
-               into registers -> bf16 -> shared memory, half a stage (left or right V columns) at a time
+    producer   eight warps, each with eight rows of every tile: index -> row into L2, a pair of tiles ahead -> shared
+               memory, half a stage (left or right V columns) at a time
     EVEN       S0 = Q·K0ᵀ of even tiles; O_L += P·V_L, output columns 0..255 in registers
     ODD        S1 = Q·K1ᵀ of odd tiles;  O_R += P·V_R, output columns 256..511
 
@@ -17,11 +17,9 @@ The consumers are half a pair of tiles out of phase, so that the softmax of one 
     ODD    S1 = Q·K1ᵀ             | O_R += P0·V0_R, softmax S1 | O_R += P1·V1_R, P1 -> smem | S1' = Q·K1'ᵀ
     freed                         | 0L                0R       | 1R                      1L |
 
-That schedule, the splits and their merging are those of dense decode (flash_mla, version 23), without its clusters.
-Here the producer has work to do, and waits for memory: a random row takes over a thousand clocks, and ptxas moves a
-warp's loads behind what it does meanwhile, and has them share a scoreboard, so that a warp has one half stage on the
-way and not two. With two warps a scheduler one widens while the other waits. The registers of 512 threads just do:
-products with V are made in instructions of 128 columns, as one of 256 does not compile for 128 registers a thread.
+That schedule, the splits and their merging are those of dense decode (flash_mla, version 23), without its clusters. The
+registers of 512 threads just do: products with V are made in instructions of 128 columns, as one of 256 does not
+compile for 128 registers a thread.
 
 An index that names no token is masked: its row becomes zeros, and a word a stage says which scores are -inf.
 """
@@ -36,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint8
+from cutlass import Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -48,13 +46,11 @@ from mla_var3.kernel.cute_python.prims.partials import Partials, Results
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, raise_flag, take_flag, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
-from mla_var3.packed_cache import VALUES, layout_of
+from mla_var3.packed_cache import VALUES
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
 from mla_var3.workload import sparse_decode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mla_var3.device import Device
     from mla_var3.workload.sparse_decode import SparseProblem
 
@@ -70,9 +66,9 @@ EVEN, ODD = 0, 1
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
 # Columns of a product with V: of 256, an instruction has more registers than a thread of 512 is compiled for.
 OUTPUT_N = 128
-PRODUCERS = 8  # warps: two for each scheduler, of which one converts while the other waits for memory
+PRODUCERS = 8  # warps
 LINE = 128  # bytes, of L2
-LANES = 4  # on the 64 columns of a row: 16 codes each, two chunks of 16 bytes as bf16
+LANES = 4  # on the 64 columns of a row: two chunks of 16 bytes each
 GROUP = 32 // LANES  # rows of a tile that a producer warp has
 WORDS = TOKENS // GROUP  # that say of a tile which indices name a token: one for each warp's rows, four bits a row
 # Half stages in the order in which consumers free them, and producers fill them.
@@ -99,31 +95,18 @@ class Barrier(IntEnum):
 
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
-class Panel:
-    """64 columns of a cached token. start: their first byte in its row. codes: whether they are e4m3, else bf16."""
-
-    start: int
-    codes: bool
-
-
-@dataclass(frozen=True)
 class Geometry:
-    """What the code is specialised on: heads, query tokens, the caches' layout, tokens of their pages (extra_page: 0
-    where there is no extra cache), and which optional inputs there are."""
+    """What the code is specialised on: heads, query tokens, columns of a cached token, tokens of the caches' pages
+    (extra_page: 0 where there is no extra cache), and which optional inputs there are."""
 
     h: int
     s: int
-    layout: str
+    columns: int
     page: int
     extra_page: int
     lengths: bool
     extra_lengths: bool
     sink: bool
-
-    @property
-    def cache(self) -> Any:
-        """Of `packed_cache.LAYOUTS`."""
-        return layout_of(self.layout)
 
     @property
     def k(self) -> int:
@@ -143,47 +126,17 @@ class Geometry:
     @property
     def panels(self) -> int:
         """64-column panels of a cached token."""
-        return self.cache.columns // PANEL
-
-    @property
-    def plain_start(self) -> int:
-        """The first byte of a row's bf16 columns: behind its codes and, in v32, their scales."""
-        cache = self.cache
-        return cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
+        return self.columns // PANEL
 
     @property
     def row_bytes(self) -> int:
         """From one token of a page to the next."""
-        return self.plain_start + 2 * self.cache.plain
-
-    def panel(self, i: int) -> Panel:
-        quantised = self.cache.quantised
-        if i * PANEL < quantised:
-            return Panel(i * PANEL, True)
-        return Panel(self.plain_start + 2 * (i * PANEL - quantised), False)
-
-    def codes_of(self, stage: int, half: int) -> list[int]:
-        """The panels of codes among those of half a stage."""
-        return [i for i in self.freed_by(stage, half) if self.panel(i).codes]
-
-    def plain_of(self, stage: int, half: int) -> list[int]:
-        """The others, of bf16."""
-        return [i for i in self.freed_by(stage, half) if not self.panel(i).codes]
-
-    def scales_of(self, panels: Sequence[int]) -> list[int]:
-        """Numbers of the scales of some panels of codes."""
-        return sorted({i * PANEL // self.cache.tile for i in panels}) if self.cache.tile else []
+        return 2 * self.columns
 
     @property
     def p_panel(self) -> int:
-        """The panel of a stage behind the latent's, for P: that of rope columns, once the scores of the stage are made.
-
-        Without rope columns (v4) nothing is loaded there, and no mbarrier stands between a P and the next one. What
-        does: EVEN writes P0 once it is past P_ODD of the pair before, and ODD arrives there when its product with that
-        P0 has ended (`odd_product`). ODD writes P1 once it is past P_EVEN of its own pair, and EVEN arrives there when
-        its product with the last P1 has ended, which its scores wait for (`even_scores`). That also holds for a tile
-        without a partner. Between splits all consumers meet at CONSUMERS, when no product is in flight.
-        """
+        """The panel of a stage behind the latent's, for P: that of rope columns, once the scores of the stage are
+        made."""
         return self.k // PANEL
 
     @property
@@ -216,9 +169,8 @@ class Geometry:
 
     @property
     def combines(self) -> bool:
-        """Whether a combine may be launched: it takes query rows to lie behind each other in their tiles, and knows no
-        scale of V."""
-        return (self.s == 1 or self.h % ROWS == 0) and self.layout != "flat"
+        """Whether a combine may be launched: it takes query rows to lie behind each other in their tiles."""
+        return self.s == 1 or self.h % ROWS == 0
 
     @property
     def costs(self) -> Costs:
@@ -262,9 +214,9 @@ def make_barriers(full: cute.Pointer, empty: cute.Pointer):
 
 
 class Cache(NamedTuple):
-    """A packed cache and what says which of its tokens are attended to."""
+    """A cache and what says which of its tokens are attended to."""
 
-    tokens: cute.Tensor  # (pages, page, bytes of a token) uint8, or (pages, page, 576) bf16, global memory; pages apart
+    tokens: cute.Tensor  # (pages, page, columns) bf16, global memory; pages apart
     indices: cute.Tensor  # (b, s, topk) int32, global memory
     lengths: cute.Tensor | None  # (b,) int32, global memory
 
@@ -364,14 +316,6 @@ def row_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
     return page_address(cache, index) + index % cache.tokens.shape[1] * geometry.row_bytes
 
 
-def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
-    """Where a cached token's scales begin: in v32 they stand in its row, in v4 behind the rows of its page."""
-    if geometry.layout == "v32":
-        return row_address(cache, index, geometry) + geometry.cache.quantised
-    page, each = cache.tokens.shape[1], geometry.cache.scales + geometry.cache.padding
-    return page_address(cache, index) + page * geometry.row_bytes + index % page * each
-
-
 def of_cache(caches: Any, is_extra: Boolean, address: Any, index: Int32, geometry: Geometry) -> Int64:
     """`address` of a token of the one cache or the other; of none, that of the first one's token 0."""
     at = [address(cache, cutlass.max(index, 0), geometry) for cache in caches]
@@ -390,44 +334,6 @@ def prefetch(caches: cutlass.Constexpr, pair: Pair, geometry: cutlass.Constexpr)
                 # The last byte's line too, where a row does not begin with one.
                 byte = cutlass.min((i * LANES + column) * LINE, geometry.row_bytes - 1)
                 cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + byte])
-            if cutlass.const_expr(geometry.layout == "v4"):
-                scales = of_cache(caches, is_extra, scale_address, index, geometry)
-                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[scales])
-
-
-@cute.jit
-def load_scales(
-    caches: cutlass.Constexpr, is_extra: Boolean, index: Int32, scales: cute.Tensor, panels: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Starts loading the scales of a row's panels."""
-    if cutlass.const_expr(geometry.cache.scales > 0):
-        base = of_cache(caches, is_extra, scale_address, index, geometry)
-        numbers = geometry.scales_of(panels)
-        if cutlass.const_expr(geometry.layout == "v32"):
-            at = cute.make_ptr(Float32, base + 4 * numbers[0], cute.AddressSpace.gmem, assumed_align=8)
-            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(len(numbers))), scales)
-        else:
-            for i in cutlass.range_constexpr(len(numbers)):
-                scales[i] = load_scale(base, numbers[i])
-
-
-def load_words(target: cute.Tensor, address: Int64) -> None:
-    """(4,) words from global memory, past L1."""
-    source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
-    atom = cute.make_copy_atom(
-        cute.nvgpu.CopyG2ROp(), Int32, num_bits_per_copy=128,
-        l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,
-    )  # fmt: skip
-    cute.copy(atom, cute.make_tensor(source, cute.make_layout(4)), target)
-
-
-@cute.jit
-def load_scale(base: Int64, number: cutlass.Constexpr) -> Float32:
-    """A token's scale in v4: the exponent of a power of two, whose 0 is 2^-127."""
-    at = cute.make_ptr(Uint8, base + number, cute.AddressSpace.gmem, assumed_align=1)
-    exponent = Int32(cute.make_tensor(at, cute.make_layout(1))[0]) & 255
-    return Int32(cutlass.select_(exponent == 0, Int32(0x400000), exponent << 23)).bitcast(Float32)
 
 
 def chunk_place(panel: cute.Pointer, row: Int32, chunk: Any) -> cute.Pointer:
@@ -436,85 +342,13 @@ def chunk_place(panel: cute.Pointer, row: Int32, chunk: Any) -> cute.Pointer:
 
 
 @cute.jit
-def widen(codes: Int32, scale: Any) -> tuple[Int32, Int32]:
-    """Four codes as two words of two bf16, in order, times a scale (Float32; None: 1).
-
-    sm_90 has an instruction for two codes to two halves, which are exact, and none to bf16. The way leads through fp32,
-    where a scale is multiplied with, so that a value is rounded once whatever its scale is. Moving the bits of a code
-    into the fields of a bf16 is not faster: logic runs at the rate of conversions."""
-    text = "{ .reg .b16 c0, c1, h0, h1, h2, h3; .reg .b32 x, y; .reg .f32 f0, f1, f2, f3; mov.b32 {c0, c1}, {$r0}; "
-    text += "cvt.rn.f16x2.e4m3x2 x, c0; cvt.rn.f16x2.e4m3x2 y, c1; mov.b32 {h0, h1}, x; mov.b32 {h2, h3}, y; "
-    text += "".join(f"cvt.f32.f16 f{i}, h{i}; " for i in range(4))
-    arguments = [codes]
-    if cutlass.const_expr(scale is not None):
-        text += "".join(f"mul.f32 f{i}, f{i}, {{$r1}}; " for i in range(4))
-        arguments.append(scale)
-    text += "cvt.rn.bf16x2.f32 {$w0}, f1, f0; cvt.rn.bf16x2.f32 {$w1}, f3, f2; }"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=arguments)
-
-
-@cute.jit
-def store_panel(
-    words: cute.Tensor,  # (4,): a lane's 16 codes of a row
-    scale: Any,  # Float32 or None
-    panel: cute.Pointer,
-    row: Int32,  # of the tile
-):
-    """Stores a lane's columns of a row as bf16."""
-    column = cute.arch.lane_idx() % LANES
-    for chunk in cutlass.range_constexpr(2):
-        values = cute.make_rmem_tensor(4, Int32)
-        for j in cutlass.range_constexpr(2):
-            values[2 * j], values[2 * j + 1] = widen(words[2 * chunk + j], scale)
-        target = chunk_place(panel, row, 2 * column + chunk)
-        cute.autovec_copy(values, cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(4)))
-
-
-@cute.jit
-def widen_and_load(
-    words: cute.Tensor,  # (4, panels): a lane's 16 codes of a row in each panel of codes
-    scales: cute.Tensor,
-    is_there: Boolean,  # whether the row is a token
-    stage: cute.Pointer,
-    row: Int32,  # of the tile
-    panels: cutlass.Constexpr,  # of codes
-    caches: cutlass.Constexpr,
-    is_extra: Boolean,  # of what follows
-    following: Int32,  # the cached token whose codes come next into the registers, in
-    following_panels: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-):
-    """Stores a lane's columns of a row as bf16; where there is no token, zeros, whatever memory held. Each panel's
-    registers are loaded again as soon as it is stored."""
-    source = row_codes(caches, is_extra, following, geometry)
-    numbers = geometry.scales_of(panels)
-    for i in cutlass.range_constexpr(max(len(panels), len(following_panels))):
-        if cutlass.const_expr(i < len(panels)):
-            scale = None
-            if cutlass.const_expr(geometry.cache.scales > 0):
-                number = numbers.index(panels[i] * PANEL // geometry.cache.tile)
-                scale = cutlass.select_(is_there, scales[number], Float32(0.0))
-            for j in cutlass.range_constexpr(4):
-                words[j, i] = cutlass.select_(is_there, words[j, i], Int32(0))
-            store_panel(words[None, i], scale, stage + panels[i] * PANEL_ELEMENTS, row)
-        if cutlass.const_expr(i < len(following_panels)):
-            load_words(words[None, i], source + geometry.panel(following_panels[i]).start)
-    load_scales(caches, is_extra, following, scales, following_panels, geometry)
-
-
-def row_codes(caches: Any, is_extra: Boolean, index: Int32, geometry: Geometry) -> Int64:
-    """Where a lane's codes of a row's first panel begin."""
-    return of_cache(caches, is_extra, row_address, index, geometry) + cute.arch.lane_idx() % LANES * 16
-
-
-@cute.jit
-def copy_plain(
+def copy_rows(
     caches: cutlass.Constexpr,
     is_extra: Boolean,
     index: Int32,  # of the lane's row
     stage: cute.Pointer,
     row: Int32,  # of the tile
-    panels: cutlass.Constexpr,  # of bf16
+    panels: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
     """Starts copying a lane's columns of a row, two chunks of each panel (cp.async); where there is no token, zeros."""
@@ -527,20 +361,8 @@ def copy_plain(
             target = chunk_place(stage + panels[i] * PANEL_ELEMENTS, row, number)
             cute.arch.inline_ptx(
                 "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                read_only_args=[target.toint(), source + (geometry.panel(panels[i]).start + number * 16), filled],
+                read_only_args=[target.toint(), source + (2 * PANEL * panels[i] + number * 16), filled],
             )
-
-
-@cute.jit
-def load_first(
-    caches: cutlass.Constexpr, pair: Pair, words: cute.Tensor, scales: cute.Tensor, geometry: cutlass.Constexpr
-):  # fmt: skip
-    """Starts loading the codes of a pair's first half stage."""
-    panels = geometry.codes_of(*FILLED[0])
-    source = row_codes(caches, pair.is_extra[EVEN], pair.indices[EVEN], geometry)
-    for i in cutlass.range_constexpr(len(panels)):
-        load_words(words[None, i], source + geometry.panel(panels[i]).start)
-    load_scales(caches, pair.is_extra[EVEN], pair.indices[EVEN], scales, panels, geometry)
 
 
 @cute.jit
@@ -555,19 +377,14 @@ def load(
     geometry: cutlass.Constexpr,
 ):
     """What a producer warp does, over all splits of the worker: eight rows of every half stage, in the order in which
-    the consumers free them. A lane's codes of the next one are on the way into registers, each panel's as soon as those
-    of this one are stored."""
+    the consumers free them."""
     row = warp * GROUP + cute.arch.lane_idx() // LANES
-    codes = [geometry.codes_of(*place) for place in FILLED]
-    words = cute.make_rmem_tensor(cute.make_layout((4, max(1, *(len(x) for x in codes)))), Int32)
-    scales = cute.make_rmem_tensor(max(1, *(len(geometry.scales_of(x)) for x in codes)), Float32)
     valid = storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))
     tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
     place = Place(split, tile, end)
     if scheduler.has_work(split) & (tile >= end):
         place = next_place(place, lengths, line, geometry.costs)
     pair = named(read_pair(caches, place, token, row), caches, row)
-    load_first(caches, pair, words, scales, geometry)
     parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds them free
     place = next_place(place, lengths, line, geometry.costs)
     coming = read_pair(caches, place, token, row)
@@ -584,25 +401,14 @@ def load(
                 cute.arch.mbarrier_wait(storage.empty.data_ptr() + (2 * stage + half), parities[stage])
                 if cutlass.const_expr(half == LEFT):
                     valid[warp, stage] = Int32(cute.arch.vote_ballot_sync(index >= 0))
-                plain = geometry.plain_of(stage, half)
-                copy_plain(caches, pair.is_extra[stage], index, own, row, plain, geometry)
-                behind, to = (u + 1) % len(FILLED), pair if cutlass.const_expr(u + 1 < len(FILLED)) else coming
-                at = FILLED[behind][0]
-                widen_and_load(
-                    words, scales, index >= 0, own, row, codes[u], caches, to.is_extra[at], to.indices[at],
-                    codes[behind], geometry,
-                )  # fmt: skip
-                if cutlass.const_expr(len(plain) > 0):
-                    cute.arch.inline_ptx("cp.async.wait_all;")
+                copy_rows(caches, pair.is_extra[stage], index, own, row, geometry.freed_by(stage, half), geometry)
+                cute.arch.inline_ptx("cp.async.wait_all;")
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 warp_arrive(storage.full.data_ptr() + (2 * stage + half))
         parities[EVEN] = parities[EVEN] ^ 1
         if pair.tiles > ODD:
             parities[ODD] = parities[ODD] ^ 1
-        else:
-            # What has been loaded for a second tile is none.
-            load_first(caches, coming, words, scales, geometry)
         pair, coming = coming, further
 
 
@@ -939,15 +745,6 @@ class Token:
 
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
-class Factors(NamedTuple):
-    """What scores and values are multiplied with. sink: (h,) fp32, global memory, or None: a logit more in a head's
-    softmax. values: the scale of layout flat, else 1. scores: log2 e times those of the softmax and of layout flat."""
-
-    sink: Any
-    values: Float32
-    scores: Float32
-
-
 @cute.jit
 def join(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
@@ -1004,7 +801,7 @@ def epilogue(
     registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
     row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
     results: Results,
-    factors: cutlass.Constexpr,  # `Factors`
+    sink: cute.Tensor | None,  # (h,) fp32, global memory: a logit more in a head's softmax
     place: Int32,  # the query token's, of all requests
     slot: Int32,  # of the partial result
     whole: Boolean,  # the split is a request
@@ -1034,8 +831,8 @@ def epilogue(
             total = row_sum[r] + row_sums[wgmma.acc_row(lane, r), 1 - me]
             over = total
             if cutlass.const_expr(geometry.sink):
-                over = total + softmax.exp2(factors.sink[head] * math.log2(math.e) - row_max[r])
-            factor[r] = cutlass.select_(total > 0.0, factors.values / over, Float32(0.0))
+                over = total + softmax.exp2(sink[head] * math.log2(math.e) - row_max[r])
+            factor[r] = cutlass.select_(total > 0.0, 1.0 / over, Float32(0.0))
             bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), head, geometry.h)
             if thread % 4 == 0 and me == 0 and row < geometry.h:
                 lse[place, head, 0] = softmax.natural_lse(total, row_max[r])
@@ -1081,7 +878,7 @@ def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
-    factors: cutlass.Constexpr,  # `Factors`
+    scales: cutlass.Constexpr,  # the sink as in `epilogue`, and log2 e times the softmax's scale
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
     lengths: cute.Tensor,
@@ -1096,6 +893,7 @@ def consume(
     geometry: cutlass.Constexpr,
 ):
     """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
+    sink, scale_log2 = scales
     q_tile = query_tile(storage, q.element_type, geometry)
     output = wgmma.make_mma(q.element_type, geometry.half).partition_shape_C((ROWS, geometry.half))
     registers = (
@@ -1126,7 +924,7 @@ def consume(
             for consumer in cutlass.range_constexpr(2):
                 if me == consumer:
                     lane = thread - consumer * WARPGROUP
-                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, factors.scores, registers)
+                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, scale_log2, registers)
                     w.begin(first_row)
                     w.run(first, end, parity)
                     following = scheduler.next_split(split, lengths, line, geometry.costs)
@@ -1150,7 +948,7 @@ def consume(
                     join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
                     whole = piece.index == 0
             epilogue(
-                registers, row_sums, results, factors, block.first, slot, whole, tile, first_row, thread, geometry,
+                registers, row_sums, results, sink, block.first, slot, whole, tile, first_row, thread, geometry,
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMERS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
@@ -1174,7 +972,6 @@ def sparse_mla(
     caches: cutlass.Constexpr | tuple[Cache, ...],  # the cache, and perhaps the extra one
     lengths: cute.Tensor,  # (b,) int32, global memory: 64 for each tile of a request's indices
     sink: cute.Tensor | None,  # (h,) fp32, global memory
-    flat: cute.Tensor | None,  # (1,) fp32, global memory: the cache's scale
     results: Results,  # out (b · s, 1, h, 512), lse (b · s, h, 1)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
     schedule: Schedule,
@@ -1204,9 +1001,6 @@ def sparse_mla(
     )  # fmt: skip
     if tile == 0 and worker == 0 and thread == CONSUMERS:
         combine.write_mode(schedule.table, line, as_guessed, pool)
-    flat_scale = Float32(1.0)
-    if cutlass.const_expr(geometry.layout == "flat"):
-        flat_scale = flat[0]
     if warp < CONSUMERS // 32 and scheduler.has_work(split):
         rows.copy_query_rows(
             q, q_tile, queries.block(split.request), Int32(0), first_row, geometry.h, thread, CONSUMERS
@@ -1218,8 +1012,8 @@ def sparse_mla(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(
-            q, storage, results, Factors(sink, flat_scale, scale_log2 * flat_scale), schedule.table, flags, lengths,
-            queries, pool, split, line, worker, tile, first_row, thread, geometry,
+            q, storage, results, (sink, scale_log2), schedule.table, flags, lengths, queries, pool, split, line, worker,
+            tile, first_row, thread, geometry,
         )  # fmt: skip
 
 
@@ -1246,7 +1040,7 @@ add_lengths.set_name_prefix("add_lengths", remove_cutlass_symbol=True, keep_mang
 @cute.jit
 def launch_sparse_mla(
     q: cute.Tensor,  # (b, s, h, columns) bf16, contiguous
-    cache: cute.Tensor,  # (pages, page, bytes of a token) uint8, or of bf16 its columns, contiguous within a page
+    cache: cute.Tensor,  # (pages, page, columns) bf16, contiguous within a page
     indices: cute.Tensor,  # (b, s, topk) int32
     cache_lengths: cute.Tensor | None,  # (b,) int32
     extra_cache: cute.Tensor | None,
@@ -1254,7 +1048,6 @@ def launch_sparse_mla(
     extra_lengths: cute.Tensor | None,
     lengths: cute.Tensor,  # (b,) int32: 64 for each tile of a request's indices; written where it depends on lengths
     sink: cute.Tensor | None,
-    flat: cute.Tensor | None,
     out: cute.Tensor,  # (b, s, h, 512) bf16
     lse: cute.Tensor,  # (b, h, s) fp32
     partials: cute.Tensor,  # `Partials.views`
@@ -1289,7 +1082,7 @@ def launch_sparse_mla(
     else:
         pool = make_pool(b, tokens, workers, geometry.costs)
     sparse_mla(
-        by_token(q), caches, lengths, sink, flat, results, flags, schedule, scale * math.log2(math.e), pool, geometry
+        by_token(q), caches, lengths, sink, results, flags, schedule, scale * math.log2(math.e), pool, geometry
     ).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
@@ -1320,6 +1113,8 @@ def make_pool(requests: Int32, tokens: Int32, workers: Int32, costs: cutlass.Con
 # ------------------------------------------------------------------------------------------------ plan
 def takes(pd: SparseProblem) -> Verdict:
     """Whether this version computes a problem."""
+    if pd.layout != "bf16":
+        return Verdict.no(f"layout {pd.layout} is packed: use sparse_mla_v1")
     return Verdict.yes()
 
 
@@ -1333,7 +1128,7 @@ class SparseMlaTiling(Tiling):
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
-        return Geometry(pd.h, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink)
+        return Geometry(pd.h, pd.s, pd.columns, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink)
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
         if self.workers < 0:
@@ -1394,9 +1189,8 @@ class SparseMlaPlan(KernelPlan):
             q.new_zeros(slots * geometry.tiles, dtype=torch.int32),
             q.new_empty(scheduler.schedule_words(b, workers, False), dtype=torch.int32),
         )
-        flat = given["scale"] if pd.layout == "flat" else None
         arguments = (
-            q, *parts[0], *parts[1], lengths, given.get("sink"), flat, *outputs, *workspaces, pd.scale, workers
+            q, *parts[0], *parts[1], lengths, given.get("sink"), *outputs, *workspaces, pd.scale, workers
         )  # fmt: skip
         return self._make(arguments, inputs, outputs, (*workspaces, lengths))
 
@@ -1408,9 +1202,7 @@ class SparseMlaPlan(KernelPlan):
         pd, geometry = self.problem, self.tiling.geometry(self.problem)
 
         def cache(page: int) -> Any:
-            packed = pd.layout != "bf16"
-            kind, row = (Uint8, pd.cache.token_bytes) if packed else (host.element_type(pd.dtype), pd.columns)
-            apart = cute.sym_int64(divisibility=16 // (kind.width // 8))
+            kind, row, apart = host.element_type(pd.dtype), pd.columns, cute.sym_int64(divisibility=8)
             return make_fake_tensor(kind, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
 
         def indices(b: Any) -> Any:
@@ -1430,7 +1222,6 @@ class SparseMlaPlan(KernelPlan):
                 host.fake(Int32, b, align=4) if pd.extra_lengths else None,
                 host.fake(Int32, b, align=4),
                 host.fake(Float32, pd.h, align=4) if pd.sink else None,
-                host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
                 host.fake(kind, b, pd.s, pd.h, VALUES),
                 host.fake(Float32, b, pd.h, pd.s, align=4),
                 host.fake(Float32, partial_words),

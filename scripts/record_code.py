@@ -61,6 +61,11 @@ class Call:
         knobs = json.dumps(code_knobs(plan.tiling), sort_keys=True)
         return self.label, pd.problem_class().key(), knobs, own_problem(self.label, pd), self.kernels
 
+    def taken(self) -> bool:
+        """Whether the version still takes the problem: it may have left it to a later one."""
+        requires = registry.get_plan(registry.KernelId.parse(self.label)).requires
+        return requires is None or bool(requires.accepts(problem_from_record(self.problem)))
+
     def plan(self) -> tuple[Any, Any]:
         kernel, pd, hardware = registry.KernelId.parse(self.label), problem_from_record(self.problem), self.device
         plan = registry.get_plan(kernel)(pd, None, Device.get(hardware))
@@ -98,7 +103,7 @@ def compiled_line(call: Call) -> Line:
 
 
 def wanted() -> Iterator[Call]:
-    """What every record timed that says so, of versions that are here and compiled here, and `ALWAYS`."""
+    """What every record timed that says so, of versions that are here, take it and are compiled here, and `ALWAYS`."""
     here = {kernel.label for kernel in registry.all_kernels()}
     for label, workload, fields, tiling, kernels in ALWAYS:
         yield Call(label, get(workload).problem(**fields).to_record(), tiling, "h200", kernels)
@@ -106,7 +111,9 @@ def wanted() -> Iterator[Call]:
         code = record.code or {}
         if code.get("kernels") and record.kernel.label in here:
             many, by = len(code["kernels"]), code.get("toolchain") or {}
-            yield Call(record.kernel.label, record.problem, record.tiling, record.device, many, by)
+            call = Call(record.kernel.label, record.problem, record.tiling, record.device, many, by)
+            if call.taken():
+                yield call
 
 
 def compiled_apart(calls: Sequence[Call]) -> list[Line]:

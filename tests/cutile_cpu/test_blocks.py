@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 from typing import Annotated, Any
 
@@ -251,12 +252,15 @@ def test_an_interrupt_leaves_no_thread(where: str) -> None:
     before = threading.active_count()
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     alarm = threading.Timer(0.5, _thread.interrupt_main)
+    # A shell that starts this in the background has SIGINT ignored.
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
     alarm.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             cutile_cpu.launch((2,), busy, (flag, out, 2**31 - 1 if where == "for" else 1), seed=None)
     finally:
         alarm.join()
+        signal.signal(signal.SIGINT, found)
     assert threading.active_count() == before
 
 

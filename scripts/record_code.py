@@ -39,6 +39,7 @@ from mla_var3.workload import get, problem_from_record
 ALWAYS = (
     ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 1}, 1),
     ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 4}, 2),
+    ("cute-dsl/sparse_mla", "sparse_decode", {"h": 128, "layout": "bf16"}, None, 5),
     ("cutile-dsl/flash_attention", "prefill", {"b": 8, "s": 1024, "h": 128, "causal": True}, None, 1),
 )
 

@@ -137,22 +137,34 @@ def map_panel() -> alt.LayerChart:
     )
 
 
+def title_lines(name: str, width: int) -> list[str]:
+    """A panel's title, broken behind commas where a line would be wider than the panel; a letter has 7 pixels."""
+    lines: list[str] = []
+    for part in name.split(", "):
+        if lines and 7 * len(f"{lines[-1]}, {part}") <= width:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+    return [f"{line}," for line in lines[:-1]] + lines[-1:]
+
+
 def regime_map(panels: Mapping[str, tuple[int, int]], width: int = 1100) -> alt.VConcatChart:
     """Panels (name -> contexts and batches in it) in rows of that many pixels, large ones first, each with its own
     axes, under the legend. The page does the same to `map_panel`."""
     found: list[list[str]] = []
     left = 0
     for name, (contexts, _) in sorted(panels.items(), key=lambda item: -item[1][0]):
-        wide = max(contexts * TILE[0] + 70, 7 * len(name))  # a title may be wider than its panel
+        wide = contexts * TILE[0] + 70
         if not found or left < wide:
             found, left = [*found, []], width
         found[-1].append(name)
-        left -= wide
+        left -= wide + 14  # and what stands between them
 
     def panel(name: str) -> alt.LayerChart:
         chosen = map_panel().transform_filter(alt.FieldEqualPredicate(field="panel", equal=name))
         width, height = (n * step for n, step in zip(panels[name], TILE, strict=True))
-        return chosen.properties(title=alt.TitleParams(name, fontSize=12, offset=4), width=width, height=height)
+        title = alt.TitleParams(title_lines(name, width + 45), fontSize=12, offset=4)
+        return chosen.properties(title=title, width=width, height=height)
 
     return alt.vconcat(map_legend(), *(alt.hconcat(*map(panel, row), spacing=14) for row in found), spacing=14)
 

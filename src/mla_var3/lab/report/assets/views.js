@@ -27,7 +27,7 @@ async function drawMap() {
   await draw("map", "map", { rows, legend: DATA.map_legend }, {
     change: (spec) => { // as charts.regime_map
       const { layer, view, height } = spec;
-      const panel = ({ name, contexts, batches }) => ({ layer, view, width: contexts * step, height: batches * height.step, title: { text: name, fontSize: 12, offset: 4 }, transform: [{ filter: { field: "panel", equal: name } }] });
+      const panel = ({ name, contexts, batches }) => ({ layer, view, width: contexts * step, height: batches * height.step, title: { text: titleLines(name, contexts * step + 45), fontSize: 12, offset: 4 }, transform: [{ filter: { field: "panel", equal: name } }] });
       const legend = { ...DATA.specs.map_legend, width: { step: Math.min(50, Math.floor((room("map") - AXIS) / DATA.map_legend.length) - 1) } };
       spec.vconcat = [legend, ...packedRows(panels, room("map"), step).map((row) => ({ hconcat: row.map(panel), spacing: 14 }))];
       spec.spacing = 14;
@@ -45,15 +45,25 @@ async function drawMap() {
     ["behind by", (w) => signed(w.margin), "n"], ["dispatcher's pick", (w) => pick(w) ? pick(w)[0] : null], ["it loses", (w) => pick(w) ? signed(pick(w)[1]) : null, "n"],
   ], found, { caption: `${SELECTED.device}, ${SELECTED.state}` }));
 }
+// A panel's title, broken behind commas where a line would be wider than the panel; as charts.title_lines.
+function titleLines(name, width) {
+  const lines = [];
+  for (const part of name.split(", ")) {
+    const longer = `${lines.at(-1)}, ${part}`;
+    if (lines.length && longer.length * TITLE_LETTER <= width) lines[lines.length - 1] = longer;
+    else lines.push(part);
+  }
+  return lines.map((line, i) => i + 1 < lines.length ? `${line},` : line);
+}
 // Panels in rows of that width, large ones first.
 function packedRows(panels, width, step) {
   const found = [];
   let left = 0;
   for (const panel of [...panels].sort((a, b) => b.contexts - a.contexts)) {
-    const wide = Math.max(panel.contexts * step + AXIS, panel.name.length * TITLE_LETTER); // its title may be wider than it is
+    const wide = panel.contexts * step + AXIS;
     if (!found.length || left < wide) { found.push([]); left = width; }
     found[found.length - 1].push(panel);
-    left -= wide;
+    left -= wide + 14; // and what stands between them
   }
   return found;
 }

@@ -64,8 +64,8 @@ class Call:
 
     def taken(self) -> bool:
         """Whether the version still takes the problem: it may have left it to a later one."""
-        requires = registry.get_plan(registry.KernelId.parse(self.label)).requires
-        return requires is None or bool(requires.accepts(problem_from_record(self.problem)))
+        plan = registry.get_plan(registry.KernelId.parse(self.label))
+        return bool(plan.requires.accepts(problem_from_record(self.problem)))
 
     def plan(self) -> tuple[Any, Any]:
         kernel, pd, hardware = registry.KernelId.parse(self.label), problem_from_record(self.problem), self.device

@@ -63,8 +63,12 @@ SEVERAL = (
 )
 
 
+def records_in(file: str) -> list[dict[str, Any]]:
+    return [record.model_dump() for record in load([ROOT / "results" / file]).records]
+
+
 def records_of(device: str, name: str) -> list[dict[str, Any]]:
-    return [record.model_dump() for record in load([ROOT / "results" / FILES[device][name]]).records]
+    return records_in(FILES[device][name])
 
 
 def where(device: str, name: str) -> str:
@@ -103,8 +107,7 @@ def gpus_page(device: str) -> str:
     """The text of the page about several GPUs of a device."""
     text = f"{HEAD}\n# Several {Device.get(device).name}\n\n{SEVERAL}\n"
     for name in OVER_GPUS[device]:
-        records = [record.model_dump() for record in load([ROOT / "results" / name]).records]
-        text += f"\nRecords: `results/{name}`.\n\n{over_gpus(records)}\n"
+        text += f"\nRecords: `results/{name}`.\n\n{over_gpus(records_in(name))}\n"
     return text
 
 

@@ -137,6 +137,10 @@ def map_panel() -> alt.LayerChart:
     )
 
 
+#: Pixels of the map: between its panels, and what a title may be wider than a panel's tiles.
+SPACING, TITLE_ROOM = 14, 45
+
+
 def title_lines(name: str, width: int) -> list[str]:
     """A panel's title, broken behind commas where a line would be wider than the panel; a letter has 7 pixels."""
     lines: list[str] = []
@@ -158,15 +162,17 @@ def regime_map(panels: Mapping[str, tuple[int, int]], width: int = 1100) -> alt.
         if not found or left < wide:
             found, left = [*found, []], width
         found[-1].append(name)
-        left -= wide + 14  # and what stands between them
+        left -= wide + SPACING
 
     def panel(name: str) -> alt.LayerChart:
         chosen = map_panel().transform_filter(alt.FieldEqualPredicate(field="panel", equal=name))
         width, height = (n * step for n, step in zip(panels[name], TILE, strict=True))
-        title = alt.TitleParams(title_lines(name, width + 45), fontSize=12, offset=4)
+        title = alt.TitleParams(title_lines(name, width + TITLE_ROOM), fontSize=12, offset=4)
         return chosen.properties(title=title, width=width, height=height)
 
-    return alt.vconcat(map_legend(), *(alt.hconcat(*map(panel, row), spacing=14) for row in found), spacing=14)
+    return alt.vconcat(
+        map_legend(), *(alt.hconcat(*map(panel, row), spacing=SPACING) for row in found), spacing=SPACING
+    )
 
 
 #: 131072 -> 128k

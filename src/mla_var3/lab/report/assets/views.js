@@ -6,7 +6,8 @@ const recordLink = (p, text) => link(text || p.id, { cell: p.place.name, record:
 const nameOf = (p) => element("span", { class: "name" }, swatch(p), shownName(p));
 
 // ---------------------------------------------------------------- regime map
-const STEP = 36, AXIS = 70, TITLE_LETTER = 7; // pixels: of a tile, of what stands beside a panel, and of a title's letter
+const STEP = 36, AXIS = 70, SPACING = 14; // pixels: of a tile, of what stands beside a panel, and between panels
+const TITLE_LETTER = 7, TITLE_ROOM = 45; // of a title's letter, and what a title may be wider than the tiles
 async function drawMap() {
   const found = winners(shown()), tiles = onMap(found);
   const rows = tiles.map((w) => {
@@ -27,10 +28,10 @@ async function drawMap() {
   await draw("map", "map", { rows, legend: DATA.map_legend }, {
     change: (spec) => { // as charts.regime_map
       const { layer, view, height } = spec;
-      const panel = ({ name, contexts, batches }) => ({ layer, view, width: contexts * step, height: batches * height.step, title: { text: titleLines(name, contexts * step + 45), fontSize: 12, offset: 4 }, transform: [{ filter: { field: "panel", equal: name } }] });
+      const panel = ({ name, contexts, batches }) => ({ layer, view, width: contexts * step, height: batches * height.step, title: { text: titleLines(name, contexts * step + TITLE_ROOM), fontSize: 12, offset: 4 }, transform: [{ filter: { field: "panel", equal: name } }] });
       const legend = { ...DATA.specs.map_legend, width: { step: Math.min(50, Math.floor((room("map") - AXIS) / DATA.map_legend.length) - 1) } };
-      spec.vconcat = [legend, ...packedRows(panels, room("map"), step).map((row) => ({ hconcat: row.map(panel), spacing: 14 }))];
-      spec.spacing = 14;
+      spec.vconcat = [legend, ...packedRows(panels, room("map"), step).map((row) => ({ hconcat: row.map(panel), spacing: SPACING }))];
+      spec.spacing = SPACING;
       for (const name of ["layer", "width", "height", "view"]) delete spec[name];
     },
     open, show: (row) => mapTip(tiles.find((w) => DATA.cells[w.cell].name === row.tip)),
@@ -63,7 +64,7 @@ function packedRows(panels, width, step) {
     const wide = panel.contexts * step + AXIS;
     if (!found.length || left < wide) { found.push([]); left = width; }
     found[found.length - 1].push(panel);
-    left -= wide + 14; // and what stands between them
+    left -= wide + SPACING;
   }
   return found;
 }

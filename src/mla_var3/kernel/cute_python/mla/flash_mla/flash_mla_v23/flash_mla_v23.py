@@ -26,8 +26,8 @@ has moved, which a maximum that may lag by 2^8 makes rare. A quarter of Q's colu
 product with both operands in shared memory takes all of its bandwidth, which the other consumer's softmax needs too.
 
 A panel of a KV tile is one TMA box where pages are multiples of 64 tokens, and several of 16 or 32 tokens where they
-are other multiples of 16. Of any other page size the producers gather rows with cp.async (`load_rows`), and CTAs load
-for themselves. Pages of the cache may lie apart.
+are other multiples of 16. Of any other page size the producers gather rows with cp.async, and CTAs load for themselves.
+In pieces all four warps load every half (`load_pieces`). Pages of the cache may lie apart.
 
 Split-KV: `prims.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
 loading the next one, and EVEN copies its query rows as soon as the last scores are made. A split that is a whole
@@ -44,6 +44,7 @@ were cut on the host; their devlogs have what each idea brought.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -82,9 +83,9 @@ ROWS = 64  # of a query tile: one warpgroup MMA
 STAGES = 2
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 = 384 · 168, what a launch gives
 EVEN, ODD = 0, 1
-GATHERED = 2  # panels whose rows are gathered together, and which are there together
+PRODUCERS = 4  # warps
+GATHERED = TOKENS // PRODUCERS  # rows of a KV tile, of each of them
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
 RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
 # Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
@@ -155,9 +156,24 @@ class Geometry:
         return paged.box_tokens(self.page)
 
     @property
+    def boxes(self) -> int:
+        """TMA boxes of a panel."""
+        return TOKENS // self.box if self.box else 0
+
+    @property
     def cluster(self) -> int:
+        """CTAs of a cluster. They read the same KV tiles, and from one side of L2."""
+        return 2 if self.row_tiles % 2 == 0 else 1
+
+    @property
+    def sharing(self) -> int:
         """CTAs that load KV tiles for each other, by TMA multicast."""
-        return 2 if self.row_tiles % 2 == 0 and self.box else 1
+        return self.cluster if self.box else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producers and of the consumers: of 384 · 168 = 64512 that a launch gives."""
+        return (24, 240) if self.box else (40, 232)
 
     @property
     def panels(self) -> int:
@@ -211,7 +227,7 @@ class Geometry:
         which the loop drains and fills; a single query tile takes 2.5 us, with memory as the limit, and no more for
         the rest. A combine that is launched takes as long where it has nothing to do, but for 1 us, or 2 to 3 where it
         reads which splits there are."""
-        return Costs(unit=TOKENS, overhead=4 if self.cluster > 1 else 3, combine=1, listed=2, join=3)
+        return Costs(unit=TOKENS, overhead=4 if self.sharing > 1 else 3, combine=1, listed=2, join=3)
 
     @property
     def merge(self) -> combine.Merge:
@@ -250,9 +266,9 @@ def query_tile(storage: Any, dtype: type, geometry: Geometry) -> cute.Tensor:
 def make_barriers(full: cute.Pointer, empty: cute.Pointer, geometry: cutlass.Constexpr):
     """One thread's work: `full` waits for bytes, `empty` for the warps that read, in all CTAs of a cluster."""
     for i in cutlass.range_constexpr(STAGES * geometry.panels):
-        cute.arch.mbarrier_init(full + i, 1)
+        cute.arch.mbarrier_init(full + i, 1 if geometry.box else WARPGROUP)
     for i in cutlass.range_constexpr(2 * STAGES):
-        cute.arch.mbarrier_init(empty + i, geometry.cluster * WARPGROUP // 32)
+        cute.arch.mbarrier_init(empty + i, geometry.sharing * WARPGROUP // 32)
 
 
 @cute.jit
@@ -277,7 +293,7 @@ def load(
 
     The warps of the odd stage have nothing to load for a last tile without a partner.
     """
-    blocks = geometry.cluster
+    blocks = geometry.sharing
     panels = geometry.freed_by(stage, half)
     full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
     layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, PANEL * geometry.panels))
@@ -324,8 +340,9 @@ def load(
 
 
 @cute.jit
-def load_rows(
-    cache: cute.Tensor,  # (num_pages, page, h_kv, k + p), global memory
+def load_pieces(
+    tma: cute.CopyAtom | None,
+    cache: cute.Tensor,  # as the kernel has it
     storage: cutlass.Constexpr,
     page_table: cute.Tensor,
     seq_lens: cute.Tensor,
@@ -333,38 +350,88 @@ def load_rows(
     split: scheduler.Split,
     line: scheduler.Line,
     kv_head: Int32,
-    stage: cutlass.Constexpr,
-    half: cutlass.Constexpr,
+    rank: Int32,  # in the cluster
+    warp: Int32,  # of the producers
     geometry: cutlass.Constexpr,
 ):
-    """`load` of a cache whose pages no TMA box fits: the warp gathers the rows of its panels."""
-    panels = geometry.freed_by(stage, half)
-    groups = [panels[i : i + GATHERED] for i in range(0, len(panels), GATHERED)]
-    full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
-    own_stage = storage.stages.data_ptr() + stage * geometry.stage_elements
+    """`load` where a panel is several TMA boxes, or none fits and rows are gathered. One warp would take too long to
+    issue half a stage in pieces, so all four load each half, in the order in which halves are freed: of every panel a
+    warp gathers 16 rows, or loads one box.
+
+    No warp waits for its copies: they arrive at the mbarrier of the half's first panel, and consumers make them visible
+    to their products (`Consumer.wait_panel`).
+    """
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, PANEL * geometry.panels))
     lane = cute.arch.lane_idx()
-    parity = Int32(1)
+    if cutlass.const_expr(geometry.box):
+        own = warp % geometry.boxes * geometry.box  # where in a tile this lane's page is
+    else:
+        own = warp * GATHERED + lane % GATHERED
+    parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds its panels free
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
         length = split.length
         request = queries.block(split.request).request
-        for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
-            tokens = [tile * TOKENS + i for i in (0, 32)]
-            found = [page_table[request, paged.row_entry_of(i + lane, length, geometry.page)] for i in tokens]
-            cute.arch.mbarrier_wait(empty, parity)
-            parity = parity ^ 1
-            for g in cutlass.range_constexpr(len(groups)):
-                for i in cutlass.range_constexpr(2):
-                    for row in cutlass.range(0, 32, paged.ROWS, unroll=1):
-                        source = paged.row_source_of(cache, found[i], tokens[i], row, length, kv_head)
-                        for panel in groups[g]:
-                            place, width = own_stage + panel * PANEL_ELEMENTS, geometry.k + geometry.p
-                            paged.copy_rows(source, panel * PANEL, width, place, i * 32 + row)
-                cute.arch.cp_async_commit_group()
-            for g in cutlass.range_constexpr(len(groups)):
-                cute.arch.cp_async_wait_group(len(groups) - 1 - g)
-                paged.publish_rows([full + panel for panel in groups[g]])
+        for pair in cutlass.range(first, end, STAGES, unroll=1):
+            tokens = [(pair + i) * TOKENS for i in range(STAGES)]
+            pages = [page_table[request, paged.row_entry_of(i + own, length, geometry.page)] for i in tokens]
+            for stage in cutlass.range_constexpr(STAGES):
+                if pair + stage < end:
+                    own_stage = storage.stages.data_ptr() + stage * geometry.stage_elements
+                    halves = [geometry.freed_by(stage, half) for half in (stage, 1 - stage)]
+                    if cutlass.const_expr(not geometry.box):
+                        begin = tokens[stage] + warp * GATHERED
+                        sources = [
+                            paged.row_source_of(cache, pages[stage], begin, row, length, kv_head)
+                            for row in range(0, GATHERED, paged.ROWS)
+                        ]
+                    for i in cutlass.range_constexpr(2):
+                        half = stage if i == 0 else 1 - stage
+                        cute.arch.mbarrier_wait(empty + (2 * stage + half), parities[stage])
+                        if cutlass.const_expr(geometry.box):
+                            load_boxes(
+                                tma, cache[None, None, kv_head, None], wgmma.smem_view(own_stage, 0, layout),
+                                full + stage * geometry.panels, halves[i], tokens[stage], pages[stage], rank, warp,
+                                geometry,
+                            )  # fmt: skip
+                        else:
+                            for panel, j in itertools.product(halves[i], range(len(sources))):
+                                place, row = own_stage + panel * PANEL_ELEMENTS, warp * GATHERED + j * paged.ROWS
+                                paged.copy_rows(sources[j], panel * PANEL, geometry.k + geometry.p, place, row)
+                            cute.arch.cp_async_mbarrier_arrive_noinc(full + (stage * geometry.panels + halves[i][0]))
+                    parities[stage] = parities[stage] ^ 1
         split = scheduler.next_split(split, seq_lens, line, geometry.costs)
+
+
+@cute.jit
+def load_boxes(
+    tma: cute.CopyAtom,
+    cache: cute.Tensor,  # TMA tensor of one head, (page, k + p, num_pages)
+    own_stage: cute.Tensor,  # (TOKENS, columns of all panels), shared memory
+    full: cute.Pointer,  # mbarriers of the stage
+    panels: cutlass.Constexpr,
+    first_token: Int32,  # of the tile
+    page: Int32,  # of this warp's box
+    rank: Int32,
+    warp: Int32,
+    geometry: cutlass.Constexpr,
+):
+    """What one of four warps loads of some panels: its box of each, or, with two boxes a panel, of every other one."""
+    blocks, boxes, box = geometry.sharing, geometry.boxes, geometry.box
+    sources, places = paged.boxes_of(tma, cache, own_stage, box)
+    mine = warp % boxes
+    at = (first_token + mine * box) % geometry.page // box
+    if warp == 0:
+        with cute.arch.elect_one():
+            for panel in panels:
+                cute.arch.mbarrier_arrive_and_expect_tx(full + panel, paged.PANEL_BYTES)
+    for panel in panels:
+        # Each CTA of a cluster expects every panel and issues the loads of its share.
+        if rank == panel % blocks and warp // boxes == panel // blocks % (PRODUCERS // boxes):
+            paged.load_box(
+                tma, sources[None, at, panel, page], places[None, mine, panel], full + panel, blocks
+            )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
@@ -474,6 +541,17 @@ class Consumer:
             cute.copy(copy, source[None, 0, self.resident[i]], target[None, 0, i])
 
     @cute.jit
+    def wait_panel(self, stage: cutlass.Constexpr, panel: cutlass.Constexpr, parity: Int32):
+        """Waits until a panel of a stage is there; of gathered rows, with the first panel of a half for all of it."""
+        full = self.full + (stage * self.geometry.panels + panel)
+        if cutlass.const_expr(self.geometry.box):
+            cute.arch.mbarrier_wait(full, parity)
+        elif cutlass.const_expr(panel in (0, self.geometry.half_panels)):
+            cute.arch.mbarrier_wait(full, parity)
+            # cp.async writes through another proxy than the one that products read through.
+            cute.arch.fence_view_async_shared()
+
+    @cute.jit
     def issue_panel(self, panel: cutlass.Constexpr, zero_init: cutlass.Constexpr):
         """S (+)= Q·Kᵀ of one 64-column panel, as far as it has columns; commits it and waits for nothing."""
         warpgroup.fence()
@@ -499,7 +577,7 @@ class Consumer:
         in flight: its half of the odd stage is freed as soon as that ends."""
         panels = (*self.geometry.freed_by(EVEN, EVEN), *self.geometry.freed_by(EVEN, ODD))
         for i in cutlass.range_constexpr(len(panels)):
-            cute.arch.mbarrier_wait(self.full + panels[i], parity)
+            self.wait_panel(EVEN, panels[i], parity)
             self.issue_panel(panels[i], i == 0)
             if cutlass.const_expr(drain and i == 0):
                 warpgroup.wait_group(1)
@@ -514,14 +592,14 @@ class Consumer:
         named_sync(Barrier.SCORES_EVEN, CONSUMERS)
         panels = (*self.geometry.freed_by(ODD, ODD), *self.geometry.freed_by(ODD, EVEN))
         for i in cutlass.range_constexpr(len(panels)):
-            cute.arch.mbarrier_wait(self.full + (self.geometry.panels + panels[i]), parity)
+            self.wait_panel(ODD, panels[i], parity)
             self.issue_panel(panels[i], i == 0)
         named_arrive(Barrier.SCORES_ODD, CONSUMERS)
 
     @cute.jit
     def free(self, stage: cutlass.Constexpr):
         """This warp no longer reads its half of a stage: signals the producers of all CTAs of the cluster."""
-        warp_arrive(self.empty + (2 * stage + self.me), self.geometry.cluster)
+        warp_arrive(self.empty + (2 * stage + self.me), self.geometry.sharing)
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
@@ -1031,7 +1109,7 @@ def flash_mla_v23(
     worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
     lane = thread % 32
     row_tile, kv_head = tile % geometry.row_tiles, tile // geometry.row_tiles
-    rank = row_tile % geometry.cluster
+    rank = row_tile % geometry.sharing
     first_row = row_tile * ROWS
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
@@ -1042,7 +1120,7 @@ def flash_mla_v23(
         if cutlass.const_expr(geometry.box):
             cpasync.prefetch_descriptor(tma)
         cute.arch.mbarrier_init_fence()
-    if cutlass.const_expr(geometry.cluster > 1):
+    if cutlass.const_expr(geometry.sharing > 1):
         cute.arch.cluster_arrive_relaxed()
     elif warp < CONSUMERS // 32:
         named_arrive(Barrier.SETUP, THREADS)
@@ -1060,8 +1138,6 @@ def flash_mla_v23(
         at, _, _, _ = scheduler.units_range(split, pool.guess, geometry.costs)
         stage = (warp - CONSUMERS // 32) // 2  # of a producer
         guess = (at + stage) * TOKENS // geometry.page
-        if cutlass.const_expr(geometry.box not in (0, TOKENS)):
-            guess = paged.entry_of(at + stage, split.length, geometry.page)
         guess = cutlass.max(cutlass.min(guess, width - 1), 0)
         guessed = cutlass.min(split.request, requests - 1)
         of_page = page_table[guessed, None].iterator + guess
@@ -1083,31 +1159,32 @@ def flash_mla_v23(
             rows.copy_query_rows(
                 q, q_tile, queries.block(split.request), kv_head, first_row, geometry.group, thread, CONSUMERS
             )  # fmt: skip
-    if cutlass.const_expr(geometry.cluster > 1):
+    if cutlass.const_expr(geometry.sharing > 1):
         cute.arch.cluster_wait()
 
     if warp >= CONSUMERS // 32:
-        if cutlass.const_expr(geometry.cluster == 1):
+        if cutlass.const_expr(geometry.sharing == 1):
             named_sync(Barrier.SETUP, THREADS)
-        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        for i in cutlass.range_constexpr(2 * STAGES):
-            if warp == CONSUMERS // 32 + i:
-                if cutlass.const_expr(geometry.box):
+        cute.arch.setmaxregister_decrease(geometry.registers[0])
+        if cutlass.const_expr(geometry.boxes == 1):
+            for i in cutlass.range_constexpr(PRODUCERS):
+                if warp == CONSUMERS // 32 + i:
                     load(
                         tma, cache, storage, page_table, seq_lens, queries, split, line, guess, page, kv_head, rank,
                         i // 2, i % 2, geometry,
                     )  # fmt: skip
-                else:
-                    load_rows(
-                        cache, storage, page_table, seq_lens, queries, split, line, kv_head, i // 2, i % 2, geometry
-                    )  # fmt: skip
+        else:
+            load_pieces(
+                tma, cache, storage, page_table, seq_lens, queries, split, line, kv_head, rank,
+                warp - CONSUMERS // 32, geometry,
+            )  # fmt: skip
     else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(geometry.registers[1])
         consume(
             q, storage, results, schedule.table, flags, seq_lens, queries, pool, split, line, scale_log2, worker,
             kv_head, row_tile, thread, geometry,
         )  # fmt: skip
-    if cutlass.const_expr(geometry.cluster > 1):
+    if cutlass.const_expr(geometry.sharing > 1):
         # No CTA leaves while the other may still signal its mbarriers.
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
@@ -1139,7 +1216,7 @@ def launch_flash_mla_v23(
     """Launches a CTA for each query tile and worker, and behind it the combine, both as programmatic dependents."""
     tma, cache = None, kv_cache
     if cutlass.const_expr(geometry.box):
-        tma, cache = paged.make_page_tma(kv_cache, geometry.cluster > 1, geometry.box)
+        tma, cache = paged.make_page_tma(kv_cache, geometry.sharing > 1, geometry.box)
     schedule = scheduler.schedule_in(words, workers, geometry.packed)
     requests, mask = q.shape[0], None
     if cutlass.const_expr(geometry.tree):

@@ -49,13 +49,13 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint8
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.partials import Partials, Results
 from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import (
@@ -96,8 +96,7 @@ SMEM = 232_448  # bytes that a CTA may have
 # where they become fp16, they may be up to 4,094.
 LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
 MOST_EXPONENT = 126
-# Words of a row of results in shared memory: 16 bytes more than it has, so that four heads' lie in different banks.
-ROW_WORDS = VALUES // 2 + 4
+PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
 # Of Pool: splits are merged by workers, requests are not in shares.
 NO_SHARES, NO_COMBINE = 1, 0
@@ -254,6 +253,11 @@ class Geometry:
         return Partials(self.tiles, self.n, VALUES)
 
     @property
+    def as_long(self) -> bool:
+        """Whether all requests have as many tiles, whatever their indices are: no length has to be read."""
+        return not (self.lengths or self.extra_lengths or self.paged)
+
+    @property
     def merge(self) -> combine.Merge:
         return combine.Merge(self.h, 1, self.s, self.partials, self.costs)
 
@@ -280,6 +284,8 @@ def shared_storage(geometry: Geometry) -> type:
     fields = {
         "full": array(Int64, stages),  # mbarriers: the tile has been loaded
         "empty": array(Int64, stages),  # mbarriers: it is no longer read
+        "query_full": array(Int64, 1),  # mbarrier: the query has been loaded
+        "query_empty": array(Int64, 1),  # mbarrier: its scores are made
         "plan": array(Int32, scheduler.PLAN),
         "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
         "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
@@ -287,6 +293,7 @@ def shared_storage(geometry: Geometry) -> type:
         "magnitudes": board,
         "maxima": board,  # running maximum, of each warp
         "moves": array(Int32, 1),  # how often the running maximum of a split has moved
+        "sinks": array(Float32, n if geometry.sink else 1),  # of the heads, times log2 e
         "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
         "factors": cute.struct.Align[array(Float16, max(1, stages * geometry.code_factors * TOKENS)), 16],
         "scales": cute.struct.Align[array(Int64, stages * TOKENS if geometry.layout == "v4" else 1), 16],
@@ -329,21 +336,25 @@ def count_of(cache: cutlass.Constexpr, request: Int32, token: Int32, geometry: c
 class Row(NamedTuple):
     """A producer lane's row of a tile. index: as it is in memory (`read_row`), of a page table the page; or the cached
     token, and -1 where none is named (`named`). is_extra: whether the tile is the extra cache's. left: indices from the
-    tile's first one on that count. there: whether there is a tile. first: the tile's first position."""
+    tile's first one on that count. there: whether there is a tile. first: the tile's first position. query: of all
+    query tokens, the one to load behind the tile, or -1."""
 
     index: Int32
     is_extra: Boolean
     left: Int32
     there: Boolean
     first: Int32
+    query: Int32
 
 
 class Place(NamedTuple):
-    """Where a producer is: a split, and its tile."""
+    """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. That is the
+    last one whose copies wait for no consumer of the same split: the query waits for those of the split before."""
 
     split: scheduler.Split
     tile: Int32
     end: Int32  # of the split's tiles
+    asks: Int32
 
 
 @cute.jit
@@ -370,7 +381,8 @@ def read_row(caches: cutlass.Constexpr, place: Place, token: Int32, row: Int32, 
     at = cutlass.max(cutlass.min(first + row, count - 1), 0)
     if cutlass.const_expr(geometry.paged):
         at = at // geometry.page
-    return Row(cute.make_tensor(source + at, cute.make_layout(1))[0], is_extra, count - first, there, first)
+    query = cutlass.select_(there & (place.tile == place.asks), request * geometry.s + token, Int32(-1))
+    return Row(cute.make_tensor(source + at, cute.make_layout(1))[0], is_extra, count - first, there, first, query)
 
 
 @cute.jit
@@ -384,19 +396,21 @@ def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.C
         index = index * geometry.page + (found.first + row) % geometry.page
     is_token = (row < found.left) & (index >= 0) & (index < most)
     index = cutlass.select_(is_token, index, Int32(-1))
-    return Row(index, found.is_extra, found.left, found.there, found.first)
+    return Row(index, found.is_extra, found.left, found.there, found.first, found.query)
 
 
 @cute.jit
-def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, costs: cutlass.Constexpr) -> Place:
+def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, geometry: cutlass.Constexpr) -> Place:
     """The place of the tile behind one, perhaps of the worker's next split with tiles; by a whole warp."""
-    split, tile, end = place.split, place.tile + 1, place.end
+    split, tile, end, asks = place
+    tile = tile + 1
     searching = scheduler.has_work(split) & (tile >= end)
     while searching:
-        split = scheduler.next_split(split, lengths, line, costs)
-        tile, end, _, _ = scheduler.units_range(split, line, costs)
+        split = scheduler.next_split(split, lengths, line, geometry.costs)
+        tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
+        asks = cutlass.min(tile + geometry.stages, end) - 1
         searching = scheduler.has_work(split) & (tile >= end)
-    return Place(split, tile, end)
+    return Place(split, tile, end, asks)
 
 
 def page_address(cache: Cache, index: Int32) -> Int64:
@@ -445,6 +459,8 @@ def copy_row(
 
 @cute.jit
 def load(
+    tma: cute.CopyAtom,
+    q: cute.Tensor,  # TMA tensor, as `load_query` wants it
     caches: cutlass.Constexpr,  # `Cache`, and perhaps the extra one
     zeros: cute.Tensor,  # (row_bytes,) uint8, global memory: a row of a token that nobody named
     storage: cutlass.Constexpr,
@@ -452,23 +468,27 @@ def load(
     split: scheduler.Split,
     line: scheduler.Line,
     token: Int32,  # of the request's query tokens
+    row_tile: Int32,  # of the query token's
     warp: Int32,  # 0..PRODUCERS-1
     geometry: cutlass.Constexpr,
 ):
-    """What a producer warp does, over all splits of the worker: 16 rows of every tile. Indices are read two tiles
-    ahead. Rows are not brought into L2 ahead of their copies: L2 would be asked for each twice, and fetch whole lines
-    of rows that end within one."""
+    """What a producer warp does, over all splits of the worker: 16 rows of every tile, and one of them the queries.
+    Indices are read two tiles ahead. Rows are not brought into L2 ahead of their copies: L2 would be asked for each
+    twice, and fetch whole lines of rows that end within one."""
     row = warp * ROWS + cute.arch.lane_idx() // 2
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     valid = storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages)))
     tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
-    place = Place(split, tile, end)
+    place = Place(split, tile, end, Int32(-1))
     if scheduler.has_work(split) & (tile >= end):
-        place = next_place(place, lengths, line, geometry.costs)
+        place = next_place(place, lengths, line, geometry)
+    place = Place(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
+    if (warp == 0) & scheduler.has_work(place.split):
+        load_query(tma, q, storage, place.split.request * geometry.s + token, row_tile, geometry)
     first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
-    place = next_place(place, lengths, line, geometry.costs)
+    place = next_place(place, lengths, line, geometry)
     second = read_row(caches, place, token, row, geometry)
-    slot, phase = Int32(0), Int32(0)
+    slot, phase, parity = Int32(0), Int32(0), Int32(0)
     while first.there:
         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
@@ -480,17 +500,39 @@ def load(
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
         slot, phase = stage_at(slot, phase, 1, geometry.stages)
+        if (warp == 0) & (first.query >= 0):
+            cute.arch.mbarrier_wait(storage.query_empty.data_ptr(), parity)
+            parity = parity ^ 1
+            load_query(tma, q, storage, first.query, row_tile, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
         first = named(second, caches, row, geometry)
-        place = next_place(place, lengths, line, geometry.costs)
+        place = next_place(place, lengths, line, geometry)
         second = read_row(caches, place, token, row, geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: the query
 def query_tile(storage: Any, geometry: Geometry) -> cute.Tensor:
-    """Q in shared memory as it is copied: (n, columns of all panels), bf16, swizzled as the products read it."""
+    """Q in shared memory as it is loaded: (n, columns of all panels), bf16, swizzled as the products read it."""
     layout = wgmma.k_major_layout(BFloat16, (geometry.n, PANEL * geometry.panels))
     return wgmma.smem_view(cute.recast_ptr(storage.query.data_ptr(), dtype=BFloat16), 0, layout)
+
+
+@cute.jit
+def load_query(
+    tma: cute.CopyAtom,
+    q: cute.Tensor,  # TMA tensor (h, columns, 1, b · s)
+    storage: cutlass.Constexpr,
+    token: Int32,  # of all requests' query tokens
+    row_tile: Int32,  # of the token's
+    geometry: cutlass.Constexpr,
+):
+    """A warp's: starts the load of a query tile. Rows behind the last head are zeros."""
+    full = storage.query_full.data_ptr()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * geometry.n * PANEL * geometry.panels)
+    boxes, places = paged.boxes_of(tma, q[None, None, 0, None], query_tile(storage, geometry), geometry.n)
+    for panel in cutlass.range(geometry.panels, unroll=1):
+        paged.load_box(tma, boxes[None, row_tile, panel, token], places[None, 0, panel], full)
 
 
 @cute.jit
@@ -501,7 +543,7 @@ def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Con
     items = geometry.n * geometry.panels * (PANEL // MMA_K)
     words, found = cute.make_rmem_tensor((4, 2), Int32), cute.make_rmem_tensor((4, 2), Int32)
     most = Int32(0)  # two magnitudes' bits
-    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=1):
+    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=2):
         copy_slice(storage, item, words, False, geometry)
         for j in cutlass.range_constexpr(8):
             most = cute.arch.inline_ptx(
@@ -518,7 +560,7 @@ def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Con
     factor = partials.power_of_two(-exponent)
     pair = (127 - exponent) << 7
     pair = pair | (pair << 16)
-    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=1):
+    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=2):
         copy_slice(storage, item, words, False, geometry)
         if item // geometry.n < geometry.code_panels * (PANEL // MMA_K):
             # Of 16 columns, the MMA's first eight are 0, 1, 4, 5, ..
@@ -1142,10 +1184,9 @@ class Token:
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 class Factors(NamedTuple):
-    """What scores and values are multiplied with. sink: (h,) fp32, global memory, or None: a logit more in a head's
-    softmax. values: the scale of layout flat, else 1. scores: log2 e times those of the softmax and of layout flat."""
+    """What scores and values are multiplied with. values: the scale of layout flat, else 1. scores: log2 e times those
+    of the softmax and of layout flat."""
 
-    sink: Any
     values: Float32
     scores: Float32
 
@@ -1279,7 +1320,7 @@ def epilogue(
     out, lse, outputs, stats = results
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32
-    magnitudes = storage.magnitudes.data_ptr()
+    magnitudes, sinks = storage.magnitudes.data_ptr(), storage.sinks.data_ptr()
     own_rows = cute.assume(me * (WARPS * n), divby=n)
     factor = cute.make_rmem_tensor(count, Float32)
     if whole:
@@ -1288,8 +1329,7 @@ def epilogue(
             head = first_row + wgmma.acc_column(lane, c)
             over = total
             if cutlass.const_expr(geometry.sink):
-                sink = factors.sink[cutlass.min(head, geometry.h - 1)]
-                over = total + softmax.exp2(sink * math.log2(math.e) - row_max[c])
+                over = total + softmax.exp2(sinks[wgmma.acc_column(lane, c)] - row_max[c])
             inverse = factors.values * cute.arch.rcp_approx(over)
             factor[c] = cutlass.select_(total > 0.0, inverse, Float32(0.0))
             if thread < 4 and head < geometry.h:
@@ -1311,8 +1351,14 @@ def epilogue(
                 index = layout.row(slot, tile, wgmma.acc_column(lane, c))
                 own = cutlass.select_(me > 0, sums[ODD][c], sums[EVEN][c])
                 partials.store_stats(layout.stats(stats.iterator, index), me, row_max[c], own, exponent)
-    # Through shared memory, where queries and P were: the code is short, and rows are written by whole warps.
-    board = cute.recast_ptr(storage.query.data_ptr(), dtype=Int32)
+    base = outputs.iterator.toint() + 2 * layout.row(slot, tile, Int32(0)) * layout.columns
+    if whole:
+        base = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), first_row, geometry.h)
+    heads = cutlass.min(geometry.h - first_row, n)
+    # Through shared memory, a panel at a time where the consumer's P was: rows are written 128 bytes at a time, and the
+    # next query may be loaded meanwhile.
+    board = cute.recast_ptr(storage.p.data_ptr(), dtype=Int32)
+    board = board + cute.assume(me * (geometry.copies * n * TOKENS // 2), divby=32)
     for i in cutlass.range_constexpr(HALF_PANELS):
         wgmma.scale_columns(acc_o[i], factor)
         words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
@@ -1320,30 +1366,40 @@ def epilogue(
             store_words(words, wgmma.to_dtype(acc_o[i], out.element_type))
         else:
             store_words(words, wgmma.to_dtype(acc_o[i], Float16))
-        for c in cutlass.range_constexpr(count):
-            low, high = words[c // 2 * 2], words[c // 2 * 2 + 1]
-            row, word = word_place(thread, c, i, whole)
-            both = permute(low, high, 0x7632 if c % 2 else 0x5410)
+        if cutlass.const_expr(i > 0):
+            cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        _, word = word_place(thread, 0, i, whole)
+        for r in cutlass.range_constexpr(2):
+            # Heads r, r + 8, ..: behind the first one's place by as many rows.
+            row = wgmma.acc_column(lane, r)
             if cutlass.const_expr(geometry.is_mixed(i)):
-                places = halves_place(thread, c, i, whole, geometry)
-                for r in cutlass.range_constexpr(2):
-                    store_half(board.toint() + (4 * row * ROW_WORDS + 2 * places[r][1]), both >> (16 * r))
+                elements = [element % PANEL for _, element in halves_place(thread, 0, i, whole, geometry)]
+                places = [board.toint() + (4 * board_word(row, at // 2) + 2 * (at % 2)) for at in elements]
             else:
-                board[row * ROW_WORDS + word] = both
-    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-    base = outputs.iterator.toint() + 2 * layout.row(slot, tile, Int32(0)) * layout.columns
-    if whole:
-        base = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), first_row, geometry.h)
-    count = cutlass.min(geometry.h - first_row, n)
-    for row in cutlass.range(warp, count, CONSUMERS * WARPS, unroll=1):
-        for half in cutlass.range_constexpr(2):
-            word = (half * 32 + lane) * 4
+                place_of_row = board + board_word(row, word % PANEL_WORDS)
+            for c in cutlass.range_constexpr(r, count, 2):
+                both = permute(words[c - r], words[c - r + 1], 0x7632 if r else 0x5410)
+                below = c // 2 * 8 * PANEL_WORDS
+                if cutlass.const_expr(geometry.is_mixed(i)):
+                    for half in cutlass.range_constexpr(2):
+                        store_half(places[half] + 4 * below, both >> (16 * half))
+                else:
+                    place_of_row[below] = both
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        chunk = thread % 8
+        for row in cutlass.range(thread % WARPGROUP // 8, heads, WARPGROUP // 8, unroll=1):
             vector = cute.make_rmem_tensor(4, Int32)
-            source = (board + cute.assume(row * ROW_WORDS + word, divby=4)).align(16)
+            source = (board + cute.assume(board_word(row, 4 * chunk), divby=4)).align(16)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vector)
-            target = base + Int64(row * (2 * VALUES) + 4 * word)
+            target = base + Int64(row * (2 * VALUES) + ((me * HALF_PANELS + i) * PANEL + 8 * chunk) * 2)
             target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
+
+
+def board_word(row: Int32, word: Any) -> Any:
+    """Where a word of a panel's results lies: 16-byte chunks of a row are permuted, so that neither the threads that
+    write nor those that read have a bank in common."""
+    return row * PANEL_WORDS + ((word // 4) ^ (row % 8)) * 4 + word % 4
 
 
 def store_half(address: Int32, word: Int32) -> None:
@@ -1361,9 +1417,9 @@ def store_words(words: cute.Tensor, rounded: cute.Tensor):
 # ------------------------------------------------------------------------------------------------ device: consume
 @cute.jit
 def consume(
-    q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
+    sink: cute.Tensor | None,
     factors: cutlass.Constexpr,  # `Factors`
     table: cute.Tensor,  # of `prims.combine`
     flags: cute.Tensor,
@@ -1378,8 +1434,7 @@ def consume(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
-    q_tile = query_tile(storage, geometry)
+    """What the consumers do, over all splits of the worker."""
     panel = wgmma.make_mma(Float16, geometry.n, a_in_registers=True).partition_shape_C((TOKENS, geometry.n))
     registers = (
         [cute.make_rmem_tensor(panel, Float32) for _ in range(HALF_PANELS)],
@@ -1387,7 +1442,12 @@ def consume(
         cute.make_rmem_tensor(geometry.n // 4, Float32),
     )
     me = cute.arch.make_warp_uniform(thread // WARPGROUP)
-    slot, phase = Int32(0), Int32(0)
+    if cutlass.const_expr(geometry.sink):
+        # Read once, as a split's end would wait for them.
+        if thread < geometry.n:
+            head = cutlass.min(first_row + thread, geometry.h - 1)
+            storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
+    slot, phase, parity = Int32(0), Int32(0), Int32(0)
     if line.empty > 0:
         rows.store_empty(
             results, table, lengths, queries, worker, pool.workers, Int32(0), first_row, geometry.h, thread,
@@ -1396,7 +1456,9 @@ def consume(
     while scheduler.has_work(split):
         first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
         block = queries.block(split.request)
-        cute.arch.cp_async_wait_group(0)
+        if first < end:
+            cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity)
+            parity = parity ^ 1
         # Said here, or the last split's results would keep their registers while the query is loaded.
         for i in cutlass.range_constexpr(HALF_PANELS):
             registers[0][i].fill(0.0)
@@ -1406,7 +1468,6 @@ def consume(
             count, base = scheduler.slots_of(worker, split, units, line, pool)
             partials.list_request(table, split.request, count, base)
         if first < end:
-            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
@@ -1414,6 +1475,7 @@ def consume(
                 me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (registers[0], registers[2])
             )
             w.run(first, end, slot, phase, registers[1])
+            warp_arrive(storage.query_empty.data_ptr())
             moved = slot + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
             slot = moved % geometry.stages
@@ -1441,18 +1503,14 @@ def consume(
             rows.store_no_keys(
                 results, block, Int32(0), first_row, geometry.h, thread, CONSUMER_THREADS, geometry.n
             )  # fmt: skip
-        if scheduler.has_work(following):
-            # Behind the barrier: results went through where queries are.
-            rows.copy_query_rows(
-                q, q_tile, queries.block(following.request), Int32(0), first_row, geometry.h, thread, CONSUMER_THREADS
-            )  # fmt: skip
         split = following
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernels
 @cute.kernel
 def sparse_mla_v1(
-    q: cute.Tensor,  # (b · s, 1, h, columns) bf16, global memory, contiguous
+    tma: cute.CopyAtom,
+    q: cute.Tensor,  # TMA tensor (h, columns, 1, b · s), bf16
     caches: cutlass.Constexpr | tuple[Cache, ...],  # the cache, and perhaps the extra one
     zeros: cute.Tensor,  # (row_bytes,) uint8, global memory
     lengths: cute.Tensor,  # (b,) int32, global memory: 64 for each tile of a request's indices
@@ -1480,30 +1538,34 @@ def sparse_mla_v1(
                 # In v4 each lane arrives once more, when its copies of scales have.
                 cute.arch.mbarrier_init(full + i, PRODUCERS * (33 if geometry.layout == "v4" else 1))
                 cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
+            cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
+            cute.arch.mbarrier_init(storage.query_empty.data_ptr(), CONSUMERS * WARPS)
+        cpasync.prefetch_descriptor(tma)
         cute.arch.mbarrier_init_fence()
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
-    split, line, as_guessed = scheduler.first_of(
-        schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS * WARPS, lane, geometry.costs
-    )  # fmt: skip
+    if cutlass.const_expr(geometry.as_long):
+        split, line, as_guessed = scheduler.guess_split(worker, lengths.shape[0], pool), pool.guess, Boolean(True)
+    else:
+        split, line, as_guessed = scheduler.first_of(
+            schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS * WARPS, lane, geometry.costs
+        )  # fmt: skip
     if tile == 0 and worker == 0 and thread == CONSUMER_THREADS:
         combine.write_mode(schedule.table, line, as_guessed, pool)
     flat_scale = Float32(1.0)
     if cutlass.const_expr(geometry.layout == "flat"):
         flat_scale = flat[0]
-    if warp < CONSUMERS * WARPS and scheduler.has_work(split):
-        rows.copy_query_rows(
-            q, query_tile(storage, geometry), Token(token, geometry.s).block(split.request), Int32(0), first_row,
-            geometry.h, thread, CONSUMER_THREADS,
-        )  # fmt: skip
     named_sync(Barrier.SETUP, THREADS)
     if warp >= CONSUMERS * WARPS:
         cute.arch.setmaxregister_decrease(geometry.registers[0])
-        load(caches, zeros, storage, lengths, split, line, token, warp - CONSUMERS * WARPS, geometry)
+        load(
+            tma, q, caches, zeros, storage, lengths, split, line, token, first_row // geometry.n,
+            warp - CONSUMERS * WARPS, geometry,
+        )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
         consume(
-            q, storage, results, Factors(sink, flat_scale, scale_log2 * flat_scale), schedule.table, flags, lengths,
+            storage, results, sink, Factors(flat_scale, scale_log2 * flat_scale), schedule.table, flags, lengths,
             Token(token, geometry.s), pool, split, line, worker, tile, first_row, thread, geometry,
         )  # fmt: skip
 
@@ -1579,8 +1641,12 @@ def launch_sparse_mla_v1(
         pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
     else:
         pool = make_pool(b, tokens, workers, geometry.costs)
+    # Query tokens as pages of a cache whose tokens are their heads.
+    of_q = by_token(q)
+    of_q = cute.make_tensor(of_q.iterator, cute.select(of_q.layout, mode=[0, 2, 1, 3]))
+    tma, q_boxes = paged.make_page_tma(of_q, tokens=geometry.n)
     sparse_mla_v1(
-        by_token(q), caches, zeros, lengths, sink, flat, results, flags, schedule, scale * math.log2(math.e), pool,
+        tma, q_boxes, caches, zeros, lengths, sink, flat, results, flags, schedule, scale * math.log2(math.e), pool,
         geometry,
     ).launch(
         grid=(geometry.tiles, workers, 1),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -277,9 +278,16 @@ class HeldOut:
 def hold_out(measured: DeviceTable) -> list[HeldOut]:
     """Leaves out one problem after the other and looks how far from its best the pick from the others lands.
 
-    Picks are among the versions that were measured on the problem, for of the others nobody knows the time.
+    Picks are among the versions that were measured on the problem, for of the others nobody knows the time. Pages of
+    another size are loaded by other code, so a problem with the only pages of its size that a version was measured on
+    is not left out: from the others nobody can tell what they cost.
     """
     results = []
+    sizes = {
+        recipe.kernel: Counter(problem.page_size for problem in {point.problem for point in recipe.points})
+        for recipe in measured.recipes
+        if not recipe.tiling
+    }
     problems = dict.fromkeys(point.problem for recipe in measured.recipes for point in recipe.points)
     for problem in problems:
         times: dict[Any, float] = {}
@@ -289,7 +297,8 @@ def hold_out(measured: DeviceTable) -> list[HeldOut]:
                     times[recipe.kernel] = point.us
         ranked = rank(measured.without(problem), problem, measured.hardware)
         picked = next((c for c in ranked if c.kernel in times and not c.tiling), None)
-        if picked is None or len(times) < 2:
+        told = all(sizes[kernel][problem.page_size] > 1 for kernel in times)
+        if picked is None or len(times) < 2 or not told:
             continue
         best = min(times, key=lambda kernel: times[kernel])
         ratio = times[picked.kernel] / times[best]

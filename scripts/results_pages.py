@@ -33,11 +33,20 @@ WHAT = {
         "Problems drawn at random from a seed that was new in that run, so that no kernel was made for them "
         "(`experiment=unseen`)."
     ),
+    "sparse_decode": (
+        "The tokens that indices name, over packed FP8 caches of DeepSeek V3.2's layout and V4's, with attention sinks "
+        "where a cell's name has them (`experiment=sparse_decode`). FlashMLA takes 64 and 128 heads: fewer are padded "
+        "to 64 for it. FlashAttention-3 reads the same tokens in bf16, by a page table of single tokens, and takes no "
+        "sinks."
+    ),
 }
+#: Of pages whose caches are others than `DENSE`.
+CACHES = {"sparse_decode": "bf16 queries, packed FP8 caches"}
+DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
 FILES = {
     "h200": {name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
-    "h100": {name: f"h100/2026-11-25-{name}.jsonl" for name in WHAT},
+    "h100": {name: f"h100/2026-11-{26 if name == 'sparse_decode' else 25}-{name}.jsonl" for name in WHAT},
 }
 MAIN, *OTHERS = FILES
 #: Device -> the record files of scripts/context_parallel.py, one a number of GPUs.
@@ -48,7 +57,7 @@ OVER_GPUS = {
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
-    "bf16, latent 512 + rope 64, 64-token pages, cold L2. Burst is a cool chip, sustained the chip at its power limit; "
+    "cold L2. Burst is a cool chip, sustained the chip at its power limit; "
     "the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. All contenders of a cell took turns in "
     "one process. The libraries are FlashMLA, built from source, and FlashAttention-3 where it is named; a speedup "
     "above 1 means that the kernel here is faster."
@@ -71,6 +80,10 @@ def records_of(device: str, name: str) -> list[dict[str, Any]]:
     return records_in(FILES[device][name])
 
 
+def caches(name: str) -> str:
+    return CACHES.get(name, DENSE)
+
+
 def where(device: str, name: str) -> str:
     """The records of an experiment, and the commits whose code they timed."""
     commits = sorted({r["source"]["commit"][:7] for r in records_of(device, name) if r["source"]["commit"]})
@@ -89,14 +102,14 @@ def page(name: str) -> str:
     records = records_of(MAIN, name)
     table = against(records).format(heading="## The fastest kernel here against the library\n\n")
     return (
-        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {METHOD}\n\n{WHAT[name]} {where(MAIN, name)}"
+        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {caches(name)}, {METHOD}\n\n{WHAT[name]} {where(MAIN, name)}"
         f"\n\n{table}\n## All contenders\n\n{comparison(records)}\n"
     )
 
 
 def device_page(device: str) -> str:
     """The text of a further device's page."""
-    text = f"{HEAD}\n# {Device.get(device).name}\n\n{METHOD}\n"
+    text = f"{HEAD}\n# {Device.get(device).name}\n\nUnless an experiment says otherwise {DENSE}; {METHOD}\n"
     for name in FILES[device]:
         table = against(records_of(device, name)).format(heading="")
         text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}"
@@ -119,7 +132,8 @@ def index() -> str:
         f"- [Several {Device.get(name).name}]({name}-several.md): long requests, whose tokens they share\n"
         for name in OVER_GPUS
     )
-    return f"{HEAD}\n# Results\n\n{Device.get(MAIN).name}, {METHOD}\n\n{rows}{others}{several}"
+    method = f"{Device.get(MAIN).name}, {DENSE} where a page names no other caches, {METHOD}"
+    return f"{HEAD}\n# Results\n\n{method}\n\n{rows}{others}{several}"
 
 
 def pages() -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, paths
+from mla_var3.cli.arguments import experiment_cells
 from mla_var3.cli.dispatch import from_files
 from mla_var3.device import Device, Requirement
 from mla_var3.dispatch import choose, pick, selection, survey
@@ -260,6 +261,16 @@ def test_the_table_lands_near_the_best_where_it_was_not_told() -> None:
         found = selection.summary(held)
         assert found["mean_ratio"] < 1.01, found
         assert found["worst"]["ratio"] < 1.1, found
+
+
+@pytest.mark.parametrize("experiment", ["decode", "ragged", "query_rows", "tensor_parallel", "pages"])
+@pytest.mark.parametrize("device", [H200, H100], ids=lambda device: device.key)
+def test_measured_chips_are_served_by_cute(experiment: str, device: Device) -> None:
+    """Records of code that is no longer here count for nothing, and a baseline's would be all there is: measure."""
+    cells = experiment_cells(experiment)
+    picked = [choose(cell, device).kernel for cell in cells]
+    baselines = [(cell, kernel) for cell, kernel in zip(cells, picked, strict=True) if kernel.language != "cute-dsl"]
+    assert len(cells) >= 12 and not baselines
 
 
 def test_a_base_version_serves_only_what_later_ones_refuse(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,15 @@ def append_part() -> Iterator[Wanted]:
         yield choice.kernel, choice.knobs, problem
 
 
+def sparse_part() -> Iterator[Wanted]:
+    """What test_sparse_mla_decode_gpu.py asks of packed caches; the `append` part has what it appends with."""
+    import test_sparse_mla_decode_gpu as tests
+
+    for problem in tests.problems():
+        choice = choose(problem, DEVICE)
+        yield choice.kernel, choice.knobs, problem
+
+
 def merge_part() -> Iterator[Wanted]:
     """What tests/kernel/test_merge_partials_gpu.py plans, in all tilings."""
     import test_merge_partials_gpu as tests
@@ -245,6 +254,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "mla_layer": mla_layer_part,
     "attention": attention_part,
     "append": append_part,
+    "sparse": sparse_part,
     "merge": merge_part,
     "jax": jax_part,
     "cpp": cpp_part,

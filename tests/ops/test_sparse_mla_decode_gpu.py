@@ -38,6 +38,16 @@ APPENDED = [
     PackedAppendProblem(tokens=96, h=64, page=16, rest=0, positions=128, layout=layout)
     for layout in ("v32", "v4", "flat")
 ]
+LAYOUTS_ASKED = ("v32", "v4")
+DENSE_PAGES = (1, 2, 61, 64, 576)
+CAPTURED = SparseProblem(
+    b=9, s=2, h=64, t=2000, topk=128, page=64, layout="v4", lengths=True, sink=True, extra=512, extra_page=2
+)
+CAPTURED_DENSE = SparseProblem(
+    b=9, h=16, t=3000, layout="flat", lengths=True, sink=True, softmax_scale=0.04, paged=True
+)  # fmt: skip
+#: Its pages lie a token apart.
+APART = SparseProblem(b=4, s=2, h=64, t=1024, topk=576, page=61, softmax_scale=192**-0.5)
 FLASH_MLA = {
     "cache": "k_cache", "lengths": "topk_length", "sink": "attn_sink", "extra_cache": "extra_k_cache",
     "extra_indices": "extra_indices_in_kvcache", "extra_lengths": "extra_topk_length",
@@ -65,6 +75,42 @@ def v4() -> list[SparseProblem]:
     return made
 
 
+def corners(layout: str, sink: bool) -> list[SparseProblem]:
+    """Problems without valid indices, or without tokens."""
+    extra: dict[str, Any] = {"extra": 64, "extra_t": 512, "extra_page": 61} if layout == "v4" else {}
+    return [
+        SparseProblem(b=b, s=3, h=64, t=t, topk=topk, page=page, layout=layout, sink=sink, **extra)
+        for b, (t, topk, page) in itertools.product((4, 74), ((512, 64, 61), (650, 576, 53)))
+    ]
+
+
+def dense(layout: str, page: int) -> list[SparseProblem]:
+    """Several query tokens, few heads and many, one request and more than there are multiprocessors."""
+    sizes = [(1, 1, 16, 20000), (4, 2, 128, 2046), (74, 1, 8, 1024), (321, 3, 64, 300)]
+    return [
+        SparseProblem(b=b, s=s, h=h, t=t, layout=layout, page=page, lengths=b > 1, paged=True) for b, s, h, t in sizes
+    ]
+
+
+def read_back(appended: PackedAppendProblem) -> tuple[SparseProblem, SparseProblem]:
+    """Of tokens that were appended: each with those around it, and half of them as one request's."""
+    n, h, page, layout = appended.tokens, appended.h, appended.page, appended.layout
+    pages = -(-(n // 2 - 3) // page)
+    return (
+        SparseProblem(b=n, h=h, t=8, topk=8, page=page, layout=layout, softmax_scale=0.04),
+        SparseProblem(h=h, t=pages * page, page=page, layout=layout, softmax_scale=0.04, paged=True),
+    )
+
+
+def problems() -> list[SparseProblem]:
+    """All that this file asks for."""
+    found = [*v32(), *v4(), CAPTURED, CAPTURED_DENSE, APART]
+    for layout in LAYOUTS_ASKED:
+        found += [problem for sink in (False, True) for problem in corners(layout, sink)]
+        found += [problem for page in DENSE_PAGES for problem in dense(layout, page)]
+    return found + [problem for appended in APPENDED for problem in read_back(appended)]
+
+
 def attend(problem: SparseProblem, inputs: tuple[Any, ...], meta: Any = None) -> tuple[Any, Any]:
     """Through FlashMLA's names, with caches as its test has them."""
     given = {FLASH_MLA.get(name, name): x for name, x in zip(input_names(problem), inputs, strict=True)}
@@ -83,23 +129,21 @@ def right(problem: SparseProblem, found: tuple[Any, Any], inputs: tuple[Any, ...
 
 
 @pytest.mark.parametrize("page", sorted({page for _, _, page in SIZES}))
-@pytest.mark.parametrize("layout", ["v32", "v4"])
+@pytest.mark.parametrize("layout", LAYOUTS_ASKED)
 def test_as_flash_mla_asks(layout: str, page: int) -> None:
-    problems = [p for p in (v32() if layout == "v32" else v4()) if p.page == page]
-    assert problems
-    for seed, problem in enumerate(problems):
+    asked = [p for p in (v32() if layout == "v32" else v4()) if p.page == page]
+    assert asked
+    for seed, problem in enumerate(asked):
         inputs = make_inputs(problem, "cuda", seed=seed)
         right(problem, attend(problem, inputs), inputs, "flashmla")
 
 
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("dist", ["none", "empty", "holes"])
-@pytest.mark.parametrize("layout", ["v32", "v4"])
+@pytest.mark.parametrize("layout", LAYOUTS_ASKED)
 def test_as_flash_mla_asks_in_its_corners(layout: str, dist: str, sink: bool) -> None:
     """No valid index, requests without tokens."""
-    for seed, (b, (t, topk, page)) in enumerate(itertools.product((4, 74), ((512, 64, 61), (650, 576, 53)))):
-        extra: dict[str, Any] = {"extra": 64, "extra_t": 512, "extra_page": 61} if layout == "v4" else {}
-        problem = SparseProblem(b=b, s=3, h=64, t=t, topk=topk, page=page, layout=layout, sink=sink, **extra)
+    for seed, problem in enumerate(corners(layout, sink)):
         inputs = make_inputs(problem, "cuda", seed=seed, dist=dist)
         out, lse = attend(problem, inputs)
         right(problem, (out, lse), inputs, dist)
@@ -108,9 +152,7 @@ def test_as_flash_mla_asks_in_its_corners(layout: str, dist: str, sink: bool) ->
 
 
 def test_a_captured_call_follows_indices_lengths_and_cache() -> None:
-    problem = SparseProblem(
-        b=9, s=2, h=64, t=2000, topk=128, page=64, layout="v4", lengths=True, sink=True, extra=512, extra_page=2
-    )
+    problem = CAPTURED
     inputs = make_inputs(problem, "cuda", seed=1)
     meta, _ = flash_mla.get_mla_metadata()
     attend(problem, inputs, meta)
@@ -126,12 +168,11 @@ def test_a_captured_call_follows_indices_lengths_and_cache() -> None:
         assert all(same_bits(a, b) for a, b in zip(captured, attend(problem, inputs, meta), strict=True))
 
 
-@pytest.mark.parametrize("page", [1, 2, 61, 64, 576])
-@pytest.mark.parametrize("layout", ["v32", "v4"])
+@pytest.mark.parametrize("page", DENSE_PAGES)
+@pytest.mark.parametrize("layout", LAYOUTS_ASKED)
 def test_dense_decode_over_packed_caches_under_flash_mla_s_name(layout: str, page: int) -> None:
-    """Ragged lengths, several query tokens, few heads and many, one request and more than there are multiprocessors."""
-    for seed, (b, s, h, t) in enumerate([(1, 1, 16, 20000), (4, 2, 128, 2046), (74, 1, 8, 1024), (321, 3, 64, 300)]):
-        problem = SparseProblem(b=b, s=s, h=h, t=t, layout=layout, page=page, lengths=b > 1, paged=True)
+    """Ragged lengths."""
+    for seed, problem in enumerate(dense(layout, page)):
         for dist in ("flashmla", "empty"):
             inputs = make_inputs(problem, "cuda", seed=seed, dist=dist)
             q, cache, table, lens = inputs
@@ -144,7 +185,7 @@ def test_dense_decode_over_packed_caches_under_flash_mla_s_name(layout: str, pag
 
 
 def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
-    problem = SparseProblem(b=9, h=16, t=3000, layout="flat", lengths=True, sink=True, softmax_scale=0.04, paged=True)
+    problem = CAPTURED_DENSE
     inputs = make_inputs(problem, "cuda", seed=1)
     q, cache, table, lens, scale, sink = inputs
     options: dict[str, Any] = {"layout": "flat", "cache_scale": scale, "sink": sink, "scale": 0.04, "return_lse": True}
@@ -164,7 +205,7 @@ def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
 
 def test_pages_that_lie_apart_and_a_traced_call() -> None:
     """V3.2's cache as FlashMLA's test makes it: a token more between pages; the operator gives the same bits."""
-    problem = SparseProblem(b=4, s=2, h=64, t=1024, topk=576, page=61, softmax_scale=192**-0.5)
+    problem = APART
     inputs = list(make_inputs(problem, "cuda", seed=1))
     wide = torch.full((len(inputs[1]), 62, 656), 255, dtype=torch.uint8, device="cuda")
     wide[:, :61] = inputs[1]
@@ -192,7 +233,7 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     table = rope_table(128, device="cuda")
     rope_append(q, latent, rope, positions, slots, table, queries, cache, layout=layout, cache_scale=scale)
     indices = slots[torch.arange(n, device="cuda")[:, None] // 8 * 8 + torch.arange(8, device="cuda")].int()
-    problem = SparseProblem(b=n, h=h, t=8, topk=8, page=page, layout=layout, softmax_scale=0.04)
+    problem, dense_problem = read_back(appended)
     inputs = (queries[:, None], cache, indices[:, None], *([] if scale is None else [scale]))
     found = sparse_mla_decode(*inputs[:3], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
     right(problem, found, inputs, "flashmla")
@@ -203,8 +244,7 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     slots = pages[positions[:count] // page].long() * page + positions[:count] % page
     new = (x[:count] for x in (q, latent, rope, positions))
     rope_append(*new, slots, table, queries[:count], cache, layout=layout, cache_scale=scale)
-    dense = SparseProblem(h=h, t=len(pages) * page, page=page, layout=layout, softmax_scale=0.04, paged=True)
     lens = torch.tensor([count], dtype=torch.int32, device="cuda")
     inputs = (queries[:1, None], cache, pages[None], lens, *([] if scale is None else [scale]))
     found = packed_mla_decode(*inputs[:4], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
-    right(dense, found, inputs, "flashmla")
+    right(dense_problem, found, inputs, "flashmla")

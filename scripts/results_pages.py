@@ -46,7 +46,8 @@ DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
 FILES = {
     "h200": {name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
-    "h100": {name: f"h100/2026-11-{26 if name == 'sparse_decode' else 25}-{name}.jsonl" for name in WHAT},
+    "h100": {name: f"h100/2026-11-25-{name}.jsonl" for name in WHAT}
+    | {"sparse_decode": "h100/2026-11-26-sparse_decode.jsonl"},
 }
 MAIN, *OTHERS = FILES
 #: Device -> the record files of scripts/context_parallel.py, one a number of GPUs.
@@ -80,10 +81,6 @@ def records_of(device: str, name: str) -> list[dict[str, Any]]:
     return records_in(FILES[device][name])
 
 
-def caches(name: str) -> str:
-    return CACHES.get(name, DENSE)
-
-
 def where(device: str, name: str) -> str:
     """The records of an experiment, and the commits whose code they timed."""
     commits = sorted({r["source"]["commit"][:7] for r in records_of(device, name) if r["source"]["commit"]})
@@ -102,8 +99,8 @@ def page(name: str) -> str:
     records = records_of(MAIN, name)
     table = against(records).format(heading="## The fastest kernel here against the library\n\n")
     return (
-        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {caches(name)}, {METHOD}\n\n{WHAT[name]} {where(MAIN, name)}"
-        f"\n\n{table}\n## All contenders\n\n{comparison(records)}\n"
+        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {CACHES.get(name, DENSE)}, {METHOD}"
+        f"\n\n{WHAT[name]} {where(MAIN, name)}\n\n{table}\n## All contenders\n\n{comparison(records)}\n"
     )
 
 

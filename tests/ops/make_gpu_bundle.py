@@ -78,6 +78,13 @@ def picked(problems: Iterable[MlaProblem]) -> Iterator[Wanted]:
         yield choice.kernel, choice.knobs, seen
 
 
+def chosen(problems: Iterable[Any]) -> Iterator[Wanted]:
+    """What the dispatcher chooses for each problem."""
+    for problem in problems:
+        choice = choose(problem, DEVICE)
+        yield choice.kernel, choice.knobs, problem
+
+
 def fixed_splits(problems: Iterable[MlaProblem], tokens: int) -> Iterator[Wanted]:
     """What the fixed-split mode runs for each problem."""
     for problem in problems:
@@ -146,9 +153,7 @@ def operators_part() -> Iterator[Wanted]:
 def layer_part() -> Iterator[Wanted]:
     import test_layer_gpu as tests
 
-    for problem in tests.PROBLEMS:
-        choice = choose(problem, DEVICE)
-        yield choice.kernel, choice.knobs, problem
+    yield from chosen(tests.PROBLEMS)
     yield from picked([tests.DECODE])
 
 
@@ -208,18 +213,14 @@ def append_part() -> Iterator[Wanted]:
 
     yield from every_tiling("cute-dsl/packed_append", tests.PROBLEMS)
     yield KernelId.parse("cute-dsl/packed_append"), {}, tests.FAR
-    for problem in steps.APPENDED:
-        choice = choose(problem, DEVICE)
-        yield choice.kernel, choice.knobs, problem
+    yield from chosen(steps.APPENDED)
 
 
 def sparse_part() -> Iterator[Wanted]:
     """What test_sparse_mla_decode_gpu.py asks of packed caches; the `append` part has what it appends with."""
     import test_sparse_mla_decode_gpu as tests
 
-    for problem in tests.problems():
-        choice = choose(problem, DEVICE)
-        yield choice.kernel, choice.knobs, problem
+    yield from chosen(tests.problems())
 
 
 def merge_part() -> Iterator[Wanted]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -283,11 +282,6 @@ def hold_out(measured: DeviceTable) -> list[HeldOut]:
     is not left out: from the others nobody can tell what they cost.
     """
     results = []
-    sizes = {
-        recipe.kernel: Counter(problem.page_size for problem in {point.problem for point in recipe.points})
-        for recipe in measured.recipes
-        if not recipe.tiling
-    }
     problems = dict.fromkeys(point.problem for recipe in measured.recipes for point in recipe.points)
     for problem in problems:
         times: dict[Any, float] = {}
@@ -295,10 +289,15 @@ def hold_out(measured: DeviceTable) -> list[HeldOut]:
             for point in recipe.points:
                 if point.problem == problem and not recipe.tiling:
                     times[recipe.kernel] = point.us
-        ranked = rank(measured.without(problem), problem, measured.hardware)
+        others = measured.without(problem)
+        ranked = rank(others, problem, measured.hardware)
         picked = next((c for c in ranked if c.kernel in times and not c.tiling), None)
-        told = all(sizes[kernel][problem.page_size] > 1 for kernel in times)
-        if picked is None or len(times) < 2 or not told:
+        told = {
+            recipe.kernel
+            for recipe in others.recipes
+            if not recipe.tiling and any(point.problem.page_size == problem.page_size for point in recipe.points)
+        }
+        if picked is None or len(times) < 2 or not times.keys() <= told:
             continue
         best = min(times, key=lambda kernel: times[kernel])
         ratio = times[picked.kernel] / times[best]

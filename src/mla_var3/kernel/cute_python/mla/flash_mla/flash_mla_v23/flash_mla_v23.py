@@ -264,7 +264,8 @@ def query_tile(storage: Any, dtype: type, geometry: Geometry) -> cute.Tensor:
 # ------------------------------------------------------------------------------------------------ device: load
 @cute.jit
 def make_barriers(full: cute.Pointer, empty: cute.Pointer, geometry: cutlass.Constexpr):
-    """One thread's work: `full` waits for bytes, `empty` for the warps that read, in all CTAs of a cluster."""
+    """One thread's work: `full` waits for bytes, or where rows are gathered for the producers' threads, `empty` for the
+    warps that read, in all CTAs that share loads."""
     for i in cutlass.range_constexpr(STAGES * geometry.panels):
         cute.arch.mbarrier_init(full + i, 1 if geometry.box else WARPGROUP)
     for i in cutlass.range_constexpr(2 * STAGES):
@@ -358,8 +359,8 @@ def load_pieces(
     issue half a stage in pieces, so all four load each half, in the order in which halves are freed: of every panel a
     warp gathers 16 rows, or loads one box.
 
-    No warp waits for its copies: they arrive at the mbarrier of the half's first panel, and consumers make them visible
-    to their products (`Consumer.wait_panel`).
+    No warp waits for its copies: they arrive at an mbarrier, and consumers make them visible to their products
+    (`Consumer.wait_panel`).
     """
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, PANEL * geometry.panels))
@@ -379,29 +380,41 @@ def load_pieces(
             for stage in cutlass.range_constexpr(STAGES):
                 if pair + stage < end:
                     own_stage = storage.stages.data_ptr() + stage * geometry.stage_elements
-                    halves = [geometry.freed_by(stage, half) for half in (stage, 1 - stage)]
+                    own_full = full + stage * geometry.panels
                     if cutlass.const_expr(not geometry.box):
                         begin = tokens[stage] + warp * GATHERED
                         sources = [
                             paged.row_source_of(cache, pages[stage], begin, row, length, kv_head)
                             for row in range(0, GATHERED, paged.ROWS)
                         ]
-                    for i in cutlass.range_constexpr(2):
-                        half = stage if i == 0 else 1 - stage
+                    for half in (stage, 1 - stage):
+                        panels = geometry.freed_by(stage, half)
                         cute.arch.mbarrier_wait(empty + (2 * stage + half), parities[stage])
                         if cutlass.const_expr(geometry.box):
                             load_boxes(
-                                tma, cache[None, None, kv_head, None], wgmma.smem_view(own_stage, 0, layout),
-                                full + stage * geometry.panels, halves[i], tokens[stage], pages[stage], rank, warp,
-                                geometry,
+                                tma, cache[None, None, kv_head, None], wgmma.smem_view(own_stage, 0, layout), own_full,
+                                panels, tokens[stage], pages[stage], rank, warp, geometry,
                             )  # fmt: skip
                         else:
-                            for panel, j in itertools.product(halves[i], range(len(sources))):
-                                place, row = own_stage + panel * PANEL_ELEMENTS, warp * GATHERED + j * paged.ROWS
-                                paged.copy_rows(sources[j], panel * PANEL, geometry.k + geometry.p, place, row)
-                            cute.arch.cp_async_mbarrier_arrive_noinc(full + (stage * geometry.panels + halves[i][0]))
+                            gather_rows(sources, own_stage, own_full, panels, warp, geometry)
                     parities[stage] = parities[stage] ^ 1
         split = scheduler.next_split(split, seq_lens, line, geometry.costs)
+
+
+@cute.jit
+def gather_rows(
+    sources: cutlass.Constexpr,  # `paged.row_source_of` of this warp's rows
+    own_stage: cute.Pointer,  # shared memory
+    full: cute.Pointer,  # mbarriers of the stage
+    panels: cutlass.Constexpr,
+    warp: Int32,
+    geometry: cutlass.Constexpr,
+):
+    """Starts what one of four warps gathers of some panels; its copies arrive at the mbarrier of the first one."""
+    for panel, j in itertools.product(panels, range(len(sources))):
+        place, row = own_stage + panel * PANEL_ELEMENTS, warp * GATHERED + j * paged.ROWS
+        paged.copy_rows(sources[j], panel * PANEL, geometry.k + geometry.p, place, row)
+    cute.arch.cp_async_mbarrier_arrive_noinc(full + panels[0])
 
 
 @cute.jit

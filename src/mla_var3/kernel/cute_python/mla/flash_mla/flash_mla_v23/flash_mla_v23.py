@@ -30,7 +30,7 @@ are other multiples of 16. Of any other page size the producers gather rows with
 In pieces all four warps load every half (`load_pieces`). Pages of the cache may lie apart.
 
 Split-KV: `prims.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
-loading the next one, and EVEN copies its query rows as soon as the last scores are made. A split that is a whole
+loading the next one, and EVEN copies its query rows while the results leave. A split that is a whole
 request is written to `out`. Of shares the partial results are written, and `prims.combine`, a programmatic dependent,
 merges them. On an even line the workers merge them themselves: two or three splits from registers into registers, while
 the rest of the chip still works (`join`), more of them in shares of the rows, at their end (`combine.merge_share`).
@@ -127,11 +127,6 @@ class Geometry:
     tree: bool = False
 
     @property
-    def masked(self) -> bool:
-        """Whether some query tokens of a request see keys that others do not."""
-        return self.causal or self.tree
-
-    @property
     def group(self) -> int:
         """Heads that share a cache."""
         return self.h // self.h_kv
@@ -223,11 +218,11 @@ class Geometry:
 
     @property
     def costs(self) -> Costs:
-        """In KV tiles. A pair of query tiles takes 1.6 us for one, and 6.5 us for the begin and end of a split, in
-        which the loop drains and fills; a single query tile takes 2.5 us, with memory as the limit, and no more for
-        the rest. A combine that is launched takes as long where it has nothing to do, but for 1 us, or 2 to 3 where it
-        reads which splits there are."""
-        return Costs(unit=TOKENS, overhead=4 if self.sharing > 1 else 3, combine=1, listed=2, join=3)
+        """In KV tiles. A pair of query tiles takes 1.6 us for one, a single query tile 2.5 us, with memory as the
+        limit; the begin and end of a split, in which the loop drains and fills, count as three of either. A combine
+        that is launched takes as long where it has nothing to do, but for 1 us, or 2 to 3 where it reads which splits
+        there are."""
+        return Costs(unit=TOKENS, overhead=3, combine=1, listed=2, join=3)
 
     @property
     def merge(self) -> combine.Merge:
@@ -679,22 +674,21 @@ class Consumer:
         named_arrive(Barrier.P_EVEN + self.me, CONSUMERS)
 
     @cute.jit
-    def zero_past_end(self, stage: cutlass.Constexpr, left: Int32):
-        """Zeroes this consumer's half of V in a stage from token `left` of the tile on."""
-        half = self.stages + (
-            stage * self.geometry.stage_elements + self.me * self.geometry.half_panels * PANEL_ELEMENTS
-        )
-        paged.zero_rows(half, left, self.thread, self.geometry.half_panels)
+    def mask_tile(self, first_token: Int32, length: Int32):
+        """Masks the own scores, and zeroes the own tile's V from the request's end on, all columns, ahead of the own P:
+        who has P may multiply with it."""
+        self.mask_scores(first_token, length)
+        values = self.stages + self.me * self.geometry.stage_elements
+        paged.zero_rows(values, length - first_token, self.thread, 2 * self.geometry.half_panels)
         cute.arch.fence_view_async_shared()
         named_sync(Barrier.EVEN + self.me, WARPGROUP)
 
     # -------------------------------------------------------------------------------------------- steps
     @cute.jit
-    def even_step(self, first_token: Int32, length: Int32, parity: Int32, masked: cutlass.Constexpr,
-                  more: cutlass.Constexpr):  # fmt: skip
-        """EVEN's share of a pair of tiles; S0 is in acc_s. more: makes the next pair's S0."""
-        if cutlass.const_expr(masked):
-            self.mask_scores(first_token, length)
+    def even_step(self, first_token: Int32, length: Int32, parity: Int32, masked: Boolean, more: Boolean):
+        """EVEN's share of a pair of tiles; S0 is in acc_s. more: makes the next even tile's S0."""
+        if masked:
+            self.mask_tile(first_token, length)
         if self.exceeds():
             factor = cute.make_rmem_tensor(2, Float32)
             self.move_max(factor)
@@ -702,41 +696,34 @@ class Consumer:
         self.exponentials()
         p = wgmma.to_dtype(self.acc_s, self.dtype)
         self.send_p(p)
-        if cutlass.const_expr(masked):
-            self.zero_past_end(EVEN, length - first_token)
         named_sync(Barrier.SCORES_ODD, CONSUMERS)
         # O_L += P0·V0_L
         wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[EVEN], range(4))
         warpgroup.wait_group(0)
         self.free(EVEN)
         named_sync(Barrier.P_ODD, CONSUMERS)
-        if cutlass.const_expr(masked):
-            self.zero_past_end(ODD, length - first_token - TOKENS)
         self.follow_max()
         # O_L += P1·V1_L
         wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[ODD], range(4))
-        if cutlass.const_expr(more):
+        # Both branches wait: no product is in flight where they join.
+        if more:
             self.even_scores(parity ^ 1, drain=True)
         else:
             warpgroup.wait_group(0)
             self.free(ODD)
 
     @cute.jit
-    def odd_step(self, first_token: Int32, length: Int32, parity: Int32, masked: cutlass.Constexpr,
-                 more: cutlass.Constexpr):  # fmt: skip
+    def odd_step(self, first_token: Int32, length: Int32, parity: Int32, masked: Boolean, more: Boolean):
         """ODD's share of a pair of tiles; nothing is in flight before or behind it."""
         self.issue_odd_scores(parity)
         # Behind the scores, so that the product runs under the softmax.
         named_sync(Barrier.P_EVEN, CONSUMERS)
-        if cutlass.const_expr(masked):
-            self.zero_past_end(EVEN, length - first_token)
         self.follow_max()
         # O_R += P0·V0_R
         wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[EVEN], range(4))
         warpgroup.wait_group(1)  # S1
-        if cutlass.const_expr(masked):
-            self.mask_scores(first_token + TOKENS, length)
-            self.zero_past_end(ODD, length - first_token - TOKENS)
+        if masked:
+            self.mask_tile(first_token + TOKENS, length)
         factor = cute.make_rmem_tensor(2, Float32)
         factor.fill(1.0)
         moves = self.exceeds()
@@ -765,11 +752,14 @@ class Consumer:
         self.free(ODD)
 
     @cute.jit
-    def last_tile(self, first_token: Int32, length: Int32, masked: cutlass.Constexpr):
+    def last_tile(self, first_token: Int32, length: Int32, masked: Boolean):
         """A tile without a partner: EVEN has made its scores, and both multiply their half of its V."""
         if cutlass.const_expr(self.me == EVEN):
-            if cutlass.const_expr(masked):
-                self.mask_scores(first_token, length)
+            # As often as ODD waits below: racecheck follows barriers of all only where both have waited as often.
+            if masked:
+                self.mask_tile(first_token, length)
+            else:
+                named_sync(Barrier.EVEN, WARPGROUP)
             if self.exceeds():
                 factor = cute.make_rmem_tensor(2, Float32)
                 self.move_max(factor)
@@ -777,20 +767,14 @@ class Consumer:
             self.exponentials()
             p = wgmma.to_dtype(self.acc_s, self.dtype)
             self.send_p(p)
-            if cutlass.const_expr(masked):
-                self.zero_past_end(EVEN, length - first_token)
             # O_L += P0·V0_L
             wgmma.gemm_issue(self.mma_rs, self.acc_o, wgmma.as_a_operand(p), self.frag_v[EVEN], range(4))
-            # As often as ODD waits below: racecheck follows barriers of all only where both have waited as often.
-            for _ in cutlass.range_constexpr(2):
-                named_sync(Barrier.EVEN, WARPGROUP)
+            named_sync(Barrier.EVEN, WARPGROUP)
             warpgroup.wait_group(0)
             self.free(EVEN)
         else:
             named_sync(Barrier.SCORES_EVEN, CONSUMERS)
             named_sync(Barrier.P_EVEN, CONSUMERS)
-            if cutlass.const_expr(masked):
-                self.zero_past_end(EVEN, length - first_token)
             self.follow_max()
             # O_R += P0·V0_R
             wgmma.gemm_issue(self.mma_ss, self.acc_o, self.frag_p, self.frag_v[EVEN], range(4))
@@ -822,30 +806,20 @@ class Consumer:
     @cute.jit
     def run(self, first: Int32, end: Int32, unmasked: Int32, length: Int32, parity: Int32):
         """Tiles first..end-1 of a split, in pairs and perhaps a last one. unmasked: keys that every row of the tile may
-        see; tiles below need no mask. parity: of this consumer's first tile."""
-        last = first + (end - 1 - first) // STAGES * STAGES  # tile with which the last step begins
-        plain = last
-        if cutlass.const_expr(self.geometry.masked):
-            plain = first + cutlass.max(cutlass.min(unmasked // TOKENS, last) - first, 0) // STAGES * STAGES
+        see; tiles below need no mask. parity: of this consumer's first tile.
+
+        One copy of a step: where the last pair had another, with a mask or without scores to make, a split's end was
+        code that had to be fetched. Both counts go down: from bounds, ptxas works them out anew in every step, and
+        moves them into uniform registers."""
         step = self.even_step if cutlass.const_expr(self.me == EVEN) else self.odd_step
         if cutlass.const_expr(self.me == EVEN):
             self.even_scores(parity, drain=False)
-        for tile in cutlass.range(first, plain, STAGES, unroll=1):
-            step(tile * TOKENS, length, parity, masked=False, more=True)
-            parity = parity ^ 1
-        if cutlass.const_expr(self.geometry.masked):
-            for tile in cutlass.range(plain, last, STAGES, unroll=1):
-                step(tile * TOKENS, length, parity, masked=True, more=True)
-                parity = parity ^ 1
-        if last + 1 == end:
-            if end * TOKENS <= unmasked:
-                self.last_tile(last * TOKENS, length, masked=False)
-            else:
-                self.last_tile(last * TOKENS, length, masked=True)
-        elif end * TOKENS <= unmasked:
-            step(last * TOKENS, length, parity, masked=False, more=False)
-        else:
-            step(last * TOKENS, length, parity, masked=True, more=False)
+        left, plain = end - first, unmasked // TOKENS - first  # tiles; and of those that need no mask
+        while left >= STAGES:
+            step((end - left) * TOKENS, length, parity, plain < STAGES, left > STAGES)
+            left, plain, parity = left - STAGES, plain - STAGES, parity ^ 1
+        if left > 0:
+            self.last_tile((end - 1) * TOKENS, length, plain < 1)
 
 
 @cute.jit
@@ -1058,15 +1032,13 @@ def consume(
                     w = Consumer.make(consumer, geometry, storage, q_tile, queries.mask, lane, scale_log2, registers)
                     w.begin(first_row, split.length, block)
                     w.run(first, end, unmasked, split.length, parity)
-                    following = scheduler.next_split(split, seq_lens, line, geometry.costs)
-                    if cutlass.const_expr(consumer == EVEN):
-                        # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
-                        if scheduler.has_work(following):
-                            rows.copy_query_rows(
-                                q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, lane,
-                                WARPGROUP,
-                            )  # fmt: skip
             parity = parity ^ ((end - first + 1 - me) // STAGES & 1)
+            following = scheduler.next_split(split, seq_lens, line, geometry.costs)
+            if me == EVEN and scheduler.has_work(following):
+                # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
+                rows.copy_query_rows(
+                    q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, thread, WARPGROUP
+                )  # fmt: skip
             if not scheduler.has_work(following):
                 cute.arch.griddepcontrol_launch_dependents()
             for r in cutlass.range_constexpr(2):

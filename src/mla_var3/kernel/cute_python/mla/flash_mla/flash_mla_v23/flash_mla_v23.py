@@ -281,20 +281,21 @@ def load(
     page: Int32,  # the page there
     kv_head: Int32,
     rank: Int32,  # in the cluster
-    stage: cutlass.Constexpr,
-    half: cutlass.Constexpr,
+    stage: Int32,
+    half: Int32,
     geometry: cutlass.Constexpr,
 ):
-    """What one producer warp does: it keeps its half of its stage filled, over all splits of the worker.
+    """What one producer warp does: it keeps its half of its stage filled, over all splits of the worker. One copy of
+    the code for all four: a call begins with fetching it.
 
     The warps of the odd stage have nothing to load for a last tile without a partner.
     """
-    blocks = geometry.sharing
-    panels = geometry.freed_by(stage, half)
     full, empty = storage.full.data_ptr() + stage * geometry.panels, storage.empty.data_ptr() + (2 * stage + half)
-    layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, PANEL * geometry.panels))
-    own_stage = wgmma.smem_view(storage.stages.data_ptr(), stage * geometry.stage_elements, layout)
-    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], own_stage, geometry.box)
+    # Panels of all stages behind each other.
+    layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, STAGES * PANEL * (geometry.p_panel + 1)))
+    panels = wgmma.smem_view(storage.stages.data_ptr(), 0, layout)
+    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], panels, geometry.box)
+    places = cute.domain_offset((0, 0, stage * (geometry.p_panel + 1)), places)
     parity = Int32(1)  # the first pass finds its panels free
     is_first = Boolean(True)
     while scheduler.has_work(split):
@@ -308,31 +309,53 @@ def load(
             pages = paged.pages_of(page, geometry.page)
             cute.arch.mbarrier_wait(empty, parity)
             parity = parity ^ 1
-            if cutlass.const_expr(stage == ODD):
+            if stage == ODD:
                 # All CTAs start at once, and memory serves loads that are in flight together in any order, while the
                 # first scores need the even tile. So the odd one is issued behind it; of a single pair, once it is
                 # there.
                 if is_first:
-                    named_sync(Barrier.FIRST_TILE_LEFT + half, 3 * 32)
+                    if half == LEFT:
+                        named_sync(Barrier.FIRST_TILE_LEFT, 3 * 32)
+                    else:
+                        named_sync(Barrier.FIRST_TILE_RIGHT, 3 * 32)
                     if first + STAGES >= end:
                         last_read = geometry.freed_by(EVEN, ODD)[-1]
                         cute.arch.mbarrier_wait(storage.full.data_ptr() + last_read, 0)
-            for i in cutlass.range_constexpr(len(panels)):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + panels[i], paged.PANEL_BYTES)
-                # Each CTA of a cluster expects every panel and issues the loads of its share.
-                if rank == panels[i] % blocks:
-                    paged.load_panel(
-                        tma, boxes, places[None, None, panels[i]], tile, panels[i], pages, geometry.page,
-                        full + panels[i], blocks,
-                    )  # fmt: skip
-            if cutlass.const_expr(stage == EVEN):
+            for i in cutlass.range_constexpr(geometry.half_panels):
+                panel = half * geometry.half_panels + i
+                load_panel(tma, boxes, places, tile, panel, pages, full, rank, geometry)
+            if cutlass.const_expr(geometry.panels > geometry.p_panel):
+                if stage != half:
+                    load_panel(tma, boxes, places, tile, geometry.p_panel, pages, full, rank, geometry)
+            if stage == EVEN:
                 if is_first and first + 1 < end:
                     for waiting in cutlass.range_constexpr(2):
                         named_arrive(Barrier.FIRST_TILE_LEFT + waiting, 3 * 32)
             is_first = Boolean(False)
         guess, is_first = Int32(-1), Boolean(False)
         split = scheduler.next_split(split, seq_lens, line, geometry.costs)
+
+
+@cute.jit
+def load_panel(
+    tma: cute.CopyAtom,
+    boxes: cute.Tensor,  # of `paged.boxes_of`
+    places: cute.Tensor,
+    tile: Int32,
+    panel: Any,
+    pages: cutlass.Constexpr,
+    full: cute.Pointer,  # mbarriers of the stage
+    rank: Int32,
+    geometry: cutlass.Constexpr,
+):
+    """Loads a panel of a tile. Each CTA of a cluster expects every panel and issues the loads of its share."""
+    blocks = geometry.sharing
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full + panel, paged.PANEL_BYTES)
+    if rank == panel % blocks:
+        paged.load_panel(
+            tma, boxes, places[None, None, panel], tile, panel, pages, geometry.page, full + panel, blocks
+        )  # fmt: skip
 
 
 @cute.jit
@@ -1152,12 +1175,11 @@ def flash_mla_v23(
             named_sync(Barrier.SETUP, THREADS)
         cute.arch.setmaxregister_decrease(geometry.registers[0])
         if cutlass.const_expr(geometry.boxes == 1):
-            for i in cutlass.range_constexpr(PRODUCERS):
-                if warp == CONSUMERS // 32 + i:
-                    load(
-                        tma, cache, storage, page_table, seq_lens, queries, split, line, guess, page, kv_head, rank,
-                        i // 2, i % 2, geometry,
-                    )  # fmt: skip
+            producer = warp - CONSUMERS // 32
+            load(
+                tma, cache, storage, page_table, seq_lens, queries, split, line, guess, page, kv_head, rank,
+                producer // 2, producer % 2, geometry,
+            )  # fmt: skip
         else:
             load_pieces(
                 tma, cache, storage, page_table, seq_lens, queries, split, line, kv_head, rank,

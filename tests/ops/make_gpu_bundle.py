@@ -223,6 +223,12 @@ def sparse_part() -> Iterator[Wanted]:
     yield from chosen(tests.problems())
 
 
+def random_sparse_part() -> Iterator[Wanted]:
+    import test_random_sparse_gpu as tests
+
+    yield from chosen(tests.problems())
+
+
 def merge_part() -> Iterator[Wanted]:
     """What tests/kernel/test_merge_partials_gpu.py plans, in all tilings."""
     import test_merge_partials_gpu as tests
@@ -256,6 +262,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "attention": attention_part,
     "append": append_part,
     "sparse": sparse_part,
+    "random_sparse": random_sparse_part,
     "merge": merge_part,
     "jax": jax_part,
     "cpp": cpp_part,

@@ -88,6 +88,9 @@ PRODUCERS = 4  # warps
 GATHERED = TOKENS // PRODUCERS  # rows of a KV tile, of each of them
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
 RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
+# The same where rows are gathered: producers have more of the registers, and a spill in the loop would wait behind the
+# copies that they have issued.
+RESIDENT_GATHERED = 7
 # Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
 # the product with V works on padding as on rows, which a chip at its power limit pays for in clock.
 PADDING = 1.0e30
@@ -466,9 +469,10 @@ def load_boxes(
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
-def resident_slices(slices: int) -> tuple[int, ...]:
+def resident_slices(slices: int, gathered: bool) -> tuple[int, ...]:
     """Which 16-column slices of the query stay in registers: evenly spread over the k steps."""
-    return tuple(i for i in range(slices) if (i + 1) * RESIDENT // slices > i * RESIDENT // slices)
+    most = RESIDENT_GATHERED if gathered else RESIDENT
+    return tuple(i for i in range(slices) if (i + 1) * most // slices > i * most // slices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -511,7 +515,7 @@ class Consumer:
         dtype, stages = q_tile.element_type, storage.stages.data_ptr()
         # Ahead of the accumulators: behind them, ptxas spills.
         mma_qs = wgmma.make_mma(dtype, TOKENS, a_in_registers=True)
-        resident = resident_slices(geometry.slices)
+        resident = resident_slices(geometry.slices, not geometry.box)
         q_regs = cute.make_rmem_tensor(
             cute.make_layout(((2, 2, 2), 1, max(len(resident), 1)), stride=((1, 2, 4), 0, 8)), dtype
         )

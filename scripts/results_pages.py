@@ -46,8 +46,7 @@ DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
 FILES = {
     "h200": {name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
-    "h100": {name: f"h100/2026-11-25-{name}.jsonl" for name in WHAT}
-    | {"sparse_decode": "h100/2026-11-26-sparse_decode.jsonl"},
+    "h100": {name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
 }
 MAIN, *OTHERS = FILES
 #: Device -> the record files of scripts/context_parallel.py, one a number of GPUs.

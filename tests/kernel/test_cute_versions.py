@@ -114,8 +114,9 @@ def check_machine_code(kernel: registry.KernelId, problem: MlaProblem, tmp_path:
     h200 = Device.get("h200")
     plan = registry.get_plan(kernel)(problem, None, h200)
     made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
-    # Of the kernel with the most products. Producers of v23 have 24 registers, the schedule's numbers among them.
-    assert made.resources.spill_bytes <= (40 if kernel.version == 23 else 24)
+    # Of the kernel with the most products. Producers of v23 have 24 registers, the schedule's numbers among them, and its
+    # consumers keep what begins and ends a split in local memory. The loop, below, may not.
+    assert made.resources.spill_bytes <= (160 if kernel.version == 23 else 24)
     sass = made.artefacts["sass"].read_text()
     assert sass.count("HGMMA") > 50 and overwritten_operands(sass) == []
     if kernel.version:
@@ -135,7 +136,7 @@ def test_machine_code_of_small_pages(label: str, page: int, tmp_path: Path) -> N
     made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
     counts = made.resources.instructions
     # Producers of v23 have 24 registers: they keep some of a split's and the schedule's numbers in local memory.
-    assert made.resources.spill_bytes <= (24 if kernel.version == 24 else 220 if page == 1 else 96)
+    assert made.resources.spill_bytes <= (24 if kernel.version == 24 else 220)
     assert (counts["UTMALDG"] == 0) == (page == 1)
     sass = made.artefacts["sass"].read_text()
     assert overwritten_operands(sass) == []

@@ -114,8 +114,8 @@ def check_machine_code(kernel: registry.KernelId, problem: MlaProblem, tmp_path:
     h200 = Device.get("h200")
     plan = registry.get_plan(kernel)(problem, None, h200)
     made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
-    # Of the kernel with the most products. Producers of v23 have 24 registers, the schedule's numbers among them, and its
-    # consumers keep what begins and ends a split in local memory. The loop, below, may not.
+    # Of the kernel with the most products. Producers of v23 have 24 registers, the schedule's numbers among them, and
+    # its consumers keep what begins and ends a split in local memory. The loop, below, may not.
     assert made.resources.spill_bytes <= (160 if kernel.version == 23 else 24)
     sass = made.artefacts["sass"].read_text()
     assert sass.count("HGMMA") > 50 and overwritten_operands(sass) == []

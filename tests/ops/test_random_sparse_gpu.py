@@ -31,7 +31,7 @@ SEED = 20261126
 CLASSES, DENSE, BATCHES = 20, 5, 25
 MOST_PAIRS = 12_000_000  # of query rows and tokens, in a problem: the oracle computes in higher precision
 MOST_TOKENS = 400_000  # of a cache
-#: What the functions call the inputs that tests name otherwise.
+#: Inputs that the functions take by name, and their names there.
 OPTIONS = {
     "scale": "cache_scale",
     "lengths": "topk_lens",

@@ -117,6 +117,27 @@ class Divided(FakeKernel):
         return {"half": self.plan.work}
 
 
+class VirtualClock:
+    """Microseconds of `VirtualBackend`. apart: a tiny kernel stands between calls."""
+
+    us = 0.0
+    apart = False
+
+
+class RunsBeside(FakePlan):
+    """For 4 of its 100 us it runs beside the call before it."""
+
+    def work(self) -> None:
+        VirtualClock.us += 100.0 if VirtualClock.apart else 96.0
+
+
+class HidesItsLaunch(FakePlan):
+    """Behind a long kernel 0.75 of its 50 us do not show."""
+
+    def work(self) -> None:
+        VirtualClock.us += 50.0 if VirtualClock.apart else 49.25
+
+
 class Wrong(FakePlan):
     answer = 2.0
 
@@ -233,6 +254,26 @@ class HostBackend:
 
     def cross_check_us(self, calls: Any, graph_ms: float) -> float:
         return 21.0
+
+
+class VirtualBackend(HostBackend):
+    """Times calls by `VirtualClock`, which they and the tiny kernels between them advance."""
+
+    def capture(self, calls: Any, rotations: int, *, graph: bool = True, separated: bool = False) -> Any:
+        def replay() -> None:
+            VirtualClock.us, VirtualClock.apart = 0.0, separated
+            for call in list(calls) * rotations:
+                call()
+                VirtualClock.us += 1.5 if separated else 0.0
+
+        return replay
+
+    def start(self, replay: Any, count: int) -> _Now:
+        taken = []
+        for _ in range(count):
+            replay()
+            taken.append(VirtualClock.us or 100.0)  # the limits' calls advance nothing
+        return _Now(taken)
 
 
 class NoGpuBackend(HostBackend):

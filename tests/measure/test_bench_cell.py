@@ -109,6 +109,27 @@ def test_what_calls_share_is_timed_beside_them() -> None:
         assert found["good"].speedup(record, state) == pytest.approx(in_a_step / found["good"].median(state))
 
 
+def test_where_one_contender_overlaps_all_are_timed_apart() -> None:
+    virtual: dict[str, Any] = {"backend": "bench_fakes:VirtualBackend", "overlap_probe": True}
+
+    def times(*names: str) -> dict[str, tuple[float, float, float | None]]:
+        found = measure(*(fake(name) for name in names), **virtual)
+        kept = {}
+        for design, record in found.items():
+            burst, sustained = record.median("burst"), record.median("sustained")
+            assert burst is not None and sustained is not None and record.method is not None
+            assert ("a tiny kernel stands between them, its 1.50 us taken off" in record.method) == (burst % 5 == 0)
+            kept[design] = (burst, sustained, record.overlap_us)
+        return kept
+
+    # A launch that hides is no overlap, but beside a call that has one it counts in full.
+    assert times("HidesItsLaunch") == {"hidesitslaunch": (49.25, 49.25, None)}
+    assert times("RunsBeside", "HidesItsLaunch") == {
+        "runsbeside": (100.0, 100.0, pytest.approx(4.0)),
+        "hidesitslaunch": (50.0, 50.0, None),
+    }
+
+
 def test_parts_of_a_call_are_timed_beside_it_and_kernels_on_request() -> None:
     found = measure(fake("Good"), fake("InParts"))
     assert found["good"].beside_us is None and found["good"].timeline is None

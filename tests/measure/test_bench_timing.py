@@ -48,6 +48,7 @@ def test_calls_that_overlap_are_taken_apart() -> None:
     chip = SimulatedBackend()
     item = prepare(chip, "k", [chip.call(100.0, overlap=4.0)] * 2, SETTINGS)
     assert item.overlap_us == pytest.approx(4.0, abs=0.5) and item.gap_us == pytest.approx(1.5, abs=0.1)
+    timing.take_apart(chip, item)
     take_turns(chip, [item], SETTINGS, nobody, fail)
     assert item.stats()["burst"]["median"] == pytest.approx(100.0, rel=0.02)
     assert "calls overlapped by 4.0 us" in timing.method_text(item, 2, 1, SETTINGS, graph=True, clock="c")

@@ -27,8 +27,9 @@ wandering; more `sustained_rounds` lessen that. With `rest_s` every turn ends be
 than at work, as a kernel does that is measured alone for 0.4 s.
 
 A call must not run beside the one before it: kernels launched with programmatic dependent launch can. `prepare`
-compares the graph with one that has a tiny kernel between calls, less what those cost alone. When calls turn out to
-overlap, the second graph is the one that is timed.
+compares the graph with one that has a tiny kernel between calls, less what those cost alone. When calls of a contender
+turn out to overlap, the second graph is the one that is timed, for all contenders of the cell: behind a tiny kernel a
+launch no longer hides, which costs up to a microsecond, and it has to cost everyone the same (`take_apart`).
 """
 
 from __future__ import annotations
@@ -193,15 +194,18 @@ def divided(kernels: Sequence[tuple[str, float]], calls: int) -> list[tuple[str,
 class Item:
     """A captured replay that takes turns.
 
-    calls: in one replay. replay_us: about how long one takes. gap_us: what the separator of a call costs, to be taken
-    off. overlap_us: how much a call ran beside the one before it where that was prevented. is_limit: one of the two
-    limits, not a contender.
+    calls: in one replay. replay_us: about how long one takes. bound: the calls that a replay repeats; empty where
+    they cannot be taken apart. apart: a tiny kernel stands between calls. gap_us: what that costs, to be taken off.
+    overlap_us: how much a call runs beside the one before it where nothing prevents it; 0 where no more than noise.
+    is_limit: one of the two limits, not a contender.
     """
 
     name: str
     replay: Any
     calls: int
     replay_us: float
+    bound: Sequence[Call] = ()
+    apart: bool = False
     gap_us: float = 0.0
     overlap_us: float = 0.0
     is_limit: bool = False
@@ -209,7 +213,7 @@ class Item:
     readings: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     def per_call(self, replay_us: float) -> float:
-        return replay_us / self.calls - self.gap_us
+        return replay_us / self.calls - (self.gap_us if self.apart else 0.0)
 
     def median(self, state: str) -> float | None:
         values = self.samples.get(state)
@@ -237,14 +241,22 @@ def prepare(backend: Backend, name: str, calls: Sequence[Call], settings: BenchS
     once_us = min(backend.start(once, 4).wait())
     count = len(calls)
     rotations = max(1, min(round(settings.graph_ms * 1e3 / once_us), MAX_GRAPH_CALLS // count))
-    gap_us = overlap_us = 0.0
-    if graph and settings.overlap_probe:
-        gap_us, overlap_us = _overlap(backend, once, calls, settings.idle_ms / 1e3)
-    if rotations == 1 and not overlap_us:
-        return Item(name, once, count, once_us)
-    replay = backend.capture(calls, rotations, graph=graph, separated=overlap_us > 0)
-    replay_us = min(backend.start(replay, 2).wait())
-    return Item(name, replay, count * rotations, replay_us, gap_us if overlap_us else 0.0, overlap_us)
+    probed = graph and settings.overlap_probe
+    gap_us, overlap_us = _overlap(backend, once, calls, settings.idle_ms / 1e3) if probed else (0.0, 0.0)
+    replay, replay_us = once, once_us
+    if rotations > 1:
+        replay = backend.capture(calls, rotations, graph=graph)
+        replay_us = min(backend.start(replay, 2).wait())
+    bound = calls if probed else ()
+    return Item(name, replay, count * rotations, replay_us, bound=bound, gap_us=gap_us, overlap_us=overlap_us)
+
+
+def take_apart(backend: Backend, item: Item) -> None:
+    """Puts a tiny kernel between the calls of an item, where they can be taken apart and are not yet."""
+    if item.bound and not item.apart:
+        item.replay = backend.capture(item.bound, item.calls // len(item.bound), separated=True)
+        item.replay_us = min(backend.start(item.replay, 2).wait())
+        item.apart = True
 
 
 def median_us(backend: Backend, calls: Sequence[Call], *, graph: bool = True) -> float:
@@ -414,9 +426,7 @@ def method_text(
         parts.append(f"contenders in turn, every other round reversed; {limits} {before}")
     else:
         parts.append(f"contenders and {limits} in turn, sustained ones last, every other round reversed")
-    if item.overlap_us:
-        parts.append(
-            f"calls overlapped by {item.overlap_us:.1f} us, so a tiny kernel stands between them, "
-            f"its {item.gap_us:.2f} us taken off"
-        )
+    if item.apart:
+        whose = f"calls overlapped by {item.overlap_us:.1f} us" if item.overlap_us else "calls of another overlapped"
+        parts.append(f"{whose}, so a tiny kernel stands between them, its {item.gap_us:.2f} us taken off")
     return "; ".join(parts)

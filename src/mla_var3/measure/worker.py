@@ -27,7 +27,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -96,6 +96,11 @@ class Contender:
     facts: dict[str, Any] = field(default_factory=dict)
     phase: str = "plan"
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def items(self) -> list[Item]:
+        """What is timed of it."""
+        return [x for x in (self.item, self.with_schedule, *self.beside.values()) if x is not None]
 
 
 class Worker:
@@ -330,30 +335,18 @@ class Worker:
     def _time(self, ready: list[Contender], problem: Problem, inputs: _Inputs) -> None:
         assert self.limits is not None
         self.backend.release()  # what the checks left
-        for contender in list(ready):
-            lost = True
-            with self._guarded(contender):
-                with self.phase(contender, "prepare"):
-                    self._prepare(contender, inputs)
-                lost = False
-            if lost:
-                contender.item = contender.with_schedule = None
-                contender.beside.clear()
-                contender.calls.clear()
-                ready.remove(contender)
+        self._each(ready, lambda contender: self._prepare(contender, inputs))
+        if any(item.overlap_us for contender in ready for item in contender.items):
+            self._each(ready, self._take_apart)
         if not ready:
             return
+        owners = {id(item): contender for contender in ready for item in contender.items}
+        timed = [item for contender in ready for item in contender.items]
         age_s = self.limits.age_s()
         fresh = age_s is None or age_s >= self.settings.limits_every_s
         if fresh:
             self.limits.reset()
-        items = [*(self.limits.items if fresh else ())]
-        owners = {}
-        for contender in ready:
-            for item in (contender.item, contender.with_schedule, *contender.beside.values()):
-                if item is not None:
-                    owners[id(item)] = contender
-                    items.append(item)
+        items = [*(self.limits.items if fresh else ()), *timed]
 
         def announce(item: Item, state: str, number: int) -> None:
             owner = owners.get(id(item))
@@ -380,6 +373,24 @@ class Worker:
             contender.seconds["time"] = shared
             with self._guarded(contender):
                 self._timed(contender, inputs, 0.0 if fresh else age_s or 0.0)
+
+    def _each(self, ready: list[Contender], step: Callable[[Contender], None]) -> None:
+        """A step before the timing, for every contender; those that it loses are out."""
+        for contender in list(ready):
+            lost = True
+            with self._guarded(contender):
+                with self.phase(contender, "prepare"):
+                    step(contender)
+                lost = False
+            if lost:
+                contender.item = contender.with_schedule = None
+                contender.beside.clear()
+                contender.calls.clear()
+                ready.remove(contender)
+
+    def _take_apart(self, contender: Contender) -> None:
+        for item in contender.items:
+            timing.take_apart(self.backend, item)
 
     def _prepare(self, contender: Contender, inputs: _Inputs) -> None:
         from mla_var3.measure.buffers import Shared

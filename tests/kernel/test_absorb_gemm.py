@@ -56,7 +56,8 @@ def test_cute_loads_the_weight_before_it_waits_for_the_kernel_before(side: str, 
     text = made.artefacts["sass"].read_text()
     (wait,) = (found.start() for found in re.finditer("ACQBULK", text))
     loads = [found.start() for found in re.finditer("UTMALDG", text)]
-    assert len(loads) == 2 and loads[0] < wait < loads[1] and text.index("STG.E.128") > loads[1]
+    # Half of the weight; x; and in its first tile the other half.
+    assert len(loads) == 3 and loads[0] < wait < loads[1] and text.index("STG.E.128") > loads[2]
     assert "PREEXIT" in text and "HGMMA.64x8x16.F32" in text and ("tnspA" in text) == (side == "q")
 
 
@@ -70,29 +71,18 @@ def test_an_sm_has_all_of_its_cute_ctas_at_a_time(side: str, tokens: int) -> Non
     assert taken.ctas_per_sm * H200.num_sms >= plan.tiling.ctas(problem)
 
 
-def test_a_cute_ring_has_no_more_slots_than_mbarriers() -> None:
-    """Many small tiles: the shared memory that the tiling counts is what is compiled."""
-    problem = GemmProblem(tokens=512)
-    plan = plan_type("cute-dsl/absorb_gemm")(problem, None, H200)
-    rings = [t for t in plan.autotune_configs() if t.tile_n == 8]
-    longest = max(rings, key=lambda t: int(t.num_pipeline_stages))
-    assert longest.num_pipeline_stages == 64
-    taken = plan.with_tiling(longest).plan_empty().compile(None, H200).resources
-    assert taken.smem == longest.geometry(problem).smem and taken.ctas_per_sm >= 1
-
-
 @pytest.mark.parametrize("tokens", [1, 4, 8, 32, 64, 128, 512, 5000])
 @pytest.mark.parametrize("h", [1, 16, 64, 128])
 @pytest.mark.parametrize("side", ["q", "out"])
 def test_cute_fills_a_device(side: str, h: int, tokens: int) -> None:
-    """With DeepSeek's widths: no SM without a CTA where there are columns and tokens for it, and all CTAs of an SM fit
-    at a time."""
+    """With DeepSeek's widths: most SMs have a CTA where there are columns and tokens for it, and all CTAs of an SM fit at
+    a time. 158 tiles of which an SM has room for one are two to a CTA, on 80 SMs."""
     problem = GemmProblem(side=side, h=h, tokens=tokens)
     plan = plan_type("cute-dsl/absorb_gemm")(problem, None, H200)
     tiling = plan.tiling
     geometry = tiling.geometry(problem)
     assert plan.feasible() and tiling.splits <= tiling.tiles(problem)
-    assert tiling.ctas(problem) >= min(120, problem.columns // 64 * h * -(-tokens // 64))
+    assert tiling.ctas(problem) >= min(80, problem.columns // 64 * h * -(-tokens // 64))
     waves = -(-tiling.ctas(problem) // H200.num_sms)
     assert waves * (geometry.smem + 1024) <= H200.smem_per_sm
     configs = plan.autotune_configs()
@@ -125,11 +115,10 @@ def test_refusals_say_why() -> None:
         (AbsorbGemmTiling(tile_m=256), "divide the 128 columns"),
         (AbsorbGemmTiling(tile_n=24), "tile_n = 24"),
         (AbsorbGemmTiling(splits=0), "splits = 0"),
-        (AbsorbGemmTiling(num_pipeline_stages=7), "must hold the 8 panels"),
-        (AbsorbGemmTiling(128, 64, 20), "bytes of shared memory"),
-        (AbsorbGemmTiling(num_pipeline_stages=65), "over the 64 that have mbarriers"),
     ):
         assert words in tiling.validate(out, H200).reason
+    wide = GemmProblem(side="out", k=768)
+    assert "bytes of shared memory" in AbsorbGemmTiling(128, 64).validate(wide, H200).reason
     problem = GemmProblem(tokens=2, h=2, p=64)
     plan = AbsorbGemmPlan(problem, None, H200)
     x, weight = make_inputs(problem)

@@ -11,6 +11,12 @@ Each of 256 threads writes a word of shared memory, waits, and reads the word of
     give  two copies and two barriers; at each one warpgroup arrives (bar.arrive) and the other one waits
     pass  the first half of that, for one round: the first warpgroup writes and arrives, the other one waits and reads
 
+With an mbarrier in place of the named one, as `pass`:
+
+    stored  the first warpgroup writes, and arrives
+    waited  it copies from global memory (cp.async), waits for its copies, and arrives
+    copied  it copies, and the copies arrive by themselves (cp.async.mbarrier.arrive.noinc)
+
 Options: `rounds=N` repeats it; `peel=1` gives the last round a copy of its own; `again=same` takes one barrier both
 before reading and after; `late=0|1` delays that warpgroup; `own=1` lets the first warpgroup meet at a barrier of its
 own before it writes, `own=2` behind it as well; `more=exit` adds a third one that ends at once, `more=start` one that
@@ -27,6 +33,13 @@ from collections.abc import Mapping, Sequence
 GROUP = 128
 NAME = "barrier_places"
 FIRST, LATTER, BOTH = range(3)
+#: How the first warpgroup hands its words over at an mbarrier.
+HANDED = {
+    "stored": ["{write}", "mbarrier.arrive.shared.b64 _, [%mbarrier];"],
+    "waited": ["{copy}", "cp.async.wait_all;", "mbarrier.arrive.shared.b64 _, [%mbarrier];"],
+    "copied": ["{copy}", "cp.async.mbarrier.arrive.noinc.shared.b64 [%mbarrier];"],
+}
+ONE_WAY = ("pass", *HANDED)
 
 
 def ptx(places: str, options: Mapping[str, str]) -> str:
@@ -42,6 +55,14 @@ def ptx(places: str, options: Mapping[str, str]) -> str:
         read = f"ld.volatile.shared.u32 %word, [%theirs]; xor.b32 %word, %word, {others}; add.u32 %sum, %sum, %word;"
         if places == "none":
             steps = [write, read]
+        elif places in HANDED and who == FIRST:
+            steps = [
+                step.format(write=write, copy="cp.async.ca.shared.global [%own], [%mine], 4;")
+                for step in HANDED[places]
+            ]
+        elif places in HANDED:
+            waits = "mbarrier.try_wait.parity.shared.b64 %done, [%mbarrier], 0;"
+            steps = [f"WAIT:\n    {waits}\n    @!%done bra WAIT;", read]
         elif places == "pass":
             steps = [write, f"bar.arrive 5, {everyone};"] if who == FIRST else [f"bar.sync 5, {everyone};", read]
         elif places != "give":
@@ -74,6 +95,10 @@ END_{who}:
     bra.uni END;"""
 
     starts = options.get("more") == "start"
+    begin = f"""mov.u32 %mbarrier, arrivals;
+    setp.eq.u32 %done, %thread, 0;
+    @%done mbarrier.init.shared.b64 [%mbarrier], {GROUP};
+    bar.sync 7, {everyone};"""
     code = part(BOTH) if places == "one" else f"@%second bra SECOND;{part(FIRST)}\nSECOND:{part(LATTER)}"
     return f"""
 .version 7.8
@@ -81,10 +106,11 @@ END_{who}:
 .address_size 64
 .visible .entry {NAME}(.param .u64 out, .param .u32 count)
 {{
-    .reg .pred %second, %third, %more;
-    .reg .b32 %thread, %own, %theirs, %word, %sum, %round, %rounds, %last, %at, %base;
-    .reg .b64 %out, %place;
+    .reg .pred %second, %third, %more, %done;
+    .reg .b32 %thread, %own, %theirs, %word, %sum, %round, %rounds, %last, %at, %base, %mbarrier;
+    .reg .b64 %out, %place, %mine;
     .shared .align 4 .b32 box[{2 * GROUP}];
+    .shared .align 8 .b64 arrivals;
     mov.u32 %thread, %tid.x;
     mov.u32 %sum, 0;
     ld.param.u32 %rounds, [count];
@@ -100,11 +126,13 @@ WORK:
     add.u32 %own, %base, %at;
     xor.b32 %at, %at, {4 * GROUP};
     add.u32 %theirs, %base, %at;
-    {code}
-END:
     ld.param.u64 %out, [out];
     mul.wide.u32 %place, %thread, 4;
     add.u64 %place, %out, %place;
+    cvta.to.global.u64 %mine, %place;
+    {begin if places in HANDED else ""}
+    {code}
+END:
     st.global.u32 [%place], %sum;
     ret;
 }}
@@ -112,8 +140,8 @@ END:
 
 
 def expected(places: str, rounds: int) -> list[int]:
-    """By thread; with `pass` the first warpgroup reads nothing."""
-    readers = range(GROUP if places == "pass" else 0, 2 * GROUP)
+    """By thread; where words go one way, the first warpgroup reads nothing."""
+    readers = range(GROUP if places in ONE_WAY else 0, 2 * GROUP)
     return [sum((t ^ GROUP) + n for n in range(rounds)) if t in readers else 0 for t in range(2 * GROUP)]
 
 
@@ -134,8 +162,9 @@ def run(code: str, rounds: int, threads: int) -> list[int]:
     call("cuCtxSetCurrent", context)
     call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(code.encode()))
     call("cuModuleGetFunction", ctypes.byref(function), module, NAME.encode())
-    found = (ctypes.c_uint32 * (2 * GROUP))()
+    found = (ctypes.c_uint32 * (2 * GROUP))(*(t ^ 3 for t in range(2 * GROUP)))  # what the first warpgroup copies
     call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(ctypes.sizeof(found)))
+    call("cuMemcpyHtoD_v2", memory, found, ctypes.c_size_t(ctypes.sizeof(found)))
     pointers = (ctypes.c_void_p * 2)(ctypes.addressof(memory), ctypes.addressof(count))
     call("cuLaunchKernel", function, 1, 1, 1, threads, 1, 1, 0, None, pointers, None)
     call("cuCtxSynchronize")

@@ -11,15 +11,15 @@ the head's token tiles, or every splits-th of them. Everything is loaded by TMA 
     weight        tile_m x 64      tile_m x 64    resident        weight's panel k, too
     x             tile_n x 64      tile_n x 64    ring of `slots` panels, over all token tiles
 
-    load (one warp)   weight → griddepcontrol.wait → x, tile by tile, as slots get free
+    load (one warp)   half the weight → griddepcontrol.wait → x, with its first tile the other half, as slots get free
     consumers         a warpgroup has 64 columns, or twice 64:
         mma           for k: wait full[k];  Aᵢ(k) · B(k) → accᵢ;  when it is done, free the slot
         epilogue      accᵢ → 16 bits, transposed by stmatrix → shared memory, 64 columns a token → 128 bytes a token
 
-The weight is nobody's output, so that it is loaded while the kernel before this one still ends (programmatic dependent
-launch); all loads of a CTA are in flight before anything waits. Shared memory is small enough for several CTAs an SM
-where tokens are few, and takes all of an SM where they are many. x and out may be slices (strides are multiples of 16
-bytes): rows past the last token are read as zeros and not written.
+The weight is nobody's output, so that half of it is loaded while the kernel before this one still ends (programmatic
+dependent launch). The other half comes between the panels of x: behind the whole weight the first product would wait
+for all of it. x and out may be slices (strides are multiples of 16 bytes): rows past the last token are read as zeros
+and not written.
 
 The base version. Resident weights with tokens streaming past are those of an inference GEMM whose M is a batch;
 the swap is that of the decode versions, whose K·Qᵀ has the same shape.
@@ -27,7 +27,7 @@ the swap is that of the decode versions, whose K·Qᵀ has the same shape.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,11 +58,12 @@ VECTOR = 8  # elements of 16 bytes
 WARPS = WARPGROUP // 32
 TILES_M = (64, 128, 256, 512)
 TILES_N = (8, 16, 32, 64)
+SLOTS = 4  # least panels of the ring, for the next tile of x to come while one is multiplied
 STAGED = 32  # tokens that a consumer has in shared memory on their way out
 RESERVED = 1024  # bytes of shared memory that every CTA of an SM takes beside its own
-BARRIERS = 1024  # and of a CTA's, those of mbarriers,
-MOST_SLOTS = BARRIERS // 16  # two of 8 bytes a slot
-SMS, SMEM_PER_SM = 132, 233_472  # of the devices that it is written for
+BARRIERS = 1024  # and of a CTA's, those of mbarriers
+MOST_CTAS = 4  # of an SM that shares a head's columns among them
+SMS, SMEM_PER_SM, THREADS_PER_SM = 132, 233_472, 2048  # of the devices that it is written for
 # L2 policy as createpolicy encodes it: the weight is not read again before a step's other layers have passed.
 EVICT_FIRST = 0x12F0000000000000
 
@@ -78,7 +79,7 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. side: "q" or "out". h: heads. k, d: columns of latent and of a head. tile_m:
-    output columns of a CTA. tile_n: tokens of a tile. slots: panels of the ring."""
+    output columns of a CTA. tile_n: tokens of a tile."""
 
     side: str
     h: int
@@ -86,7 +87,6 @@ class Geometry:
     d: int
     tile_m: int
     tile_n: int
-    slots: int
 
     @property
     def columns(self) -> int:
@@ -97,6 +97,11 @@ class Geometry:
     def panels(self) -> int:
         """Of the summed columns."""
         return (self.d if self.side == "q" else self.k) // PANEL
+
+    @property
+    def slots(self) -> int:
+        """Panels of the ring: at least those of a token tile, whose weight comes into the slots of the same numbers."""
+        return max(self.panels, SLOTS)
 
     @property
     def blocks(self) -> int:
@@ -204,20 +209,11 @@ def load(
 ):
     """What the producer warp does. Loops stay loops: unrolled, the first loads wait for their instructions."""
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-    blocks, panels, slots = geometry.blocks, geometry.panels, geometry.slots
-    boxes, places = boxes_of(weight_tma, weight, weight_in(storage, geometry), BLOCK)
-    for k in cutlass.range(panels, unroll=1):
-        with cute.arch.elect_one():
-            # No arrival: that is the token panel's, which comes into the same slot.
-            cute.arch.mbarrier_expect_tx(full + k, 2 * blocks * BLOCK * PANEL)
-        for block in cutlass.range(blocks, unroll=1):
-            cute.copy(
-                weight_tma,
-                boxes[None, first_block + block, k, head],
-                places[None, k * blocks + block],
-                tma_bar_ptr=full + k,
-                cache_policy=Int64(EVICT_FIRST),
-            )
+    panels, slots = geometry.panels, geometry.slots
+    ahead = panels // 2
+    weights = boxes_of(weight_tma, weight, weight_in(storage, geometry), BLOCK)
+    for k in cutlass.range(ahead, unroll=1):
+        load_weight(weight_tma, *weights, full, first_block, k, head, geometry)
     # x may be what the kernel before writes, and out what it reads.
     wait_for_launch(x_address)
     boxes, places = boxes_of(x_tma, x, ring_in(storage, geometry), geometry.tile_n)
@@ -227,10 +223,38 @@ def load(
             cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
             # One lane is to be elected for the whole warp, not one for each group that left the wait together.
             cute.arch.sync_warp()
+            if (tile == split) & (k >= ahead):
+                load_weight(weight_tma, *weights, full, first_block, k, head, geometry)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + slot, 2 * geometry.tile_n * PANEL)
             cute.copy(x_tma, boxes[None, tile, k, head], places[None, slot], tma_bar_ptr=full + slot)
             slot, phase = next_slot(slot, phase, slots)
+
+
+@cute.jit
+def load_weight(
+    tma: cute.CopyAtom,
+    boxes: cute.Tensor,  # of `boxes_of`, as places
+    places: cute.Tensor,
+    full: cute.Pointer,
+    first_block: Int32,
+    k: Int32,
+    head: Int32,
+    geometry: cutlass.Constexpr,
+):
+    """Panel k of the CTA's columns, for the first token tile, whose panel k is in slot k."""
+    blocks = geometry.blocks
+    with cute.arch.elect_one():
+        # No arrival: that is the token panel's, which comes into the same slot.
+        cute.arch.mbarrier_expect_tx(full + k, 2 * blocks * BLOCK * PANEL)
+    for block in cutlass.range(blocks, unroll=1):
+        cute.copy(
+            tma,
+            boxes[None, first_block + block, k, head],
+            places[None, k * blocks + block],
+            tma_bar_ptr=full + k,
+            cache_policy=Int64(EVICT_FIRST),
+        )
 
 
 # ------------------------------------------------------------------------------------------------ device: mma
@@ -454,19 +478,17 @@ def takes(pd: GemmProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class AbsorbGemmTiling(Tiling):
-    """tile_m: output columns of a CTA. tile_n: tokens of a tile. num_pipeline_stages: panels of the ring; 0: those of
-    one token tile, which are the least. splits: CTAs that share the token tiles of the same columns."""
+    """tile_m: output columns of a CTA. tile_n: tokens of a tile. splits: CTAs that share the token tiles of the same
+    columns."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("splits",)
 
     tile_m: int = 64
     tile_n: int = 8
-    num_pipeline_stages: int = 0
     splits: int = 1
 
     def geometry(self, pd: GemmProblem) -> Geometry:
-        slots = self.num_pipeline_stages or pd.summed // PANEL
-        return Geometry(pd.side, pd.h, pd.k, pd.d, self.tile_m, self.tile_n, slots)
+        return Geometry(pd.side, pd.h, pd.k, pd.d, self.tile_m, self.tile_n)
 
     def ctas(self, pd: GemmProblem) -> int:
         return pd.columns // self.tile_m * pd.h * min(self.splits, self.tiles(pd))
@@ -482,52 +504,40 @@ class AbsorbGemmTiling(Tiling):
             return Verdict.no(f"tile_n = {self.tile_n} must be one of {TILES_N}")
         if self.splits < 1:
             return Verdict.no(f"splits = {self.splits} must be at least 1")
-        geometry = self.geometry(pd)
-        if geometry.slots < geometry.panels:
-            return Verdict.no(
-                f"num_pipeline_stages = {geometry.slots} must hold the {geometry.panels} panels of a token tile"
-            )
-        if geometry.slots > MOST_SLOTS:
-            return Verdict.no(f"num_pipeline_stages = {geometry.slots} are over the {MOST_SLOTS} that have mbarriers")
+        smem = self.geometry(pd).smem
         most = device.smem_per_block if device is not None else 232_448
-        if geometry.smem > most:
-            return Verdict.no(f"{geometry.smem:,} bytes of shared memory are over the {most:,} that a CTA may have")
+        if smem > most:
+            return Verdict.no(f"{smem:,} bytes of shared memory are over the {most:,} that a CTA may have")
         return Verdict.yes()
 
 
-def busiest(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> int:
-    """Elements that the SM with the most CTAs moves: their weights, their tokens, their output."""
-    tokens = min(-(-tiling.tiles(pd) // tiling.splits) * tiling.tile_n, pd.tokens)
-    moved = tiling.tile_m * pd.summed + tokens * (pd.summed + tiling.tile_m)
-    return -(-tiling.ctas(pd) // sms) * moved
-
-
-def with_ring(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> AbsorbGemmTiling:
-    """With the longest ring that lets an SM have all of its CTAs at a time, and that has something to hold."""
-    least = tiling.geometry(pd)
-    resident = max(1, min(-(-tiling.ctas(pd) // sms), SMEM_PER_SM // (least.smem + RESERVED)))
-    room = SMEM_PER_SM // resident - RESERVED - least.smem
-    used = -(-tiling.tiles(pd) // tiling.splits) * least.panels
-    slots = min(least.slots + room // (2 * tiling.tile_n * PANEL), used, MOST_SLOTS)
-    return replace(tiling, num_pipeline_stages=max(slots, least.panels))
+def cost(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> float:
+    """What the SM with the most CTAs does, in elements that it could load meanwhile: it moves weights, tokens and
+    outputs; a CTA's first product waits for its weight; token tiles of a CTA follow each other, and so do CTAs that
+    find no room. The factors pick best among all tilings of 90 problems on two chips (devlogs/absorb_gemm)."""
+    geometry = tiling.geometry(pd)
+    ctas, steps = -(-tiling.ctas(pd) // sms), -(-tiling.tiles(pd) // tiling.splits)
+    weight, tokens = tiling.tile_m * pd.summed, min(steps * tiling.tile_n, pd.tokens)
+    moved = ctas * (weight + tokens * (pd.summed + tiling.tile_m))
+    room = min(SMEM_PER_SM // (geometry.smem + RESERVED), THREADS_PER_SM // geometry.threads, ctas)
+    return moved + 2 * weight + 48 * 1024 * (steps - 1) * ctas / room + 80 * 1024 * (-(-ctas // room) - 1)
 
 
 def tilings(pd: GemmProblem, sms: int, within: float) -> list[AbsorbGemmTiling]:
-    """Those with which the busiest SM moves at most `within` times the least; tiles of many tokens first, then those
-    of few columns."""
+    """Those whose cost is at most `within` times the least, by their cost."""
     found = []
-    for tile_n in reversed(TILES_N):
+    for tile_n in TILES_N:
         if tile_n >= 2 * pd.tokens and tile_n > TILES_N[0]:
             continue  # half of the tile would be empty
+        tiles = -(-pd.tokens // tile_n)
         for tile_m in TILES_M:
-            splits = 1
-            while splits <= -(-pd.tokens // tile_n):
-                tiling = AbsorbGemmTiling(tile_m, tile_n, 0, splits)
+            most = max(1, min(MOST_CTAS * sms // (-(-pd.columns // tile_m) * pd.h), tiles))
+            for splits in sorted({-(-tiles // -(-tiles // splits)) for splits in range(1, most + 1)}):
+                tiling = AbsorbGemmTiling(tile_m, tile_n, splits)
                 if tiling.validate(pd):
-                    found.append(tiling)
-                splits *= 2
-    least = min(busiest(pd, tiling, sms) for tiling in found)
-    return [with_ring(pd, tiling, sms) for tiling in found if busiest(pd, tiling, sms) <= within * least]
+                    found.append((cost(pd, tiling, sms), tiling))
+    found.sort(key=lambda pair: pair[0])
+    return [tiling for least, tiling in found if least <= within * found[0][0]]
 
 
 class AbsorbGemmPlan(KernelPlan):
@@ -544,7 +554,7 @@ class AbsorbGemmPlan(KernelPlan):
         return self.device.num_sms if self.device is not None else SMS
 
     def default_tiling(self) -> AbsorbGemmTiling:
-        return tilings(self.problem, self.sms, 1.15)[0]
+        return tilings(self.problem, self.sms, 1.0)[0]
 
     def autotune_configs(self) -> list[Tiling]:
         return [*tilings(self.problem, self.sms, 1.5)]

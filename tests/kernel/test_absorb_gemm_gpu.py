@@ -23,6 +23,14 @@ PROBLEMS = [
     for tokens, h, dtype in ((1, 128, "bf16"), (7, 16, "fp16"), (33, 64, "bf16"), (130, 16, "bf16"), (512, 128, "fp16"))
 ]
 
+OTHER_WIDTHS = [
+    GemmProblem(side="q", tokens=70, h=5, k=256, d=64, p=0),
+    GemmProblem(side="out", tokens=70, h=5, k=256, d=192),
+    GemmProblem(side="q", tokens=9, h=20, d=192),
+    GemmProblem(side="out", tokens=9, h=1, d=256),
+]
+CHAINED = (1, 40, 700)  # tokens
+
 
 def planned(kernel: registry.KernelId, problem: GemmProblem, tiling: Any = None) -> Any:
     if (reason := registry.missing(kernel)) is not None:
@@ -59,10 +67,7 @@ def test_every_cute_tiling_is_right(problem: GemmProblem) -> None:
         assert report.ok, f"{tiling}: {report.reason}"
 
 
-@pytest.mark.parametrize("problem", [
-    GemmProblem(side="q", tokens=70, h=5, k=256, d=64, p=0), GemmProblem(side="out", tokens=70, h=5, k=256, d=192),
-    GemmProblem(side="q", tokens=9, h=20, d=192), GemmProblem(side="out", tokens=9, h=1, d=256),
-], ids=lambda p: p.label + p.detail)  # fmt: skip
+@pytest.mark.parametrize("problem", OTHER_WIDTHS, ids=lambda p: p.label + p.detail)
 def test_other_widths_are_right(problem: GemmProblem) -> None:
     from mla_var3.check.judge import check
 
@@ -97,7 +102,7 @@ def test_captured_call_follows_its_inputs_and_allocates_nothing(
     torch.testing.assert_close(bound.output_tensors[0][..., columns].double(), want[..., columns], atol=1e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 700])
+@pytest.mark.parametrize("tokens", CHAINED)
 def test_a_product_waits_for_the_kernel_that_writes_its_tokens(tokens: int) -> None:
     """A chain of both products, each of which may start before the one in front of it has ended, gives what they give
     apart, and writes nothing behind the last token."""

@@ -206,6 +206,19 @@ def every_tiling(version: str, problems: Iterable[Any]) -> Iterator[Wanted]:
         yield from ((kernel, tiling.to_record(), problem) for tiling in (plan.tiling, *plan.autotune_configs()))
 
 
+def gemm_part() -> Iterator[Wanted]:
+    """What tests/kernel/test_absorb_gemm_gpu.py plans: all tilings, and anew for two cases of the check."""
+    import test_absorb_gemm_gpu as tests
+
+    from mla_var3.workload.gemm import GemmProblem
+
+    yield from every_tiling("cute-dsl/absorb_gemm", tests.PROBLEMS)
+    anew = [problem.replace(tokens=tokens) for problem in tests.PROBLEMS for tokens in (3, 1027)]
+    chained = [GemmProblem(side=side, tokens=tokens) for side in ("q", "out") for tokens in tests.CHAINED]
+    for problem in (*anew, *chained, *tests.OTHER_WIDTHS):
+        yield tests.CUTE, {}, problem
+
+
 def append_part() -> Iterator[Wanted]:
     """What tests/kernel/test_packed_append_gpu.py plans, in all tilings, and test_sparse_mla_decode_gpu.py calls."""
     import test_packed_append_gpu as tests
@@ -263,6 +276,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "append": append_part,
     "sparse": sparse_part,
     "random_sparse": random_sparse_part,
+    "gemm": gemm_part,
     "merge": merge_part,
     "jax": jax_part,
     "cpp": cpp_part,

@@ -512,15 +512,16 @@ class AbsorbGemmTiling(Tiling):
 
 
 def cost(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> float:
-    """What the SM with the most CTAs does, in elements that it could load meanwhile: it moves weights, tokens and
-    outputs; a CTA's first product waits for its weight; token tiles of a CTA follow each other, and so do CTAs that
-    find no room. The factors pick best among all tilings of 90 problems on two chips (devlogs/absorb_gemm)."""
+    """What the SM with the most CTAs does, in elements that it could load meanwhile: it moves weights and outputs, and
+    tokens from L2, which CTAs of a head share; a CTA's first product waits for its weight; token tiles of a CTA follow
+    each other, and so do CTAs that find no room. The factors are those that pick best among all tilings of 85 problems
+    on two chips (devlogs/absorb_gemm)."""
     geometry = tiling.geometry(pd)
     ctas, steps = -(-tiling.ctas(pd) // sms), -(-tiling.tiles(pd) // tiling.splits)
     weight, tokens = tiling.tile_m * pd.summed, min(steps * tiling.tile_n, pd.tokens)
-    moved = ctas * (weight + tokens * (pd.summed + tiling.tile_m))
+    moved = ctas * (weight + tokens * (pd.summed / 16 + tiling.tile_m)) + weight / 2
     room = min(SMEM_PER_SM // (geometry.smem + RESERVED), THREADS_PER_SM // geometry.threads, ctas)
-    return moved + 2 * weight + 48 * 1024 * (steps - 1) * ctas / room + 80 * 1024 * (-(-ctas // room) - 1)
+    return moved + 16 * 1024 * (steps - 1) * ctas / room + 128 * 1024 * (-(-ctas // room) - 1)
 
 
 def tilings(pd: GemmProblem, sms: int, within: float) -> list[AbsorbGemmTiling]:

@@ -48,12 +48,22 @@ def test_calls_that_overlap_are_taken_apart() -> None:
     chip = SimulatedBackend()
     item = prepare(chip, "k", [chip.call(100.0, overlap=4.0)] * 2, SETTINGS)
     assert item.overlap_us == pytest.approx(4.0, abs=0.5) and item.gap_us == pytest.approx(1.5, abs=0.1)
-    timing.take_apart(chip, item)
+    timing.take_apart(chip, [item], item.gap_us)
     take_turns(chip, [item], SETTINGS, nobody, fail)
     assert item.stats()["burst"]["median"] == pytest.approx(100.0, rel=0.02)
     assert "calls overlapped by 4.0 us" in timing.method_text(item, 2, 1, SETTINGS, graph=True, clock="c")
     blind = prepare(chip, "k", [chip.call(100.0, overlap=4.0)] * 2, dataclasses.replace(SETTINGS, overlap_probe=False))
     assert blind.overlap_us == 0
+
+
+def test_contenders_taken_apart_have_one_gap() -> None:
+    """A gap that was measured beside something else is not a contender's own."""
+    chip = SimulatedBackend()
+    items = [prepare(chip, name, [chip.call(us, overlap=2.0)] * 2, SETTINGS) for name, us in (("a", 50.0), ("b", 20.0))]
+    items[0].gap_us = 4.0
+    timing.take_apart(chip, items, 1.5)
+    take_turns(chip, items, SETTINGS, nobody, fail)
+    assert [item.stats()["burst"]["median"] for item in items] == [pytest.approx(us, rel=0.02) for us in (50.0, 20.0)]
 
 
 def test_burst_is_cool_and_sustained_is_hot() -> None:

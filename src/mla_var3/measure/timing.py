@@ -251,12 +251,13 @@ def prepare(backend: Backend, name: str, calls: Sequence[Call], settings: BenchS
     return Item(name, replay, count * rotations, replay_us, bound=bound, gap_us=gap_us, overlap_us=overlap_us)
 
 
-def take_apart(backend: Backend, item: Item) -> None:
-    """Puts a tiny kernel between the calls of an item, where they can be taken apart and are not yet."""
-    if item.bound and not item.apart:
-        item.replay = backend.capture(item.bound, item.calls // len(item.bound), separated=True)
-        item.replay_us = min(backend.start(item.replay, 2).wait())
-        item.apart = True
+def take_apart(backend: Backend, items: Sequence[Item], gap_us: float) -> None:
+    """Puts a tiny kernel, which costs `gap_us`, between the calls of items that can be taken apart and are not yet."""
+    for item in items:
+        if item.bound and not item.apart:
+            item.replay = backend.capture(item.bound, item.calls // len(item.bound), separated=True)
+            item.replay_us = min(backend.start(item.replay, 2).wait())
+            item.apart, item.gap_us = True, gap_us
 
 
 def median_us(backend: Backend, calls: Sequence[Call], *, graph: bool = True) -> float:

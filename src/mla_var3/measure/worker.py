@@ -336,8 +336,10 @@ class Worker:
         assert self.limits is not None
         self.backend.release()  # what the checks left
         self._each(ready, lambda contender: self._prepare(contender, inputs))
-        if any(item.overlap_us for contender in ready for item in contender.items):
-            self._each(ready, self._take_apart)
+        probed = [item for contender in ready for item in contender.items if item.bound]
+        if any(item.overlap_us for item in probed):
+            gap_us = min(item.gap_us for item in probed)
+            self._each(ready, lambda contender: timing.take_apart(self.backend, contender.items, gap_us))
         if not ready:
             return
         owners = {id(item): contender for contender in ready for item in contender.items}
@@ -387,10 +389,6 @@ class Worker:
                 contender.beside.clear()
                 contender.calls.clear()
                 ready.remove(contender)
-
-    def _take_apart(self, contender: Contender) -> None:
-        for item in contender.items:
-            timing.take_apart(self.backend, item)
 
     def _prepare(self, contender: Contender, inputs: _Inputs) -> None:
         from mla_var3.measure.buffers import Shared

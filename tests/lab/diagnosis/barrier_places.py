@@ -16,6 +16,9 @@ With an mbarrier in place of the named one, as `pass`:
     stored  the first warpgroup writes, and arrives
     waited  it copies from global memory (cp.async), waits for its copies, and arrives
     copied  it copies, and the copies arrive by themselves (cp.async.mbarrier.arrive.noinc)
+    ring    over rounds: it waits until what it wrote before has been read, writes, and arrives; the other one reads and
+            arrives at a second mbarrier: every thread, or with `by=warp` a lane of each warp, behind bar.warp.sync with
+            `by=synced`
 
 Options: `rounds=N` repeats it; `peel=1` gives the last round a copy of its own; `again=same` takes one barrier both
 before reading and after; `late=0|1` delays that warpgroup; `own=1` lets the first warpgroup meet at a barrier of its
@@ -39,7 +42,24 @@ HANDED = {
     "waited": ["{copy}", "cp.async.wait_all;", "mbarrier.arrive.shared.b64 _, [%mbarrier];"],
     "copied": ["{copy}", "cp.async.mbarrier.arrive.noinc.shared.b64 [%mbarrier];"],
 }
-ONE_WAY = ("pass", *HANDED)
+ONE_WAY = ("pass", "ring", *HANDED)
+
+
+def ring(who: int, write: str, read: str, by: str) -> list[str]:
+    """A round of `ring`. The first wait for an empty place is for the phase before the first, which is over."""
+    mine, other = ("%mbarrier", "%empty") if who == FIRST else ("%empty", "%mbarrier")
+    waits = [
+        f"and.b32 %parity, %round, 1; {'xor.b32 %parity, %parity, 1;' if who == FIRST else ''}",
+        f"WAIT_{who}:",
+        f"mbarrier.try_wait.parity.shared.b64 %done, [{other}], %parity;",
+        f"@!%done bra WAIT_{who};",
+    ]
+    arrives = [f"mbarrier.arrive.shared.b64 _, [{mine}];"]
+    if who == LATTER and by != "thread":
+        arrives = ["bar.warp.sync 0xffffffff;"] if by == "synced" else []
+        arrives += ["and.b32 %parity, %thread, 31; setp.eq.u32 %done, %parity, 0;"]
+        arrives += [f"@%done mbarrier.arrive.shared.b64 _, [{mine}];"]
+    return [*waits, write if who == FIRST else read, *arrives]
 
 
 def ptx(places: str, options: Mapping[str, str]) -> str:
@@ -55,6 +75,8 @@ def ptx(places: str, options: Mapping[str, str]) -> str:
         read = f"ld.volatile.shared.u32 %word, [%theirs]; xor.b32 %word, %word, {others}; add.u32 %sum, %sum, %word;"
         if places == "none":
             steps = [write, read]
+        elif places == "ring":
+            steps = ring(who, write, read, options.get("by", "thread"))
         elif places in HANDED and who == FIRST:
             steps = [
                 step.format(write=write, copy="cp.async.ca.shared.global [%own], [%mine], 4;")
@@ -95,9 +117,12 @@ END_{who}:
     bra.uni END;"""
 
     starts = options.get("more") == "start"
+    readers = GROUP if options.get("by", "thread") == "thread" else GROUP // 32
     begin = f"""mov.u32 %mbarrier, arrivals;
+    add.u32 %empty, %mbarrier, 8;
     setp.eq.u32 %done, %thread, 0;
     @%done mbarrier.init.shared.b64 [%mbarrier], {GROUP};
+    @%done mbarrier.init.shared.b64 [%empty], {readers};
     bar.sync 7, {everyone};"""
     code = part(BOTH) if places == "one" else f"@%second bra SECOND;{part(FIRST)}\nSECOND:{part(LATTER)}"
     return f"""
@@ -107,10 +132,10 @@ END_{who}:
 .visible .entry {NAME}(.param .u64 out, .param .u32 count)
 {{
     .reg .pred %second, %third, %more, %done;
-    .reg .b32 %thread, %own, %theirs, %word, %sum, %round, %rounds, %last, %at, %base, %mbarrier;
+    .reg .b32 %thread, %own, %theirs, %word, %sum, %round, %rounds, %last, %at, %base, %mbarrier, %empty, %parity;
     .reg .b64 %out, %place, %mine;
     .shared .align 4 .b32 box[{2 * GROUP}];
-    .shared .align 8 .b64 arrivals;
+    .shared .align 8 .b64 arrivals[2];
     mov.u32 %thread, %tid.x;
     mov.u32 %sum, 0;
     ld.param.u32 %rounds, [count];
@@ -130,7 +155,7 @@ WORK:
     mul.wide.u32 %place, %thread, 4;
     add.u64 %place, %out, %place;
     cvta.to.global.u64 %mine, %place;
-    {begin if places in HANDED else ""}
+    {begin if places in (*HANDED, "ring") else ""}
     {code}
 END:
     st.global.u32 [%place], %sum;

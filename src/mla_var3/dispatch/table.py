@@ -86,7 +86,8 @@ def _close(a: MlaProblem, b: MlaProblem) -> bool:
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """What was measured on one device. floor_us: least that a recorded call took above the limit."""
+    """What was measured on one device. floor_us: least that a call took above the limit, of those that took twice as
+    long as that: what a long call takes above it says how good a chip it ran on."""
 
     device: str
     floor_us: float = _ASSUMED_FLOOR_US
@@ -234,7 +235,7 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
         if key not in newest or worth >= newest[key][:2]:
             newest[key] = (*worth, record, run, us)
     grouped: dict[str, dict[tuple[KernelId, Any], list[Point]]] = {}
-    excess: dict[str, list[float]] = {}
+    above: dict[str, list[float]] = {}  # what short calls took above the limit
     level = {key: us for found in timed.values() for key, us in levelled(found).items()}
     for key, (_, _, record, run, own_us) in newest.items():
         device, kernel, asked, problem = key
@@ -245,14 +246,16 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
         grouped.setdefault(device, {}).setdefault((kernel, asked), []).append(
             Point(record.id, problem, round(us, 3), run, record.code["digest"] if record.code else "")
         )
-        excess.setdefault(device, []).append(us - limit)
+        if us >= 2 * limit:
+            above.setdefault(device, []).append(us - limit)
     tables = {}
     for device, groups in grouped.items():
         recipes = tuple(
             Recipe(kernel, asked, tuple(sorted(points, key=lambda p: (p.problem.label, p.record))))
             for (kernel, asked), points in sorted(groups.items(), key=lambda item: (item[0][0], str(item[0][1])))
         )
-        tables[device] = DeviceTable(device, round(max(1.0, min(excess[device])), 2), recipes)
+        floor = min(above.get(device, [_ASSUMED_FLOOR_US]))
+        tables[device] = DeviceTable(device, round(max(1.0, floor), 2), recipes)
     return Table(tables)
 
 

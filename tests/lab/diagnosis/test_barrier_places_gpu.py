@@ -29,6 +29,10 @@ KERNEL = Path(__file__).with_name("barrier_places.py")
         ("racecheck", "pass", False, True),
         ("racecheck", "pass own=1", True, True),  # right, and reported: the writer has passed a barrier of its own
         ("racecheck", "pass own=2", False, True),  # another one between its write and its arrival
+        ("racecheck", "stored own=1", False, True),  # at an mbarrier it is followed,
+        ("racecheck", "copied own=1", False, True),  # where copies arrive by themselves too
+        ("racecheck", "ring rounds=6", False, True),
+        ("racecheck", "ring rounds=6 by=synced", True, True),  # right, and reported: a lane arrives for its warp
         ("racecheck", "none", True, False),  # a real race
     ],
 )
@@ -46,7 +50,8 @@ def test_what_the_tool_says(tool: str, variant: str, reported: bool, right: bool
 
 
 def test_the_kernels_are_right_without_a_tool() -> None:
-    for variant in ("one rounds=9", "two rounds=9", "two rounds=9 again=same late=1", "give rounds=9 peel=1"):
+    variants = ("one rounds=9", "two rounds=9", "two rounds=9 again=same late=1", "give rounds=9 peel=1")
+    for variant in (*variants, "stored", "waited", "copied", "ring rounds=9", "ring rounds=9 by=warp"):
         done = subprocess.run(
             [sys.executable, str(KERNEL), *variant.split()], capture_output=True, text=True, timeout=60
         )

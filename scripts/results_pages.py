@@ -39,9 +39,21 @@ WHAT = {
         "to 64 for it. FlashAttention-3 reads the same tokens in bf16, by a page table of single tokens, and takes no "
         "sinks."
     ),
+    "absorb_gemm": (
+        "The two products per head around absorbed attention, queries to latent and latent to output, against "
+        "`torch.bmm` (`experiment=absorb_gemm`)."
+    ),
+    "mla_layer": (
+        "A decode step of a whole layer, projections and all, against the same layer with FlashMLA for attention, "
+        "whose schedule 61 layers share (`experiment=mla_layer`)."
+    ),
 }
 #: Of pages whose caches are others than `DENSE`.
-CACHES = {"sparse_decode": "bf16 queries, packed FP8 caches"}
+CACHES = {
+    "sparse_decode": "bf16 queries, packed FP8 caches",
+    "absorb_gemm": "bf16, heads of 128 columns, latent 512",
+    "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
+}
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
 FILES = {
@@ -59,8 +71,8 @@ HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
     "cold L2. Burst is a cool chip, sustained the chip at its power limit; "
     "the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. All contenders of a cell took turns in "
-    "one process. The libraries are FlashMLA, built from source, and FlashAttention-3 where it is named; a speedup "
-    "above 1 means that the kernel here is faster."
+    "one process. The libraries are FlashMLA, built from source, and others where they are named; a speedup above 1 "
+    "means that the kernel here is faster."
 )
 
 SEVERAL = (

@@ -75,8 +75,8 @@ def test_an_sm_has_all_of_its_cute_ctas_at_a_time(side: str, tokens: int) -> Non
 @pytest.mark.parametrize("h", [1, 16, 64, 128])
 @pytest.mark.parametrize("side", ["q", "out"])
 def test_cute_fills_a_device(side: str, h: int, tokens: int) -> None:
-    """With DeepSeek's widths: most SMs have a CTA where there are columns and tokens for it, and all CTAs of an SM fit at
-    a time. 158 tiles of which an SM has room for one are two to a CTA, on 80 SMs."""
+    """With DeepSeek's widths: most SMs have a CTA where there are columns and tokens for it, and all CTAs of an SM
+    fit at a time. 158 tiles of which an SM has room for one are two to a CTA, on 80 SMs."""
     problem = GemmProblem(side=side, h=h, tokens=tokens)
     plan = plan_type("cute-dsl/absorb_gemm")(problem, None, H200)
     tiling = plan.tiling

@@ -296,6 +296,7 @@ class SimulatedBackend:
     times = True
     clock = "simulated"
     gap_us = 1.5
+    graph_us = 0.0  # of every replay, whatever it holds
     slow_down = 0.25
     soak_us = 50e3
 
@@ -318,7 +319,7 @@ class SimulatedBackend:
             us, overlap = self.work.get(call, (0.0, 0.0))
             cold += us + self.gap_us if separated else us - overlap
         self.log.append(("capture", len(calls), rotations, separated))
-        return (cold * rotations, tuple(calls))
+        return (cold * rotations + self.graph_us, tuple(calls))
 
     def start(self, replay: Any, count: int) -> _Now:
         self.log.append(("start", replay, count, self.heat))

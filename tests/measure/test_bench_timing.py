@@ -66,6 +66,14 @@ def test_contenders_taken_apart_have_one_gap() -> None:
     assert [item.stats()["burst"]["median"] for item in items] == [pytest.approx(us, rel=0.02) for us in (50.0, 20.0)]
 
 
+def test_what_a_graph_costs_hides_no_overlap() -> None:
+    """With few calls in a graph its own cost would be a large part of each, of the separators' too."""
+    chip = SimulatedBackend()
+    chip.graph_us = 6.0
+    item = prepare(chip, "k", [chip.call(100.0, overlap=4.0)] * 2, SETTINGS)
+    assert item.overlap_us == pytest.approx(4.0, abs=0.2) and item.gap_us == pytest.approx(1.5, abs=0.1)
+
+
 def test_burst_is_cool_and_sustained_is_hot() -> None:
     chip = SimulatedBackend()
     items = [prepare(chip, name, [chip.call(us)] * 2, SETTINGS) for name, us in (("a", 200.0), ("b", 100.0))]

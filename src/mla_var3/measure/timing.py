@@ -50,6 +50,8 @@ STATES = ("burst", "sustained")
 
 #: Most calls in one graph, so that capturing stays a matter of milliseconds.
 MAX_GRAPH_CALLS = 4096
+#: Least separators in the graph that says what one costs.
+GAPS = 128
 #: Calls between two waits for the device, where it is the host that is timed: fewer than a queue holds.
 HOST_QUEUE = 100
 #: Buffers of the two limits (`mla_var3.measure.calibrate`), and what a process with its libraries takes.
@@ -274,17 +276,19 @@ def _overlap(backend: Backend, once: Any, calls: Sequence[Call], idle_s: float) 
     def nothing() -> None:
         return None
 
-    gaps = backend.capture([nothing] * len(calls), 1, separated=True)
+    # Enough of them that what a graph costs by itself, over a microsecond, is not taken for a part of each.
+    gap_count = max(len(calls), GAPS)
+    gaps = backend.capture([nothing] * gap_count, 1, separated=True)
     apart = backend.capture(calls, 1, separated=True)
     gap_us = overlap_us = 0.0
     # Doubt is settled on a cool chip: a clock that falls between two measurements looks like an overlap too.
     for rest_s in (0.0, idle_s):
         found = []
-        for replay in (once, apart, gaps):
+        for replay, count in ((once, len(calls)), (apart, len(calls)), (gaps, gap_count)):
             if rest_s:
                 backend.synchronize()
                 backend.idle(rest_s)
-            found.append(min(backend.start(replay, 4).wait()) / len(calls))
+            found.append(min(backend.start(replay, 4).wait()) / count)
         plain_us, apart_us, gap_us = found
         overlap_us = apart_us - gap_us - plain_us
         # A launch that hides behind a long kernel does not hide behind a tiny one: up to a microsecond is no overlap.

@@ -40,12 +40,12 @@ WHAT = {
         "sinks."
     ),
     "absorb_gemm": (
-        "The two products per head around absorbed attention, queries to latent and latent to output, against "
-        "`torch.bmm` (`experiment=absorb_gemm`)."
+        "The two products per head around absorbed attention in DeepSeek V3's widths, queries to latent and latent to "
+        "output, against `torch.bmm` (`experiment=absorb_gemm`)."
     ),
     "mla_layer": (
-        "A decode step of a whole layer, projections and all, against the same layer with FlashMLA for attention, "
-        "whose schedule 61 layers share (`experiment=mla_layer`)."
+        "A decode step of a whole layer of DeepSeek V3, projections and all, against the same layer with FlashMLA for "
+        "attention, whose schedule 61 layers share (`experiment=mla_layer`)."
     ),
 }
 #: Of pages whose caches are others than `DENSE`.

@@ -514,7 +514,7 @@ class AbsorbGemmTiling(Tiling):
 def cost(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> float:
     """What the SM with the most CTAs does, in elements that it could load meanwhile: it moves weights and outputs, and
     tokens from L2, which CTAs of a head share; a CTA's first product waits for its weight; token tiles of a CTA follow
-    each other, and so do CTAs that find no room. The factors are those that pick best among all tilings of 85 problems
+    each other, and so do CTAs that find no room. The factors are those that pick best among all tilings of 90 problems
     on two chips (devlogs/absorb_gemm)."""
     geometry = tiling.geometry(pd)
     ctas, steps = -(-tiling.ctas(pd) // sms), -(-tiling.tiles(pd) // tiling.splits)

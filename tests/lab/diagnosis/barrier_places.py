@@ -42,24 +42,26 @@ HANDED = {
     "waited": ["{copy}", "cp.async.wait_all;", "mbarrier.arrive.shared.b64 _, [%mbarrier];"],
     "copied": ["{copy}", "cp.async.mbarrier.arrive.noinc.shared.b64 [%mbarrier];"],
 }
-ONE_WAY = ("pass", "ring", *HANDED)
+AT_MBARRIERS = ("ring", *HANDED)
+ONE_WAY = ("pass", *AT_MBARRIERS)
+
+
+def waits(who: int, mbarrier: str, parity: str) -> list[str]:
+    """Until the phase of an mbarrier is over."""
+    tried = f"mbarrier.try_wait.parity.shared.b64 %done, [{mbarrier}], {parity};"
+    return [f"WAIT_{who}:", tried, f"@!%done bra WAIT_{who};"]
 
 
 def ring(who: int, write: str, read: str, by: str) -> list[str]:
     """A round of `ring`. The first wait for an empty place is for the phase before the first, which is over."""
     mine, other = ("%mbarrier", "%empty") if who == FIRST else ("%empty", "%mbarrier")
-    waits = [
-        f"and.b32 %parity, %round, 1; {'xor.b32 %parity, %parity, 1;' if who == FIRST else ''}",
-        f"WAIT_{who}:",
-        f"mbarrier.try_wait.parity.shared.b64 %done, [{other}], %parity;",
-        f"@!%done bra WAIT_{who};",
-    ]
+    parity = f"and.b32 %parity, %round, 1; {'xor.b32 %parity, %parity, 1;' if who == FIRST else ''}"
     arrives = [f"mbarrier.arrive.shared.b64 _, [{mine}];"]
     if who == LATTER and by != "thread":
         arrives = ["bar.warp.sync 0xffffffff;"] if by == "synced" else []
         arrives += ["and.b32 %parity, %thread, 31; setp.eq.u32 %done, %parity, 0;"]
         arrives += [f"@%done mbarrier.arrive.shared.b64 _, [{mine}];"]
-    return [*waits, write if who == FIRST else read, *arrives]
+    return [parity, *waits(who, other, "%parity"), write if who == FIRST else read, *arrives]
 
 
 def ptx(places: str, options: Mapping[str, str]) -> str:
@@ -83,8 +85,7 @@ def ptx(places: str, options: Mapping[str, str]) -> str:
                 for step in HANDED[places]
             ]
         elif places in HANDED:
-            waits = "mbarrier.try_wait.parity.shared.b64 %done, [%mbarrier], 0;"
-            steps = [f"WAIT:\n    {waits}\n    @!%done bra WAIT;", read]
+            steps = [*waits(who, "%mbarrier", "0"), read]
         elif places == "pass":
             steps = [write, f"bar.arrive 5, {everyone};"] if who == FIRST else [f"bar.sync 5, {everyone};", read]
         elif places != "give":
@@ -155,7 +156,7 @@ WORK:
     mul.wide.u32 %place, %thread, 4;
     add.u64 %place, %out, %place;
     cvta.to.global.u64 %mine, %place;
-    {begin if places in (*HANDED, "ring") else ""}
+    {begin if places in AT_MBARRIERS else ""}
     {code}
 END:
     st.global.u32 [%place], %sum;

@@ -207,6 +207,16 @@ def test_times_of_another_day_are_brought_to_the_same_limits() -> None:
     assert us == pytest.approx(((300 - 0.1 * limit) * (300 - 0.1 * other)) ** 0.5, rel=1e-4)
 
 
+def test_a_long_call_on_a_fast_chip_lowers_no_floor() -> None:
+    """The floor is of launches and first tiles: a call of hundreds of microseconds a little over its limit says nothing
+    of it."""
+    small, large = MlaProblem(b=1, h=16, t=1024), {"b": 128, "h": 128, "t": 8192}
+    at_limit = record(MANY, cost.limit_us(MlaProblem(**large), H200) + 0.5, **large)
+    short = record(MANY, cost.limit_us(small, H200) + 6.0, b=1, h=16, t=1024)
+    assert tables.build([short, at_limit]).devices["h200"].floor_us == pytest.approx(6.0, abs=0.01)
+    assert tables.build([at_limit]).devices["h200"].floor_us == tables.DeviceTable("h200").floor_us
+
+
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
     table = tables.build(MEASURED)
     path = tmp_path / "table.json"

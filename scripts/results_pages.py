@@ -48,7 +48,7 @@ WHAT = {
         "attention, whose schedule 61 layers share (`experiment=mla_layer`)."
     ),
 }
-#: Of pages whose caches are others than `DENSE`.
+#: Of pages whose dtypes, widths or caches are others than `DENSE`.
 CACHES = {
     "sparse_decode": "bf16 queries, packed FP8 caches",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",

@@ -102,6 +102,12 @@ class Contender:
         """What is timed of it."""
         return [x for x in (self.item, self.with_schedule, *self.beside.values()) if x is not None]
 
+    def drop(self) -> None:
+        """Lets go of what is timed, with its graphs and tensors."""
+        self.item = self.with_schedule = None
+        self.beside.clear()
+        self.calls.clear()
+
 
 class Worker:
     """Runs a job's cells one after the other."""
@@ -201,9 +207,8 @@ class Worker:
             self._time(ready, problem, inputs)
         # Graphs and tensors of this cell must be gone before the next one allocates.
         for contender in contenders:
-            contender.item, contender.plan = None, None
-            contender.beside.clear()
-            contender.calls.clear()
+            contender.drop()
+            contender.plan = None
         inputs.clear()
         self.backend.release()
 
@@ -385,9 +390,7 @@ class Worker:
                     step(contender)
                 lost = False
             if lost:
-                contender.item = contender.with_schedule = None
-                contender.beside.clear()
-                contender.calls.clear()
+                contender.drop()
                 ready.remove(contender)
 
     def _prepare(self, contender: Contender, inputs: _Inputs) -> None:

@@ -85,7 +85,6 @@ def own_problem(label: str, problem: Any) -> str:
 
 def compiled_line(call: Call) -> Line:
     """The line of a call, compiled in this process."""
-    kernel = registry.KernelId.parse(call.label)
     pd, plan = call.plan()
     code = plan.plan_empty().compile(None, Device.get(call.device)).code
     if code is None:
@@ -96,7 +95,7 @@ def compiled_line(call: Call) -> Line:
         knobs=code_knobs(plan.tiling),
         stages=[stage.name for stage in code.kernels],
         arch=code.arch,
-        source=registry.source_hash(kernel),
+        source=ledger.source_of(call.label, code_knobs(plan.tiling)),
         digest=code.digest,
         problem=own_problem(call.label, pd),
         toolchain=dict(code.toolchain),
@@ -134,10 +133,10 @@ def main() -> int:
         for call in json.loads(args.some):
             print(json.dumps(asdict(compiled_line(Call(**call)))), flush=True)
         return 0
-    hashes = {kernel.label: registry.source_hash(kernel) for kernel in registry.all_kernels()}
-    lines = [line for line in ledger.lines() if line.kernel in hashes]
+    here = {kernel.label for kernel in registry.all_kernels()}
+    lines = [line for line in ledger.lines() if line.kernel in here]
     known = () if args.all else lines
-    current = {place_of(line) for line in known if line.source == hashes[line.kernel]}
+    current = {place_of(line) for line in known if line.source == ledger.source_of(line.kernel, line.knobs)}
     todo: dict[str, dict[tuple[Any, ...], Call]] = {}  # what one process compiles
     other: Counter[str] = Counter()
     asked: set[tuple[Any, ...]] = set()
@@ -149,9 +148,9 @@ def main() -> int:
         if place in current:
             continue
         language = call.label.split("/")[0]
-        here = toolchain(language)
-        if any(here.get(package, version) != version for package, version in call.toolchain.items()):
-            other[f"{call.label}: compiled by {dict(call.toolchain)}, and {here} is here"] += 1
+        installed = toolchain(language)
+        if any(installed.get(package, version) != version for package, version in call.toolchain.items()):
+            other[f"{call.label}: compiled by {dict(call.toolchain)}, and {installed} is here"] += 1
             continue
         group = json.dumps(place[:3] if language == "cute-dsl" else place[:1])
         todo.setdefault(group, {}).setdefault(place, call)
@@ -168,7 +167,7 @@ def main() -> int:
         line
         for line in lines
         if (args.kernels and line.kernel not in args.kernels)
-        or (place_of(line) in asked and line.source == hashes[line.kernel])
+        or (place_of(line) in asked and line.source == ledger.source_of(line.kernel, line.knobs))
     ]
     # Records of one call may know of different numbers of kernels: each has asked for the same line.
     kept = list({place_of(line): line for line in (*looked, *made)}.values())

@@ -7,6 +7,7 @@ nothing. `scripts/record_code.py` writes the file, and the tests compile a line 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +31,7 @@ LIBRARY = "a library"
 @dataclass(frozen=True)
 class Line:
     """What one version compiles to. knobs: fields of the tiling that code is made for. stages: names of the call's
-    kernels, in order: a version may launch more of them where requests are split. source: hash of its import closure.
+    kernels, in order: a version may launch more of them where requests are split. source: `source_of` it.
     problem: label of the one problem that it stands for; empty where host functions are compiled with their kernels, so
     that the code of a problem class holds the rule for every size. toolchain: what compiled it."""
 
@@ -69,6 +70,17 @@ def lines(file: Path | None = None) -> tuple[Line, ...]:
         raise UserError(f"{target} is damaged ({error}): run scripts/record_code.py.") from error
 
 
+def source_of(label: str, knobs: Mapping[str, Any]) -> str:
+    """Hash of the source that a version's code comes from: its import closure, and those of the versions that its knobs
+    name, as a pipeline's name its parts. Empty where one of them is not here."""
+    here = {kernel.label: kernel for kernel in registry.all_kernels()}
+    parts = [str(knob) for knob in knobs.values() if str(knob).split("/")[0] in registry.LANGUAGES]
+    if not {label, *parts} <= here.keys():
+        return ""
+    hashes = [_source_hash(here[part]) for part in (label, *parts)]
+    return hashes[0] if not parts else hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
 @lru_cache(maxsize=64)
 def _source_hash(kernel: registry.KernelId) -> str:
     return registry.source_hash(kernel)
@@ -85,7 +97,7 @@ def standing(label: str, problem: MlaProblem, digest: str, file: Path | None = N
     if here[label].language == "peer":
         return LIBRARY
     found = [line for line in lines(file) if line.kernel == label and line.speaks_of(problem)]
-    current = [line.digest for line in found if line.source == _source_hash(here[label])]
+    current = [line.digest for line in found if line.source == source_of(label, line.knobs)]
     if not current:
         return STALE
     return SAME if digest in current else OTHER

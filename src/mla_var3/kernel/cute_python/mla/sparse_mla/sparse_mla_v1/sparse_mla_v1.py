@@ -348,8 +348,9 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. That is the
-    last one whose copies wait for no consumer of the same split: the query waits for those of the split before."""
+    """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. The next
+    one takes the slot of the last tile but one of the split before, which is freed when that split's scores are made,
+    and so is the query's place."""
 
     split: scheduler.Split
     tile: Int32
@@ -408,7 +409,7 @@ def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, geometr
     while searching:
         split = scheduler.next_split(split, lengths, line, geometry.costs)
         tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
-        asks = cutlass.min(tile + geometry.stages, end) - 1
+        asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
         searching = scheduler.has_work(split) & (tile >= end)
     return Place(split, tile, end, asks)
 
@@ -690,6 +691,7 @@ class Consumer:
     scale_log2: Any  # of a score in fp32
     full: Any  # mbarriers, as in `shared_storage`
     empty: Any
+    query_empty: Any
     rows: Any  # shared memory
     valid: Any  # (PRODUCERS, stages)
     factors: Any  # [stage][group][4][16]: in lane % 4, of its tokens of each k block
@@ -749,6 +751,7 @@ class Consumer:
             scale_log2=scale_log2,
             full=storage.full.data_ptr(),
             empty=storage.empty.data_ptr(),
+            query_empty=storage.query_empty.data_ptr(),
             rows=storage.rows.data_ptr(),
             valid=storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages))),
             factors=storage.factors.data_ptr(),
@@ -1142,10 +1145,12 @@ class Consumer:
         self.multiply(OTHER, slot, found, factors)
 
     @cute.jit
-    def run(self, first: Int32, end: Int32, slot: Int32, phase: Int32, row_max: cute.Tensor):
-        """Tiles first..end-1 of a split. (slot, phase): of the first one. row_max: as registers, its result. All
-        registers are what a row without keys has."""
+    def run(self, first: Int32, end: Int32, slot: Int32, phase: Int32):
+        """Tiles first..end-1 of a split. (slot, phase): of the first one. All registers are what a row without keys
+        has."""
         stages = self.geometry.stages
+        row_max = cute.make_rmem_tensor(self.geometry.n // 4, Float32)
+        row_max.fill(softmax.NO_KEY)
         self.write_max(row_max)
         moves, seen = self.moves, self.seen
         seen[0] = Int32(0)
@@ -1157,13 +1162,15 @@ class Consumer:
             # Ahead of the other one's P, so that its softmax runs under these products.
             if tile < end:
                 self.scores(own, own_phase)
+            # Behind its last scores, of which a consumer may have none, the query may be replaced.
+            if (tile + CONSUMERS >= end) & ((tile < end) | (tile == first + 1)):
+                warp_arrive(self.query_empty)
             if tile > first:
                 self.other_tile(slot, phase)
             if tile < end:
                 self.own_tile(own)
             slot, phase = stage_at(own, own_phase, 1, stages)
             own, own_phase = stage_at(slot, phase, 1, stages)
-        self.read_max(row_max)
         # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
         # once more, where a tile is left over: twice in its own, where ODD has waited for its P.
         if (self.me == ODD) & ((end - first) % 2 == 1):
@@ -1191,16 +1198,37 @@ class Factors(NamedTuple):
     scores: Float32
 
 
-@cute.jit
-def share_sums(row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
-    """(n / 4,) registers for each consumer: its sums of P in the thread's columns, over all tokens; row_sum is lost."""
-    board, n, lane = storage.board.data_ptr(), geometry.n, thread % 32
-    publish_sums(row_sum, board + thread // 32 * n, lane)
-    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-    sums = [cute.make_rmem_tensor(n // 4, Float32) for _ in range(CONSUMERS)]
-    for i in cutlass.range_constexpr(CONSUMERS):
-        softmax.collect(sums[i], board + i * (WARPS * n), WARPS, lane, False)
-    return sums
+@dataclass(frozen=True, eq=False)
+class Head:
+    """What is known of one head at a split's end, in the thread of its number of each consumer: the same in both.
+
+    A thread has columns of 16 heads, so that what is to be found for each of them would be found 64 times.
+    """
+
+    number: Any  # thread of the consumer
+    maximum: Any  # (1,) registers
+    sums: Any  # (CONSUMERS,) registers: each one's sums of P, over all tokens
+
+    @classmethod
+    def make(cls, thread: Int32) -> Head:
+        return cls(thread % WARPGROUP, cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(CONSUMERS, Float32))
+
+    @cute.jit
+    def collect(self, row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, n: cutlass.Constexpr):
+        """Adds up all threads' shares of the sums; row_sum is lost. The consumers meet here."""
+        board, maxima = storage.board.data_ptr(), storage.maxima.data_ptr()
+        publish_sums(row_sum, board + thread // 32 * n, thread % 32)
+        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+        if self.number < n:
+            self.maximum[0] = maxima[self.number]
+            for i in cutlass.range_constexpr(CONSUMERS):
+                self.sums[i] = of_warps(board + i * (WARPS * n), self.number, n)
+
+
+def of_warps(board: cute.Pointer, head: Int32, n: int) -> Float32:
+    """The sum of what the warps of a consumer have published of a head."""
+    values = [board[i * n + head] for i in range(WARPS)]
+    return (values[0] + values[1]) + (values[2] + values[3])
 
 
 def publish_sums(values: cute.Tensor, board: cute.Pointer, lane: Int32) -> None:
@@ -1213,8 +1241,9 @@ def publish_sums(values: cute.Tensor, board: cute.Pointer, lane: Int32) -> None:
 
 @cute.jit
 def join(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
-    sums: cutlass.Constexpr,  # of `share_sums`
+    acc_o: cutlass.Constexpr,  # of this consumer
+    found: cutlass.Constexpr,  # `Head`
+    storage: cutlass.Constexpr,
     results: Results,
     flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
     piece: scheduler.Piece,
@@ -1231,7 +1260,7 @@ def join(
         if thread == 0:
             take_flag(flags.iterator + (slot * geometry.tiles + tile))
         named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-        add_partial(registers, sums, results, slot, tile, thread, geometry)
+        add_partial(acc_o, found, storage, results, slot, tile, thread, geometry)
         step = scheduler.next_step(piece, step)
 
 
@@ -1263,25 +1292,30 @@ def word_place(thread: Int32, c: int, panel: int, in_order: Any) -> tuple[Int32,
 
 @cute.jit
 def add_partial(
-    registers: cutlass.Constexpr, sums: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32,
-    thread: Int32, geometry: cutlass.Constexpr,
+    acc_o: cutlass.Constexpr, found: cutlass.Constexpr, storage: cutlass.Constexpr, results: Results, slot: Int32,
+    tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Adds a partial result."""
-    acc_o, row_max, _ = registers
+    """Adds a partial result; behind a barrier of all consumers."""
     outputs, stats = results.outputs, results.stats
-    count, layout = geometry.n // 4, geometry.partials
+    n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
-    mine, theirs = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
-    for c in cutlass.range_constexpr(count):
-        found = cute.make_rmem_tensor(partials.STATS, Float32)
-        index = layout.row(slot, tile, wgmma.acc_column(lane, c))
-        cute.autovec_copy(layout.stats(stats.iterator, index), found)
-        top = cute.arch.fmax(row_max[c], cute.arch.fmax(found[0], found[2]))
-        mine[c] = softmax.exp2(row_max[c] - top)
-        row_max[c] = top
+    board = storage.board.data_ptr() + cute.assume(me * (WARPS * n), divby=n)
+    if found.number < n:
+        theirs_of = cute.make_rmem_tensor(partials.STATS, Float32)
+        cute.autovec_copy(layout.stats(stats.iterator, layout.row(slot, tile, found.number)), theirs_of)
+        top = cute.arch.fmax(found.maximum[0], cute.arch.fmax(theirs_of[0], theirs_of[2]))
+        older = softmax.exp2(found.maximum[0] - top)
+        found.maximum[0] = top
         for i in cutlass.range_constexpr(CONSUMERS):
-            sums[i][c] = sums[i][c] * mine[c] + found[2 * i + 1] * softmax.exp2(found[2 * i] - top)
-        theirs[c] = softmax.exp2(cutlass.select_(me > 0, found[2], found[0]) - top)
+            weight = softmax.exp2(theirs_of[2 * i] - top)
+            found.sums[i] = found.sums[i] * older + theirs_of[2 * i + 1] * weight
+            if me == i:
+                board[n + found.number] = weight
+        board[found.number] = older
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    mine, theirs = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+    softmax.collect(mine, board, 1, lane, False)
+    softmax.collect(theirs, board + n, 1, lane, False)
     for c in cutlass.range_constexpr(count):
         for i in cutlass.range_constexpr(HALF_PANELS):
             head, word = word_place(thread, c, i, Boolean(False))
@@ -1300,12 +1334,62 @@ def add_partial(
 
 
 @cute.jit
+def weigh_whole(
+    found: cutlass.Constexpr,  # `Head`
+    weights: cute.Pointer,  # (n,) fp32, shared memory: what this consumer's outputs are to be multiplied with
+    sinks: cute.Pointer,  # shared memory
+    lse: cute.Tensor,
+    scale: Float32,  # of values
+    place: Int32,  # the query token's, of all requests
+    first_row: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Of a split that is a request: outputs are divided by the sums, the sink's share among them."""
+    if found.number < geometry.n:
+        total, maximum = found.sums[EVEN] + found.sums[ODD], found.maximum[0]
+        over = total
+        if cutlass.const_expr(geometry.sink):
+            over = total + softmax.exp2(sinks[found.number] - maximum)
+        weights[found.number] = cutlass.select_(total > 0.0, scale * cute.arch.rcp_approx(over), Float32(0.0))
+        head = first_row + found.number
+        if thread < WARPGROUP and head < geometry.h:
+            lse[place, head, 0] = softmax.natural_lse(total, maximum)
+
+
+@cute.jit
+def weigh_partial(
+    acc_o: cutlass.Constexpr, found: cutlass.Constexpr, weights: cute.Pointer, results: Results, slot: Int32,
+    tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Of a share of a request: a power of two (`prims.partials`), which is written beside the sums. weights: as above,
+    of a board of the consumer's warps."""
+    n, count = geometry.n, geometry.n // 4
+    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
+    magnitudes = cute.make_rmem_tensor(count, Float32)
+    magnitudes.fill(0.0)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        columns = wgmma.as_columns(acc_o[i])
+        for c in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                magnitudes[c] = magnitudes[c] + cute.math.absf(columns[c, r])
+    publish_sums(magnitudes, weights + warp * n, lane)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    if found.number < n:
+        exponent = partials.exponent_of(of_warps(weights, found.number, n))
+        weights[found.number] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+        own = cutlass.select_(me > 0, found.sums[ODD], found.sums[EVEN])
+        layout = geometry.partials
+        of_row = layout.stats(results.stats.iterator, layout.row(slot, tile, found.number))
+        partials.store_stats(of_row, me, found.maximum[0], own, exponent)
+
+
+@cute.jit
 def epilogue(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
-    sums: cutlass.Constexpr,  # of `share_sums`
+    acc_o: cutlass.Constexpr,  # of this consumer
+    weights: cute.Pointer,  # (n,) fp32, shared memory; the consumer's threads have yet to meet
     storage: cutlass.Constexpr,
     results: Results,
-    factors: cutlass.Constexpr,  # `Factors`
     place: Int32,  # the query token's, of all requests
     slot: Int32,  # of the partial result
     whole: Boolean,  # the split is a request
@@ -1314,43 +1398,14 @@ def epilogue(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Divides whole results by their row sums, the sink's share among them, or scales a partial one (`prims.partials`),
-    and writes them. The same code for both consumers: what runs once a split is fetched from L2."""
-    acc_o, row_max, _ = registers
-    out, lse, outputs, stats = results
+    """Multiplies results with their weights and writes them. The same code for both consumers: what runs once a split is
+    fetched from L2."""
+    out, _, outputs, _ = results
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
-    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32
-    magnitudes, sinks = storage.magnitudes.data_ptr(), storage.sinks.data_ptr()
-    own_rows = cute.assume(me * (WARPS * n), divby=n)
+    me, lane = thread // WARPGROUP, thread % 32
     factor = cute.make_rmem_tensor(count, Float32)
-    if whole:
-        for c in cutlass.range_constexpr(count):
-            total = sums[EVEN][c] + sums[ODD][c]
-            head = first_row + wgmma.acc_column(lane, c)
-            over = total
-            if cutlass.const_expr(geometry.sink):
-                over = total + softmax.exp2(sinks[wgmma.acc_column(lane, c)] - row_max[c])
-            inverse = factors.values * cute.arch.rcp_approx(over)
-            factor[c] = cutlass.select_(total > 0.0, inverse, Float32(0.0))
-            if thread < 4 and head < geometry.h:
-                lse[place, head, 0] = softmax.natural_lse(total, row_max[c])
-    else:
-        factor.fill(0.0)
-        for i in cutlass.range_constexpr(HALF_PANELS):
-            columns = wgmma.as_columns(acc_o[i])
-            for c in cutlass.range_constexpr(count):
-                for r in cutlass.range_constexpr(2):
-                    factor[c] = factor[c] + cute.math.absf(columns[c, r])
-        publish_sums(factor, magnitudes + warp * n, lane)
-        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
-        softmax.collect(factor, magnitudes + own_rows, WARPS, lane, False)
-        for c in cutlass.range_constexpr(count):
-            exponent = partials.exponent_of(factor[c])
-            factor[c] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
-            if thread % WARPGROUP < 4:
-                index = layout.row(slot, tile, wgmma.acc_column(lane, c))
-                own = cutlass.select_(me > 0, sums[ODD][c], sums[EVEN][c])
-                partials.store_stats(layout.stats(stats.iterator, index), me, row_max[c], own, exponent)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    softmax.collect(factor, weights, 1, lane, False)
     base = outputs.iterator.toint() + 2 * layout.row(slot, tile, Int32(0)) * layout.columns
     if whole:
         base = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), first_row, geometry.h)
@@ -1436,11 +1491,8 @@ def consume(
 ):
     """What the consumers do, over all splits of the worker."""
     panel = wgmma.make_mma(Float16, geometry.n, a_in_registers=True).partition_shape_C((TOKENS, geometry.n))
-    registers = (
-        [cute.make_rmem_tensor(panel, Float32) for _ in range(HALF_PANELS)],
-        cute.make_rmem_tensor(geometry.n // 4, Float32),
-        cute.make_rmem_tensor(geometry.n // 4, Float32),
-    )
+    acc_o = [cute.make_rmem_tensor(panel, Float32) for _ in range(HALF_PANELS)]
+    row_sum, found = cute.make_rmem_tensor(geometry.n // 4, Float32), Head.make(thread)
     me = cute.arch.make_warp_uniform(thread // WARPGROUP)
     if cutlass.const_expr(geometry.sink):
         # Read once, as a split's end would wait for them.
@@ -1461,9 +1513,8 @@ def consume(
             parity = parity ^ 1
         # Said here, or the last split's results would keep their registers while the query is loaded.
         for i in cutlass.range_constexpr(HALF_PANELS):
-            registers[0][i].fill(0.0)
-        registers[1].fill(softmax.NO_KEY)
-        registers[2].fill(0.0)
+            acc_o[i].fill(0.0)
+        row_sum.fill(0.0)
         if first == 0 and thread == 0 and combine.lists(line, pool):
             count, base = scheduler.slots_of(worker, split, units, line, pool)
             partials.list_request(table, split.request, count, base)
@@ -1472,10 +1523,9 @@ def consume(
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             w = Consumer.make(
-                me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (registers[0], registers[2])
+                me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (acc_o, row_sum)
             )
-            w.run(first, end, slot, phase, registers[1])
-            warp_arrive(storage.query_empty.data_ptr())
+            w.run(first, end, slot, phase)
             moved = slot + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
             slot = moved % geometry.stages
@@ -1484,15 +1534,27 @@ def consume(
             cute.arch.griddepcontrol_launch_dependents()
         if first < end:
             whole, place = end - first == units, split.point
-            sums = share_sums(registers[2], storage, thread, geometry)
-            if line.lead > 0:
-                place = scheduler.slot_of(worker, split.request)
-                if pool.combined == 0 and not whole:
-                    piece = scheduler.piece_of(worker, split, units, line)
-                    join(registers, sums, results, flags, piece, worker, split.request, tile, thread, geometry)
-                    whole = piece.index == 0
+            found.collect(row_sum, storage, thread, geometry.n)
+            weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
+            of_whole = (found, weights, storage.sinks.data_ptr(), results.lse, factors.values)
+            # First what most splits are, and the rest in one place behind it: a jump over code costs a fetch.
+            if whole:
+                weigh_whole(*of_whole, block.first, first_row, thread, geometry)
+            else:
+                if line.lead > 0:
+                    place = scheduler.slot_of(worker, split.request)
+                    if pool.combined == 0:
+                        piece = scheduler.piece_of(worker, split, units, line)
+                        join(
+                            acc_o, found, storage, results, flags, piece, worker, split.request, tile, thread, geometry
+                        )  # fmt: skip
+                        whole = piece.index == 0
+                if whole:
+                    weigh_whole(*of_whole, block.first, first_row, thread, geometry)
+                else:
+                    weigh_partial(acc_o, found, weights, results, place, tile, thread, geometry)
             epilogue(
-                registers, sums, storage, results, factors, block.first, place, whole, tile, first_row, thread, geometry
+                acc_o, weights, storage, results, block.first, place, whole, tile, first_row, thread, geometry
             )  # fmt: skip
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)

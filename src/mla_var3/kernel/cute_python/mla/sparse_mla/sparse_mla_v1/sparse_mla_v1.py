@@ -348,9 +348,9 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. The next
-    one takes the slot of the last tile but one of the split before, which is freed when that split's scores are made,
-    and so is the query's place."""
+    """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. The tile
+    behind that one waits for the slot of the last tile but one of the split before, which is free when all scores of
+    that split are made, and so is the query's place."""
 
     split: scheduler.Split
     tile: Int32
@@ -1200,9 +1200,10 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What is known of one head at a split's end, in the thread of its number of each consumer: the same in both.
+    """The softmax of one head at a split's end; thread `number` of each consumer holds that head's.
 
-    A thread has columns of 16 heads, so that what is to be found for each of them would be found 64 times.
+    A thread's accumulators have 16 of 64 heads. Worked out there, sums, reciprocal and log-sum-exp of a head would be
+    worked out by 32 threads of each consumer, in code that is 16 times as long.
     """
 
     number: Any  # thread of the consumer
@@ -1345,7 +1346,8 @@ def weigh_whole(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Of a split that is a request: outputs are divided by the sums, the sink's share among them."""
+    """What outputs of a whole request are multiplied with: one over their sums, the sink's share among them. And its
+    log-sum-exp."""
     if found.number < geometry.n:
         total, maximum = found.sums[EVEN] + found.sums[ODD], found.maximum[0]
         over = total
@@ -1362,8 +1364,8 @@ def weigh_partial(
     acc_o: cutlass.Constexpr, found: cutlass.Constexpr, weights: cute.Pointer, results: Results, slot: Int32,
     tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Of a share of a request: a power of two (`prims.partials`), which is written beside the sums. weights: as above,
-    of a board of the consumer's warps."""
+    """What outputs of a share of a request are multiplied with: a power of two (`prims.partials`). And its statistics.
+    weights: as of `weigh_whole`, the first row of a board of the consumer's warps."""
     n, count = geometry.n, geometry.n // 4
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
     magnitudes = cute.make_rmem_tensor(count, Float32)
@@ -1398,8 +1400,8 @@ def epilogue(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Multiplies results with their weights and writes them. The same code for both consumers: what runs once a split is
-    fetched from L2."""
+    """Multiplies results with their weights and writes them. The same code for both consumers, so that there is half as
+    much to fetch."""
     out, _, outputs, _ = results
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
@@ -1522,9 +1524,7 @@ def consume(
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            w = Consumer.make(
-                me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (acc_o, row_sum)
-            )
+            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (acc_o, row_sum))
             w.run(first, end, slot, phase)
             moved = slot + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
@@ -1537,7 +1537,7 @@ def consume(
             found.collect(row_sum, storage, thread, geometry.n)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
             of_whole = (found, weights, storage.sinks.data_ptr(), results.lse, factors.values)
-            # First what most splits are, and the rest in one place behind it: a jump over code costs a fetch.
+            # Most splits are whole, and skip the code of all others at once.
             if whole:
                 weigh_whole(*of_whole, block.first, first_row, thread, geometry)
             else:

@@ -43,12 +43,13 @@ class PeerNormPlan(PeerMixin, KernelPlan):
         return Attached(call, lambda: tuple(made), made=made, count=3)
 
 
-def takes_norm(peer: str, *, residual: bool = True) -> Callable[[NormProblem], Verdict]:
-    """A predicate: the library is here, and takes the problem. residual: whether it adds one."""
+def takes_norm(peer: str, *, no_residual: str = "") -> Callable[[NormProblem], Verdict]:
+    """A predicate: the library is here, and takes the problem. no_residual: what it does where there is one, for which
+    it is not asked; empty: it is."""
 
     def verdict(problem: NormProblem) -> Verdict:
-        if problem.residual and not residual:
-            return Verdict.no(f"peer/{peer} adds a residual in place of its inputs only")
+        if problem.residual and no_residual:
+            return Verdict.no(f"peer/{peer} {no_residual}")
         reason = find.absent(peer)
         return Verdict.yes() if reason is None else Verdict.no(reason)
 

@@ -1,7 +1,7 @@
 """quack's rmsnorm (CuTe DSL), untuned as its callers use it; a call for each norm.
 
-With a residual it normalises the unrounded sum, where others normalise what they write. It compiles when it first meets
-a width, and allocates its outputs in every call.
+With a residual it normalises the sum before that is rounded, where others normalise what they write: another result,
+so that such problems are refused. It compiles when it first meets a width, and allocates its outputs in every call.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ class QuackRmsNormPlan(PeerNormPlan):
     """Plan of quack's norm."""
 
     peer = "quack_rmsnorm"
-    requires = Requirement(archs=("sm_90+",), problem=takes_norm("quack_rmsnorm"))
+    requires = Requirement(
+        archs=("sm_90+",),
+        problem=takes_norm("quack_rmsnorm", no_residual="normalises the sum with a residual before it is rounded"),
+    )
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         forward, eps = import_module("quack.rmsnorm").rmsnorm_fwd, self.problem.eps
-
-        def one(rows: Any, weight: Any, residual: Any) -> tuple[Any, Any]:
-            out, new_residual, _ = forward(rows, weight, residual=residual, eps=eps)
-            return out, new_residual
-
-        return self.each(one, inputs)
+        return self.each(lambda rows, weight, _: (forward(rows, weight, eps=eps)[0], None), inputs)

@@ -61,7 +61,9 @@ if TYPE_CHECKING:
 MOST_VECTORS = 8
 MOST_THREADS = 1024
 STEP = WARP * VECTOR  # columns of a warp's vector
-FEW = 256  # rows: a device has about as many SMs, so that latency decides and not what is in flight
+# Rows, and warps of theirs: latency decides, and not what is in flight.
+FEW, FEW_WARPS = 512, 4096
+WIDE = 8  # warps of a row
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -366,15 +368,16 @@ def takes(pd: NormProblem) -> Verdict:
 
 
 def default_tiling(pd: NormProblem) -> RmsNormTiling:
-    """Few rows: as many warps a row as leave it two vectors a lane, which are in flight together. Many: as few as waste
-    no lane, for warps of a row wait for one another; and four warps a CTA at least."""
+    """Few rows: as many warps a row as leave it two vectors a lane, which are in flight together, or one where the row is
+    wide. Many: as few as waste no lane, for warps of a row wait for one another; and four warps a CTA at least."""
 
     def shape(vectors_: int) -> Geometry:
         return Geometry(pd.width, pd.second, pd.residual, vectors_, 1, 0)
 
     fitting = [v for v in (2, 4, 8) if shape(v).warps <= 16] or [8]
-    if pd.rows <= FEW:
-        return RmsNormTiling(fitting[0])
+    if pd.rows <= FEW and pd.rows * shape(fitting[0]).warps <= FEW_WARPS:
+        narrowest = WIDE < shape(fitting[0]).warps and shape(1).threads <= MOST_THREADS
+        return RmsNormTiling(1 if narrowest else fitting[0])
     exact = [v for v in (4, 3, 2) if shape(v).exact and shape(v).warps <= 16] or fitting
     return RmsNormTiling(exact[0], max(1, 4 // shape(exact[0]).warps))
 

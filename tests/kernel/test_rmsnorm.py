@@ -54,6 +54,18 @@ def test_cute_has_enough_in_flight_for_the_memory_s_rate(problem: NormProblem) -
     assert bytes_in_flight(problem) >= 40_000
 
 
+@pytest.mark.parametrize(
+    ("width", "rows", "tiling"),
+    [(7168, 128, (1, 1)), (7168, 512, (4, 1)), (1536, 512, (2, 1)), (1536, 513, (3, 2)), (512, 512, (2, 1)),
+     (512, 513, (2, 4)), (8192, 1, (1, 1)), (16384, 1, (4, 1))],
+)  # fmt: skip
+def test_cute_spreads_few_rows_over_many_warps(width: int, rows: int, tiling: tuple[int, int]) -> None:
+    """As measured in results/h100/traces/2026-11-26-rmsnorm_tilings.txt; and what fits in a CTA, of wider rows."""
+    problem = NormProblem(rows=rows, width=width)
+    found = plan_type("cute-dsl/rmsnorm")(problem, None, H200).tiling
+    assert (found.vectors, found.rows) == tiling and found.validate(problem, H200)
+
+
 @pytest.mark.parametrize(("problem", "vectors"), [(PROBLEMS[0], 4), (PROBLEMS[2], 8), (PROBLEMS[3], 2)])
 def test_cute_loads_a_row_before_it_uses_it(problem: NormProblem, vectors: int, tmp_path: Any) -> None:
     """Every load of a lane stands in front of the first shuffle: vectors of 16 bytes past L1, and those of the weights,

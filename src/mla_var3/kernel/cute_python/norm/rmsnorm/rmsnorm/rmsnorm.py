@@ -368,8 +368,8 @@ def takes(pd: NormProblem) -> Verdict:
 
 
 def default_tiling(pd: NormProblem) -> RmsNormTiling:
-    """Few rows: as many warps a row as leave it two vectors a lane, which are in flight together, or one where the row is
-    wide. Many: as few as waste no lane, for warps of a row wait for one another; and four warps a CTA at least."""
+    """Few rows: as many warps a row as leave it two vectors a lane, which are in flight together, or one where the row
+    is wide. Many: as few as waste no lane, for warps of a row wait for one another; and four warps a CTA at least."""
 
     def shape(vectors_: int) -> Geometry:
         return Geometry(pd.width, pd.second, pd.residual, vectors_, 1, 0)

@@ -1265,11 +1265,11 @@ def join(
         step = scheduler.next_step(piece, step)
 
 
-def halves_place(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geometry) -> list[tuple[Int32, Int32]]:
-    """(head of the query tile, 16-bit element of its row) of a thread's two results in column c of a panel of its
-    consumer's, which are two neighbouring columns, or of a bf16 panel two that are eight apart."""
-    head, word = word_place(thread, c, panel, in_order)
-    places = [(head, 2 * word), (head, 2 * word + 1)]
+def elements_of(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geometry) -> list[Int32]:
+    """16-bit elements, of a head's row, of a thread's two results in column c of a panel of its consumer's: they are
+    two neighbouring columns, or of a bf16 panel two that are eight apart."""
+    _, word = word_place(thread, c, panel, in_order)
+    elements = [2 * word, 2 * word + 1]
     if geometry.is_mixed(panel):
         me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
         quad = (me * HALF_PANELS + panel) * 2 + warp // 2
@@ -1277,8 +1277,8 @@ def halves_place(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geo
             pair = warp % 2 * 8 + 4 * i + lane // 8  # of the quad's 16
             within = cutlass.select_(in_order, pair, pair % 4 * 4 + pair // 4)
             plain = (quad * 16 + within) * 2 + lane // 4 % 2
-            places[i] = (head, cutlass.select_(me > 0, plain, places[i][1]))
-    return places
+            elements[i] = cutlass.select_(me > 0, plain, elements[i])
+    return elements
 
 
 def word_place(thread: Int32, c: int, panel: int, in_order: Any) -> tuple[Int32, Int32]:
@@ -1323,9 +1323,9 @@ def add_partial(
             source = layout.outputs(outputs.iterator, layout.row(slot, tile, head))
             pair = cute.make_rmem_tensor(2, Float16)
             if cutlass.const_expr(geometry.is_mixed(i)):
-                places = halves_place(thread, c, i, Boolean(False), geometry)
+                elements = elements_of(thread, c, i, Boolean(False), geometry)
                 for r in cutlass.range_constexpr(2):
-                    pair[r] = cute.make_tensor(source + places[r][1], cute.make_layout(1))[0]
+                    pair[r] = cute.make_tensor(source + elements[r], cute.make_layout(1))[0]
             else:
                 source = source + cute.assume(2 * word, divby=2)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
@@ -1430,7 +1430,7 @@ def epilogue(
             # Heads r, r + 8, ..: behind the first one's place by as many rows.
             row = wgmma.acc_column(lane, r)
             if cutlass.const_expr(geometry.is_mixed(i)):
-                elements = [element % PANEL for _, element in halves_place(thread, 0, i, whole, geometry)]
+                elements = [element % PANEL for element in elements_of(thread, 0, i, whole, geometry)]
                 places = [board.toint() + (4 * board_word(row, at // 2) + 2 * (at % 2)) for at in elements]
             else:
                 place_of_row = board + board_word(row, word % PANEL_WORDS)

@@ -73,17 +73,17 @@ def lines(file: Path | None = None) -> tuple[Line, ...]:
 def source_of(label: str, knobs: Mapping[str, Any]) -> str:
     """Hash of the source that a version's code comes from: its import closure, and those of the versions that its knobs
     name, as a pipeline's name its parts. Empty where one of them is not here."""
-    here = {kernel.label: kernel for kernel in registry.all_kernels()}
     parts = [str(knob) for knob in knobs.values() if str(knob).split("/")[0] in registry.LANGUAGES]
-    if not {label, *parts} <= here.keys():
+    hashes = [_source_hash(version) for version in (label, *parts)]
+    if "" in hashes:
         return ""
-    hashes = [_source_hash(here[part]) for part in (label, *parts)]
-    return hashes[0] if not parts else hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] if parts else hashes[0]
 
 
 @lru_cache(maxsize=64)
-def _source_hash(kernel: registry.KernelId) -> str:
-    return registry.source_hash(kernel)
+def _source_hash(label: str) -> str:
+    """Of the version's import closure; empty where it is not here."""
+    return next((registry.source_hash(kernel) for kernel in registry.all_kernels() if kernel.label == label), "")
 
 
 def standing(label: str, problem: MlaProblem, digest: str, file: Path | None = None) -> str:

@@ -375,9 +375,9 @@ def default_tiling(pd: NormProblem) -> RmsNormTiling:
         return Geometry(pd.width, pd.second, pd.residual, vectors_, 1, 0)
 
     fitting = [v for v in (2, 4, 8) if shape(v).warps <= 16] or [8]
-    if pd.rows <= FEW and pd.rows * shape(fitting[0]).warps <= FEW_WARPS:
-        narrowest = WIDE < shape(fitting[0]).warps and shape(1).threads <= MOST_THREADS
-        return RmsNormTiling(1 if narrowest else fitting[0])
+    warps = shape(fitting[0]).warps
+    if pd.rows <= FEW and pd.rows * warps <= FEW_WARPS:
+        return RmsNormTiling(1 if warps > WIDE and shape(1).threads <= MOST_THREADS else fitting[0])
     exact = [v for v in (4, 3, 2) if shape(v).exact and shape(v).warps <= 16] or fitting
     return RmsNormTiling(exact[0], max(1, 4 // shape(exact[0]).warps))
 

@@ -79,11 +79,12 @@ class Times(_Part):
 class StateLimits(_Part):
     """matmul_tflops: cuBLAS bf16 8192^3, read_gbps: a kernel that only reads, limit_us: the larger of the two times.
     copy_gbps: a kernel that copies, in a run with problems that write much; their writes are then charged at its rate,
-    with as many reads."""
+    with as many reads. rows_gbps: the same, for what is written in rows with gaps between them."""
 
     matmul_tflops: float
     read_gbps: float
     copy_gbps: float | None = None
+    rows_gbps: float | None = None
     limit_us: float
 
 

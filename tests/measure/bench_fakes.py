@@ -16,7 +16,7 @@ from mla_var3.runtime.base import BaseKernel
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
-from mla_var3.workload import decode
+from mla_var3.workload import Rows, decode
 from mla_var3.workload.decode import MlaProblem
 
 POISONED = False
@@ -357,3 +357,6 @@ class SimulatedBackend:
             "read": (self.call(463.0), float(2 << 30)),
             "copy": (self.call(504.0), float(2 << 30)),
         }
+
+    def rows_call(self, rows: Rows) -> Any:
+        return self.call(580.0), float(2 << 30)

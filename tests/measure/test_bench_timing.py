@@ -15,6 +15,7 @@ from mla_var3.measure import timing
 from mla_var3.measure.calibrate import LimitItems, Limits, measure_all, measure_limits
 from mla_var3.measure.settings import BenchSettings, from_record
 from mla_var3.measure.timing import percentile, plan_sets, prepare, take_turns
+from mla_var3.workload import Cost, Rows
 from mla_var3.workload.decode import MlaProblem
 
 SETTINGS = BenchSettings()
@@ -224,7 +225,8 @@ def test_the_limit_is_the_larger_time() -> None:
 
 def test_what_is_written_is_charged_at_the_rate_of_a_copy() -> None:
     chip = SimulatedBackend()
-    three = LimitItems(chip, SETTINGS, copies=True)
+    half = Cost(1, 2 << 30, written=1 << 30)
+    three = LimitItems(chip, SETTINGS, [half])
     take_turns(chip, three.items, SETTINGS, nobody, fail)
     burst = three.limits("burst")
     assert burst is not None and burst.copy_gbps == pytest.approx(2**31 / 504e-6 / 1e9, rel=1e-4)
@@ -232,10 +234,28 @@ def test_what_is_written_is_charged_at_the_rate_of_a_copy() -> None:
     # Three reads and a write: half of the bytes are copied, and half are read.
     assert burst.limit_us(0, 2 << 30, 1 << 29) == pytest.approx(504 / 2 + 463 / 2, rel=1e-4)
     assert burst.limit_us(0, 2 << 30) == pytest.approx(463, rel=1e-4)
-    record = three.to_record(1, 2 << 30, written=1 << 30)["burst"]
+    record = three.to_record(1, 2 << 30, cost=half)["burst"]
     assert record["limit_us"] == pytest.approx(504, rel=1e-4) and record["copy_gbps"] == burst.copy_gbps
-    words = timing.method_text(three.items[0], 1, 1, SETTINGS, graph=True, clock="", copies=True)
+    words = timing.method_text(three.items[0], 1, 1, SETTINGS, graph=True, clock="", limits=three.words)
     assert "reads 2 GiB, one that copies 1 GiB" in words
+
+
+def test_rows_with_gaps_are_charged_at_the_rate_of_a_copy_of_such_rows() -> None:
+    chip = SimulatedBackend()
+    rows = Rows(1 << 29, 128, 1152)
+    apart = Cost(1, 2 << 30, written=1 << 30, rows=rows)
+    four = LimitItems(chip, SETTINGS, [Cost(1, 2 << 30), apart])
+    take_turns(chip, four.items, SETTINGS, nobody, fail)
+    burst = four.limits("burst")
+    assert burst is not None and burst.rows_gbps == pytest.approx(2**31 / 580e-6 / 1e9, rel=1e-4)
+    # Half of what is written is in such rows, and the other half in order.
+    record = four.to_record(1, 2 << 30, cost=apart)["burst"]
+    assert record["limit_us"] == pytest.approx(580 / 2 + 504 / 2, rel=1e-4)
+    assert record["rows_gbps"] == burst.rows_gbps
+    assert "128 bytes from in order to 1152 apart" in four.words
+    # Rows of another pitch were not measured: they count as bytes in order, which is the shorter time.
+    other = dataclasses.replace(apart, rows=rows._replace(pitch=640))
+    assert four.to_record(1, 2 << 30, cost=other)["burst"]["limit_us"] == pytest.approx(504, rel=1e-4)
 
 
 def test_one_state_alone() -> None:

@@ -1,5 +1,6 @@
 """The limits of a run: what a large matrix product and a kernel that only reads reach here, now, in the same state;
-where a problem writes much of what it moves, a kernel that copies, too.
+where a problem writes much of what it moves, a kernel that copies, too, and where it writes rows with gaps between
+them, one that copies such rows.
 
 `python -m mla_var3.measure.calibrate` prints both states as JSON.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,50 +19,73 @@ from mla_var3.measure.settings import BenchSettings
 
 if TYPE_CHECKING:
     from mla_var3.measure.timing import Backend, Item
+    from mla_var3.workload import Cost
 
-MATMUL, READ, COPY = "limit:matmul", "limit:read", "limit:copy"
+MATMUL, READ, COPY, ROWS = "limit:matmul", "limit:read", "limit:copy", "limit:rows"
 
 
 @dataclass(frozen=True)
 class Limits:
     """matmul_tflops: dense bf16. read_gbps: 1e9 bytes a second, reads alone. copy_gbps: reads and writes together,
-    half of them each; None where it was not measured."""
+    half of them each, in order. rows_gbps: the same of rows that are written with gaps between them. None where it was
+    not measured."""
 
     matmul_tflops: float
     read_gbps: float
     copy_gbps: float | None = None
+    rows_gbps: float | None = None
 
-    def limit_us(self, flops: float, bytes_: float, written: float = 0) -> float:
-        """The least time of work with these FLOPs and bytes, `written` of which are writes, in microseconds."""
-        return max(self._compute_us(flops), self._memory_us(bytes_, written))
+    def limit_us(self, flops: float, bytes_: float, written: float = 0, rows: float = 0) -> float:
+        """The least time of work with these FLOPs and bytes, `written` of which are writes, `rows` of these in rows
+        with gaps, in microseconds."""
+        return max(self._compute_us(flops), self._memory_us(bytes_, written, rows))
 
-    def bound(self, flops: float, bytes_: float, written: float = 0) -> str:
+    def bound(self, flops: float, bytes_: float, written: float = 0, rows: float = 0) -> str:
         """Which of the two sets it: "compute" or "memory"."""
-        return "compute" if self._compute_us(flops) > self._memory_us(bytes_, written) else "memory"
+        return "compute" if self._compute_us(flops) > self._memory_us(bytes_, written, rows) else "memory"
 
     def _compute_us(self, flops: float) -> float:
         return flops / self.matmul_tflops / 1e6
 
-    def _memory_us(self, bytes_: float, written: float) -> float:
+    def _memory_us(self, bytes_: float, written: float, rows: float) -> float:
         """Writes with as many reads at the rate of a copy, the rest at that of reads."""
         copied = 2 * min(written, bytes_ - written) if self.copy_gbps else 0.0
-        return copied / (self.copy_gbps or 1.0) / 1e3 + (bytes_ - copied) / self.read_gbps / 1e3
+        of_rows = min(2 * rows, copied) if self.rows_gbps else 0.0
+        us = of_rows / (self.rows_gbps or 1.0) + (copied - of_rows) / (self.copy_gbps or 1.0)
+        return us / 1e3 + (bytes_ - copied) / self.read_gbps / 1e3
 
 
 class LimitItems:
-    """The limits as items that take turns beside the contenders of a cell. copies: with that of a copy."""
+    """The limits as items that take turns beside the contenders of a cell: with that of a copy where some of them write
+    much, and with that of rows, those of the first that has them."""
 
-    def __init__(self, backend: Backend, settings: BenchSettings, *, copies: bool = False) -> None:
+    def __init__(self, backend: Backend, settings: BenchSettings, costs: Iterable[Cost] = ()) -> None:
         self._work: dict[str, float] = {}
         self._at: float | None = None
         self.items: list[Item] = []
+        costs = [cost for cost in costs if cost.written]
+        self.rows = next((cost.rows for cost in costs if cost.rows), None)
         calls = backend.limit_calls()
-        for name, key in ((MATMUL, "matmul"), (READ, "read"), *(((COPY, "copy"),) if copies else ())):
-            call, work = calls[key]
+        limits = {MATMUL: calls["matmul"], READ: calls["read"]}
+        if costs:
+            limits[COPY] = calls["copy"]
+        if self.rows:
+            limits[ROWS] = backend.rows_call(self.rows)
+        for name, (call, work) in limits.items():
             self._work[name] = work
             item = timing.prepare(backend, name, [call], settings)
             item.is_limit = True
             self.items.append(item)
+
+    @property
+    def words(self) -> str:
+        """What they are, for a record."""
+        parts = ["bf16 8192^3 product", "a kernel that reads 2 GiB"]
+        if COPY in self._work:
+            parts.append("one that copies 1 GiB")
+        if self.rows:
+            parts.append(f"one that copies rows of {self.rows.width} bytes from in order to {self.rows.pitch} apart")
+        return f"limits ({', '.join(parts)})"
 
     def age_s(self) -> float | None:
         """Seconds since they were last measured; None: not yet."""
@@ -83,20 +107,29 @@ class LimitItems:
         us = {item.name: median for item in self.items if (median := item.median(state)) is not None}
         if len(us) < len(self.items):
             return None
-        copy = self._work[COPY] / us[COPY] / 1e3 if COPY in us else None
-        return Limits(self._work[MATMUL] / us[MATMUL] / 1e6, self._work[READ] / us[READ] / 1e3, copy)
+        rate = {name: self._work[name] / us[name] for name in us}
+        copy, rows = (rate[name] / 1e3 if name in rate else None for name in (COPY, ROWS))
+        return Limits(rate[MATMUL] / 1e6, rate[READ] / 1e3, copy, rows)
 
-    def to_record(self, flops: int, bytes_: int, age_s: float = 0.0, *, written: int = 0) -> dict[str, Any]:
-        """The record's `limits` for work with these FLOPs and bytes, `written` of which are writes. `bound` is the
-        first measured state's; `age_s` says how long before the cell they were measured, where they are not its own."""
+    def to_record(self, flops: int, bytes_: int, age_s: float = 0.0, *, cost: Cost | None = None) -> dict[str, Any]:
+        """The record's `limits` for work with these FLOPs and bytes. cost: of the problem, which says how much of them
+        is written. `bound` is the first measured state's; `age_s` says how long before the cell they were measured,
+        where they are not its own."""
         record: dict[str, Any] = {"age_s": round(age_s, 1)} if age_s else {}
+        written, rows = (cost.written, self._rows_of(cost)) if cost else (0, 0)
         for state in timing.STATES:
             found = self.limits(state)
             if found is not None:
                 rates = {name: rate for name, rate in asdict(found).items() if rate is not None}
-                record[state] = {**rates, "limit_us": found.limit_us(flops, bytes_, written)}
-                record.setdefault("bound", found.bound(flops, bytes_, written))
+                record[state] = {**rates, "limit_us": found.limit_us(flops, bytes_, written, rows)}
+                record.setdefault("bound", found.bound(flops, bytes_, written, rows))
         return record
+
+    def _rows_of(self, cost: Cost) -> int:
+        """Bytes that a problem writes in rows such as were measured."""
+        if cost.rows is None or self.rows is None or cost.rows[1:] != self.rows[1:]:
+            return 0
+        return cost.rows.bytes
 
 
 def measure_limits(state: str, settings: BenchSettings | None = None, backend: Backend | None = None) -> Limits:

@@ -16,6 +16,7 @@ from mla_var3.measure.environment import Sensors
 
 if TYPE_CHECKING:
     from mla_var3.measure.timing import Backend, Call
+    from mla_var3.workload import Rows
 
 #: Clock cycles the device spins in front of the first event: about 0.3 ms, while the host queues the replays.
 LEAD_IN_CYCLES = 600_000
@@ -149,6 +150,14 @@ class CudaBackend:
         gc.collect()
         self.torch.cuda.empty_cache()
 
+    def rows_call(self, rows: Rows) -> tuple[Call, float]:
+        from mla_var3.measure import read_kernel
+
+        x = self.torch.empty(READ_BYTES // 4, device="cuda", dtype=self.torch.int32).random_()
+        words, pitch = rows.width // 4, rows.pitch // 4
+        copied = read_kernel.launch_copy_rows(x, words, pitch)
+        return lambda: read_kernel.launch_copy_rows(x, words, pitch), 2.0 * rows.width * copied
+
     def limit_calls(self) -> dict[str, tuple[Call, float]]:
         from mla_var3.measure import read_kernel
 
@@ -204,6 +213,9 @@ class CpuBackend:
         return False
 
     def release(self) -> None: ...
+
+    def rows_call(self, rows: Rows) -> tuple[Call, float]:
+        raise NotImplementedError  # nothing is timed here
 
     def limit_calls(self) -> dict[str, tuple[Call, float]]:
         return {}

@@ -1,4 +1,5 @@
-"""The kernels that only read and that copy: what device memory delivers when nothing is written back, or as much.
+"""The kernels that only read and that copy: what device memory delivers when nothing is written back, as much, or as
+much in rows with gaps between them.
 
 A copy is no substitute for a read: it moves half of its bytes the other way. torch's is none for a kernel that copies:
 captured in a graph it becomes a memcpy node, which is slower still.
@@ -43,3 +44,21 @@ def copy(x, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 def launch_copy(x: Any, out: Any) -> None:
     """Copies all of x to out, CUDA int32 tensors of a multiple of BLOCK elements."""
     copy[(x.numel() // BLOCK,)](x, out, BLOCK=BLOCK, num_warps=WARPS)
+
+
+@triton.jit
+def copy_rows(x, out, WORDS: tl.constexpr, PITCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x: (programs * ROWS, WORDS) int32. out: as many rows, PITCH words apart. LANES: WORDS or more, a power of two."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    word = tl.arange(0, LANES)[None, :]
+    tl.store(out + row * PITCH + word, tl.load(x + row * WORDS + word, mask=word < WORDS), mask=word < WORDS)
+
+
+def launch_copy_rows(x: Any, words: int, pitch: int) -> int:
+    """Copies rows of `words` int32 from the front of x, where they lie in order, to behind them, where they are `pitch`
+    apart: as many as x has room for. Returns how many. A program has 1,024 words: more were slower in such copies."""
+    lanes = triton.next_power_of_2(words)
+    rows = max(1, 1024 // lanes)
+    programs = x.numel() // (rows * (words + pitch))
+    copy_rows[(programs,)](x, x[programs * rows * words :], words, pitch, rows, lanes, num_warps=WARPS)
+    return programs * rows

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from mla_var3.measure.settings import BenchSettings
-    from mla_var3.workload import Problem
+    from mla_var3.workload import Problem, Rows
 
 Call = Callable[[], Any]
 STATES = ("burst", "sustained")
@@ -109,6 +109,9 @@ class Backend(Protocol):
 
     def limit_calls(self) -> dict[str, tuple[Call, float]]:
         """Under "matmul" a call and its FLOPs, under "read" and "copy" a call and its bytes, of both directions."""
+
+    def rows_call(self, rows: Rows) -> tuple[Call, float]:
+        """A call that copies such rows, as many as there is room for, and its bytes, of both directions."""
 
     def cross_check_us(self, calls: Sequence[Call], graph_ms: float) -> float | None:
         """A second opinion on the time of a call, in microseconds."""
@@ -402,10 +405,10 @@ def method_text(
     graph: bool,
     clock: str,
     limits_age_s: float = 0.0,
-    copies: bool = False,
+    limits: str = "limits",
 ) -> str:
     """How an item was timed, for its record. limits_age_s: how long before, where the cell did not have its own.
-    copies: the limits had a copy among them."""
+    limits: what they were."""
     what = "CUDA-graph replays" if graph else "loops of launches (the kernel cannot be captured)"
     inputs = f"{sets} input sets of {set_bytes / 1e6:.1f} MB ({settings.dist}, random pages, cold L2)"
     parts = [f"{what} of {item.calls} calls rotating over {inputs} and writing the same outputs, {clock}"]
@@ -424,8 +427,6 @@ def method_text(
                 else f"the first contender's behind {settings.settle_s:g} s of its replays that are not kept"
             )
         )
-    copy = ", one that copies 1 GiB" if copies else ""
-    limits = f"limits (bf16 8192^3 product, a kernel that reads 2 GiB{copy})"
     if limits_age_s:
         before = f"{limits_age_s:.0f} s before in the same process"
         parts.append(f"contenders in turn, every other round reversed; {limits} {before}")

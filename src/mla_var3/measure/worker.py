@@ -119,7 +119,6 @@ class Worker:
         self.backend: Backend
         self.device: Device | None = None
         self.limits: LimitItems | None = None
-        self._copies = False  # whether a copy is among the limits
         self._compiled: dict[Any, CompileCache] = {}
         self._resources: dict[Any, dict[str, Any]] = {}
 
@@ -174,9 +173,8 @@ class Worker:
         on_gpu = self.backend.torch_device.startswith("cuda")
         self.channel.emit("environment", fields=environment.describe(gpu=on_gpu))
         if mode == "time" and self.backend.times:
-            problems = (problem_from_record(cell["problem"]) for cell in self.job["cells"])
-            self._copies = any(problem.cost().written for problem in problems)
-            self.limits = LimitItems(self.backend, self.settings, copies=self._copies)
+            costs = [problem_from_record(cell["problem"]).cost() for cell in self.job["cells"]]
+            self.limits = LimitItems(self.backend, self.settings, costs)
 
     def _backend(self, on_gpu: bool) -> Backend:
         return make_backend(self.settings.backend, on_gpu)
@@ -449,9 +447,7 @@ class Worker:
             contender,
             "passed",
             time_us=item.stats(),
-            limits=self.limits.to_record(
-                facts["flops"], facts["bytes"], limits_age_s, written=plan.problem.cost().written
-            ),
+            limits=self.limits.to_record(facts["flops"], facts["bytes"], limits_age_s, cost=plan.problem.cost()),
             method=timing.method_text(
                 item,
                 inputs.count,
@@ -460,7 +456,7 @@ class Worker:
                 graph=bool(plan.graph_capturable),
                 clock=self.backend.clock,
                 limits_age_s=limits_age_s,
-                copies=self._copies,
+                limits=self.limits.words,
             ),
             readings=environment.by_quantity(sensors),
         )

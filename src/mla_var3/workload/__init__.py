@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from mla_var3.errors import UserError, nearest
 
@@ -25,6 +25,15 @@ _TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 #: The workload of a record whose problem names none: the first one there was.
 DEFAULT = "decode"
+
+
+class Rows(NamedTuple):
+    """Rows with gaps between them. bytes: of all rows. width: bytes of a row. pitch: from one row's start to the
+    next's."""
+
+    bytes: int
+    width: int
+    pitch: int
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,14 @@ class Cost:
     pairs: of attention, (query token, cached token) pairs that attend, over all requests, for one head.
     written: those of the bytes that are written, where they are so many that a copy is the limit, and not a kernel that
     only reads.
+    rows: of those written, the ones in rows with gaps between them, which no copy writes as fast as bytes in order.
     """
 
     flops: int
     bytes: int
     pairs: int = 0
     written: int = 0
+    rows: Rows | None = None
 
     @property
     def intensity(self) -> float:

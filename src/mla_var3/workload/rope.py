@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_dtype, check_integer, count
+from mla_var3.workload import Bound, Case, Cost, Output, Problem, Rows, Workload, check_dtype, check_integer, count
 
 DISTRIBUTIONS = ("normal", "ends", "huge", "skipped", "none")
 INDICES = {"int64": 8, "int32": 4}
@@ -181,11 +181,14 @@ class RopeProblem(Problem):
         )  # fmt: skip
 
     def cost(self) -> Cost:
-        """FLOPs and minimal bytes: a pair costs 6; rows of the table are read once, by as many tokens as they have."""
+        """FLOPs and minimal bytes: a pair costs 6; rows of the table are read once, by as many tokens as they have.
+        Queries are rows with latent columns between them, which another kernel writes."""
         rotated, cached = self.tokens * (self.h + 1) * self.p, self.tokens * self.width
         written = (self.tokens * self.h * self.p + cached) * self.element_bytes
         tables = min(self.tokens, self.positions) * self.p * 4 + self.tokens * 2 * INDICES[self.index]
-        return Cost(3 * rotated, 2 * written + tables, written=written)
+        of_query = self.p * self.element_bytes
+        rows = Rows(self.tokens * self.h * of_query, of_query, self.width * self.element_bytes)
+        return Cost(3 * rotated, 2 * written + tables, written=written, rows=rows)
 
     def input_bytes(self) -> int:
         row = self.h * self.columns + self.k + self.p + self.rest

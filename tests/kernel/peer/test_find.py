@@ -24,7 +24,7 @@ PREFILL = ("fa4", "cudnn_sdpa")
 #: Peers that do not attend, and their workloads.
 OTHERS = {
     **dict.fromkeys(("torch_compile_rmsnorm", "quack_rmsnorm", "flashinfer_rmsnorm"), "norm"),
-    "torch_compile_rope_append": "rope",
+    **dict.fromkeys(("torch_compile_rope_append", "flashinfer_rope_append"), "rope"),
     "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
     **dict.fromkeys(("flash_mla_layer", "torch_compile_mla_layer"), "layer"),

@@ -198,6 +198,10 @@ def _flashinfer_rmsnorm() -> Library | None:
     ) or _installed("flashinfer_rmsnorm", "package", "flashinfer", "norm.py", "flashinfer-python")  # fmt: skip
 
 
+def _flashinfer_rope_append() -> Library | None:
+    return _installed("flashinfer_rope_append", "package", "flashinfer", "rope.py", "flashinfer-python")
+
+
 def _tilelang_mla() -> Library | None:
     name = "example_mla_decode_paged.py"
     installed = package_dirs("tilelang")
@@ -242,6 +246,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "fa3_sparse": _also("fa3_sparse", _fa3_qv),
     "quack_rmsnorm": _quack_rmsnorm,
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
+    "flashinfer_rope_append": _flashinfer_rope_append,
 }
 
 # What is missing, and how to get it: the two halves of the sentence.
@@ -285,6 +290,7 @@ _HOW: dict[str, tuple[str, str]] = {
     ),
     "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
+    "flashinfer_rope_append": ("FlashInfer's package", "pip install flashinfer-python"),
 }
 
 PEERS: tuple[str, ...] = tuple(_LOOK)

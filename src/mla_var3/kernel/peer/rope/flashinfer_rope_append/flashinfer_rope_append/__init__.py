@@ -1,0 +1,1 @@
+"""FlashInfer's rotation and append."""

@@ -1536,23 +1536,21 @@ def consume(
             whole, place = end - first == units, split.point
             found.collect(row_sum, storage, thread, geometry.n)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
-            of_whole = (found, weights, storage.sinks.data_ptr(), results.lse, factors.values)
-            # Most splits are whole, and skip the code of all others at once.
+            if (not whole) & (line.lead > 0):
+                place = scheduler.slot_of(worker, split.request)
+                if pool.combined == 0:
+                    piece = scheduler.piece_of(worker, split, units, line)
+                    join(
+                        acc_o, found, storage, results, flags, piece, worker, split.request, tile, thread, geometry
+                    )  # fmt: skip
+                    whole = piece.index == 0
             if whole:
-                weigh_whole(*of_whole, block.first, first_row, thread, geometry)
+                weigh_whole(
+                    found, weights, storage.sinks.data_ptr(), results.lse, factors.values, block.first, first_row,
+                    thread, geometry,
+                )  # fmt: skip
             else:
-                if line.lead > 0:
-                    place = scheduler.slot_of(worker, split.request)
-                    if pool.combined == 0:
-                        piece = scheduler.piece_of(worker, split, units, line)
-                        join(
-                            acc_o, found, storage, results, flags, piece, worker, split.request, tile, thread, geometry
-                        )  # fmt: skip
-                        whole = piece.index == 0
-                if whole:
-                    weigh_whole(*of_whole, block.first, first_row, thread, geometry)
-                else:
-                    weigh_partial(acc_o, found, weights, results, place, tile, thread, geometry)
+                weigh_partial(acc_o, found, weights, results, place, tile, thread, geometry)
             epilogue(
                 acc_o, weights, storage, results, block.first, place, whole, tile, first_row, thread, geometry
             )  # fmt: skip

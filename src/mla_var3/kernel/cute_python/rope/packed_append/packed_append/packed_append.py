@@ -4,11 +4,11 @@
     rope[t]        ──rotate, round to bf16──→ plain of slot[t]; of layout flat from there ──scale──→ e4m3
     latent[t]      ──largest magnitude of a scale's columns, scale──→ codes and scales of slot[t]
 
-A warp has an item: of one token either 8 · `heads` query heads, or its key. Queries go as in rope_append, whose picture
+A warp has an item: of one token either 4 · `heads` query heads, or its key. Queries go as in rope_append, whose picture
 `prims.rotary` has. Of a latent a lane has 8 columns in each 256, so that the columns of a scale are those of 16 lanes
 (v32) or 8 (v4), which find their largest magnitude by shuffles:
 
-    key    griddepcontrol.wait → position, slot, rope and latent in flight → 32 bytes of cosines, 32 of sines
+    key    griddepcontrol.wait → position, slot, rope and latent in flight → its cosines and sines
            → largest of 8 columns, of the lanes → scale → codes: 8 bytes a lane → stores; nothing where slot < 0
 
 Scales that are powers of two have an exact reciprocal; others divide, rounded once. Runs on sm_90a. The base version:
@@ -29,7 +29,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, HALF, LANES, ROPE, load_turns, turn, turn_queries
+from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, ROPE, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
 from mla_var3.packed_cache import E4M3_MAX, SCALE_MIN, layout_of
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from mla_var3.workload.packed_append import PackedAppendProblem
 
 STEP = WARP * VECTOR  # columns of latent that a warp's vectors have
-FEW = 8192  # heads of all tokens: a device has about as many at a time with eight warps an SM
+MOST_HEADS = 8  # of a lane
+FEW, SOME = 8192, 65536  # heads of all tokens
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -83,9 +84,9 @@ class Geometry:
 # ------------------------------------------------------------------------------------------------ tiling
 @dataclass(frozen=True)
 class PackedAppendTiling(Tiling):
-    """heads: that a lane turns by the same cosines and sines, 1 to 4. warps: of a CTA."""
+    """heads: that a lane turns by the same cosines and sines, 1 to 8. warps: of a CTA."""
 
-    heads: int = 2
+    heads: int = 4
     warps: int = 4
 
     def geometry(self, pd: PackedAppendProblem) -> Geometry:
@@ -94,8 +95,8 @@ class PackedAppendTiling(Tiling):
         )  # fmt: skip
 
     def validate(self, pd: PackedAppendProblem, device: Device | None = None) -> Verdict:
-        if not 1 <= self.heads <= 4:
-            return Verdict.no(f"heads = {self.heads} must be 1 to 4")
+        if not 1 <= self.heads <= MOST_HEADS:
+            return Verdict.no(f"heads = {self.heads} must be 1 to {MOST_HEADS}")
         if not 1 <= self.warps <= 32:
             return Verdict.no(f"warps = {self.warps} must be 1 to 32")
         return Verdict.yes()
@@ -194,9 +195,8 @@ def append_key(
     from_latent = latent.iterator + cute.assume(Int64(token) * latent.stride[0], divby=VECTOR) + column
     wait_for_launch(from_rope.toint())
     position, slot = positions[token], slots[token]
-    ends, held = vectors(rope_.element_type, 2), vectors(latent.element_type, count)
-    for half in cutlass.range_constexpr(2):
-        load_vector(ends[None, half], from_rope + half * HALF)
+    end, held = vectors(rope_.element_type, 1)[None, 0], vectors(latent.element_type, count)
+    load_vector(end, from_rope)
     held.fill(0)
     for i in cutlass.range_constexpr(count):
         if lane * VECTOR + i * STEP < shape.latent if cutlass.const_expr(shape.latent % STEP != 0) else True:
@@ -204,7 +204,7 @@ def append_key(
     cute.arch.sync_warp()
     turns = load_turns(table, position, place, shape)
     cute.arch.sync_warp()
-    turn(ends[None, 0], ends[None, 1], turns, shape)
+    turn(end, turns, shape)
     # Shuffles, so all lanes take part, whether the key is stored or not.
     shared = cute.make_rmem_tensor(count, Float32)
     for i in cutlass.range_constexpr(count):
@@ -230,11 +230,10 @@ def append_key(
                         cute.make_tensor(to_scale, cute.make_layout(1))[0] = bits.to(scales.element_type)
         if lane < LANES:
             to_plain = row_of(plain, slot, VECTOR, shape) + column
-            for half in cutlass.range_constexpr(2):
-                if cutlass.const_expr(shape.lanes == 0):
-                    store_codes(e4m3_codes(ends[None, half], shared[0], False), to_plain + half * HALF)
-                else:
-                    store_vector(ends[None, half], to_plain + half * HALF)
+            if cutlass.const_expr(shape.lanes == 0):
+                store_codes(e4m3_codes(end, shared[0], False), to_plain)
+            else:
+                store_vector(end, to_plain)
 
 
 @cute.kernel
@@ -310,13 +309,15 @@ class PackedAppendPlan(KernelPlan):
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes)
 
     def default_tiling(self) -> PackedAppendTiling:
-        # As in rope_append: few heads in all, as many warps as there can be; many, two heads for one row of the table.
-        few = self.problem.tokens * self.problem.h <= FEW or self.problem.h <= AT_A_TIME
-        return PackedAppendTiling(1 if few else 2, 4)
+        # As in rope_append: as many warps as there can be, or many heads, of which four have one row of the table.
+        heads = self.problem.tokens * self.problem.h
+        if heads > SOME:
+            return PackedAppendTiling(4, 4)
+        return PackedAppendTiling(1, 4 if heads <= FEW else 8)
 
     def autotune_configs(self) -> list[Tiling]:
         most = -(-self.problem.h // AT_A_TIME)
-        return [PackedAppendTiling(heads, warps) for heads in (1, 2, 4) if heads <= most for warps in (1, 2, 4, 8)]
+        return [PackedAppendTiling(heads, warps) for heads in (1, 2, 4, 8) if heads <= most for warps in (1, 2, 4, 8)]
 
     def plan(self, *inputs: Any) -> CuteKernel:
         return self.plan_into(inputs, append.new_outputs(self.problem, inputs[0]))

@@ -3,14 +3,14 @@
     q[t, :, -64:]  ──rotate──→ out[t, :, 512:576]
     rope[t]        ──rotate──→ cache[slot[t]][512:576]        latent[t]  ──copy──→ cache[slot[t]][0:512]
 
-A warp has an item: of one token either 8 · `heads` query heads, or its key. Four lanes take a head's 64 columns, each
-16 bytes of the first half and the same place of the second, so that it holds whole pairs in both conventions:
+A warp has an item: of one token either 4 · `heads` query heads, or its key. Eight lanes take a head's 64 columns, 16
+bytes each, so that whole lines of 128 bytes are read and written; halves are exchanged by shuffles (`prims.rotary`):
 
-    lane of four    0       1       2       3       0       1       2       3
-    columns         0..7    8..15   16..23  24..31  32..39  40..47  48..55  56..63
-    interleaved     pairs (2i, 2i + 1) lie in one vector         halves: pairs (i, i + 32) in the lane's two
+    lane of eight   0      1       2       3       4       5       6       7
+    columns         0..7   8..15   16..23  24..31  32..39  40..47  48..55  56..63
+    interleaved     pairs (2i, 2i + 1) lie in one lane     halves: pairs (i, i + 32) in two, four lanes apart
 
-    item   griddepcontrol.wait → position, vectors of q (all of them in flight) → 32 bytes of cosines, 32 of sines
+    item   griddepcontrol.wait → position, vectors of q (all of them in flight) → its cosines and sines
            → x cos - y sin, y cos + x sin in float32 → stores
     key    griddepcontrol.wait → position, slot, rope and latent in flight → the same; nothing is stored where slot < 0
 
@@ -35,7 +35,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, HALF, LANES, ROPE, load_turns, turn, turn_queries
+from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, ROPE, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 STEP = WARP * VECTOR  # columns of latent that a warp's vectors have
 MOST_LATENT = 4 * STEP
-FEW = 8192  # heads of all tokens: a device has about as many at a time with eight warps an SM
+MOST_HEADS = 8  # of a lane
+FEW, SOME = 8192, 65536  # heads of all tokens
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -79,10 +80,10 @@ class Geometry:
 # ------------------------------------------------------------------------------------------------ tiling
 @dataclass(frozen=True)
 class RopeAppendTiling(Tiling):
-    """heads: that a lane turns by the same cosines and sines, 1 to 4. warps: of a CTA. eager: the next
+    """heads: that a lane turns by the same cosines and sines, 1 to 8. warps: of a CTA. eager: the next
     kernel's CTAs may come at once, as this package's may, which wait before they read."""
 
-    heads: int = 2
+    heads: int = 4
     warps: int = 4
     eager: bool = True
 
@@ -90,8 +91,8 @@ class RopeAppendTiling(Tiling):
         return Geometry(pd.h, pd.k, pd.columns, pd.page, pd.interleaved, self.heads, self.warps, self.eager)
 
     def validate(self, pd: RopeProblem, device: Device | None = None) -> Verdict:
-        if not 1 <= self.heads <= 4:
-            return Verdict.no(f"heads = {self.heads} must be 1 to 4")
+        if not 1 <= self.heads <= MOST_HEADS:
+            return Verdict.no(f"heads = {self.heads} must be 1 to {MOST_HEADS}")
         if not 1 <= self.warps <= 32:
             return Verdict.no(f"warps = {self.warps} must be 1 to 32")
         return Verdict.yes()
@@ -119,9 +120,8 @@ def append_key(
     from_latent = latent.iterator + cute.assume(Int64(token) * latent.stride[0], divby=VECTOR) + column
     wait_for_launch(from_rope.toint())
     position, slot = positions[token], slots[token]
-    ends, held = vectors(rope_.element_type, 2), vectors(latent.element_type, count)
-    for half in cutlass.range_constexpr(2):
-        load_vector(ends[None, half], from_rope + half * HALF)
+    end, held = vectors(rope_.element_type, 1)[None, 0], vectors(latent.element_type, count)
+    load_vector(end, from_rope)
     held.fill(0)
     for i in cutlass.range_constexpr(count):
         if lane * VECTOR + i * STEP < shape.latent if cutlass.const_expr(shape.latent % STEP != 0) else True:
@@ -129,7 +129,7 @@ def append_key(
     cute.arch.sync_warp()
     turns = load_turns(table, position, place, shape)
     cute.arch.sync_warp()
-    turn(ends[None, 0], ends[None, 1], turns, shape)
+    turn(end, turns, shape)
     if slot >= 0:
         width = cutlass.const_expr(shape.latent + ROPE)
         page = cute.assume(Int64(slot // shape.page) * cache.stride[0], divby=VECTOR)
@@ -138,8 +138,7 @@ def append_key(
             if lane * VECTOR + i * STEP < shape.latent if cutlass.const_expr(shape.latent % STEP != 0) else True:
                 store_vector(held[None, i], row + column + i * STEP)
         if lane < LANES:
-            for half in cutlass.range_constexpr(2):
-                store_vector(ends[None, half], row + column + (shape.latent + half * HALF))
+            store_vector(end, row + column + shape.latent)
 
 
 @cute.kernel
@@ -216,13 +215,15 @@ class RopeAppendPlan(KernelPlan):
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), problem=takes)
 
     def default_tiling(self) -> RopeAppendTiling:
-        # Few heads in all: as many warps as there can be. Many: two heads a lane, for one row of the table.
-        few = self.problem.tokens * self.problem.h <= FEW or self.problem.h <= AT_A_TIME
-        return RopeAppendTiling(1 if few else 2, 4)
+        # As many warps as there can be; or, where memory is what they wait for, four heads for one row of the table.
+        heads = self.problem.tokens * self.problem.h
+        if heads > SOME:
+            return RopeAppendTiling(4, 4)
+        return RopeAppendTiling(1, 4 if heads <= FEW else 8)
 
     def autotune_configs(self) -> list[Tiling]:
         most = -(-self.problem.h // AT_A_TIME)
-        return [RopeAppendTiling(heads, warps) for heads in (1, 2, 4) if heads <= most for warps in (1, 2, 4, 8)]
+        return [RopeAppendTiling(heads, warps) for heads in (1, 2, 4, 8) if heads <= most for warps in (1, 2, 4, 8)]
 
     def plan(self, *inputs: Any) -> CuteKernel:
         return self.plan_into(inputs, rope.new_outputs(self.problem, inputs[0]))

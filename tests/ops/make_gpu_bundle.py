@@ -219,6 +219,17 @@ def gemm_part() -> Iterator[Wanted]:
         yield tests.CUTE, {}, problem
 
 
+def rope_part() -> Iterator[Wanted]:
+    """What tests/kernel/test_rope_append_gpu.py plans, in all tilings, and anew for cases of the check."""
+    import test_rope_append_gpu as tests
+
+    yield from every_tiling("cute-dsl/rope_append", tests.PROBLEMS)
+    few = [problem.replace(tokens=3) for problem in tests.PROBLEMS]
+    many = [problem.replace(tokens=5003, h=16) for problem in tests.PROBLEMS]
+    for problem in (*few, *many, *tests.IN_PLACE, tests.FAR):
+        yield KernelId.parse("cute-dsl/rope_append"), {}, problem
+
+
 def append_part() -> Iterator[Wanted]:
     """What tests/kernel/test_packed_append_gpu.py plans, in all tilings, and test_sparse_mla_decode_gpu.py calls."""
     import test_packed_append_gpu as tests
@@ -273,6 +284,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "layer": layer_part,
     "mla_layer": mla_layer_part,
     "attention": attention_part,
+    "rope": rope_part,
     "append": append_part,
     "sparse": sparse_part,
     "random_sparse": random_sparse_part,

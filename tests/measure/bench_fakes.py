@@ -359,4 +359,4 @@ class SimulatedBackend:
         }
 
     def rows_call(self, rows: Rows) -> Any:
-        return self.call(580.0), float(2 << 30)
+        return self.call(580.0 + (rows.pitch > 1152) * 20.0), float(2 << 30)

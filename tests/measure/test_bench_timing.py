@@ -244,18 +244,20 @@ def test_rows_with_gaps_are_charged_at_the_rate_of_a_copy_of_such_rows() -> None
     chip = SimulatedBackend()
     rows = Rows(1 << 29, 128, 1152)
     apart = Cost(1, 2 << 30, written=1 << 30, rows=rows)
-    four = LimitItems(chip, SETTINGS, [Cost(1, 2 << 30), apart])
-    take_turns(chip, four.items, SETTINGS, nobody, fail)
-    burst = four.limits("burst")
+    further = dataclasses.replace(apart, rows=rows._replace(pitch=1280))
+    five = LimitItems(chip, SETTINGS, [Cost(1, 2 << 30), apart, further])
+    take_turns(chip, five.items, SETTINGS, nobody, fail)
+    burst = five.limits("burst", rows)
     assert burst is not None and burst.rows_gbps == pytest.approx(2**31 / 580e-6 / 1e9, rel=1e-4)
     # Half of what is written is in such rows, and the other half in order.
-    record = four.to_record(1, 2 << 30, cost=apart)["burst"]
+    record = five.to_record(1, 2 << 30, cost=apart)["burst"]
     assert record["limit_us"] == pytest.approx(580 / 2 + 504 / 2, rel=1e-4)
     assert record["rows_gbps"] == burst.rows_gbps
-    assert "128 bytes from in order to 1152 apart" in four.words
+    assert "128 bytes from in order to 1152 apart" in five.words
+    assert five.to_record(1, 2 << 30, cost=further)["burst"]["limit_us"] == pytest.approx(600 / 2 + 504 / 2, rel=1e-4)
     # Rows of another pitch were not measured: they count as bytes in order, which is the shorter time.
     other = dataclasses.replace(apart, rows=rows._replace(pitch=640))
-    assert four.to_record(1, 2 << 30, cost=other)["burst"]["limit_us"] == pytest.approx(504, rel=1e-4)
+    assert five.to_record(1, 2 << 30, cost=other)["burst"]["limit_us"] == pytest.approx(504, rel=1e-4)
 
 
 def test_one_state_alone() -> None:

@@ -19,7 +19,7 @@ from mla_var3.measure.settings import BenchSettings
 
 if TYPE_CHECKING:
     from mla_var3.measure.timing import Backend, Item
-    from mla_var3.workload import Cost
+    from mla_var3.workload import Cost, Rows
 
 MATMUL, READ, COPY, ROWS = "limit:matmul", "limit:read", "limit:copy", "limit:rows"
 
@@ -57,20 +57,19 @@ class Limits:
 
 class LimitItems:
     """The limits as items that take turns beside the contenders of a cell: with that of a copy where some of them write
-    much, and with that of rows, those of the first that has them."""
+    much, and with one for each kind of rows that are written with gaps between them."""
 
     def __init__(self, backend: Backend, settings: BenchSettings, costs: Iterable[Cost] = ()) -> None:
         self._work: dict[str, float] = {}
         self._at: float | None = None
         self.items: list[Item] = []
         costs = [cost for cost in costs if cost.written]
-        self.rows = next((cost.rows for cost in costs if cost.rows), None)
+        self._rows = {cost.rows[1:]: cost.rows for cost in costs if cost.rows}  # by width and pitch
         calls = backend.limit_calls()
         limits = {MATMUL: calls["matmul"], READ: calls["read"]}
         if costs:
             limits[COPY] = calls["copy"]
-        if self.rows:
-            limits[ROWS] = backend.rows_call(self.rows)
+        limits |= {_name(rows): backend.rows_call(rows) for rows in self._rows.values()}
         for name, (call, work) in limits.items():
             self._work[name] = work
             item = timing.prepare(backend, name, [call], settings)
@@ -83,8 +82,9 @@ class LimitItems:
         parts = ["bf16 8192^3 product", "a kernel that reads 2 GiB"]
         if COPY in self._work:
             parts.append("one that copies 1 GiB")
-        if self.rows:
-            parts.append(f"one that copies rows of {self.rows.width} bytes from in order to {self.rows.pitch} apart")
+        parts += [
+            f"one that copies rows of {width} bytes from in order to {pitch} apart" for width, pitch in self._rows
+        ]
         return f"limits ({', '.join(parts)})"
 
     def age_s(self) -> float | None:
@@ -102,34 +102,33 @@ class LimitItems:
             item.samples.clear()
             item.readings.clear()
 
-    def limits(self, state: str) -> Limits | None:
-        """What was reached in a state; None when it was not measured."""
+    def limits(self, state: str, rows: Rows | None = None) -> Limits | None:
+        """What was reached in a state, in copies of such rows too; None when it was not measured."""
         us = {item.name: median for item in self.items if (median := item.median(state)) is not None}
         if len(us) < len(self.items):
             return None
         rate = {name: self._work[name] / us[name] for name in us}
-        copy, rows = (rate[name] / 1e3 if name in rate else None for name in (COPY, ROWS))
-        return Limits(rate[MATMUL] / 1e6, rate[READ] / 1e3, copy, rows)
+        copied = [rate[name] / 1e3 if name in rate else None for name in (COPY, _name(rows) if rows else "")]
+        return Limits(rate[MATMUL] / 1e6, rate[READ] / 1e3, *copied)
 
     def to_record(self, flops: int, bytes_: int, age_s: float = 0.0, *, cost: Cost | None = None) -> dict[str, Any]:
         """The record's `limits` for work with these FLOPs and bytes. cost: of the problem, which says how much of them
         is written. `bound` is the first measured state's; `age_s` says how long before the cell they were measured,
         where they are not its own."""
         record: dict[str, Any] = {"age_s": round(age_s, 1)} if age_s else {}
-        written, rows = (cost.written, self._rows_of(cost)) if cost else (0, 0)
+        written, rows = (cost.written, cost.rows) if cost else (0, None)
+        in_rows = rows.bytes if rows else 0
         for state in timing.STATES:
-            found = self.limits(state)
+            found = self.limits(state, rows)
             if found is not None:
                 rates = {name: rate for name, rate in asdict(found).items() if rate is not None}
-                record[state] = {**rates, "limit_us": found.limit_us(flops, bytes_, written, rows)}
-                record.setdefault("bound", found.bound(flops, bytes_, written, rows))
+                record[state] = {**rates, "limit_us": found.limit_us(flops, bytes_, written, in_rows)}
+                record.setdefault("bound", found.bound(flops, bytes_, written, in_rows))
         return record
 
-    def _rows_of(self, cost: Cost) -> int:
-        """Bytes that a problem writes in rows such as were measured."""
-        if cost.rows is None or self.rows is None or cost.rows[1:] != self.rows[1:]:
-            return 0
-        return cost.rows.bytes
+
+def _name(rows: Rows) -> str:
+    return f"{ROWS} {rows.width}/{rows.pitch}"
 
 
 def measure_limits(state: str, settings: BenchSettings | None = None, backend: Backend | None = None) -> Limits:

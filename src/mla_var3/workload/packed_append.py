@@ -113,7 +113,8 @@ class PackedAppendProblem(RopeProblem):
         read = self.tokens * (self.h * self.p + self.width) * self.element_bytes
         written = self.tokens * (self.h * self.p * self.element_bytes + token)
         tables = min(self.tokens, self.positions) * self.p * 4 + self.tokens * 2 * INDICES[self.index]
-        return Cost(super().cost().flops, read + written + tables, written=written)
+        of_rope = super().cost()
+        return Cost(of_rope.flops, read + written + tables, written=written, rows=of_rope.rows)
 
     def output_bytes(self) -> int:
         return self.tokens * self.h * self.width * self.element_bytes + self.pages * self.cache.page_bytes(self.page)

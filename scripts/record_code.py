@@ -95,7 +95,7 @@ def compiled_line(call: Call) -> Line:
         knobs=code_knobs(plan.tiling),
         stages=[stage.name for stage in code.kernels],
         arch=code.arch,
-        source=ledger.source_of(call.label, code_knobs(plan.tiling)),
+        source=ledger.source_of(call.label),
         digest=code.digest,
         problem=own_problem(call.label, pd),
         toolchain=dict(code.toolchain),
@@ -136,7 +136,7 @@ def main() -> int:
     here = {kernel.label for kernel in registry.all_kernels()}
     lines = [line for line in ledger.lines() if line.kernel in here]
     known = () if args.all else lines
-    current = {place_of(line) for line in known if line.source == ledger.source_of(line.kernel, line.knobs)}
+    current = {place_of(line) for line in known if line.source == ledger.source_of(line.kernel)}
     todo: dict[str, dict[tuple[Any, ...], Call]] = {}  # what one process compiles
     other: Counter[str] = Counter()
     asked: set[tuple[Any, ...]] = set()
@@ -167,7 +167,7 @@ def main() -> int:
         line
         for line in lines
         if (args.kernels and line.kernel not in args.kernels)
-        or (place_of(line) in asked and line.source == ledger.source_of(line.kernel, line.knobs))
+        or (place_of(line) in asked and line.source == ledger.source_of(line.kernel))
     ]
     # Records of one call may know of different numbers of kernels: each has asked for the same line.
     kept = list({place_of(line): line for line in (*looked, *made)}.values())

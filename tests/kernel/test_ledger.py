@@ -17,6 +17,7 @@ from mla_var3.dispatch import table as tables
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
 from mla_var3.record import Record, load
+from mla_var3.toolchain import source
 from mla_var3.toolchain.digest import Code, KernelCode
 from mla_var3.toolchain.versions import GENERATES, toolchain
 from mla_var3.workload import problem_from_record
@@ -31,18 +32,19 @@ VERSIONS = [k for k in registry.all_kernels() if k.language in GENERATES and k.l
 def test_no_line_is_older_than_its_source() -> None:
     assert ledger.lines() and {kernel.label for kernel in VERSIONS} == {line.kernel for line in ledger.lines()}
     assert len({repr(line) for line in ledger.lines()}) == len(ledger.lines())
-    old = {line.kernel for line in ledger.lines() if line.source != ledger.source_of(line.kernel, line.knobs)}
+    old = {line.kernel for line in ledger.lines() if line.source != ledger.source_of(line.kernel)}
     assert not old, f"compile them again: scripts/record_code.py {' '.join(sorted(old))}"
 
 
-def test_a_line_of_a_pipeline_is_as_old_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = next(line for line in ledger.lines() if line.kernel == "cute-dsl/mla_layer")
-    assert line.knobs["product"] == "cute-dsl/absorb_gemm"
-    assert ledger.source_of(line.kernel, line.knobs) != ledger.source_of(line.kernel, {})
-    assert ledger.source_of(line.kernel, {**line.knobs, "product": "cute-dsl/absorb_gemm_v99"}) == ""
-    hashed = ledger._source_hash
-    monkeypatch.setattr(ledger, "_source_hash", lambda label: "edited" if "absorb_gemm" in label else hashed(label))
-    assert ledger.source_of(line.kernel, line.knobs) != line.source
+def test_a_pipeline_is_as_old_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its line here, and for a sweep's `resume`, which goes by the same hash."""
+    pipeline, other = (registry.KernelId.parse(f"cute-dsl/{name}") for name in ("mla_layer", "sparse_mla_v1"))
+    parts = {part.label for part in registry.parts(pipeline)}
+    assert {"cute-dsl/absorb_gemm", "cute-dsl/rope_append", "cute-dsl/flash_mla_v23"} <= parts
+    assert not registry.parts(other)
+    before, hashed = [registry.source_hash(kernel) for kernel in (pipeline, other)], source.source_hash
+    monkeypatch.setattr(source, "source_hash", lambda path: "edited" if path.stem == "absorb_gemm" else hashed(path))
+    assert registry.source_hash(pipeline) != before[0] and registry.source_hash(other) == before[1]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ nothing. `scripts/record_code.py` writes the file, and the tests compile a line 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -70,19 +69,9 @@ def lines(file: Path | None = None) -> tuple[Line, ...]:
         raise UserError(f"{target} is damaged ({error}): run scripts/record_code.py.") from error
 
 
-def source_of(label: str, knobs: Mapping[str, Any]) -> str:
-    """Hash of the source that a version's code comes from: its import closure, and those of the versions that its knobs
-    name, as a pipeline's name its parts. Empty where one of them is not here."""
-    parts = [str(knob) for knob in knobs.values() if str(knob).split("/")[0] in registry.LANGUAGES]
-    hashes = [_source_hash(version) for version in (label, *parts)]
-    if "" in hashes:
-        return ""
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] if parts else hashes[0]
-
-
 @lru_cache(maxsize=64)
-def _source_hash(label: str) -> str:
-    """Of the version's import closure; empty where it is not here."""
+def source_of(label: str) -> str:
+    """Hash of the source that a version's code comes from; empty where it is not here."""
     return next((registry.source_hash(kernel) for kernel in registry.all_kernels() if kernel.label == label), "")
 
 
@@ -97,7 +86,7 @@ def standing(label: str, problem: MlaProblem, digest: str, file: Path | None = N
     if here[label].language == "peer":
         return LIBRARY
     found = [line for line in lines(file) if line.kernel == label and line.speaks_of(problem)]
-    current = [line.digest for line in found if line.source == source_of(label, line.knobs)]
+    current = [line.digest for line in found if line.source == source_of(label)]
     if not current:
         return STALE
     return SAME if digest in current else OTHER

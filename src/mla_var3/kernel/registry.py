@@ -6,6 +6,7 @@ Walking looks at files and folders only, so listing imports no kernel language. 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -251,10 +252,17 @@ def label_of(plan: KernelPlan) -> str:
 
 
 def source_files(kernel: KernelId) -> list[Path]:
-    """The version's import closure: what a record's source hash covers."""
+    """The version's import closure: what its source hash covers, with the same of its `parts`."""
     return source.import_closure(kernel.path)
 
 
+def parts(kernel: KernelId) -> list[KernelId]:
+    """The versions that a pipeline is made of: those whose labels its source has as strings."""
+    named = {label for path in source_files(kernel) for label in source.strings(path)}
+    return [other for other in all_kernels() if other.label in named and other != kernel]
+
+
 def source_hash(kernel: KernelId) -> str:
-    """SHA-256 (16 hex digits) over names and contents of `source_files`."""
-    return source.source_hash(kernel.path)
+    """SHA-256 (16 hex digits) over names and contents of `source_files`; of a pipeline, of those of its parts too."""
+    hashes = [source.source_hash(version.path) for version in (kernel, *parts(kernel))]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from mla_var3 import paths
 
 _PREFIX = "mla_var3.kernel."
+_LABEL = re.compile(r'"([a-z-]+/\w+)"')
 
 
 @functools.lru_cache(maxsize=512)
@@ -26,6 +28,16 @@ def _imports(path: Path, mtime_ns: int) -> tuple[Path, ...]:
             if (target := _file(name)) is not None:
                 found.setdefault(target)
     return tuple(found)
+
+
+def strings(path: Path) -> frozenset[str]:
+    """The strings of a file that may be labels of versions."""
+    return _strings(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=512)
+def _strings(path: Path, mtime_ns: int) -> frozenset[str]:
+    return frozenset(_LABEL.findall(path.read_text(encoding="utf-8")))
 
 
 def _named(node: ast.AST) -> Iterator[str]:

@@ -253,7 +253,7 @@ def test_rows_with_gaps_are_charged_at_the_rate_of_a_copy_of_such_rows() -> None
     record = five.to_record(1, 2 << 30, cost=apart)["burst"]
     assert record["limit_us"] == pytest.approx(580 / 2 + 504 / 2, rel=1e-4)
     assert record["rows_gbps"] == burst.rows_gbps
-    assert "128 bytes from in order to 1152 apart" in five.words
+    assert "copies rows of 128 bytes to every 1152 bytes" in five.words
     assert five.to_record(1, 2 << 30, cost=further)["burst"]["limit_us"] == pytest.approx(600 / 2 + 504 / 2, rel=1e-4)
     # Rows of another pitch were not measured: they count as bytes in order, which is the shorter time.
     other = dataclasses.replace(apart, rows=rows._replace(pitch=640))

@@ -82,9 +82,7 @@ class LimitItems:
         parts = ["bf16 8192^3 product", "a kernel that reads 2 GiB"]
         if COPY in self._work:
             parts.append("one that copies 1 GiB")
-        parts += [
-            f"one that copies rows of {width} bytes from in order to {pitch} apart" for width, pitch in self._rows
-        ]
+        parts += [f"one that copies rows of {width} bytes to every {pitch} bytes" for width, pitch in self._rows]
         return f"limits ({', '.join(parts)})"
 
     def age_s(self) -> float | None:

@@ -530,7 +530,7 @@ class Run:
         device = ranks.hardware.key if self.limits is not None else "cpu"
         limits = None
         if self.limits is not None and "time_us" in found:
-            limits = self.limits.to_record(cost.flops, cost.bytes, self.limits.age_s() or 0.0)
+            limits = self.limits.to_record(cost, self.limits.age_s() or 0.0)
         link = self.links.get(name)
         record = {
             "id": new_id(), "at": now(), "experiment": EXPERIMENT, "status": status, "kernel": kernel,

@@ -207,11 +207,11 @@ def test_limits_are_measured_in_the_same_states() -> None:
     assert burst.matmul_tflops == pytest.approx(2 * 8192**3 / 1400e-6 / 1e12, rel=1e-4)
     assert burst.read_gbps == pytest.approx(2**31 / 463e-6 / 1e9, rel=1e-4)
     assert hot.matmul_tflops == pytest.approx(burst.matmul_tflops / 1.25, rel=1e-4)
-    record = both.to_record(flops=10**11, bytes_=10**6)
+    record = both.to_record(Cost(10**11, 10**6))
     assert record["bound"] == "compute" and set(record["burst"]) == {"matmul_tflops", "read_gbps", "limit_us"}
     assert record["sustained"]["limit_us"] == pytest.approx(record["burst"]["limit_us"] * 1.25, rel=1e-3)
     both.reset()
-    assert both.limits("burst") is None and both.to_record(1, 1) == {}
+    assert both.limits("burst") is None and both.to_record(Cost(1, 1)) == {}
 
 
 def test_the_limit_is_the_larger_time() -> None:
@@ -219,8 +219,8 @@ def test_the_limit_is_the_larger_time() -> None:
     # The published cell b = 128, s = 1, h = 128, t = 4096: 181.9 us, compute; with 16 heads 131.1 us, memory.
     for h, us, bound in ((128, 181.9, "compute"), (16, 131.1, "memory")):
         cost = MlaProblem(b=128, h=h).cost()
-        assert limits.limit_us(cost.flops, cost.bytes) == pytest.approx(us, abs=0.1)
-        assert limits.bound(cost.flops, cost.bytes) == bound
+        assert limits.limit_us(cost) == pytest.approx(us, abs=0.1)
+        assert limits.bound(cost) == bound
 
 
 def test_what_is_written_is_charged_at_the_rate_of_a_copy() -> None:
@@ -230,11 +230,11 @@ def test_what_is_written_is_charged_at_the_rate_of_a_copy() -> None:
     take_turns(chip, three.items, SETTINGS, nobody, fail)
     burst = three.limits("burst")
     assert burst is not None and burst.copy_gbps == pytest.approx(2**31 / 504e-6 / 1e9, rel=1e-4)
-    assert burst.limit_us(0, 2 << 30, 1 << 30) == pytest.approx(504, rel=1e-4)
+    assert burst.limit_us(Cost(0, 2 << 30, written=1 << 30)) == pytest.approx(504, rel=1e-4)
     # Three reads and a write: half of the bytes are copied, and half are read.
-    assert burst.limit_us(0, 2 << 30, 1 << 29) == pytest.approx(504 / 2 + 463 / 2, rel=1e-4)
-    assert burst.limit_us(0, 2 << 30) == pytest.approx(463, rel=1e-4)
-    record = three.to_record(1, 2 << 30, cost=half)["burst"]
+    assert burst.limit_us(Cost(0, 2 << 30, written=1 << 29)) == pytest.approx(504 / 2 + 463 / 2, rel=1e-4)
+    assert burst.limit_us(Cost(0, 2 << 30)) == pytest.approx(463, rel=1e-4)
+    record = three.to_record(half)["burst"]
     assert record["limit_us"] == pytest.approx(504, rel=1e-4) and record["copy_gbps"] == burst.copy_gbps
     words = timing.method_text(three.items[0], 1, 1, SETTINGS, graph=True, clock="", limits=three.words)
     assert "reads 2 GiB, one that copies 1 GiB" in words
@@ -250,14 +250,14 @@ def test_rows_with_gaps_are_charged_at_the_rate_of_a_copy_of_such_rows() -> None
     burst = five.limits("burst", rows)
     assert burst is not None and burst.rows_gbps == pytest.approx(2**31 / 580e-6 / 1e9, rel=1e-4)
     # Half of what is written is in such rows, and the other half in order.
-    record = five.to_record(1, 2 << 30, cost=apart)["burst"]
+    record = five.to_record(apart)["burst"]
     assert record["limit_us"] == pytest.approx(580 / 2 + 504 / 2, rel=1e-4)
     assert record["rows_gbps"] == burst.rows_gbps
     assert "copies rows of 128 bytes to every 1152 bytes" in five.words
-    assert five.to_record(1, 2 << 30, cost=further)["burst"]["limit_us"] == pytest.approx(600 / 2 + 504 / 2, rel=1e-4)
+    assert five.to_record(further)["burst"]["limit_us"] == pytest.approx(600 / 2 + 504 / 2, rel=1e-4)
     # Rows of another pitch were not measured: they count as bytes in order, which is the shorter time.
     other = dataclasses.replace(apart, rows=rows._replace(pitch=640))
-    assert five.to_record(1, 2 << 30, cost=other)["burst"]["limit_us"] == pytest.approx(504, rel=1e-4)
+    assert five.to_record(other)["burst"]["limit_us"] == pytest.approx(504, rel=1e-4)
 
 
 def test_one_state_alone() -> None:

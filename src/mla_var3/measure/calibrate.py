@@ -35,24 +35,23 @@ class Limits:
     copy_gbps: float | None = None
     rows_gbps: float | None = None
 
-    def limit_us(self, flops: float, bytes_: float, written: float = 0, rows: float = 0) -> float:
-        """The least time of work with these FLOPs and bytes, `written` of which are writes, `rows` of these in rows
-        with gaps, in microseconds."""
-        return max(self._compute_us(flops), self._memory_us(bytes_, written, rows))
+    def limit_us(self, cost: Cost) -> float:
+        """The least time of work, in microseconds."""
+        return max(self._compute_us(cost), self._memory_us(cost))
 
-    def bound(self, flops: float, bytes_: float, written: float = 0, rows: float = 0) -> str:
+    def bound(self, cost: Cost) -> str:
         """Which of the two sets it: "compute" or "memory"."""
-        return "compute" if self._compute_us(flops) > self._memory_us(bytes_, written, rows) else "memory"
+        return "compute" if self._compute_us(cost) > self._memory_us(cost) else "memory"
 
-    def _compute_us(self, flops: float) -> float:
-        return flops / self.matmul_tflops / 1e6
+    def _compute_us(self, cost: Cost) -> float:
+        return cost.flops / self.matmul_tflops / 1e6
 
-    def _memory_us(self, bytes_: float, written: float, rows: float) -> float:
-        """Writes with as many reads at the rate of a copy, the rest at that of reads."""
-        copied = 2 * min(written, bytes_ - written) if self.copy_gbps else 0.0
-        of_rows = min(2 * rows, copied) if self.rows_gbps else 0.0
+    def _memory_us(self, cost: Cost) -> float:
+        """Writes with as many reads at the rate of a copy, of rows where they are such; the rest at that of reads."""
+        copied = 2 * min(cost.written, cost.bytes - cost.written) if self.copy_gbps else 0
+        of_rows = min(2 * cost.rows.bytes, copied) if self.rows_gbps and cost.rows else 0
         us = of_rows / (self.rows_gbps or 1.0) + (copied - of_rows) / (self.copy_gbps or 1.0)
-        return us / 1e3 + (bytes_ - copied) / self.read_gbps / 1e3
+        return us / 1e3 + (cost.bytes - copied) / self.read_gbps / 1e3
 
 
 class LimitItems:
@@ -109,19 +108,16 @@ class LimitItems:
         copied = [rate[name] / 1e3 if name in rate else None for name in (COPY, _name(rows) if rows else "")]
         return Limits(rate[MATMUL] / 1e6, rate[READ] / 1e3, *copied)
 
-    def to_record(self, flops: int, bytes_: int, age_s: float = 0.0, *, cost: Cost | None = None) -> dict[str, Any]:
-        """The record's `limits` for work with these FLOPs and bytes. cost: of the problem, which says how much of them
-        is written. `bound` is the first measured state's; `age_s` says how long before the cell they were measured,
-        where they are not its own."""
+    def to_record(self, cost: Cost, age_s: float = 0.0) -> dict[str, Any]:
+        """The record's `limits` for work. `bound` is the first measured state's; `age_s` says how long before the cell
+        they were measured, where they are not its own."""
         record: dict[str, Any] = {"age_s": round(age_s, 1)} if age_s else {}
-        written, rows = (cost.written, cost.rows) if cost else (0, None)
-        in_rows = rows.bytes if rows else 0
         for state in timing.STATES:
-            found = self.limits(state, rows)
+            found = self.limits(state, cost.rows)
             if found is not None:
                 rates = {name: rate for name, rate in asdict(found).items() if rate is not None}
-                record[state] = {**rates, "limit_us": found.limit_us(flops, bytes_, written, in_rows)}
-                record.setdefault("bound", found.bound(flops, bytes_, written, in_rows))
+                record[state] = {**rates, "limit_us": found.limit_us(cost)}
+                record.setdefault("bound", found.bound(cost))
         return record
 
 

@@ -447,7 +447,7 @@ class Worker:
             contender,
             "passed",
             time_us=item.stats(),
-            limits=self.limits.to_record(facts["flops"], facts["bytes"], limits_age_s, cost=plan.problem.cost()),
+            limits=self.limits.to_record(plan.problem.cost(), limits_age_s),
             method=timing.method_text(
                 item,
                 inputs.count,

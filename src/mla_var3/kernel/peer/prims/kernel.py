@@ -34,6 +34,7 @@ from mla_var3.workload import decode
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.workload.decode import MlaProblem
+    from mla_var3.workload.rope import RopeProblem
 
 #: Latent and rope columns that the peers of the absorbed form are compiled for.
 LATENT, ROPE = 512, 64
@@ -159,14 +160,22 @@ class PeerDecodePlan(PeerMixin, KernelPlan):
     tiling_type = NoKnobs
 
 
+def has_widths(peer: str, problem: MlaProblem | RopeProblem) -> Verdict:
+    """Whether a problem has the columns that peers are compiled for."""
+    if (problem.k, problem.p) != (LATENT, ROPE):
+        return Verdict.no(
+            f"peer/{peer} has {LATENT} + {ROPE} columns a token; the problem has {problem.k} + {problem.p}"
+        )
+    return Verdict.yes()
+
+
 def takes_decode(peer: str, *, page: int | None = None) -> Callable[[MlaProblem], Verdict]:
     """A predicate: the problem is one that the peer computes, and the library is here. page: the only page size."""
 
     def verdict(problem: MlaProblem) -> Verdict:
-        if (problem.k, problem.p) != (LATENT, ROPE):
-            return Verdict.no(
-                f"peer/{peer} has {LATENT} + {ROPE} columns a token; the problem has {problem.k} + {problem.p}"
-            )
+        widths = has_widths(peer, problem)
+        if not widths:
+            return widths
         if problem.h_kv != 1:
             return Verdict.no(f"peer/{peer} takes one latent cache; the problem has h_kv = {problem.h_kv}")
         if page is not None and problem.page_size != page:

@@ -15,7 +15,7 @@ from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
 from mla_var3.kernel.peer.prims import find
 from mla_var3.kernel.peer.prims.find import Library
-from mla_var3.kernel.peer.prims.kernel import LATENT, ROPE, Attached, NoKnobs, PeerMixin
+from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin, has_widths
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.workload import rope
 from mla_var3.workload.rope import RopeProblem
@@ -24,10 +24,9 @@ PEER = "flashinfer_rope_append"
 
 
 def takes(problem: RopeProblem) -> Verdict:
-    if (problem.k, problem.p) != (LATENT, ROPE):
-        return Verdict.no(
-            f"peer/{PEER} has {LATENT} + {ROPE} columns a token; the problem has {problem.k} + {problem.p}"
-        )
+    widths = has_widths(PEER, problem)
+    if not widths:
+        return widths
     reason = find.absent(PEER)
     return Verdict.yes() if reason is None else Verdict.no(reason)
 

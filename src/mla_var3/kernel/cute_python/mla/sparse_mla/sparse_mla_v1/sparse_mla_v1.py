@@ -10,9 +10,9 @@ e4m3. Shared memory is read twice for a tile and not written, and a token takes 
 fit beside the queries of 64 heads.
 
 A token's scales are split: 2^e, of its largest one, is kept apart, and each group of columns has a factor below 2 left.
-With 64 heads a tile the factor is rounded to fp16 and multiplied with the group's codes. With fewer, scores and
-probabilities are fewer than codes: the group's share of a score is multiplied with it in fp32, and so is a copy of P
-for the group's values, and codes are only widened. 2^e goes into the scores in fp32, and into the probabilities: with
+With 32 and 64 heads a tile the factor is rounded to fp16 and multiplied with the group's codes. With 8 and 16, scores
+and probabilities are fewer than codes: the group's share of a score is multiplied with it in fp32, and so is a copy of
+P for the group's values, and codes are only widened. 2^e goes into the scores in fp32, and into the probabilities: with
 x = log2 e · score + e,
 
     P' = exp2(x - m)     out = Σ P' · (V · 2^-e) / Σ P' · 2^-e     m: a running maximum of x
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from mla_var3.workload.sparse_decode import SparseProblem
 
 HEADS = (8, 16, 32, 64)  # of a query tile
+FEW_HEADS = 16  # of a query tile, up to which scales are multiplied with sums and copies of P
 TOKENS = 64  # of a KV tile
 PANEL = 64  # columns
 CONSUMERS = 2
@@ -88,7 +89,7 @@ HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
 MOST_STAGES = 8
 SMS = 132  # of a device that is not known
 # us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile.
-TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (9.5, 1.62), 64: (14.5, 2.4)}
+TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (10.4, 1.51), 64: (14.5, 2.4)}
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
 AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
 SMEM = 232_448  # bytes that a CTA may have
@@ -210,8 +211,9 @@ class Geometry:
     @property
     def scales_sums(self) -> bool:
         """Whether a group's factor is multiplied with its share of a score and with a probability for its values, and
-        not with its codes: of few heads these are fewer."""
-        return self.groups > 0 and self.n < HEADS[-1]
+        not with its codes: of few heads these are fewer. Of 32 heads they are fewer too, but the copies of P would take
+        the shared memory of a tile, and so its bytes under way."""
+        return self.groups > 0 and self.n <= FEW_HEADS
 
     @property
     def copies(self) -> int:

@@ -230,6 +230,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "flash_mla_layer",
         "flash_mla_sparse",
         "fa3_sparse",
+        "flashinfer_sparse",
         "flashinfer_rmsnorm",
         "flashinfer_rope_append",
     ]

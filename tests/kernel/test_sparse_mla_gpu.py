@@ -15,7 +15,7 @@ from mla_var3.workload.sparse_decode import SparseProblem, make_inputs
 
 pytestmark = pytest.mark.gpu
 
-DESIGNS = ("sparse_mla", "flash_mla_sparse", "fa3_sparse")
+DESIGNS = ("sparse_mla", "flash_mla_sparse", "fa3_sparse", "flashinfer_sparse")
 KERNELS = [k for k in registry.all_kernels() if k.design in DESIGNS]
 V4 = {"layout": "v4", "topk": 128, "page": 256, "extra": 512, "extra_page": 64, "lengths": True, "sink": True}
 PROBLEMS = [

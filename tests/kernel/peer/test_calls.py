@@ -187,7 +187,7 @@ def test_fa3_sparse(
 ) -> None:
     fetched("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr("mla_var3.kernel.peer.mla.fa3_sparse.fa3_sparse.fa3_sparse._CHUNK", 7 * 3 * 576)
+    monkeypatch.setattr("mla_var3.kernel.peer.prims.sparse._CHUNK", 7 * 3 * 576)
     plan_type = _plan_type("fa3_sparse")
     problem = SparseProblem(b=3, s=2, h=5, t=90, topk=40, page=7, layout=layout, lengths=True)
     report = check(plan_type, problem, device="cpu", seeds=[3])
@@ -313,16 +313,14 @@ def test_an_older_flash_mla_is_one_sentence(sparse_library: _SparseLibrary, monk
         _plan_type("flash_mla_sparse")(SPARSE["v32"]).plan(*sparse_decode.make_inputs(SPARSE["v32"], "cpu"))
 
 
-@pytest.mark.parametrize("backend", ["fa3", "fa2"])
-@pytest.mark.parametrize("kind", ["module", "package"])
-def test_flashinfer(
-    backend: str, kind: str, fetched: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state: dict[str, Any] = {}
+class _FlashInferModule:
+    """FlashInfer's functions by a softmax in float64 over compressed rows, with the log-sum-exp to base 2."""
 
-    def run(parts: Sequence[Any], pages: Any, out: Any, lse: Any, scale: float, causal: bool) -> None:
-        """Requests from the compressed rows, in float64, with the log-sum-exp to base 2."""
-        starts, offsets, lens = state["index"]
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def attend(self, parts: Sequence[Any], pages: Any, out: Any, lse: Any, scale: float, causal: bool) -> None:
+        starts, offsets, lens = self.state["index"]
         cache = torch.cat([parts[2], parts[3]], -1).unsqueeze(2)
         q = torch.cat([parts[0], parts[1]], -1)
         for i, length in enumerate(lens.tolist()):
@@ -334,18 +332,49 @@ def test_flashinfer(
             out[rows] = o[0]
             lse[rows] = e[0].t() / kernel.LN2
 
-    class Module:
-        def plan(self, floats: Any, ints: Any, staged: Any, starts: Any, offsets: Any, lens: Any, *rest: Any) -> Any:
-            heads, columns = rest[:2]
-            assert columns == 512 and ints.shape == staged.shape
-            state.update(index=(starts, offsets, lens), heads=heads)
-            staged[:16] = 9
-            return [1, 2], 16
+    def plan(self, floats: Any, ints: Any, staged: Any, starts: Any, offsets: Any, lens: Any, *rest: Any) -> Any:
+        heads, columns = rest[:2]
+        assert columns == 512 and ints.shape == staged.shape
+        self.state.update(index=(starts, offsets, lens), heads=heads)
+        staged[:16] = 9
+        return [1, 2], 16
 
-        def run(self, floats: Any, ints: Any, info: Any, *rest: Any) -> None:
-            parts, (pages, out, lse, mask, heads, _, scale, base_e) = rest[:4], rest[4:12]
-            assert info == [1, 2] and bool((ints[:16] == 9).all()) and heads == state["heads"] and base_e is False
-            run(parts, pages, out, lse, scale, bool(mask))
+    def run(self, floats: Any, ints: Any, info: Any, *rest: Any) -> None:
+        parts, (pages, out, lse, mask, heads, page, scale, base_e) = rest[:4], rest[4:12]
+        assert info == [1, 2] and bool((ints[:16] == 9).all()) and heads == self.state["heads"] and base_e is False
+        assert page == parts[2].shape[1]
+        self.attend(parts, pages, out, lse, scale, bool(mask))
+
+
+@pytest.mark.parametrize("layout", ["v32", "bf16"])
+def test_flashinfer_sparse(layout: str, fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched("flashinfer/batch_mla_fa3.so")
+    module = _FlashInferModule()
+    monkeypatch.setattr(flashinfer, "_load_module", lambda path: module)
+    plan_type = _plan_type("flashinfer_sparse")
+    problem = SparseProblem(b=3, s=2, h=5, t=90, topk=40, page=7, layout=layout, lengths=True)
+    report = check(plan_type, problem, device="cpu", seeds=[3])
+    assert report.ok, report.reason
+
+    given = sparse_decode.named(problem, *sparse_decode.make_inputs(problem, "cpu", dist="holes"))
+    plan_type(problem).plan(*given.values())
+    starts, offsets, lens = module.state["index"]
+    tokens = given["cache"].shape[0] * 7
+    counts = [
+        sum(0 <= i < tokens for i in indices[: given["lengths"][row // 2]].tolist())
+        for row, indices in enumerate(given["indices"].view(6, 40))
+    ]
+    assert starts.tolist() == list(range(7)) and lens.tolist() == counts
+    assert offsets.tolist() == [sum(counts[:row]) for row in range(7)]
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
+@pytest.mark.parametrize("kind", ["module", "package"])
+def test_flashinfer(
+    backend: str, kind: str, fetched: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = _FlashInferModule()
+    state = module.state
 
     class Wrapper:
         def __init__(self, floats: Any, backend: str) -> None:
@@ -362,12 +391,12 @@ def test_flashinfer(
         ) -> None:
             g = self.given
             parts = (q_nope, q_pe, ckv_cache, kpe_cache)
-            run(parts, g["kv_indices"], out, lse, g["sm_scale"], g["causal"])
+            module.attend(parts, g["kv_indices"], out, lse, g["sm_scale"], g["causal"])
 
     problem = PROBLEM.replace(dtype="bf16")
     if kind == "module":
         fetched(f"flashinfer/batch_mla_{backend}.so")
-        monkeypatch.setattr(flashinfer, "_load_module", lambda path: Module())
+        monkeypatch.setattr(flashinfer, "_load_module", lambda path: module)
         _passes_the_check(f"flashinfer_{backend}", problem)
         with pytest.raises(UserError, match="built for bf16"):
             _plan_type(f"flashinfer_{backend}")(PROBLEM).plan(*make_inputs(PROBLEM, "cpu"))

@@ -28,7 +28,7 @@ OTHERS = {
     "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
     **dict.fromkeys(("flash_mla_layer", "torch_compile_mla_layer"), "layer"),
-    **dict.fromkeys(("flash_mla_sparse", "fa3_sparse"), "sparse_decode"),
+    **dict.fromkeys(("flash_mla_sparse", "fa3_sparse", "flashinfer_sparse"), "sparse_decode"),
 }
 
 
@@ -177,6 +177,8 @@ def test_a_problem_that_a_library_does_not_compute_is_refused(
         ("fa3_sparse", {"layout": "flat"}, "the problem has flat"),
         ("fa3_sparse", {"sink": True}, "takes no attention sinks in float32"),
         ("fa3_sparse", {"extra": 64}, "takes one cache"),
+        ("flashinfer_sparse", {"layout": "bf16"}, ""),
+        ("flashinfer_sparse", {"sink": True}, "peer/flashinfer_sparse takes no attention sinks in float32"),
     ],
 )
 def test_a_sparse_problem_is_taken_or_refused(

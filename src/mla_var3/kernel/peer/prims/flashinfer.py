@@ -1,4 +1,4 @@
-"""FlashInfer's `BatchMLAPagedAttentionWrapper` (backends fa2 and fa3): what its two peers share.
+"""FlashInfer's `BatchMLAPagedAttentionWrapper` (backends fa2 and fa3): what its peers share.
 
     plan():  lengths and page ids go to the host, the library balances the splits there and copies its schedule back
     call:    one persistent kernel (attention, then the merge of the splits)
@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel.peer.prims import find
@@ -38,29 +38,39 @@ _INT_BYTES = 8 << 20
 _CAUSAL = 1  # MaskMode of the library: 0 none, 1 causal
 
 
-class FlashInferPlan(PeerDecodePlan):
-    """Base of the two backends; subclasses set `peer`, `requires` and `backend`."""
+class Rows(NamedTuple):
+    """What requests attend to, int32. starts (requests + 1,), on the CPU: their first query tokens. offsets (requests +
+    1,), on the CPU: where their pages begin in `pages`, on the device. lens (requests,), on the CPU: their tokens."""
 
+    starts: Any
+    offsets: Any
+    pages: Any
+    lens: Any
+
+
+class FlashInferCalls:
+    """What plans of decode and of sparse decode share; they set `peer` and `backend`."""
+
+    peer: ClassVar[str]
+    compiled: Any
+    problem: Any
     backend = ""
     # The partial results of a split request lie in the output's dtype until they are merged: 3.7e-6 of cosine
     # difference where other libraries have 2.1e-6, and 2.1e-6 without a split
     # (results/h200/traces/2026-11-24-flashinfer_parts.txt).
     cos_slack = ROUNDED_ONCE_MORE
 
-    def attach(self, library: Library, *inputs: Any) -> Attached:
+    def attached(self, library: Library, rows: Rows, q: Any, cache: Any, *, causal: bool) -> Attached:
+        """The call on q (b, s, h, 576), whose b · s query tokens are those of `rows`, over cache (pages, page, 576)."""
         import torch
 
-        q, kv_cache, page_table, seq_lens = inputs
         b, s, h, _ = q.shape
-        offsets, pages, lens = page_indices(page_table, seq_lens, kv_cache.shape[1])
-        starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32)
-        flat, cache = q.view(b * s, h, LATENT + ROPE), kv_cache[:, :, 0]
+        flat = q.view(b * s, h, LATENT + ROPE)
         parts = (flat[..., :LATENT], flat[..., LATENT:], cache[..., :LATENT], cache[..., LATENT:])
         out = q.new_empty((b * s, h, LATENT))
         lse = torch.empty((b * s, h), dtype=torch.float32, device=q.device)
-        index = (starts, offsets, pages.to(q.device), lens)
         attach = self._module if library.kind == "module" else self._package
-        call, keep = attach(library, index, parts, out, lse)
+        call, keep = attach(library, rows, parts, out, lse, causal)
 
         def read() -> tuple[Any, ...]:
             natural = natural_lse(lse, base2=True)
@@ -83,7 +93,9 @@ class FlashInferPlan(PeerDecodePlan):
             lambda: torch.empty(_FLOAT_BYTES, dtype=torch.uint8, device=like.device),
         )
 
-    def _module(self, library: Library, index: Any, parts: Any, out: Any, lse: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _module(
+        self, library: Library, rows: Rows, parts: Any, out: Any, lse: Any, causal: bool
+    ) -> tuple[Any, tuple[Any, ...]]:
         import torch
 
         if out.dtype != torch.bfloat16:
@@ -91,14 +103,14 @@ class FlashInferPlan(PeerDecodePlan):
                 f"peer/{self.peer} was built for bf16; install flashinfer-python for {self.problem.dtype}."
             )
         module = _load_module(str(library.path))
-        starts, offsets, pages, lens = index
-        pd, device = self.problem, out.device
+        starts, offsets, pages, lens = rows
+        device = out.device
         floats = self._workspace(out)
         ints = torch.empty(_INT_BYTES, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         staged = self._shared("schedule", lambda: torch.empty(_INT_BYTES, dtype=torch.uint8, pin_memory=pinned))
         heads = out.shape[1]
-        info, used = module.plan(floats, ints, staged, starts, offsets, lens, heads, LATENT, pd.causal)
+        info, used = module.plan(floats, ints, staged, starts, offsets, lens, heads, LATENT, causal)
         ints[: int(used)].copy_(staged[: int(used)])
         arguments = (
             floats,
@@ -108,10 +120,10 @@ class FlashInferPlan(PeerDecodePlan):
             pages,
             out,
             lse,
-            _CAUSAL if pd.causal else 0,
+            _CAUSAL if causal else 0,
             heads,
-            pd.page_size,
-            pd.scale,
+            parts[2].shape[1],
+            self.problem.scale,
             False,
             1.0,
             1.0,
@@ -124,11 +136,12 @@ class FlashInferPlan(PeerDecodePlan):
 
         return call, (module, arguments)
 
-    def _package(self, library: Library, index: Any, parts: Any, out: Any, lse: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _package(
+        self, library: Library, rows: Rows, parts: Any, out: Any, lse: Any, causal: bool
+    ) -> tuple[Any, tuple[Any, ...]]:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-        starts, offsets, pages, lens = index
-        pd = self.problem
+        starts, offsets, pages, lens = rows
         q_nope, q_pe, ckv, kpe = parts
         with warnings.catch_warnings():
             # The newer releases deprecate this form of the arguments; it is the one that all releases have.
@@ -142,9 +155,9 @@ class FlashInferPlan(PeerDecodePlan):
                 num_heads=out.shape[1],
                 head_dim_ckv=LATENT,
                 head_dim_kpe=ROPE,
-                page_size=pd.page_size,
-                causal=pd.causal,
-                sm_scale=pd.scale,
+                page_size=ckv.shape[1],
+                causal=causal,
+                sm_scale=self.problem.scale,
                 q_data_type=out.dtype,
                 kv_data_type=out.dtype,
             )
@@ -154,7 +167,21 @@ class FlashInferPlan(PeerDecodePlan):
                 warnings.simplefilter("ignore")
                 wrapper.run(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, out=out, lse=lse, return_lse=True)
 
-        return call, (wrapper, index)
+        return call, (wrapper, rows)
+
+
+class FlashInferPlan(FlashInferCalls, PeerDecodePlan):
+    """Base of the two backends of decode; subclasses set `peer`, `requires` and `backend`."""
+
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        import torch
+
+        q, kv_cache, page_table, seq_lens = inputs
+        b, s = q.shape[:2]
+        offsets, pages, lens = page_indices(page_table, seq_lens, kv_cache.shape[1])
+        starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32)
+        rows = Rows(starts, offsets, pages.to(q.device), lens)
+        return self.attached(library, rows, q, kv_cache[:, :, 0], causal=self.problem.causal)
 
 
 def _load_module(path: str) -> Any:

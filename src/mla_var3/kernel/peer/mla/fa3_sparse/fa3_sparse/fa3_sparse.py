@@ -15,40 +15,22 @@ Hopper only.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_var3.device import Requirement
-from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import fa3, find
+from mla_var3.kernel.peer.prims import fa3
 from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached
-from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, names_token
-from mla_var3.packed_cache import VALUES, Layout, unpack
+from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, in_bf16, names_token, takes_bf16
+from mla_var3.packed_cache import VALUES
 from mla_var3.workload import sparse_decode
-
-if TYPE_CHECKING:
-    from mla_var3.workload.sparse_decode import SparseProblem
-
-#: Columns that are converted at a time: in float64 on the way.
-_CHUNK = 1 << 26
-
-
-def takes(problem: SparseProblem) -> Verdict:
-    if problem.layout not in ("v32", "bf16"):
-        return Verdict.no(f"peer/fa3_sparse takes layout bf16, and v32 converted; the problem has {problem.layout}")
-    if problem.sink:
-        return Verdict.no("peer/fa3_sparse takes no attention sinks in float32; the problem has sinks")
-    if problem.extra:
-        return Verdict.no("peer/fa3_sparse takes one cache; the problem has an extra one")
-    reason = find.absent("fa3_sparse")
-    return Verdict.yes() if reason is None else Verdict.no(reason)
 
 
 class Fa3SparsePlan(PeerSparsePlan):
     """Plan of the extension's `fwd` with `q_v`, a page table of size 1 and used lengths."""
 
     peer = "fa3_sparse"
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes)
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes_bf16("fa3_sparse"))
     allocates = True
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
@@ -78,17 +60,3 @@ class Fa3SparsePlan(PeerSparsePlan):
             return out.view(b, s, h, VALUES), lse.view(b, s, h).transpose(1, 2).contiguous()
 
         return replace(found, read=read)
-
-
-def in_bf16(layout: Layout, cache: Any) -> Any:
-    """(pages, page, columns), contiguous: the cache itself where it is so."""
-    import torch
-
-    if layout.name == "bf16":
-        return cache.contiguous()
-    pages, page, _ = cache.shape
-    made = cache.new_empty((pages, page, layout.columns), dtype=torch.bfloat16)
-    step = max(1, _CHUNK // (page * layout.columns))
-    for begin in range(0, pages, step):
-        made[begin : begin + step] = unpack(layout, cache[begin : begin + step])
-    return made

@@ -97,7 +97,7 @@ def test_a_library_is_captured_with_its_schedule_or_without(kernel: Any, problem
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             launch()
-        for x in (*call.written_tensors(), *call.attached.made):
+        for x in (*call.written_tensors(), *(call.attached.made or ())):
             x.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()

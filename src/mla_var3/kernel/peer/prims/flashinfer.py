@@ -60,11 +60,17 @@ class FlashInferCalls:
     # (results/h200/traces/2026-11-24-flashinfer_parts.txt).
     cos_slack = ROUNDED_ONCE_MORE
 
-    def attached(self, library: Library, rows: Rows, q: Any, cache: Any, *, causal: bool) -> Attached:
-        """The call on q (b, s, h, 576), whose b · s query tokens are those of `rows`, over cache (pages, page, 576)."""
+    def attached(
+        self, library: Library, q: Any, cache: Any, page_table: Any, seq_lens: Any, *, causal: bool
+    ) -> Attached:
+        """The call on q (b, s, h, 576) over cache (pages, page, 576). page_table (requests, any), seq_lens (requests,):
+        of as many requests as share the b · s query tokens evenly."""
         import torch
 
         b, s, h, _ = q.shape
+        offsets, pages, lens = page_indices(page_table, seq_lens, cache.shape[1])
+        starts = torch.arange(0, b * s + 1, b * s // len(lens), dtype=torch.int32)
+        rows = Rows(starts, offsets, pages.to(q.device), lens)
         flat = q.view(b * s, h, LATENT + ROPE)
         parts = (flat[..., :LATENT], flat[..., LATENT:], cache[..., :LATENT], cache[..., LATENT:])
         out = q.new_empty((b * s, h, LATENT))
@@ -174,14 +180,8 @@ class FlashInferPlan(FlashInferCalls, PeerDecodePlan):
     """Base of the two backends of decode; subclasses set `peer`, `requires` and `backend`."""
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
-        import torch
-
         q, kv_cache, page_table, seq_lens = inputs
-        b, s = q.shape[:2]
-        offsets, pages, lens = page_indices(page_table, seq_lens, kv_cache.shape[1])
-        starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32)
-        rows = Rows(starts, offsets, pages.to(q.device), lens)
-        return self.attached(library, rows, q, kv_cache[:, :, 0], causal=self.problem.causal)
+        return self.attached(library, q, kv_cache[:, :, 0], page_table, seq_lens, causal=self.problem.causal)
 
 
 def _load_module(path: str) -> Any:

@@ -40,6 +40,19 @@ def names_token(given: Mapping[str, Any], prefix: str = "", *, counted: bool = T
     return names
 
 
+def single_pages(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The indices as page tables with pages of size 1, of b · s requests of one query token: (b · s, topk), those that
+    name a token first and in their order, 0 behind them; and the number of these, (b · s,) int32."""
+    import torch
+
+    indices, names = given["indices"], names_token(given)
+    first = names.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    lens = names.sum(-1)
+    counts = torch.arange(indices.shape[-1], device=indices.device) < lens.unsqueeze(-1)
+    table = indices.gather(-1, first).where(counts, 0)
+    return table.flatten(0, 1), lens.flatten().to(torch.int32)
+
+
 def takes_bf16(peer: str) -> Callable[[SparseProblem], Verdict]:
     """`takes` of a peer that attends to one cache in bf16, converted where it is v32, and knows no sinks."""
 

@@ -21,7 +21,7 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.peer.prims import fa3
 from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached
-from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, in_bf16, names_token, takes_bf16
+from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, in_bf16, single_pages, takes_bf16
 from mla_var3.packed_cache import VALUES
 from mla_var3.workload import sparse_decode
 
@@ -34,22 +34,14 @@ class Fa3SparsePlan(PeerSparsePlan):
     allocates = True
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
-        import torch
-
         given = sparse_decode.named(self.problem, *inputs)
-        q, indices = given["q"], given["indices"]
+        q = given["q"]
         b, s, h, columns = q.shape
-        names = names_token(given)
-        first = names.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        lens = names.sum(-1)
-        counts = torch.arange(indices.shape[-1], device=q.device) < lens.unsqueeze(-1)
-        table = indices.gather(-1, first).where(counts, 0)
         found = fa3.attached(
             library,
             q.view(b * s, 1, h, columns),
             in_bf16(self.problem.cache, given["cache"]).view(-1, 1, 1, columns),
-            table.view(b * s, -1),
-            lens.view(b * s).to(torch.int32),
+            *single_pages(given),
             scale=self.problem.scale,
             causal=False,
             device=self.device,

@@ -11,9 +11,9 @@ from typing import Any
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.peer.prims.find import Library
-from mla_var3.kernel.peer.prims.flashinfer import FlashInferCalls, Rows
+from mla_var3.kernel.peer.prims.flashinfer import FlashInferCalls
 from mla_var3.kernel.peer.prims.kernel import Attached
-from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, in_bf16, names_token, takes_bf16
+from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, in_bf16, single_pages, takes_bf16
 from mla_var3.workload import sparse_decode
 
 
@@ -25,14 +25,7 @@ class FlashInferSparsePlan(FlashInferCalls, PeerSparsePlan):
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes_bf16("flashinfer_sparse"))
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
-        import torch
-
         given = sparse_decode.named(self.problem, *inputs)
-        q, indices = given["q"], given["indices"]
-        names = names_token(given)
-        lens = names.sum(-1).flatten().to("cpu", torch.int32)
-        offsets = torch.zeros(len(lens) + 1, dtype=torch.int32)
-        offsets[1:] = lens.cumsum(0)
-        rows = Rows(torch.arange(len(lens) + 1, dtype=torch.int32), offsets, indices[names].contiguous(), lens)
-        cache = in_bf16(self.problem.cache, given["cache"])
-        return self.attached(library, rows, q, cache.view(-1, 1, q.shape[3]), causal=False)
+        q = given["q"]
+        cache = in_bf16(self.problem.cache, given["cache"]).view(-1, 1, q.shape[3])
+        return self.attached(library, q, cache, *single_pages(given), causal=False)

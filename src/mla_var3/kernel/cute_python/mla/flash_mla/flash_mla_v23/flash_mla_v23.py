@@ -939,10 +939,8 @@ def epilogue(
     out, lse, outputs, stats = results
     layout = geometry.partials
     me, lane = thread // WARPGROUP, thread % WARPGROUP
-    first_row = row_tile * ROWS
-    words = cute.make_rmem_tensor(cute.size(acc_o) // 2, Int32)  # pairs of columns: (row, 4 of a vector, vectors)
-    factor = cute.make_rmem_tensor(2, Float32)
-    bases = cute.make_rmem_tensor(2, Int64)  # where the thread's rows begin
+    first_row, tile = row_tile * ROWS, kv_head * geometry.row_tiles + row_tile
+    of_thread = Int64(me * (2 * geometry.half) + lane % partials.QUAD * 16)  # bytes from where a row begins
     if whole:
         for r in cutlass.range_constexpr(2):
             if thread % 4 == 0:
@@ -950,36 +948,50 @@ def epilogue(
         named_sync(Barrier.CONSUMERS, CONSUMERS)
         for r in cutlass.range_constexpr(2):
             row = first_row + wgmma.acc_row(lane, r)
-            total = row_sum[r] + row_sums[wgmma.acc_row(lane, r), 1 - me]
-            factor[r] = cutlass.select_(total > 0.0, 1.0 / total, Float32(0.0))
-            bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
-            if thread % 4 == 0 and me == 0 and row < block.count * geometry.group:
+            inside = row < block.count * geometry.group
+            total = row_sum[r] + row_sums[row - first_row, 1 - me]
+            factor = cutlass.select_(total > 0.0, 1.0 / total, Float32(0.0))
+            base = out.iterator.toint() + 2 * rows.row_offset(out, block.first, kv_head, row, geometry.group)
+            store_row(acc_o, r, factor, out.element_type, base + of_thread, inside, lane, True)
+            if thread % 4 == 0 and me == 0 and inside:
                 head, token = kv_head * geometry.group + row % geometry.group, row // geometry.group
                 lse[block.first, head, token] = softmax.natural_lse(total, row_max[r])
-        wgmma.scale_rows(acc_o, factor)
-        words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, out.element_type), Int32).load().reshape(words.shape))
     else:
-        tile = kv_head * geometry.row_tiles + row_tile
         for r in cutlass.range_constexpr(2):
+            row = wgmma.acc_row(lane, r)
+            index = layout.row(slot, tile, row)
             exponent = partials.exponent_of(row_magnitude(acc_o, r))
-            factor[r] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
-            index = layout.row(slot, tile, wgmma.acc_row(lane, r))
-            bases[r] = outputs.iterator.toint() + 2 * (index * layout.columns)
+            factor = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+            base = outputs.iterator.toint() + 2 * (index * layout.columns)
+            inside = first_row + row < block.count * geometry.group
+            store_row(acc_o, r, factor, Float16, base + of_thread, inside, lane, False)
             if thread % 4 == 0:
                 partials.store_stats(layout.stats(stats.iterator, index), me, row_max[r], row_sum[r], exponent)
-        wgmma.scale_rows(acc_o, factor)
-        words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, Float16), Int32).load().reshape(words.shape))
-    for r in cutlass.range_constexpr(2):
-        inside = first_row + wgmma.acc_row(lane, r) < block.count * geometry.group
-        base = bases[r] + Int64(me * (2 * geometry.half) + lane % 4 * 16)
-        for v in cutlass.range_constexpr(geometry.half // 32):
-            vector = cute.make_rmem_tensor(4, Int32)
-            for g in cutlass.range_constexpr(4):
-                vector[g] = words[r + 2 * (4 * v + g)]
-            if whole:
-                partials.transpose_quad(vector, lane)
-            address = cute.make_ptr(Int32, base + 64 * v, cute.AddressSpace.gmem, assumed_align=16)
-            partials.store_vector(vector, address, inside)
+
+
+@cute.jit
+def store_row(
+    acc_o: cute.Tensor,
+    r: cutlass.Constexpr,  # which of the thread's two rows
+    factor: Float32,
+    dtype: cutlass.Constexpr,
+    target: Int64,  # where the thread's first vector goes
+    inside: Boolean,  # whether it goes anywhere
+    lane: Int32,
+    transposed: cutlass.Constexpr,  # whether the quad puts its vectors in order
+):
+    """Writes this consumer's half of a row times a factor. A vector is worked out while those before it leave: an SM
+    stores 45 bytes a cycle, so that a tile's 64 KiB take longer than all that is done with them."""
+    row = wgmma.as_rows(acc_o)
+    for v in cutlass.range_constexpr(cute.size(row, mode=[1]) // partials.VECTOR):
+        scaled = cute.make_rmem_tensor(partials.VECTOR, Float32)
+        for n in cutlass.range_constexpr(partials.VECTOR):
+            scaled[n] = row[r, v * partials.VECTOR + n] * factor
+        words = cute.recast_tensor(wgmma.to_dtype(scaled, dtype), Int32)
+        if cutlass.const_expr(transposed):
+            partials.transpose_quad(words, lane)
+        address = cute.make_ptr(Int32, target + 64 * v, cute.AddressSpace.gmem, assumed_align=16)
+        partials.store_vector(words, address, inside)
 
 
 @cute.jit

@@ -57,7 +57,10 @@ CACHES = {
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
 FILES = {
-    "h200": {name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
+    "h200": {
+        **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
+        **{name: f"h200/2026-11-27-{name}.jsonl" for name in ("decode", "mla_layer")},
+    },
     "h100": {name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
 }
 MAIN, *OTHERS = FILES

@@ -14,7 +14,7 @@ from typing import Any
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
-from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, summary
+from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, problem_label, summary
 from mla_var3.record import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,9 +96,13 @@ def records_of(device: str, name: str) -> list[dict[str, Any]]:
 
 
 def where(device: str, name: str) -> str:
-    """The records of an experiment, and the commits whose code they timed."""
-    commits = sorted({r["source"]["commit"][:7] for r in records_of(device, name) if r["source"]["commit"]})
-    return f"Records: `results/{FILES[device][name]}`, of the code at commit {', '.join(commits)}."
+    """The records of an experiment, the commits whose code they timed, and which calls were taken apart for it."""
+    records = records_of(device, name)
+    commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
+    said = f"Records: `results/{FILES[device][name]}`, of the code at commit {', '.join(commits)}."
+    if overlapped := dict.fromkeys(problem_label(r) for r in records if r["overlap_us"]):
+        said += f" Where calls overlapped a tiny kernel stands between those of all contenders: {', '.join(overlapped)}."
+    return said
 
 
 def against(records: list[dict[str, Any]]) -> str:

@@ -101,7 +101,8 @@ def where(device: str, name: str) -> str:
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
     said = f"Records: `results/{FILES[device][name]}`, of the code at commit {', '.join(commits)}."
     if overlapped := dict.fromkeys(problem_label(r) for r in records if r["overlap_us"]):
-        said += f" Where calls overlapped a tiny kernel stands between those of all contenders: {', '.join(overlapped)}."
+        cells = ", ".join(overlapped)
+        said += f" Where calls overlapped a tiny kernel stands between those of all contenders: {cells}."
     return said
 
 

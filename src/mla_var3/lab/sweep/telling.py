@@ -80,6 +80,12 @@ class Telling:
 
 
 # ---------------------------------------------------------------- the answer
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The last record of each version and tiling of a cell: what the dispatcher picked is no version beside it."""
+    last = {(r.kernel.label, str(r.tiling)): r for r in sorted(records, key=lambda r: r.at)}
+    return list(last.values())
+
+
 def fastest(records: Iterable[Record], state: str) -> Record | None:
     """The record with the least time in a state."""
     timed = [r for r in records if r.median(state) is not None]
@@ -111,7 +117,7 @@ def answer(
     table = tables.new_table(f"{title}, {state}", *columns)
     worst: Record | None = None
     for cell, block in by_cell.items():
-        own = [r for r in block if r.kernel.language != "peer"]
+        own = newest(r for r in block if r.kernel.language != "peer")
         ours = fastest((r for r in own if r.kernel.label in here), state) or fastest(own, state)
         library = fastest((r for r in block if r.kernel.language == "peer"), state)
         if ours is None:

@@ -8,6 +8,7 @@ scripts/results_pages.py            # after a sweep: name its file in `FILES`
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ SEVERAL = (
 )
 
 
+@functools.cache
 def records_in(file: str) -> list[dict[str, Any]]:
     return [record.model_dump() for record in load([ROOT / "results" / file]).records]
 

@@ -80,10 +80,18 @@ class Telling:
 
 
 # ---------------------------------------------------------------- the answer
-def newest(records: Iterable[Record]) -> list[Record]:
-    """The last record of each version and tiling of a cell: what the dispatcher picked is no version beside it."""
-    last = {(r.kernel.label, str(r.tiling)): r for r in sorted(records, key=lambda r: r.at)}
-    return list(last.values())
+def last_run(records: Iterable[Record], here: set[str]) -> list[Record]:
+    """Of a cell's records those of one run, which shares its limits: the last one in which a version that is here and a
+    library took turns, else a version that is here, else any other. Cards differ by more than versions do."""
+    runs: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda r: r.at):
+        runs.setdefault(str(record.limits), []).append(record)
+
+    def rank(run: list[Record]) -> tuple[bool, bool, str]:
+        of_here = any(r.kernel.label in here and r.kernel.language != "peer" for r in run)
+        return of_here, of_here and any(r.kernel.language == "peer" for r in run), run[-1].at
+
+    return max(runs.values(), key=rank, default=[])
 
 
 def fastest(records: Iterable[Record], state: str) -> Record | None:
@@ -95,8 +103,8 @@ def fastest(records: Iterable[Record], state: str) -> Record | None:
 def answer(
     cells: Sequence[Problem], records: Sequence[Record], device: Device | None, title: str
 ) -> tuple[Table | None, Record | None]:
-    """A row a cell: the fastest kernel that is here, its time, its share of the limit, and the fastest library; and
-    the record that is furthest from its limit, for who wants to go on. (None, None) where nothing has a time.
+    """A row a cell: the fastest kernel that is here, its time, its share of the limit, and the fastest library, of one
+    run; and the record that is furthest from its limit, for who wants to go on. (None, None) where nothing has a time.
 
     A retired version stands there only where none that is here has a time. device: whose limit stands beside a cell
     without a time.
@@ -117,9 +125,10 @@ def answer(
     table = tables.new_table(f"{title}, {state}", *columns)
     worst: Record | None = None
     for cell, block in by_cell.items():
-        own = newest(r for r in block if r.kernel.language != "peer")
+        run = last_run((r for r in block if r.median(state) is not None), here)
+        own = [r for r in run if r.kernel.language != "peer"]
         ours = fastest((r for r in own if r.kernel.label in here), state) or fastest(own, state)
-        library = fastest((r for r in block if r.kernel.language == "peer"), state)
+        library = fastest((r for r in run if r.kernel.language == "peer"), state)
         if ours is None:
             bound = device and tables.bound_us(cell, device, state)
             limit = f"the limit is {bound[0]:,.1f} us" if bound else ""

@@ -261,6 +261,29 @@ def merge_part() -> Iterator[Wanted]:
     yield KernelId.parse("cute-dsl/merge_partials"), {}, tests.CHAINED
 
 
+def versions_part() -> Iterator[Wanted]:
+    """What the tests of versions 23 and 24 in tests/kernel plan: pages, widths, packed queries, splits, merges."""
+    import test_dependents_gpu as dependents
+    import test_merge_shares_gpu as merges
+    import test_packed_gpu as packed
+    import test_pages_gpu as pages
+    import test_split_tokens_gpu as splits
+    import test_widths_gpu as widths
+
+    plain: list[tuple[str, MlaProblem]] = list(dependents.CASES)
+    plain += [(label, MlaProblem(h=h)) for label, h in merges.CLASSES]
+    plain += [(label, MlaProblem(h=h, s=s, causal=s > 1)) for label, h, s in splits.CLASSES]
+    for k, p in widths.WIDTHS:
+        plain += [(label, MlaProblem(h=h, s=s, k=k, p=p, causal=s > 1)) for label, h, s in widths.CLASSES]
+    for cases, strided in ((pages.CASES, False), (pages.STRIDED, True)):
+        for label, h, h_kv, s, page in cases:
+            problem = MlaProblem(h=h, h_kv=h_kv, s=s, causal=s > 1, page=page, strided_pages=strided)
+            plain.append((label, problem))
+    yield from ((KernelId.parse(label), {}, problem) for label, problem in plain)
+    for label, tokens, problem in packed.CASES:
+        yield KernelId.parse(label), {"query_tokens": tokens}, problem
+
+
 def jax_part() -> Iterator[Wanted]:
     import ops_gpu
 
@@ -279,6 +302,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "ops": ops_part,
     "serving": serving_part,
     "sanitizer": sanitizer_part,
+    "versions": versions_part,
     "fixed": fixed_part,
     "operators": operators_part,
     "layer": layer_part,

@@ -217,6 +217,14 @@ class Record(_Part):
         stats = getattr(self.with_schedule_us, state, None)
         return self.median(state) if stats is None else float(stats.median)
 
+    @property
+    def run(self) -> str:
+        """What records have in common whose contenders took turns: limits are measured beside them, and no two
+        measurements agree to the last digit. Empty where none were."""
+        if self.limits is None:
+            return ""
+        return hashlib.sha256(self.limits.model_dump_json(exclude={"age_s"}).encode()).hexdigest()[:8]
+
     def limit(self, state: str) -> float | None:
         """Microseconds that the hardware needs at least, measured in the same run; None where it was not."""
         limits = getattr(self.limits, state, None)

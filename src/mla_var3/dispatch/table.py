@@ -7,7 +7,6 @@ names versions because records do; nothing in the code does.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import re
@@ -215,7 +214,7 @@ def build(records: Iterable[Record], rejected: Collection[KernelId] = ()) -> Tab
     measured with otherwise is left out. rejected: versions that are not to be picked, or are no longer here; their
     times still tell how much faster one chip was than another.
     """
-    counted = [(record, _run(record)) for record in records if _counts(record)]
+    counted = [(record, record.run) for record in records if _counts(record)]
     own = {named(r): r.tiling for r, _ in counted if r.requested in (None, "default")}
     turns: dict[str, set[KernelId]] = {}
     for record, run in counted:
@@ -340,13 +339,6 @@ def _default(record: Record) -> dict[str, Any] | None:
 
 def _problem(record: Record) -> MlaProblem:
     return problem_from_record(record.problem)
-
-
-def _run(record: Record) -> str:
-    """Limits are measured beside the contenders, and no two measurements of them agree to the last digit."""
-    if record.limits is None:
-        return ""
-    return hashlib.sha256(record.limits.model_dump_json(exclude={"age_s"}).encode()).hexdigest()[:8]
 
 
 def time_us(record: Record, problem: MlaProblem) -> float:

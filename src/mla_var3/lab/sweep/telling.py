@@ -81,11 +81,11 @@ class Telling:
 
 # ---------------------------------------------------------------- the answer
 def last_run(records: Iterable[Record], here: set[str]) -> list[Record]:
-    """Of a cell's records those of one run, which shares its limits: the last one in which a version that is here and a
-    library took turns, else a version that is here, else any other. Cards differ by more than versions do."""
+    """Of a cell's records those of one run: the last one in which a version that is here and a library took turns, else
+    a version that is here, else any other. Cards differ by more than versions do."""
     runs: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: r.at):
-        runs.setdefault(str(record.limits), []).append(record)
+        runs.setdefault(record.run, []).append(record)
 
     def rank(run: list[Record]) -> tuple[bool, bool, str]:
         of_here = any(r.kernel.label in here and r.kernel.language != "peer" for r in run)

@@ -75,9 +75,9 @@ OVER_GPUS = {
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
     "cold L2. Burst is a cool chip, sustained the chip at its power limit; "
-    "the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. All contenders of a cell took turns in "
-    "one process. The libraries are FlashMLA, built from source, and others where they are named; a speedup above 1 "
-    "means that the kernel here is faster."
+    "the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. Where nothing else is said, all "
+    "contenders of a cell took turns in one process. The libraries are FlashMLA, built from source, and others where "
+    "they are named; a speedup above 1 means that the kernel here is faster."
 )
 
 SEVERAL = (
@@ -91,7 +91,7 @@ SEVERAL = (
 
 @functools.cache
 def records_in(file: str) -> list[dict[str, Any]]:
-    return [record.model_dump() for record in load([ROOT / "results" / file]).records]
+    return [{**record.model_dump(), "run": record.run} for record in load([ROOT / "results" / file]).records]
 
 
 def records_of(device: str, name: str) -> list[dict[str, Any]]:
@@ -99,10 +99,18 @@ def records_of(device: str, name: str) -> list[dict[str, Any]]:
 
 
 def where(device: str, name: str) -> str:
-    """The records of an experiment, the commits whose code they timed, and which calls were taken apart for it."""
+    """The records of an experiment, the commits whose code they timed, on how many cards if not on one, and in which
+    cells contenders did not take turns, or calls were taken apart."""
     records = records_of(device, name)
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
-    said = f"Records: `results/{FILES[device][name]}`, of the code at commit {', '.join(commits)}."
+    said = f"Records: `results/{FILES[device][name]}`, of the code at commit {', '.join(commits)}"
+    cards = {r["environment"]["chip"] for r in records if r["environment"].get("chip")}
+    said += f", on {len(cards)} cards." if len(cards) > 1 else "."
+    runs: dict[str, set[str]] = {}
+    for record in (r for r in records if r["time_us"]):
+        runs.setdefault(problem_label(record), set()).add(record["run"])
+    if apart := [cell for cell, found in runs.items() if len(found) > 1]:
+        said += f" In several runs, and so compared by the shares of their limits: {', '.join(apart)}."
     if overlapped := dict.fromkeys(problem_label(r) for r in records if r["overlap_us"]):
         cells = ", ".join(overlapped)
         said += f" Where calls overlapped a tiny kernel stands between those of all contenders: {cells}."

@@ -63,7 +63,10 @@ FILES = {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
         **{name: f"h200/2026-11-27-{name}.jsonl" for name in (*DECODES, "mla_layer")},
     },
-    "h100": {name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
+    "h100": {
+        **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
+        **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged", "unseen")},
+    },
 }
 MAIN, *OTHERS = FILES
 #: Device -> the record files of scripts/context_parallel.py, one a number of GPUs.

@@ -330,7 +330,8 @@ def test_the_roofline_shows_a_record_on_hover(open_page: Open, shipped_page: Pat
     tab.evaluate("report.ready()")
     point = tab.locator("#roofline path[role=button]").last
     point.scroll_into_view_if_needed()
-    tab.wait_for_timeout(100)  # scrolling hides what hovers
+    # Scrolling hides what hovers, and its event comes with a frame, which may take long on a busy machine.
+    tab.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     point.hover(force=True)
     tab.locator("#hover").wait_for(state="visible")
     assert "TFLOP/s" in tab.inner_text("#hover")

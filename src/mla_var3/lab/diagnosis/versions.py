@@ -13,6 +13,7 @@ from mla_var3.lab.diagnosis import loops
 from mla_var3.lab.diagnosis.evidence import Evidence, Record, load_records, of_kernel
 from mla_var3.lab.diagnosis.profiles import Profile, known
 from mla_var3.record import ASIDE
+from mla_var3.record import Record as Stored
 from mla_var3.workload import Problem
 
 if TYPE_CHECKING:
@@ -132,10 +133,7 @@ def _version(
 def records_of(
     versions: Sequence[Version], records: Iterable[Record], problem: Problem, device: str
 ) -> tuple[Record | None, Record | None, bool]:
-    """The newest timed record of each, of one run where there is one that timed both; the last says whether it is.
-
-    Records of one run share their limits, which are measured once for a cell.
-    """
+    """The newest timed record of each, of one run where there is one that timed both; the last says whether it is."""
     mine: list[list[Record]] = []
     for version in versions:
         wanted, knobs = problem.to_record(), dict(version.tiling)
@@ -153,10 +151,11 @@ def records_of(
                 reverse=True,
             )
         )  # fmt: skip
-    for a in mine[0]:
-        for b in mine[1]:
-            if a.get("limits") and a["limits"] == b.get("limits"):
-                return a, b, True
+    firsts, seconds = ([(Stored.model_validate(r).run, r) for r in found] for found in mine)
+    for run, first in firsts:
+        for other, second in seconds:
+            if run and run == other:
+                return first, second, True
     return next(iter(mine[0]), None), next(iter(mine[1]), None), False
 
 

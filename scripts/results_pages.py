@@ -56,12 +56,14 @@ CACHES = {
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
-DECODES = ("decode", "query_rows", "ragged", "tensor_parallel", "unseen")
 #: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
 FILES = {
     "h200": {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
-        **{name: f"h200/2026-11-27-{name}.jsonl" for name in (*DECODES, "mla_layer")},
+        **{
+            name: f"h200/2026-11-27-{name}.jsonl"
+            for name in ("decode", "query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
+        },
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},

@@ -121,15 +121,14 @@ MEASURED = {
 
 
 def test_records_of_the_newest_versions_timed_the_code_that_is_here() -> None:
-    number = 0
-    for device, name in [(device, name) for device, names in MEASURED.items() for name in names]:
-        for record in load([paths.shipped_results_dir() / device / f"2026-11-27-{name}.jsonl"]).records:
-            if record.code and record.kernel.version in (23, 24):
-                problem = problem_from_record(record.problem)
-                standing = ledger.standing(record.kernel.label, problem, record.code["digest"])
-                assert standing == SAME, record.id
-                number += 1
-    assert number >= 246
+    shipped = paths.shipped_results_dir()
+    files = [shipped / device / f"2026-11-27-{name}.jsonl" for device, names in MEASURED.items() for name in names]
+    timed = [record for record in load(files).records if record.code and record.kernel.version in (23, 24)]
+    assert len(timed) >= 246
+    for record in timed:
+        assert record.code
+        problem = problem_from_record(record.problem)
+        assert ledger.standing(record.kernel.label, problem, record.code["digest"]) == SAME, record.id
 
 
 # ---------------------------------------------------------------- digests that were added afterwards

@@ -116,9 +116,9 @@ def compare(
 ) -> ErrorReport:
     """Judges the outputs of a workload against references of the same shapes in higher precision.
 
-    Where the reference of a `partial` output is NaN, the output must still be `untouched`. Where a reference is
-    infinite the output must be the same infinity; elsewhere it must be finite. A row whose reference is 0 must be
-    exactly 0.
+    Where the reference of a `partial` output is NaN, the output must still be `untouched`; of others it must be NaN.
+    Where a reference is infinite the output must be the same infinity; elsewhere it must be finite. A row whose
+    reference is 0 must be exactly 0.
     """
     found: dict[str, Off] = {}
     reason = ""
@@ -147,15 +147,20 @@ def _judge_output(output: Output, answer: torch.Tensor, reference: torch.Tensor,
     odd = (torch.isinf(a) | infinite) & (a != r) & ~torch.isnan(a)
     if bool(odd.any()):
         return f"{name} is infinite where its reference is not, or the other way round, in {_where(odd)}", Off()
-    bad = ~torch.isfinite(a) & ~(infinite & (a == r))
+    missing = torch.isnan(r)
+    bad = ~torch.isfinite(a) & ~(infinite & (a == r)) & ~missing
     if bool(bad.any()):
         return f"{name} is not finite in {_where(bad)}", Off()
+    hidden = missing & ~torch.isnan(a)
+    if bool(hidden.any()):
+        return f"{name} is a number where its reference is NaN, in {_where(hidden)}", Off()
     if output.rows:
         stray = (a != 0).any(dim=-1) & (r == 0).all(dim=-1)
         if bool(stray.any()):
             return f"{name} is not 0 in a row whose reference is 0, in {_where(stray)}", Off()
-    if bool(infinite.any()):
-        a, r = a.masked_fill(infinite, 0.0), r.masked_fill(infinite, 0.0)
+    judged_already = infinite | missing
+    if bool(judged_already.any()):
+        a, r = a.masked_fill(judged_already, 0.0), r.masked_fill(judged_already, 0.0)
 
     diff = (a - r).abs_()
     fails = (diff >= bound.abs) & (diff >= bound.rel * (r.abs() + 1e-6))

@@ -109,10 +109,11 @@ def quad_sum(value: Float32) -> Float32:
 
 @cute.jit
 def natural_lse(total: Float32, shift: Float32) -> Float32:
-    """ln(total · 2^shift); +inf, which says that a row has no key, where total is 0."""
-    value = Float32.inf
-    if total > 0.0:
-        value = (cute.math.log2(total, fastmath=True) + shift) * math.log(2.0)
+    """ln(total · 2^shift); +inf, which says that a row has no key, where total is 0. NaN, which a score that is NaN
+    makes of the total while the maximum stays a number, stays NaN: it equals nothing."""
+    value = (cute.math.log2(total, fastmath=True) + shift) * math.log(2.0)
+    if total == 0.0:
+        value = Float32.inf
     return value
 
 

@@ -10,8 +10,9 @@ A warp has a row, or with fewer `vectors` a slice of its columns; a lane has `ve
     sums        Σ wᵢ · partialᵢ in float32, part by part; the loads of further parts behind them
     store       Σ / Σ wᵢ rounded once; lse by the first lane of a row
 
-A part in which a row saw no key has an LSE that is not finite; what is in its partial (NaN, maybe) becomes 0 before it
-is multiplied. The order of sums is that of the parts: the same bits each time, wherever a row stands.
+A part in which a row saw no key has an LSE of +inf or -inf; what is in its partial (NaN, maybe) becomes 0 before it is
+multiplied. An LSE that is NaN makes the row NaN: no comparison takes it for no key. The order of sums is that of the
+parts: the same bits each time, wherever a row stands.
 
 Runs on sm_90a. Dependents may start as soon as all CTAs have begun; they wait for this grid's end before they read. The
 base version: the second kernel of Flash-Decoding (Dao et al. 2023), with a row's parts all in flight.
@@ -95,11 +96,11 @@ class MergePartialsTiling(Tiling):
 
 
 # ------------------------------------------------------------------------------------------------ device
-def mask(values: cute.Tensor, seen: Any) -> None:
+def mask(values: cute.Tensor, keyless: Any) -> None:
     """Makes (VECTOR,) elements 0 where the row saw no key: 0 times NaN would be NaN."""
     words = cute.recast_tensor(values, Int32)
     for i in range(cute.size(words)):
-        words[i] = cutlass.select_(seen, words[i], Int32(0))
+        words[i] = cutlass.select_(keyless, Int32(0), words[i])
 
 
 @cute.kernel
@@ -143,22 +144,22 @@ def merge_partials(
         if cutlass.const_expr(first == 0):
             # w = exp(lse - max): the difference first, for lse may be so large that lse · log2 e has no fraction left.
             for p in cutlass.range_constexpr(shape.parts):
-                seen = (found[p] < Float32.inf) & (found[p] > -Float32.inf)
-                found[p] = cutlass.select_(seen, found[p], Float32(NO_KEY))
+                keyless = (found[p] == Float32.inf) | (found[p] == -Float32.inf)
+                found[p] = cutlass.select_(keyless, Float32(NO_KEY), found[p])
                 top = cute.arch.fmax(top, found[p])
             for p in cutlass.range_constexpr(shape.parts):
                 weight = exp2((found[p] - top) * math.log2(math.e))
-                weights[p] = cutlass.select_(found[p] > NO_KEY, weight, Float32(0.0))
+                weights[p] = cutlass.select_(found[p] == NO_KEY, Float32(0.0), weight)
                 total = total + weights[p]
         # Σ w · partial
         for p in cutlass.range_constexpr(count):
             weight = weights[first + p]
             for i in cutlass.range_constexpr(shape.vectors):
                 vector = values[None, p * shape.vectors + i]
-                mask(vector, found[first + p] > NO_KEY)
+                mask(vector, found[first + p] == NO_KEY)
                 sums[None, i].store(sums[None, i].load() + weight * vector.load().to(Float32))
     # out = Σ w · partial / Σ w
-    inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+    inverse = cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total))
     result = vectors(kind, shape.vectors)
     target = out.iterator + cute.assume(Int64(row) * shape.k + column, divby=VECTOR)
     for i in cutlass.range_constexpr(shape.vectors):

@@ -52,6 +52,7 @@ from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, war
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.plan import require_int32
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
@@ -560,7 +561,7 @@ def epilogue(
     inverse = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
         w.row_sum[r] = w.row_sum[r] + sums[1 - w.me][lane_row + 8 * r]
-        inverse[r] = 1.0 / w.row_sum[r] if w.row_sum[r] > 0.0 else Float32(0.0)
+        inverse[r] = Float32(0.0) if w.row_sum[r] == 0.0 else 1.0 / w.row_sum[r]
     wgmma.scale_rows(w.acc_o, inverse)
 
     if num_splits == 1:
@@ -576,13 +577,13 @@ def epilogue(
                 if cutlass.const_expr(w.me == EVEN):
                     if w.thread % 4 == 0:
                         head, token = kv_head * geometry.group + row % geometry.group, row // geometry.group
-                        lse[request, head, token] = lse_log2 * math.log(2.0) if total > 0.0 else Float32.inf
+                        lse[request, head, token] = Float32.inf if total == 0.0 else lse_log2 * math.log(2.0)
             else:
                 index = partial_row(partial_lse, split, request, kv_head, row)
                 if cutlass.const_expr(w.me == EVEN):
                     if w.thread % 4 == 0:
                         of_row = cute.make_tensor(partial_lse.iterator + index, cute.make_layout(1))
-                        of_row[0] = lse_log2 if total > 0.0 else -Float32.inf
+                        of_row[0] = -Float32.inf if total == 0.0 else lse_log2
                 start = partial_out.iterator + cute.assume(index * k, divby=k)
                 store_accumulator_row(wgmma.as_rows(w.acc_o)[r, None], start + w.me * geometry.half, w.thread)
 
@@ -723,7 +724,8 @@ def combine(
 ):
     """The CTA of a query row (x), kv head (y) and request (z); a thread has four columns.
 
-    Splits without keys have an LSE of -inf: their output is not read, for nobody wrote it.
+    Splits without keys have an LSE of -inf: their output is not read, for nobody wrote it. One that is NaN is no number
+    to compare with, so that its weight, NaN too, is asked whether it is 0, and never whether it is above.
     """
     thread, _, _ = cute.arch.thread_idx()
     row, kv_head, request = cute.arch.block_idx()
@@ -749,13 +751,13 @@ def combine(
     total = Float32(0.0)
     for i in cutlass.range(splits, unroll=4):
         weight = softmax.exp2(lses[i] - shift)
-        if weight > 0.0:
+        if not weight == 0.0:
             cute.autovec_copy(values[None, thread, i], part)
             total = total + weight
             for j in cutlass.range_constexpr(COMBINE_COLUMNS):
                 acc[j] = acc[j] + weight * part[j]
 
-    inverse = 1.0 / total if total > 0.0 else Float32(0.0)
+    inverse = Float32(0.0) if total == 0.0 else 1.0 / total
     packed = cute.make_rmem_tensor(COMBINE_COLUMNS, out.element_type)
     for j in cutlass.range_constexpr(COMBINE_COLUMNS):
         packed[j] = (acc[j] * inverse).to(out.element_type)
@@ -908,6 +910,7 @@ class FlashMlaPlan(KernelPlan):
         shape = (splits, q.shape[0], pd.h_kv, pd.rows)
         return q.new_empty((*shape, pd.k), dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel | KernelPipeline:
         import torch
 

@@ -73,6 +73,7 @@ from mla_var3.kernel.cute_python.prims.sync import (
 )
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
@@ -1342,6 +1343,7 @@ class FlashMlaV23Plan(KernelPlan):
         """Workers of a query tile: the tiling's, or those that fill the device."""
         return self.tiling.workers or max(1, host.target(self).num_sms // self.tiling.geometry(self.problem).tiles)
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
         workers, fixed = self.workers(), self.tiling.split_tokens // TOKENS

@@ -70,6 +70,7 @@ from mla_var3.kernel.cute_python.prims.sync import (
 )
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
@@ -1173,6 +1174,7 @@ class FlashMlaV24Plan(KernelPlan):
     def autotune_configs(self) -> list[Tiling]:
         return [self.default_tiling()]
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
         fixed = self.tiling.split_tokens // TOKENS

@@ -48,6 +48,7 @@ from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, rai
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.packed_cache import VALUES
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import sparse_decode
 
 if TYPE_CHECKING:
@@ -1166,6 +1167,7 @@ class SparseMlaPlan(KernelPlan):
         """Workers of a query tile: the tiling's, or those that fill the device."""
         return self.tiling.workers or max(1, host.target(self).num_sms // self.tiling.geometry(self.problem).tiles)
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel:
         import torch
 

@@ -541,17 +541,19 @@ def load_query(
 @cute.jit
 def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Float32:
     """Makes a query tile what the products read, in place: columns that keys have as codes in fp16, in the order of
-    `key_words`, others in bf16, all divided by a power of two, which is returned. By both consumers, who wait for each
-    other in it."""
+    `key_words`, others in bf16, all divided by a power of two, which is returned: that of the largest number among
+    them, since a head that is inf or NaN must not take all others' columns below what fp16 holds. By both consumers,
+    who wait for each other in it."""
     items = geometry.n * geometry.panels * (PANEL // MMA_K)
     words, found = cute.make_rmem_tensor((4, 2), Int32), cute.make_rmem_tensor((4, 2), Int32)
-    most = Int32(0)  # two magnitudes' bits
+    most = Int32(0)  # two magnitudes' bits and 0x80 more, with which those of inf and NaN are negative
     for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=2):
         copy_slice(storage, item, words, False, geometry)
         for j in cutlass.range_constexpr(8):
             most = cute.arch.inline_ptx(
-                "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[most, words[j] & 0x7FFF7FFF]
-            )
+                "max.s16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32],
+                read_only_args=[most, (words[j] & 0x7FFF7FFF) + 0x00800080],
+            )  # fmt: skip
     most = cutlass.max(most & 0xFFFF, (most >> 16) & 0xFFFF)
     most = Int32(cute.arch.warp_redux_sync(most, kind="max"))
     largest = storage.largest.get_tensor(cute.make_layout(CONSUMERS * WARPS))
@@ -559,7 +561,7 @@ def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Con
     named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
     for i in cutlass.range_constexpr(CONSUMERS * WARPS):
         most = cutlass.max(most, largest[i])
-    exponent = cutlass.max((most >> 7) - 127 - QUERY_EXPONENT, LEAST_EXPONENT)
+    exponent = cutlass.max((most >> 7) - 128 - QUERY_EXPONENT, LEAST_EXPONENT)
     factor = partials.power_of_two(-exponent)
     pair = (127 - exponent) << 7
     pair = pair | (pair << 16)

@@ -40,6 +40,7 @@ import cuda.tile as ct
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
 from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import prefill
 
 if TYPE_CHECKING:
@@ -272,6 +273,7 @@ class FlashAttentionPlan(KernelPlan):
             plan=self,
         )
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CtKernel:
         import torch
 

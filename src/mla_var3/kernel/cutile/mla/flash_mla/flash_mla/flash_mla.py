@@ -54,6 +54,7 @@ from mla_var3.kernel.cutile.prims.latent import (
 )
 from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.plan import require_int32
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
@@ -429,6 +430,7 @@ class FlashMlaPlan(KernelPlan):
             partials, outputs, s=pd.s, h=pd.h, width=LATENT, dtype=pd.dtype, tiling=self.tiling, plan=self
         )
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CtKernel | KernelPipeline:
         import torch
 

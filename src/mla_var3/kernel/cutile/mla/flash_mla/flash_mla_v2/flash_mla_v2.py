@@ -60,6 +60,7 @@ from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
 from mla_var3.kernel.cutile.prims.latent import FLOOR, LATENT, LN2, LOG2E, WIDTH, ceil_pow2, takes_latents
 from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.plan import require_int32
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
@@ -579,6 +580,7 @@ class FlashMlaV2Plan(KernelPlan):
         o_partial = torch.empty((*shape, LATENT, ROWS), dtype=torch.float32, device=like.device)
         return o_partial, torch.empty((*shape, 2, ROWS), dtype=torch.float32, device=like.device)
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CtKernel | KernelPipeline:
         self.require()
         q, _, page_table, seq_lens = inputs

@@ -39,6 +39,7 @@ from mla_var3.kernel.cutile.prims.latent import FLOOR, LATENT, LN2, LOG2E, ROPE,
 from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
 from mla_var3.runtime.concurrent import ConcurrentKernels
 from mla_var3.runtime.plan import require_int32
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode, mixed
 
 if TYPE_CHECKING:
@@ -707,6 +708,7 @@ class MlaVar6PlusPlan(KernelPlan):
             plan=self,
         )
 
+    @any_scale(0, 1)
     def plan(self, *inputs: Any) -> BaseKernel:
         import torch
 

@@ -30,6 +30,7 @@ from mla_var3.kernel.cutile.prims.handles import handle, signature
 from mla_var3.kernel.cutile.prims.latent import FLOOR, LN2, LOG2E
 from mla_var3.packed_cache import LAYOUTS, fields
 from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import sparse_decode
 
 if TYPE_CHECKING:
@@ -260,6 +261,7 @@ class SparseMlaPlan(KernelPlan):
         own = self.default_tiling().tile_m
         return [SparseMlaTiling(own, n, groups) for n in (16, 32, 64) for groups in (1, 2)]
 
+    @any_scale(0)
     def plan(self, *inputs: Any) -> CtKernel:
         self.require()
         return self._make(inputs, sparse_decode.new_outputs(self.problem, inputs[0]))

@@ -108,8 +108,9 @@ class RunLimits(_Part):
 
 
 class Error(_Part):
-    """Of each output: the relative (Frobenius) error where rows are judged (out), else the largest absolute one (lse,
-    of attention)."""
+    """Of each output: the relative (Frobenius) error where rows are judged (out), else the largest one (lse, of
+    attention): absolute where the reference is below 1, relative to it elsewhere. It was absolute everywhere in records
+    made before checks had logits of millions."""
 
     out: float
     lse: float | None = None

@@ -261,6 +261,21 @@ def merge_part() -> Iterator[Wanted]:
     yield KernelId.parse("cute-dsl/merge_partials"), {}, tests.CHAINED
 
 
+def scores_part() -> Iterator[Wanted]:
+    """What test_scores_gpu.py plans and calls: NaN, scales of zero and below, and large logits."""
+    import test_scores_gpu as tests
+
+    for kernel, problem in tests.PLANNED:
+        if registry.get_plan(kernel)(problem, None, DEVICE).feasible():
+            yield kernel, {}, problem
+    yield from picked(tests.DECODE)
+    yield from fixed_splits(tests.DECODE[:2], tests.SPLIT_TOKENS)
+    yield from chosen([*tests.PACKED, *(p for p in tests.OTHERS if p.workload == "merge")])
+    yield from (
+        (kernel, {}, tests.FEW) for kernel in tests.OURS if registry.get_plan(kernel).requires.accepts(tests.FEW)
+    )
+
+
 def versions_part() -> Iterator[Wanted]:
     """What the tests of versions 23 and 24 in tests/kernel plan: pages, widths, packed queries, splits, merges."""
     import test_dependents_gpu as dependents
@@ -302,6 +317,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "ops": ops_part,
     "serving": serving_part,
     "sanitizer": sanitizer_part,
+    "scores": scores_part,
     "versions": versions_part,
     "fixed": fixed_part,
     "operators": operators_part,

@@ -36,7 +36,7 @@ def bounds_of(plan: Any, dist: str) -> dict[str, Bound]:
 @dataclass(frozen=True)
 class Off:
     """How far one output is from its reference. error: relative (Frobenius) where rows are judged, else the largest
-    absolute one. cos, row_cos: cosine difference of all of it and of the worst row. largest: absolute error."""
+    one, absolute where the reference is below 1 and relative to it elsewhere. cos, row_cos: cosine difference of all of it and of the worst row. largest: absolute error."""
 
     error: float = math.inf
     cos: float = math.inf
@@ -174,7 +174,8 @@ def _judge_output(output: Output, answer: torch.Tensor, reference: torch.Tensor,
         worst_row = float(row_cos.max()) if row_cos.numel() else 0.0
     largest = float(diff.max()) if diff.numel() else 0.0
     relative = math.sqrt(float(over.sum()) / total) if total > 0 else 0.0
-    off = Off(relative if output.rows else largest, cos, worst_row, largest)
+    worst = float((diff / r.abs().clamp(min=1.0)).max()) if diff.numel() else 0.0
+    off = Off(relative if output.rows else worst, cos, worst_row, largest)
 
     axes = ", ".join(output.axes)
     if bool(fails.any()):

@@ -11,7 +11,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import Unsupported
+from mla_var3.errors import Unsupported, UserError
+from mla_var3.runtime.scaling import sign_of
 from mla_var3.toolchain.aot import CompileCache
 
 if TYPE_CHECKING:
@@ -62,9 +63,16 @@ class Call:
 def call_of(way: Way, problem: MlaProblem, device: Device) -> Call:
     """The call of a version for a problem; t is the tokens that its page table can name.
 
-    Compiles what is in no cache and no bundle. Raises `Unsupported` for a version of another language than CuTe's.
+    Compiles what is in no cache and no bundle. Raises `Unsupported` for a version of another language than CuTe's, and
+    `UserError` for a scale that is not above 0, for which torch copies q before the functions are called.
     """
     import torch
+
+    if sign_of(problem.scale) < 1:
+        raise UserError(
+            f"scale is {problem.scale}: compiled functions take one above 0; pass -scale and -q for one below it, and "
+            "q times 0 with a scale of 1 for 0."
+        )
 
     kernel = way.key[0]
     if kernel.language != LANGUAGE:

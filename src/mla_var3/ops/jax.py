@@ -20,6 +20,7 @@ from mla_var3.errors import UserError, absent
 from mla_var3.ops.calls import Buffer, Call, call_of
 from mla_var3.ops.decode import LATENT, way_for
 from mla_var3.ops.request import problem_of
+from mla_var3.runtime.scaling import sign_of
 
 if TYPE_CHECKING:
     import jax
@@ -60,6 +61,8 @@ def mla_decode(
     optional = {name: x for name, x in (("cu_seqlens_q", cu_seqlens_q), ("mask", mask)) if x is not None}
     like = {name: _without_memory(name, x) for name, x in (given | optional).items()}
     problem = problem_of(**like, head_dim_v=head_dim_v, scale=scale, causal=causal)
+    if (sign := sign_of(problem.scale)) < 1:  # as `runtime.scaling` does it for torch
+        q, problem = q * sign, problem.replace(softmax_scale=-problem.scale if sign else 1.0)
     *tokens, h, _ = q.shape
     if not q.shape[0] or not seq_lens.shape[0]:
         both = jnp.zeros((*tokens, h, head_dim_v), q.dtype), jnp.zeros((tokens[0], h, *tokens[1:]), jnp.float32)

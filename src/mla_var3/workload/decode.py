@@ -17,7 +17,8 @@ speculative tokens, (b, s, s) uint8: query token i sees the newest token j, j = 
 0, and all tokens before those.
 
 columns 0..k-1 of a cached token are the latent (V, and the first part of K). Entry j of request i in the page table is
-the page of its tokens j·page .. j·page + page-1. seq_lens may be 0: out is 0 and lse is +inf where a row sees no key.
+the page of its tokens j·page .. j·page + page-1. seq_lens may be 0: out is 0 and lse is +inf where a row sees no key. A
+row with a score that is NaN has out and lse NaN, so that it is not taken for one without keys.
 A contiguous cache (`problem.page is None`) is the same tensors with 64-token pages in order.
 
 Distributions of inputs (`dist`):
@@ -30,6 +31,11 @@ Distributions of inputs (`dist`):
                    the request's last page, in place of the poison) and past the causal limit.
     below_zero     every attended logit is far below zero, so a token whose key was filled with zeros, or a mask that
                    writes 0 in place of -inf, would take it.
+    nan            flashmla, but NaN in one query row of each third request, and in one cached token, which all query
+                   tokens see, of the next one.
+    extremes       logits as large as results hold for, from rope columns alone: in each third request the first key is
+                   `HIGHEST` and all others as far below zero; in the next one the first key is at half of the lowest;
+                   in the next all keys are equally low, at `EXACT`, so that out is their mean.
 
 The dominant ones lie on top of "flashmla" values: the last rope columns of q hold a common sign pattern, and the keys
 of the chosen tokens a multiple of it, as large as their length asks for. So one dropped or extra token is an error of
@@ -496,7 +502,14 @@ class MlaProblem(Problem):
 
 # ---------------------------------------------------------------- inputs
 DOMINANT = ("first", "last", "page_boundary", "just_masked", "below_zero")
-DISTRIBUTIONS = ("flashmla", "normal", *DOMINANT)
+DISTRIBUTIONS = ("flashmla", "normal", *DOMINANT, "nan", "extremes")
+
+#: Magnitude of scale · q·k up to which every number that a kernel works with is finite and a key that leads is found:
+#: a score times the scale is off its rounded maximum by half a unit in the last place, 2^2 in log2, of which 16-bit
+#: probabilities still hold the power.
+HIGHEST = 2.0**26
+#: Magnitude up to which float32 scores tell keys apart as well as 16-bit probabilities do: they are off by 2^-10.
+EXACT = 2.0**14
 
 #: What unused page-table entries hold: a kernel that follows one of them leaves the cache, and faults.
 GARBAGE_PAGE = 2147480000
@@ -564,6 +577,10 @@ def make_inputs(
     table[~used] = GARBAGE_PAGE if poison else 0
     if dist in DOMINANT:
         _dominate(problem, q, kv_cache, table, dist)
+    elif dist == "nan":
+        _spoil(problem, q, kv_cache, table)
+    elif dist == "extremes":
+        _stretch(problem, q, kv_cache, table)
 
     if problem.strided_pages:
         apart = kv_cache.new_full((num_pages, 2, *kv_cache.shape[1:]), math.nan if poison else 0.0)
@@ -653,7 +670,7 @@ def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, tabl
             if entry >= -(-length // page):  # the slot after the last token lies on no page of this request
                 continue
             slots.append(pages[i][entry] * page + position % page)
-            sizes.append(lead / (total * _PATTERN * problem.scale))
+            sizes.append(lead / (total * _PATTERN * (problem.scale or 1.0)))
     if not slots:
         return
     index = torch.tensor(slots, device=device)
@@ -665,6 +682,42 @@ def _dominate(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, tabl
         flat[index] = (rows / 10).clamp_(-1.0, 1.0).to(q.dtype)
     keys = torch.tensor(sizes, device=device, dtype=torch.float32).view(-1, 1, 1) * pattern
     flat[index, :, width - w :] = keys.expand(-1, problem.h_kv, -1).to(q.dtype)
+
+
+def _spoil(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor) -> None:
+    """Makes a query row of each third request NaN, and a cached token of the next one. A token that only some query
+    tokens see is left alone: a probability of 0 times NaN is NaN, so that it would be in all of their rows."""
+    width, page = problem.k + problem.p, problem.page_size
+    rows, flat, first = q.view(-1, problem.h, width), kv_cache.view(-1, problem.h_kv, width), 0
+    for i, (length, s) in enumerate(zip(problem.seq_lens, problem.query_lens, strict=True)):
+        column = 0 if i % 2 else width - 1
+        if i % 3 == 0 and s:
+            rows[first + s - 1, i % problem.h, column] = math.nan
+        elif i % 3 == 1 and length > s:
+            position = (length - s) // 2
+            flat[int(table[i, position // page]) * page + position % page, 0, column] = math.nan
+        first += s
+
+
+def _stretch(problem: MlaProblem, q: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor) -> None:
+    """Makes logits as large as `extremes` says: zeros in q but for its last columns, a multiple of whose signs keys
+    have."""
+    import torch
+
+    width, page = problem.k + problem.p, problem.page_size
+    w = min(64, problem.p) or max(1, problem.k // 2)
+    large = 2.0**14
+    signs = torch.where(torch.arange(w) % 3 == 0, -1.0, 1.0).to(device=q.device, dtype=q.dtype)
+    q[..., : width - w], q[..., width - w :] = 0.0, large * signs
+    flat = kv_cache.view(-1, problem.h_kv, width)
+    for i, length in enumerate(problem.seq_lens):
+        lowest, first = ((-HIGHEST, HIGHEST), (-HIGHEST, -HIGHEST / 2), (-EXACT, -EXACT))[i % 3]
+        logits = torch.full((length,), lowest)
+        logits[:1] = first
+        position = torch.arange(length)
+        slots = table[i][position // page] * page + position % page
+        sizes = (logits / (w * large * (problem.scale or 1.0))).to(q.device, q.dtype)
+        flat[slots.to(q.device), :, width - w :] = (sizes[:, None] * signs)[:, None]
 
 
 def same_class(problem: MlaProblem, lengths: Sequence[int]) -> MlaProblem:
@@ -894,6 +947,10 @@ CASES = {
     "page_boundary": "the tokens on both sides of a page boundary dominate",
     "just_masked": "the first token that must not be seen would dominate",
     "below_zero": "a zero-filled key, or a masked logit of 0, would dominate",
+    "nan": "query rows and cached tokens that are NaN, beside others that are not",
+    "extremes": "logits as large as results hold for, of both signs",
+    "scale_zero": "a scale of 0: every key counts as much, planned anew",
+    "scale_negative": "a scale below 0, with logits far below zero, planned anew",
     "single": "one request of the full length",
     "many": "more requests than a device has multiprocessors, most of them short",
     "in_place": "lengths, pages, queries and cache change under a bound kernel",
@@ -901,6 +958,8 @@ CASES = {
     "far_pages": "pages beyond 2^31 elements from the start of the cache (on a GPU)",
 }
 QUICK = ("own", "edges", "just_masked", "below_zero", "in_place")
+#: Cases of attention that hold this project's kernels to what it promises of them; other libraries promise other things.
+PROMISED = ("nan", "extremes", "scale_zero", "scale_negative")
 
 
 def _cases(problem: MlaProblem, on_gpu: bool) -> Iterator[Case]:
@@ -917,8 +976,12 @@ def _cases(problem: MlaProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("own", own, "flashmla", planned=True)
     yield Case("edges", same_class(problem, lengths), "flashmla")
     yield Case("edges_normal", same_class(problem, lengths), "normal")
-    for dist in DOMINANT:
+    for dist in (*DOMINANT, "nan", "extremes"):
         yield Case(dist, same_class(problem, ruled), dist)
+    unscaled = same_class(problem, ruled).replace(softmax_scale=0.0)
+    yield Case("scale_zero", unscaled, "flashmla", planned=True)
+    turned = unscaled.replace(softmax_scale=-abs(problem.scale) or -1.0)
+    yield Case("scale_negative", turned, "below_zero", planned=True)
     yield Case("single", same_class(problem, [full]), "flashmla")
     yield Case("many", same_class(problem, [*short, t]), "normal")
     changed = same_class(problem, [*lengths[1:], lengths[0]])

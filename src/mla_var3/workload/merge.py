@@ -5,9 +5,10 @@
 
     m = max_i lse_i    w_i = exp(lse_i - m)    out = Σ w_i · partial_i / Σ w_i    lse = m + log Σ w_i
 
-A part in which a row saw no key has an LSE that is not finite (`mla_decode` returns +inf, other libraries -inf), and
-its partial may hold anything. A row that saw no key in any part has out 0 and LSE +inf. Sums are in float32 at least,
-and an output is rounded once.
+A part in which a row saw no key has an LSE of +inf (as `mla_decode` returns it) or -inf (as other libraries do), and
+its partial may hold anything. A row that saw no key in any part has out 0 and LSE +inf. An LSE that is NaN comes from a
+score that is, and makes out and LSE of the row NaN, whatever the other parts hold. Sums are in float32 at least, and an
+output is rounded once.
 
 Distributions of inputs (`dist`); partials are N(0, 1):
 
@@ -15,8 +16,10 @@ Distributions of inputs (`dist`); partials are N(0, 1):
     far        LSE N(0, 40): one part rules a row, weights of others are below what float32 holds
     high       LSE 3000 + N(0, 1): far beyond what exp takes
     equal      the LSE of a row is the same in all parts
-    empty      a third of the parts of each row saw no key: LSE +inf, -inf or NaN, and NaN in their partials. Every
-               fifth row saw none in any part
+    empty      a third of the parts of each row saw no key: LSE +inf or -inf, and NaN in their partials. Every fifth
+               row saw none in any part
+    nan        empty, and every third row has a part whose LSE is NaN: NaN in its partial in every other one of them, a
+               number in the others
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from mla_var3.workload import (
     count,
 )
 
-DISTRIBUTIONS = ("normal", "far", "high", "equal", "empty")
+DISTRIBUTIONS = ("normal", "far", "high", "equal", "empty", "nan")
 _HIGH = 3000.0
 
 
@@ -147,12 +150,16 @@ def make_inputs(
         lse[1:] = lse[0]
     else:
         lse += _HIGH if dist == "high" else 8.0
-    if dist == "empty":
+    if dist in ("empty", "nan"):
         empty = torch.rand(lse.shape, device=device, generator=generator) < 1.0 / 3.0
         empty[:, ::5] = True
-        marks = torch.tensor((math.inf, -math.inf, math.nan), device=device)
-        lse = torch.where(empty, marks[torch.randint(3, lse.shape, device=device, generator=generator)], lse)
+        marks = torch.tensor((math.inf, -math.inf), device=device)
+        lse = torch.where(empty, marks[torch.randint(2, lse.shape, device=device, generator=generator)], lse)
         partials[empty] = math.nan if poison else 0.0
+    if dist == "nan":
+        part = problem.parts // 2
+        lse[part, ::3] = math.nan
+        partials[part, ::6], partials[part, 3::6] = math.nan, 1.0
     return partials, lse
 
 
@@ -169,9 +176,9 @@ def reference(problem: MergeProblem, partials: Any, lse: Any) -> tuple[Any, Any]
     import torch
 
     lse = lse.double()
-    seen = lse.isfinite()
+    seen = ~lse.isinf()
     lse = torch.where(seen, lse, -math.inf)
-    most = lse.amax(0)
+    most = lse.amax(0)  # NaN where any part is
     weights = torch.where(seen, (lse - most).exp(), 0.0)
     total = weights.sum(0)
     out = torch.where(seen[..., None], weights[..., None] * partials.double(), 0.0).sum(0)
@@ -200,6 +207,7 @@ CASES = {
     "high": "LSE far beyond what exp takes",
     "equal": "parts of the same weight",
     "empty": "parts without keys, NaN in their partials, and rows without any key",
+    "nan": "the same, and rows of which a part's LSE is NaN",
     "in_place": "other values in the tensors of a bound kernel",
     "planned_few": "3 rows, planned anew",
     "planned_many": "more rows than a device holds at a time, planned anew (on a GPU)",
@@ -213,7 +221,7 @@ def _cases(problem: MergeProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("own", own, "normal", planned=True)
     yield Case("one_row", problem.replace(tokens=1, h=1), "normal")
     yield Case("uneven", uneven, "normal")
-    for dist in ("far", "high", "equal", "empty"):
+    for dist in ("far", "high", "equal", "empty", "nan"):
         yield Case(dist, uneven, dist)
     yield Case("in_place", uneven, "empty", then=uneven)
     yield Case("planned_few", problem.replace(tokens=3, h=1), "normal", planned=True)

@@ -24,6 +24,7 @@ with 0 < n < s the mask would reach into the old tokens, which is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -121,7 +122,9 @@ def make_inputs(
 ) -> tuple[Any, ...]:
     """Random inputs of a mixed problem whose two forms agree: keys and values of new tokens are those of their latents.
 
-    dist: normal, or flashmla (tokens and queries N(0, 1) / 10, clamped). Weights have variance 1 / fan-in.
+    dist: normal, or flashmla (tokens and queries N(0, 1) / 10, clamped), or nan: of these, a query row of the first
+    request is NaN, and of the last one the oldest latent, or the first new key where there is none. Weights have
+    variance 1 / fan-in.
     """
     import torch
 
@@ -150,6 +153,12 @@ def make_inputs(
     q_latent = torch.cat([project(q_nope, w_uk, "bshd,hdk->bshk"), q_rope], dim=-1).contiguous()
     k_new = torch.cat([project(latent, w_uk, "bnk,hdk->bnhd"), rope], dim=-1).contiguous()
     v_new = project(latent, w_uv, "bnk,hdk->bnhd").contiguous()
+    if dist == "nan":
+        q_latent[0, -1, 0, -1] = q_heads[0, -1, 0, -1] = math.nan
+        if int(old_lens[-1]):
+            kv_cache[page_table[-1, 0].long(), 0, 0, -1] = math.nan
+        else:
+            k_new[-1, 0, -1, -1] = math.nan
     return q_latent, q_heads, kv_cache, page_table, old_lens, k_new, v_new, w_uv
 
 
@@ -204,6 +213,9 @@ CASES = {
     "ragged": "lengths around a multiple of a tile behind the decompressed tokens",
     "all_latent": "no decompressed token",
     "all_decompressed": "no latent",
+    "nan": "a query row and an old token that are NaN, beside others that are not",
+    "scale_zero": "a scale of 0: every key counts as much",
+    "scale_negative": "a scale below 0",
 }
 QUICK = ("own", "normal", "bound")
 
@@ -225,6 +237,9 @@ def _cases(problem: MixedProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("ragged", ragged, "normal", planned=True)
     yield Case("all_latent", own.replace(n=0), "flashmla", planned=True)
     yield Case("all_decompressed", own.replace(n=t), "flashmla", planned=True)
+    yield Case("nan", ragged, "nan", planned=True)
+    yield Case("scale_zero", ragged.replace(softmax_scale=0.0), "flashmla", planned=True)
+    yield Case("scale_negative", ragged.replace(softmax_scale=-abs(problem.scale) or -1.0), "normal", planned=True)
 
 
 def reference(problem: MixedProblem, *inputs: Any) -> tuple[Any, Any]:

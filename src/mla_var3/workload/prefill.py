@@ -4,13 +4,16 @@ Each of the h heads has its own keys of d + p columns and values of d columns (1
 
     q (b, s, h, d + p)   k (b, s, h, d + p)   v (b, s, h, d)   →   out (b, s, h, d), lse (b, h, s) float32
 
-causal: query token i sees keys 0 .. i. lse is the natural log-sum-exp of scale · q·k. Distributions of inputs: normal,
-or flashmla (N(0, 1) / 10, clamped); error bounds are those of decoding on the same values.
+causal: query token i sees keys 0 .. i. lse is the natural log-sum-exp of scale · q·k. Distributions of inputs: normal;
+flashmla (N(0, 1) / 10, clamped); nan, which is flashmla with a query row of the first prompt and the first key of the
+last one NaN, in one head each; extremes, with logits of ±`decode.EXACT`. Error bounds are those of decoding on the same
+values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -18,7 +21,7 @@ from typing import Any, ClassVar, Self
 from mla_var3.errors import UserError, nearest
 from mla_var3.workload import Case, Cost, Problem, Workload, check_dtype, check_integer, count, decode
 
-DISTRIBUTIONS = ("flashmla", "normal")
+DISTRIBUTIONS = ("flashmla", "normal", "nan", "extremes")
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,26 @@ def make_inputs(
         x = torch.randn(shape, dtype=problem.torch_dtype, device=device, generator=generator)
         return x if dist == "normal" else x.div_(10).clamp_(-1.0, 1.0)
 
-    return draw(problem.d + problem.p), draw(problem.d + problem.p), draw(problem.d)
+    q, k, v = draw(problem.d + problem.p), draw(problem.d + problem.p), draw(problem.d)
+    if dist == "nan":
+        q[0, -1, 0, 0] = math.nan
+        k[-1, 0, -1, -1] = math.nan
+    elif dist == "extremes":
+        stretch(q, k, problem.scale)
+    return q, k, v
+
+
+def stretch(q: Any, k: Any, scale: float) -> None:
+    """Makes logits as large as `decode.EXACT`: that of the first key of each sequence, and those of all others as far
+    below zero, from up to 64 last columns of q and k, (b, tokens, h, columns)."""
+    import torch
+
+    w = min(64, q.shape[-1])
+    signs = torch.where(torch.arange(w) % 3 == 0, -1.0, 1.0).to(q)
+    q[..., :-w], q[..., -w:] = 0.0, 64.0 * signs
+    size = decode.EXACT / (64.0 * w * (scale or 1.0))
+    k[..., -w:] = -size * signs
+    k[:, :1, :, -w:] = size * signs
 
 
 def prefill_reference(
@@ -213,8 +235,13 @@ CASES = {
     "edges": "prompts shorter than, equal to and just longer than a tile: 1, 63, 64, 127, 129 tokens",
     "normal": "N(0, 1) values, with the mask as in the problem",
     "bound": "other tensors bound to the planned kernel",
+    "nan": "a query row and a key that are NaN, beside others that are not, planned anew",
+    "extremes": "logits as large as float32 scores tell keys apart, of both signs, planned anew",
+    "scale_zero": "a scale of 0: every key counts as much, planned anew",
+    "scale_negative": "a scale below 0, planned anew",
 }
 QUICK = ("own", "short", "normal", "bound")
+PROMISED = decode.PROMISED
 
 
 def _cases(problem: PrefillProblem, on_gpu: bool) -> Iterator[Case]:
@@ -227,6 +254,11 @@ def _cases(problem: PrefillProblem, on_gpu: bool) -> Iterator[Case]:
         yield Case("edges", problem.replace(b=2, s=edge, h=min(heads, 4)), "normal", planned=True)
     yield Case("normal", problem.replace(b=1, s=min(s, 1000), h=min(heads, 8)), "normal", planned=True)
     yield Case("bound", own.replace(b=1), "normal")
+    few = problem.replace(b=2, s=129 if on_gpu else 97, h=min(heads, 4))
+    for dist in ("nan", "extremes"):
+        yield Case(dist, few, dist, planned=True)
+    yield Case("scale_zero", few.replace(softmax_scale=0.0), "flashmla", planned=True)
+    yield Case("scale_negative", few.replace(softmax_scale=-abs(problem.scale) or -1.0), "normal", planned=True)
 
 
 def reference(problem: PrefillProblem, *inputs: Any) -> tuple[Any, Any]:

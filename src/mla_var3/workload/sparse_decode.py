@@ -25,7 +25,8 @@ and may hold anything.
 
 lse is the natural log-sum-exp of scale · q·k over the tokens that are attended to, +inf where there is none. The sink
 of a head is a logit more in the softmax, without a value: out is multiplied by 1 / (1 + exp(sink - lse)), so that +inf
-makes it 0, and -inf changes nothing; lse is without it. out is 0 where no token is attended to.
+makes it 0, and -inf changes nothing; lse is without it. out is 0 where no token is attended to. Where one that is
+attended to is NaN, or the query is, out and lse are NaN.
 
 Keys and values are exactly what the bytes say, not rounded to bf16.
 
@@ -48,6 +49,8 @@ duplicates are of indices alone:
     scales      v32 and flat: scales a little below the middle between two bf16 numbers. v4: of many magnitudes
     codes       every finite e4m3, all of them equally often
     subnormal   subnormal e4m3 and zeros of both signs alone
+    nan         one head of the last query token of each third request is NaN, and a token that the next one attends to
+    extremes    logits of ±`decode.EXACT`, from the last columns alone: the first token of each query token, and others
 
 Bounds
 ------
@@ -344,13 +347,15 @@ OF_INDICES = ("holes", "none", "duplicates")
 HOLES = ("holes", "unseen", "below_zero")
 DOMINANT = ("first", "last", "unseen", "below_zero")
 QUANTISED = ("scales", "codes", "subnormal")
-DISTRIBUTIONS = ("flashmla", "normal", "none", "duplicates", "empty", "holes", *DOMINANT, *QUANTISED)
+DISTRIBUTIONS = ("flashmla", "normal", "none", "duplicates", "empty", "holes", *DOMINANT, "extremes", "nan", *QUANTISED)
 
 #: Just below the middle between the bf16 numbers 1 and 1 + 2^-7: rounded to bf16 it is 1.
 BETWEEN = 1.0 + 2.0**-8 - 2.0**-20
 #: Columns of the sign pattern that chosen tokens share with q, the last ones; its magnitude in q; and how far (natural
 #: log) they stand above all others together: exp(3) = 20, or 95 % of the attention.
 _PATTERN_COLUMNS, _PATTERN, _LEAD = 64, 2.0, 3.0
+#: The pattern's magnitude in q where logits are to be as large as `decode.EXACT`.
+_LARGE = 64.0
 
 
 def make_inputs(
@@ -384,6 +389,10 @@ def make_inputs(
     pattern = torch.where(torch.arange(_PATTERN_COLUMNS, device=device) % 3 == 0, -1.0, 1.0)
     if dist in DOMINANT:
         q[..., -_PATTERN_COLUMNS:] = _PATTERN * pattern.bfloat16()
+    elif dist == "extremes":
+        q[..., :-_PATTERN_COLUMNS], q[..., -_PATTERN_COLUMNS:] = 0.0, _LARGE * pattern.bfloat16()
+    elif dist == "nan":
+        q[::3, -1, problem.h // 2, 1] = math.nan
     made: dict[str, Any] = {"q": q}
     for number, part in enumerate(problem.parts):
         drawn = _Drawn(problem, part, dist, device, generator)
@@ -397,6 +406,10 @@ def make_inputs(
             made["scale"] = scale
         if dist in DOMINANT and (dist != "first" or number == 0) and (dist != "last" or part is problem.parts[-1]):
             drawn.dominate(made[f"{part.prefix}cache"], pattern, scale)
+        if dist == "extremes":
+            drawn.stretch(made[f"{part.prefix}cache"], pattern, scale)
+        elif dist == "nan" and number == 0:
+            drawn.spoil(made[f"{part.prefix}cache"])
     if problem.sink:
         attended = sum(part.topk for part in problem.parts)
         sink = math.log(attended) + torch.randn((problem.h,), device=device, generator=generator)
@@ -478,6 +491,8 @@ class _Drawn:
         scale = None
         if layout.name == "flat":
             largest = 6.0 if normal else 1.0 if dist not in DOMINANT else 4.0
+            if dist == "extremes":
+                largest = decode.EXACT / (_PATTERN_COLUMNS * _LARGE * (abs(self.problem.scale) or 1.0))
             scale = torch.full((1,), largest / 448.0 if dist != "scales" else 2.0**-9 * BETWEEN, device=self.device)
         step = max(1, (1 << 27) // (part.page * layout.columns))
         for begin in range(0, part.pages, step):
@@ -528,9 +543,8 @@ class _Drawn:
         multiples = torch.ones(_PATTERN_COLUMNS) if layout.columns > VALUES else torch.linspace(0.5, 1.5, 64)
         lead = math.log(sum(p.topk for p in self.problem.parts)) + _LEAD
         lead = -(lead + 5.0) if self.dist == "below_zero" else lead
-        size = lead / (float(multiples.sum()) * _PATTERN * self.problem.scale)
+        size = lead / (float(multiples.sum()) * _PATTERN * (self.problem.scale or 1.0))
         columns = size * multiples.to(self.device) * pattern
-        views, width = fields(layout, cache), _PATTERN_COLUMNS
         if self.dist == "below_zero":
             chosen = self.seen
         elif self.dist == "unseen":
@@ -539,16 +553,55 @@ class _Drawn:
             position = torch.arange(part.topk, device=self.device)
             edge = torch.where(self.attended, position, part.topk if self.dist == "first" else -1)
             edge = edge.amin(-1) if self.dist == "first" else edge.amax(-1)
-            some = self.attended.any(-1)
-            picked = self.slots.gather(2, edge.clamp(0, part.topk - 1).unsqueeze(-1)).squeeze(-1)[some]
-            chosen = torch.zeros_like(self.seen)
-            chosen[picked] = True
-        where = chosen.view(part.pages, part.page)
+            chosen = self.picked(edge)
+        self.write(cache, chosen, columns, scale)
+
+    def picked(self, place: torch.Tensor) -> torch.Tensor:
+        """(tokens,) bool: those that the index at place (b, s) of a query token names, where it attends to any."""
+        import torch
+
+        some = self.attended.any(-1)
+        slots = self.slots.gather(2, place.clamp(0, self.part.topk - 1).unsqueeze(-1)).squeeze(-1)[some]
+        chosen = torch.zeros_like(self.seen)
+        chosen[slots] = True
+        return chosen
+
+    def write(
+        self, cache: torch.Tensor, chosen: torch.Tensor, columns: torch.Tensor, scale: torch.Tensor | None
+    ) -> None:
+        """Gives the last columns of chosen tokens these values."""
+        views, width = fields(self.problem.cache, cache), _PATTERN_COLUMNS
+        where = chosen.view(self.part.pages, self.part.page)
         if views.plain is not None:
             views.plain[..., -width:][where] = columns.bfloat16()
         else:
             assert views.codes is not None and scale is not None
             views.codes[..., -width:][where] = quantised(columns, scale)
+
+    def stretch(self, cache: torch.Tensor, pattern: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Makes the logit of the first token of each query token `decode.EXACT`, and that of all others as far below
+        zero."""
+        size = decode.EXACT / (_PATTERN_COLUMNS * _LARGE * (self.problem.scale or 1.0))
+        self.write(cache, self.seen, -size * pattern, scale)
+        self.write(cache, self.picked(self.attended.int().argmax(-1)), size * pattern, scale)
+
+    def spoil(self, cache: torch.Tensor) -> None:
+        """Makes a token NaN that the first query token of each third request, from the second one on, attends to, and
+        of a page table all of them."""
+        import torch
+
+        views = fields(self.problem.cache, cache)
+        attended = self.attended.all(1) if self.problem.paged else self.attended[:, 0]
+        for i in range(1, self.part.b, 3):
+            if not bool(attended[i].any()):
+                continue
+            page, row = divmod(int(self.slots[i, 0, int(attended[i].int().argmax())]), self.part.page)
+            if views.codes is not None and i % 2:
+                views.codes.view(torch.uint8)[page, row, 3] = 127
+            else:
+                values = views.plain if views.plain is not None else views.codes
+                assert values is not None
+                values[page, row, -1] = math.nan if values.is_floating_point() else 255
 
 
 # ---------------------------------------------------------------- oracle
@@ -642,6 +695,10 @@ CASES = {
     "scales": "scales that are no powers of two, or of many magnitudes (not of bf16)",
     "codes": "every finite e4m3 (not of bf16)",
     "subnormal": "subnormal e4m3 alone (not of bf16)",
+    "nan": "a head of a query token, and cached tokens, that are NaN, beside others that are not",
+    "extremes": "logits as large as float32 scores tell keys apart, of both signs",
+    "scale_zero": "a scale of 0: every token counts as much, planned anew",
+    "scale_negative": "a scale below 0, with logits far below zero, planned anew",
     "apart": "pages further apart than they are long",
     "in_place": "other values, indices and lengths in the tensors of a bound kernel",
     "few_planned": "one request, so that its indices are split, planned anew",
@@ -670,6 +727,12 @@ def _cases(problem: SparseProblem, on_gpu: bool) -> Iterator[Case]:
     if problem.layout != "bf16":
         for dist in QUANTISED:
             yield Case(dist, uneven, dist)
+    for dist in ("nan", "extremes"):
+        yield Case(dist, uneven, dist)
+    unscaled = uneven.replace(softmax_scale=0.0)
+    yield Case("scale_zero", unscaled, "flashmla", planned=True)
+    turned = unscaled.replace(softmax_scale=-abs(problem.scale) or -1.0)
+    yield Case("scale_negative", turned, "below_zero", planned=True)
     unlike = "unseen" if own.paged else "holes"
     yield Case("apart", uneven, unlike, alter=_apart)
     yield Case("in_place", uneven, "flashmla", then=uneven.replace(lengths=False) if own.paged else uneven)

@@ -14,8 +14,8 @@ from cutlass import Float32, Int32
 
 from mla_var3.kernel.cute_python.prims.wgmma import as_rows
 
-# Start of the running maximum: finite, so that a row without keys gives exp2(-inf - m) = 0 and never inf - inf, and
-# below every score that finite 16-bit inputs can give.
+# Start of the running maximum: finite, so that a row without keys gives exp2(-inf - m) = 0 and never inf - inf, and far
+# below the scores that results hold for (`workload.decode.HIGHEST`), as bf16 inputs might also have.
 NO_KEY = -1.0e30
 # In log2: fp32 sums and 16-bit probabilities (bf16 and fp16 alike) have room for 2^8 at the same relative precision.
 SLACK = 8.0

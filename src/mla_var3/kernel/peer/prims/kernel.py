@@ -130,7 +130,7 @@ class PeerMixin:
     allocates: ClassVar[bool] = False
     plans_lengths: ClassVar[bool] = True
     #: Cases of the oracle that the interface rules out, and options of its inputs that the library needs.
-    leaves_out: ClassVar[tuple[str, ...]] = ("in_place",)
+    leaves_out: ClassVar[tuple[str, ...]] = ("in_place", *decode.PROMISED)
     input_options: ClassVar[dict[str, Any]] = {}
 
     def default_tiling(self) -> NoKnobs:

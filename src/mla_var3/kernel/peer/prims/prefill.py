@@ -21,7 +21,7 @@ class PeerPrefillPlan(PeerMixin, KernelPlan):
     workload = prefill.WORKLOAD
     tiling_type = NoKnobs
     plans_lengths = False
-    leaves_out = ()
+    leaves_out = prefill.PROMISED
 
 
 def is_here(peer: str) -> Callable[[PrefillProblem], Verdict]:

@@ -32,10 +32,10 @@ def _widen(x):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
-    """float32 x rounded to the nearest (ties to even) of dtype. Finite x only where INTERPRET is set."""
+    """float32 x rounded to the nearest (ties to even) of dtype; NaN stays NaN."""
     if INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)

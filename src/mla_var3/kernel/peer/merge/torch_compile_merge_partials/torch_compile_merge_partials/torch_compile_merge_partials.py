@@ -23,9 +23,9 @@ from mla_var3.workload.merge import MergeProblem
 
 def merge_partials(partials: Any, lse: Any) -> tuple[Any, Any]:
     """(out, lse)."""
-    seen = lse.isfinite()
+    seen = ~lse.isinf()
+    any_key = seen.any(0)
     most = torch.where(seen, lse, -math.inf).amax(0)
-    any_key = most > -math.inf
     most = torch.where(any_key, most, 0.0)
     weights = torch.where(seen, (lse - most).exp(), 0.0)
     total = weights.sum(0)

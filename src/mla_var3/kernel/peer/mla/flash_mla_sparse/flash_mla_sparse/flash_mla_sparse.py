@@ -28,7 +28,7 @@ from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, natural_lse
 from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, names_token
 from mla_var3.packed_cache import VALUES
-from mla_var3.workload import sparse_decode
+from mla_var3.workload import decode, sparse_decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ class FlashMlaSparsePlan(PeerSparsePlan):
     peer = "flash_mla_sparse"
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes)
     allocates = True
-    leaves_out = ("in_place", "scales")
+    leaves_out = ("in_place", "scales", *decode.PROMISED)
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         import flash_mla

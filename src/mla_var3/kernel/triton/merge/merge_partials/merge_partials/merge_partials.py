@@ -4,9 +4,9 @@
                                                                                          m + log Σ w → lse
 
 A row's LSE come first, for all parts; then its partials, whose loads do not depend on one another, so that as many are
-in flight as the parts have rows in a program. Parts without keys (LSE not finite) get the weight 0, and what lies in
-their partials is masked out, for it may be NaN. Runs on sm_80 and later, and in Triton's interpreter. The base version,
-after the second kernel of Flash-Decoding (Dao et al. 2023).
+in flight as the parts have rows in a program. Parts without keys (LSE +inf or -inf) get the weight 0, and
+what lies in their partials is masked out, for it may be NaN. An LSE that is NaN makes the row NaN. Runs on sm_80 and
+later, and in Triton's interpreter. The base version, after the second kernel of Flash-Decoding (Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -83,21 +83,22 @@ def merge_partials(
     for i in tl.static_range(PARTS):
         lse = tl.load(Lse + tl.cast(n, tl.int64) * i + row, mask=inside, other=float("inf"))
         most = tl.maximum(most, tl.where(tl.abs(lse) < float("inf"), lse, float("-inf")))
-    # Rows without any key: a finite number in place of the maximum keeps NaN out of what follows.
-    any_key = most > float("-inf")
-    most = tl.where(any_key, most, 0.0)
+    # Rows without any key: a finite number in place of the maximum keeps NaN out of what follows. That of a part whose
+    # LSE is NaN is meant to come through.
+    most = tl.where(most > float("-inf"), most, 0.0)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(PARTS):
         lse = tl.load(Lse + tl.cast(n, tl.int64) * i + row, mask=inside, other=float("inf"))
-        seen = tl.abs(lse) < float("inf")
+        seen = tl.abs(lse) != float("inf")
         weight = tl.where(seen, tl.exp2((tl.where(seen, lse, most) - most) * LOG2_E), 0.0)
         total += weight
         partial = tl.load(Partials + tl.cast(n, tl.int64) * (i * K) + at, mask=valid & seen[:, None], other=0.0)
         acc += weight[:, None] * partial.to(tl.float32)
-    total = tl.where(any_key, total, 1.0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
     tl.store(Out + at, round_to(acc / total[:, None], DTYPE, INTERPRET), mask=valid)
-    tl.store(OutLse + row, tl.where(any_key, most + tl.log2(total) * LN_2, float("inf")), mask=inside)
+    tl.store(OutLse + row, tl.where(empty, float("inf"), most + tl.log2(total) * LN_2), mask=inside)
 
 
 class MergePartialsPlan(KernelPlan):

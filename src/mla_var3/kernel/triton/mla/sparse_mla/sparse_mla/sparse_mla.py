@@ -90,12 +90,12 @@ class SparseMlaTiling(Tiling):
 
 @triton.jit
 def widened(codes, INTERPRET: tl.constexpr):
-    """float32 of e4m3 codes (uint8), but for NaN."""
+    """float32 of e4m3 codes (uint8)."""
     if INTERPRET:
         # Sign, exponent and mantissa at their places in a float32 whose exponent is 120 too small, subnormals too.
         bits = codes.to(tl.uint32)
         small = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True)
-        return small * 1.329227995784916e36  # 2^120
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), small * 1.329227995784916e36)  # 2^120
     else:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
@@ -348,9 +348,11 @@ def combine(
     split = tl.arange(0, SPLITS)
     lses = tl.load(PartialLse + split * tl.cast(rows, tl.int64) + row, mask=split < num_splits, other=float("-inf"))
     top = tl.max(lses, 0)
-    empty = top == float("-inf")
-    base = tl.where(empty, 0.0, top)
-    total = tl.where(empty, 1.0, tl.sum(tl.exp(lses - base), 0))
+    # Of LSEs that are -inf and NaN the maximum may be -inf: whether there is a token, the sum says, which is NaN then.
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(lses - base), 0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("inf"), base + tl.log(total))
     if SINK:
         total += tl.exp(tl.load(Sink + row % H) - base)

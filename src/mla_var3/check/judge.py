@@ -36,7 +36,8 @@ def bounds_of(plan: Any, dist: str) -> dict[str, Bound]:
 @dataclass(frozen=True)
 class Off:
     """How far one output is from its reference. error: relative (Frobenius) where rows are judged, else the largest
-    one, absolute where the reference is below 1 and relative to it elsewhere. cos, row_cos: cosine difference of all of it and of the worst row. largest: absolute error."""
+    one, absolute where the reference is below 1 and relative to it elsewhere. cos, row_cos: cosine difference of all of
+    it and of the worst row. largest: absolute error."""
 
     error: float = math.inf
     cos: float = math.inf

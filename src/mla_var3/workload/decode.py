@@ -958,7 +958,7 @@ CASES = {
     "far_pages": "pages beyond 2^31 elements from the start of the cache (on a GPU)",
 }
 QUICK = ("own", "edges", "just_masked", "below_zero", "in_place")
-#: Cases of attention that hold this project's kernels to what it promises of them; other libraries promise other things.
+#: Cases of attention that hold this project's kernels to what it promises; other libraries promise other things.
 PROMISED = ("nan", "extremes", "scale_zero", "scale_negative")
 
 

@@ -23,7 +23,7 @@ from mla_var3.kernel import registry
 from mla_var3.kernel.cutile.prims.combine import FEW, combine_kernel
 from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import Problem
-from mla_var3.workload.decode import FLASHMLA, MlaProblem
+from mla_var3.workload.decode import FLASHMLA, PROMISED, MlaProblem
 from mla_var3.workload.gemm import QUICK as QUICK_GEMM
 from mla_var3.workload.gemm import GemmProblem
 from mla_var3.workload.mixed import MixedProblem
@@ -64,6 +64,11 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "rope": (RopeProblem(tokens=3, h=6, positions=4096), QUICK_ROPE),
     "norm-residual": (NormProblem(rows=3, residual=True), ("own", "rows")),
     "causal-prompt": (PrefillProblem(b=1, s=97, h=2, causal=True), ("own",)),
+    "odd-scores": (MlaProblem(b=2, h=16, t=128), PROMISED),
+    "odd-scores-fp16": (MlaProblem(b=2, s=3, h=5, t=128, causal=True, dtype="fp16"), PROMISED),
+    "odd-scores-sparse": (SparseProblem(b=3, h=16, t=96, topk=40, layout="v4"), PROMISED),
+    "odd-scores-mixed": (MixedProblem(b=2, h=16, t=192, n=64), ("nan", "scale_zero", "scale_negative")),
+    "odd-scores-prompt": (PrefillProblem(b=1, s=97, h=2, causal=True), PROMISED),
 }
 
 
@@ -113,11 +118,19 @@ def test_the_combine_kernel_by_itself(splits: int) -> None:
     lses[:, 1::3] = float("-inf")
     o_partial[:, 1::3] = 0
     lses[0, :, 0, 0], o_partial[0, :, 0, 0] = float("-inf"), 0  # a row without a key
+    lses[1, 2, 1, 1], lses[1, 3:, 1, 1] = float("nan"), float("-inf")  # NaN of one split, beside others
+    lses[1, :, 0, 2], lses[1, 0, 0, 2], o_partial[1, 1:, 0, 2] = float("-inf"), float("nan"), 0  # and beside none
     out, lse = torch.zeros(b, s, h, width), torch.zeros(b, h, s)
     combine_kernel((o_partial, lses), (out, lse), s=s, h=h, width=width, dtype="fp32")()
+    spoilt = torch.zeros(b, h, s, dtype=torch.bool)
+    spoilt[1, 1, 1] = spoilt[1, 2, 0] = True
+    assert torch.equal(lse.isnan(), spoilt) and torch.equal(out.isnan().all(-1), spoilt.transpose(1, 2))
+    lses, lse = lses.nan_to_num(0.0, float("inf"), float("-inf")), lse.masked_fill(spoilt, 0.0)
+    out = out.masked_fill(spoilt.transpose(1, 2)[..., None], 0.0)
     weights = torch.softmax(lses.double(), 1).nan_to_num(0.0)
     want = (o_partial.double() * weights[..., None]).sum(1)
-    total = torch.logsumexp(lses.double(), 1).transpose(1, 2)
+    total = torch.logsumexp(lses.double(), 1).transpose(1, 2).masked_fill(spoilt, 0.0)
+    want = want.masked_fill(spoilt.transpose(1, 2)[..., None], 0.0)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), torch.where(torch.isinf(total), float("inf"), total), rtol=1e-5, atol=1e-5)
 

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from ops_fakes import not_compiled  # noqa: E402
 
 from mla_var3.device import Device  # noqa: E402
-from mla_var3.errors import Unsupported  # noqa: E402
+from mla_var3.errors import Unsupported, UserError  # noqa: E402
 from mla_var3.ops.calls import Buffer, call_of  # noqa: E402
 from mla_var3.ops.decode import way_for  # noqa: E402
 from mla_var3.toolchain import aot  # noqa: E402
@@ -69,6 +69,13 @@ def test_a_version_of_another_language_is_refused() -> None:
         Unsupported, match=r"^triton/flash_mla is picked, and only cute-dsl versions can be called so: no"
     ):
         call_of(way_for(PLAIN, H200, kernel="triton/flash_mla"), PLAIN, H200)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1, 1e-40])
+def test_a_scale_that_torch_would_fold_into_q_is_refused(scale: float) -> None:
+    problem = PLAIN.replace(softmax_scale=scale)
+    with pytest.raises(UserError, match=rf"^scale is {scale}: compiled functions take one above 0; pass -scale and -q"):
+        call_of(way_for(problem, H200), problem, H200)
 
 
 @pytest.mark.parametrize("module", ["jax", "jax_tvm_ffi"])

@@ -89,6 +89,24 @@ def one_rank(rank: int, file: str) -> None:
         torch.testing.assert_close(out.double(), want_out[:, :, heads], atol=0.02, rtol=0.02)
         torch.testing.assert_close(lse.double(), want_lse[:, heads], atol=1e-4, rtol=1e-4)
         assert out.dtype == torch.bfloat16 and bool((out[2] == 0).all()) and bool((lse[2] == float("inf")).all())
+        # A token of one rank that is NaN, and a query row: NaN in every rank's heads of that request, and in that row.
+        tokens[3][10, -1] = q[0, s - 1, 1, 0] = float("nan")
+        if lie == "pages":
+            mine[3] = torch.cat(tokens[3].split(PAGE)[rank::RANKS])
+        else:
+            mine[3] = tokens[3][begin:end]
+        cache, table = cached(mine, generator)
+        for scale in (0.1, -0.1, 0.0):
+            out, lse = mla_decode_cp(
+                q[:, :, heads], cache, table, lengths, tokens=part, causal=causal, head_dim_v=K, scale=scale,
+                return_lse=True, kernel="torch/flash_mla", on=engine,
+            )  # fmt: skip
+            whole = cached(tokens, generator)
+            want_out, want_lse = mla_decode_reference(q, *whole, lengths, k=K, scale=scale, causal=causal)
+            torch.testing.assert_close(out.double(), want_out[:, :, heads], atol=0.02, rtol=0.02, equal_nan=True)
+            torch.testing.assert_close(lse.double(), want_lse[:, heads], atol=1e-4, rtol=1e-4, equal_nan=True)
+            assert bool(out[3].isnan().all()) and bool(lse[3].isnan().all())
+            assert int(lse.isnan().sum()) == lse[3].numel() + (rank == 0)
     dist.destroy_process_group()
 
 
@@ -126,7 +144,10 @@ def test_merge_partials(on_cpu: CpuEngine, dist_of: str) -> None:
     partials, lse = merge.make_inputs(problem, seed=6, dist=dist_of)
     out, total = merge_partials(partials.view(3, 5, 4, 64), lse.view(3, 5, 4), kernel=MERGE)
     wanted, want_lse = merge.reference(problem, partials, lse)
-    assert torch.equal(out.view(20, 64), wanted.bfloat16()) and torch.equal(total.view(20), want_lse.float())
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(out.view(20, 64), wanted.bfloat16(), **same)
+    torch.testing.assert_close(total.view(20), want_lse.float(), **same)
+    assert bool(total.isnan().any()) == (dist_of == "nan")
 
 
 def test_the_merge_is_an_operator(on_cpu: CpuEngine) -> None:

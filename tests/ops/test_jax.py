@@ -92,6 +92,17 @@ def test_xla_calls_what_was_noted(name: str, jit: bool, on_cpu: list[int]) -> No
     assert torch.equal(torch.from_dlpack(lse), want[1].float())
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.25])
+def test_a_scale_of_zero_and_below_turns_the_queries(scale: float, on_cpu: list[int]) -> None:
+    given = make_inputs(RAGGED, "cpu", seed=0, dist="normal", poison=False)
+    attend = jax.jit(lambda *given: mla_decode(*given, causal=True, scale=scale, return_lse=True))
+    out, lse = (torch.from_dlpack(x) for x in attend(*arrays(given)))
+    want = mla_decode_reference(*given, k=512, scale=scale, causal=True)
+    assert on_cpu == [14]
+    torch.testing.assert_close(out, want[0].to(torch.bfloat16), rtol=0, atol=0)
+    torch.testing.assert_close(lse, want[1].float(), rtol=1e-6, atol=1e-6)
+
+
 def test_an_empty_batch_has_an_empty_result(on_cpu: list[int]) -> None:
     given = make_inputs(RAGGED, "cpu", poison=False)
     q, cache, table, lens = arrays(given)

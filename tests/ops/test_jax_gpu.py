@@ -57,6 +57,17 @@ def test_the_bits_of_the_function_of_torch(problem: MlaProblem) -> None:
     assert same_bits(torch.from_dlpack(alone.block_until_ready()), wanted[0])
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.25])
+def test_a_scale_of_zero_and_below(scale: float) -> None:
+    given = make_inputs(PROBLEMS[0], "cuda", seed=5, dist="normal")
+    wanted = decode(PROBLEMS[0], given, scale=scale)
+    torch.cuda.synchronize()
+    arrays, _ = call_of(given)
+    found = mla_decode(*arrays, scale=scale, return_lse=True)
+    out, lse = (torch.from_dlpack(x.block_until_ready()) for x in found)
+    assert same_bits(out, wanted[0]) and same_bits(lse, wanted[1]) and not bool(lse[0].isnan().any())
+
+
 def test_calls_of_one_program_follow_each_other() -> None:
     """The second call reads what the first wrote, and both use workspaces of XLA's."""
     problem = PROBLEMS[0]

@@ -101,10 +101,10 @@ def merge_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over n parts of a sequence, from what each part gave: (out, lse).
 
-    partials (n, ..., k), bf16 or fp16; lse (n, ...) float32, the natural log-sum-exp of each row, +inf, -inf or NaN
-    where a row saw no key of the part, whose partial may then hold anything. Both contiguous. Returns out (..., k) and
-    lse (...), 0 and +inf of a row that saw no key at all. kernel, on: as of `mla_decode`. Raises `UserError` in one
-    sentence for what does not fit.
+    partials (n, ..., k), bf16 or fp16; lse (n, ...) float32, the natural log-sum-exp of each row, +inf or -inf where
+    a row saw no key of the part, whose partial may then hold anything. Both contiguous. Returns out (..., k) and lse
+    (...), 0 and +inf of a row that saw no key at all. An LSE that is NaN makes both NaN, whatever the other parts hold.
+    kernel, on: as of `mla_decode`. Raises `UserError` in one sentence for what does not fit.
     """
     import torch
 

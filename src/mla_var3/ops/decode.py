@@ -49,10 +49,11 @@ def mla_decode(
     request is the page of its tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read
     on the device; 0 is allowed. int64 page tables and lengths cost a small copy each. All on one GPU.
 
-    scale: factor on q·k; default (128 + p)^-1/2, that of decompressed heads with 128 + p columns (FlashMLA's default
-    is another: (k + p)^-1/2). causal: query token i sees keys 0 .. length - s + i. head_dim_v: k. out, lse: where to
-    write, (b, s, h, k) in q's dtype and (b, h, s) float32. return_lse: also returns the natural log-sum-exp of
-    scale · q·k. A row that sees no key has out 0 and lse +inf.
+    scale: factor on q·k, any finite number; default (128 + p)^-1/2, that of decompressed heads with 128 + p columns
+    (FlashMLA's default is another: (k + p)^-1/2). With one of 0 or below most versions copy q first. causal: query
+    token i sees keys 0 .. length - s + i. head_dim_v: k. out, lse: where to write, (b, s, h, k) in q's dtype and
+    (b, h, s) float32. return_lse: also returns the natural log-sum-exp of scale · q·k. A row that sees no key has out 0
+    and lse +inf; one with a score that is NaN has out and lse NaN. Logits may be as large as docs/serving.md says.
 
     cu_seqlens_q: (b + 1,) int32, read on the device, where requests differ in their query tokens, as where prefill
     chunks and speculative tokens stand beside decodes: request i has the tokens cu_seqlens_q[i] .. cu_seqlens_q[i + 1]

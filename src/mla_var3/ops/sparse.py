@@ -59,7 +59,7 @@ def sparse_mla_decode(
     scale: factor on q·k; default 192^-1/2, that of decompressed heads with 128 + 64 columns, and 512^-1/2 in layout v4.
     out, lse: where to write, (b, s, h, 512) bf16 and (b, h, s) float32. return_lse: also returns the natural
     log-sum-exp of scale · q·k, with which results over parts of the indices can be merged. A query token without
-    tokens has out 0 and lse +inf. kernel, on: as of `mla_decode`.
+    tokens has out 0 and lse +inf; one with a score that is NaN has out and lse NaN. kernel, on: as of `mla_decode`.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the

@@ -39,10 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser("check", help="compare entries, README.md and docs/ with the records they cite")
     check.add_argument("paths", nargs="*", type=Path, metavar="FILE", help="these alone; default: all of them")
     check.set_defaults(run=_check)
-    cite = verbs.add_parser("cite", help="print every figure of a record, ready to be pasted with its citation")
+    cite = verbs.add_parser("cite", help="print every figure of a record, with its line for a .records file")
     cite.add_argument("ids", nargs="+", metavar="ID", help="one record, or two to compare the first with the second")
     cite.set_defaults(run=_cite)
-    table = verbs.add_parser("table", help="print a Markdown comparison of timed records, each row with its citation")
+    table = verbs.add_parser("table", help="print a Markdown comparison of timed records, and its .records file")
     table.add_argument("files", nargs="*", type=Path, metavar="FILE", help="record files or folders; default: results/")
     table.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="only these; wildcards allowed")
     table.add_argument("--kernels", nargs="+", default=[], metavar="KERNEL", help="only these; wildcards allowed")
@@ -93,7 +93,7 @@ def _check(arguments: argparse.Namespace, root: Path) -> int:
 def _cite(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.lab.devlog import values
     from mla_var3.lab.devlog.check import load_records
-    from mla_var3.lab.devlog.citations import cite, find_record
+    from mla_var3.lab.devlog.citations import find_record
 
     if len(arguments.ids) > 2:
         raise UserError("cite takes one record, or two to compare.")
@@ -117,11 +117,12 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
         if expression.partition(".")[2].startswith("of_"):
             unit = "%"
         space = "" if unit in ("", "x") else " "
-        print(f"{values.write(value, unit)}{space}{unit} {cite(name, [expression])}")
+        print(f"{f'{values.write(value, unit)}{space}{unit}':<20}{name} {expression}")
     return 0
 
 
 def _table(arguments: argparse.Namespace, root: Path) -> int:
+    from mla_var3.lab.devlog.evidence import apart
     from mla_var3.lab.devlog.tables import against_libraries, comparison
     from mla_var3.record import ASIDE, load
 
@@ -138,7 +139,8 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
         raise UserError("no record of what the dispatcher picks is there, beside a library: give others.")
     if not text:
         raise UserError("no record there has a time: give others, or measure with mla-var3 sweep on a GPU machine.")
-    print(text)
+    table, lines = apart(text)
+    print(f"{table}\n\n{lines}", end="")
     return 0
 
 

@@ -165,7 +165,7 @@ def _entries(title: str, entries: Sequence[Found], most: int | None) -> list[str
 def evidence_line(path: str) -> str | None:
     """The first line under "Evidence" of a page that cites a record: what it did, in figures. None without one."""
     from mla_var3 import paths
-    from mla_var3.lab.devlog.citations import without_comments
+    from mla_var3.lab.devlog.segments import without_comments
 
     root = paths.repo_root()
     page = None if root is None else root / "docs" / "knowledge" / path
@@ -179,8 +179,8 @@ def evidence_line(path: str) -> str | None:
 def devlog_says(e: Evidence) -> list[str]:
     """The section "Bottleneck" of the version's entry: what its author found, with where it stands."""
     from mla_var3 import paths
-    from mla_var3.lab.devlog.citations import without_comments
     from mla_var3.lab.devlog.entry import entry_path, parse
+    from mla_var3.lab.devlog.segments import without_comments
 
     root = paths.repo_root()
     path = None if root is None else entry_path(root, e.kernel)

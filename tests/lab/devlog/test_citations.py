@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_var3.lab.devlog import values
-from mla_var3.lab.devlog.citations import check_text, cited_ids, has_figure, without_comments
+from mla_var3.lab.devlog.citations import check_text, cited_ids, has_figure
+from mla_var3.lab.devlog.segments import without_comments
 
 FAST, SLOW, COMPILED = "aaaa11112222", "bbbb33334444", "cccc55556666"
 Records = dict[str, dict[str, Any]]
@@ -62,7 +63,7 @@ def test_agrees(text: str, records: Records) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("It takes 220.2 us.", "220.2 us has no record beside it"),
+        ("It takes 220.2 us.", "220.2 us has no record"),
         ("fast:\n220.2\nus", "2: 220.2 us has no record"),
         ("- 220 us", "220 us has no record"),
         ("17 % better", "17 % has no record"),
@@ -78,7 +79,7 @@ def test_agrees(text: str, records: Records) -> None:
         (f"82.6 % <!-- r:{FAST} burst.of_read -->", "differs from its record: burst.of_read is"),
         (f"13 % <!-- r:{FAST} vs {SLOW} burst.speedup -->", "burst.speedup is 113.53 %"),
         (f"220.2 GB/s <!-- r:{FAST} burst -->", "220.2 GB/s is not in the unit of burst, whose value is in us"),
-        (f"220.2 us 663.2 TFLOP/s <!-- r:{FAST} burst.tflops -->", "220.2 us has no record beside it"),
+        (f"220.2 us 663.2 TFLOP/s <!-- r:{FAST} burst.tflops -->", "220.2 us has no record"),
         (f"220.2 us <!-- r:{FAST} burst sustained -->", "no figure for burst before it: 2 expressions, 1 figures"),
         ("220.2 us <!-- r:0000aaaa1111 burst -->", "record 0000aaaa1111 does not exist in results/"),
         ("220.2 us <!-- r:aaa burst -->", "record aaa does not exist"),
@@ -103,7 +104,7 @@ def test_disagrees(text: str, message: str, records: Records) -> None:
 
 def test_citation_stands_after_its_figure(records: Records) -> None:
     found = messages(f"in <!-- r:{FAST} burst --> 220.2 us", records)
-    assert ["has no figure for burst before it" in found[0], "has no record beside it" in found[1]] == [True, True]
+    assert ["has no figure for burst before it" in found[0], "has no record" in found[1]] == [True, True]
 
 
 def test_beginning_of_two_ids_is_ambiguous(records: Records) -> None:
@@ -133,9 +134,9 @@ def test_table_columns_take_their_unit_from_the_header(records: Records) -> None
 def test_table_without_citation(records: Records) -> None:
     found = messages(without_comments(TABLE.format(us="220.2")), records, "tables")
     assert found == [
-        "3: 220.2 us has no record beside it: add <!-- r:ID expression --> after it",
-        "3: 663.2 TFLOP/s has no record beside it: add <!-- r:ID expression --> after it",
-        "3: 168 registers has no record beside it: add <!-- r:ID expression --> after it",
+        "3: 220.2 us has no record: name it in the .records file beside the page",
+        "3: 663.2 TFLOP/s has no record: name it in the .records file beside the page",
+        "3: 168 registers has no record: name it in the .records file beside the page",
     ]
 
 

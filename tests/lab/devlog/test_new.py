@@ -14,6 +14,7 @@ from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.check import check
+from mla_var3.lab.devlog.evidence import apart, beside, joined, parse
 
 FAST, SLOW, COMPILED = "aaaa11112222", "bbbb33334444", "cccc55556666"
 V0, V1 = KernelId("triton", "mla", "flash_mla", 0), KernelId("triton", "mla", "flash_mla", 1)
@@ -24,8 +25,13 @@ def _new(project: Path, *arguments: str) -> None:
 
 
 def listed(entry: Path) -> list[str]:
-    """The list of records beside an entry."""
-    return entry.with_suffix(".records").read_text().splitlines()
+    """Ids in the list of records beside an entry."""
+    return sorted(beside(entry).ids)
+
+
+def cited(entry: Path) -> list[str]:
+    """The lines of evidence beside an entry."""
+    return [line.body for part in beside(entry).parts for block in part.blocks for line in block.cited]
 
 
 def test_new_entry_agrees_with_its_records_and_is_refused_for_its_todos(
@@ -38,7 +44,8 @@ def test_new_entry_agrees_with_its_records_and_is_refused_for_its_todos(
     assert listed(entry) == [FAST, SLOW], "its own newest measured record, and the one of the version before"
     assert "records" not in text.partition("\n---\n")[0]
     assert "| h200 | b128_s1_h128_t4096 | 220.2 | 264.2 | 663.2 |" in text
-    assert f"| 1.14 | 1.14 <!-- r:{FAST} vs {SLOW} burst.speedup sustained.speedup --> |" in text
+    assert "| 1.14 | 1.14 |" in text and "<!--" not in text
+    assert f"{FAST} vs {SLOW} burst.speedup sustained.speedup" in cited(entry)
     assert "`src/flash_mla_v1.py`. Measured at commit 0123456789ab, source hash feedfeedfeedfeed." in text
     failures, _ = check(project, [entry])
     assert failures
@@ -65,7 +72,7 @@ def test_new_does_not_overwrite(project: Path, entry: Path) -> None:
 def test_named_records_and_files(project: Path, entry: Path) -> None:
     _new(project, "--force", "--records", COMPILED[:8])
     assert listed(entry) == [COMPILED]
-    assert "- b128_s1_h128_t4096 on h200: compiled <!-- r:cccc55556666 -->" in entry.read_text()
+    assert "- b128_s1_h128_t4096 on h200: compiled\n" in entry.read_text() and COMPILED in cited(entry)
     _new(project, "--force", "--records", str(project / "results" / "h200" / "2026-11-22-decode.jsonl"))
     assert listed(entry) == [FAST]
 
@@ -124,9 +131,8 @@ def test_records_that_time_for_something_else_are_left_out(
     assert len(aside) >= 2
     records.write_text("".join(json.dumps(r) + "\n" for r in [*lines, *aside]))
     _new(project, "--force")
-    text = entry.read_text()
-    assert f"<!-- r:{FAST} vs {SLOW} burst.speedup sustained.speedup -->" in text
-    assert not any(r["id"] in text for r in aside)
+    assert f"{FAST} vs {SLOW} burst.speedup sustained.speedup" in cited(entry)
+    assert not any(r["id"] in listed(entry) for r in aside)
 
     capsys.readouterr()
     assert main(["table", "--root", str(project)]) == 0
@@ -140,11 +146,13 @@ def test_cite_prints_figures_that_check_accepts(project: Path, capsys: pytest.Ca
     assert main(["cite", FAST, "--root", str(project)]) == 0
     assert main(["cite", FAST, SLOW, "--root", str(project)]) == 0
     out = capsys.readouterr().out
-    assert f"663.2 TFLOP/s <!-- r:{FAST} burst.tflops -->" in out
-    assert f"82.61 % <!-- r:{FAST} burst.of_limit -->" in out
-    assert f"1.135x <!-- r:{FAST} vs {SLOW} burst.speedup -->" in out
+    rows = [tuple(line.split("  ", 1)) for line in out.splitlines()]
+    figures = {line.strip(): figure for figure, line in rows}
+    assert figures[f"{FAST} burst.tflops"] == "663.2 TFLOP/s" and figures[f"{FAST} burst.of_limit"] == "82.61 %"
+    assert figures[f"{FAST} vs {SLOW} burst.speedup"] == "1.135x"
     page = project / "README.md"
-    page.write_text("\n\n".join(out.splitlines()))
+    page.write_text("| figure |\n| --- |\n" + "".join(f"| {figure} |\n" for figure in figures.values()))
+    page.with_suffix(".records").write_text("".join(f"> {figure} |\n{line}\n" for line, figure in figures.items()))
     assert check(project, [page]) == ([], [])
 
 
@@ -156,11 +164,13 @@ def test_cite_of_nothing(project: Path) -> None:
 def test_comparison_table_is_what_check_accepts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["table", "--root", str(project)]) == 0
     text = capsys.readouterr().out
-    rows = text.splitlines()
+    table, _, lines = text.partition("\n\n")
+    rows = table.splitlines()
     assert len(rows) == 4, "header, rule, and the two timed records"
     assert rows[2].startswith("| b128_s1_h128_t4096 | triton/flash_mla_v1 | 220.2 | 264.2 | 663.2 |")
     assert rows[3].startswith("|  | triton/flash_mla | 250 | 300 |")
-    (project / "README.md").write_text(text)
+    (project / "README.md").write_text(table)
+    (project / "README.records").write_text(lines)
     assert check(project) == ([], [])
 
 
@@ -177,9 +187,8 @@ def test_cells_that_compiled_alike_share_a_row(project: Path, entry: Path) -> No
     other = {**first, "id": "eeee00001111", "problem": {**first["problem"], "b": 64}}
     (file.parent / "2026-11-23-decode.jsonl").write_text(json.dumps(other) + "\n")
     _new(project, "--force")
-    text = entry.read_text()
-    assert text.count("burst sustained burst.tflops") == 2
-    assert text.count("resources.registers") == 1
+    assert sum("burst sustained burst.tflops" in line for line in cited(entry)) == 2
+    assert sum("resources.registers" in line for line in cited(entry)) == 1
 
 
 def test_a_shared_schedule_counts_once_a_step(record_of: Callable[..., dict[str, Any]]) -> None:
@@ -263,3 +272,26 @@ def test_table_against_libraries_of_another_run(record_of: Callable[..., dict[st
     text = against_libraries([ours, library])
     assert "| peer/fa3_qv | 1.00 |" in text.splitlines()[2]
     assert "burst.limit_speedup" in text and check_text(text, {r["id"]: r for r in (ours, library)}) == []
+
+
+def test_what_is_taken_apart_goes_together_again() -> None:
+    text = (
+        "Before 5 us <!-- r:a1 burst -->.\n\n## One\n\n| x | us |\n| --- | --- |\n| a | 1 <!-- r:a1 burst --> |\n"
+        "| a | 2 <!-- r:b2 burst --> |\n|  | 3 <!-- r:c3 vs r:d4 burst.speedup --> |\n\n"
+        "- **said** `so`, 3 us<!-- r:e5\nburst -->.\n"
+        "\n```python\n# <!-- r:f6 burst -->\n```\n<!-- kept -->\n"
+    )
+    page, lines = apart(text)
+    assert page == (
+        "Before 5 us.\n\n## One\n\n| x | us |\n| --- | --- |\n| a | 1 |\n| a | 2 |\n|  | 3 |\n\n"
+        "- **said** `so`, 3 us.\n"
+        "\n```python\n# <!-- r:f6 burst -->\n```\n<!-- kept -->\n"
+    )
+    assert lines.splitlines() == [
+        "> Before 5 us.", "a1 burst", "", "[One]", "> a |", "a1 burst", "> a |", "b2 burst", "> 3 |",
+        "c3 vs d4 burst.speedup", "> said so, 3 us.", "e5 burst",
+    ]  # fmt: skip
+    again = joined(page, parse(lines))
+    assert "| a | 2 <!-- r:b2 burst --> |" in again and again.count("<!-- r:") == 6
+    assert apart(again) == (page, lines), "and apart again"
+    assert apart(page) == (page, ""), "nothing stands in it"

@@ -45,7 +45,7 @@ def test_a_page_has_the_ladder_the_entry_and_its_records(project: Path, capsys: 
     assert "<td class='n'>1.135×</td>" in text
     assert "Keys are loaded once for both products." in text and "measured on h200" in text
     # A citation leads to its record on the page, and no record is left out.
-    assert f"<a href='#r-{FAST}' title='{FAST} burst'>r:aaaa11</a>" in text
+    assert f"<a href='#r-{FAST}' title='{FAST} burst resources.registers'>r:aaaa11</a>" in text
     assert set(re.findall(r"href='#r-(\w+)'", text)) <= set(re.findall(r"<tr id='r-(\w+)'", text)) == {FAST, SLOW}
     # Nothing is fetched: no script, no stylesheet, no picture from elsewhere.
     assert not re.search(r"<script|<link|\bsrc=|@import|url\(http", text)

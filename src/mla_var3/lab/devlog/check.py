@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,17 +12,13 @@ from mla_var3 import paths
 from mla_var3.errors import UserError
 from mla_var3.kernel import ledger, registry
 from mla_var3.kernel.registry import KernelId
-from mla_var3.lab.devlog import skips
-from mla_var3.lab.devlog.citations import Finding, check_text, without_comments
-from mla_var3.lab.devlog.entry import Entry, check_entry, entry_path, holds, parse, records_path
-from mla_var3.lab.devlog.front_matter import body_line
-from mla_var3.lab.devlog.values import Record
+from mla_var3.lab.devlog import evidence, skips
+from mla_var3.lab.devlog.citations import check_text, find_record
+from mla_var3.lab.devlog.entry import check_entry, entry_path, holds, parse, records_path
+from mla_var3.lab.devlog.values import Record, Unknown
 from mla_var3.names import by_number
 from mla_var3.toolchain.digest import Code
 from mla_var3.workload import problem_from_record
-
-#: Words of an entry that is read in two minutes; its front matter and comments, citations among them, count as none.
-MOST_WORDS = 600
 
 
 def find_root(given: Path | None = None) -> Path:
@@ -97,7 +94,6 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         version = versions.get(path)
         source = None if version is None else source_name(version, root)
         findings += check_entry(entry, records, source, root)
-        findings += _length(entry)
         if version is None and entry.commit and entry.location and holds(root, entry.commit, entry.location) is None:
             unasked.append(entry.commit)
         skipped, unread = skips.check(entry, version, records)
@@ -114,9 +110,10 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         commits = ", ".join(dict.fromkeys(unasked))
         notes.append(f"not here, so not asked whether they hold the files of {len(unasked)} entries: commits {commits}")
     if not chosen:
-        for path in sorted((root / "devlogs").glob("*/*.records")):
+        lists = [*(root / "devlogs").glob("*/*.records"), *root.glob("*.records"), *(root / "docs").rglob("*.records")]
+        for path in sorted(lists):
             if not _entry_of(path).is_file():
-                failures.append(f"{_name(path, root)}:1: no entry {_entry_of(path).name} stands beside this list")
+                failures.append(f"{_name(path, root)}:1: no page {_entry_of(path).name} stands beside this list")
         for path, kernel in versions.items():
             # Of other people's libraries there is nothing to tell: an entry may stand, and none has to.
             owed = kernel.language != "peer" and kernel.path.is_relative_to(root)
@@ -125,22 +122,14 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
                     f"{_name(path, root)}:1: {kernel.label} has no entry: mla-var3 devlog new {kernel.label}"
                 )
     for path in pages:
-        found = check_text(path.read_text(encoding="utf-8"), records, require="tables")
-        failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in found]
+        text, beside = path.read_text(encoding="utf-8"), evidence.beside(path)
+        found = check_text(text, records, require="tables", evidence=beside, root=root)
+        failures += [f"{_name(f.path or path, root)}:{f.line}: {f.message}" for f in found]
     return failures, notes
 
 
-def _length(entry: Entry) -> list[Finding]:
-    """Whether an entry is longer than what is read in two minutes."""
-    body = "\n".join(entry.text.split("\n")[body_line(entry.text) - 1 :])
-    words = len(without_comments(body).split())
-    if words <= MOST_WORDS:
-        return []
-    return [Finding(1, f"it has {words} words, and an entry may have {MOST_WORDS} at most: it is read in two minutes")]
-
-
 def _entry_of(path: Path) -> Path:
-    """The entry that a list of records belongs to; any other file itself."""
+    """The page that a list of records belongs to; any other file itself."""
     entry = path.with_suffix(".md")
     return entry if path == records_path(entry) else path
 
@@ -167,7 +156,14 @@ def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str,
     """The version with counts, where its records did not all time the code that is here, as `mla_var3.kernel.ledger`
     knows it."""
     found: Counter[str] = Counter()
-    for record in (records[i] for i in ids if i in records and is_of(records[i], kernel)):
+    named: dict[str, Record] = {}
+    for name in ids:
+        with contextlib.suppress(Unknown):
+            of_name = find_record(records, name)
+            named[str(of_name["id"])] = of_name
+    for record in named.values():
+        if not is_of(record, kernel):
+            continue
         digest = (record.get("code") or {}).get("digest", "")
         found[ledger.standing(kernel.label, problem_from_record(record["problem"]), digest)] += 1
     if not found.keys() - {ledger.SAME, ledger.LIBRARY}:

@@ -1,7 +1,7 @@
-"""Figures in Markdown and the records beside them.
+"""Figures in Markdown, held against the records that they are from.
 
-A citation is an HTML comment that begins with "r:", so that a rendered page shows the figure alone. It stands after the
-figures it covers, in the same list item, paragraph or table row:
+Which records these are stands beside the page (`evidence`), or, in text that a program writes, in the text itself: an
+HTML comment that begins with "r:", behind the figures it covers, in the same list item, paragraph or table row:
 
     220.2 us <!-- r:3f9c2d1e4a5b burst -->
     220.2 / 255.9 us, 81.3 % of the limit <!-- r:3f9c2d1e4a5b burst sustained burst.of_limit -->
@@ -10,13 +10,15 @@ figures it covers, in the same list item, paragraph or table row:
 
 It begins no line: Markdown ends a paragraph before a line that a comment begins.
 
-It names a record (its id, or the first digits of it, six at least) and one expression of `values` for each figure, in
-order. An expression with a dimension covers the nearest figure before it that has a unit; a plain number (a count, an
-error) the nearest number. A citation without expressions covers nothing and only says that the record exists.
+Either names a record (its id, or the first digits of it, six at least) and one expression of `values` for each figure,
+in order. An expression with a dimension covers a figure that has a unit; a plain number (a count, an error) any number.
+A citation without expressions covers nothing and only says that the record exists. A comment covers the nearest figures
+before it; evidence beside the page covers figures of its block in their order, those that it has the values of.
 
 A figure is a number with a unit of `values.UNITS`, or a number in a table column whose header names one: "burst (us)",
-"TFLOP/s". The record's value, rounded to the digits that are written, must be what is written. Fenced blocks of code,
-other HTML comments and link targets hold no figures; inline code holds figures, and no citations.
+"TFLOP/s". The record's value, rounded to the digits that are written, must be what is written. A line of a file that is
+no record (a trace) is cited as "FILE:LINE number ...": the numbers must stand in that line (FILE:FIRST-LAST: in one of
+those lines), `A/B` is a quotient of two of them, and the figure is one of them, rounded.
 
 A table row that names kernels (cute-dsl/flash_mla_v1) names that of each record that it cites.
 """
@@ -24,77 +26,34 @@ A table row that names kernels (cute-dsl/flash_mla_v1) names that of each record
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from mla_var3.kernel.registry import LANGUAGES, KernelId
 from mla_var3.lab.devlog import values
+from mla_var3.lab.devlog.evidence import Cited, Evidence, bind
+from mla_var3.lab.devlog.segments import (
+    BRACKETS,
+    CITATION,
+    UNCLOSED,
+    Finding,
+    Number,
+    Segment,
+    numbers_of,
+    segments,
+    strip,
+)
 from mla_var3.lab.devlog.values import Record, Unknown, Value
 
 Require = Literal["all", "tables", "none"]
 
-_NUMBER = r"(?<![\w.,#§])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
-_ATTACHED = ("x", "×")  # "1.12x" is a ratio, "64 x 512" and "64x512" are shapes
-_SPACED = sorted((re.escape(u) for u in values.UNITS if u not in _ATTACHED), key=len, reverse=True)
-_UNIT = rf"(?:\s?(?P<unit>{'|'.join(_SPACED)})|(?P<times>[x×]))(?![\w°×]|/s\b)"
-_JOIN = r"\s*(?:/|–|-|to|and|±)\s*"
-_FIGURES = re.compile(rf"(?P<numbers>{_NUMBER}(?:{_JOIN}{_NUMBER})*){_UNIT}")
-_NUMBERS = re.compile(_NUMBER)
-#: A citation; `body` is what stands behind "r:".
-CITATION = re.compile(r"<!--\s*r:(?P<body>[^<>]*?)-->")
-#: Any other comment, from its beginning to its end or that of the text.
-COMMENT = re.compile(r"<!--(?!\s*r:).*?(?:-->|\Z)", re.DOTALL)
-# What looks like a citation and is none: a comment that is not closed, and the form in brackets.
-_UNCLOSED = re.compile(r"<!--\s*r:")
-_BRACKETS = re.compile(r"\[r:([^\]\n]*)\]?")
 _BODY = re.compile(r"\s*(?P<id>[^\s/]+)(?:\s+vs\s+(?:r:)?(?P<other>\S+))?(?P<expressions>(?:\s+\S+)*)\s*")
-# Header words that are units without parentheses; the others are also names of things (s: query tokens, B, x).
-_HEADER_WORDS = frozenset(u for u in values.UNITS if len(u) > 1 or u == "%")
-_CODE_FENCES = frozenset(
-    ("bash", "sh", "shell", "console", "python", "py", "yaml", "toml", "json", "c", "cpp", "ptx", "diff")
-)
 _MIN_PREFIX = 6
+#: The dimension of a number that a file has: it is compared as it is written, in whatever unit.
+AS_WRITTEN = "as written"
 _KERNELS = re.compile(rf"(?<![\w/.-])(?:{'|'.join(LANGUAGES)})/[a-z]\w*")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, and on which line (1 is the first). path: the file, where it is not that of the text."""
-
-    line: int
-    message: str
-    path: Path | None = None
-
-
-@dataclass
-class _Segment:
-    """A run of text inside which figures and citations belong together; `starts` maps offsets to lines."""
-
-    text: str
-    starts: list[tuple[int, int]]
-    units: dict[int, str] = field(default_factory=dict)  # of a table row: column -> unit that its header names
-    table: bool = False
-
-    def line(self, offset: int) -> int:
-        return max((line for start, line in self.starts if start <= offset), default=self.starts[0][1])
-
-
-@dataclass
-class _Number:
-    start: int
-    text: str
-    unit: str
-    covered: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.text}{'' if self.unit in ('', *_ATTACHED) else ' '}{self.unit}"
-
-
-# ---------------------------------------------------------------- reading Markdown
-def _blank(match: re.Match[str]) -> str:
-    return re.sub(r"[^\n]", " ", match[0])
 
 
 def cite(names: str, expressions: Iterable[str] = ()) -> str:
@@ -102,133 +61,37 @@ def cite(names: str, expressions: Iterable[str] = ()) -> str:
     return f"<!-- r:{' '.join([names, *expressions])} -->"
 
 
-def without_comments(markdown: str) -> str:
-    """A text without its comments, citations among them, and without the space before each."""
-    return re.sub(r"[ \t]*<!--.*?(?:-->|\Z)", "", markdown, flags=re.DOTALL)
-
-
-def _lines(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Each line and whether it lies in a fenced block; code, comments but citations, and link targets are blank."""
-    text = COMMENT.sub(_blank, markdown)
-    text = re.sub(r"(?<=\])\([^()\n]*\)|<https?://[^>\s]*>|https?://[^\s<]+", _blank, text)
-    # A citation inside inline code shows how one is written; the figures there count as any others.
-    text = re.sub(r"(?<!`)`[^`\n]+`(?!`)", lambda m: _strip(m[0]), text)
-    fence, code = "", False
-    for line in text.split("\n"):
-        marker = re.match(r"\s*(```+|~~~+)\s*(\w*)", line)
-        if marker and not fence:
-            fence, code = marker[1], marker[2] in _CODE_FENCES
-            yield "", True
-        elif marker and marker[1].startswith(fence) and not marker[2]:
-            fence = ""
-            yield "", True
-        else:
-            yield ("" if fence and code else line), bool(fence)
-
-
-def _strip(text: str) -> str:
-    """The text with blanks for citations and for what looks like one."""
-    for pattern in (CITATION, _UNCLOSED, _BRACKETS):
-        text = pattern.sub(_blank, text)
-    return text
-
-
-def _segments(markdown: str, first_line: int) -> Iterator[_Segment]:
-    """Table rows, lines of fenced text, headings, list items and paragraphs, in order."""
-    block: list[tuple[int, str]] = []
-    header: list[str] | None = None
-    units: dict[int, str] = {}
-
-    def flush() -> Iterator[_Segment]:
-        if block:
-            text, starts = "", []
-            for number, line in block:
-                starts.append((len(text), number))
-                text += line + " "
-            yield _Segment(text, starts)
-            block.clear()
-
-    lines = list(_lines(markdown))
-    for index, (line, fenced) in enumerate(lines):
-        number, stripped = first_line + index, line.strip()
-        if fenced:
-            yield from flush()
-            yield _Segment(line, [(0, number)])
-        elif stripped.startswith("|"):
-            yield from flush()
-            if header is None:
-                header = [text for _, text in _cells(line)]
-                following = lines[index + 1][0] if index + 1 < len(lines) else ""
-                titled = re.fullmatch(r"\s*\|[\s:|-]+", following)
-                units = {i: u for i, text in enumerate(header) if titled and (u := _header_unit(text))}
-                if titled:
-                    continue
-            yield _Segment(line, [(0, number)], units, table=True)
-        else:
-            header = None
-            if not stripped or re.match(r"(?:#|[-*+]\s|\d+[.)]\s)", stripped):
-                yield from flush()
-            if stripped:
-                block.append((number, line))
-    yield from flush()
-
-
-def _cells(row: str) -> list[tuple[int, str]]:
-    """(offset, text) of each cell of a table row; an escaped bar separates nothing."""
-    bars = [m.start() for m in re.finditer(r"(?<!\\)\|", row)]
-    ends = [*bars[1:], len(row)]
-    cells = [(start + 1, row[start + 1 : end]) for start, end in zip(bars, ends, strict=True)]
-    return cells[:-1] if len(cells) > 1 and not cells[-1][1].strip() else cells
-
-
-def _header_unit(text: str) -> str | None:
-    """The unit that a column's header names: in parentheses, or as a word that means nothing else."""
-    for group in re.findall(r"\(([^)]*)\)", text):
-        for word in re.split(r"[,;\s]+", group):
-            if word in values.UNITS:
-                return str(word)
-    return next((word for word in re.split(r"[,;\s]+", text) if word in _HEADER_WORDS), None)
-
-
-def _numbers(segment: _Segment) -> list[_Number]:
-    """Every number of a segment outside its citations, in order, with its unit ("" for none)."""
-    text = _strip(segment.text)
-    found: dict[int, _Number] = {m.start(): _Number(m.start(), m[0], "") for m in _NUMBERS.finditer(text)}
-    for column, (offset, cell) in enumerate(_cells(text) if segment.units else ()):
-        for match in _NUMBERS.finditer(cell) if column in segment.units else ():
-            start = offset + match.start()
-            if start in found:
-                found[start].unit = segment.units[column]
-    for match in _FIGURES.finditer(text):
-        for number in _NUMBERS.finditer(match["numbers"]):
-            start = match.start("numbers") + number.start()
-            found[start] = _Number(start, number[0], match["unit"] or match["times"])
-    return [found[start] for start in sorted(found)]
-
-
 # ---------------------------------------------------------------- checking
 def cited_ids(markdown: str) -> set[str]:
     """Ids, or beginnings of ids, of every record that a text cites."""
-    bodies = (_BODY.fullmatch(m["body"]) for s in _segments(markdown, 1) for m in CITATION.finditer(s.text))
+    bodies = (_BODY.fullmatch(m["body"]) for s in segments(markdown) for m in CITATION.finditer(s.text))
     return {i for body in bodies if body for i in (body["id"], body["other"]) if i}
 
 
 def has_figure(markdown: str) -> bool:
     """Whether a text holds at least one number with a unit."""
-    return any(number.unit for segment in _segments(markdown, 1) for number in _numbers(segment))
+    return any(number.unit for segment in segments(markdown) for number in numbers_of(segment))
 
 
 def check_text(
-    markdown: str, records: Mapping[str, Record], *, require: Require = "all", first_line: int = 1
+    markdown: str,
+    records: Mapping[str, Record],
+    *,
+    require: Require | Callable[[int], Require] = "all",
+    first_line: int = 1,
+    evidence: Evidence | None = None,
+    root: Path | None = None,
 ) -> list[Finding]:
     """Compares a text's figures with the records it cites; no findings means that all agree.
 
-    records: by id. require: which figures need a citation, "all", those in "tables", or "none"; a citation is compared
-    in any case. first_line: number of the text's first line in its file.
+    records: by id. require: which figures need a citation, "all", those in "tables", or "none", of the whole text or by
+    line; a citation is compared in any case. first_line: number of the text's first line in its file. evidence: what
+    stands beside the page; root: the folder that its paths of files begin at.
     """
-    findings: list[Finding] = []
-    for segment in _segments(markdown, first_line):
-        numbers = _numbers(segment)
+    blocks = list(segments(markdown, first_line))
+    beside, findings = bind(blocks, evidence) if evidence is not None else ({}, [])
+    for place, segment in enumerate(blocks):
+        numbers = numbers_of(segment)
         previous = 0
         findings += _malformed(segment, numbers)
         for match in CITATION.finditer(segment.text):
@@ -237,26 +100,139 @@ def check_text(
             findings += (Finding(line, message) for message in _check_citation(match, before, records))
             previous = match.end()
             if segment.table:
-                findings += (Finding(line, m) for m in _misnamed(match, segment.text[: match.start()], records))
-        if require == "all" or (require == "tables" and segment.table):
+                findings += (Finding(line, m) for m in _misnamed(match["body"], segment.text[: match.start()], records))
+        findings += _check_evidence(segment, numbers, beside.get(place, []), records, root)
+        needs = require if isinstance(require, str) else require(segment.starts[0][1])
+        if needs == "all" or (needs == "tables" and segment.table):
             findings += (
-                Finding(
-                    segment.line(n.start), f"{n} has no record beside it: add {cite('ID', ['expression'])} after it"
-                )
+                Finding(segment.line(n.start), f"{n} has no record: name it in the .records file beside the page")
                 for n in numbers
                 if n.unit and not n.covered
             )
     return sorted(findings, key=lambda f: f.line)
 
 
-def _malformed(segment: _Segment, numbers: list[_Number]) -> Iterator[Finding]:
+# ---------------------------------------------------------------- evidence beside the page
+def _check_evidence(
+    segment: Segment, numbers: list[Number], cited: Sequence[Cited], records: Mapping[str, Record], root: Path | None
+) -> Iterator[Finding]:
+    """What is wrong with the evidence of one block; marks the numbers that it covers."""
+    expected: list[tuple[Cited, str, Value]] = []
+    broken = False
+    for line in cited:
+        found, messages = _values_of(line.body, records, root)
+        broken |= bool(messages)
+        yield from (Finding(line.line, message, line.path) for message in messages)
+        expected += [(line, expression, value) for expression, value in found]
+        if segment.table:
+            said = _misnamed(line.body, segment.text, records)
+            yield from (Finding(line.line, message, line.path) for message in said)
+    if broken:  # one finding is enough for evidence that cannot be read
+        for number in numbers:
+            number.covered = True
+        return
+    pairs = _aligned([value for _, _, value in expected], numbers)
+    for _, place in pairs:
+        numbers[place].covered = True
+    # What agrees with nothing is between two pairs that do: figures there are those that were meant.
+    edges = [(-1, -1), *pairs, (len(expected), len(numbers))]
+    for (left, first), (right, last) in pairwise(edges):
+        figures = [n for n in numbers[first + 1 : last] if n.unit]
+        for line, expression, value in expected[left + 1 : right]:
+            shown = f"{expression} of {line.source}"
+            if figures:
+                number = figures.pop(0)
+                number.covered = True
+                message = f"{number} differs from its record: {shown} is {_like(value, number)}"
+                yield Finding(segment.line(number.start), message)
+            else:
+                message = f"its block has no figure for {shown}, {value.text()}"
+                yield Finding(line.line, message, line.path)
+
+
+def _aligned(expected: Sequence[Value], numbers: Sequence[Number]) -> list[tuple[int, int]]:
+    """The longest list of (place in `expected`, place in `numbers`), both rising, of values that are as written."""
+    best = [[0] * (len(numbers) + 1) for _ in range(len(expected) + 1)]
+    agree = [[_agrees(value, number) for number in numbers] for value in expected]
+    for i in reversed(range(len(expected))):
+        for j in reversed(range(len(numbers))):
+            best[i][j] = max(best[i + 1][j], best[i][j + 1], agree[i][j] + best[i + 1][j + 1] if agree[i][j] else 0)
+    found, i, j = [], 0, 0
+    while i < len(expected) and j < len(numbers):
+        if agree[i][j] and best[i][j] == 1 + best[i + 1][j + 1]:
+            found.append((i, j))
+            i, j = i + 1, j + 1
+        elif best[i + 1][j] >= best[i][j + 1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _agrees(value: Value, number: Number) -> bool:
+    if value.dimension == AS_WRITTEN:
+        return values.shown_as(Value(value.number), number.text, "")
+    return (bool(number.unit) or value.dimension == "") and values.shown_as(value, number.text, number.unit)
+
+
+def _values_of(
+    body: str, records: Mapping[str, Record], root: Path | None
+) -> tuple[list[tuple[str, Value]], list[str]]:
+    """([(expression, its value)], what is wrong) of one line of evidence."""
+    found: list[tuple[str, Value]] = []
+    words = body.split()
+    if "/" in words[0]:
+        try:
+            return [(word, Value(_of_file(words[0], word, root), AS_WRITTEN)) for word in words[1:]], []
+        except Unknown as error:
+            return [], [str(error)]
+    match = _BODY.fullmatch(body)
+    try:
+        if match is None:
+            raise Unknown(f"{body!r} is no evidence: write ID expression ..., ID vs ID expression ..., FILE:LINE ...")
+        record = find_record(records, match["id"])
+        other = find_record(records, match["other"]) if match["other"] else None
+    except Unknown as error:
+        return [], [str(error)]
+    messages = []
+    for expression in match["expressions"].split():
+        try:
+            found.append((expression, values.evaluate(expression, record, other)))
+        except Unknown as error:
+            messages.append(f"{' '.join(words)}: {error}")
+    return found, messages
+
+
+def _of_file(place: str, expression: str, root: Path | None) -> float:
+    """A number that a line of a file has, or the quotient of two. place: FILE:LINE or FILE:FIRST-LAST."""
+    match = re.fullmatch(r"(?P<file>[^:]+):(?P<first>\d+)(?:-(?P<last>\d+))?", place)
+    if match is None:
+        raise Unknown(f"{place} names no line: write FILE:LINE, or FILE:FIRST-LAST")
+    path = (root or Path()) / match["file"]
+    if not path.is_file():
+        raise Unknown(f"file {match['file']} does not exist")
+    first = int(match["first"])
+    lines = path.read_text(encoding="utf-8").split("\n")[first - 1 : int(match["last"] or first)]
+    have = set(re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", " ".join(lines)))
+    terms = expression.split("/")
+    for term in terms:
+        if term.lstrip("-") not in have:
+            raise Unknown(f"{place} has no number {term}")
+    numbers = [float(term.replace(",", "")) for term in terms]
+    if len(numbers) > 2:
+        raise Unknown(f"{expression} is no quotient of two numbers")
+    return numbers[0] / numbers[1] if len(numbers) == 2 else numbers[0]
+
+
+# ---------------------------------------------------------------- citations in the text
+def _malformed(segment: Segment, numbers: list[Number]) -> Iterator[Finding]:
     """Citations in brackets, comments that are not closed, and citations that begin a line; the numbers before the
     first two count as covered, as one finding is enough."""
     closed = {match.start() for match in CITATION.finditer(segment.text)}
-    wrong = [(m.start(), f"{m[0]} is written {cite(m[1].strip())}") for m in _BRACKETS.finditer(segment.text)]
+    wrong = [(m.start(), f"{m[0]} is written {cite(m[1].strip())}") for m in BRACKETS.finditer(segment.text)]
     wrong += [
         (m.start(), f"this citation is not closed: write {cite('ID', ['expression', '...'])}")
-        for m in _UNCLOSED.finditer(segment.text)
+        for m in UNCLOSED.finditer(segment.text)
         if m.start() not in closed
     ]
     for start, message in wrong:
@@ -284,7 +260,7 @@ def find_record(records: Mapping[str, Record], name: str) -> Record:
     return records[close[0]]
 
 
-def _check_citation(match: re.Match[str], before: list[_Number], records: Mapping[str, Record]) -> Iterator[str]:
+def _check_citation(match: re.Match[str], before: list[Number], records: Mapping[str, Record]) -> Iterator[str]:
     """What is wrong with one citation; marks the numbers before it that it covers."""
     shown = _shown(match)
     try:
@@ -307,7 +283,7 @@ def _check_citation(match: re.Match[str], before: list[_Number], records: Mappin
             yield f"{shown}: {error}"
             evaluated.append((expression, None))
     left = list(before)
-    pairs: list[tuple[_Number, str, Value]] = []
+    pairs: list[tuple[Number, str, Value]] = []
     for expression, value in reversed(evaluated):
         plain = value is not None and value.dimension == ""
         while left and not (left[-1].unit or plain):
@@ -328,9 +304,9 @@ def _shown(match: re.Match[str]) -> str:
     return f"r:{' '.join(match['body'].split())}"
 
 
-def _misnamed(match: re.Match[str], before: str, records: Mapping[str, Record]) -> Iterator[str]:
+def _misnamed(cited: str, before: str, records: Mapping[str, Record]) -> Iterator[str]:
     """Whether the kernels that a row names before a citation lack the record's. An unknown record is told elsewhere."""
-    body, named = _BODY.fullmatch(match["body"]), _KERNELS.findall(before)
+    body, named = _BODY.fullmatch(cited), _KERNELS.findall(strip(before))
     if not body or not named:
         return
     try:
@@ -339,10 +315,10 @@ def _misnamed(match: re.Match[str], before: str, records: Mapping[str, Record]) 
         return
     label = KernelId(*(kernel[name] for name in ("language", "layer", "design", "version"))).label
     if label not in named:
-        yield f"{_shown(match)} is a record of {label}, and its row names {', '.join(named)}"
+        yield f"r:{' '.join(cited.split())} is a record of {label}, and its row names {', '.join(named)}"
 
 
-def _differences(pairs: Iterable[tuple[_Number, str, Value]], citation: str) -> Iterator[str]:
+def _differences(pairs: Iterable[tuple[Number, str, Value]], citation: str) -> Iterator[str]:
     for number, expression, value in pairs:
         if values.shown_as(value, number.text, number.unit):
             continue
@@ -353,7 +329,7 @@ def _differences(pairs: Iterable[tuple[_Number, str, Value]], citation: str) -> 
             yield f"{number} differs from its record: {expression} is {_like(value, number)} in {citation}"
 
 
-def _like(value: Value, number: _Number) -> str:
+def _like(value: Value, number: Number) -> str:
     """The record's value in the unit that the text uses, where that makes sense."""
     if number.unit in ("%", "x", "×") and value.dimension in ("ratio", ""):
         return f"{values.write(value, number.unit, 5)}{' %' if number.unit == '%' else number.unit}"

@@ -1,14 +1,16 @@
-"""The form of one devlog entry: `devlogs/<design>/<language>-v<N>.md`, front matter, then seven sections.
+"""The form of one devlog entry: `devlogs/<design>/<language>-v<N>.md`, front matter, then sections.
 
-Beside it, `<language>-v<N>.records` lists the records it rests on: one id a line, sorted; a line that begins with # is
-a comment.
+A version that was one experiment has seven sections. One that grew by several has a section `Experiment: ...` for each,
+which stands alone, with five headings of its own; Hypothesis and Measured of the whole are then free.
+
+Beside it, `<language>-v<N>.records` lists the records it rests on, and says which figure is from which (`evidence`).
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -16,19 +18,21 @@ from typing import Any
 
 from mla_var3.errors import nearest
 from mla_var3.kernel.registry import LANGUAGES, KernelId
-from mla_var3.lab.devlog.citations import (
-    Finding,
-    Require,
-    check_text,
-    cited_ids,
-    find_record,
-    has_figure,
-    without_comments,
-)
+from mla_var3.lab.devlog import evidence
+from mla_var3.lab.devlog.citations import check_text, find_record, has_figure
+from mla_var3.lab.devlog.evidence import Evidence
 from mla_var3.lab.devlog.front_matter import read_fields
+from mla_var3.lab.devlog.segments import CITATION, Finding, masked, without_comments
 from mla_var3.lab.devlog.values import Record, Unknown
 
 SECTIONS = ("Location", "What changed", "Hypothesis", "Measured", "Bottleneck", "Verdict", "Insights")
+#: Headings (###) of an experiment's section, in this order.
+PARTS = ("What changed", "Hypothesis", "Measured", "Verdict", "Insights")
+EXPERIMENT = "Experiment: "
+#: Sections that a version of several experiments may leave to them.
+FREE = ("Hypothesis", "Measured")
+#: What a hypothesis says that was not written down before the measurement.
+UNPREDICTED = "No figure was predicted"
 VERDICTS = ("kept", "rejected", "superseded", "not run here")
 FIELDS = ("design", "language", "version", "date", "verdict", "devices")
 #: skips: owed where `devlog.skips` says so. code: the commit that holds a version whose file is no longer here.
@@ -39,15 +43,15 @@ _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 @dataclass
 class Entry:
-    """A parsed entry. fields: the front matter. sections: title -> (line of its heading, text below it). listed: (line,
-    text) of each line of the list of records that is no comment."""
+    """A parsed entry. fields: the front matter. sections: title -> (line of its heading, text below it). order: (line,
+    title) of each heading. evidence: the list of records beside it."""
 
     path: Path
     fields: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, tuple[int, str]] = field(default_factory=dict)
     order: list[tuple[int, str]] = field(default_factory=list)
     text: str = ""
-    listed: list[tuple[int, str]] = field(default_factory=list)
+    evidence: Evidence = field(default_factory=Evidence)
 
     @property
     def kernel(self) -> tuple[str, str, int]:
@@ -63,8 +67,8 @@ class Entry:
 
     @property
     def record_ids(self) -> list[str]:
-        """Ids of the list beside the entry; none where there is no list."""
-        return [name for _, name in self.listed]
+        """Ids, or beginnings of ids, that the list beside the entry names; none where there is no list."""
+        return self.evidence.ids
 
     @property
     def commit(self) -> str | None:
@@ -89,41 +93,41 @@ def entry_path(root: Path, kernel: KernelId) -> Path:
 
 def records_path(path: Path) -> Path:
     """Where the list of an entry's records lies."""
-    return path.with_suffix(".records")
-
-
-def write_records(path: Path, ids: Iterable[str]) -> None:
-    """Writes the list of an entry's records; without any, the entry has no list."""
-    listed = sorted(set(ids))
-    if listed:
-        records_path(path).write_text("".join(f"{name}\n" for name in listed), encoding="utf-8")
-    else:
-        records_path(path).unlink(missing_ok=True)
+    return path.with_suffix(evidence.SUFFIX)
 
 
 def parse(path: Path) -> tuple[Entry, list[Finding]]:
     """Reads an entry; findings say what kept its front matter from being read."""
     entry = Entry(path, text=path.read_text(encoding="utf-8"))
     entry.fields, findings = read_fields(entry.text)
-    beside = records_path(path)
-    rows = beside.read_text(encoding="utf-8").split("\n") if beside.is_file() else []
-    numbered = [(number, row.strip()) for number, row in enumerate(rows, start=1)]
-    entry.listed = [(number, row) for number, row in numbered if row and not row.startswith("#")]
-    title: str | None = None
-    fence = ""
-    for number, row in enumerate(entry.text.split("\n"), start=1):
+    entry.evidence = evidence.beside(path)
+    entry.order = headings(entry.text, 2)
+    entry.sections = sections(entry.text, 2)
+    return entry, findings
+
+
+def headings(text: str, level: int) -> list[tuple[int, str]]:
+    """(line, title) of each heading with so many #, outside fenced blocks."""
+    found, fence = [], ""
+    for number, row in enumerate(text.split("\n"), start=1):
         marker = re.match(r"\s*(```+|~~~+)", row)
         if marker and (not fence or marker[1].startswith(fence)):
             fence = "" if fence else marker[1]
-        heading = None if fence else re.fullmatch(r"##\s+(.+?)\s*", row)
+        heading = None if fence else re.fullmatch(rf"{'#' * level}\s+(.+?)\s*", row)
         if heading:
-            title = heading[1]
-            entry.order.append((number, title))
-            entry.sections[title] = (number, "")
-        elif title is not None:
-            start, text = entry.sections[title]
-            entry.sections[title] = (start, text + row + "\n")
-    return entry, findings
+            found.append((number, heading[1]))
+    return found
+
+
+def sections(text: str, level: int, first_line: int = 1) -> dict[str, tuple[int, str]]:
+    """Title -> (line of its heading, text below it, up to the next heading of that level)."""
+    rows = text.split("\n")
+    found = headings(text, level)
+    ends = [*(number - 1 for number, _ in found[1:]), len(rows)][: len(found)]
+    return {
+        title: (first_line + number - 1, "".join(f"{row}\n" for row in rows[number:end]))
+        for (number, title), end in zip(found, ends, strict=True)
+    }
 
 
 def check_entry(
@@ -135,13 +139,34 @@ def check_entry(
     root: folder of the checkout, whose commits hold the files of versions that are gone; None: they are not looked at.
     """
     findings = [*_fields(entry), *_code(entry, source, root), *_records(entry, records), *_sections(entry, source)]
-    for title, (line, text) in entry.sections.items():
-        require: Require = "all" if title == "Measured" else "none"
-        findings += check_text(text, records, require=require, first_line=line + 1)
+    measured = _measured(entry)
+    findings += check_text(
+        entry.text,
+        records,
+        require=lambda line: "all" if line in measured else "none",
+        evidence=entry.evidence,
+        root=root,
+    )
+    findings += (
+        Finding(line, f"a citation stands in {records_path(entry.path).name}, not in a comment: devlog cite writes it")
+        for line, text in enumerate(masked(entry.text).split("\n"), start=1)
+        if CITATION.search(text)
+    )
     for number, text in enumerate(entry.text.split("\n"), start=1):
         if re.search(rf"\b{TODO}\b", text):
             findings.append(Finding(number, f"a {TODO} is left: {text.strip()[:80]}"))
     return sorted(findings, key=lambda f: f.line)
+
+
+def _measured(entry: Entry) -> set[int]:
+    """Lines of the sections Measured, an experiment's among them: each figure there is one of a record."""
+    found: set[int] = set()
+    for title, (line, text) in entry.sections.items():
+        parts = {title: (line, text)} if title in SECTIONS else sections(text, 3, line + 1)
+        for below, (start, said) in parts.items():
+            if below == "Measured":
+                found |= set(range(start, start + said.count("\n") + 1))
+    return found
 
 
 def _line_of(entry: Entry, name: str) -> int:
@@ -225,19 +250,20 @@ def _records(entry: Entry, records: Mapping[str, Record]) -> Iterator[Finding]:
         return
     beside = records_path(entry.path)
     own = 0
-    known: set[str] = set()
     before = ""
-    for line, name in entry.listed:
+    for line, name in entry.evidence.listed:
         if name <= before:
             wrong = f"{name} stands twice" if name == before else f"{name} is out of order: sort the lines"
             yield Finding(line, wrong, beside)
         before = name
+    lines = {name: line for line, name in entry.evidence.listed}
+    for name in entry.record_ids:
         try:
             record = find_record(records, name)
         except Unknown as error:
-            yield Finding(line, f"{error}", beside)
+            if name in lines:  # of a block's evidence it is told where that is compared
+                yield Finding(lines[name], f"{error}", beside)
             continue
-        known.add(str(record["id"]))
         kernel = record["kernel"]
         own += (kernel["design"], kernel["language"], kernel["version"]) == entry.kernel
         devices = entry.fields.get("devices")
@@ -245,41 +271,68 @@ def _records(entry: Entry, records: Mapping[str, Record]) -> Iterator[Finding]:
             yield Finding(_line_of(entry, "devices"), f"devices lacks {record['device']}, the one of record {name}")
     if not own and entry.verdict != "not run here":
         yield Finding(1, "no record of this version is listed here: a verdict rests on at least one", beside)
-    for name in sorted(cited_ids(entry.text)):
-        try:
-            full = str(find_record(records, name)["id"])
-        except Unknown:
-            continue  # reported where it is cited
-        if full not in known:
-            yield Finding(1, f"record {full} is cited in {entry.path.name} and not listed here", beside)
 
 
 def _sections(entry: Entry, source: str | None) -> Iterator[Finding]:
-    titles = [title for _, title in entry.order]
-    for number, title in entry.order:
-        if title not in SECTIONS:
-            yield Finding(number, f"section {title!r} is not one of: {', '.join(SECTIONS)}; use ### inside one of them")
-        elif titles.count(title) > 1 and number != entry.order[titles.index(title)][0]:
-            yield Finding(number, f"section {title!r} stands twice")
-    for title in SECTIONS:
+    experiments = [title for _, title in entry.order if title.startswith(EXPERIMENT)]
+    needed = [title for title in SECTIONS if not (experiments and title in FREE)]
+    before = SECTIONS.index("Measured") + 1
+    allowed = [*SECTIONS[:before], *dict.fromkeys(experiments), *SECTIONS[before:]]
+    last = len(entry.text.rstrip().split("\n"))
+    yield from _titles(entry.order, allowed, needed, last)
+    for title in allowed:
+        if title not in entry.sections:
+            continue
+        line, text = entry.sections[title]
+        if title in experiments:
+            inside = [(line + number, part) for number, part in headings(text, 3)]
+            yield from _titles(inside, PARTS, PARTS, line + len(text.rstrip().split("\n")), f"{title!r}: ")
+            for part, (start, said) in sections(text, 3, line + 1).items():
+                if part in PARTS:
+                    yield from _said(entry, part, start, said, None, experiment=True)
+        else:
+            yield from _said(entry, title, line, text, source)
+
+
+def _titles(
+    order: Sequence[tuple[int, str]], allowed: Sequence[str], needed: Sequence[str], last: int, where: str = ""
+) -> Iterator[Finding]:
+    """Headings that are unknown, there twice, missing or out of order. last: the line that lacks what is missing."""
+    kind = "heading" if where else "section"
+    titles = [title for _, title in order]
+    for number, title in order:
+        if title not in allowed:
+            names = ", ".join(name for name in allowed if not name.startswith(EXPERIMENT))
+            or_else = "" if where else f", '{EXPERIMENT}...'; use ### inside one of them"
+            yield Finding(number, f"{where}{kind} {title!r} is not one of: {names}{or_else}")
+        elif titles.count(title) > 1 and number != order[titles.index(title)][0]:
+            yield Finding(number, f"{where}{kind} {title!r} stands twice")
+    for title in needed:
         if title not in titles:
-            yield Finding(len(entry.text.rstrip().split("\n")), f"section {title!r} is missing")
-    present = list(dict.fromkeys(t for t in titles if t in SECTIONS))
-    expected = [t for t in SECTIONS if t in present]
+            yield Finding(last, f"{where}{kind} {title!r} is missing")
+    present = list(dict.fromkeys(t for t in titles if t in allowed))
+    expected = [t for t in allowed if t in present]
     if present != expected:
         wrong = next(t for t, e in zip(present, expected, strict=True) if t != e)
-        yield Finding(entry.sections[wrong][0], f"section {wrong!r} is out of order: {', '.join(SECTIONS)}")
-    for title in expected:
-        line, text = entry.sections[title]
-        said = re.sub(r"^#+ .*$", "", without_comments(text), flags=re.MULTILINE)
-        if not re.search(r"[^\W\d_]{2}", said):
-            yield Finding(line, f"section {title!r} is empty")
-            continue
-        if title == "Hypothesis" and not has_figure(said):
-            yield Finding(line, "the hypothesis predicts no figure with a unit: say what the version should reach")
-        if title == "Location" and source is not None and source not in said:
-            yield Finding(line, f"Location does not name the version's file, {source}")
-        if title == "Verdict" and entry.verdict in VERDICTS:
-            first = re.match(r"\W*(" + "|".join(VERDICTS) + r")\b", said, re.IGNORECASE)
-            if first is None or first[1].lower() != entry.verdict:
-                yield Finding(line, f"the section must begin with the front matter's verdict, {entry.verdict!r}")
+        yield Finding(order[titles.index(wrong)][0], f"{where}{kind} {wrong!r} is out of order: {', '.join(allowed)}")
+
+
+def _said(
+    entry: Entry, title: str, line: int, text: str, source: str | None, *, experiment: bool = False
+) -> Iterator[Finding]:
+    """Whether a section says what its title promises."""
+    said = re.sub(r"^#+ .*$", "", without_comments(text), flags=re.MULTILINE)
+    if not re.search(r"[^\W\d_]{2}", said):
+        yield Finding(line, f"section {title!r} is empty")
+        return
+    if title == "Hypothesis" and not has_figure(said) and UNPREDICTED.lower() not in said.lower():
+        message = "the hypothesis predicts no figure with a unit: say what the version should reach"
+        yield Finding(line, message if not experiment else f"{message}, or '{UNPREDICTED}'")
+    if title == "Location" and source is not None and source not in said:
+        yield Finding(line, f"Location does not name the version's file, {source}")
+    if title == "Verdict":
+        first = re.match(r"\W*(" + "|".join(VERDICTS) + r")\b", said, re.IGNORECASE)
+        if experiment and first is None:
+            yield Finding(line, f"an experiment's verdict begins with one of: {', '.join(VERDICTS)}")
+        if not experiment and entry.verdict in VERDICTS and (first is None or first[1].lower() != entry.verdict):
+            yield Finding(line, f"the section must begin with the front matter's verdict, {entry.verdict!r}")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mla_var3.lab.devlog.citations import Finding
+from mla_var3.lab.devlog.segments import Finding
 
 _BLOCK = re.compile(r"---\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
 

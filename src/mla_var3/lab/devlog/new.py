@@ -12,10 +12,10 @@ from typing import Any
 from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
-from mla_var3.lab.devlog import skips, tables
+from mla_var3.lab.devlog import evidence, skips, tables
 from mla_var3.lab.devlog.check import is_of, load_records, source_name
 from mla_var3.lab.devlog.citations import cite, find_record
-from mla_var3.lab.devlog.entry import TODO, entry_path, write_records
+from mla_var3.lab.devlog.entry import TODO, entry_path
 from mla_var3.lab.devlog.values import Record, Unknown
 from mla_var3.record import ASIDE
 
@@ -34,8 +34,9 @@ def new(kernel: KernelId, root: Path, chosen: Sequence[str] = (), *, force: bool
     own = _own(kernel, by_id, chosen, files)
     path.parent.mkdir(parents=True, exist_ok=True)
     pairs = _before(kernel, by_id, own)
-    path.write_text(_fill(kernel, root, own, pairs), encoding="utf-8")
-    write_records(path, [str(record["id"]) for record in [*own, *(before for _, before in pairs)]])
+    text, lines = evidence.apart(_fill(kernel, root, own, pairs))
+    path.write_text(text, encoding="utf-8")
+    evidence.write(path, [str(record["id"]) for record in [*own, *(before for _, before in pairs)]], lines)
     return path
 
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import check_folder, write_whole
 from mla_var3.lab.devlog import skips
-from mla_var3.lab.devlog.citations import COMMENT, cited_ids, find_record, without_comments
-from mla_var3.lab.devlog.entry import SECTIONS, Entry, parse
+from mla_var3.lab.devlog.citations import find_record
+from mla_var3.lab.devlog.entry import Entry, parse, sections
+from mla_var3.lab.devlog.evidence import joined
+from mla_var3.lab.devlog.segments import COMMENT, without_comments
 from mla_var3.lab.devlog.values import Record, Unknown
 from mla_var3.names import kernel_label
 
@@ -225,10 +227,9 @@ def _entry(entry: Entry, records: dict[str, Any]) -> str:
         f"<h2 id='{_esc(_anchor(entry))}'>{_esc(_label(entry))}{badge}</h2>",
         f"<p class='meta'>{_esc('; '.join(meta))}</p>",
     ]
-    for title in SECTIONS:
-        if title in entry.sections:
-            parts.append(f"<h3>{_esc(title)}</h3>")
-            parts.append(_html(entry.sections[title][1], records))
+    for title, (_, text) in sections(joined(entry.text, entry.evidence), 2).items():
+        parts.append(f"<h3>{_esc(title)}</h3>")
+        parts.append(_html(text, records))
     return "\n".join(parts)
 
 
@@ -242,6 +243,8 @@ def _html(markdown: str, records: dict[str, Any]) -> str:
 
     def mark(match: re.Match[str]) -> str:
         words = html.unescape(match[1]).split()
+        if words and "/" in words[0]:
+            return f"<sup title='{_esc(' '.join(words))}'>{_esc(words[0].rpartition('/')[2])}</sup>"
         try:
             full = str(find_record(records, words[0])["id"])
         except (Unknown, IndexError):
@@ -259,7 +262,7 @@ def _records(entries: Sequence[Entry], records: dict[str, Any]) -> str:
 
     cited: dict[str, Record] = {}
     for entry in entries:
-        for name in {*entry.record_ids, *cited_ids(entry.text)}:
+        for name in entry.record_ids:
             try:
                 record = find_record(records, name)
             except Unknown:

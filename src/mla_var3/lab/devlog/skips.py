@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError, nearest
 from mla_var3.kernel import registry
-from mla_var3.lab.devlog.citations import Finding
+from mla_var3.lab.devlog.segments import Finding
 from mla_var3.lab.devlog.values import Record
 
 if TYPE_CHECKING:

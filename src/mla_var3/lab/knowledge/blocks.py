@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mla_var3.errors import nearest
-from mla_var3.lab.devlog.citations import Finding
+from mla_var3.lab.devlog.segments import Finding
 from mla_var3.lab.knowledge.page import Fence, Page
 from mla_var3.toolchain.sass import is_counted
 

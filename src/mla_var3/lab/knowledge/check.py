@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.lab.devlog.citations import CITATION, Finding
+from mla_var3.lab.devlog.segments import CITATION, Finding
 from mla_var3.lab.knowledge import triggers
 from mla_var3.lab.knowledge.blocks import blocks
 from mla_var3.lab.knowledge.page import Page, Section, paragraphs, read

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_var3.lab.devlog.citations import COMMENT, Finding, without_comments
 from mla_var3.lab.devlog.front_matter import body_line, read_fields
+from mla_var3.lab.devlog.segments import COMMENT, Finding, without_comments
 
 _FENCE = re.compile(r"\s*(```+|~~~+)[ \t]*(?P<info>[^\n`]*?)[ \t]*$")
 _LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\((?P<target>[^()\s]+)\)|<(?P<auto>https?://[^>\s]+)>")

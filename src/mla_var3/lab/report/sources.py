@@ -104,7 +104,7 @@ def _relative(path: Path, root: Path) -> str:
 
 def _why(text: str, verdict: str) -> str:
     """The verdict's paragraph without its first word and its citations."""
-    from mla_var3.lab.devlog.citations import without_comments
+    from mla_var3.lab.devlog.segments import without_comments
 
     first = re.split(r"\n\s*\n", text)[0].replace("\n", " ")
     first = without_comments(first)

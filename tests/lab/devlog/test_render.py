@@ -10,6 +10,7 @@ import pytest
 
 from mla_var3.cli.devlog import main
 from mla_var3.errors import UserError
+from mla_var3.lab.devlog.check import check
 from mla_var3.lab.devlog.render import _cells, designs, page, render
 
 FAST, SLOW = "aaaa11112222", "bbbb33334444"
@@ -65,6 +66,22 @@ def test_raw_html_and_odd_citations_stay_text(project: Path, entry: Path) -> Non
     assert "<script>" not in made and "&lt;script&gt;" in made and "secret" not in made
     assert "<code>&lt;!-- r:ID burst --&gt;</code>" in made and "[r:eeee99990000 burst]" in made and "<!--" not in made
     assert "triton-v0.md" not in made and '<a href="https://e.org">x</a>' in made
+
+
+def test_experiments_and_lines_of_traces_are_shown(project: Path, entry: Path) -> None:
+    trace = project / "results" / "h200" / "traces" / "a.txt"
+    trace.parent.mkdir()
+    trace.write_text("18.2 us\n")
+    parts = ("What changed", "Hypothesis", "Measured", "Verdict", "Insights")
+    said = "".join(f"### {part}\nRejected, 18.2 us.\n" for part in parts)
+    text = entry.read_text()
+    entry.write_text(text.replace("## Bottleneck", f"## Experiment: unrolled\n{said}\n## Bottleneck"))
+    listed = entry.with_suffix(".records")
+    listed.write_text(listed.read_text() + "[Measured]\n> Rejected\nresults/h200/traces/a.txt:1 18.2\n")
+    assert check(project) == ([], [])
+    made = render(project, "flash_mla", project / "o")[0].path.read_text()
+    assert "<h3>Experiment: unrolled</h3>" in made and made.count("<h3>Hypothesis</h3>") == 2
+    assert "18.2 us.<sup title='results/h200/traces/a.txt:1 18.2'>a.txt:1</sup>" in made
 
 
 def test_all_designs_without_a_name(project: Path, entry: Path) -> None:

@@ -76,7 +76,7 @@ def code_lines(text: str) -> int:
 def entries() -> dict[str, Entry]:
     """Devlog entries by the version's label; none where there is no devlogs/ folder (an installed wheel)."""
     from mla_var3.lab.devlog.check import find_root
-    from mla_var3.lab.devlog.entry import SECTIONS, parse
+    from mla_var3.lab.devlog.entry import parse
 
     try:
         root = find_root()
@@ -92,7 +92,7 @@ def entries() -> dict[str, Entry]:
         if version < 0:
             continue
         said = entry.sections.get("Verdict", (0, ""))[1].strip()
-        sections = [(title, entry.sections[title][1].strip()) for title in SECTIONS if title in entry.sections]
+        sections = [(title, text.strip()) for title, (_, text) in entry.sections.items()]
         label = KernelId(language, "mla", design, version).label
         found[label] = Entry(_relative(path, root), entry.verdict or "no verdict", _why(said, entry.verdict), sections)
     return found

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Writes docs/results/ from record files: a page an experiment, and one for each further device, every figure with its
-record in an HTML comment.
+"""Writes docs/results/ from record files: a page an experiment, and one for each further device.
+
+The pages cite no records: a test makes them again from the files that they name, and compares.
 
 scripts/results_pages.py            # after a sweep: name its file in `FILES`
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
+from mla_var3.lab.devlog.segments import without_comments
 from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, problem_label, summary
 from mla_var3.record import load
 
@@ -22,31 +24,39 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: Page -> what it shows.
 WHAT = {
-    "decode": "Requests of equal length, heads and context as DeepSeek V3 has them (`experiment=decode`).",
-    "tensor_parallel": "Heads as tensor parallelism leaves them on one GPU (`experiment=tensor_parallel`).",
-    "query_rows": "4 to 512 query rows a request (`experiment=query_rows`).",
+    "decode": (
+        "All requests of a cell have the same length; heads and contexts are those of DeepSeek V3 "
+        "(`experiment=decode`)."
+    ),
+    "tensor_parallel": (
+        "Each GPU has the heads that tensor parallelism leaves it: 128, 64, 32, 16 or 8 (`experiment=tensor_parallel`)."
+    ),
+    "query_rows": ("A request has 4 to 512 query rows, its query tokens times its heads (`experiment=query_rows`)."),
     "ragged": (
-        "Requests of unequal length, as a server has them (`experiment=ragged`). Kernels read the lengths on the "
-        "device and have no hint. What the 61 layers of a step share, a schedule made by a small kernel, has a 61st of "
-        "its time in the ratio, and all of it in the ratio that is scheduled in every call."
+        "The requests of a cell differ in length, as they do on a server (`experiment=ragged`). The kernels here read "
+        "the lengths on the device and are given no hint. Some libraries run a small kernel first that makes a "
+        "schedule, and the 61 layers of a model's step can share it: the columns `speedup` count one 61st of that "
+        "kernel's time, the columns `scheduled in every call` all of it."
     ),
     "unseen": (
-        "Problems drawn at random from a seed that was new in that run, so that no kernel was made for them "
-        "(`experiment=unseen`)."
+        "The problems were drawn at random, from a seed that no earlier run had used, so that no kernel can have been "
+        "made for them (`experiment=unseen`)."
     ),
     "sparse_decode": (
-        "The tokens that indices name, over packed FP8 caches of DeepSeek V3.2's layout and V4's, with attention sinks "
-        "where a cell's name has them (`experiment=sparse_decode`). FlashMLA takes 64 and 128 heads: fewer are padded "
-        "to 64 for it. FlashAttention-3 reads the same tokens in bf16, by a page table of single tokens, and takes no "
-        "sinks."
+        "Attention reads only the tokens that indices name. The caches are packed FP8 ones in the layouts of DeepSeek "
+        "V3.2 and V4, with attention sinks where the cell's name says so (`experiment=sparse_decode`). FlashMLA takes "
+        "64 or 128 heads, so queries with fewer heads are padded to 64 for it. FlashAttention-3 and FlashInfer read "
+        "the same tokens from a bf16 cache, through a page table of single tokens, and take no sinks. No cell here has "
+        "contexts that are shorter than the number of indices, where the rest of the indices are -1: FlashMLA is "
+        "faster there."
     ),
     "absorb_gemm": (
-        "The two products per head around absorbed attention in DeepSeek V3's widths, queries to latent and latent to "
-        "output, against `torch.bmm` (`experiment=absorb_gemm`)."
+        "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
+        "latent space, and the latent output out of it. The library is `torch.bmm` (`experiment=absorb_gemm`)."
     ),
     "mla_layer": (
-        "A decode step of a whole layer of DeepSeek V3, projections and all, against the same layer with FlashMLA for "
-        "attention, whose schedule 61 layers share (`experiment=mla_layer`)."
+        "A decode step of one whole attention layer of DeepSeek V3, with its projections. The library is the same "
+        "layer with FlashMLA as its attention, whose schedule is shared by 61 layers (`experiment=mla_layer`)."
     ),
 }
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.
@@ -79,18 +89,28 @@ OVER_GPUS = {
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
-    "cold L2. Burst is a cool chip, sustained the chip at its power limit; "
-    "the limit is max(FLOPs / cuBLAS rate, bytes / read rate) of the same run. Where nothing else is said, all "
-    "contenders of a cell took turns in one process. The libraries are FlashMLA, built from source, and others where "
-    "they are named; a speedup above 1 means that the kernel here is faster."
+    "The L2 cache is cold before every call. Burst is the time on a cool chip, sustained the time at the chip's power "
+    "limit. The limit of a cell is the larger of FLOPs / cuBLAS rate and bytes / read rate, where both rates were "
+    "measured in the same run. These rates are what a product of cuBLAS and a kernel that only reads reached, and no "
+    "bounds of the hardware, so that a kernel can pass 100 %. Unless something else is said, all contenders of a cell "
+    "took turns in one process. The libraries are FlashMLA, built from source, and others where a row names them; a "
+    "speedup above 1 means that the kernel here is faster than the library."
+)
+#: How a cell's name is read.
+CELLS = (
+    "A cell is named after its problem: `b128_s1_h64_t4096` are 128 requests (b) of one query token (s) with 64 heads "
+    "(h) and a context of 4096 tokens (t)."
 )
 
 SEVERAL = (
-    "Long requests over the GPUs of a host, pages in turn, beside one GPU in the same run: `collective` is NCCL's "
-    "all-to-all of partials, `all_gather` its plain all-gather of them, `symmetric` stores into other GPUs' memory. "
-    "Burst, cold L2, the slowest rank's time; what the 61 layers of a step share, the schedule and counts of lengths, "
-    "has a 61st of its time in the ratio. The model is a line through two measured exchanges and the dispatcher's "
-    "prediction of what a rank decodes; it was written down before."
+    "Several GPUs of one host share the pages of long requests in turn, and are compared with one GPU in the same run. "
+    "The column `exchange` says how they put their partial results together: `collective` is NCCL's all-to-all of the "
+    "partials, `all_gather` NCCL's plain all-gather of them, and `symmetric` means that each GPU stores its partials "
+    "into the other GPUs' memory. Times are those of the slowest rank, in burst and with a cold L2. What the 61 layers "
+    "of a step share, the schedule and the counts of lengths, has one 61st of its time in the ratio. The model "
+    "predicts a time from a straight line through two measured exchanges and from the dispatcher's prediction of what "
+    "one rank decodes; the prediction was written down before the measurement, and the last column says whether it put "
+    "the exchange ahead of one GPU."
 )
 
 
@@ -108,17 +128,24 @@ def where(device: str, name: str) -> str:
     cells contenders did not take turns, or calls were taken apart."""
     records = records_of(device, name)
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
-    said = f"Records: `results/{FILES[device][name]}`, of the code at commit {', '.join(commits)}"
+    said = f"The records are those of `results/{FILES[device][name]}`, measured with the code at commit {commits[0]}"
+    said += f" and {', '.join(commits[1:])}" if commits[1:] else ""
     cards = {r["environment"]["chip"] for r in records if r["environment"].get("chip")}
     said += f", on {len(cards)} cards." if len(cards) > 1 else "."
     runs: dict[str, set[str]] = {}
     for record in (r for r in records if r["time_us"]):
         runs.setdefault(problem_label(record), set()).add(record["run"])
     if apart := [cell for cell, found in runs.items() if len(found) > 1]:
-        said += f" In several runs, and so compared by the shares of their limits: {', '.join(apart)}."
+        said += (
+            " Some cells were measured in several runs, and their contenders are compared by their shares of each "
+            f"run's limit: {', '.join(apart)}."
+        )
     if overlapped := dict.fromkeys(problem_label(r) for r in records if r["overlap_us"]):
         cells = ", ".join(overlapped)
-        said += f" Where calls overlapped a tiny kernel stands between those of all contenders: {cells}."
+        said += (
+            " In some cells the calls of one contender overlapped when they followed one another, so that a tiny "
+            f"kernel was put between the calls of all contenders: {cells}."
+        )
     return said
 
 
@@ -126,22 +153,23 @@ def against(records: list[dict[str, Any]]) -> str:
     """Summary and table of the fastest kernels of this project that are still here."""
     here = {kernel.label for kernel in registry.all_kernels()}
     live = [r for r in records if label(r) in here]
-    return f"{summary(live)}\n\n{{heading}}{against_libraries(live)}\n"
+    return f"{summary(live)}\n\n{{heading}}{without_comments(against_libraries(live))}\n"
 
 
 def page(name: str) -> str:
     """The text of an experiment's page."""
     records = records_of(MAIN, name)
     table = against(records).format(heading="## The fastest kernel here against the library\n\n")
+    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {CELLS} {METHOD}"
     return (
-        f"{HEAD}\n# {name}\n\n{Device.get(MAIN).name}, {CACHES.get(name, DENSE)}, {METHOD}"
-        f"\n\n{WHAT[name]} {where(MAIN, name)}\n\n{table}\n## All contenders\n\n{comparison(records)}\n"
+        f"{HEAD}\n# {name}\n\n{WHAT[name]}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
+        f"\n## All contenders\n\n{without_comments(comparison(records))}\n"
     )
 
 
 def device_page(device: str) -> str:
     """The text of a further device's page."""
-    text = f"{HEAD}\n# {Device.get(device).name}\n\nUnless an experiment says otherwise {DENSE}; {METHOD}\n"
+    text = f"{HEAD}\n# {Device.get(device).name}\n\nUnless an experiment says otherwise: {DENSE}. {CELLS} {METHOD}\n"
     for name in FILES[device]:
         table = against(records_of(device, name)).format(heading="")
         text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}"
@@ -152,20 +180,26 @@ def gpus_page(device: str) -> str:
     """The text of the page about several GPUs of a device."""
     text = f"{HEAD}\n# Several {Device.get(device).name}\n\n{SEVERAL}\n"
     for name in OVER_GPUS[device]:
-        text += f"\nRecords: `results/{name}`.\n\n{over_gpus(records_in(name))}\n"
+        text += f"\nThe records are those of `results/{name}`.\n\n{without_comments(over_gpus(records_in(name)))}\n"
     return text
 
 
 def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
-    others = "".join(f"- [{Device.get(name).name}]({name}.md): the same experiments\n" for name in OTHERS)
+    others = "".join(f"- [{Device.get(name).name}]({name}.md): The same experiments on this card.\n" for name in OTHERS)
     several = "".join(
-        f"- [Several {Device.get(name).name}]({name}-several.md): long requests, whose tokens they share\n"
+        f"- [Several {Device.get(name).name}]({name}-several.md): Several GPUs share the tokens of long requests.\n"
         for name in OVER_GPUS
     )
-    method = f"{Device.get(MAIN).name}, {DENSE} where a page names no other caches, {METHOD}"
-    return f"{HEAD}\n# Results\n\n{method}\n\n{rows}{others}{several}"
+    method = (
+        f"The pages of experiments were measured on an {Device.get(MAIN).name}. Unless a page names other caches: "
+        f"{DENSE}. {CELLS} {METHOD}"
+    )
+    return (
+        f"{HEAD}\n# Results\n\nEach page is made from record files in `results/`, which it names, and a test makes it "
+        f"again and compares.\n\n{method}\n\n{rows}{others}{several}"
+    )
 
 
 def pages() -> dict[str, str]:

@@ -388,6 +388,15 @@ def test_pages_have_their_records_beside_them(project: Path) -> None:
     assert check(project)[0] == ["docs/a.records:1: no page a.md stands beside this list"]
 
 
+def test_pages_that_are_made_of_records_cite_none(project: Path) -> None:
+    table = "| x | us |\n|---|---|\n| a | 300 |\n"
+    for folder, count in (("docs/results", 0), ("docs", 1)):
+        page = project / folder / "page.md"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(table)
+        assert len(check(project)[0]) == len(check(project, [page])[0]) == count
+
+
 def test_a_row_names_the_kernel_of_its_record(project: Path) -> None:
     head = "| cell | kernel | us | r |\n|---|---|---|---|\n"
     page = project / "README.md"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,28 @@ def test_the_pages_are_those_of_the_records(pages_module: Any, repo_root: Path) 
     assert {p.name for p in folder.iterdir()} == set(made)
     for name, text in made.items():
         assert (folder / name).read_text(encoding="utf-8") == text, f"run scripts/results_pages.py ({name})"
+        assert not re.search(r"<!--\s*r:", text), f"{name} is made of its records, and cites none"
     assert made["decode.md"].count("cute-dsl/flash_mla_v23") >= 17
+
+
+def test_a_figure_that_is_not_the_records_is_noticed(
+    pages_module: Any, repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record with another time makes another page: in its row, its ratios and the mean above them."""
+    before = pages_module.page("decode")
+    records = [json.loads(json.dumps(r)) for r in pages_module.records_of(pages_module.MAIN, "decode")]
+    for r in records:
+        r["run"] = "one"
+    (mine,) = [
+        r
+        for r in records
+        if pages_module.problem_label(r) == "b128_s1_h128_t4096" and pages_module.label(r).startswith("cute-dsl")
+    ]
+    mine["time_us"]["burst"]["median"] *= 1.01
+    monkeypatch.setattr(pages_module, "records_of", lambda device, name: records)
+    changed = [line for line in pages_module.page("decode").splitlines() if line not in before.splitlines()]
+    assert sum("b128_s1_h128_t4096 | cute-dsl" in line for line in changed) == 2
+    assert any(line.startswith("Geometric mean") for line in changed)
 
 
 def test_several_gpus_are_faster_where_the_model_says_so_and_peer_stores_the_fastest(

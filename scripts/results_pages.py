@@ -11,13 +11,23 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mla_var3.device import Device
 from mla_var3.kernel import registry
 from mla_var3.lab.devlog.segments import without_comments
-from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, problem_label, summary
+from mla_var3.lab.devlog.tables import (
+    against_libraries,
+    cell,
+    comparison,
+    label,
+    over_gpus,
+    problem_label,
+    select,
+    summary,
+)
 from mla_var3.record import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,11 +54,11 @@ WHAT = {
     ),
     "sparse_decode": (
         "Attention reads only the tokens that indices name. The caches are packed FP8 ones in the layouts of DeepSeek "
-        "V3.2 and V4, with attention sinks where the cell's name says so (`experiment=sparse_decode`). FlashMLA takes "
-        "64 or 128 heads, so queries with fewer heads are padded to 64 for it. FlashAttention-3 and FlashInfer read "
-        "the same tokens from a bf16 cache, through a page table of single tokens, and take no sinks. No cell here has "
-        "contexts that are shorter than the number of indices, where the rest of the indices are -1: FlashMLA is "
-        "faster there."
+        "V3.2 and V4 (`experiment=sparse_decode`). FlashMLA takes 64 or 128 heads, so queries with fewer heads are "
+        "padded to 64 for it. FlashAttention-3 and FlashInfer read the same tokens from a bf16 cache, through a page "
+        "table of single tokens, and take no attention sinks: the cells in which they stand are without sinks, all "
+        "others have them, and a name may stand once for each. No cell here has contexts that are shorter than the "
+        "number of indices, where the remaining indices are -1: FlashMLA is faster there."
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
@@ -66,18 +76,26 @@ CACHES = {
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
-#: Device -> experiment -> its record file in results/. The first device has a page an experiment, the others one each.
+#: Device -> experiment -> its record files in results/, of which the newest record of a kernel and cell counts. The
+#: first device has a page an experiment, the others one each.
 FILES = {
     "h200": {
-        **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
+        **{name: (f"h200/2026-11-26-{name}.jsonl",) for name in WHAT},
         **{
-            name: f"h200/2026-11-27-{name}.jsonl"
+            name: (f"h200/2026-11-27-{name}.jsonl",)
             for name in ("decode", "query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
         },
+        "sparse_decode": (
+            "h200/2026-11-26-sparse_decode.jsonl",
+            "h200/2026-11-26-sparse_decode-table.jsonl",
+            "h200/2026-11-27-sparse_decode-heads32.jsonl",
+            "h200/2026-11-27-sparse_decode-bf16.jsonl",
+        ),
     },
     "h100": {
-        **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
-        **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged", "unseen")},
+        **{name: (f"h100/2026-11-26-{name}.jsonl",) for name in WHAT},
+        **{name: (f"h100/2026-11-27-{name}.jsonl",) for name in ("decode", "ragged", "unseen")},
+        "sparse_decode": ("h100/2026-11-26-sparse_decode.jsonl", "h100/2026-11-27-sparse_decode-heads32.jsonl"),
     },
 }
 MAIN, *OTHERS = FILES
@@ -120,25 +138,25 @@ def records_in(file: str) -> list[dict[str, Any]]:
 
 
 def records_of(device: str, name: str) -> list[dict[str, Any]]:
-    return records_in(FILES[device][name])
+    return [record for file in FILES[device][name] for record in records_in(file)]
 
 
 def where(device: str, name: str) -> str:
     """The records of an experiment, the commits whose code they timed, on how many cards if not on one, and in which
     cells contenders did not take turns, or calls were taken apart."""
-    records = records_of(device, name)
+    records = select(records_of(device, name))
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
-    said = f"The records are those of `results/{FILES[device][name]}`, measured with the code at commit {commits[0]}"
-    said += f" and {', '.join(commits[1:])}" if commits[1:] else ""
+    files = _listed(f"`results/{file}`" for file in FILES[device][name])
+    said = f"The records are those of {files}, measured with the code at commit {_listed(commits)}"
     cards = {r["environment"]["chip"] for r in records if r["environment"].get("chip")}
     said += f", on {len(cards)} cards." if len(cards) > 1 else "."
-    runs: dict[str, set[str]] = {}
-    for record in (r for r in records if r["time_us"]):
-        runs.setdefault(problem_label(record), set()).add(record["run"])
-    if apart := [cell for cell, found in runs.items() if len(found) > 1]:
+    runs: dict[tuple[str, str], tuple[str, set[str]]] = {}
+    for record in records:
+        runs.setdefault(cell(record), (problem_label(record), set()))[1].add(record["run"])
+    if apart := [name for name, found in runs.values() if len(found) > 1]:
         said += (
-            " Some cells were measured in several runs, and their contenders are compared by their shares of each "
-            f"run's limit: {', '.join(apart)}."
+            " In some cells the newest records are of different runs, and contenders are compared by their shares of "
+            f"each run's limit: {', '.join(apart)}."
         )
     if overlapped := dict.fromkeys(problem_label(r) for r in records if r["overlap_us"]):
         cells = ", ".join(overlapped)
@@ -147,6 +165,12 @@ def where(device: str, name: str) -> str:
             f"kernel was put between the calls of all contenders: {cells}."
         )
     return said
+
+
+def _listed(words: Iterable[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def against(records: list[dict[str, Any]]) -> str:

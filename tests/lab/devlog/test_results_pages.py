@@ -32,6 +32,17 @@ def test_the_pages_are_those_of_the_records(pages_module: Any, repo_root: Path) 
     assert made["decode.md"].count("cute-dsl/flash_mla_v23") >= 17
 
 
+def test_the_readmes_means_are_those_of_the_pages(pages_module: Any, repo_root: Path) -> None:
+    """The one line below the README's table: each mean and its number of cells, beside the link to their page."""
+    readme = (repo_root / "README.md").read_text(encoding="utf-8")
+    (line,) = [row for row in readme.splitlines() if row.startswith("Geometric means")]
+    said = re.findall(r"([\d.]+) over (?:the )?(\d+) [^,]*?docs/results/(\w+)\.md", line)
+    assert [name for *_, name in said] == ["decode", "ragged", "unseen", "sparse_decode"]
+    for mean, cells, name in said:
+        start = f"Geometric mean of the speedups over {cells} cells: {mean} in burst "
+        assert any(row.startswith(start) for row in pages_module.page(name).splitlines()), (name, mean, cells)
+
+
 def test_a_figure_that_is_not_the_records_is_noticed(
     pages_module: Any, repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,16 +163,20 @@ def _entries(title: str, entries: Sequence[Found], most: int | None) -> list[str
 
 
 def evidence_line(path: str) -> str | None:
-    """The first line under "Evidence" of a page that cites a record: what it did, in figures. None without one."""
+    """The first item under "Evidence" of a page that has a record: what it did, in figures. None without one."""
     from mla_var3 import paths
     from mla_var3.lab.devlog.segments import without_comments
+    from mla_var3.lab.knowledge.page import read
 
     root = paths.repo_root()
     page = None if root is None else root / "docs" / "knowledge" / path
     if page is None or not page.is_file():
         return None
-    section = page.read_text(encoding="utf-8").partition("\n## Evidence\n")[2].partition("\n## ")[0]
-    line = next((line[2:] for line in section.splitlines() if line.startswith("- ") and "<!-- r:" in line), None)
+    found, _ = read(page)
+    section = next((s for s in found.sections if s.title == "Evidence"), None)
+    rows = section.text.split("\n") if section else []
+    numbered = enumerate(rows, start=section.line + 1 if section else 1)
+    line = next((row[2:] for number, row in numbered if row.startswith("- ") and number in found.cited), None)
     return None if line is None else re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", without_comments(line))
 
 

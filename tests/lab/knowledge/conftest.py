@@ -9,7 +9,7 @@ import pytest
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 RECORD = "022ea24da681"
 
-GOOD = f"""\
+GOOD = """\
 ---
 kind: optimization
 title: Hold more in flight
@@ -18,10 +18,10 @@ languages: [cute-dsl]
 archs: [sm_90a]
 applies:
   - bound: memory
-    problem: {{rows: "<= 32", b: ">= 8"}}
-    counters: {{dram: "< 85", stall.long_scoreboard: ">= 20"}}
-  - times: {{sustained / burst: "> 1.05"}}
-metrics: {{dram: up, sustained / burst: down}}
+    problem: {rows: "<= 32", b: ">= 8"}
+    counters: {dram: "< 85", stall.long_scoreboard: ">= 20"}
+  - times: {sustained / burst: "> 1.05"}
+metrics: {dram: up, sustained / burst: down}
 ---
 # Hold more in flight
 More stages, and the memory is never idle.
@@ -39,13 +39,19 @@ The throughput of DRAM goes up.
 See `src/kernel.py`, and [the other entry](other.md#what-it-says).
 
 ## Evidence
-- It takes 235.4 us <!-- r:{RECORD} burst -->.
+- It takes 235.4 us where it stands alone.
 
 ## Pitfalls
 Shared memory has an end somewhere.
 
 ## Interactions
 None with the others that are known.
+"""
+
+BESIDE = f"""\
+[Evidence]
+> It takes
+{RECORD} burst
 """
 
 OTHER = """\
@@ -85,6 +91,7 @@ def project(tmp_path: Path) -> Path:
     (pages / "optimizations").mkdir(parents=True)
     (pages / "languages" / "cute-dsl").mkdir(parents=True)
     (pages / "optimizations" / "flight.md").write_text(GOOD.replace("(other.md", "(../languages/cute-dsl/other.md"))
+    (pages / "optimizations" / "flight.records").write_text(BESIDE)
     (pages / "languages" / "cute-dsl" / "other.md").write_text(OTHER)
     return tmp_path
 

@@ -79,9 +79,10 @@ MISTAKES = [
     ("Shared memory has an end somewhere.", "-", "section 'Pitfalls' is empty"),
     ("## Pitfalls", "## Traps", "section 'Traps' is not one of"),
     ("## Mechanism", "## Pitfalls", "section 'Mechanism' must stand once"),
-    (" <!-- r:022ea24da681 burst -->", "", "evidence without a record"),
+    ("It takes 235.4 us", "It took 235.4 us", "flight.records:2: no block under 'Evidence' begins with 'It takes'"),
+    ("It takes 235.4 us", "It took 235.4 us", "evidence without a record in flight.records, a URL, or a link"),
+    ("## Evidence", "## Proof", "flight.records:1: the page has no heading 'Evidence'"),
     ("235.4 us", "200.0 us", "200.0 us differs from its record: burst is 235.37 us"),
-    ("r:022ea24da681 burst", "r:ffffffffffff burst", "record ffffffffffff does not exist"),
     (
         "Shared memory has an end somewhere.",
         "It costs up to 12 % of the time.",
@@ -111,6 +112,28 @@ def test_each_mistake_is_found(project: Path, entry: Path, before: str, after: s
     assert any(message in line for line in failures), failures
     assert main(["check", "--root", str(project)]) == 1
     assert not (project / "docs/knowledge/index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("022ea24da681 burst", "ffffffffffff burst", "flight.records:3: record ffffffffffff does not exist"),
+        ("022ea24da681 burst", "022ea24da681 sustained", "flight.md:38: 235.4 us differs from its record: sustained"),
+        ("022ea24da681 burst", "", "evidence without a record in flight.records"),
+        (
+            "022ea24da681 burst",
+            "022ea24da681 burst sustained",
+            "flight.records:3: its block has no figure for sustained",
+        ),
+    ],
+)
+def test_each_mistake_in_the_list_beside_a_page_is_found(
+    project: Path, entry: Path, before: str, after: str, message: str
+) -> None:
+    listed = entry.with_suffix(".records")
+    listed.write_text(listed.read_text().replace(before, after))
+    failures, _ = check(project)
+    assert any(message in line for line in failures), failures
 
 
 REFERENCE_MISTAKES = [

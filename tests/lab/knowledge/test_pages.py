@@ -70,7 +70,8 @@ def test_elementwise_has_its_variations() -> None:
 
 def test_no_folder_is_crowded() -> None:
     for folder in {path.parent for path in PAGES}:
-        assert len([p for p in folder.iterdir() if not p.name.startswith(".")]) <= 13, folder
+        pages = [p for p in folder.iterdir() if not p.name.startswith(".") and p.suffix != ".records"]
+        assert len(pages) <= 13, folder
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)

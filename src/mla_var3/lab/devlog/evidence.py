@@ -152,6 +152,12 @@ def bind(blocks: Sequence[Segment], evidence: Evidence) -> tuple[dict[int, list[
     return bound, findings
 
 
+def cited_lines(markdown: str, evidence: Evidence) -> set[int]:
+    """Lines of the page's paragraphs, list items and table rows that have evidence."""
+    blocks = list(segments(markdown))
+    return {line for place in bind(blocks, evidence)[0] for _, line in blocks[place].starts}
+
+
 def _end(blocks: Sequence[Segment], heading: int) -> int:
     """Where the section of a heading ends: at the next heading that is not below it."""
     own = blocks[heading].level

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.lab.devlog.segments import CITATION, Finding
+from mla_var3.lab.devlog.evidence import SUFFIX
+from mla_var3.lab.devlog.segments import Finding
 from mla_var3.lab.knowledge import triggers
 from mla_var3.lab.knowledge.blocks import blocks
 from mla_var3.lab.knowledge.page import Page, Section, paragraphs, read
@@ -83,7 +84,9 @@ def check(root: Path) -> tuple[list[str], list[Page]]:
         findings += check_page(page, records, root, labels)
         findings += _links(page, anchors)
         name = page.path.relative_to(root)
-        failures += [f"{name}:{f.line}: {f.message}" for f in sorted(findings, key=lambda f: f.line)]
+        own = page.evidence.path.relative_to(root) if page.evidence.path else name
+        ordered = sorted(findings, key=lambda f: (f.path is not None, f.line))
+        failures += [f"{own if f.path else name}:{f.line}: {f.message}" for f in ordered]
     overview = root / FOLDER / "README.md"
     if overview.is_file():
         page, findings = read(overview)
@@ -110,10 +113,10 @@ def check_page(
 
     findings = [*_meta(page, root), *_sections(page), *_figures(page), *_named(page, root, labels)]
     findings += blocks(page)[1]
-    findings += [Finding(f.line, f.message) for f in check_text(page.text, records, require="none")]
+    findings += check_text(page.text, records, require="none", evidence=page.evidence, root=root)
     if page.kind == "reference":
         for section in page.sections:
-            findings += _basis(section)
+            findings += _basis(page, section)
     return findings
 
 
@@ -200,22 +203,28 @@ def _sections(page: Page) -> Iterator[Finding]:
     if evidence is not None:
         for line, text in paragraphs(page):
             inside = evidence.line < line <= evidence.line + evidence.text.count("\n") + 1
-            if inside and not text.lstrip().startswith(("|", "#")) and not _rests(text):
-                yield Finding(line, "evidence without a record <!-- r:ID ... -->, a URL, or a link to a devlog")
+            if inside and not text.lstrip().startswith(("|", "#")) and not _rests(page, line, text):
+                beside = page.path.with_suffix(SUFFIX).name
+                yield Finding(line, f"evidence without a record in {beside}, a URL, or a link to a devlog")
 
 
-def _rests(text: str) -> bool:
-    return bool(CITATION.search(text) or _URL.search(text) or _DEVLOG.search(text) or _BASIS.search(text))
+def _rests(page: Page, line: int, text: str) -> bool:
+    return bool(_cited(page, line, text) or _URL.search(text) or _DEVLOG.search(text) or _BASIS.search(text))
 
 
-def _basis(section: Section) -> Iterator[Finding]:
+def _cited(page: Page, line: int, text: str) -> bool:
+    """Whether a text that begins on a line of the page has a record beside the page."""
+    return not page.cited.isdisjoint(range(line, line + text.count("\n") + 1))
+
+
+def _basis(page: Page, section: Section) -> Iterator[Finding]:
     if section.title in ("See also",):
         return
     found = {m["basis"] for m in _BASIS.finditer(section.text)}
     if not found:
         yield Finding(section.line, f"section {section.title!r} does not say what it rests on: *{'*, *'.join(BASES)}*")
     if "Measured" in found and not (
-        CITATION.search(section.text) or _URL.search(section.text) or _DEVLOG.search(section.text)
+        _cited(page, section.line, section.text) or _URL.search(section.text) or _DEVLOG.search(section.text)
     ):
         yield Finding(section.line, f"section {section.title!r} says *Measured*, and names no record, devlog or URL")
     if "Source" in found and not _URL.search(section.text):
@@ -225,7 +234,7 @@ def _basis(section: Section) -> Iterator[Finding]:
 def _figures(page: Page) -> Iterator[Finding]:
     """Measured figures need a record or a URL in their paragraph, or a link to a trace in which they stand."""
     for line, text in paragraphs(page):
-        if CITATION.search(text) or _URL.search(text):
+        if _cited(page, line, text) or _URL.search(text):
             continue
         linked = [(page.path.parent / m["path"]).resolve() for m in _TRACE.finditer(text)]
         traces = [path.read_text(encoding="utf-8") for path in linked if path.is_file()]

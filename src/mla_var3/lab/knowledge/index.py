@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_var3.lab.devlog.citations import cited_ids
 from mla_var3.lab.knowledge import triggers
 from mla_var3.lab.knowledge.check import FOLDER
 from mla_var3.lab.knowledge.page import Page
@@ -40,7 +39,7 @@ def build(pages: Sequence[Page], root: Path) -> dict[str, Any]:
                 "archs": list(meta["archs"]),
                 "applies": [trigger.to_json() for trigger in triggers.parse(meta["applies"])],
                 "metrics": dict(meta["metrics"]),
-                "records": sorted(cited_ids(page.text)),
+                "records": sorted(page.evidence.ids),
                 "sources": urls,
             }
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mla_var3.lab.devlog.evidence import Evidence, beside, cited_lines
 from mla_var3.lab.devlog.front_matter import body_line, read_fields
 from mla_var3.lab.devlog.segments import COMMENT, Finding, without_comments
 
@@ -51,7 +52,8 @@ class Link:
 
 @dataclass
 class Page:
-    """A page as it stands. meta: its front matter, plain strings, lists and mappings of strings."""
+    """A page as it stands. meta: its front matter, plain strings, lists and mappings of strings. evidence: the list of
+    records beside it. cited: lines of the paragraphs, list items and table rows that have records there."""
 
     path: Path
     text: str
@@ -62,6 +64,8 @@ class Page:
     links: list[Link] = field(default_factory=list)
     anchors: set[str] = field(default_factory=set)
     summary: str = ""
+    evidence: Evidence = field(default_factory=Evidence)
+    cited: set[int] = field(default_factory=set)
 
     @property
     def kind(self) -> str:
@@ -79,12 +83,14 @@ def read(path: Path) -> tuple[Page, list[Finding]]:
     """Reads a page; findings say what kept a part of it from being read."""
     page = Page(path, path.read_text(encoding="utf-8"))
     page.meta, findings = read_fields(page.text)
+    page.evidence = beside(path)
+    page.cited = cited_lines(page.text, page.evidence)
     _read_body(page, findings, body_line(page.text))
     return page, findings
 
 
 def prose(page: Page) -> Iterator[tuple[int, str]]:
-    """Lines outside front matter, fenced blocks and comments; citations, which are comments too, stay."""
+    """Lines outside front matter, fenced blocks and comments."""
     fenced = _fenced_lines(page)
     body = COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), page.text)
     first = body_line(page.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from mla_var3.errors import Unsupported, UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.check import check
+from mla_var3.lab.devlog.citations import check_text
 from mla_var3.lab.devlog.evidence import apart, beside, joined, parse
+from mla_var3.lab.devlog.segments import Finding
 
 FAST, SLOW, COMPILED = "aaaa11112222", "bbbb33334444", "cccc55556666"
 V0, V1 = KernelId("triton", "mla", "flash_mla", 0), KernelId("triton", "mla", "flash_mla", 1)
@@ -191,8 +193,13 @@ def test_cells_that_compiled_alike_share_a_row(project: Path, entry: Path) -> No
     assert sum("resources.registers" in line for line in cited(entry)) == 1
 
 
+def differing(text: str, records: Iterable[dict[str, Any]]) -> list[Finding]:
+    """What differs from its record in a table as it goes into a page, with its list beside it."""
+    page, lines = apart(text)
+    return check_text(page, {r["id"]: r for r in records}, evidence=parse(lines))
+
+
 def test_a_shared_schedule_counts_once_a_step(record_of: Callable[..., dict[str, Any]]) -> None:
-    from mla_var3.lab.devlog.citations import check_text
     from mla_var3.lab.devlog.tables import against_libraries, summary
 
     ours = record_of("aaaa00002222", kernel=V1, burst=200.0)
@@ -202,14 +209,13 @@ def test_a_shared_schedule_counts_once_a_step(record_of: Callable[..., dict[str,
     text = against_libraries([ours, library])
     assert "speedup burst (x), scheduled in every call" in text.splitlines()[0]
     assert "| 1.11 |" in text and "| 1.41 |" in text  # (221 + 61 / 61) / 200 and 282 / 200
-    assert check_text(text, {r["id"]: r for r in (ours, library)}) == []
+    assert differing(text, (ours, library)) == []
     assert summary([ours, library]).startswith("Geometric mean of the speedups over 1 cells: 1.110 in burst")
     assert summary([ours]) == ""
 
 
 def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> None:
     """A row a cell: the fastest of ours, the fastest library, and ratios that check accepts."""
-    from mla_var3.lab.devlog.citations import check_text
     from mla_var3.lab.devlog.tables import against_libraries
 
     library = KernelId("peer", "mla", "fa3_qv", 0)
@@ -223,9 +229,9 @@ def test_table_against_libraries(record_of: Callable[..., dict[str, Any]]) -> No
     row = text.splitlines()[2]
     assert row.startswith("| b128_s1_h128_t4096 | triton/flash_mla_v1 | 200 | 240 |")
     assert "| peer/fa3_qv | 1.10 | 1.10 <!-- r:aaaa00002222 vs aaaa00003333 burst.limit_speedup" in row
-    assert check_text(text, {r["id"]: r for r in records}) == []
-    wrong = {**{r["id"]: r for r in records}, "aaaa00003333": record_of("aaaa00003333", kernel=library, burst=300.0)}
-    assert len(check_text(text, wrong)) == 2
+    assert differing(text, records) == []
+    wrong = [*records[:2], record_of("aaaa00003333", kernel=library, burst=300.0)]
+    assert len(differing(text, wrong)) == 2
     assert against_libraries(records[:2]) == ""
 
 
@@ -262,7 +268,6 @@ def test_table_of_picks(record_of: Callable[..., dict[str, Any]], monkeypatch: p
 
 def test_table_against_libraries_of_another_run(record_of: Callable[..., dict[str, Any]]) -> None:
     """A library that was measured on a slower chip is compared by its distance to that run's limit."""
-    from mla_var3.lab.devlog.citations import check_text
     from mla_var3.lab.devlog.tables import against_libraries
 
     ours, library = record_of("aaaa00001111", burst=200.0), record_of("aaaa00002222", burst=220.0)
@@ -271,7 +276,7 @@ def test_table_against_libraries_of_another_run(record_of: Callable[..., dict[st
         library["limits"][state]["limit_us"] *= 1.1
     text = against_libraries([ours, library])
     assert "| peer/fa3_qv | 1.00 |" in text.splitlines()[2]
-    assert "burst.limit_speedup" in text and check_text(text, {r["id"]: r for r in (ours, library)}) == []
+    assert "burst.limit_speedup" in text and differing(text, (ours, library)) == []
 
 
 def test_what_is_taken_apart_goes_together_again() -> None:

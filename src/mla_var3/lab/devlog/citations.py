@@ -1,19 +1,13 @@
 """Figures in Markdown, held against the records that they are from.
 
-Which records these are stands beside the page (`evidence`), or, in text that a program writes, in the text itself: an
-HTML comment that begins with "r:", behind the figures it covers, in the same list item, paragraph or table row:
+Which records these are stands beside the page (`evidence`). A program that writes text with figures puts each record
+behind them first, as an HTML comment (`cite`), and `evidence.apart` takes the comments out of it and makes the list;
+a comment that is left in a page is a mistake.
 
-    220.2 us <!-- r:3f9c2d1e4a5b burst -->
-    220.2 / 255.9 us, 81.3 % of the limit <!-- r:3f9c2d1e4a5b burst sustained burst.of_limit -->
-    | b128 h128 t4096 | 220.2 | 663 <!-- r:3f9c2d1e4a5b burst burst.tflops --> |
-    1.12x <!-- r:3f9c2d1e4a5b vs 77aa01b2c3d4 burst.speedup -->
-
-It begins no line: Markdown ends a paragraph before a line that a comment begins.
-
-Either names a record (its id, or the first digits of it, six at least) and one expression of `values` for each figure,
-in order. An expression with a dimension covers a figure that has a unit; a plain number (a count, an error) any number.
-A citation without expressions covers nothing and only says that the record exists. A comment covers the nearest figures
-before it; evidence beside the page covers figures of its block in their order, those that it has the values of.
+A line of evidence names a record (its id, or the first digits of it, six at least) and one expression of `values` for
+each figure, in order. An expression with a dimension covers a figure that has a unit; a plain number (a count, an
+error) any number. A line without expressions covers nothing and only says that the record exists. The lines of a block
+cover the figures of the block in their order, those that they have the values of.
 
 A figure is a number with a unit of `values.UNITS`, or a number in a table column whose header names one: "burst (us)",
 "TFLOP/s". The record's value, rounded to the digits that are written, must be what is written. A line of a file that is
@@ -43,7 +37,6 @@ from mla_var3.lab.devlog.segments import (
     Segment,
     numbers_of,
     segments,
-    strip,
 )
 from mla_var3.lab.devlog.values import Record, Unknown, Value
 
@@ -57,17 +50,11 @@ _KERNELS = re.compile(rf"(?<![\w/.-])(?:{'|'.join(LANGUAGES)})/[a-z]\w*")
 
 
 def cite(names: str, expressions: Iterable[str] = ()) -> str:
-    """A citation as it is written. names: an id, or "A vs B"."""
+    """A citation in text that a program writes. names: an id, or "A vs B"."""
     return f"<!-- r:{' '.join([names, *expressions])} -->"
 
 
 # ---------------------------------------------------------------- checking
-def cited_ids(markdown: str) -> set[str]:
-    """Ids, or beginnings of ids, of every record that a text cites."""
-    bodies = (_BODY.fullmatch(m["body"]) for s in segments(markdown) for m in CITATION.finditer(s.text))
-    return {i for body in bodies if body for i in (body["id"], body["other"]) if i}
-
-
 def has_figure(markdown: str) -> bool:
     """Whether a text holds at least one number with a unit."""
     return any(number.unit for segment in segments(markdown) for number in numbers_of(segment))
@@ -78,29 +65,21 @@ def check_text(
     records: Mapping[str, Record],
     *,
     require: Require | Callable[[int], Require] = "all",
-    first_line: int = 1,
     evidence: Evidence | None = None,
     root: Path | None = None,
 ) -> list[Finding]:
-    """Compares a text's figures with the records it cites; no findings means that all agree.
+    """Compares a page's figures with the records beside it; no findings means that all agree.
 
-    records: by id. require: which figures need a citation, "all", those in "tables", or "none", of the whole text or by
-    line; a citation is compared in any case. first_line: number of the text's first line in its file. evidence: what
-    stands beside the page; root: the folder that its paths of files begin at.
+    records: by id. require: which figures need a record, "all", those in "tables", or "none", of the whole page or by
+    line; what stands beside the page is compared in any case. evidence: the list beside the page; root: the folder that
+    its paths of files begin at.
     """
-    blocks = list(segments(markdown, first_line))
+    blocks = list(segments(markdown))
     beside, findings = bind(blocks, evidence) if evidence is not None else ({}, [])
+    where = "the .records file beside the page" if evidence is None or evidence.path is None else evidence.path.name
     for place, segment in enumerate(blocks):
         numbers = numbers_of(segment)
-        previous = 0
-        findings += _malformed(segment, numbers)
-        for match in CITATION.finditer(segment.text):
-            before = [n for n in numbers if previous <= n.start < match.start()]
-            line = segment.line(match.start())
-            findings += (Finding(line, message) for message in _check_citation(match, before, records))
-            previous = match.end()
-            if segment.table:
-                findings += (Finding(line, m) for m in _misnamed(match["body"], segment.text[: match.start()], records))
+        findings += _in_the_text(segment, where)
         findings += _check_evidence(segment, numbers, beside.get(place, []), records, root)
         needs = require if isinstance(require, str) else require(segment.starts[0][1])
         if needs == "all" or (needs == "tables" and segment.table):
@@ -224,28 +203,14 @@ def _of_file(place: str, expression: str, root: Path | None) -> float:
     return numbers[0] / numbers[1] if len(numbers) == 2 else numbers[0]
 
 
-# ---------------------------------------------------------------- citations in the text
-def _malformed(segment: Segment, numbers: list[Number]) -> Iterator[Finding]:
-    """Citations in brackets, comments that are not closed, and citations that begin a line; the numbers before the
-    first two count as covered, as one finding is enough."""
-    closed = {match.start() for match in CITATION.finditer(segment.text)}
-    wrong = [(m.start(), f"{m[0]} is written {cite(m[1].strip())}") for m in BRACKETS.finditer(segment.text)]
-    wrong += [
-        (m.start(), f"this citation is not closed: write {cite('ID', ['expression', '...'])}")
-        for m in UNCLOSED.finditer(segment.text)
-        if m.start() not in closed
-    ]
-    for start, message in wrong:
-        yield Finding(segment.line(start), message)
-        for number in numbers:
-            number.covered |= number.start < start
-    for start in closed:
-        first = max((at for at, _ in segment.starts if at <= start), default=0)
-        if re.fullmatch(r"\s*(?:(?:[-*+]|\d+[.)])\s+)?", segment.text[first:start]):
-            yield Finding(
-                segment.line(start),
-                "a comment that begins a line ends the paragraph: put the citation behind its figure",
-            )
+def _in_the_text(segment: Segment, where: str) -> Iterator[Finding]:
+    """A citation, or what looks like one, that stands in the page itself."""
+    for pattern in (CITATION, UNCLOSED, BRACKETS):
+        match = pattern.search(segment.text)
+        if match:
+            message = f"a citation stands in {where}, not in a comment: devlog cite writes it"
+            yield Finding(segment.line(match.start()), message)
+            return
 
 
 def find_record(records: Mapping[str, Record], name: str) -> Record:
@@ -260,53 +225,9 @@ def find_record(records: Mapping[str, Record], name: str) -> Record:
     return records[close[0]]
 
 
-def _check_citation(match: re.Match[str], before: list[Number], records: Mapping[str, Record]) -> Iterator[str]:
-    """What is wrong with one citation; marks the numbers before it that it covers."""
-    shown = _shown(match)
-    try:
-        body = _BODY.fullmatch(match["body"])
-        if body is None:
-            forms = " or ".join(cite(names, ["expression", "..."]) for names in ("ID", "ID vs ID"))
-            raise Unknown(f"{match[0]} is no citation: write {forms}")
-        record = find_record(records, body["id"])
-        other = find_record(records, body["other"]) if body["other"] else None
-    except Unknown as error:
-        yield str(error)
-        for number in before:  # one finding is enough for a citation that points nowhere
-            number.covered = True
-        return
-    evaluated: list[tuple[str, Value | None]] = []
-    for expression in body["expressions"].split():
-        try:
-            evaluated.append((expression, values.evaluate(expression, record, other)))
-        except Unknown as error:
-            yield f"{shown}: {error}"
-            evaluated.append((expression, None))
-    left = list(before)
-    pairs: list[tuple[Number, str, Value]] = []
-    for expression, value in reversed(evaluated):
-        plain = value is not None and value.dimension == ""
-        while left and not (left[-1].unit or plain):
-            left.pop()
-        if not left:
-            have = sum(bool(n.unit) for n in before)
-            yield f"{shown} has no figure for {expression} before it: {len(evaluated)} expressions, {have} figures"
-            return
-        number = left.pop()
-        number.covered = True
-        if value is not None:
-            pairs.append((number, expression, value))
-    yield from _differences(reversed(pairs), shown)
-
-
-def _shown(match: re.Match[str]) -> str:
-    """A citation in a message: without the marks of a comment."""
-    return f"r:{' '.join(match['body'].split())}"
-
-
-def _misnamed(cited: str, before: str, records: Mapping[str, Record]) -> Iterator[str]:
-    """Whether the kernels that a row names before a citation lack the record's. An unknown record is told elsewhere."""
-    body, named = _BODY.fullmatch(cited), _KERNELS.findall(strip(before))
+def _misnamed(cited: str, row: str, records: Mapping[str, Record]) -> Iterator[str]:
+    """Whether the kernels that a row names lack the record's. An unknown record is told elsewhere."""
+    body, named = _BODY.fullmatch(cited), _KERNELS.findall(row)
     if not body or not named:
         return
     try:
@@ -315,18 +236,7 @@ def _misnamed(cited: str, before: str, records: Mapping[str, Record]) -> Iterato
         return
     label = KernelId(*(kernel[name] for name in ("language", "layer", "design", "version"))).label
     if label not in named:
-        yield f"r:{' '.join(cited.split())} is a record of {label}, and its row names {', '.join(named)}"
-
-
-def _differences(pairs: Iterable[tuple[Number, str, Value]], citation: str) -> Iterator[str]:
-    for number, expression, value in pairs:
-        if values.shown_as(value, number.text, number.unit):
-            continue
-        if values.dimension_of(number.unit) != value.dimension and number.unit not in ("%", "x", "×"):
-            unit = values.BASE_UNIT.get(value.dimension, "no unit")
-            yield f"{number} is not in the unit of {expression}, whose value is in {unit}: {citation}"
-        else:
-            yield f"{number} differs from its record: {expression} is {_like(value, number)} in {citation}"
+        yield f"{' '.join(cited.split())} is a record of {label}, and its row names {', '.join(named)}"
 
 
 def _like(value: Value, number: Number) -> str:

@@ -22,7 +22,7 @@ from mla_var3.lab.devlog import evidence
 from mla_var3.lab.devlog.citations import check_text, find_record, has_figure
 from mla_var3.lab.devlog.evidence import Evidence
 from mla_var3.lab.devlog.front_matter import read_fields
-from mla_var3.lab.devlog.segments import CITATION, Finding, masked, without_comments
+from mla_var3.lab.devlog.segments import Finding, without_comments
 from mla_var3.lab.devlog.values import Record, Unknown
 
 SECTIONS = ("Location", "What changed", "Hypothesis", "Measured", "Bottleneck", "Verdict", "Insights")
@@ -146,11 +146,6 @@ def check_entry(
         require=lambda line: "all" if line in measured else "none",
         evidence=entry.evidence,
         root=root,
-    )
-    findings += (
-        Finding(line, f"a citation stands in {records_path(entry.path).name}, not in a comment: devlog cite writes it")
-        for line, text in enumerate(masked(entry.text).split("\n"), start=1)
-        if CITATION.search(text)
     )
     for number, text in enumerate(entry.text.split("\n"), start=1):
         if re.search(rf"\b{TODO}\b", text):

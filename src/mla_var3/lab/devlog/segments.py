@@ -105,7 +105,7 @@ def strip(text: str) -> str:
     return text
 
 
-def segments(markdown: str, first_line: int = 1) -> Iterator[Segment]:
+def segments(markdown: str) -> Iterator[Segment]:
     """Table rows, lines of fenced text, headings, list items and paragraphs, in order."""
     block: list[tuple[int, str]] = []
     header: list[str] | None = None
@@ -122,7 +122,7 @@ def segments(markdown: str, first_line: int = 1) -> Iterator[Segment]:
 
     lines = list(_lines(markdown))
     for index, (line, fenced) in enumerate(lines):
-        number, stripped = first_line + index, line.strip()
+        number, stripped = index + 1, line.strip()
         if fenced:
             yield from flush()
             yield Segment(line, [(0, number)])

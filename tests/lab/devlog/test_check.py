@@ -105,6 +105,7 @@ CITED = f"{FAST} burst resources.registers\n"
         ),
         (CITED, CITED + CITED, "records:7: its block has no figure for burst of aaaa11112222, 220.2 us"),
         (CITED, "", "md:21: 220.2 us has no record: name it in the .records file beside the page"),
+        (CITED, "", "records:5: no record stands below > It takes: add a line, ID expression ..."),
         (CITED, CITED.replace("burst", "burst/"), "records:6: aaaa11112222 burst/ resources.registers: the record has"),
         ("[Measured]", "[Messured]", "records:4: the page has no heading 'Messured'"),
         (QUOTE, "> It took\n", "records:5: no block under 'Measured' begins with 'It took'"),

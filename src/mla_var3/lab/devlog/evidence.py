@@ -120,6 +120,9 @@ def parse(text: str, path: Path | None = None) -> Evidence:
             found.findings.append(Finding(number, message, path))
         else:
             found.listed.append((number, row))
+    for block in (block for part in found.parts for block in part.blocks if block.quote and not block.cited):
+        message = f"no record stands below > {block.quote}: add a line, ID expression ..."
+        found.findings.append(Finding(block.line, message, path))
     return found
 
 
@@ -155,7 +158,8 @@ def bind(blocks: Sequence[Segment], evidence: Evidence) -> tuple[dict[int, list[
 def cited_lines(markdown: str, evidence: Evidence) -> set[int]:
     """Lines of the page's paragraphs, list items and table rows that have evidence."""
     blocks = list(segments(markdown))
-    return {line for place in bind(blocks, evidence)[0] for _, line in blocks[place].starts}
+    bound, _ = bind(blocks, evidence)
+    return {line for place, cited in bound.items() if cited for _, line in blocks[place].starts}
 
 
 def _end(blocks: Sequence[Segment], heading: int) -> int:

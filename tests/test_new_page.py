@@ -107,6 +107,58 @@ def test_the_check_of_the_page_finds_a_wrong_kernel(checkout: Path, run: Run) ->
         file.write_text(right, encoding="utf-8")
 
 
+#: File, what stands there, what is put in its place, and what is said of that.
+WORKLOAD, RETURN = "src/mla_var3/workload/gate.py", "return (x.double() * gate.double().sigmoid(),)"
+MISTAKES = {
+    "import": (
+        WORKLOAD,
+        "DISTRIBUTIONS = (",
+        "DISTRIBUTIONS = faktor(",
+        r"NameError: .*\n  src/.*/gate.py:\d+\n    DI",
+    ),
+    "oracle": (WORKLOAD, ".sigmoid(),)", ".sigmoidd(),)", r"mean 'sigmoid'\?\n  src/.*/gate.py:\d+, in reference\n"),
+    "field": (WORKLOAD, "    rebound=rebound,\n", "", r"'rebound'\n  docs/new.md has .*\n  src/.*/gate.py:\d+\n"),
+    "method": (WORKLOAD, "def output_bytes(", "def bytes_out(", r"GateProblem of workload gate lacks output_bytes: "),
+    "tuple": (WORKLOAD, RETURN, "return x.double()", r"gate returns a Tensor: return a tuple of tensors, \(out\)."),
+    "count": (WORKLOAD, RETURN, "return x.double(), gate", r"returns 2 tensors: return one for each output, \(out\)."),
+    "precision": (
+        WORKLOAD,
+        RETURN,
+        "return (x * gate.sigmoid(),)",
+        r"gives out in torch.bfloat16: compute it in flo",
+    ),
+    "bounds": (WORKLOAD, '{"out": Bound', '{"o": Bound', r"bounds of workload gate lacks out: return one Bound"),
+    "plan": (
+        KERNEL,
+        "def plan_empty(",
+        "def empty_plan(",
+        r"OutputGatePlan in output_gate.py lacks plan_empty: docs",
+    ),
+    "requires": (
+        KERNEL,
+        "    requires = ",
+        "    wants = ",
+        r"OutputGatePlan in output_gate.py lacks requires: docs",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_told_at_its_own_place(what: str, checkout: Path, run: Run) -> None:
+    name, old, new, said = MISTAKES[what]
+    file = checkout / name
+    right = file.read_text(encoding="utf-8")
+    assert right.count(old) == 1
+    try:
+        file.write_text(right.replace(old, new), encoding="utf-8")
+        code, out, err = run("check", "triton/output_gate", "--device", "cpu")
+    finally:
+        file.write_text(right, encoding="utf-8")
+    assert code == 2 and re.search(said, err), (out, err)
+    assert "Traceback" not in err
+
+
 def test_the_files_are_as_the_linter_likes_them(page: str, checkout: Path, repo_root: Path) -> None:
     shutil.copy(repo_root / "pyproject.toml", checkout)
     sources = [path for path in files(page) if path.endswith(".py")]

@@ -5,16 +5,56 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from mla_var3.errors import UserError
+
+#: Fewer bytes than a compiler's temporary files take.
+_LEAST_SPACE = 1 << 20
 
 
 def cause(error: OSError) -> str:
     """Why a file could not be written, in words."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "the disk is full" if full else (error.strerror or str(error)).lower()
+
+
+def no_space(error: BaseException | None = None) -> str | None:
+    """One sentence about a full disk, where `error` says that it is full; without an error, where temporary files have
+    no room. None where neither is so."""
+    said = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    try:
+        folder = tempfile.gettempdir()
+        if not said and (error is not None or shutil.disk_usage(folder).free > _LEAST_SPACE):
+            return None
+    except OSError:  # no folder takes a file
+        folder = os.environ.get("TMPDIR", "/tmp")
+    named = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else None
+    where = f"{named} cannot be written" if named else f"temporary files go to {folder}"
+    return f"the disk is full ({where}): free some space, or name another folder in TMPDIR."
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a config file; nothing where it is empty. Raises `UserError` that names the file where it
+    is not UTF-8, not YAML, or has no keys."""
+    import yaml
+
+    try:
+        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it in that encoding.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}," if mark is not None else ""
+        problem = getattr(error, "problem", error)
+        raise UserError(f"{path}{line} is not valid yaml: {problem}; correct that line.") from error
+    if said is not None and not isinstance(said, dict):
+        kind = "a list" if isinstance(said, list) else f"a {type(said).__name__}"
+        raise UserError(f"{path} is {kind}: a config file has keys with values, a line each, as in `h: 128`.")
+    return said or {}
 
 
 def check_folder(folder: Path | str, name: str) -> None:

@@ -181,6 +181,22 @@ def test_what_a_primitive_refuses_is_told_at_the_line_that_calls_it(tmp_path: Pa
     assert re.search(r"\n  which calls .*prims/vectors.py:\d+, in warp_sum\n    .*shuffle_sync", str(mistake))
 
 
+def test_what_the_assembler_refuses(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    module = module_of(tmp_path, CUTE, "cute.arch.barrier(barrier_id=17, number_of_threads=32)")
+    with pytest.raises(Exception, match="PTX assembly failed") as raised:
+        compile_cute(module)
+    mistake = mistakes.mistake_of(raised.value)
+    assert mistake is not None and "\x1b" not in str(mistake)
+    assert mistake.said == "ptxas: Barrier number '17' out of range, expected to be in range [0..15]"
+    assert (mistake.place.file, mistake.place.function, mistake.place.text) == (
+        module.__file__,
+        "kernel",
+        "@cute.kernel",
+    )
+    assert "\x1b" not in mistakes.sentence(ValueError("\x1b[91merror:\x1b[0m PTX assembly failed"))
+
+
 def test_what_is_no_mistake_in_a_kernel() -> None:
     assert mistakes.mistake_of(UserError("a sentence")) is None
     assert mistakes.sentence(KeyError("first\nsecond")) == "KeyError: 'first\\nsecond'"

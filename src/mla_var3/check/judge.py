@@ -27,6 +27,10 @@ def bounds_of(plan: Any, dist: str) -> dict[str, Bound]:
     whose design rounds once more."""
     slack = getattr(plan, "cos_slack", 0.0)
     bounds = plan.workload.bounds(dist)
+    if lacks := [output.name for output in plan.workload.outputs if output.name not in bounds]:
+        raise UserError(
+            f"bounds of workload {plan.workload.name} lacks {', '.join(lacks)}: return one Bound for each output."
+        )
     return {
         name: replace(b, cos=b.cos + slack, row_cos=b.row_cos + slack) if math.isfinite(b.row_cos) else b
         for name, b in bounds.items()
@@ -339,6 +343,10 @@ class _Run:
         """The verdict on one case; None where its inputs cannot be made here."""
         workload: Workload = self.plan_cls.workload
         inputs: tuple[Any, ...] | None = self.inputs(case.problem, seed, case.dist)
+        if not isinstance(inputs, tuple):
+            raise UserError(
+                f"make_inputs of workload {workload.name} returns a {type(inputs).__name__}: return a tuple."
+            )
         if case.alter is not None:
             assert inputs is not None
             inputs = case.alter(inputs)
@@ -355,7 +363,7 @@ class _Run:
             workload,
             kernel,
             inputs,
-            lambda: workload.reference(problem, *inputs),
+            lambda: _oracle(workload, workload.reference(problem, *inputs)),
             bounds_of(self.plan_cls, case.dist),
             case.problem.torch_dtype,
             deterministic,
@@ -378,6 +386,24 @@ class _Run:
         if self.compiled is not None:
             plan.compiled = self.compiled
         return plan.plan(*inputs), bool(plan.deterministic)
+
+
+def _oracle(workload: Workload, references: Any) -> tuple[torch.Tensor, ...]:
+    """The references, where they have the form that they are judged in. Raises `UserError` where not: then no kernel
+    is wrong, but the workload."""
+    import torch
+
+    names, said = [output.name for output in workload.outputs], f"the reference of workload {workload.name}"
+    if not isinstance(references, tuple) or not all(isinstance(x, torch.Tensor) for x in references):
+        raise UserError(
+            f"{said} returns a {type(references).__name__}: return a tuple of tensors, ({', '.join(names)})."
+        )
+    if len(references) != len(names):
+        raise UserError(f"{said} returns {len(references)} tensors: return one for each output, ({', '.join(names)}).")
+    for name, x in zip(names, references, strict=True):
+        if x.is_floating_point() and x.element_size() < 4:
+            raise UserError(f"{said} gives {name} in {x.dtype}: compute it in float64, or at least in float32.")
+    return references
 
 
 def judge(

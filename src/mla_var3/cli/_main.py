@@ -12,6 +12,7 @@ from typing import Any
 
 from mla_var3.cli.arguments import Parser
 from mla_var3.errors import EXIT_USER_ERROR, UserError, absent, nearest
+from mla_var3.files import no_space
 from mla_var3.toolchain import mistakes
 
 PROG = "mla-var3"
@@ -75,6 +76,8 @@ def _sentence(words: list[str], error: Exception) -> str | None:
     """What to say of a user's mistake, in the request or in a kernel's code; None where it is neither."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError) and (full := no_space(error)) is not None:
+        return full
     if isinstance(error, ModuleNotFoundError) and (said := absent(words[0], error.name or "")) is not None:
         return said
     mistake = mistakes.mistake_of(error)

@@ -114,14 +114,12 @@ def problem_of(args: argparse.Namespace, workload: Workload | None = None, **def
 
 def _model(name: str) -> dict[str, Any]:
     """What a file of conf/model says."""
-    import yaml
-
     from mla_var3 import paths
+    from mla_var3.files import read_yaml
 
     if name not in (models := paths.options("model")):
         raise UserError(f"--model {name!r} is unknown: {nearest(name, models)}.")
-    said: dict[str, Any] = yaml.safe_load(paths.option_file("model", name).read_text(encoding="utf-8"))
-    return said
+    return read_yaml(paths.option_file("model", name))
 
 
 def workload_of(kernels: Sequence[KernelId]) -> Workload:

@@ -95,7 +95,9 @@ def _yaml_comments(group: str) -> list[str]:
     from mla_var3 import paths
 
     files = {name: paths.option_file(group, name) for name in paths.options(group)}
-    return _columns([(name, _said(path.read_text(encoding="utf-8"))) for name, path in files.items()])
+    # A file in another encoding is named where it is used; here it is one of many.
+    texts = {name: path.read_text(encoding="utf-8", errors="replace") for name, path in files.items()}
+    return _columns([(name, _said(text)) for name, text in texts.items()])
 
 
 def _said(text: str) -> str:

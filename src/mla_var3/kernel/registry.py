@@ -20,6 +20,7 @@ from mla_var3.errors import UserError, importable, install, nearest
 from mla_var3.kernel.retired import where_is
 from mla_var3.names import kernel_label, version_name
 from mla_var3.toolchain import source
+from mla_var3.toolchain.mistakes import NEW_PAGE
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
@@ -243,6 +244,12 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
     ]
     if len(plans) != 1:
         raise UserError(f"{kernel.path.name} must define exactly one KernelPlan subclass; it defines {len(plans)}.")
+    lacks = [name for name in ("workload", "tiling_type", "requires") if not hasattr(plans[0], name)]
+    if lacks := [*lacks, *sorted(plans[0].__abstractmethods__)]:
+        raise UserError(
+            f"{plans[0].__name__} in {kernel.path.name} lacks {', '.join(lacks)}: {NEW_PAGE} has a whole plan, with "
+            "what each of them is for."
+        )
     return plans[0]
 
 

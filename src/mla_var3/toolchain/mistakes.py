@@ -23,12 +23,15 @@ from typing import Any, NoReturn
 from mla_var3 import paths
 from mla_var3.errors import UserError
 
+#: The page about starting a workload, a design or a peer.
+NEW_PAGE = "docs/new.md"
 #: Environment variable: 1 shows the whole traceback too, on the command line and in programs.
 TRACEBACK = "MLA_VAR3_TRACEBACK"
 
 # Of a compiler's message: where it is shown, and in one line.
 _MOST_LINES, _MOST_CHARACTERS = 12, 600
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_WORKLOADS = paths.package() / "workload"
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -67,14 +70,21 @@ class Place:
         around = [
             node
             for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and node.lineno <= self.line <= (node.end_lineno or 0)
+            if isinstance(node, ast.FunctionDef)
+            # A compiler that means the whole function names the line of its first decorator.
+            and min(part.lineno for part in (node, *node.decorator_list)) <= self.line <= (node.end_lineno or 0)
         ]
         return max(around, key=lambda node: node.lineno).name if around else ""
 
     @property
     def shared(self) -> bool:
-        """Whether it is in a primitive, which many versions call."""
-        return Path(self.file).parent.name == "prims"
+        """Whether it is in a primitive or a workload, which many versions call."""
+        return Path(self.file).parent.name == "prims" or self.workload
+
+    @property
+    def workload(self) -> bool:
+        """Whether it is in what a workload's file says."""
+        return Path(self.file).parent == _WORKLOADS
 
     def __str__(self) -> str:
         """`src/.../rmsnorm_v1.py:84, in normalise`, from the current folder where the file is below it."""
@@ -120,7 +130,8 @@ class KernelMistake(Exception):
 def mistake_of(error: BaseException) -> KernelMistake | None:
     """The mistake in a kernel's code that an exception comes from; None when it has no place in such code.
 
-    Kernel code is what lies in a folder of versions or primitives, or outside this package, Python and its libraries.
+    Kernel code is what lies in a folder of versions or primitives, a workload's file, or outside this package, Python
+    and its libraries.
     """
     if isinstance(error, KernelMistake):
         return error
@@ -134,6 +145,8 @@ def mistake_of(error: BaseException) -> KernelMistake | None:
         return None
     last = places[-1]
     own = next((place for place in reversed(places) if not place.shared), last)
+    # A version that only imports its workload is not where the workload's mistake is.
+    own = last if last.workload and not own.function else own
     kind, said = _said(chain[-1])
     return KernelMistake(kind, said, own, None if own is last else last, error)
 
@@ -152,7 +165,7 @@ def sentence(error: BaseException) -> str:
     mistake = mistake_of(error)
     if mistake is not None:
         return mistake.sentence
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
@@ -183,14 +196,28 @@ def _said(error: BaseException) -> tuple[str, str]:
     """Kind and message of an exception, without the places that a compiler writes into it."""
     if isinstance(error, SyntaxError):
         return type(error).__name__, error.msg
+    if log := getattr(error, "ptxas_error", None):
+        return type(error).__name__, f"ptxas: {_of_ptxas(log)}"
     library, hints = type(error).__module__.partition(".")[0], getattr(error, "suggestion", None) or ()
     # What the exceptions of a compiler call their message; with a place and the line, it is their text.
     name = {"triton": "error_message", "cuda": "message", "cutlass": "message" if hasattr(error, "suggestion") else ""}
     said = getattr(error, name.get(library, ""), None) or str(error)
-    texts = [said + _nearest_name(error), *([hints] if isinstance(hints, str) else hints)]
+    texts = [said + _nearest_name(error) + _page(said), *([hints] if isinstance(hints, str) else hints)]
     lines = [line.strip() for text in texts for line in _COLOURS.sub("", text).splitlines()]
     lines = [line[:_MOST_CHARACTERS].removeprefix("error: unknown: ") for line in lines if line]
     return type(error).__name__, "\n".join(lines[:_MOST_LINES])
+
+
+def _page(said: str) -> str:
+    """Where it is written what a workload has, behind what Python says of one that lacks some of it."""
+    lacks = "Workload.__init__() missing" in said or said.endswith("has no attribute 'WORKLOAD'")
+    return f"\n{NEW_PAGE} has a whole workload, with what each field is for" if lacks else ""
+
+
+def _of_ptxas(log: str) -> str:
+    """What the assembler complains of, without the lines of a PTX file that nobody has seen."""
+    found = re.findall(r"\berror\s*:\s*(.+?)\s*(?=\n\s*ptxas|\Z)", _COLOURS.sub("", log), re.DOTALL)
+    return "\n".join(" ".join(one.split()) for one in found[:_MOST_LINES]) or " ".join(log.split())[:_MOST_CHARACTERS]
 
 
 def _nearest_name(error: BaseException) -> str:
@@ -217,6 +244,7 @@ def _places(error: BaseException) -> Iterator[Place]:
         yield Place(error.filename, error.lineno, (start, max((error.end_offset or 0) - 1, start + 1)))
     yield from _of_tile(getattr(error, "loc", None))
     yield from _of_triton(getattr(error, "src", None), getattr(error, "node", None))
+    yield from _of_diagnostic(getattr(error, "formatted", None))
     named, line = getattr(error, "filename", None), getattr(error, "line", None)
     if isinstance(named, str) and isinstance(line, int):  # of CuTe
         yield Place(named, line, _span(getattr(error, "col", None), getattr(error, "end_col", None)))
@@ -244,6 +272,12 @@ def _of_triton(source: Any, node: Any) -> Iterator[Place]:
             return
 
 
+def _of_diagnostic(text: Any) -> Iterator[Place]:
+    """The place that CuTe's compiler writes into its text: of a stage behind tracing, the kernel."""
+    for file, line in re.findall(r"--> (\S.*?):(\d+):\d+", _COLOURS.sub("", text)) if isinstance(text, str) else ():
+        yield Place(file, int(line))
+
+
 def _span(start: int | None, end: int | None, one_line: bool = True) -> tuple[int, int] | None:
     """Columns of what is on one line; nothing is marked of what goes over several."""
     return None if start is None or not one_line else (start, start + 1 if end is None else end)
@@ -251,6 +285,8 @@ def _span(start: int | None, end: int | None, one_line: bool = True) -> tuple[in
 
 def _is_kernel_code(file: str) -> bool:
     path = Path(file)
+    if path.parent == _WORKLOADS:
+        return path.name != "__init__.py"
     for folder in paths.kernel_dirs():
         if path.is_relative_to(folder):
             return len(path.relative_to(folder).parts) > 2  # the registry and what hosts share stand higher

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError
+from mla_var3.files import no_space
 from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.compiled import CompiledKernel
 
@@ -179,6 +180,8 @@ def _attempt(run: Callable[[Any], Any], job: Any) -> CompileResult:
     except UserError as error:
         return CompileResult(None, None, str(error), type(error).__name__)
     except Exception as error:
+        if isinstance(error, OSError) and (full := no_space(error)) is not None:
+            return CompileResult(None, None, full, UserError.__name__)
         mistake = mistakes.mistake_of(error)
         if mistake is None:
             return CompileResult(None, None, mistakes.sentence(error), type(error).__name__, traceback.format_exc())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_var3.errors import UserError
+from mla_var3.files import no_space
 
 # Always in a count, also when zero, so that records can be compared. Any other opcode group appears when it occurs.
 HEADLINE = (
@@ -78,6 +79,8 @@ def _cuobjdump(cubin: bytes | Path, *options: str) -> str:
         raise UserError(f"there is no cubin at {cubin}.")
     done = subprocess.run([tool("cuobjdump"), *options, cubin], capture_output=True, text=True, check=False)
     if done.returncode:
+        if (full := no_space()) is not None:  # the tool only says that it cannot read what it could not write
+            raise UserError(full)
         said = (done.stderr or done.stdout).strip().splitlines()
         raise UserError(f"cuobjdump cannot read the cubin: {said[-1] if said else f'exit status {done.returncode}'}.")
     return done.stdout

@@ -301,6 +301,13 @@ class Workload:
     draw: Callable[[random.Random], dict[str, Any]] | None = None
     updates: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if lacks := sorted(getattr(self.problem, "__abstractmethods__", ())):
+            raise UserError(
+                f"{self.problem.__name__} of workload {self.name} lacks {', '.join(lacks)}: the methods of "
+                "mla_var3.workload.Problem say what each of them returns, and docs/new.md has an example."
+            )
+
     def case_problems(self, problem: Any) -> list[Any]:
         """The problems that the check plans or binds on a GPU for this one, each once, itself first."""
         return list(dict.fromkeys(case.problem for case in self.cases(problem, True)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mla_var3 import paths
+from mla_var3 import cli, paths
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel import registry
@@ -219,6 +219,35 @@ def test_configs_of_the_current_folder_add_to_the_shipped_ones(tmp_path: Path, m
         sweep_config.compose(["experiment=broken"])
     with pytest.raises(UserError, match=r"there is no key 'experiment\.cels': did you mean 'cells'"):
         sweep_config.compose(["experiment=typo"])
+
+
+@pytest.mark.parametrize("group", ["experiment", "kernels", "model"])
+def test_a_config_that_cannot_be_read_is_named(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "conf" / group
+    folder.mkdir(parents=True)
+    (folder / "rows.yaml").write_text("- a\n- b\n")
+    (folder / "latin.yaml").write_bytes("description: caf\xe9\n".encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"conf/{group}/rows\.yaml is a list: a config file has keys with values"):
+        sweep_config.compose([f"{group}=rows"])
+    with pytest.raises(
+        UserError, match=rf"conf/{group}/latin\.yaml is not UTF-8 \(byte 16\): save it"
+    ):
+        sweep_config.compose([f"{group}=latin"])
+
+
+def test_a_model_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "conf" / "model"
+    folder.mkdir(parents=True)
+    (folder / "rows.yaml").write_text("- a\n")
+    (folder / "latin.yaml").write_bytes("h: \xe9\n".encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    for name, said in (("rows", "rows.yaml is a list"), ("latin", "latin.yaml is not UTF-8 (byte 3)")):
+        assert cli.main(["check", "torch/flash_mla", "--device", "cpu", "--model", name]) == 2
+        assert said in capsys.readouterr().err
+    assert cli.main(["list", "models"]) == 0 and "latin" in capsys.readouterr().out
 
 
 def test_kernels_are_groups_names_or_wildcards(toys: Path) -> None:

@@ -19,6 +19,7 @@ from mla_var3.dispatch import model, selection
 from mla_var3.dispatch import table as tables
 from mla_var3.dispatch.table import DeviceTable, Recipe
 from mla_var3.errors import UserError
+from mla_var3.files import read_yaml
 from mla_var3.kernel import registry
 from mla_var3.lab.report.gather import STATES, Gathered, Point
 from mla_var3.workload import DEFAULT, Problem
@@ -45,12 +46,10 @@ def data(gathered: Gathered) -> dict[str, Any]:
 
 def models() -> list[tuple[str, int]]:
     """(name, heads) of the models in conf/model whose decode problems have the default latent and rope widths."""
-    import yaml
-
     plain, found = MlaProblem(), []
     for name in paths.options("model"):
-        said = yaml.safe_load(paths.option_file("model", name).read_text(encoding="utf-8"))
-        if (said["k"], said["p"], said["h_kv"]) == (plain.k, plain.p, plain.h_kv):
+        said = read_yaml(paths.option_file("model", name))
+        if tuple(map(said.get, ("k", "p", "h_kv"))) == (plain.k, plain.p, plain.h_kv):
             found.append((name, said["h"]))
     return sorted(found, key=lambda pair: (pair[0] != "deepseek-v3", pair[0]))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from mla_var3 import paths, workload
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import read_yaml
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.profiling import MODES as PROFILES
 from mla_var3.workload import DEFAULT
@@ -347,13 +348,8 @@ def _kernels_word(value: str, choices: list[str]) -> list[str]:
 
 def _patterns(group: str) -> list[str]:
     """The patterns that `conf/kernels/<group>.yaml` holds."""
-    import yaml
-
-    for folder in paths.conf_dirs():
-        path = folder / "kernels" / f"{group}.yaml"
-        if path.is_file():
-            return [str(pattern) for pattern in (yaml.safe_load(path.read_text()) or {}).get("patterns", [])]
-    return []
+    said = read_yaml(paths.option_file("kernels", group))
+    return [str(pattern) for pattern in said.get("patterns", [])]
 
 
 # ---------------------------------------------------------------- explaining
@@ -378,6 +374,8 @@ def explain(error: BaseException, words: Sequence[str] = ()) -> str | None:
     from yaml import YAMLError
 
     chain = list(_chain(error))
+    if any(isinstance(item, UnicodeDecodeError) or _NO_MAPPING in str(item) for item in chain):
+        return _unreadable(chain)
     for item in chain:
         if isinstance(item, YAMLError):
             return _yaml(item)
@@ -402,6 +400,22 @@ def _chain(error: BaseException | None) -> Iterable[BaseException]:
         seen.append(error)
         error = error.__cause__ or error.__context__
     return seen
+
+
+#: What Hydra says of a file that is a list, and no more than the name of its group beside it.
+_NO_MAPPING = "ValidationError raised while composing"
+
+
+def _unreadable(chain: Sequence[BaseException]) -> str | None:
+    """What is wrong with the file that could not be read, by its name, which Hydra keeps to itself."""
+    named = next((m[1] for item in chain if (m := re.match(r"In '([^']+)'", str(item)))), "*/*")
+    for folder in paths.conf_dirs():
+        for path in sorted(folder.glob(f"{named}.yaml")):
+            try:
+                read_yaml(path)
+            except UserError as error:
+                return str(error)
+    return None
 
 
 def _yaml(error: Any) -> str:

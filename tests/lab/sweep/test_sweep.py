@@ -230,9 +230,7 @@ def test_a_config_that_cannot_be_read_is_named(group: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=rf"conf/{group}/rows\.yaml is a list: a config file has keys with values"):
         sweep_config.compose([f"{group}=rows"])
-    with pytest.raises(
-        UserError, match=rf"conf/{group}/latin\.yaml is not UTF-8 \(byte 16\): save it"
-    ):
+    with pytest.raises(UserError, match=rf"conf/{group}/latin\.yaml is not UTF-8 \(byte 16\): save it"):
         sweep_config.compose([f"{group}=latin"])
 
 

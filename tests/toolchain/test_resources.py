@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mla_var3.device import Device
-from mla_var3.errors import UserError
+from mla_var3.errors import Infeasible, UserError
 from mla_var3.toolchain import resources, sass
 from mla_var3.toolchain.compiled import Resources
 
@@ -61,7 +61,22 @@ ptxas info    : Used 32 registers"""
     assert resources.parse_ptxas("") == {}
 
 
+@pytest.mark.parametrize(
+    ("taken", "device", "words"),
+    [
+        (replace(FINE, smem_static=40_000), H200, "shared memory of 240,000 bytes is over the 232,448"),
+        (replace(FINE, smem_dynamic=102_400), RTX, "shared memory of 102,400 bytes is over the 101,376"),
+        (replace(FINE, registers=176), H200, "176 registers for each of 384 threads are over the 168 that h200 has"),
+        (replace(FINE, threads=1536), H200, "1536 threads are over the 1024"),
+    ],
+)
+def test_what_cannot_be_launched_is_no_warning(taken: Resources, device: Device, words: str) -> None:
+    with pytest.raises(Infeasible, match=words):
+        resources.require(taken, device)
+
+
 def test_a_good_kernel_has_no_problems() -> None:
+    resources.require(FINE, H200)
     assert resources.problems(FINE, H200) == []
     combine = Resources(registers=32, threads=128, ctas_per_sm=16, instructions={"LDG": 4, "total": 90})
     assert resources.problems(combine, H200) == []
@@ -70,10 +85,6 @@ def test_a_good_kernel_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("taken", "device", "words"),
     [
-        (replace(FINE, smem_static=40_000), H200, "shared memory of 240,000 bytes is over the 232,448"),
-        (replace(FINE, smem_dynamic=102_400), RTX, "shared memory of 102,400 bytes is over the 101,376"),
-        (replace(FINE, registers=176), H200, "176 registers for each of 384 threads are over the 168 that h200 has"),
-        (replace(FINE, threads=1536), H200, "1536 threads are over the 1024"),
         (replace(FINE, spill_bytes=4096), H200, "spills registers: 4,096 bytes"),
         (replace(FINE, stack_bytes=64), H200, "uses 64 bytes of stack a thread"),
         (replace(FINE, instructions={"HMMA": 9, "UTMALDG": 1}), H200, "9 HMMA and no warpgroup (HGMMA)"),

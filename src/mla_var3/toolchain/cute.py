@@ -79,6 +79,7 @@ def compile_cute(
     stages = []
     for function in sorted(found, key=lambda name: order.index(name) if name in order else len(order)):
         taken = found[function]
+        resources.require(taken, device)
         warnings = resources.problems(taken, device)
         if function in unknown:
             warnings.append("dynamic shared memory is computed at launch and was not checked")

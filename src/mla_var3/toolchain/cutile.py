@@ -59,6 +59,7 @@ def compile_cutile(
     text = sass.disassemble(cubin.getvalue())
     (taken,) = resources.read(cubin.getvalue(), device, sass=text).values()
     kept = artefacts.save(name, out_dir, kinds, {"cubin": cubin.getvalue(), "sass": text, "tileir": bytecode})
+    resources.require(taken, device)
     warnings = tuple(resources.problems(taken, device))
     code = code_of(name, *tile_ir(kernel, signature, gpu_code), device)
     made = CompiledKernel(name, device.arch, taken, kept, (), warnings, time.perf_counter() - start, code)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_var3.errors import Infeasible
 from mla_var3.toolchain import sass as sass_
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
 
@@ -71,21 +72,28 @@ def parse_ptxas(text: str) -> dict[str, int]:
     return {match[1]: int(match[2]) + int(match[3]) for match in re.finditer(pattern, text)}
 
 
-def problems(resources: Resources, device: Device) -> list[str]:
-    """Limits of the device that the kernel breaks and fast paths it misses: one sentence each, worst first."""
-    r, found = resources, []
+def require(resources: Resources, device: Device) -> None:
+    """Raises `Infeasible` for a kernel that the device cannot launch: it takes more than a block may have."""
+    r = resources
     if r.smem > device.smem_per_block:
-        found.append(
-            f"shared memory of {r.smem:,} bytes is over the {device.smem_per_block:,} that a block of {device.key} "
-            "may have: the launch will fail"
+        raise Infeasible(
+            f"shared memory of {r.smem:,} bytes is over the {device.smem_per_block:,} that a block of {device.key} may "
+            "have: take smaller tiles or fewer stages"
         )
     if r.threads > device.max_threads_per_block:
-        found.append(f"{r.threads} threads are over the {device.max_threads_per_block} that a block may have")
-    elif r.threads and r.registers > device.max_registers(r.threads):
-        found.append(
-            f"{r.registers} registers for each of {r.threads} threads are over the {device.max_registers(r.threads)} "
-            f"that {device.key} has for them: the launch will fail"
+        raise Infeasible(
+            f"{r.threads} threads are over the {device.max_threads_per_block} that a block may have: take fewer"
         )
+    if r.threads and r.registers > device.max_registers(r.threads):
+        raise Infeasible(
+            f"{r.registers} registers for each of {r.threads} threads are over the {device.max_registers(r.threads)} "
+            f"that {device.key} has for them: take fewer threads, or smaller tiles"
+        )
+
+
+def problems(resources: Resources, device: Device) -> list[str]:
+    """Fast paths of the device that a kernel which it can launch misses: one sentence each, worst first."""
+    r, found = resources, list[str]()
     count = r.instructions
     if r.spill_bytes:
         found.append(

@@ -62,6 +62,7 @@ def compile_triton(
     (taken,) = resources.read(cubin, device, sass=text, smem_dynamic=int(compiled.metadata.shared)).values()
     made = {kind: compiled.asm.get(kind) for kind in ("ptx", "ttir", "ttgir")}
     kept = artefacts.save(name, out_dir, kinds, {"cubin": cubin, "sass": text, **made})
+    resources.require(taken, device)
     warnings = tuple(resources.problems(taken, device))
     code = code_of(cubin, {key: getattr(compiled.metadata, key, None) for key in LAUNCH}, device)
     seconds = time.perf_counter() - start

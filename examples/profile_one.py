@@ -6,6 +6,8 @@
 On a GPU machine the kernel runs, with the decisive counters where Nsight Compute and its permission are here. Without
 one it is compiled for an H200 and set beside the roofline: what it takes of an SM needs no GPU. `mla-var3 profile` does
 the same on the command line, `mla-var3 diagnose` goes on from there.
+
+Needs the extras lab and cute: `pip install -e '.[lab,cute]'` in a checkout.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ so the graph that was captured once is replayed for every mix of lengths. Nothin
 In place of a model there are random queries and latents: attention is what this shows, `serve_deepseek.py` has a whole
 model. The last step is checked against attention over each request's history in float32, which never saw a page.
 Without a GPU a plain function takes the place of `mla_decode`, and nothing is timed.
+
+Needs the extra cute, to compile the versions for Hopper: `pip install -e '.[cute]'` in a checkout. Without it a
+bundle of compiled kernels, or Triton's version, answers.
 """
 
 from __future__ import annotations

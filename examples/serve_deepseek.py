@@ -12,6 +12,9 @@ and its prompts padded on the left.
 Checked: in float32 (CPU) all tokens are the original's. In bf16 (GPU) rounding may decide between two tokens, so our
 logits are compared with the original's in float32 on the same tokens: their error, the median over a request's tokens,
 may be half as large again as that of the original in bf16. Exits with 1 where a check fails.
+
+Needs the extra layers, which brings transformers, and on a GPU the extra cute: `pip install -e '.[layers,cute]'` in a
+checkout.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 A version of the laboratory is a file like this one, in a folder of src/mla_var3/kernel that `mla-var3 clone` makes;
 then `mla-var3 check`, `compile`, `diff` and `bench` find it by its name. What is computed, the inputs, the oracle, the
 hostile cases and the error bounds are the workload's, here `mla_var3.workload.norm`: a kernel brings none of its own.
+
+Needs the package alone, which brings torch and Triton: `pip install -e .` in a checkout.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import triton.language as tl
 
 from mla_var3.check.judge import check
 from mla_var3.device import Device, Requirement
+from mla_var3.errors import EXIT_USER_ERROR, UserError
 from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
 from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict
 from mla_var3.workload import norm
@@ -126,10 +129,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--compile", metavar="DEVICE", help="compile for a device of `mla-var3 list devices`")
     args = parser.parse_args(arguments)
+    try:
+        return run(args)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when it is right or compiled, 1 when it is wrong. Raises `UserError` where the kernel, or the device, does not
+    take the problem."""
     problem = NormProblem(rows=args.rows, width=args.width)
-    if args.compile:
-        device = Device.get(args.compile)
-        made = SmallNormPlan(problem, None, device).plan_empty().compile(None, device)
+    device = Device.get(args.compile) if args.compile else Device.detect()
+    plan = SmallNormPlan(problem, None, device)
+    plan.require()
+    if device is not None and args.compile:
+        made = plan.plan_empty().compile(None, device)
         taken = made.resources
         print(f"{device.name}: {taken.registers} registers, {taken.spill_bytes} bytes spilled, {taken.threads} threads")
         return 0

@@ -36,6 +36,19 @@ def test_no_example_is_without_a_test(repo_root: Path) -> None:
         assert path.stem in tests, f"{path.relative_to(repo_root)} is run by no test"
 
 
+def test_every_example_names_what_it_needs(repo_root: Path) -> None:
+    for path in (*(repo_root / "examples").glob("*.py"), *(repo_root / "examples" / "experiment").glob("*.py")):
+        said = path.read_text(encoding="utf-8").split('"""')[1]
+        assert re.search(r"Needs the (extras?|package)", said), path.name
+
+
+def test_a_written_kernel_refuses_what_it_does_not_take(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert example(repo_root, "write_a_kernel").main(["--width", "20000"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "20000 columns are more than a program's registers\n"
+
+
 # ---------------------------------------------------------------- serving
 SMALL = "--slots 3 --heads 4 --steps 6 --longest 150".split()
 

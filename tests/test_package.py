@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from mla_var3.errors import EXTRAS, absent
+from mla_var3.errors import EXTRAS, absent, install
 from mla_var3.kernel import registry
 
 
@@ -175,7 +175,7 @@ def test_every_package_of_an_extra_is_named_when_it_is_missing(
         assert wanted <= {DISTRIBUTIONS.get(module, module) for module in modules}, extra
         for module in modules:
             sentence = absent("sweep", f"{module}.deeper")
-            assert sentence is not None and sentence.endswith(f"not installed: pip install 'mla_var3[{extra}]'.")
+            assert sentence is not None and sentence.endswith(f"not installed: {install(extra)}.")
     assert absent("sweep", "torch") is None and absent("sweep", "mla_var3.nothing") is None
     monkeypatch.setattr("mla_var3.errors.importable", lambda package: True)
     assert absent("sweep", "yaml.nothing") is None, "it is installed, and lacks that module"

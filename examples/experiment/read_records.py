@@ -3,7 +3,7 @@
     python read_records.py [FOLDER]          # out/results, where compiled and CPU records go; results on a GPU machine
 
 A record has all that is needed to measure its point again: kernel, problem, tiling, device, times, the limits of the
-same run, resources, environment and source. `mla_var3.record.Record` has the fields.
+same run, resources, environment and source. `mla_var3.record.Record` has the fields. Needs the extra lab.
 """
 
 from __future__ import annotations

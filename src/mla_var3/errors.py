@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import util
+from pathlib import Path
 
 from mla_var3.names import in_order
 
@@ -37,8 +38,12 @@ class Infeasible(UserError):
 
 
 def install(extra: str) -> str:
-    """The command that gets an extra of this package: the end of a sentence about what is missing."""
-    return f"pip install 'mla_var3[{extra}]'"
+    """The command that gets an extra of this package, of a checkout where this is one: the end of a sentence about what
+    is missing."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file() or not (root / "src" / "mla_var3").is_dir():
+        return f"pip install 'mla_var3[{extra}]'"
+    return f"pip install -e '{'.' if Path.cwd() == root else root}[{extra}]'"
 
 
 def importable(package: str) -> bool:

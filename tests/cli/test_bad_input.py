@@ -38,6 +38,29 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
+# ---------------------------------------------------------------- fields of a problem
+def test_every_field_of_a_workload_is_an_option() -> None:
+    from mla_var3.cli.arguments import problem_of
+
+    parser = cli.parser_of("check")
+    norm = problem_of(
+        parser.parse_args(["x", "--rows", "3", "--residual", "--problem", "eps=1e-5"]), workload.get("norm")
+    )
+    assert (norm.rows, norm.residual, norm.eps) == (3, True, 1e-5)
+    for name in workload.names():
+        kind = workload.get(name).problem
+        for field in kind.fields():
+            value = getattr(kind(), field)
+            if isinstance(value, int) and not isinstance(value, bool):
+                made = parser.parse_args(["x", f"--{field}", "7"])
+                assert getattr(made, field, None) in (7, "7") or f"{field}=7" in made.problem, (name, field)
+
+
+@needs_torch
+def test_a_field_of_another_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "problem has no field 'rows'" in said(["check", "torch/flash_mla", "--device", "cpu", "--rows", "3"], capsys)
+
+
 # ---------------------------------------------------------------- numbers
 @pytest.mark.parametrize("name", workload.names())
 def test_a_number_that_no_device_can_hold_is_refused_at_once(name: str) -> None:

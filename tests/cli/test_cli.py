@@ -14,6 +14,7 @@ import pytest
 from mla_var3 import cli
 from mla_var3.cli import arguments
 from mla_var3.device import Device
+from mla_var3.errors import install
 from mla_var3.kernel import registry
 from mla_var3.lab import doctor
 from mla_var3.lab.report import tables
@@ -70,6 +71,16 @@ def test_list_shows_kernels_experiments_models_and_devices(capsys: pytest.Captur
         assert kernel.label in out
     for word in ("quickstart", "decode", "deepseek-v3", "h200", "sm_90a"):
         assert word in out
+
+
+def test_a_clone_is_new_until_a_devlog_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clone = registry.KernelId("cute-dsl", "mla", "flash_mla", 99)
+    before = registry.standings()
+    assert before["cute-dsl/flash_mla_v24"] == "newest" and before["cute-dsl/flash_mla_v23"] == "kept"
+    versions = (*registry.all_kernels(), clone)
+    monkeypatch.setattr(registry, "all_kernels", lambda: tuple(sorted(versions)))
+    after = registry.standings()
+    assert after.pop(clone.label) == "new" and after == before
 
 
 def test_list_marks_versions_and_folds_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,7 +396,7 @@ def test_doctor_ends_with_0_unless_the_installation_is_broken(
     assert cli.main(["doctor", "--no-compile"]) == 1
     out = capsys.readouterr().out
     assert "BROKEN   torch is not installed" in out
-    assert "missing  pydantic is not installed (pin <3,>=2.7)\n" + " " * 19 + " -> pip install 'mla_var3[lab]'" in out
+    assert "missing  pydantic is not installed (pin <3,>=2.7)\n" + " " * 19 + f" -> {install('lab')}" in out
     assert "missing  triton is not installed (pin >=3.6)\n" + " " * 19 + " -> pip install 'triton>=3.6'" in out
 
 
@@ -420,4 +431,4 @@ def test_doctor_reports_a_compiler_that_ends_its_process(monkeypatch: pytest.Mon
     found = doctor._probed("cute-dsl", process, Device.get("h200"))
     assert found.state == doctor.MISSING
     assert "cute-dsl cannot compile for sm_90a: libnvvm is missing" in found.text
-    assert "mla_var3[cute]" in found.todo
+    assert install("cute") in found.todo

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mla_var3.device import Device
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, install
 from mla_var3.kernel.registry import KernelId, get_plan
 from mla_var3.lab import bundle
 from mla_var3.toolchain import aot, loader
@@ -164,7 +164,7 @@ def test_a_machine_without_the_compiler_plans_and_loads(shipped: Path) -> None:
     assert found["stages"] == ["tiny_scale", "tiny_shift"] and found["handle"] == "Function"
     assert max(found["times"]) < 100, found  # two host functions each; cores are shared
     assert "the nearest has tiling {'threads': 64}" in said[1] or "the nearest has tiling {'threads': 128}" in said[1]
-    assert "it holds no tiny_other" in said[2] and "mla_var3[cute]" in said[2]
+    assert "it holds no tiny_other" in said[2] and install("cute") in said[2]
 
 
 def test_another_source_or_compiler_is_not_taken(shipped: Path) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from ops_fakes import not_compiled  # noqa: E402
 
 from mla_var3.device import Device  # noqa: E402
-from mla_var3.errors import Unsupported, UserError  # noqa: E402
+from mla_var3.errors import Unsupported, UserError, install  # noqa: E402
 from mla_var3.ops.calls import Buffer, call_of  # noqa: E402
 from mla_var3.ops.decode import way_for  # noqa: E402
 from mla_var3.toolchain import aot  # noqa: E402
@@ -89,6 +89,6 @@ mla_decode(None, None, None, None)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.strip().splitlines()[-1] in {
         f"mla_var3.errors.UserError: mla_var3.ops.jax needs the package {name}, which is not installed: "
-        "pip install 'mla_var3[jax]'."
+        f"{install('jax')}."
         for name in ("jax", module)
     }

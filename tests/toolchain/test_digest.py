@@ -81,7 +81,7 @@ def test_it_survives_a_record_and_an_entry_of_the_cache(kernels: Any, base: Code
 
     back = Code.from_record(base.to_record())
     assert back == base and back.digest == base.digest and back.toolchain == base.toolchain
-    kept = aot._from_json(aot._to_json(kernels.compiled(kernels.launch)))
+    kept = aot.from_json(aot.to_json(kernels.compiled(kernels.launch)))
     assert kept.code == base
 
 

@@ -63,6 +63,8 @@ def add_kernels(parser: argparse.ArgumentParser, count: str) -> None:
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """The options that describe a problem; read them with `problem_of`."""
+    from mla_var3.workload import get, names
+
     group = parser.add_argument_group("problem")
     group.add_argument("--model", metavar="NAME", help="heads and widths: deepseek-v3 (default), ... (`list models`)")
     for name, text in (
@@ -76,13 +78,32 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         ("d", "head dim"),
         ("n", "tokens of each request that are decompressed (design mla_var6_plus)"),
     ):
-        names = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
-        group.add_argument(*names, type=int, metavar="N", help=text)
+        spelled = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
+        group.add_argument(*spelled, type=int, metavar="N", help=text)
     group.add_argument("--lengths", metavar="L", help="ragged, normal, edges (':SEED' may follow), or a list: 70,0,128")
     group.add_argument("--causal", action="store_true", default=None, help="query token i sees keys 0 .. t - s + i")
     group.add_argument("--page", metavar="N", help="tokens a cache page, or 'contiguous'")
     group.add_argument("--dtype", metavar="D", help="bf16 (default), fp16 or fp32")
-    group.add_argument("--problem", metavar="K=V,...", default="", help="fields of any workload, by their names")
+    group.add_argument(
+        "--problem", metavar="K=V,...", default="", action=Field, help="fields of any workload, by their names"
+    )
+    # Each of them is an option too: `--rows 4096` is `--problem rows=4096`. They are too many to be listed in a help.
+    taken = {*PROBLEM_FIELDS, "lengths", "page"}
+    for name in sorted({name for one in names() for name in get(one).problem.fields()} - taken):
+        group.add_argument(
+            *{f"--{name}", f"--{name.replace('_', '-')}"}, dest="problem", action=Field, nargs="?", const="true",
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
+
+
+class Field(argparse.Action):
+    """Fields of a problem, by `--problem` or by options of their own, one behind another. Without a value one is
+    true."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name = (option_string or "").lstrip("-").replace("-", "_")
+        said = [getattr(namespace, self.dest), values if name == self.dest else f"{name}={values}"]
+        setattr(namespace, self.dest, ",".join(filter(None, said)))
 
 
 def add_tiling(parser: argparse.ArgumentParser) -> None:

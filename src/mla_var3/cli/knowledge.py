@@ -105,7 +105,10 @@ def _find(arguments: argparse.Namespace) -> int:
         known = find.facts_of_record(record)
         groups = {name: {**known.groups.get(name, {}), **facts.groups.get(name, {})} for name in known.groups}
         facts = Facts(facts.bound or known.bound, groups)
-    chosen = find.find(index, facts, kind=arguments.kind, language=arguments.language, arch=arguments.arch, words=words)
+    options = {"kind": arguments.kind, "language": arguments.language, "arch": arguments.arch}
+    chosen = find.find(index, facts, words=words, **options)
+    if not chosen and len(words) > 1 and (chosen := find.loosened(index, facts, words=words, **options)):
+        print(f"no page has all of {', '.join(words)}; these have the most of them:", file=sys.stderr)
     for one in chosen:
         entry = one.entry
         print(f"{entry['kind']:13} {entry['title']}  docs/knowledge/{entry['path']}")

@@ -170,11 +170,18 @@ def _add_own_folders(module: str) -> None:
 
 
 def standings() -> dict[str, str]:
-    """`newest` or `kept` for each version that is here, by its label: newest of a language and design with several.
-    A library has none."""
-    last = {(k.language, k.layer, k.design): k for k in all_kernels()}  # they come sorted
+    """`newest`, `kept` or `new` for each version that is here, by its label: new of one that no devlog speaks of yet,
+    such as a clone; newest of a language and design with several others. A library has none."""
+    root = paths.repo_root()
+
+    def begun(kernel: KernelId) -> bool:
+        entry = f"{kernel.language}-v{kernel.version}.md"
+        return root is not None and not (root / "devlogs" / kernel.design / entry).is_file()
+
+    own = [k for k in all_kernels() if k.language != "peer"]
+    last = {(k.language, k.layer, k.design): k for k in own if not begun(k)}  # they come sorted
     newest = {k for k in last.values() if k.version}
-    return {k.label: "newest" if k in newest else "kept" for k in all_kernels() if k.language != "peer"}
+    return {k.label: "new" if begun(k) else "newest" if k in newest else "kept" for k in own}
 
 
 def find(design: str, version: int | None = None, language: str | None = None) -> list[KernelId]:

@@ -389,7 +389,7 @@ def entry_of(key: Key, compiled: CompiledKernel, library: Path) -> dict[str, Any
         "object": library.name,
         "sha256": hashlib.sha256(data).hexdigest(),
         "bytes": len(data),
-        "compiled": _to_json(compiled),
+        "compiled": to_json(compiled),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -412,26 +412,28 @@ def load_entry(folder: Path, entry: Mapping[str, Any]) -> CompiledKernel:
         handle = loader.load(path, entry["name"], near=bundle_dirs())
     except (RuntimeError, AttributeError, OSError) as error:
         raise ValueError(f"{path} does not load ({str(error).splitlines()[-1][:200]})") from error
-    compiled = _from_json(entry["compiled"])
+    compiled = from_json(entry["compiled"])
     return replace(compiled, handle=handle, artefacts={"object": path})
 
 
-def _to_json(compiled: CompiledKernel) -> dict[str, Any]:
+def to_json(compiled: CompiledKernel) -> dict[str, Any]:
+    """What `from_json` makes a compiled kernel of, without its handle and artefacts."""
     return {
         "name": compiled.name,
         "arch": compiled.arch,
         "resources": compiled.resources.to_record(),
         "warnings": list(compiled.warnings),
         "seconds": round(compiled.seconds, 3),
-        "stages": [_to_json(stage) for stage in compiled.stages],
+        "stages": [to_json(stage) for stage in compiled.stages],
         "code": compiled.code.to_record() if compiled.code else None,
     }
 
 
-def _from_json(data: Mapping[str, Any]) -> CompiledKernel:
+def from_json(data: Mapping[str, Any]) -> CompiledKernel:
+    """Inverse of `to_json`."""
     known = {f.name for f in fields(Resources)}
     resources = Resources(**{name: value for name, value in data["resources"].items() if name in known})
-    stages = tuple(_from_json(stage) for stage in data["stages"])
+    stages = tuple(from_json(stage) for stage in data["stages"])
     code = Code.from_record(data["code"]) if data.get("code") else None
     return CompiledKernel(
         data["name"], data["arch"], resources, {}, stages, tuple(data["warnings"]), float(data["seconds"]), code

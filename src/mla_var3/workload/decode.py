@@ -359,6 +359,11 @@ class MlaProblem(Problem):
         text += f"_q{self.query_tokens}" if self.packed else "_tree" if self.tree else ""
         if self.dtype != "bf16":
             text += f"_{self.dtype}"
+        default = MlaProblem
+        if (self.k, self.p) != (default.k, default.p):
+            text += f"_k{self.k}_p{self.p}"
+        if self.page != default.page:
+            text += "_contiguous" if self.page is None else f"_page{self.page}"
         return text
 
     def problem_class(self) -> DecodeClass:
@@ -420,14 +425,10 @@ class MlaProblem(Problem):
     # ---------------------------------------------------------------- how tables and pages show it
     @property
     def detail(self) -> str:
-        default, text = MlaProblem(), ""
-        if self.page != default.page:
-            text += "_contiguous" if self.page is None else f"_page{self.page}"
-        text += "_strided" if self.strided_pages else ""
+        text = "_strided" if self.strided_pages else ""
         if self.packed:
             text += "_" + hashlib.sha256(str(self.query_lens).encode()).hexdigest()[:4]
-        if (self.k, self.p, self.d) != (default.k, default.p, default.d):
-            text += f"_k{self.k}_p{self.p}_d{self.d}"
+        text += "" if self.d == MlaProblem.d else f"_d{self.d}"
         if self.lengths != "uniform":
             lengths = json.dumps(self.to_record()["lengths"], sort_keys=True)
             text += "_" + hashlib.sha256(lengths.encode()).hexdigest()[:4]

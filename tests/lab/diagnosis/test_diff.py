@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from diagnosis_fakes import WIDE, record
 
 from mla_var3 import cli
+from mla_var3.kernel import jobs
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import compare, loops
 from mla_var3.lab.diagnosis.evidence import Evidence
@@ -58,6 +60,29 @@ def test_two_versions_in_cute_dsl(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert (folder / "cute-dsl-flash_mla" / "flash_mla.sass").is_file()
     assert whole.count("HGMMA.64x64x16.F32.BF16") >= 44 and "FMNMX" in whole and "more lines in diff.md" in out
+
+
+def test_what_was_compiled_is_not_compiled_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = jobs.CompileJob(
+        **KernelId("cute-dsl", "norm", "rmsnorm", 0).to_record(), problem={"workload": "norm", "rows": 3},
+        device="h200", out_dir=str(tmp_path), keep=("sass", "cubin"),
+    )  # fmt: skip
+    first = jobs.run_job(job)
+    assert first.resources.registers and first.artefacts["sass"].is_file()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr("mla_var3.runtime.cute_kernel.CuteKernel.compile", refuse)
+    assert replace(jobs.run_job(job), seconds=0.0) == replace(first, seconds=0.0)
+    for other in (replace(job, device="h100"), replace(job, tiling={"vectors": 2}), replace(job, keep=("sass",))):
+        with pytest.raises(AssertionError, match="compiled again"):
+            jobs.run_job(other)
+    first.artefacts["sass"].unlink()
+    with pytest.raises(AssertionError, match="compiled again"):
+        jobs.run_job(job)
 
 
 def test_triton_and_cutile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,3 +138,26 @@ def test_the_pages_answer_the_plain_question() -> None:
     assert "optimizations/swapped-operands.md" in [one.entry["path"] for one in few_heads[:3]]
     ceiling = find.find(built, find.facts_of_words("compute", ["resources.registers=255", "k=512", "rows=128"]))
     assert "optimizations/two-warpgroup-output.md" in [one.entry["path"] for one in ceiling[:3]]
+
+
+def test_words_are_looked_for_in_titles_triggers_and_bodies(capsys: pytest.CaptureFixture[str]) -> None:
+    known = find.load_index()
+    by_title = find.find(known, words=["seesaw"])
+    assert "seesaw" in by_title[0].entry["title"].lower() and by_title[0].headed == 1
+    # A counter that only a trigger names, and words that stand in a page's text alone.
+    assert any(
+        "HGMMA" in json.dumps(one.entry["applies"])
+        for one in find.find(known, words=["hgmma"])
+        if one.entry.get("applies")
+    )
+    (body,) = [
+        one
+        for one in find.find(known, words=["R2UR", "uniform"])
+        if one.entry["path"].endswith("branch-in-the-loop-body.md")
+    ]
+    assert body.headed == 0
+    assert not find.find(known, words=["seesaw", "nosuchword"])
+    assert main(["find", "seesaw", "nosuchword"]) == 0
+    out, err = capsys.readouterr()
+    assert "no page has all of seesaw, nosuchword; these have the most of them:" in err and "seesaw" in out.lower()
+    assert main(["find", "nosuchword"]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu as sweep_cpu
 from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.lab.sweep import run as sweep
+from mla_var3.lab.sweep import run as sweep_run
 from mla_var3.record import Record, load, new_id, now
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
@@ -248,6 +250,17 @@ def test_a_model_that_cannot_be_read_is_named(
     assert cli.main(["list", "models"]) == 0 and "latin" in capsys.readouterr().out
 
 
+def test_the_line_that_goes_on_is_one_that_a_shell_takes() -> None:
+    words = [
+        "experiment=decode",
+        "kernels.patterns=[dispatch,peer/fa3_qv]",
+        "resume=false",
+        "problem.lengths={name: ragged}",
+    ]
+    line = sweep_run.resumed(words)
+    assert shlex.split(line) == ["mla-var3", "sweep", words[0], words[1], words[3], "resume=true"]
+
+
 def test_kernels_are_groups_names_or_wildcards(toys: Path) -> None:
     def chosen(word: str) -> list[str]:
         config = sweep_config.compose([word])
@@ -406,7 +419,8 @@ def test_a_budget_ends_a_sweep_between_cells(
     words = ["experiment=quickstart", "kernels=triton"]
     assert sweep.main([*words, "budget_s=25"]) == 0
     assert len(seen) == 4, "25 s end in the second cell of two contenders"
-    assert "25 s are over: 4 points are left; go on with resume=true." in capsys.readouterr().err
+    goes_on = "go on with: mla-var3 sweep experiment=quickstart kernels=triton budget_s=25 resume=true"
+    assert f"25 s are over: 4 points are left; {goes_on}" in capsys.readouterr().err
     assert sweep.main([*words, "resume=true"]) == 0
     assert len(seen) == len(set(seen)) == 8
 

@@ -19,10 +19,12 @@ _SHIPPED = paths.package() / "data" / "knowledge"
 
 @dataclass(frozen=True)
 class Found:
-    """An entry of the index and how its best trigger agrees with the facts (None: found by words alone)."""
+    """An entry of the index and how its best trigger agrees with the facts (None: found by words alone). headed: how
+    many of the words that were asked for stand in its title."""
 
     entry: Mapping[str, Any]
     match: Match | None
+    headed: int = 0
 
     @property
     def score(self) -> tuple[int, int]:
@@ -52,8 +54,9 @@ def find(
 ) -> list[Found]:
     """Entries that no fact contradicts and at least one speaks for, the best first.
 
-    kind: optimization or anti-pattern. language, arch: only entries for it. words: each must stand in the title, the
-    summary or the keywords; with words, reference pages are found too, and facts may be left out.
+    kind: optimization or anti-pattern. language, arch: only entries for it. words: each must stand in the page, which
+    of an installed package is its title, summary, keywords and triggers; with words, reference pages are found too, and
+    facts may be left out. What has them in its title comes before what has them in its text.
     """
     wanted = [word.lower() for word in words]
     has_facts = facts is not None and (facts.bound is not None or any(facts.groups.values()))
@@ -69,14 +72,37 @@ def find(
             continue
         if arch is not None and arch not in entry.get("archs", [arch]) and "any" not in entry.get("archs", []):
             continue
-        text = f"{entry['title']} {entry['summary']} {entry['path']} {' '.join(entry.get('keywords', []))}".lower()
-        if not all(word in text for word in wanted):
+        head, text = _texts(entry)
+        if not all(word in head or word in text for word in wanted):
             continue
         best = _best(entry.get("applies", []), facts) if facts is not None and has_facts else None
         if has_facts and best is None:
             continue
-        found.append(Found(entry, best))
-    return sorted(found, key=lambda f: (tuple(-n for n in f.score), str(f.entry["path"])))
+        found.append(Found(entry, best, sum(word in head for word in wanted)))
+    return sorted(found, key=lambda f: (tuple(-n for n in f.score), -f.headed, str(f.entry["path"])))
+
+
+def loosened(
+    index: Mapping[str, Any], facts: Facts | None = None, *, words: Sequence[str], **options: Any
+) -> list[Found]:
+    """As `find`, for words that no page has all of: what has the most of them."""
+    most: dict[str, tuple[int, Found]] = {}
+    for word in words:
+        for one in find(index, facts, words=[word], **options):
+            path = str(one.entry["path"])
+            most[path] = (most[path][0] + 1 if path in most else 1, one)
+    top = max((count for count, _ in most.values()), default=0)
+    return [one for count, one in most.values() if count == top]
+
+
+def _texts(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """(title, everything else that is written) of an entry, in small letters."""
+    triggers_ = [condition["name"] for one in entry.get("applies", []) for condition in one["conditions"]]
+    said = [entry["summary"], entry["path"], *entry.get("keywords", []), *triggers_]
+    root = paths.repo_root()
+    if root is not None and (page := root / "docs" / "knowledge" / entry["path"]).is_file():
+        said.append(page.read_text(encoding="utf-8"))
+    return str(entry["title"]).lower(), " ".join(map(str, said)).lower()
 
 
 def _best(applies: Sequence[Mapping[str, Any]], facts: Facts) -> Match | None:

@@ -329,13 +329,19 @@ def _merged(records: Iterable[Record | Compiled]) -> list[Compiled]:
 
 
 def _stages(row: Compiled | None) -> list[Compiled]:
-    """A pipeline's kernels as rows of their own."""
+    """A pipeline's kernels as rows of their own; those of one name, of which a call launches one, are numbered."""
     if row is None:
         return []
     stages = row.resources.get("stages") or []
+    names = [stage["name"] for stage in stages]
     return [
-        replace(row, kernel=f"{row.kernel}: {stage['name']}", resources=stage, warnings=stage.get("warnings") or [])
-        for stage in stages
+        replace(
+            row,
+            kernel=f"{row.kernel}: {name}" + (f" {names[:i].count(name) + 1}" if names.count(name) > 1 else ""),
+            resources=stage,
+            warnings=stage.get("warnings") or [],
+        )
+        for i, (name, stage) in enumerate(zip(names, stages, strict=True))
     ] or [row]
 
 

@@ -10,6 +10,7 @@ recorded on that device. Each record is on the disk before the next point begins
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -77,9 +78,9 @@ class Journal:
 
 
 class Sweep:
-    """One job of a sweep."""
+    """One job of a sweep. again: the command that goes on where it ended."""
 
-    def __init__(self, config: SweepConfig, launcher: Launcher) -> None:
+    def __init__(self, config: SweepConfig, launcher: Launcher, again: str = "resume=true") -> None:
         from mla_var3.measure import environment
         from mla_var3.measure.settings import BenchSettings
 
@@ -88,6 +89,7 @@ class Sweep:
         self.settings = BenchSettings.of(bench)
         self.config = config
         self.launcher = launcher
+        self.again = again
         self.targets: list[Target] = find_targets(config, launcher.devices(), launcher.place)
         self.target = self.targets[0]  # the one at hand, where there are several
         self.measures = any(target.present for target in self.targets) and config.experiment.mode == "measure"
@@ -233,7 +235,7 @@ class Sweep:
         finally:
             stream.close()
         if stopped and number < total:
-            say(f"{budget_s:g} s are over: {total - number} points are left; go on with resume=true.")
+            say(f"{budget_s:g} s are over: {total - number} points are left; go on with: {self.again}")
         worst: Record | None = None
         for target in self.targets:
             self.target = target
@@ -469,6 +471,12 @@ def describe(record: Record) -> str:
     return text
 
 
+def resumed(arguments: Sequence[str]) -> str:
+    """The command that goes on where a sweep with these arguments ended, as a shell takes it."""
+    words = [word for word in arguments if not word.startswith("resume=")]
+    return shlex.join(["mla-var3", "sweep", *words, "resume=true"])
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs `mla-var3 sweep ARGUMENTS`; mistakes are raised as `UserError`."""
     running: list[Sweep] = []
@@ -476,7 +484,7 @@ def main(arguments: Sequence[str]) -> int:
     def job(config: SweepConfig) -> None:
         launcher = launcher_of(config)
         try:
-            sweep = Sweep(config, launcher)
+            sweep = Sweep(config, launcher, resumed(arguments))
             running.append(sweep)
             sweep.run()
         finally:
@@ -485,9 +493,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         sweep_config.run_hydra(arguments, job)
     except KeyboardInterrupt:
-        words = [word for word in arguments if not word.startswith("resume=")]
-        command = " ".join(["mla-var3 sweep", *words, "resume=true"])
         state = running[-1].interrupted() if running else "nothing had begun"
-        say(f"\nstopped: {state}. Go on with: {command}")
+        say(f"\nstopped: {state}. Go on with: {resumed(arguments)}")
         return EXIT_INTERRUPTED
     return 0

@@ -50,7 +50,8 @@ def any_scale(*places: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
     def decorated(planned: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(planned)
         def plan(self: Any, *inputs: Any) -> BaseKernel:
-            sign = sign_of(self.problem.scale)
+            # A problem of another workload has none, and is refused by the version itself.
+            sign = sign_of(getattr(self.problem, "scale", 1.0))
             if sign > 0:
                 kernel: BaseKernel = planned(self, *inputs)
                 return kernel

@@ -18,7 +18,8 @@ speculative tokens, (b, s, s) uint8: query token i sees the newest token j, j = 
 
 columns 0..k-1 of a cached token are the latent (V, and the first part of K). Entry j of request i in the page table is
 the page of its tokens j·page .. j·page + page-1. seq_lens may be 0: out is 0 and lse is +inf where a row sees no key. A
-row with a score that is NaN has out and lse NaN, so that it is not taken for one without keys.
+row with a score that is NaN has out and lse NaN, so that it is not taken for one without keys. The scale may be zero or
+negative: `runtime.scaling` is for versions that look for the largest score before they multiply with it.
 A contiguous cache (`problem.page is None`) is the same tensors with 64-token pages in order.
 
 Distributions of inputs (`dist`):
@@ -977,9 +978,12 @@ def _cases(problem: MlaProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("own", own, "flashmla", planned=True)
     yield Case("edges", same_class(problem, lengths), "flashmla")
     yield Case("edges_normal", same_class(problem, lengths), "normal")
-    for dist in (*DOMINANT, "nan", "extremes"):
+    for dist in DOMINANT:
         yield Case(dist, same_class(problem, ruled), dist)
-    unscaled = same_class(problem, ruled).replace(softmax_scale=0.0)
+    few = same_class(problem, ruled if on_gpu else [page + 1, page, max(1, page // 2)])
+    for dist in ("nan", "extremes"):
+        yield Case(dist, few, dist)
+    unscaled = few.replace(softmax_scale=0.0)
     yield Case("scale_zero", unscaled, "flashmla", planned=True)
     turned = unscaled.replace(softmax_scale=-abs(problem.scale) or -1.0)
     yield Case("scale_negative", turned, "below_zero", planned=True)

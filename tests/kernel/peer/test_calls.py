@@ -20,7 +20,7 @@ from mla_var3.errors import UserError
 from mla_var3.kernel import registry
 from mla_var3.kernel.peer.prims import find, flashinfer, kernel
 from mla_var3.workload import sparse_decode
-from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference
+from mla_var3.workload.decode import PROMISED, MlaProblem, make_inputs, mla_decode_reference
 from mla_var3.workload.sparse_decode import SparseProblem
 
 CASES_HERE = ("own", "edges", "planned")
@@ -178,7 +178,7 @@ def test_flash_mla_installed(new_interface: bool, tmp_path: Path, monkeypatch: p
 
 
 #: Cases of sparse decode that neither library takes, or a GPU alone has.
-NOT_HERE = {"in_place", "many", "far"}
+NOT_HERE = {"in_place", "many", "far", *PROMISED}
 
 
 @pytest.mark.parametrize("layout", ["v32", "bf16"])

@@ -68,6 +68,12 @@ def test_a_version_compiles_to_what_its_line_says(kernel: registry.KernelId, rep
     assert Line(**json.loads(done.stdout)) == replace(line, toolchain=toolchain(kernel.language))
 
 
+#: Versions whose records are all of code before their epilogues and merges kept NaN: these ask whether a sum is 0, and
+#: no longer whether it is above 0. Registers, spills and inner loops did not move (version 24: two instructions that
+#: work out addresses). Who measures one again takes it out of here.
+BEFORE_NAN = {"cute-dsl/flash_mla", "cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"}
+
+
 def test_the_dispatcher_rests_on_code_that_is_known() -> None:
     found = {
         (device.device, recipe.kernel.label, ledger.standing(recipe.kernel.label, point.problem, point.code))
@@ -75,18 +81,11 @@ def test_the_dispatcher_rests_on_code_that_is_known() -> None:
         for recipe in device.recipes
         for point in recipe.points
     }
-    # cuTile: the Tile IR of the combine has changed since. CuTe: merges have, and version 23's loop and epilogue.
-    allowed = {
-        ("h200", "cutile-dsl/flash_mla"): {SAME, OTHER},
-        ("h200", "cute-dsl/flash_mla_v23"): {SAME, OTHER},
-        ("h100", "cute-dsl/flash_mla_v23"): {SAME, OTHER},
-        ("h100", "cute-dsl/flash_mla_v24"): {SAME, OTHER},
-    }
-    assert {"cute-dsl/flash_mla", "cute-dsl/flash_mla_v24", "triton/flash_mla"} <= {label for _, label, _ in found}
-    newest = {f"cute-dsl/flash_mla_v{number}" for number in (23, 24)}
-    assert found >= {(device, label, SAME) for device in ("h200", "h100") for label in newest}
+    # cuTile: the Tile IR of the combine has changed since.
+    allowed = {"cutile-dsl/flash_mla": {SAME, OTHER}, **{label: {OTHER} for label in BEFORE_NAN}}
+    assert {*BEFORE_NAN, "triton/flash_mla"} <= {label for _, label, _ in found}
     for device, label, standing in found:
-        assert standing in allowed.get((device, label), {SAME}), (device, label)
+        assert standing in allowed.get(label, {SAME}), (device, label)
 
 
 def test_what_a_digest_says(tmp_path: Path) -> None:
@@ -113,14 +112,14 @@ def test_what_a_digest_says(tmp_path: Path) -> None:
     ledger.lines.cache_clear()
 
 
-#: Device -> experiments whose records of versions 23 and 24 timed what those compile to today.
+#: Device -> experiments whose records of versions 23 and 24 timed one code each, that of today or of `BEFORE_NAN`.
 MEASURED = {
     "h200": ("decode", "query_rows", "ragged", "tensor_parallel", "unseen"),
     "h100": ("decode", "ragged", "unseen"),
 }
 
 
-def test_records_of_the_newest_versions_timed_the_code_that_is_here() -> None:
+def test_records_of_the_newest_versions_timed_the_code_that_is_said() -> None:
     shipped = paths.shipped_results_dir()
     files = [shipped / device / f"2026-11-27-{name}.jsonl" for device, names in MEASURED.items() for name in names]
     timed = [record for record in load(files).records if record.code and record.kernel.version in (23, 24)]
@@ -128,7 +127,8 @@ def test_records_of_the_newest_versions_timed_the_code_that_is_here() -> None:
     for record in timed:
         assert record.code
         problem = problem_from_record(record.problem)
-        assert ledger.standing(record.kernel.label, problem, record.code["digest"]) == SAME, record.id
+        standing = ledger.standing(record.kernel.label, problem, record.code["digest"])
+        assert standing == (OTHER if record.kernel.label in BEFORE_NAN else SAME), record.id
 
 
 # ---------------------------------------------------------------- digests that were added afterwards

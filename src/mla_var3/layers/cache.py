@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -68,7 +69,8 @@ class LatentCache:
         a captured graph and a planned kernel want it."""
         import torch
 
-        self.pages = torch.empty((layers, num_pages, PAGE, columns), dtype=dtype, device=device)
+        with torch.inference_mode(False):  # else nobody could write them outside of it
+            self.pages = torch.empty((layers, num_pages, PAGE, columns), dtype=dtype, device=device)
         self.max_tokens = max_tokens
         self._free = list(reversed(range(num_pages)))
         self._requests: dict[int, _Request] = {}
@@ -84,7 +86,9 @@ class LatentCache:
         import torch
 
         self._joined += 1
-        self._requests[self._joined] = _Request(torch.zeros(-(-self.max_tokens // PAGE), dtype=torch.int32))
+        with torch.inference_mode(False):
+            row = torch.zeros(-(-self.max_tokens // PAGE), dtype=torch.int32)
+        self._requests[self._joined] = _Request(row)
         return self._joined
 
     def leave(self, request: int) -> None:
@@ -95,49 +99,71 @@ class LatentCache:
     def extend(self, tokens: Mapping[int, int]) -> Step:
         """Makes room for new tokens, so many for each request.
 
-        Raises `UserError`, and changes nothing, where a request is unknown, gets no token or becomes longer than
-        `max_tokens`, or where pages are too few.
+        Raises `UserError`, and changes nothing, where a request is unknown, gets no whole number of tokens or none or
+        becomes longer than `max_tokens`, or where pages are too few.
         """
         import torch
 
+        if not isinstance(tokens, Mapping):
+            raise UserError(f"tokens is of type {type(tokens).__name__}: pass {{request: number of new tokens, ...}}.")
         if not tokens:
             raise UserError("a step needs at least one request.")
-        needed = 0
-        for number, count in tokens.items():
-            request = self._request(number)
-            if count < 1:
-                raise UserError(f"request {number} gets {count} tokens: leave it out of the step, or give it some.")
-            length = request.length + count
+        requests = [self._request(number) for number in tokens]
+        counts = [_whole(number, count) for number, count in tokens.items()]
+        lengths = [request.length + count for request, count in zip(requests, counts, strict=True)]
+        for number, length in zip(tokens, lengths, strict=True):
             if length > self.max_tokens:
                 raise UserError(
                     f"request {number} would have {length} tokens in a cache made for {self.max_tokens} each."
                 )
-            needed += -(-length // PAGE) - len(request.pages)
+        held = [-(-length // PAGE) for length in lengths]
+        needed = sum(held) - sum(len(request.pages) for request in requests)
         if needed > len(self._free):
             raise UserError(f"the step needs {needed} pages and {len(self._free)} are free: let a request leave first.")
-        requests = [self._requests[number] for number in tokens]
+        free = self._free[len(self._free) - needed :]
+        grown: list[list[int]] = []
         positions: list[int] = []
         slots: list[int] = []
-        for request, count in zip(requests, tokens.values(), strict=True):
-            new = range(request.length, request.length + count)
-            while len(request.pages) * PAGE < new.stop:
-                request.row[len(request.pages)] = self._free[-1]
-                request.pages.append(self._free.pop())
-            positions += new
-            slots += [request.pages[token // PAGE] * PAGE + token % PAGE for token in new]
-            request.length = new.stop
-        lengths = tuple(request.length for request in requests)
+        for request, length, count in zip(requests, lengths, held, strict=True):
+            new = [free.pop() for _ in range(count - len(request.pages))]
+            for at, page in enumerate(new, len(request.pages)):
+                request.row[at] = page  # read by nobody before the length says so
+            pages = [*request.pages, *new] if new else request.pages
+            grown.append(pages)
+            span = range(request.length, length)
+            positions += span
+            slots += [pages[token // PAGE] * PAGE + token % PAGE for token in span]
         device = self.pages.device
-        return Step(
-            counts=tuple(tokens.values()),
-            lengths=lengths,
-            page_table=torch.stack([request.row for request in requests]).to(device),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-            positions=torch.tensor(positions, device=device),
-            slots=torch.tensor(slots, device=device),
-        )
+        with torch.inference_mode(False):  # else nobody outside of it could copy other steps over this one
+            step = Step(
+                counts=tuple(counts),
+                lengths=tuple(lengths),
+                page_table=torch.stack([request.row for request in requests]).to(device),
+                seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+                positions=torch.tensor(positions, device=device),
+                slots=torch.tensor(slots, device=device),
+            )
+        # Last, since the device may have no memory for the step's tensors.
+        del self._free[len(self._free) - needed :]
+        for request, length, pages in zip(requests, lengths, grown, strict=True):
+            request.length, request.pages = length, pages
+        return step
 
     def _request(self, number: int) -> _Request:
-        if number not in self._requests:
-            raise UserError(f"the cache has no request {number}: it has left, or never joined.")
+        # True and 1.0 are equal to 1, and would be found in its place.
+        if isinstance(number, bool) or not hasattr(number, "__index__") or number not in self._requests:
+            raise UserError(f"the cache has no request {number!r}: it has left, or never joined.")
         return self._requests[number]
+
+
+def _whole(number: int, count: int) -> int:
+    """A request's number of new tokens, of any type of integers."""
+    try:
+        whole = None if isinstance(count, bool) else operator.index(count)
+    except TypeError:
+        whole = None
+    if whole is None:
+        raise UserError(f"request {number} gets {count!r} tokens: pass an integer.")
+    if whole < 1:
+        raise UserError(f"request {number} gets {whole} tokens: leave it out of the step, or give it some.")
+    return whole

@@ -46,28 +46,69 @@ def read_config(config: Any) -> LayerConfig:
     K2's, whose `rope_scaling` and `rope_theta` transformers' base class has put together. Of a multimodal model, the
     config of its text part is read.
 
-    Raises `UserError` in one sentence for a config of another attention.
+    Raises `UserError` in one sentence for what is no config, for one of another attention, and for one that lacks a
+    field or has no number in it, which it names.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kind = getattr(text, "model_type", None)
+    if not hasattr(text, "model_type"):
+        what = "DeepseekV3Config(**config)" if isinstance(config, Mapping) else "AutoConfig.from_pretrained(name)"
+        raise UserError(
+            f"config is of type {type(config).__name__}: pass the model's config of transformers, as {what} gives it."
+        )
+    kind = text.model_type
     if kind not in MODELS:
         raise UserError(
             f"{type(config).__name__} is of model type {kind!r}: MlaAttention is the attention of {', '.join(MODELS)}."
         )
-    shape = LayerConfig(
-        hidden=text.hidden_size,
-        h=text.num_attention_heads,
-        q_rank=text.q_lora_rank,
-        k=text.kv_lora_rank,
-        d=text.qk_nope_head_dim,
-        p=text.qk_rope_head_dim,
-        v=text.v_head_dim,
+    return LayerConfig(
+        hidden=_count(text, "hidden_size"),
+        h=_count(text, "num_attention_heads"),
+        q_rank=None if getattr(text, "q_lora_rank", 0) is None else _count(text, "q_lora_rank"),
+        k=_count(text, "kv_lora_rank"),
+        d=_count(text, "qk_nope_head_dim"),
+        p=_count(text, "qk_rope_head_dim"),
+        v=_count(text, "v_head_dim"),
         bias=bool(getattr(text, "attention_bias", False)),
-        # Only transformers' V3 has the field; all published weights are interleaved.
-        interleaved=bool(getattr(text, "rope_interleave", True)),
-        rope=text.rope_parameters,
-        max_positions=text.max_position_embeddings,
+        # transformers' V3 alone reads the field; its V2 turns interleaved columns whatever a config says, as the
+        # weights of all published models are.
+        interleaved=kind == "deepseek_v2" or bool(getattr(text, "rope_interleave", True)),
+        rope=_rope(text),
+        max_positions=_count(text, "max_position_embeddings"),
     )
-    if shape.rope_type not in ROPE_TYPES:
-        raise UserError(f"rope_type {shape.rope_type!r} is not supported: MlaAttention has {' and '.join(ROPE_TYPES)}.")
-    return shape
+
+
+def _count(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        found = f"{name} = {value!r}" if hasattr(config, name) else f"no {name}"
+        raise UserError(f"{type(config).__name__} has {found}: set it to the model's, an integer of 1 or more.")
+    return value
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    """A config's `rope_parameters`, of which those that are read here are there and can be computed with."""
+    whose = type(config).__name__
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, Mapping) or not rope:
+        found = f"rope_parameters = {rope!r}" if hasattr(config, "rope_parameters") else "no rope_parameters"
+        raise UserError(
+            f"{whose} has {found}: set them to the model's, as {{'rope_type': 'default', 'rope_theta': 10000.0}}."
+        )
+    kind = rope.get("rope_type")
+    if kind is None:
+        raise UserError(f"rope_parameters of {whose} have no rope_type: set it to {' or '.join(map(repr, ROPE_TYPES))}.")
+    if kind not in ROPE_TYPES:
+        raise UserError(f"rope_type {kind!r} is not supported: MlaAttention has {' and '.join(ROPE_TYPES)}.")
+    needed = ("rope_theta", "factor") if kind == "yarn" else ("rope_theta",)
+    # As in transformers: a factor of None is the ratio of the two longest positions, and mscale_all_dim needs a number.
+    if "factor" in rope and rope["factor"] is None and not rope.get("mscale_all_dim"):
+        needed = ("rope_theta",)
+    for name in needed:
+        value = rope.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            found = f"{name} = {value!r}" if name in rope else f"no {name}"
+            raise UserError(
+                f"rope_parameters of {whose}, of rope_type {kind!r}, have {found}: set it to the model's, a number "
+                "above 0."
+            )
+    return rope

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ops")]
+
+#: Of each workload the design whose torch version computes on a CPU.
+VERSIONS = {"norm": "rmsnorm", "rope": "rope_append", "gemm": "absorb_gemm", "decode": "flash_mla"}
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -23,3 +27,29 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Functions of `mla_var3.ops` compute on the CPU, each by its torch version; the engine that they use."""
+    from ops_fakes import CpuEngine
+
+    from mla_var3.dispatch import Choice
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.ops import decode, layer
+
+    found = CpuEngine()
+
+    def choice(problem: Any, *_: Any) -> Choice:
+        return Choice(KernelId.parse(f"torch/{VERSIONS[problem.workload]}"), (), None, "a test's")
+
+    for module in (decode, layer):
+        monkeypatch.setattr(module, "engine", lambda: found)
+        monkeypatch.setattr(module, "on_gpu", lambda *_: None)
+    monkeypatch.setattr("mla_var3.dispatch.choose", choice)
+    monkeypatch.setattr("mla_var3.dispatch.pick", choice)
+    layer._way.cache_clear()
+    decode.way_for.cache_clear()
+    yield found
+    layer._way.cache_clear()
+    decode.way_for.cache_clear()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from transformers import DeepseekV2Config, DeepseekV3Config, PretrainedConfig
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -93,6 +95,13 @@ def ours(config: PretrainedConfig, attention: torch.nn.Module) -> MlaAttention:
     return layer
 
 
+class OnKernels(MlaAttention):
+    """Decodes as on a GPU, by the functions of `mla_var3.ops`, which the fixture `engine` lets compute on a CPU."""
+
+    def _compute(self, hidden: Any, pages: Any, step: Any) -> Any:
+        return self._by_kernels(hidden, pages, step) if step.decode else super()._compute(hidden, pages, step)
+
+
 class Server:
     """Our layer serving requests whose hidden states are known, over a cache whose unused rows are NaN.
 
@@ -130,6 +139,112 @@ class Server:
         out = self.layer(torch.cat(new), self.cache.pages[0], step)
         for name, part in zip(tokens, out.split(list(tokens.values())), strict=True):
             self.outputs[name] = torch.cat([self.outputs[name], part])
+
+
+#: Every module of a layer whose query is compressed.
+PARTS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+
+
+def numbers(module: torch.nn.Module, *shape: int) -> torch.Tensor:
+    """The same in every dtype and on every device of a module's weight."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * shape[-1] ** -0.5
+    return made.bfloat16().to(module.weight)
+
+
+class Adapter(torch.nn.Module):
+    """A module plus a product of low rank, as LoRA has it; what it adds is as large as what a projection gives."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.a = torch.nn.Parameter(numbers(base, 4, base.weight.shape[-1]))
+        self.b = torch.nn.Parameter(numbers(base, len(base.weight), 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+class Scaled(torch.nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1.5
+
+
+def _adapter(layer: torch.nn.Module, name: str) -> None:
+    setattr(layer, name, Adapter(getattr(layer, name)))
+
+
+def _hook(layer: torch.nn.Module, name: str) -> None:
+    getattr(layer, name).register_forward_hook(lambda module, given, out: out + out.roll(1, -1))
+
+
+def _pre_hook(layer: torch.nn.Module, name: str) -> None:
+    getattr(layer, name).register_forward_pre_hook(lambda module, given: given[0] + given[0].roll(1, -1))
+
+
+def _forward(layer: torch.nn.Module, name: str) -> None:
+    module = getattr(layer, name)
+    module.forward = lambda x: type(module).forward(module, x).roll(1, -1)
+
+
+def _parametrization(layer: torch.nn.Module, name: str) -> None:
+    parametrize.register_parametrization(getattr(layer, name), "weight", Scaled())
+
+
+def _weight_norm(layer: torch.nn.Module, name: str) -> None:
+    module = torch.nn.utils.parametrizations.weight_norm(getattr(layer, name))
+    with torch.no_grad():
+        module.parametrizations.weight.original0.mul_(1.5)
+
+
+def _older_weight_norm(layer: torch.nn.Module, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module = torch.nn.utils.weight_norm(getattr(layer, name))
+    with torch.no_grad():
+        module.weight_g.mul_(1.5)
+
+
+def _bias(layer: torch.nn.Module, name: str) -> None:
+    module = getattr(layer, name)
+    module.bias = torch.nn.Parameter(numbers(module, len(module.weight)) * len(module.weight) ** 0.5)
+
+
+def _other_weight(layer: torch.nn.Module, name: str) -> None:
+    module = getattr(layer, name)
+    module.weight = torch.nn.Parameter(module.weight.detach().roll(1, 0))
+
+
+def _in_place(layer: torch.nn.Module, name: str) -> None:
+    with torch.no_grad():
+        weight = getattr(layer, name).weight
+        weight.copy_(weight.roll(1, 0))
+
+
+def _by_state_dict(layer: torch.nn.Module, name: str) -> None:
+    weight = layer.state_dict()[f"{name}.weight"]
+    weight.copy_(weight.roll(1, 0))
+
+
+def _other_data(layer: torch.nn.Module, name: str) -> None:
+    weight = getattr(layer, name).weight
+    weight.data = weight.detach().roll(1, 0)
+
+
+#: What changes a module of a layer, ours as well as transformers', so that outputs move.
+CHANGES = {
+    "adapter": _adapter, "hook": _hook, "pre-hook": _pre_hook, "forward": _forward,
+    "parametrization": _parametrization, "weight_norm": _weight_norm, "older weight_norm": _older_weight_norm,
+    "bias": _bias, "another weight": _other_weight, "in place": _in_place, "by the state dict": _by_state_dict,
+    "other data": _other_data,
+}  # fmt: skip
+#: How decode refuses those that it cannot count in `kv_b_proj`.
+REFUSED = {
+    "adapter": "kv_b_proj is of class Adapter: ", "hook": "kv_b_proj has a forward hook: ",
+    "pre-hook": "kv_b_proj has a forward hook: ", "forward": "kv_b_proj has a forward of its own: ",
+    "older weight_norm": "kv_b_proj has a forward hook: ", "bias": "kv_b_proj has a bias: ",
+}  # fmt: skip
 
 
 def prefill_and_decode(

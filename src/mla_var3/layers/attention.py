@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
     from mla_var3.layers.cache import Step
 
+#: Both down-projections, in the order in which their columns lie where one product computes them.
+DOWN = ("q_a_proj", "kv_a_proj_with_mqa")
+#: Classes of a weight whose memory is the weight, which kernels read; None where it is computed from other parameters.
+PLAIN = (nn.Parameter, torch.Tensor, type(None))
 #: transformers' modules and DeepSeek's have this whatever `rms_norm_eps` of the config is.
 NORM_EPS = 1e-6
 
@@ -42,6 +46,12 @@ class MlaAttention(nn.Module):
     (`weight_scale_inv`) are dequantised while they are loaded. For inference: no gradients.
 
     `LatentCache` and `Step` say where tokens lie. `columns` is the width that the cache needs.
+
+    What is put around a projection or a norm counts in every step, because the layer calls it: an adapter (LoRA), a
+    forward hook, a parametrization, a replaced weight. `kv_b_proj` alone is not called by decode, which multiplies by
+    its weight from both sides; so decode refuses whatever a call of it would add to the product with its weight. Hooks
+    for all modules at once (`register_module_forward_hook`), which torch means for debugging and profiling, see what is
+    called. One dtype is computed in, that of hidden states, weights and cache, also under autocast.
     """
 
     def __init__(
@@ -65,6 +75,8 @@ class MlaAttention(nn.Module):
         self.kv_a_layernorm = nn.RMSNorm(shape.k, NORM_EPS, **place)
         self.kv_b_proj = nn.Linear(shape.k, shape.h * (shape.d + shape.v), bias=False, **place)
         self.o_proj = nn.Linear(shape.h * shape.v, shape.hidden, bias=shape.bias, **place)
+        self._own = {name: (type(part).forward, part.weight.shape) for name, part in self.named_children()}
+        self._join()
         self.register_load_state_dict_pre_hook(_prepare)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -74,41 +86,82 @@ class MlaAttention(nn.Module):
             judge_names(state_dict, self.state_dict())
         return super().load_state_dict(state_dict, strict, assign)
 
-    @torch.no_grad()
+    def _join(self) -> None:
+        """Moves the weights of both down-projections behind one another, so that one product computes both. Only where
+        they have just been made: later a caller may hold other tensors of the same memory, as those of a state dict
+        are, or a graph its address. Weights that are assigned or replaced stay where they are, and take two products.
+        """
+        for name in ("weight", "bias"):
+            pair = self._pair(name)
+            if pair is not None and behind(pair) is None:
+                with torch.inference_mode(False), torch.no_grad():  # whoever trains these weights later can
+                    together = torch.cat([part.detach() for part in pair])
+                    for part, place in zip(pair, together.split([len(part) for part in pair]), strict=True):
+                        part.data = place
+
+    def _pair(self, name: str) -> list[torch.Tensor] | None:
+        """A parameter of both down-projections, where they are such that one product can compute both."""
+        parts = [self._modules.get(part) for part in DOWN]
+        pair = [None if part is None else part._parameters.get(name) for part in parts]
+        first, second = pair
+        if first is None or second is None or not all(type(part) is nn.Parameter for part in pair):
+            return None
+        same = (first.dtype, first.device, first.shape[1:]) == (second.dtype, second.device, second.shape[1:])
+        return [first, second] if same else None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """torch's, by which a module is moved and converted."""
+        pair = self._pair("weight")
+        joined = pair is not None and behind(pair) is not None
+        made = super()._apply(fn, recurse)
+        if joined:
+            self._join()
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._join()  # copy.deepcopy has made tensors one by one
+
     def forward(self, hidden: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         """Writes the new tokens of a step into the cache, and attends from each to its request's tokens up to itself.
 
         hidden: (tokens, hidden), the requests' new tokens one behind another. pages: (num_pages, 64, columns), this
-        layer's part of `LatentCache.pages`, in hidden's dtype. Returns (tokens, hidden).
+        layer's part of `LatentCache.pages`, in hidden's dtype, which is the weights'. Returns (tokens, hidden).
 
         Where every request has one new token, a GPU computes by the functions of `mla_var3.ops` (bf16, fp16; values as
         wide as keys, no position past the config's longest), and can be captured in a CUDA graph once such a step has
-        been made: replays read what then lies in hidden and in the step's tensors. A CPU computes by torch. Any other
-        step decompresses all of each request, one after another: give prompts steps of their own.
+        been made: replays read what then lies in hidden, in the step's tensors and in the weights of the capture. A CPU
+        computes by torch. Any other step decompresses all of each request, one after another: give prompts steps of
+        their own.
+
+        Raises `UserError` in one sentence for what does not fit, a gradient that hidden requires, and, where every
+        request has one new token, a `kv_b_proj` that is more than the product with its weight.
         """
-        shape = self.shape
-        tokens = len(step.positions)
-        if tuple(hidden.shape) != (tokens, shape.hidden):
-            raise UserError(
-                f"hidden is {tuple(hidden.shape)} and the step has {tokens} tokens of {shape.hidden} columns."
-            )
-        if tuple(pages.shape[1:]) != (PAGE, self.columns) or pages.dtype != hidden.dtype:
-            wanted = f"(num_pages, {PAGE}, {self.columns}) in hidden's {hidden.dtype}"
-            raise UserError(f"pages are {tuple(pages.shape)} {pages.dtype}: this layer needs {wanted}.")
+        self._judge(hidden, pages, step)
+        with torch.no_grad():
+            if hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type):
+                return self._compute(hidden, pages, step)
+            # It would give products of another dtype than the cache has, and decode's kernels know nothing of it.
+            with torch.autocast(hidden.device.type, enabled=False):
+                return self._compute(hidden, pages, step)
+
+    def _compute(self, hidden: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
+        shape, tokens = self.shape, len(step.positions)
         if step.decode and hidden.is_cuda and shape.d == shape.v:
             return self._by_kernels(hidden, pages, step)
         angles = self.rope.angles(step.positions)
         if shape.q_rank is None:
-            q = self.q_proj(hidden)
+            q = self._call("q_proj", hidden)
         else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+            q = self._call("q_b_proj", self._call("q_a_layernorm", self._call("q_a_proj", hidden)))
         q_nope, q_rope = q.view(tokens, shape.h, -1).split([shape.d, shape.p], -1)
         q_rope = self.rope.rotate(q_rope, angles)
-        latent, rope = self.kv_a_proj_with_mqa(hidden).split([shape.k, shape.p], -1)
-        rows = torch.cat([self.kv_a_layernorm(latent), self.rope.rotate(rope[:, None], angles)[:, 0]], -1)
-        pages.view(-1, self.columns).index_copy_(0, step.slots, rows)
+        latent, rope = self._call("kv_a_proj_with_mqa", hidden).split([shape.k, shape.p], -1)
+        rotated = self.rope.rotate(rope[:, None], angles)[:, 0]
+        rows = torch.cat([self._call("kv_a_layernorm", latent), rotated], -1)
         attend = self._absorbed if step.decode else self._decompressed
-        return self.o_proj(attend(q_nope, q_rope, pages, step).flatten(1))
+        pages.view(-1, self.columns).index_copy_(0, step.slots, rows)
+        return self._call("o_proj", attend(q_nope, q_rope, pages, step).flatten(1))
 
     def _by_kernels(self, hidden: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         """A decode step without a copy: each kernel writes its columns of what the next one reads."""
@@ -118,19 +171,16 @@ class MlaAttention(nn.Module):
                 f"a request has {max(step.lengths)} tokens: the model of this config is made for {shape.max_positions}."
             )
         if shape.q_rank is None:
-            q, latents = self.q_proj(hidden), self.kv_a_proj_with_mqa(hidden)
-            latent = rmsnorm(latents[:, : shape.k], self.kv_a_layernorm.weight, eps=NORM_EPS)
+            latents = self._call("kv_a_proj_with_mqa", hidden)
+            (latent,) = self._normed(latents[:, : shape.k], ("kv_a_layernorm",))
+            q = self._call("q_proj", hidden)
         else:
             latents = self._down(hidden)
-            query, latent = rmsnorm(
-                latents[:, : shape.q_rank + shape.k], self.q_a_layernorm.weight, eps=NORM_EPS,
-                second_weight=self.kv_a_layernorm.weight,
-            )  # fmt: skip
-            q = self.q_b_proj(query)
+            query, latent = self._normed(latents[:, : shape.q_rank + shape.k], ("q_a_layernorm", "kv_a_layernorm"))
+            q = self._call("q_b_proj", query)
         q = q.view(len(hidden), shape.h, shape.d + shape.p)
         queries = q.new_empty((len(hidden), shape.h, self.columns))
         absorb_gemm(q[..., : shape.d], kv_b, "q", out=queries[..., : shape.k])
-        assert isinstance(latent, torch.Tensor)
         rope_append(
             q, latent, latents[:, -shape.p :], step.positions, step.slots, self.rope.table(hidden.device), queries,
             pages, interleaved=shape.interleaved,
@@ -139,19 +189,90 @@ class MlaAttention(nn.Module):
             queries[:, None], pages, step.page_table, step.seq_lens, scale=self.scale, head_dim_v=shape.k
         )
         assert isinstance(attended, torch.Tensor)
-        return self.o_proj(absorb_gemm(attended[:, 0], kv_b, "out").flatten(1))
+        return self._call("o_proj", absorb_gemm(attended[:, 0], kv_b, "out").flatten(1))
+
+    def _judge(self, hidden: torch.Tensor, pages: torch.Tensor, step: Step) -> None:
+        """In every step, since whatever is judged here can be changed between two of them."""
+        shape, tokens = self.shape, len(step.positions)
+        if tuple(hidden.shape) != (tokens, shape.hidden):
+            raise UserError(
+                f"hidden is {tuple(hidden.shape)} and the step has {tokens} tokens of {shape.hidden} columns."
+            )
+        if hidden.requires_grad and torch.is_grad_enabled():
+            raise UserError(
+                "hidden requires a gradient and the layer computes none: call it under torch.no_grad(), or pass "
+                "hidden.detach()."
+            )
+        for name, (forward, wanted) in self._own.items():
+            part = self._modules.get(name)
+            if part is None:
+                raise UserError(f"{name} is no module of the layer any more: every step needs it, so put it back.")
+            if type(part).forward is not forward:
+                continue  # an adapter, whose own dtypes and shapes are its business
+            weight = part._parameters.get("weight")
+            if weight is None:
+                # A class has it that computes it, and an instance where torch's older weight_norm puts it there.
+                if not hasattr(type(part), "weight") and part.__dict__.get("weight") is None:
+                    raise UserError(f"{name} has no weight any more: every step reads it, so load it again or keep it.")
+            elif weight.dtype is not hidden.dtype:
+                raise UserError(
+                    f"hidden is {hidden.dtype} and {name}.weight is {weight.dtype}: the layer computes in one dtype, "
+                    "so convert hidden, or the layer by layer.to(dtype) and its cache with it."
+                )
+            elif weight.shape != wanted:
+                raise UserError(f"{name}.weight is {tuple(weight.shape)}: this config's layer has {tuple(wanted)}.")
+        if tuple(pages.shape[1:]) != (PAGE, self.columns) or pages.dtype != hidden.dtype:
+            needed = f"(num_pages, {PAGE}, {self.columns}) in hidden's {hidden.dtype}"
+            raise UserError(f"pages are {tuple(pages.shape)} {pages.dtype}: this layer needs {needed}.")
+        if step.decode:
+            kv_b = self._modules["kv_b_proj"]
+            more = added(kv_b) or ("has a bias" if kv_b.bias is not None else None)
+            weight = kv_b._parameters.get("weight")
+            if more is None and type(weight) not in PLAIN and not torch.compiler.is_compiling():
+                more = f"has a weight of class {type(weight).__name__}"
+            if more is not None:
+                raise UserError(
+                    f"kv_b_proj {more}: decode multiplies by its weight and never calls it, so merge what it computes "
+                    "into the weight of a plain nn.Linear, or take it away."
+                )
+
+    def _call(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._modules[name](x)
+        if out.dtype is not x.dtype:
+            raise UserError(
+                f"{name} gives {out.dtype} for {x.dtype}: the layer computes in one dtype, so let what was put there "
+                "convert its result."
+            )
+        return out
 
     def _down(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(tokens, q_rank + k + p): both down-projections, as one product."""
-        parts = (self.q_a_proj, self.kv_a_proj_with_mqa)
-        if torch.compiler.is_compiling():  # which knows no addresses
-            return torch.cat([part(hidden) for part in parts], 1)
-        bias = joined([part.bias for part in parts]) if self.shape.bias else None
-        return linear(hidden, joined([part.weight for part in parts]), bias)
+        """(tokens, q_rank + k + p): both down-projections, as one product where they are no more than that and their
+        weights lie behind one another."""
+        parts = [self._modules[name] for name in DOWN]
+        # A compiler knows no addresses.
+        if not torch.compiler.is_compiling() and not any(map(added, parts)):
+            biases = [part.bias for part in parts]
+            weight, bias = behind([part.weight for part in parts]), behind(biases)
+            if weight is not None and (bias is not None or not any(one is not None for one in biases)):
+                return linear(hidden, weight, bias)
+        return torch.cat([self._call(name, hidden) for name in DOWN], 1)
+
+    def _normed(self, x: torch.Tensor, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+        """x by one norm, or its first columns by one and the others by another, by a kernel where they are no more than
+        norms."""
+        norms = [self._modules[name] for name in names]
+        if not any(added(norm) or norm.eps != NORM_EPS for norm in norms):
+            second = norms[1].weight if len(norms) > 1 else None
+            made = rmsnorm(x, norms[0].weight, eps=NORM_EPS, second_weight=second)
+            return made if isinstance(made, tuple) else (made,)
+        widths = [self._own[name][1][0] for name in names]
+        return tuple(self._call(name, part).contiguous() for name, part in zip(names, x.split(widths, 1), strict=True))
 
     def _absorbed(self, q_nope: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         """(b, h, v) of one token (b, h, d), (b, h, p) of each request."""
-        w_uk, w_uv = self.kv_b_proj.weight.view(self.shape.h, -1, self.shape.k).split([self.shape.d, self.shape.v], 1)
+        w_uk, w_uv = self.kv_b_proj.weight.reshape(self.shape.h, -1, self.shape.k).split(
+            [self.shape.d, self.shape.v], 1
+        )
         q = torch.cat([torch.einsum("bhd,hdk->bhk", q_nope, w_uk), q_rope], -1)
         if q.is_cuda:  # values of another width than keys: no kernel has the product with W_UV
             table, k = step.page_table, self.shape.k
@@ -170,7 +291,7 @@ class MlaAttention(nn.Module):
         out = []
         for i, new in enumerate(torch.cat([q_nope, q_rope], -1).split(step.counts)):
             rows = cached_rows(pages, step, i)
-            kv = self.kv_b_proj(rows[:, : shape.k]).view(len(rows), shape.h, -1)
+            kv = self._call("kv_b_proj", rows[:, : shape.k]).view(len(rows), shape.h, -1)
             k_nope, values = kv.split([shape.d, shape.v], -1)
             keys = torch.cat([k_nope, rows[:, None, shape.k :].expand(-1, shape.h, -1)], -1)
             q, k, v = (x.transpose(0, 1)[None] for x in (new, keys, values))  # (1, h, tokens, columns)
@@ -183,23 +304,33 @@ class MlaAttention(nn.Module):
         return torch.cat(out)
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All rows of these tensors, (rows, ...), as one tensor. Where they do not lie behind one another, they are moved
-    so that they do, and stay views of one memory: a layer's weights are in its first step on a GPU, or once they were
-    replaced."""
+def added(module: nn.Module) -> str | None:
+    """What calling a projection or a norm does beside computing with its weight and bias, as the end of a sentence;
+    None where that is all. A class that changes nothing but where the weight comes from, as a parametrization's does,
+    adds nothing."""
+    if type(module).forward not in (nn.Linear.forward, nn.RMSNorm.forward):
+        return f"is of class {type(module).__name__}"
+    if "forward" in module.__dict__:
+        return "has a forward of its own"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has a forward hook"
+    return None
+
+
+def behind(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """All rows of these tensors, (rows, ...), as a view of one where they lie behind one another in one memory, else
+    None."""
     first = parts[0]
-    end = first.data_ptr()
+    if first is None:
+        return None
+    end, rows, memory = first.storage_offset(), 0, first.untyped_storage().data_ptr()
     for part in parts:
-        if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            break
-        end += part.numel() * part.element_size()
-    else:
-        rows = sum(len(part) for part in parts)
-        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
-    together = torch.cat([part.detach() for part in parts])
-    for part, place in zip(parts, together.split([len(part) for part in parts]), strict=True):
-        part.data = place
-    return together
+        if part is None or type(part) is not nn.Parameter or not part.is_contiguous() or part.dtype is not first.dtype:
+            return None
+        if part.storage_offset() != end or part.untyped_storage().data_ptr() != memory:
+            return None
+        end, rows = end + part.numel(), rows + len(part)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def cached_rows(pages: torch.Tensor, step: Step, request: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Step:
     positions: torch.Tensor
     slots: torch.Tensor
 
-    @property
+    @functools.cached_property
     def decode(self) -> bool:
         """Every request has one new token."""
         return all(count == 1 for count in self.counts)

@@ -83,7 +83,9 @@ def prepare(state: MutableMapping[str, torch.Tensor], prefix: str, expected: Map
         weight = state.get(name)
         if weight is None:
             if scales is not None:
-                raise UserError(f"the checkpoint has {name}{SCALE} and no {name}: load a weight and its scales at once.")
+                raise UserError(
+                    f"the checkpoint has {name}{SCALE} and no {name}: load a weight and its scales at once."
+                )
             continue
         if weight.shape != wanted.shape:
             raise UserError(

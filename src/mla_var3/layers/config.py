@@ -96,7 +96,9 @@ def _rope(config: Any) -> Mapping[str, Any]:
         )
     kind = rope.get("rope_type")
     if kind is None:
-        raise UserError(f"rope_parameters of {whose} have no rope_type: set it to {' or '.join(map(repr, ROPE_TYPES))}.")
+        raise UserError(
+            f"rope_parameters of {whose} have no rope_type: set it to {' or '.join(map(repr, ROPE_TYPES))}."
+        )
     if kind not in ROPE_TYPES:
         raise UserError(f"rope_type {kind!r} is not supported: MlaAttention has {' and '.join(ROPE_TYPES)}.")
     needed = ("rope_theta", "factor") if kind == "yarn" else ("rope_theta",)

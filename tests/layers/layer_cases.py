@@ -111,10 +111,10 @@ class Server:
     def __init__(
         self, layer: MlaAttention, hidden: Mapping[str, torch.Tensor], num_pages: int, max_tokens: int
     ) -> None:
-        weight = layer.o_proj.weight
+        given = next(iter(hidden.values()))
         self.layer, self.hidden = layer, hidden
         self.cache = LatentCache(
-            1, num_pages, max_tokens, columns=layer.columns, dtype=weight.dtype, device=weight.device
+            1, num_pages, max_tokens, columns=layer.columns, dtype=given.dtype, device=given.device
         )
         self.cache.pages.fill_(float("nan"))
         self.numbers: dict[str, int] = {}
@@ -157,6 +157,7 @@ class Adapter(torch.nn.Module):
     def __init__(self, base: torch.nn.Module) -> None:
         super().__init__()
         self.base = base
+        self.weight = base.weight  # as peft's layers have it
         self.a = torch.nn.Parameter(numbers(base, 4, base.weight.shape[-1]))
         self.b = torch.nn.Parameter(numbers(base, len(base.weight), 4))
 
@@ -164,11 +165,11 @@ class Adapter(torch.nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
-class Scaled(torch.nn.Module):
+class Rolled(torch.nn.Module):
     """A parametrization."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight * 1.5
+        return weight.roll(1, 0)
 
 
 def _adapter(layer: torch.nn.Module, name: str) -> None:
@@ -189,13 +190,13 @@ def _forward(layer: torch.nn.Module, name: str) -> None:
 
 
 def _parametrization(layer: torch.nn.Module, name: str) -> None:
-    parametrize.register_parametrization(getattr(layer, name), "weight", Scaled())
+    parametrize.register_parametrization(getattr(layer, name), "weight", Rolled())
 
 
 def _weight_norm(layer: torch.nn.Module, name: str) -> None:
     module = torch.nn.utils.parametrizations.weight_norm(getattr(layer, name))
     with torch.no_grad():
-        module.parametrizations.weight.original0.mul_(1.5)
+        module.parametrizations.weight.original0[::2] *= 2
 
 
 def _older_weight_norm(layer: torch.nn.Module, name: str) -> None:
@@ -203,7 +204,7 @@ def _older_weight_norm(layer: torch.nn.Module, name: str) -> None:
         warnings.simplefilter("ignore", FutureWarning)
         module = torch.nn.utils.weight_norm(getattr(layer, name))
     with torch.no_grad():
-        module.weight_g.mul_(1.5)
+        module.weight_g[::2] *= 2
 
 
 def _bias(layer: torch.nn.Module, name: str) -> None:

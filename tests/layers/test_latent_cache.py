@@ -88,19 +88,68 @@ def test_a_step_is_what_mla_decode_takes() -> None:
         ({1: 0}, "request 1 gets 0 tokens: leave it out of the step, or give it some."),
         ({1: 1, 3: 1}, "the cache has no request 3: it has left, or never joined."),
         ({1: 137}, "request 1 would have 201 tokens in a cache made for 200 each."),
+        ({1: 5, 2: 2.0}, "request 2 gets 2.0 tokens: pass an integer."),
+        ({1: 5, 2: float("nan")}, "request 2 gets nan tokens: pass an integer."),
+        ({1: 5, 2: True}, "request 2 gets True tokens: pass an integer."),
+        ({1: 5, 2: False}, "request 2 gets False tokens: pass an integer."),
+        ({1: 5, 2: None}, "request 2 gets None tokens: pass an integer."),
+        ({1: 5, 2: "5"}, "request 2 gets '5' tokens: pass an integer."),
+        ({1: 5, 2: torch.tensor(2.0)}, "request 2 gets tensor(2.) tokens: pass an integer."),
+        ({1: 5, 2: torch.tensor([2, 3])}, "request 2 gets tensor([2, 3]) tokens: pass an integer."),
+        ({1: 5, 2: -3}, "request 2 gets -3 tokens: leave it out of the step, or give it some."),
+        ({1: 5, 2: 2**70}, f"request 2 would have {2**70} tokens in a cache made for 200 each."),
+        ({1: 5, 7: 1, 2: 5}, "the cache has no request 7: it has left, or never joined."),
+        ({True: 5, 2: 5}, "the cache has no request True: it has left, or never joined."),
+        ({1.0: 5, 2: 5}, "the cache has no request 1.0: it has left, or never joined."),
+        ({1: 5, "2": 5}, "the cache has no request '2': it has left, or never joined."),
+        ([1, 2], "tokens is of type list: pass {request: number of new tokens, ...}."),
         ({1: 70, 2: 120}, "the step needs 4 pages and 3 are free: let a request leave first."),
     ],
-    ids=["nothing", "no tokens", "unknown", "too long", "no pages"],
 )
-def test_a_step_that_cannot_be_is_refused_and_changes_nothing(tokens: dict[int, int], message: str) -> None:
-    served = cache()
-    assert [served.join(), served.join()] == [1, 2]
-    served.extend({1: 64})
+def test_a_step_that_cannot_be_is_refused_and_changes_nothing(tokens: Any, message: str) -> None:
+    served, other = cache(), cache()
+    for one in (served, other):
+        assert [one.join(), one.join()] == [1, 2]
+        one.extend({1: 64})
     with pytest.raises(UserError) as raised:
         served.extend(tokens)
     assert str(raised.value) == message
-    step = served.extend({1: 1, 2: 128})
-    assert step.lengths == (65, 128) and served.free_pages == 0
+    assert served.free_pages == 3
+    assert_same(served.extend({1: 1, 2: 128}), other.extend({1: 1, 2: 128}))
+    assert served.free_pages == 0
+
+
+def assert_same(step: Step, other: Step) -> None:
+    assert (step.counts, step.lengths, step.decode) == (other.counts, other.lengths, other.decode)
+    for name in ("page_table", "seq_lens", "positions", "slots"):
+        assert torch.equal(getattr(step, name), getattr(other, name)), name
+
+
+def test_a_step_whose_tensors_find_no_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, other = cache(), cache()
+    for one in (served, other):
+        assert [one.join(), one.join()] == [1, 2]
+        one.extend({1: 60})
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    for function in ("stack", "tensor"):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, function, full)
+            with pytest.raises(torch.OutOfMemoryError):
+                served.extend({2: 70, 1: 10})
+        assert served.free_pages == 3
+    assert_same(served.extend({1: 10, 2: 70}), other.extend({1: 10, 2: 70}))
+
+
+def test_integers_of_other_libraries_are_taken() -> None:
+    numpy = pytest.importorskip("numpy")
+    served = cache()
+    first, second = served.join(), served.join()
+    step = served.extend({first: numpy.int64(3), numpy.int32(second): torch.tensor(1)})
+    assert step.counts == (3, 1) and all(type(count) is int for count in step.counts)
+    assert served.extend({first: 1, second: 1}).lengths == (4, 2)
 
 
 def test_a_request_leaves_once() -> None:

@@ -30,6 +30,8 @@ CONFIGS = {
     "v3, bias": cases.v3(attention_bias=True),
     "v3, real widths": cases.v3(**cases.REAL, rope_parameters=dict(cases.YARN)),
     "v2": cases.v2(),
+    "v2, halves": cases.v2(rope_interleave=False),  # which transformers' V2 does not read
+    "v2, yarn, halves": cases.v2(rope_interleave=False, rope_parameters=dict(cases.YARN)),
     "v2 lite": cases.v2(q_lora_rank=None, rope_parameters=dict(cases.YARN)),
     "kimi": cases.kimi(),
 }

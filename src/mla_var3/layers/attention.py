@@ -93,10 +93,15 @@ class MlaAttention(nn.Module):
         """
         for name in ("weight", "bias"):
             pair = self._pair(name)
-            if pair is not None and behind(pair) is None:
-                with torch.inference_mode(False), torch.no_grad():  # whoever trains these weights later can
-                    together = torch.cat([part.detach() for part in pair])
-                    for part, place in zip(pair, together.split([len(part) for part in pair]), strict=True):
+            if pair is None or behind(pair) is not None:
+                continue
+            with torch.inference_mode(False), torch.no_grad():  # whoever trains these weights later can
+                together = torch.cat([part.detach() for part in pair])
+                places = together.split([len(part) for part in pair])
+                for owner, part, place in zip(DOWN, pair, places, strict=True):
+                    if part.is_inference():  # whose data cannot be replaced
+                        self._modules[owner]._parameters[name] = nn.Parameter(place, part.requires_grad)
+                    else:
                         part.data = place
 
     def _pair(self, name: str) -> list[torch.Tensor] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ class Step:
     counts, lengths: per request its new tokens, and its cached tokens with these. page_table (b, width) int32 and
     seq_lens (b,) int32: the same for `mla_var3.ops.mla_decode`. positions (tokens,) int64: of each new token in its
     request. slots (tokens,) int64: its row among all rows of a layer's pages. Tensors are on the cache's device.
+    decode: every request has one new token.
     """
 
     counts: tuple[int, ...]
@@ -32,11 +32,10 @@ class Step:
     seq_lens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    decode: bool = field(init=False)
 
-    @functools.cached_property
-    def decode(self) -> bool:
-        """Every request has one new token."""
-        return all(count == 1 for count in self.counts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decode", all(count == 1 for count in self.counts))
 
 
 @dataclass

@@ -101,7 +101,7 @@ def _weight(name: str, weight: torch.Tensor, scales: torch.Tensor | None) -> tor
             return weight
         what = "drop them if it is dequantised already, or load the weight of 8 bits that they belong to"
         if weight.dim() != 2:
-            what = f"blocks of {BLOCK}x{BLOCK} are of projections alone: drop them"
+            what = f"blocks of {BLOCK}x{BLOCK} are of projections alone, so drop them"
         raise UserError(f"{name} is {weight.dtype} and has scales beside it, {name}{SCALE}: {what}.")
     if weight.dim() != 2:
         raise UserError(f"{name} is {weight.dtype}: norms and biases have no scales, so load it in {', '.join(PLAIN)}.")

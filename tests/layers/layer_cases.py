@@ -240,6 +240,8 @@ CHANGES = {
     "bias": _bias, "another weight": _other_weight, "in place": _in_place, "by the state dict": _by_state_dict,
     "other data": _other_data,
 }  # fmt: skip
+#: Modules and changes of them; norms have no bias.
+CHANGED = [(name, change) for name in PARTS for change in CHANGES if not (change == "bias" and "norm" in name)]
 #: How decode refuses those that it cannot count in `kv_b_proj`.
 REFUSED = {
     "adapter": "kv_b_proj is of class Adapter: ", "hook": "kv_b_proj has a forward hook: ",

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is in the extra `layers`: make test installs it")
 
 import layer_cases as cases  # noqa: E402
-from layer_cases import CHANGES, PARTS, REFUSED, OnKernels, Server  # noqa: E402
+from layer_cases import CHANGED, CHANGES, PARTS, REFUSED, OnKernels, Server  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.layers import LatentCache, MlaAttention  # noqa: E402
@@ -24,7 +24,6 @@ BIASED = cases.v3(v_head_dim=16, attention_bias=True)
 #: Of each way to decode its class, its dtype, and the bound of errors: of the largest value in float32 (as in
 #: test_mla_attention.py), and of the root mean square in bf16, which is rounded to at 2^-9, some ten times.
 WAYS = {"torch": (MlaAttention, torch.float32, 1e-5), "kernels": (OnKernels, torch.bfloat16, 0.03)}
-CASES = [(name, change) for name in PARTS for change in CHANGES if not (change == "bias" and "norm" in name)]
 
 
 def setting(way: str, config: Any = CONFIG) -> tuple[Any, Any, Any]:
@@ -51,7 +50,7 @@ def decoded(layer: Any, hidden: Any, prompt: int = 8) -> Any:
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "change"), CASES, ids=[" ".join(case) for case in CASES])
+@pytest.mark.parametrize(("name", "change"), CHANGED, ids=[" ".join(case) for case in CHANGED])
 def test_a_change_counts_in_both_or_is_refused_where_decode_begins(name: str, change: str, way: str) -> None:
     """Made after steps of the layer as it was, which decode has to notice."""
     layer, exact, hidden = setting(way)

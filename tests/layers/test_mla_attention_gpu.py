@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ CONFIGS = {
 }
 PROMPTS, STEPS = [700, 64, 1, 1029], 32
 #: (config, requests, most tokens of one) of the decode steps here, which make_gpu_bundle.py compiles ahead.
-DECODED = [(config, len(PROMPTS), max(PROMPTS) + STEPS) for config in CONFIGS.values()] + [(real(16), 3, 512)]
+DECODED = [(config, len(PROMPTS), max(PROMPTS) + STEPS) for config in CONFIGS.values()]
+DECODED += [(real(16), requests, tokens) for requests, tokens in ((3, 512), (1, 128), (1, 64))]
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -85,3 +87,72 @@ def test_a_captured_step_follows_lengths_pages_and_slots() -> None:
         caches.append(cache.pages.nan_to_num(7.0))
     assert bool(outputs[0].isfinite().all())
     assert torch.equal(*outputs) and torch.equal(*caches)
+
+
+@pytest.mark.parametrize(("name", "change"), cases.CHANGED, ids=[" ".join(case) for case in cases.CHANGED])
+def test_a_change_of_a_module_counts_in_both_or_is_refused_where_decode_begins(name: str, change: str) -> None:
+    """Made after steps of the layer as it was, which have read the weights and compiled the kernels."""
+    config = CONFIGS["h16"]
+    attention = cases.original(config).to("cuda", torch.bfloat16)
+    layer, exact = cases.ours(config, attention), copy.deepcopy(attention).float()
+    hidden = torch.randn(76, 2048, generator=torch.Generator().manual_seed(2)).to("cuda", torch.bfloat16)
+    server = cases.Server(layer, {"before": hidden, "after": hidden}, 4, 128)
+    server.join("before", "after")
+    server.step({"before": 70})
+    for _ in range(3):
+        server.step({"before": 1})
+    before = cases.run_original(exact, hidden.float())
+    for module in (layer, exact):
+        cases.CHANGES[change](module, name)
+    after = cases.run_original(exact, hidden.float()).detach()
+    server.step({"after": 70})
+    if name == "kv_b_proj" and change in cases.REFUSED:
+        with pytest.raises(UserError) as raised:
+            server.step({"after": 1})
+        assert str(raised.value).startswith(cases.REFUSED[change])
+    else:
+        for _ in range(6):
+            server.step({"after": 1})
+    for out, wanted in ((server.outputs["before"], before), (server.outputs["after"], after)):
+        assert float((out.float() - wanted[: len(out)]).norm() / wanted[: len(out)].norm()) < 0.03
+    assert float((after - before).norm() / before.norm()) > 0.09
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    config = CONFIGS["h16"]
+    layer = cases.ours(config, cases.original(config).to("cuda", torch.bfloat16))
+    hidden = torch.randn(1, 2048, device="cuda").bfloat16()
+    found = []
+    for enabled in (False, True):
+        cache = LatentCache(1, 1, 64, columns=layer.columns, dtype=torch.bfloat16, device="cuda")
+        with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+            found.append(layer(hidden, cache.pages[0], cache.extend({cache.join(): 1})))
+    assert torch.equal(*found) and found[0].dtype == torch.bfloat16
+
+
+def test_a_graph_captured_after_inference_mode_reads_the_weights_of_now() -> None:
+    """Steps in inference mode leave nothing that another mode cannot write; the graph reads a weight that is changed
+    in place through a state dict made before the first step."""
+    config = CONFIGS["h16"]
+    layer = cases.ours(config, cases.original(config).to("cuda", torch.bfloat16))
+    held = layer.state_dict()
+    with torch.inference_mode():
+        cache = LatentCache(1, 2, 64, columns=layer.columns, dtype=torch.bfloat16, device="cuda")
+        request = cache.join()
+        kept = cache.extend({request: 1})
+        hidden = torch.randn(1, 2048, device="cuda").bfloat16()
+        layer(hidden, cache.pages[0], kept)
+    given, graph = hidden.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(given, cache.pages[0], kept)
+    for weight in held.values():
+        weight.copy_(weight.roll(1, 0))
+    step = cache.extend({request: 1})
+    for name in ("page_table", "seq_lens", "positions", "slots"):
+        getattr(kept, name).copy_(getattr(step, name))
+    graph.replay()
+    replayed = out.clone()
+    assert torch.equal(replayed, layer(given, cache.pages[0], step))
+    assert not any(weight.is_inference() for weight in layer.parameters())
+    layer.q_a_proj(given).sum().backward()

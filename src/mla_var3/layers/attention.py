@@ -42,8 +42,8 @@ NORM_EPS = 1e-6
 
 class MlaAttention(nn.Module):
     """One layer, built from a model's Hugging Face config, whose parameters have the names of transformers'
-    `DeepseekV3Attention` and `DeepseekV2Attention`, so that it loads their state dicts; those of block-FP8 checkpoints
-    (`weight_scale_inv`) are dequantised while they are loaded. For inference: no gradients.
+    `DeepseekV3Attention` and `DeepseekV2Attention`, so that it loads their state dicts; those of checkpoints in blocks
+    of 8 bits (`weight_scale_inv`) are dequantised while they are loaded. For inference: no gradients.
 
     `LatentCache` and `Step` say where tokens lie. `columns` is the width that the cache needs.
 
@@ -81,7 +81,8 @@ class MlaAttention(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """torch's, which raises `UserError` in one sentence where names or shapes do not fit. As a part of a larger
-        module the layer is loaded by that module's; FP8 weights are dequantised then as well."""
+        module the layer is loaded by that module's; weights of 8 bits are dequantised, and what
+        `mla_var3.layers.checkpoint` refuses is refused, then as well."""
         if strict:
             judge_names(state_dict, self.state_dict())
         return super().load_state_dict(state_dict, strict, assign)
@@ -208,8 +209,9 @@ class MlaAttention(nn.Module):
                 "hidden requires a gradient and the layer computes none: call it under torch.no_grad(), or pass "
                 "hidden.detach()."
             )
+        modules, dtype = self._modules, hidden.dtype
         for name, (forward, wanted) in self._own.items():
-            part = self._modules.get(name)
+            part = modules.get(name)
             if part is None:
                 raise UserError(f"{name} is no module of the layer any more: every step needs it, so put it back.")
             if type(part).forward is not forward:
@@ -219,9 +221,9 @@ class MlaAttention(nn.Module):
                 # A class has it that computes it, and an instance where torch's older weight_norm puts it there.
                 if not hasattr(type(part), "weight") and part.__dict__.get("weight") is None:
                     raise UserError(f"{name} has no weight any more: every step reads it, so load it again or keep it.")
-            elif weight.dtype is not hidden.dtype:
+            elif weight.dtype is not dtype:
                 raise UserError(
-                    f"hidden is {hidden.dtype} and {name}.weight is {weight.dtype}: the layer computes in one dtype, "
+                    f"hidden is {dtype} and {name}.weight is {weight.dtype}: the layer computes in one dtype, "
                     "so convert hidden, or the layer by layer.to(dtype) and its cache with it."
                 )
             elif weight.shape != wanted:

@@ -342,9 +342,15 @@ def test_a_config_of_ones_own_is_read() -> None:
 @pytest.mark.parametrize(
     "given, message",
     [
-        (
-            {"model_type": "deepseek_v3", "hidden_size": 96},
-            "config is of type dict: pass the model's config of transformers, as DeepseekV3Config(**config) gives it.",
+        *(
+            (
+                {"model_type": f"deepseek_v{version}", "hidden_size": 96},
+                (
+                    "config is of type dict: pass the model's config of transformers, as "
+                    f"DeepseekV{version}Config(**config) gives it."
+                ),
+            )
+            for version in (2, 3)
         ),
         *(
             (

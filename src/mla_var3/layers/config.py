@@ -51,7 +51,11 @@ def read_config(config: Any) -> LayerConfig:
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "model_type"):
-        what = "DeepseekV3Config(**config)" if isinstance(config, Mapping) else "AutoConfig.from_pretrained(name)"
+        if isinstance(config, Mapping):
+            version = 2 if config.get("model_type") == "deepseek_v2" else 3
+            what = f"DeepseekV{version}Config(**config)"
+        else:
+            what = "AutoConfig.from_pretrained(name)"
         raise UserError(
             f"config is of type {type(config).__name__}: pass the model's config of transformers, as {what} gives it."
         )

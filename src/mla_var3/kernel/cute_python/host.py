@@ -12,10 +12,10 @@ from cutlass import Float32, Int32, Uint8
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from mla_var3.device import Device
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel.cute_python.prims import paged, scheduler
 from mla_var3.kernel.cute_python.prims.partials import Partials
-from mla_var3.runtime import CuteKernel
+from mla_var3.runtime import CuteKernel, limits
 from mla_var3.runtime.plan import require_int32
 
 if TYPE_CHECKING:
@@ -57,6 +57,27 @@ def target(plan: KernelPlan) -> Device:
     if device is None:
         raise UserError("there is no GPU here to compile for: give the plan a device, such as Device.get('h200').")
     return device
+
+
+def schedule_sizes(
+    requests: int, tokens: int, workers: int, fixed: int, partials: Partials, costs: scheduler.Costs
+) -> Verdict:
+    """Whether 32 bits count what the scheduler does and the workspace of partial results. requests: scheduled ones,
+    blocks of packed queries. tokens: that the page table, or the indices, of a request have room for. fixed: of
+    `scheduler.Pool`, in units."""
+    units = -(-tokens // costs.unit)
+    slots = scheduler.most_slots(requests, workers, units, fixed)
+    words = slots * partials.tiles * partials.rows * partials.row_words
+    if fixed and words > limits.MOST:
+        return Verdict.no(
+            f"fixed_split: splits of {fixed * costs.unit:,} tokens, of {requests:,} requests with room for {tokens:,} "
+            f"tokens in page_table, take a workspace of {words:,} float32, and 32 bits count {limits.MOST:,}: take "
+            "longer splits, fewer columns of page_table, or fewer requests in a call"
+        )
+    return limits.all_of(
+        limits.offsets(words, f"the partial results of {requests:,} requests and {workers:,} workers"),
+        limits.offsets(requests * (units + costs.overhead), f"the KV tiles of {requests:,} requests"),
+    )
 
 
 class DecodeKernel(CuteKernel):

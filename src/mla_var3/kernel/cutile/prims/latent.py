@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime import Verdict
+from mla_var3.runtime import Verdict, limits
 
 if TYPE_CHECKING:
     from mla_var3.workload.decode import MlaProblem
@@ -28,11 +28,17 @@ def takes_latents(pd: MlaProblem) -> Verdict:
     """Whether a problem is absorbed decode of the sizes that the kernels are written for, its page left aside."""
     if (pd.k, pd.p) != (LATENT, ROPE):
         return Verdict.no(f"written for latent 512 and rope 64; the problem has k = {pd.k}, p = {pd.p}.")
-    if pd.b * pd.s * pd.h * LATENT >= 2**31:
-        return Verdict.no(
-            f"b · s · h = {pd.b * pd.s * pd.h} query rows: output offsets are 32 bits, use under 4194304."
-        )
-    return Verdict.yes()
+    return sizes(pd)
+
+
+def sizes(pd: MlaProblem) -> Verdict:
+    """Whether requests fit on the grid's z axis, and 32 bits count q and the outputs."""
+    rows = pd.b * pd.s * pd.h
+    return limits.all_of(
+        limits.grid(pd.b, "requests of q"),
+        limits.offsets(rows * WIDTH, f"q has {rows:,} query rows of {WIDTH} columns"),
+        limits.decode_sizes(pd),
+    )
 
 
 def takes_pages_of_16(pd: MlaProblem) -> Verdict:

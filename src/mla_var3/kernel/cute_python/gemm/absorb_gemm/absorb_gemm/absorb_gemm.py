@@ -45,7 +45,7 @@ from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import wgmma
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, wait_for_launch, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
-from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import gemm
 
 if TYPE_CHECKING:
@@ -471,6 +471,8 @@ def takes(pd: GemmProblem) -> Verdict:
     for name, value in (("p", pd.p), ("rest", pd.rest)):
         if value % VECTOR:
             return Verdict.no(f"{name} = {value}: rows begin at multiples of {VECTOR} elements, use a multiple of it")
+    if not (heads := limits.grid(pd.h, "heads of x")):
+        return heads
     if not AbsorbGemmTiling().validate(pd):
         return Verdict.no(f"{BLOCK} output columns over {pd.summed} summed ones are more than a CTA's shared memory")
     return Verdict.yes()
@@ -508,7 +510,7 @@ class AbsorbGemmTiling(Tiling):
         most = device.smem_per_block if device is not None else 232_448
         if smem > most:
             return Verdict.no(f"{smem:,} bytes of shared memory are over the {most:,} that a CTA may have")
-        return Verdict.yes()
+        return limits.grid(min(self.splits, self.tiles(pd)), "splits of the tokens of x")
 
 
 def cost(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> float:

@@ -50,7 +50,7 @@ from mla_var3.kernel.cute_python.prims import paged, rows, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
-from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.plan import require_int32
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
@@ -647,12 +647,14 @@ def flash_mla(
     num_splits: Int32,
     geometry: cutlass.Constexpr,
 ):
-    """The CTA of a query tile and kv head (x), split (y) and request (z)."""
+    """The CTA of a query tile, kv head and request (x) and split (y): requests are on the one axis that has room for
+    any number of them."""
     dtype = q.element_type
     thread, _, _ = cute.arch.thread_idx()
-    tile, split, request = cute.arch.block_idx()
+    tile, split, _ = cute.arch.block_idx()
     row_tile = tile % geometry.row_tiles
-    kv_head = tile // geometry.row_tiles
+    kv_head = tile // geometry.row_tiles % geometry.h_kv
+    request = tile // (geometry.row_tiles * geometry.h_kv)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     seq_len = seq_lens[request]
     first, end, num_tiles, unmasked = work_range(seq_len, row_tile, split, num_splits, geometry)
@@ -722,14 +724,15 @@ def combine(
     out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
     lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
 ):
-    """The CTA of a query row (x), kv head (y) and request (z); a thread has four columns.
+    """The CTA of a query row, kv head and request (x); a thread has four columns.
 
     Splits without keys have an LSE of -inf: their output is not read, for nobody wrote it. One that is NaN is no number
     to compare with, so that its weight, NaN too, is asked whether it is 0, and never whether it is above.
     """
     thread, _, _ = cute.arch.thread_idx()
-    row, kv_head, request = cute.arch.block_idx()
+    place, _, _ = cute.arch.block_idx()
     splits, b, h_kv, num_rows, k = partial_out.shape
+    row, kv_head, request = place % num_rows, place // num_rows % h_kv, place // (num_rows * h_kv)
     group = lse.shape[1] // h_kv
     stride = Int64(b) * (h_kv * num_rows)
     index = (Int64(request) * h_kv + kv_head) * num_rows + row
@@ -792,7 +795,7 @@ def launch_flash_mla(
         q, tma, cache, page_table, seq_lens, out, lse, partial_out, partial_lse, scale * math.log2(math.e), num_splits,
         geometry,
     ).launch(
-        grid=(geometry.row_tiles * geometry.h_kv, num_splits, q.shape[0]),
+        grid=(geometry.row_tiles * geometry.h_kv * q.shape[0], num_splits, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -803,10 +806,10 @@ def launch_flash_mla(
 def launch_combine(
     partial_out: cute.Tensor, partial_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, stream: CUstream
 ):
-    """Grid (rows, h_kv, b), k / 4 threads a CTA."""
+    """A CTA for every query row, of k / 4 threads."""
     _, b, h_kv, num_rows, k = partial_out.shape
     combine(partial_out, partial_lse, out, lse).launch(
-        grid=(num_rows, h_kv, b), block=(k // COMBINE_COLUMNS, 1, 1), stream=stream
+        grid=(num_rows * h_kv * b, 1, 1), block=(k // COMBINE_COLUMNS, 1, 1), stream=stream
     )
 
 
@@ -870,7 +873,11 @@ class FlashMlaTiling(Tiling):
                 f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "
                 f"that a CTA of {device.key} may have"
             )
-        return Verdict.yes()
+        if not (counted := limits.decode_sizes(pd)):
+            return counted
+        return limits.offsets(
+            pd.b * pd.s * pd.h * pd.k if self.num_splits > 1 else 0, f"num_splits = {self.num_splits}: those of a split"
+        )
 
 
 class FlashMlaPlan(KernelPlan):
@@ -897,6 +904,8 @@ class FlashMlaPlan(KernelPlan):
             return self.tiling.num_splits
         pd, geometry = self.problem, Geometry.of(self.problem)
         tiles = b * geometry.h_kv * geometry.row_tiles
+        if b * pd.s * pd.h * pd.k > limits.MOST:  # the partial results of a split, which 32 bits count
+            return 1
         return choose_splits(tiles, self._pairs(max_pages), b * pd.s * pd.h, pd.k, host.target(self).num_sms)
 
     def _pairs(self, max_pages: int) -> int:

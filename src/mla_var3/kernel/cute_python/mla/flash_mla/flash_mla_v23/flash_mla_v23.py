@@ -72,7 +72,7 @@ from mla_var3.kernel.cute_python.prims.sync import (
     warp_arrive,
 )
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
-from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
@@ -1314,7 +1314,12 @@ class FlashMlaV23Tiling(Tiling):
                 f"{smem:,} bytes of shared memory for q and {STAGES} stages are over the {device.smem_per_block:,} "
                 f"that a CTA of {device.key} may have"
             )
-        return Verdict.yes()
+        if not (counted := limits.decode_sizes(pd)):
+            return counted
+        workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
+        requests = rows.most_blocks(pd.query_tokens, pd.b, geometry.s) if pd.packed else pd.b
+        tokens, fixed = pd.max_pages * pd.page_size, self.split_tokens // TOKENS
+        return host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, geometry.costs)
 
 
 class FlashMlaV23Plan(KernelPlan):

@@ -69,7 +69,7 @@ from mla_var3.kernel.cute_python.prims.sync import (
     warp_arrive,
 )
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
-from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
@@ -1145,7 +1145,12 @@ class FlashMlaV24Tiling(Tiling):
                 f"{smem:,} bytes of shared memory for q and {geometry.slots} panels are over the "
                 f"{device.smem_per_block:,} that a CTA of {device.key} may have"
             )
-        return Verdict.yes()
+        if not (counted := limits.decode_sizes(pd)):
+            return counted
+        workers = self.workers or (max(1, device.num_sms // pd.h_kv) if device is not None else 1)
+        requests = rows.most_blocks(pd.query_tokens, pd.b, geometry.s) if pd.packed else pd.b
+        tokens, fixed = pd.max_pages * pd.page_size, self.split_tokens // TOKENS
+        return host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, COSTS)
 
 
 class FlashMlaV24Plan(KernelPlan):

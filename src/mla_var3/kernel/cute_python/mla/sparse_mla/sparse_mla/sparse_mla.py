@@ -47,7 +47,7 @@ from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, raise_flag, take_flag, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.packed_cache import VALUES
-from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import sparse_decode
 
@@ -1132,8 +1132,8 @@ class SparseMlaTiling(Tiling):
         return Geometry(pd.h, pd.s, pd.columns, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink)
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
-        if self.workers < 0:
-            return Verdict.no(f"workers = {self.workers} is below 0")
+        if not 0 <= self.workers <= scheduler.MOST_WORKERS:
+            return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
         geometry = self.geometry(pd)
         smem = 2048 + 2 * (geometry.panels * ROWS * PANEL + STAGES * geometry.stage_elements)
         if device is not None and smem > device.smem_per_block:
@@ -1146,7 +1146,11 @@ class SparseMlaTiling(Tiling):
                 f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "
                 f"{device.key}: workers wait for each other and must all be running"
             )
-        return Verdict.yes()
+        if not (counted := limits.sparse_sizes(pd)):
+            return counted
+        workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
+        tokens = sum(-(-each // TOKENS) * TOKENS for each in (pd.topk, pd.extra))
+        return host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
 
 
 class SparseMlaPlan(KernelPlan):

@@ -66,7 +66,7 @@ from mla_var3.kernel.cute_python.prims.sync import (
 )
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.packed_cache import VALUES, layout_of
-from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import sparse_decode
 
 if TYPE_CHECKING:
@@ -1765,8 +1765,8 @@ class SparseMlaV1Tiling(Tiling):
         )
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
-        if self.workers < 0:
-            return Verdict.no(f"workers = {self.workers} is below 0")
+        if not 0 <= self.workers <= scheduler.MOST_WORKERS:
+            return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
         if self.heads not in (0, *HEADS):
             return Verdict.no(f"heads = {self.heads} must be 0 or one of {', '.join(map(str, HEADS))}")
         geometry = self.geometry(pd)
@@ -1775,7 +1775,11 @@ class SparseMlaV1Tiling(Tiling):
                 f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "
                 f"{device.key}: workers wait for each other and must all be running"
             )
-        return Verdict.yes()
+        if not (counted := limits.sparse_sizes(pd)):
+            return counted
+        workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
+        tokens = sum(-(-each // TOKENS) * TOKENS for each in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
+        return host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
 
 
 class SparseMlaV1Plan(KernelPlan):

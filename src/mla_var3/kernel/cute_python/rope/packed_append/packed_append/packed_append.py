@@ -33,7 +33,7 @@ from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, ROPE, loa
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
 from mla_var3.packed_cache import E4M3_MAX, SCALE_MIN, layout_of
-from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import packed_append as append
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class PackedAppendTiling(Tiling):
             return Verdict.no(f"heads = {self.heads} must be 1 to {MOST_HEADS}")
         if not 1 <= self.warps <= 32:
             return Verdict.no(f"warps = {self.warps} must be 1 to 32")
-        return Verdict.yes()
+        items = pd.tokens * (self.geometry(pd).chunks + 1)
+        return limits.offsets(items, f"the work of {pd.tokens:,} tokens of q with {pd.h:,} heads")
 
 
 # ------------------------------------------------------------------------------------------------ device

@@ -38,7 +38,7 @@ from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, ROPE, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
-from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import rope
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class RopeAppendTiling(Tiling):
             return Verdict.no(f"heads = {self.heads} must be 1 to {MOST_HEADS}")
         if not 1 <= self.warps <= 32:
             return Verdict.no(f"warps = {self.warps} must be 1 to 32")
-        return Verdict.yes()
+        items = pd.tokens * (self.geometry(pd).chunks + 1)
+        return limits.offsets(items, f"the work of {pd.tokens:,} tokens of q with {pd.h:,} heads")
 
 
 # ------------------------------------------------------------------------------------------------ device

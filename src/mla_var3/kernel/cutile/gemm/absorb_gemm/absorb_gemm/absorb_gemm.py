@@ -19,7 +19,7 @@ import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
-from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import gemm
 
 if TYPE_CHECKING:
@@ -58,7 +58,11 @@ class AbsorbGemmTiling(Tiling):
             return Verdict.no("num_warps = 8: two warpgroups want 128 output columns.")
         if not 1 <= self.occupancy <= 8:
             return Verdict.no(f"occupancy = {self.occupancy} must be 1 to 8.")
-        return Verdict.yes()
+        tiles = -(-pd.tokens // self.tile_n)
+        return limits.all_of(
+            limits.grid(pd.h, "heads of x"),
+            limits.grid(tiles, f"tiles of {self.tile_n} of the {pd.tokens:,} tokens of x"),
+        )
 
 
 # ------------------------------------------------------------------------------------------------ device

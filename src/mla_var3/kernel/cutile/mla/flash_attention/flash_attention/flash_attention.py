@@ -39,7 +39,7 @@ import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
-from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import prefill
 
@@ -207,9 +207,11 @@ def takes(pd: MlaProblem) -> Verdict:
         return Verdict.no(f"written for heads of 128 + 64 and 128 columns; the problem has d = {pd.d}, p = {pd.p}.")
     if pd.t < 1:
         return Verdict.no("there is nothing to attend to: t = 0.")
-    if pd.t * pd.h * KEY >= 2**31:
-        return Verdict.no(f"t · h = {pd.t * pd.h} keys of a request: strides are 32 bits, use under 11184811.")
-    return Verdict.yes()
+    return limits.all_of(
+        limits.grid(pd.b, "requests of q"),
+        limits.grid(pd.h, "heads of q"),
+        limits.offsets(pd.t * pd.h * KEY, f"{pd.t:,} keys of {pd.h:,} heads in a request"),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ plan

@@ -35,8 +35,8 @@ from mla_var3.device import Device, Requirement
 from mla_var3.errors import Infeasible, Unsupported
 from mla_var3.kernel.cutile.prims.combine import combine_kernel, new_partials, warm_up
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
-from mla_var3.kernel.cutile.prims.latent import FLOOR, LATENT, LN2, LOG2E, ROPE, ceil_pow2, takes_pages_of_16
-from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict
+from mla_var3.kernel.cutile.prims.latent import FLOOR, LATENT, LN2, LOG2E, ROPE, ceil_pow2, sizes, takes_pages_of_16
+from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.concurrent import ConcurrentKernels
 from mla_var3.runtime.plan import require_int32
 from mla_var3.runtime.scaling import any_scale
@@ -505,9 +505,11 @@ def takes(pd: MixedProblem) -> Verdict:
         )
     if not (verdict := takes_pages_of_16(pd)):
         return verdict
-    if max(pd.b * pd.s * pd.h * LATENT, pd.n * pd.h * KEY) >= 2**31:
-        return Verdict.no("offsets are 32 bits: b · s · h may be under 4194304, and n · h under 11184811.")
-    return Verdict.yes()
+    return limits.all_of(
+        sizes(pd),
+        limits.grid(pd.h, "heads of q"),
+        limits.offsets(pd.n * pd.h * KEY, f"{pd.n:,} decompressed tokens of {pd.h:,} heads"),
+    )
 
 
 def offered(pd: MixedProblem) -> Verdict:

@@ -29,7 +29,7 @@ from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.prims.handles import handle, signature
 from mla_var3.kernel.cutile.prims.latent import FLOOR, LN2, LOG2E
 from mla_var3.packed_cache import LAYOUTS, fields
-from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import sparse_decode
 
@@ -239,9 +239,7 @@ def sparse_mla(
 
 # ------------------------------------------------------------------------------------------------ host
 def takes(pd: SparseProblem) -> Verdict:
-    if pd.b * pd.s > 65535:
-        return Verdict.no(f"b · s = {pd.b * pd.s} query tokens: the grid's second axis has 65535.")
-    return Verdict.yes()
+    return limits.all_of(limits.grid(pd.b * pd.s, "query tokens of q"), limits.sparse_sizes(pd))
 
 
 # ------------------------------------------------------------------------------------------------ plan

@@ -19,7 +19,7 @@ import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
-from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import norm
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ def takes(pd: NormProblem) -> Verdict:
         return Verdict.no(f"the second norm begins at column {pd.width}, in the middle of a piece of its columns.")
     if pd.stride % 8:
         return Verdict.no(f"rows are {pd.stride} elements apart: TMA wants a multiple of 8.")
-    return Verdict.yes()
+    # Rows of x are read by TMA however far apart they are; the results lie behind each other.
+    return limits.offsets(pd.rows * max(pd.width, pd.second), f"the results for the {pd.rows:,} rows of x")
 
 
 # ------------------------------------------------------------------------------------------------ plan

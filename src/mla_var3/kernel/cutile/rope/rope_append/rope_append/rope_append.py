@@ -18,7 +18,7 @@ import cuda.tile as ct
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
-from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict
+from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import rope
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RopeAppendTiling(Tiling):
             return Verdict.no(f"num_warps = {self.num_warps} must be 4 or 8.")
         if not 1 <= self.occupancy <= 64 // self.num_warps:
             return Verdict.no(f"occupancy = {self.occupancy} must be 1 to {64 // self.num_warps}.")
-        return Verdict.yes()
+        return limits.grid(1 + -(-pd.h // self.heads), f"blocks of the {pd.h:,} heads of q")
 
 
 # ------------------------------------------------------------------------------------------------ device

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
-from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict
+from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import gemm
 
 if TYPE_CHECKING:
@@ -62,7 +62,11 @@ class AbsorbGemmTiling(Tiling):
         smem = self.num_pipeline_stages * (self.tile_m + self.tile_n) * self.tile_k * pd.element_bytes
         if device is not None and smem > device.smem_per_block:
             return Verdict.no(f"needs about {smem} bytes of shared memory; a block has {device.smem_per_block}")
-        return Verdict.yes()
+        tiles = -(-pd.tokens // self.tile_m)
+        return limits.all_of(
+            limits.grid(pd.h, "heads of x"),
+            limits.grid(tiles, f"tiles of {self.tile_m} of the {pd.tokens:,} tokens of x"),
+        )
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -27,7 +27,7 @@ import triton.language as tl
 from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.combine import MAX_SPLITS, combine_kernel
 from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
-from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict
+from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
@@ -85,7 +85,11 @@ class FlashMlaTiling(Tiling):
                 return Verdict.no(
                     f"the accumulator takes {registers} of a thread's {most} registers; use a smaller tile_m"
                 )
-        return Verdict.yes()
+        programs = -(-pd.rows // self.tile_m) * max(1, self.num_splits) * pd.b * pd.h_kv
+        return limits.all_of(
+            limits.decode_sizes(pd),
+            limits.offsets(programs, f"the programs of {pd.b:,} requests in {max(1, self.num_splits)} splits"),
+        )
 
     def smem_bytes(self, pd: MlaProblem) -> int:
         """Queries and key tiles; what Triton adds for reductions and layout changes is not counted."""

@@ -32,7 +32,7 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.combine import MAX_SPLITS
 from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
 from mla_var3.packed_cache import VALUES
-from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict
+from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import sparse_decode
 
 if TYPE_CHECKING:
@@ -81,7 +81,11 @@ class SparseMlaTiling(Tiling):
             smem = self.smem_bytes(pd)
             if smem > device.smem_per_block:
                 return Verdict.no(f"needs about {smem} bytes of shared memory; a block has {device.smem_per_block}")
-        return Verdict.yes()
+        programs = -(-pd.h // self.tile_m) * max(1, self.num_splits) * pd.b * pd.s
+        return limits.all_of(
+            limits.sparse_sizes(pd),
+            limits.offsets(programs, f"the programs of {pd.b * pd.s:,} query tokens"),
+        )
 
     def smem_bytes(self, pd: SparseProblem) -> int:
         """Queries, a tile of keys, and as much for each stage, whose bytes and scales Triton lays out by itself."""

@@ -23,7 +23,7 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
 from mla_var3.kernel.triton.prims.rotary import put, store_pairs, turned
 from mla_var3.packed_cache import SCALE_MIN
-from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict
+from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import packed_append as append
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PackedAppendTiling(Tiling):
             return Verdict.no(f"heads = {self.heads} must be a power of two of up to 128")
         if self.num_warps not in (1, 2, 4, 8):
             return Verdict.no(f"num_warps = {self.num_warps} must be 1, 2, 4 or 8")
-        return Verdict.yes()
+        return limits.grid(1 + -(-pd.h // self.heads), f"blocks of the {pd.h:,} heads of q")
 
 
 @triton.jit

@@ -475,6 +475,7 @@ def test_ragged_points_are_far_from_uniform_ones() -> None:
 def test_pick_hands_on_about_how_full_the_table_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[MlaProblem] = []
     monkeypatch.setattr(selection, "choose", lambda problem, device: asked.append(problem))
+    monkeypatch.setattr(selection, "takes", lambda *_: Verdict.yes())
     for mean in (8192, 4000, 1000):
         selection._pick.cache_clear()
         pick(MlaProblem(b=16, t=8192, lengths=[8192, *[(mean * 16 - 8192) // 15] * 15]), H200)

@@ -144,12 +144,17 @@ def pick(problem: MlaProblem, device: Device) -> Choice:
     """`choose` for the neighbourhood of the problem's sizes: asked again, it costs microseconds.
 
     Sizes are taken to the nearest quarter of an octave (4096 stays 4096), packed query tokens too, the mean length to
-    the nearest half octave under the longest.
+    the nearest half octave under the longest. Where what is picked so has no room for the problem's own sizes, or
+    nothing has room for its neighbourhood's, it is picked for the problem itself.
     """
     shape = (neighbourhood(problem.b), neighbourhood(max(problem.t, 1)))
     halves = round(2 * math.log2(problem.fill))
     queries = neighbourhood(max(problem.query_tokens, 1)) if problem.packed else None
-    return _pick(problem.problem_class(), *shape, queries, halves, device)
+    try:
+        choice = _pick(problem.problem_class(), *shape, queries, halves, device)
+    except UserError:
+        return choose(problem, device)
+    return choice if takes(choice, problem, device) else choose(problem, device)
 
 
 @functools.lru_cache(maxsize=4096)

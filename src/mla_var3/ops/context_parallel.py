@@ -18,7 +18,7 @@ from mla_var3.ops.decode import LATENT, mla_decode
 from mla_var3.ops.exchange import Collective, exchange_of
 from mla_var3.ops.layer import dtype_name, serve
 from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import judge
+from mla_var3.ops.request import LEAST, MOST, integers, judge, narrowed
 from mla_var3.workload.merge import MergeProblem
 
 if TYPE_CHECKING:
@@ -75,8 +75,14 @@ def mla_decode_cp(
     every = way.queries(q.detach(), head_dim_v)
     counted = None if schedule is None else schedule.counted
     if counted is None:
-        page, lengths = kv_cache.shape[1], seq_lens.long()
-        here = _held(lengths, rank, ranks, page, tokens)
+        page, b = kv_cache.shape[1], len(q)
+        # Counted with 64 bits, of numbers that 32 hold.
+        judge("page_table", page_table, (b, None), None, q)
+        lengths = integers("seq_lens", seq_lens, (b,), q, 0, MOST).long()
+        if tokens is not None:
+            begin, end = (integers(f"tokens[{i}]", x, (b,), q, LEAST, MOST).long() for i, x in enumerate(tokens))
+            tokens = begin, end
+        here = narrowed(_held(lengths, rank, ranks, page, tokens), 0, page_table.shape[1] * page)
         mask = None
         if causal and s > 1:
             # Query token i sees the request up to token length - s + i. Of this rank's tokens that is a prefix, which
@@ -84,7 +90,7 @@ def mla_decode_cp(
             query = torch.arange(s, device=q.device)
             seen = _held(lengths[:, None] - s + 1 + query, rank, ranks, page, tokens)  # (b, s)
             mask = here[:, None, None] - s + query < seen[:, :, None]
-        counted = here.int(), mask
+        counted = here, mask
         if schedule is not None:
             schedule.counted = counted
     here, mask = counted
@@ -133,12 +139,13 @@ def merge_partials(
 def _held(
     bound: torch.Tensor, rank: int, ranks: int, page: int, tokens: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
-    """How many of the requests' first `bound` tokens are on a rank; bound (b, ...) int64, below 1 for none."""
+    """How many of the requests' first `bound` tokens are on a rank; bound (b, ...) int64, below 1 for none. tokens: of
+    `mla_decode_cp`, int64."""
     bound = bound.clamp(min=0)
     if tokens is None:
         turn = page * ranks
         return bound // turn * page + (bound % turn - rank * page).clamp(0, page)
-    begin, end = (x.long().view(-1, *[1] * (bound.dim() - 1)) for x in tokens)
+    begin, end = (x.view(-1, *[1] * (bound.dim() - 1)) for x in tokens)
     return (bound.minimum(end) - begin).clamp(min=0)
 
 

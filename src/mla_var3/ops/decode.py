@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mla_var3.errors import UserError
 from mla_var3.ops.engine import DecodeSchedule, Way, engine
 from mla_var3.ops.library import decode_as_op, traced
-from mla_var3.ops.request import as_bytes, as_pages, compact, on_gpu, problem_of, result
+from mla_var3.ops.request import as_bytes, as_pages, bounds_of, compact, narrowed, on_gpu, problem_of, result
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,9 @@ def mla_decode(
     columns 0..k-1 are the latent (the values, and the first part of the keys), the rest is rope. It is contiguous, but
     pages may lie further apart than they are long, by a multiple of 16 bytes. page_table (b, width) int32: entry j of a
     request is the page of its tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read
-    on the device; 0 is allowed. int64 page tables and lengths cost a small copy each. All on one GPU.
+    on the device; 0 is allowed. All on one GPU. Page tables, lengths and cu_seqlens_q may be int64: two small kernels
+    bring each into int32, lengths into 0 .. width · page, so that no value stands for another. An entry of a used page
+    that is outside of the cache is the caller's mistake, of either type: what is read then is undefined.
 
     scale: factor on q·k, any finite number; default (128 + p)^-1/2, that of decompressed heads with 128 + p columns
     (FlashMLA's default is another: (k + p)^-1/2). With one of 0 or below most versions copy q first. causal: query
@@ -99,9 +101,11 @@ def mla_decode(
         cache = kv_cache.detach()
         if problem.strided_pages or cache.dim() == 3:
             cache = as_pages(cache)
-        inputs: tuple[torch.Tensor, ...] = (compact(q.detach()), cache, compact(page_table), compact(seq_lens))
+        bounds = bounds_of(problem)
+        table, lengths = narrowed(page_table, *bounds["page_table"]), narrowed(seq_lens, *bounds["seq_lens"])
+        inputs: tuple[torch.Tensor, ...] = (compact(q.detach()), cache, table, lengths)
         if cu_seqlens_q is not None:
-            inputs = (*inputs, compact(cu_seqlens_q))
+            inputs = (*inputs, narrowed(cu_seqlens_q, *bounds["cu_seqlens_q"]))
         if mask is not None:
             inputs = (*inputs, as_bytes(mask))
         served.run(way, problem, inputs, (target, sums), schedule)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mla_var3.device import Device
-from mla_var3.errors import Unsupported, UserError
+from mla_var3.errors import Infeasible, Unsupported, UserError
 from mla_var3.toolchain.aot import CompileCache
 
 if TYPE_CHECKING:
@@ -220,6 +220,7 @@ class Engine:
         hardware = self.hardware(inputs[0].device)
         plan = way.make(problem, hardware)
         plan.supported().require(Unsupported)  # a version that the caller named
+        plan.feasible().require(Infeasible)  # sizes that it has no room for: the dispatcher picks by the class
         arch = None if hardware is None else hardware.arch
         with self._lock:
             plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), CompileCache())

@@ -19,7 +19,7 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError, absent
 from mla_var3.ops.calls import Buffer, Call, call_of
 from mla_var3.ops.decode import LATENT, way_for
-from mla_var3.ops.request import problem_of
+from mla_var3.ops.request import bounds_of, problem_of
 from mla_var3.runtime.scaling import sign_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def mla_decode(
         return both if return_lse else both[0]
     target = _target(problem, Device.detect(), fixed_split, kernel)
     arrays = [q, kv_cache if kv_cache.ndim == 4 else kv_cache[:, :, None], page_table, seq_lens, *optional.values()]
-    arrays = [x.astype(buffer.dtype) for x, buffer in zip(arrays, target.call.inputs, strict=True)]
+    bounds = bounds_of(problem)
+    arrays = [
+        # As `request.narrowed`: no value stands for another.
+        jnp.clip(x, *bounds[name]).astype(buffer.dtype) if x.dtype == jnp.int64 else x.astype(buffer.dtype)
+        for name, x, buffer in zip(given | optional, arrays, target.call.inputs, strict=True)
+    ]
     zeros = [jnp.zeros(buffer.shape, buffer.dtype) for buffer in target.zeroed]
     results = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in target.results]
     aliases = {len(arrays) + i: target.results.index(buffer) for i, buffer in enumerate(target.zeroed)}

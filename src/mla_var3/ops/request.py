@@ -8,6 +8,8 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
+from mla_var3.runtime import limits
+from mla_var3.workload import MOST_LISTED
 from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ NO_FP8 = "mla_decode takes torch.bfloat16 and torch.float16, so call packed_mla_
 
 _CACHE_ALIGNMENT = 128  # bytes: what the copy engine that reads pages assumes of their base
 _PAGE_ALIGNMENT = 16  # bytes: what it assumes of the step between pages
+#: What an int32 holds.
+LEAST, MOST = -(1 << 31), (1 << 31) - 1
 #: Bytes that an address must be a multiple of, by the bytes of an element: rows of 16-bit values are read as vectors.
 _NEEDED = {2: 16, 4: 4}
 
@@ -94,10 +98,21 @@ def problem_of(
         _pages_apart(kv_cache)
     if kv_cache.is_cuda and kv_cache.data_ptr() % _CACHE_ALIGNMENT:
         raise UserError(f"kv_cache starts at an address that is not a multiple of {_CACHE_ALIGNMENT} bytes: align it.")
-    sizes = (max(b, 1), s, page_table.shape[1] * page, h, h_kv, head_dim_v, width - head_dim_v)
+    number_of("requests", "seq_lens" if packed else "q", b)
+    number_of("query tokens of a request", "q", s)
+    tokens = page_table.shape[1] * page
+    if tokens > limits.MOST_TOKENS:
+        raise UserError(f"{limits.too_long(tokens)}.")
+    sizes = (max(b, 1), s, tokens, h, h_kv, head_dim_v, width - head_dim_v)
     masked, factor = bool(causal) and (packed or s > 1), None if scale is None else number("scale", scale)
     total = len(q) if packed else None
     return _problem(*sizes, masked, page, dtypes[q.dtype], factor, strided, total, mask is not None)
+
+
+def number_of(what: str, name: str, count: int) -> None:
+    """Raises `UserError` where an argument has more requests or query tokens than a call takes."""
+    if count > MOST_LISTED:
+        raise UserError(f"{name} has {count:,} {what}: a call takes {MOST_LISTED:,}, so make several.")
 
 
 def number(name: str, value: Any) -> float:
@@ -136,11 +151,15 @@ def _problem(
     total: int | None,
     tree: bool,
 ) -> MlaProblem:
-    """One object for equal problems: making and judging one takes longer than all else that a call does on the host."""
-    return MlaProblem(
+    """One object for equal problems: making and judging one takes longer than all else that a call does on the host.
+    Raises `UserError` for sizes that no version takes."""
+    problem = MlaProblem(
         b=b, s=s, t=t, h=h, h_kv=h_kv, k=k, p=p, causal=causal, page=page, dtype=dtype, softmax_scale=scale,
         strided_pages=strided, queries=None if total is None else {"total": total}, tree=tree,
     )  # fmt: skip
+    if not (counted := limits.decode_sizes(problem)):
+        raise UserError(f"{counted.reason}.")
+    return problem
 
 
 _RANKS = {
@@ -215,17 +234,46 @@ def judge(
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where a kernel can read it, else a copy of it (small tensors only: a copy is a launch); int64
-    becomes int32. The copy is made on the current stream, whose later work may use its memory again; in a capture it
-    lies in the graph's own memory, so that replays make it anew."""
-    needed = _NEEDED.get(tensor.element_size())
-    if needed is not None and tensor.is_contiguous() and not tensor.data_ptr() % needed:
+    """The tensor itself where a kernel can read it, else a copy of it (small tensors only: a copy is a launch). The
+    copy is made on the current stream, whose later work may use its memory again; in a capture it lies in the graph's
+    own memory, so that replays make it anew."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % _NEEDED[tensor.element_size()]:
         return tensor
     import torch
 
-    if needed is None:
-        return tensor.to(torch.int32, memory_format=torch.contiguous_format)
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def bounds_of(problem: MlaProblem) -> dict[str, tuple[int, int]]:
+    """The least and the most that `narrowed` leaves of the integers of a call of `mla_decode`, by argument."""
+    return {
+        "page_table": (LEAST, MOST), "seq_lens": (0, problem.t), "cu_seqlens_q": (0, problem.query_tokens)
+    }  # fmt: skip
+
+
+def narrowed(tensor: torch.Tensor, least: int = LEAST, most: int = MOST) -> torch.Tensor:
+    """An int32 or int64 tensor as a kernel reads it: int32. This is the one place where integers are narrowed.
+
+    Values of int64 outside of least .. most become the nearer of the two, on the device, before they are narrowed: the
+    lower half of 2^32 + 7 is 7, which would be another token, page or length. least and most: what lengths may be; for
+    indices and pages all that an int32 holds, whose ends lie outside of every cache, as the value did. int32 is passed
+    on as it is. int64 costs two small kernels.
+    """
+    import torch
+
+    if tensor.dtype == torch.int64:
+        tensor = tensor.clamp(least, most).to(torch.int32, memory_format=torch.contiguous_format)
+    return compact(tensor)
+
+
+def integers(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor, least: int, most: int
+) -> torch.Tensor:
+    """An argument of int32 or int64, judged and `narrowed`. The others: as of `judge`. Raises `UserError`."""
+    import torch
+
+    is_long = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64
+    return narrowed(judge(name, tensor, shape, torch.int64 if is_long else torch.int32, like), least, most)
 
 
 def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:

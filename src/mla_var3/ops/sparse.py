@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.ops.layer import serve
 from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import compact, judge, number, result
+from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, number, result
 from mla_var3.packed_cache import VALUES, fields, layout_of
+from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import SparseProblem, input_names
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ def sparse_mla_decode(
     indices (b, s, topk) int32: page · tokens of a page + row, in the whole cache. One that is negative, or outside the
     cache, names no token. topk_lens (b,) int32: only so many of a request's indices, from the left, are looked at. sink
     (h,) float32: a logit more in each head's softmax, without a value; lse is without it. extra_cache, extra_indices,
-    extra_topk_lens: another cache of the same layout, with pages of any size, that is attended to as well. int64
-    indices and lengths cost a copy each.
+    extra_topk_lens: another cache of the same layout, with pages of any size, that is attended to as well. Indices and
+    lengths may be int64: two small kernels bring each into int32, so that an index that names no token names none then
+    either, and lengths are at most topk.
 
     scale: factor on q·k; default 192^-1/2, that of decompressed heads with 128 + 64 columns, and 512^-1/2 in layout v4.
     out, lse: where to write, (b, s, h, 512) bf16 and (b, h, s) float32. return_lse: also returns the natural
@@ -90,11 +92,11 @@ def sparse_mla_decode(
             continue
         name = f"{prefix}cache" if prefix else "kv_cache"
         pages = inputs[f"{prefix}cache"] = _pages(name, cache, layout, q)
-        inputs[f"{prefix}indices"] = _integers(f"{prefix}indices", chosen, (b, s, None), q)
+        inputs[f"{prefix}indices"] = integers(f"{prefix}indices", chosen, (b, s, None), q, LEAST, MOST)
         if chosen.shape[2] < 1:
             raise UserError(f"{prefix}indices is {tuple(chosen.shape)}: give at least one index, -1 where none is.")
         if lens is not None:
-            inputs[f"{prefix}lengths"] = _integers(f"{prefix}topk_lens", lens, (b,), q)
+            inputs[f"{prefix}lengths"] = integers(f"{prefix}topk_lens", lens, (b,), q, 0, chosen.shape[2])
         sizes += [max(1, len(pages) * pages.shape[1] // max(b, 1)), chosen.shape[2], pages.shape[1]]
     problem = _sparse(
         max(b, 1), s, h, *sizes, layout, topk_lens is not None, sink is not None, extra_topk_lens is not None,
@@ -125,8 +127,8 @@ def packed_mla_decode(
     q (b, s, h, columns), kv_cache, layout ("v32", "v4" or "flat"), cache_scale, sink, scale, out, lse, return_lse,
     kernel and on: as of `sparse_mla_decode`. page_table (b, width) int32: entry j of a request is the page of its
     tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read on the device, at most
-    width · page; 0 is allowed. int64 page tables and lengths cost a small copy each. Query token i sees keys
-    0 .. length - s + i: several query tokens are causal, at the end of each request.
+    width · page; 0 is allowed. Both may be int64, as of `mla_decode`. Query token i sees keys 0 .. length - s + i:
+    several query tokens are causal, at the end of each request.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out (b, s, h, 512), or (out, lse). Raises `UserError` in one sentence for what does not fit. To
@@ -144,11 +146,15 @@ def packed_mla_decode(
     inputs = _judged(q, layout, cache_scale, sink)
     b, s, h, _ = q.shape
     page = (pages := _pages("kv_cache", kv_cache, layout, q)).shape[1]
-    table = _integers("page_table", page_table, (b, None), q)
+    table = integers("page_table", page_table, (b, None), q, LEAST, MOST)
     if table.shape[1] < 1:
         raise UserError(f"page_table is {tuple(table.shape)}: give it at least one column.")
-    inputs |= {"cache": pages, "page_table": table, "seq_lens": _integers("seq_lens", seq_lens, (b,), q)}
-    problem = _dense(max(b, 1), s, h, table.shape[1] * page, page, layout, sink is not None, _scale(scale, layout))
+    tokens = table.shape[1] * page
+    if tokens > limits.MOST_TOKENS:
+        raise UserError(f"{limits.too_long(tokens)}.")
+    lengths = integers("seq_lens", seq_lens, (b,), q, 0, tokens)
+    inputs |= {"cache": pages, "page_table": table, "seq_lens": lengths}
+    problem = _dense(max(b, 1), s, h, tokens, page, layout, sink is not None, _scale(scale, layout))
     both = _computed("packed_mla_decode", problem, inputs, out, lse, kernel, on)
     return both if return_lse else both[0]
 
@@ -239,15 +245,6 @@ def _pages(name: str, cache: torch.Tensor, layout: str, q: torch.Tensor) -> torc
     return cache
 
 
-def _integers(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], q: torch.Tensor) -> torch.Tensor:
-    """int32 or int64 as a kernel reads it."""
-    import torch
-
-    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
-        return compact(judge(name, tensor, shape, torch.int64, q))
-    return compact(judge(name, tensor, shape, torch.int32, q))
-
-
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.
 @functools.lru_cache(maxsize=4096)
 def _sparse(
@@ -266,12 +263,21 @@ def _sparse(
     extra_lengths: bool,
     scale: float,
 ) -> SparseProblem:
-    return SparseProblem(
+    problem = SparseProblem(
         b=b, s=s, h=h, t=t, topk=topk, layout=layout, page=page, lengths=lengths, sink=sink, extra=extra,
         extra_t=extra_t, extra_page=extra_page, extra_lengths=extra_lengths, softmax_scale=scale,
     )  # fmt: skip
+    return _counted(problem)
 
 
 @functools.lru_cache(maxsize=4096)
 def _dense(b: int, s: int, h: int, t: int, page: int, layout: str, sink: bool, scale: float) -> SparseProblem:
-    return SparseProblem(b=b, s=s, h=h, t=t, layout=layout, page=page, sink=sink, softmax_scale=scale, paged=True)
+    problem = SparseProblem(b=b, s=s, h=h, t=t, layout=layout, page=page, sink=sink, softmax_scale=scale, paged=True)
+    return _counted(problem)
+
+
+def _counted(problem: SparseProblem) -> SparseProblem:
+    """The problem; raises `UserError` for sizes that no version takes."""
+    if not (counted := limits.sparse_sizes(problem)):
+        raise UserError(f"{counted.reason}.")
+    return problem

@@ -45,10 +45,9 @@ def all_of(*verdicts: Verdict) -> Verdict:
 
 def decode_sizes(pd: MlaProblem) -> Verdict:
     """Whether the sizes of absorbed decode are within what every version's offsets count."""
-    longest, width = max(pd.seq_lens, default=0), pd.k + pd.p
-    if longest > MOST_TOKENS:
-        return _too_long(longest)
-    rows = pd.query_tokens * pd.h
+    if pd.longest > MOST_TOKENS:
+        return Verdict.no(too_long(pd.longest))
+    rows, width = pd.query_tokens * pd.h, pd.k + pd.p
     table = f"page_table has {pd.b:,} rows of {pd.max_pages:,} pages"
     verdict = all_of(
         # The combine counts rows twice where a row is two warps'.
@@ -68,7 +67,7 @@ def decode_sizes(pd: MlaProblem) -> Verdict:
 def sparse_sizes(pd: SparseProblem) -> Verdict:
     """Whether the sizes of decode over packed caches are within what every version's offsets count."""
     if pd.paged and pd.t > MOST_TOKENS:
-        return _too_long(pd.t)
+        return Verdict.no(too_long(pd.t))
     tokens = f"q has {pd.b * pd.s:,} query tokens"
     chosen = max(pd.topk, pd.extra)
     return all_of(
@@ -78,8 +77,9 @@ def sparse_sizes(pd: SparseProblem) -> Verdict:
     )
 
 
-def _too_long(tokens: int) -> Verdict:
-    return Verdict.no(
+def too_long(tokens: int) -> str:
+    """What is said of a request with room for more than `MOST_TOKENS`."""
+    return (
         f"page_table has room for {tokens:,} tokens of a request (its width times the tokens of a page), and a request "
         f"has at most {MOST_TOKENS:,}: pass fewer columns of it"
     )

@@ -266,7 +266,9 @@ class MlaProblem(Problem):
     @property
     def query_tokens(self) -> int:
         """Query tokens of all requests."""
-        return self.b * self.s if self.queries is None else sum(self.query_lens)
+        if self.queries is None:
+            return self.b * self.s
+        return sum(self.queries) if isinstance(self.queries[0], int) else int(dict(self.queries)["total"])
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -306,6 +308,11 @@ class MlaProblem(Problem):
         return tuple(edges[i % len(edges)] for i in range(self.b))
 
     @property
+    def longest(self) -> int:
+        """Cached tokens of the longest request."""
+        return self.t if self.lengths == "uniform" else max(self.seq_lens, default=0)
+
+    @property
     def fill(self) -> float:
         """Mean length over the longest one: 1 where all are equally long, and where none has a key."""
         if self.lengths == "uniform":
@@ -336,7 +343,7 @@ class MlaProblem(Problem):
     @property
     def max_pages(self) -> int:
         """Width of the page table: pages of the longest request, at least 1."""
-        return max(1, max(-(-x // self.page_size) for x in self.seq_lens))
+        return max(1, -(-self.longest // self.page_size))
 
     @property
     def num_pages(self) -> int:

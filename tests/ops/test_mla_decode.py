@@ -569,3 +569,58 @@ def test_compiles_ahead_what_would_be_picked(monkeypatch: pytest.MonkeyPatch) ->
     problems = [MlaProblem(b=2, h=16), MlaProblem(b=3, h=16)]
     assert decode_module.compile_for(problems, "h200") == ["a version"] * 2
     assert compiled == [(problem, Device.get("h200")) for problem in problems]
+
+
+# ---------------------------------------------------------------- sizes
+def empty(*shape: int, dtype: Any = torch.int32) -> Any:
+    """A tensor of any size that takes no memory: one element, seen everywhere."""
+    return torch.empty(1, dtype=dtype).as_strided(shape, (0,) * len(shape))
+
+
+@pytest.mark.parametrize(
+    ("b", "s", "h", "width", "page", "words"),
+    [
+        (
+            1,
+            32_768,
+            128,
+            512,
+            64,
+            r"q has 32,768 query tokens of 128 heads in a request, .* or pass q packed, with",
+        ),
+        (2, 1, 4, 1 << 20, 4096, r"page_table has room for 4,294,967,296 tokens of a request"),
+        (1 << 17, 1, 4, 1 << 15, 1, r"page_table has 131,072 rows of 32,768 pages, 4,294,967,296 elements"),
+        (1 << 21, 1, 1, 1, 64, r"q has 2,097,152 requests: a call takes 1,048,576"),
+        (1, 1 << 21, 1, 1, 64, r"q has 2,097,152 query tokens of a request: a call takes 1,048,576"),
+        (1 << 20, 64, 64, 1, 1, r"q has 67,108,864 query tokens of 64 heads in all"),
+    ],
+)
+def test_sizes_that_no_version_takes_name_the_argument(
+    engine: CpuEngine, b: int, s: int, h: int, width: int, page: int, words: str
+) -> None:
+    from mla_var3.ops.request import problem_of
+
+    q, cache = empty(b, s, h, 576, dtype=torch.bfloat16), torch.empty(1, page, 1, 576, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=f"^{words}"):
+        problem_of(q, cache, empty(b, width), empty(b), head_dim_v=512, scale=None, causal=False)
+    assert engine.planned == 0
+
+
+def test_as_many_query_tokens_are_taken_packed() -> None:
+    from mla_var3.ops.request import problem_of
+
+    q, cache = empty(32_768, 128, 576, dtype=torch.bfloat16), torch.empty(1, 64, 1, 576, dtype=torch.bfloat16)
+    problem = problem_of(
+        q, cache, empty(1, 512), empty(1), head_dim_v=512, scale=None, causal=True, cu_seqlens_q=empty(2)
+    )  # fmt: skip
+    plan = decode_module.way_for(problem, Device.get("h200")).make(problem, Device.get("h200"))
+    assert plan.supported() and plan.feasible()
+
+
+def test_a_named_version_without_room_says_so_before_it_plans(engine: CpuEngine) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    q, cache = empty(70_000, 1, 128, 576, dtype=torch.bfloat16), torch.empty(1, 64, 1, 576, dtype=torch.bfloat16)
+    problem = MlaProblem(b=70_000, t=384)
+    way = decode_module.way_for(problem, Device.get("h200"), kernel="cute-dsl/flash_mla_v23")
+    with pytest.raises(UserError, match=r"^the partial results of 70,000 requests and 66 workers, 2,331,796,480 elem"):
+        engine._plan(way, problem, (q, cache, empty(70_000, 6), empty(70_000)), None)

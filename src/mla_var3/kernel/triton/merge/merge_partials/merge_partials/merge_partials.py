@@ -20,7 +20,7 @@ import triton.language as tl
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
-from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict
+from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import merge
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class MergePartialsTiling(Tiling):
         held = self.rows * triton.next_power_of_2(pd.k) // (32 * self.num_warps)
         if held > 64:
             return Verdict.no(f"a thread would hold {held} columns of a part: use fewer rows, or more warps")
-        return Verdict.yes()
+        return limits.offsets(pd.rows, f"partials have {pd.rows:,} rows")
 
 
 @triton.jit(do_not_specialize=["n"])

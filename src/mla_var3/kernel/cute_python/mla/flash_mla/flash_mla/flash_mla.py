@@ -21,7 +21,7 @@ A consumer's own P is an operand from registers; the other reads it from shared 
 of its stage, which nobody needs once the scores are made. Two half outputs with a shared running maximum are FlashMLA's
 idea ("seesaw"); a producer warp for each half and P in the rope panel are not.
 
-Split-KV: grid (query tiles x h_kv, splits, b). The host chooses the number of splits by the page table's width. With
+Split-KV: grid (query tiles x h_kv x b, splits). The host chooses the number of splits by the page table's width. With
 more than one, each CTA writes an fp32 partial output with its log-sum-exp (LSE), and `combine` merges them:
 out = Σ wᵢ Oᵢ / Σ wᵢ with wᵢ = 2^(lseᵢ - max), in the order of the splits.
 

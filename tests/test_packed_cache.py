@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.packed_cache import (  # noqa: E402
     LAYOUTS,
+    bytes_of,
     fields,
     flat_scale,
     gather,
@@ -148,7 +149,11 @@ def test_codes_are_the_nearest_ones() -> None:
     edges = [0.0, -0.0, 2.0**-10, 3 * 2.0**-10, 2.0**-9, 17 / 16, 19 / 16, -1.3, 447.0, 464.0, 1e6, -1e6, 2.0**-11]
     x = torch.tensor(edges + torch.randn(300).mul(torch.exp(3 * torch.randn(300))).tolist())
     assert quantised(x, torch.ones(1)).tolist() == [nearest_code(float(v)) for v in x]
-    assert quantised(torch.tensor([math.nan]), torch.ones(1)).tolist() == [0x7F]
+    odd = torch.tensor([math.nan, -math.nan, math.inf, -math.inf])
+    assert quantised(odd, torch.ones(1)).tolist() == [0x7F] * 4
+    # Finite values are cut, whatever their quotient; a scale that is none gives NaN.
+    assert quantised(torch.tensor([3e38, -3e38]), torch.tensor([1e-30])).tolist() == [0x7E, 0xFE]
+    assert quantised(torch.tensor([0.0, 1.0]), torch.tensor([math.nan])).tolist() == [0x7F] * 2
 
 
 @pytest.mark.parametrize("powers", [True, False])
@@ -213,13 +218,73 @@ def test_packing_into_pages_that_lie_apart(name: str) -> None:
     assert bool((memory[:, 5 * (layout.columns if name == "bf16" else layout.token_bytes) :] == memory[0, -1]).all())
 
 
-def test_nan_stays_nan() -> None:
-    for name, layout in LAYOUTS.items():
-        values = values_of(name)
-        values[1, 2] = math.nan
-        scale = torch.ones(1) if name == "flat" else None
-        found = unpack(layout, pack(layout, values, scale=scale), scale)
-        assert bool(found[1, 2].isnan().all()) and int(found.isnan().sum()) == layout.columns
+@pytest.mark.parametrize("powers", [True, False])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nan_and_infinities_are_nan_in_their_place_alone(name: str, value: float, powers: bool) -> None:
+    """Every other byte is that of a cache with 0 in their place."""
+    layout, values = LAYOUTS[name], values_of(name)
+    options = {"scale": torch.full((1,), 0.25)} if name == "flat" else {"powers": powers or name != "v32"}
+    places = [(0, 0, 0), (0, 0, 5), (1, 2, layout.quantised - 1), (2, 4, 200)] if layout.quantised else []
+    values[2, 1, : layout.quantised] = 0.0
+    odd = values.clone()
+    odd[2, 1, : layout.quantised] = value  # whole rows of a scale
+    for place in places:
+        values[place], odd[place] = 0.0, value
+    found, wanted = pack(layout, odd, **options), pack(layout, values, **options)
+    codes, right = fields(layout, found).codes, fields(layout, wanted).codes
+    if codes is not None and right is not None:
+        for place in (*places, (2, 1, slice(layout.quantised))):
+            assert bool((codes[place] == 0x7F).all())
+            right[place] = 0x7F
+    assert memory_of(found) == memory_of(wanted)
+    read = unpack(layout, found, options.get("scale"))
+    assert int(read.isnan().sum()) == int((~odd[..., : layout.quantised].isfinite()).sum()) > 0 or name == "bf16"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bf16_columns_keep_nan_and_infinities(name: str) -> None:
+    layout, values = LAYOUTS[name], values_of(name)
+    odd = torch.tensor([math.nan, math.inf, -math.inf]).bfloat16()
+    values[1, 2, -3:] = odd
+    cache, scale = packed(name, values)
+    read = unpack(layout, cache, scale)[1, 2, -3:]
+    kept = odd.double() if layout.plain else torch.full((3,), math.nan, dtype=torch.float64)
+    assert torch.equal(read.nan_to_num(7.0), kept.nan_to_num(7.0)) and bool(read[0].isnan())
+
+
+def test_the_scale_of_a_whole_cache_is_that_of_its_finite_values() -> None:
+    values = values_of("flat")
+    largest = flat_scale(values)
+    values[0, 1, 2], values[1, 1, 2], values[2, 2, 2] = math.nan, math.inf, -math.inf
+    assert 0 < float(flat_scale(values)) <= float(largest)
+    assert float(flat_scale(torch.full((1, 1, 576), math.nan))) == pytest.approx(1e-4)
+
+
+# ---------------------------------------------------------------- what a cache may be passed as
+OTHERS = ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "bool", "int8")
+
+
+@pytest.mark.parametrize("name", ["v32", "v4", "flat"])
+def test_codes_of_another_float8_are_refused_by_name(name: str) -> None:
+    layout, values = LAYOUTS[name], values_of(name)
+    cache, scale = packed(name, values)
+    for dtype in (torch.uint8, torch.float8_e4m3fn, *([torch.int8] if name != "flat" else [])):
+        assert torch.equal(unpack(layout, cache.view(dtype), scale), unpack(layout, cache, scale))
+        assert bytes_of(layout, cache.view(dtype)).dtype == torch.uint8
+        into = cache.clone().view(dtype)
+        assert pack(layout, values, scale=scale, out=into) is into
+    for other in OTHERS:
+        if (other == "int8" and name != "flat") or not hasattr(torch, other):
+            continue
+        given = cache.view(getattr(torch, other))
+        for call in (
+            lambda x: unpack(layout, x, scale),
+            lambda x: gather(layout, x, torch.zeros(1, dtype=torch.int64), scale),
+            lambda x: pack(layout, values, scale=scale, out=x),
+        ):
+            with pytest.raises(UserError, match=f"cache is torch.{other}: a cache of layout {name} holds e4m3fn"):
+                call(given)
 
 
 def test_mistakes_are_named() -> None:

@@ -11,9 +11,16 @@ A cached column is its e4m3 code times the scale that it shares; bf16 columns ha
 token are its latent, the value of attention; all of them are the key. v32 is what DeepSeek V3.2 and v4 what DeepSeek V4
 attend to sparsely.
 
-A cache is a tensor (pages, page, bytes of a token) of uint8, or (pages, page, 576) of bf16. Pages may lie further apart
-than they are long; the rows of a page may not. In v4 that shape counts bytes and says nothing of where they are:
-`fields` does, for all layouts.
+NaN and infinities. e4m3 has one NaN of either sign and no infinity. A column that is NaN, +inf or -inf is cached as the
+code 0x7F, which reads as NaN, in every layout with codes: an infinity is not cut to 448, so that it stays visible.
+Scales are those of the finite columns that share them, so that the other columns of the token are cached as if the odd
+one were 0; no scale is ever NaN or infinite. A finite column that is larger than 448 times the scale of layout flat is
+cut to 448 of its sign. bf16 columns keep their infinities and NaN; the bits of such a NaN may differ between writers.
+All who write a cache write these bytes: `pack`, and each version of packed_append.
+
+A cache is a tensor (pages, page, bytes of a token) of uint8 or float8_e4m3fn (`bytes_of`), or (pages, page, 576) of
+bf16. Pages may lie further apart than they are long; the rows of a page may not. In v4 that shape counts bytes and says
+nothing of where they are: `fields` does, for all layouts.
 """
 
 from __future__ import annotations
@@ -29,8 +36,9 @@ if TYPE_CHECKING:
 
 #: Columns of a value: the first ones of every token.
 VALUES = 512
-#: Largest finite e4m3, and the smallest scale: that of columns which are all 0.
+#: Largest finite e4m3, the code that is written for NaN, and the smallest scale: that of columns which are all 0.
 E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
 SCALE_MIN = 1e-4
 #: A page of v4 begins at a multiple of these many bytes.
 V4_ALIGNMENT = 576
@@ -109,10 +117,31 @@ def new_cache(layout: Layout, pages: int, page: int, device: Any = "cpu") -> tor
     return memory[:, : page * layout.token_bytes].view(pages, page, layout.token_bytes)
 
 
+def bytes_of(layout: Layout, cache: torch.Tensor, name: str = "a cache") -> torch.Tensor:
+    """A view as uint8 of a cache of a layout with codes; of layout bf16 the cache as it is.
+
+    Codes are e4m3fn, so that a cache is uint8 or float8_e4m3fn; in v32 and v4, whose tokens are bytes of several kinds,
+    int8 too, as FlashMLA takes it. Raises `UserError` for every other dtype: one of 8 bits would be read as numbers
+    that it does not hold. name: of the caller's argument.
+    """
+    import torch
+
+    if layout.name == "bf16":
+        return cache
+    plain_bytes = (torch.uint8, torch.int8) if layout.tile else (torch.uint8,)
+    if cache.dtype not in (torch.float8_e4m3fn, *plain_bytes):
+        raise UserError(
+            f"{name} is {cache.dtype}: a cache of layout {layout.name} holds e4m3fn codes, so pass it as torch.uint8 or "
+            "torch.float8_e4m3fn."
+        )
+    return cache.view(torch.uint8)
+
+
 def fields(layout: Layout, cache: torch.Tensor) -> Fields:
     """Where codes, scales and bf16 columns of each token are. Raises `UserError` for a tensor of another layout."""
     import torch
 
+    cache = bytes_of(layout, cache)
     bf16 = layout.name == "bf16"
     row = layout.columns if bf16 else layout.token_bytes
     dtype = torch.bfloat16 if bf16 else torch.uint8
@@ -152,10 +181,10 @@ def pack(
 ) -> torch.Tensor:
     """The cache of values (pages, page, columns) of a floating dtype, in `out` where it is given.
 
-    A scale is the largest magnitude of its columns over 448, and at least `SCALE_MIN`, rounded up to a power of two
-    unless `powers` is False (v4 has no others). A code is the float32 quotient of value and scale, rounded to the
-    nearest e4m3 (ties to even), at most 448. NaN is kept. scale: (1,) float32, of layout flat, which needs one:
-    `flat_scale`. Bytes that belong to nobody are 0 in a new cache and left alone in `out`.
+    A scale is the largest magnitude of its finite columns over 448, and at least `SCALE_MIN`, rounded up to a power of
+    two unless `powers` is False (v4 has no others). A code is the float32 quotient of value and scale, rounded to the
+    nearest e4m3 (ties to even), at most 448; of NaN and infinities it is `E4M3_NAN`. scale: (1,) float32, of layout
+    flat, which needs one: `flat_scale`. Bytes that belong to nobody are 0 in a new cache and left alone in `out`.
     """
     pages, page, columns = values.shape
     if columns != layout.columns:
@@ -190,8 +219,13 @@ def pack(
 
 
 def flat_scale(values: torch.Tensor) -> torch.Tensor:
-    """(1,) float32: the one scale of layout flat with which no value is cut."""
-    return (values.abs().amax().float() / E4M3_MAX).clamp(min=SCALE_MIN).view(1)
+    """(1,) float32: the one scale of layout flat with which no finite value is cut."""
+    return (_finite(values).abs().amax().float() / E4M3_MAX).clamp(min=SCALE_MIN).view(1)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """0 in the place of NaN and infinities."""
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _scales(tiles: torch.Tensor, powers: bool) -> torch.Tensor:
@@ -199,22 +233,25 @@ def _scales(tiles: torch.Tensor, powers: bool) -> torch.Tensor:
     import torch
 
     # By a tensor: a GPU divides by a number by multiplying with its reciprocal, which rounds once more.
-    scales = (tiles.abs().amax(-1) / tiles.new_tensor(E4M3_MAX)).clamp(min=SCALE_MIN)
+    scales = (_finite(tiles).abs().amax(-1) / tiles.new_tensor(E4M3_MAX)).clamp(min=SCALE_MIN)
     if not powers:
         return scales
     fraction, exponent = torch.frexp(scales)
     up = torch.where(fraction == 0.5, exponent - 1, exponent)
     # By its bits: a GPU's powers are off by units in the last place.
-    power = (up.int() + 127 << 23).view(torch.float32)
-    return torch.where(scales.isnan(), math.nan, power)
+    return (up.int() + 127 << 23).view(torch.float32)
 
 
 def quantised(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """uint8, the bits of e4m3, of float32 values over their scales."""
+    """uint8, the bits of e4m3, of float32 values over their scales; `E4M3_NAN` where a value is not finite, or its
+    quotient is NaN."""
     import torch
 
-    # What torch makes of larger values differs between devices and versions.
-    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    over = x / scale
+    odd = over.isnan() | x.isinf()
+    # What torch makes of larger values, and of NaN, differs between devices and versions.
+    codes = over.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill_(odd, E4M3_NAN)
 
 
 def ue8m0_of(scales: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def test_torch_is_right_on_a_cpu() -> None:
     for fields in SMALL:
         report = check(plan_type("torch/packed_append"), PackedAppendProblem(**fields), device="cpu", seeds=[5])
         assert report.ok, report.reason
-        assert len(report.cases) == (15 if fields["layout"] == "v32" else 14)
+        assert len(report.cases) == (17 if fields["layout"] == "v32" else 16)
 
 
 # The interpreter is chosen when a kernel is decorated, so a process has it or not.
@@ -80,7 +80,7 @@ from mla_var3.kernel import registry
 from mla_var3.workload.packed_append import PackedAppendProblem
 plan = registry.get_plan(registry.KernelId.parse("triton/packed_append"))
 for problem in json.loads(sys.argv[1]):
-    cases = ["own", "skipped", "tiny", "other"] + ["scales"] * (problem["layout"] == "v32")
+    cases = ["own", "skipped", "beyond", "tiny", "odd", "other"] + ["scales"] * (problem["layout"] == "v32")
     report = check(plan, PackedAppendProblem(**problem), device="cpu", cases=cases, seeds=[5])
     print(json.dumps(report.to_record()))
 """
@@ -99,7 +99,7 @@ def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [len(report["cases"]) for report in reports] == [5, 4, 4]
+    assert [len(report["cases"]) for report in reports] == [7, 6, 6]
     for fields, report in zip(SMALL, reports, strict=True):
         assert report["ok"], (fields["layout"], report["reason"])
 

@@ -89,7 +89,7 @@ def test_right_on_a_cpu(label: str, interleaved: bool) -> None:
     problem = RopeProblem(tokens=3, h=6, positions=1024, interleaved=interleaved)
     report = check(plan_type(label), problem, device="cpu", seeds=[5])
     assert report.ok, report.reason
-    assert len(report.cases) == 13
+    assert len(report.cases) == 14
 
 
 def test_outputs_of_the_caller_s_are_launched_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, proble
     report = check(planned(kernel, problem), device="cuda")
     assert report.ok, report.reason
     assert len(report.cases) == {"peer/torch_compile_rope_append": 10, "peer/flashinfer_rope_append": 9}.get(
-        kernel.label, 14
+        kernel.label, 15
     )
 
 

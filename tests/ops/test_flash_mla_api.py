@@ -201,7 +201,7 @@ def test_arguments_of_sparse_attention_are_refused_by_name_without_indices(name:
 
 
 def test_an_fp8_cache_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"^kv_cache: a cache of layout v32 is"):
+    with pytest.raises(UserError, match=r"^k_cache is torch.bfloat16: a cache of layout v32 holds e4m3fn codes"):
         api.flash_mla_with_kvcache(*given(), 512, api.get_mla_metadata()[0], causal=True, is_fp8_kvcache=True)
 
 

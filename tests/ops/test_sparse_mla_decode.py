@@ -138,7 +138,10 @@ def test_flash_mla_s_dense_call_takes_packed_caches(on_cpu: CpuEngine, name: str
     for words, changes in (
         ("causal is False: over an FP8 cache", {}),
         ("head_dim_v is 256: FP8 caches have 512", {"head_dim_v": 256, "causal": True}),
-        ("kv_cache: a cache of layout", {"k_cache": torch.zeros(3, 64, 1, 576).bfloat16(), "causal": True}),
+        (
+            "^k_cache is torch.bfloat16: a cache of layout",
+            {"k_cache": torch.zeros(3, 64, 1, 576).bfloat16(), "causal": True},
+        ),
         ("attn_sink was given without indices", {"attn_sink": torch.zeros(5), "causal": True}),
         ("block_table is None", {"block_table": None, "causal": True}),
     ):

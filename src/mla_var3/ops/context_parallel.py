@@ -18,7 +18,7 @@ from mla_var3.ops.decode import LATENT, mla_decode
 from mla_var3.ops.exchange import Collective, exchange_of
 from mla_var3.ops.layer import dtype_name, serve
 from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import LEAST, MOST, integers, judge, narrowed
+from mla_var3.ops.request import LEAST, MOST, integers, judge, narrowed, require_contiguous
 from mla_var3.workload.merge import MergeProblem
 
 if TYPE_CHECKING:
@@ -120,9 +120,9 @@ def merge_partials(
     if partials.dim() < 2:
         raise UserError(f"partials are {tuple(partials.shape)}: pass (parts, ..., k).")
     judge("lse", lse, tuple(partials.shape[:-1]), torch.float32, partials)
-    for name, tensor in (("partials", partials), ("lse", lse)):
-        if not tensor.is_contiguous():
-            raise UserError(f"{name} has strides {tuple(tensor.stride())}: pass it contiguous.")
+    partials = require_contiguous("partials", partials)
+    if not lse.is_contiguous():
+        raise UserError(f"lse has strides {tuple(lse.stride())}: pass it contiguous.")
     parts, *rows, k = partials.shape
     count = lse[0].numel() if parts else 0
     problem = _merge(parts, max(count, 1), k, dtype_name(partials.dtype))

@@ -27,7 +27,7 @@ from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.engine import engine
 from mla_var3.ops.request import number
 from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
-from mla_var3.packed_cache import VALUES
+from mla_var3.packed_cache import VALUES, bytes_of, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -83,11 +83,11 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache k_cache is as of sparse decode, and causal must be true where s > 1. The arguments behind
     is_fp8_kvcache must not be given.
 
-    Sparse: q (b, s, h, 576), k_cache (pages, page, 1, 656) of 8-bit elements, layout v32 of `mla_var3.packed_cache`; or
-    q (b, s, h, 512) and (pages, page, 1, 584), layout v4, whose pages lie a multiple of 576 bytes apart. Without
-    is_fp8_kvcache, which FlashMLA wants, k_cache is (pages, page, 1, 576) of bf16. indices (b, s, topk) int32,
-    attn_sink (h,) float32, topk_length (b,) int32, extra_k_cache, extra_indices_in_kvcache and extra_topk_length: as
-    of `sparse_mla_decode`. head_dim_v is 512; block_table and cache_seqlens are not looked at.
+    Sparse: q (b, s, h, 576), k_cache (pages, page, 1, 656) of float8_e4m3fn, uint8 or int8, layout v32 of
+    `mla_var3.packed_cache`; or q (b, s, h, 512) and (pages, page, 1, 584), layout v4, whose pages lie a multiple of 576
+    bytes apart. Without is_fp8_kvcache, which FlashMLA wants, k_cache is (pages, page, 1, 576) of bf16. indices
+    (b, s, topk) int32, attn_sink (h,) float32, topk_length (b,) int32, extra_k_cache, extra_indices_in_kvcache and
+    extra_topk_length: as of `sparse_mla_decode`. head_dim_v is 512; block_table and cache_seqlens are not looked at.
 
     softmax_scale: factor on q·k, default (columns of q)^-1/2. tile_scheduler_metadata: of `get_mla_metadata`, whose
     calls must have equal shapes, or a tensor, which with num_splits is not looked at. Returns out (b, s, h, k) in q's
@@ -101,6 +101,10 @@ def flash_mla_with_kvcache(
     found = _config(q, k_cache, causal, is_fp8_kvcache, indices, extra_k_cache, extra_indices_in_kvcache)
     if meta is not None and meta.have_initialized:
         _same_group(meta.config or found, found)
+    if is_fp8_kvcache:
+        for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
+            if cache is not None:
+                bytes_of(layout_of(_layout(q, True)), cache, name)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     if indices is not None:
         if causal:

@@ -22,7 +22,17 @@ from mla_var3.errors import UserError
 from mla_var3.ops.decode import named, way_of
 from mla_var3.ops.engine import Way, engine
 from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import judge, on_gpu, result
+from mla_var3.ops.request import (
+    compact,
+    judge,
+    on_gpu,
+    packed_pages,
+    plain_strides,
+    require_contiguous,
+    require_rows,
+    result,
+    rows_of,
+)
 from mla_var3.packed_cache import layout_of
 from mla_var3.workload.gemm import SIDES, GemmProblem
 from mla_var3.workload.norm import NormProblem
@@ -51,7 +61,8 @@ def rmsnorm(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """x · rsqrt(mean(x²) + eps) · weight of every row, with sums in float32.
 
-    x (n, width), whose rows may lie further apart, by a multiple of 16 bytes. weight (width,). residual (n, width): is
+    x (n, width), whose rows may lie further apart, by a multiple of 16 bytes; columns that lie apart cost a copy, as do
+    rows that begin elsewhere. weight (width,). residual (n, width): is
     added to x first, and their sum, rounded, is returned behind the result. second_weight (w,): x is (n, width + w),
     and its last w columns are normalised by themselves, as the latent behind the query of one projection; returned
     behind the result. Not both. kernel, on: as of `mla_decode`. Raises `UserError` in one sentence for what does not
@@ -64,14 +75,13 @@ def rmsnorm(
     else:
         judge("x", x, (None, None), None, x)
         width = x.shape[1] - (0 if second_weight is None else second_weight.numel())
-        judge("weight", weight, (width,), x.dtype, x)
-        given = [x, weight]
+        given = [x, judge("weight", weight, (width,), x.dtype, x)]
         for name, more, shape in (
             ("second_weight", second_weight, (x.shape[1] - width,)), ("residual", residual, (len(x), width))
         ):  # fmt: skip
             if more is not None:
-                given.append(judge(name, more, shape, x.dtype, x).contiguous())
-        rows = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
+                given.append(judge(name, more, shape, x.dtype, x))
+        rows, *given = rows_of(x), *map(compact, given[1:])
         problem = _norm(
             max(len(x), 1), width, x.shape[1] - width, max(rows.stride(0) - x.shape[1], 0), residual is not None,
             dtype_name(x.dtype), float(eps),
@@ -80,7 +90,7 @@ def rmsnorm(
             torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
             for columns in (width, x.shape[1] - width, 0 if residual is None else width)
         )
-        serve("rmsnorm", problem, (rows, *given[1:]), (out, second, summed), kernel, on)
+        serve("rmsnorm", problem, (rows, *given), (out, second, summed), kernel, on)
     return out if residual is None and second_weight is None else (out, second if residual is None else summed)
 
 
@@ -106,15 +116,18 @@ def rope_append(
     q (n, h, any), contiguous, of which the last p columns are turned into the last p of out (n, h, k + p); the others
     of out stay as they are. latent (n, k), contiguous; rope (n, p), whose rows may lie apart: together the new rows of
     kv_cache (pages, tokens of a page, k + p), contiguous. positions (n,) and slots (n,), both int32 or both int64:
-    token i is turned by table[positions[i]], and written to row slots[i] % page of page slots[i] // page, or not at
-    all where slots[i] < 0. table (positions, p) float32: cosines, then sines (`mla_var3.workload.rope.rope_table`
-    makes it, with YaRN's scaling). interleaved: columns 2i and 2i + 1 are a pair, else i and i + p/2. kernel, on: as of
-    `mla_decode`.
+    token i is turned by table[positions[i]], and written to row slots[i] % page of page slots[i] // page. table
+    (positions, p) float32: cosines, then sines (`mla_var3.workload.rope.rope_table` makes it, with YaRN's scaling).
+    interleaved: columns 2i and 2i + 1 are a pair, else i and i + p/2. kernel, on: as of `mla_decode`.
+
+    A token whose slot is negative, or past the last row of the cache, is not written. Where the table has no row of a
+    position, all turned columns of the token are NaN. So nothing is read or written outside of a tensor.
 
     layout: of a packed cache, "v32", "v4" or "flat" (`mla_var3.packed_cache`): kv_cache is (pages, tokens of a page,
-    bytes of a token) of 8-bit elements, whose pages may lie apart, and rows are quantised and packed on their way, as
-    `packed_cache.pack` does it with the rope columns rounded to bf16. powers: whether scales are rounded up to powers
-    of two, as v4's always are. cache_scale: (1,) float32, the one scale of layout flat. bf16 alone.
+    bytes of a token) of torch.uint8 or torch.float8_e4m3fn, whose pages may lie apart, by multiples of 16 bytes. Rows
+    are quantised and packed on their way, as `packed_cache.pack` does it with the rope columns rounded to bf16: a
+    column that is NaN or infinite becomes e4m3's NaN, and changes no other column. powers: whether scales are rounded
+    up to powers of two, as v4's always are. cache_scale: (1,) float32, the one scale of layout flat. bf16 alone.
 
     Raises `UserError` in one sentence for what does not fit.
     """
@@ -139,25 +152,25 @@ def rope_append(
         judge("kv_cache", kv_cache, (None, None, k + p), q.dtype, q)
         if cache_scale is not None:
             raise UserError("cache_scale is of layout flat: pass layout as well, or leave it out.")
+        parts: tuple[torch.Tensor, ...] = (require_contiguous("kv_cache", kv_cache),)
     else:
         parts = _packed(layout, kv_cache, cache_scale, q, k + p)
-    for name, tensor in (("q", q), ("latent", latent), ("table", table), ("kv_cache", kv_cache)):
-        if not tensor.is_contiguous() and (layout is None or tensor is not kv_cache):
-            raise UserError(f"{name} has strides {tuple(tensor.stride())}: pass it contiguous.")
-    rows = rope.detach() if rope.stride(1) == 1 else rope.detach().contiguous()
+    q, latent, table = (
+        require_contiguous(name, x) for name, x in (("q", q), ("latent", latent), ("table", table))
+    )  # fmt: skip
+    rows = rows_of(rope)
     rest = max(rows.stride(0) - p, 0) if n > 1 else 0
     fields = (
         max(n, 1), h, k, p, columns, rest, bool(interleaved), kv_cache.shape[1], len(table),
         str(positions.dtype).removeprefix("torch."), dtype_name(q.dtype),
     )  # fmt: skip
-    inputs = (q.detach(), latent.detach(), rows, positions.contiguous(), slots.contiguous(), table)
-    target = result("out", out, (n, h, k + p), q.dtype, q.device)
-    if layout is None:
-        serve("rope_append", _rope(*fields), inputs, (target, kv_cache), kernel, on)
-    else:
-        scale = () if cache_scale is None else (cache_scale,)
+    inputs: tuple[torch.Tensor, ...] = (q, latent, rows, positions.contiguous(), slots.contiguous(), table)
+    problem: RopeProblem = _rope(*fields)
+    if layout is not None:
+        inputs = inputs if cache_scale is None else (*inputs, compact(cache_scale))
         problem = _append(*fields, layout, bool(powers) or layout != "v32")
-        serve("rope_append", problem, (*inputs, *scale), (target, *parts), kernel, on)
+    target = plain_strides(result("out", out, (n, h, k + p), q.dtype, q.device))
+    serve("rope_append", problem, inputs, (target, *parts), kernel, on)
 
 
 def _packed(
@@ -169,14 +182,13 @@ def _packed(
     made = layout_of(layout)
     if made.columns != columns:
         raise UserError(f"latent and rope have {columns} columns: tokens of layout {layout} have {made.columns}.")
-    judge("kv_cache", kv_cache, (None, None, None), None, q)
-    if kv_cache.element_size() != 1:
-        raise UserError(f"kv_cache is {kv_cache.dtype}: a cache of layout {layout} is torch.uint8.")
+    if layout == "bf16":
+        raise UserError("layout bf16 is that of a cache without scales: leave layout out.")
     if (scale is None) == (layout == "flat"):
         raise UserError(f"layout {layout} {'needs' if scale is None else 'has no'} cache_scale, which is of flat.")
     if scale is not None:
         judge("cache_scale", scale, (1,), torch.float32, q)
-    return views(made, kv_cache.detach().view(torch.uint8))
+    return views(made, packed_pages("kv_cache", kv_cache, layout, q))
 
 
 def absorb_gemm(
@@ -192,8 +204,9 @@ def absorb_gemm(
 
     weight (h · 2d, k), contiguous: d rows of W_UK, then d of W_UV, of each head. side "q": x (n, h, d) → x · W_UK
     (n, h, k). side "out": x (n, h, k) → x · W_UVᵀ (n, h, d). Tokens and heads of x and out may lie further apart, by
-    multiples of 16 bytes, so that both may be slices. kernel, on: as of `mla_decode`. Returns out. Raises `UserError`
-    in one sentence for what does not fit.
+    multiples of 16 bytes, so that both may be slices. Of an x that lies otherwise, every other column for one, a copy
+    is made; such an out is refused. kernel, on: as of `mla_decode`. Returns out. Raises `UserError` in one sentence for
+    what does not fit.
     """
     import torch
 
@@ -201,29 +214,29 @@ def absorb_gemm(
         raise UserError(f'side = {side!r} is unknown: "q" multiplies with W_UK, "out" with W_UV.')
     if on is None and traced(x):
         if out is None:
-            made: torch.Tensor = as_op("absorb_gemm", x, weight, side, version=kernel)
-            return made
+            given: torch.Tensor = as_op("absorb_gemm", x, weight, side, version=kernel)
+            return given
         as_op("absorb_gemm_into", x, weight, side, version=kernel, target=out)
         return out
     judge("x", x, (None, None, None), None, x)
     n, h, _ = x.shape
     judge("weight", weight, (None, None), x.dtype, x)
-    if not weight.is_contiguous() or len(weight) % (2 * h):
-        raise UserError(
-            f"weight is {tuple(weight.shape)} with strides {tuple(weight.stride())}: pass {h} heads' rows (h · 2d, k), "
-            "contiguous."
-        )
+    weight = require_contiguous("weight", weight)
+    if len(weight) % (2 * h):
+        raise UserError(f"weight is {tuple(weight.shape)}: pass {h} heads' rows, (h · 2d, k).")
     d, k = len(weight) // (2 * h), weight.shape[1]
     judge("x", x, (n, h, d if side == "q" else k), None, x)
     columns = k if side == "q" else d
-    target = torch.empty((n, h, columns), dtype=x.dtype, device=x.device) if out is None else out
-    judge("out", target, (n, h, columns), x.dtype, x)
+    made = torch.empty((n, h, columns), dtype=x.dtype, device=x.device) if out is None else out
+    target = require_rows("out", judge("out", made, (n, h, columns), x.dtype, x), _VECTOR)
     problem = _gemm(side, max(n, 1), h, k, d, dtype_name(x.dtype))
-    serve("absorb_gemm", problem, (x.detach(), weight.detach()), (target,), kernel, on)
-    return target
+    serve("absorb_gemm", problem, (rows_of(x, _VECTOR), weight), (target,), kernel, on)
+    return made
 
 
 # ---------------------------------------------------------------- in common
+_VECTOR = 8  # elements of 16 bits in 16 bytes
+
 #: What functions call their first tensor, where it is not x.
 _FIRST = {"rope_append": "q", "sparse_mla_decode": "q", "packed_mla_decode": "q", "merge_partials": "partials"}
 

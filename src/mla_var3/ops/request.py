@@ -8,6 +8,7 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
+from mla_var3.packed_cache import bytes_of, fields, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload import MOST_LISTED
 from mla_var3.workload.decode import MlaProblem
@@ -22,6 +23,7 @@ _CACHE_ALIGNMENT = 128  # bytes: what the copy engine that reads pages assumes o
 _PAGE_ALIGNMENT = 16  # bytes: what it assumes of the step between pages
 #: What an int32 holds.
 LEAST, MOST = -(1 << 31), (1 << 31) - 1
+_ROW_ALIGNMENT = 16  # bytes: what kernels that read rows as vectors assume of where these begin
 #: Bytes that an address must be a multiple of, by the bytes of an element: rows of 16-bit values are read as vectors.
 _NEEDED = {2: 16, 4: 4}
 
@@ -206,6 +208,34 @@ def as_bytes(mask: torch.Tensor) -> torch.Tensor:
     return mask.detach().contiguous().view(torch.uint8)
 
 
+def packed_pages(name: str, cache: torch.Tensor, layout: str, like: torch.Tensor) -> torch.Tensor:
+    """A cache as kernels take it: (pages, page, bytes of a token) of uint8, or (pages, page, 576) of bf16."""
+    import torch
+
+    if not isinstance(cache, torch.Tensor):
+        raise UserError(f"{name} is a {type(cache).__name__}: pass a torch tensor.")
+    cache = cache.detach()
+    if cache.dim() == 4 and cache.shape[2] == 1:
+        cache = cache.squeeze(2)
+    judge(name, cache, (None, None, None), None, like)
+    cache = bytes_of(layout_of(layout), cache, name)
+    row = cache.shape[2]
+    if cache.shape[1] == 1:  # strides of dimensions of size 1 say nothing
+        cache = cache.as_strided(cache.shape, (cache.stride(0), row, cache.stride(2)))
+    if len(cache) == 1:
+        cache = cache.as_strided(cache.shape, (layout_of(layout).page_bytes(cache.shape[1]), *cache.stride()[1:]))
+    try:
+        fields(layout_of(layout), cache)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    step = cache.stride(0) * cache.element_size()
+    if len(cache) > 1 and (step < cache[0].numel() * cache.element_size() or step % _PAGE_ALIGNMENT):
+        raise UserError(f"{name} has pages {step} bytes apart: that must be a multiple of {_PAGE_ALIGNMENT}.")
+    if cache.is_cuda and cache.data_ptr() % _PAGE_ALIGNMENT:
+        raise UserError(f"{name} starts at an address that is not a multiple of {_PAGE_ALIGNMENT} bytes: align it.")
+    return cache
+
+
 def on_gpu(tensor: torch.Tensor, name: str = "q", function: str = "mla_decode") -> None:
     """Raises `UserError` for a tensor that is not on a CUDA device."""
     if tensor.device.type != "cuda":
@@ -274,6 +304,68 @@ def integers(
 
     is_long = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64
     return narrowed(judge(name, tensor, shape, torch.int64 if is_long else torch.int32, like), least, most)
+
+
+def rows_of(tensor: torch.Tensor, step: int = 1) -> torch.Tensor:
+    """A tensor (..., columns) as kernels read it, without gradients, or a copy that is so, which is a launch: the first
+    column at a multiple of 16 bytes, columns beside each other, and where it is not contiguous, rows that lie multiples
+    of `step` elements apart and do not overlap."""
+    tensor = tensor.detach()
+    if not tensor.data_ptr() % _ROW_ALIGNMENT and _in_rows(tensor, step):
+        return plain_strides(tensor)
+    import torch
+
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def require_rows(name: str, tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """A tensor (..., columns) that is written into, as kernels write it. Raises `UserError` for one of which `rows_of`
+    would make a copy."""
+    if tensor.data_ptr() % _ROW_ALIGNMENT or not _in_rows(tensor, step):
+        raise UserError(
+            f"{name} has strides {tuple(tensor.stride())} and starts at {tensor.data_ptr():#x}: its columns must lie "
+            f"beside each other, and its rows at multiples of {_ROW_ALIGNMENT} bytes, none over another."
+        )
+    return plain_strides(tensor)
+
+
+def require_contiguous(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without gradients. Raises `UserError` for one that is not contiguous, or begins between multiples of 16
+    bytes."""
+    if not tensor.is_contiguous() or tensor.data_ptr() % _ROW_ALIGNMENT:
+        raise UserError(
+            f"{name} has strides {tuple(tensor.stride())} and starts at {tensor.data_ptr():#x}: pass it contiguous, "
+            f"from a multiple of {_ROW_ALIGNMENT} bytes on."
+        )
+    return plain_strides(tensor.detach())
+
+
+def _in_rows(tensor: torch.Tensor, step: int) -> bool:
+    """Whether columns lie beside each other, and rows multiples of `step` elements apart, none over another. Strides of
+    dimensions of size 1 say nothing."""
+    if tensor.is_contiguous():
+        return True
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        return False
+    reach = tensor.shape[-1]
+    for apart, size in sorted(zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)):
+        if size > 1:
+            if apart < reach or apart % step:
+                return False
+            reach += apart * (size - 1)
+    return True
+
+
+def plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A view in which dimensions of size 1 have the strides that they have in a contiguous tensor: a kernel that is
+    told strides wants multiples of 16 bytes."""
+    if 1 not in tensor.shape:
+        return tensor
+    strides, apart = list[int](), 1
+    for size, given in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        strides.insert(0, apart if size == 1 else given)
+        apart = max(apart, strides[0] * size)
+    return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
 
 
 def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.ops.layer import serve
 from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, number, result
-from mla_var3.packed_cache import VALUES, fields, layout_of
+from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, number, packed_pages, result
+from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import SparseProblem, input_names
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from mla_var3.ops.engine import Engine
-
-_PAGE_ALIGNMENT = 16  # bytes: what kernels assume of a cache and of the step between its pages
 
 
 def sparse_mla_decode(
@@ -47,8 +45,9 @@ def sparse_mla_decode(
     """Attention of each query token to the cached tokens that its indices name, in latent space.
 
     q (b, s, h, columns) bf16, with 576 columns, and 512 in layout v4. kv_cache (pages, tokens of a page, bytes of a
-    token) of 8-bit elements, in a layout of `mla_var3.packed_cache`: "v32", "v4" or "flat"; or (pages, tokens of a
-    page, 576) of bf16, layout "bf16". A dimension of size 1 in front of the last one is taken too. Pages may lie
+    token) of torch.uint8 or torch.float8_e4m3fn, in a layout of `mla_var3.packed_cache`: "v32", "v4" or "flat"; or
+    (pages, tokens of a page, 576) of bf16, layout "bf16". Another 8-bit dtype is refused, as codes are e4m3fn; int8 is
+    taken for bytes in v32 and v4. A dimension of size 1 in front of the last one is taken too. Pages may lie
     further apart than they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of layout flat.
 
     indices (b, s, topk) int32: page · tokens of a page + row, in the whole cache. One that is negative, or outside the
@@ -91,7 +90,7 @@ def sparse_mla_decode(
             sizes += [0, 0, 0]
             continue
         name = f"{prefix}cache" if prefix else "kv_cache"
-        pages = inputs[f"{prefix}cache"] = _pages(name, cache, layout, q)
+        pages = inputs[f"{prefix}cache"] = packed_pages(name, cache, layout, q)
         inputs[f"{prefix}indices"] = integers(f"{prefix}indices", chosen, (b, s, None), q, LEAST, MOST)
         if chosen.shape[2] < 1:
             raise UserError(f"{prefix}indices is {tuple(chosen.shape)}: give at least one index, -1 where none is.")
@@ -145,7 +144,7 @@ def packed_mla_decode(
         raise UserError("layout bf16 is not packed: mla_decode takes such a cache.")
     inputs = _judged(q, layout, cache_scale, sink)
     b, s, h, _ = q.shape
-    page = (pages := _pages("kv_cache", kv_cache, layout, q)).shape[1]
+    page = (pages := packed_pages("kv_cache", kv_cache, layout, q)).shape[1]
     table = integers("page_table", page_table, (b, None), q, LEAST, MOST)
     if table.shape[1] < 1:
         raise UserError(f"page_table is {tuple(table.shape)}: give it at least one column.")
@@ -216,33 +215,6 @@ def _computed(
     sums = result("lse", lse, (b, h, s), torch.float32, q.device)
     serve(function, problem, [inputs[name] for name in input_names(problem)], (target, sums), kernel, on)
     return target, sums
-
-
-def _pages(name: str, cache: torch.Tensor, layout: str, q: torch.Tensor) -> torch.Tensor:
-    """A cache as kernels take it: (pages, page, bytes of a token) of uint8, or (pages, page, 576) of bf16."""
-    import torch
-
-    if not isinstance(cache, torch.Tensor):
-        raise UserError(f"{name} is a {type(cache).__name__}: pass a torch tensor.")
-    cache = cache.detach()
-    if cache.dim() == 4 and cache.shape[2] == 1:
-        cache = cache.squeeze(2)
-    if cache.element_size() == 1:
-        cache = cache.view(torch.uint8)
-    judge(name, cache, (None, None, None), None, q)
-    row = cache.shape[2]
-    if cache.shape[1] == 1:  # strides of dimensions of size 1 say nothing
-        cache = cache.as_strided(cache.shape, (cache.stride(0), row, cache.stride(2)))
-    try:
-        fields(layout_of(layout), cache)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
-    step = cache.stride(0) * cache.element_size()
-    if len(cache) > 1 and (step < cache[0].numel() * cache.element_size() or step % _PAGE_ALIGNMENT):
-        raise UserError(f"{name} has pages {step} bytes apart: that must be a multiple of {_PAGE_ALIGNMENT}.")
-    if cache.is_cuda and cache.data_ptr() % _PAGE_ALIGNMENT:
-        raise UserError(f"{name} starts at an address that is not a multiple of {_PAGE_ALIGNMENT} bytes: align it.")
-    return cache
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

@@ -286,6 +286,8 @@ def rebound(problem: NormProblem, *inputs: Any) -> NormProblem:
     for name, (tensor, shape) in expected.items():
         if tensor is not None:
             check_bound(name, tensor, shape, problem.dtype)
+            if tensor is not x and not tensor.is_contiguous():
+                raise UserError(f"cannot bind: {name} has strides {tuple(tensor.stride())}; it must be contiguous.")
     if x.stride(1) != 1:
         raise UserError(f"cannot bind: x has columns {x.stride(1)} elements apart; they must lie beside each other.")
     rest = x.stride(0) - problem.columns if rows > 1 else problem.rest

@@ -7,7 +7,7 @@
 
 The cache's row is what `packed_cache.pack` makes of the row that `rope` writes in bf16: the latent, and the rope
 columns, rotated and rounded to bf16. k is 512, and 448 in v4. Layouts are those of `mla_var3.packed_cache` but bf16,
-which is `rope`'s. Inputs are finite.
+which is `rope`'s.
 
 The outputs beside out are views of a cache (`views`), each (pages, page, its columns):
 
@@ -21,14 +21,17 @@ between two bf16 numbers, a right kernel may write either, and against the neare
 1 in 10^5 of N(0, 1). Rows of other slots stay as they are, and so does v4's byte that nobody reads.
 
 Distributions of inputs are those of `rope`. The table of layout flat has quarter turns alone, which are exact in any
-precision: elsewhere a column that float32 rounds to the other side could get another code. One is new:
+precision: elsewhere a column that float32 rounds to the other side could get another code. Two are new:
 
     tiny       2^-7 · N(0, 1): latents below the smallest scale
+    odd        NaN and infinities among latents, of layout flat among rope columns too: all the columns of a scale, some
+               of them, and none
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,7 +43,9 @@ from mla_var3.workload.rope import INDICES, RopeProblem
 if TYPE_CHECKING:
     import torch
 
-DISTRIBUTIONS = (*rope.DISTRIBUTIONS, "tiny")
+#: Those of the same inputs as N(0, 1), some of which are changed afterwards.
+CHANGED = ("tiny", "odd")
+DISTRIBUTIONS = (*rope.DISTRIBUTIONS, *CHANGED)
 ROPE = 64  # columns
 #: The one scale of layout flat, for values up to 3: larger ones are cut.
 _LARGEST = 3.0
@@ -151,10 +156,13 @@ def make_inputs(
 
     if dist not in DISTRIBUTIONS:
         raise UserError(f"packed_append input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
-    made = rope.make_inputs(problem, device, seed=seed, dist="normal" if dist == "tiny" else dist, **options)
+    made = rope.make_inputs(problem, device, seed=seed, dist="normal" if dist in CHANGED else dist, **options)
     if dist == "tiny":
         for x in made[1:3]:
             x.mul_(2.0**-7)
+    elif dist == "odd":
+        for x in made[1 : 3 if problem.layout == "flat" else 2]:
+            _spoil(x)
     if problem.layout != "flat":
         return made
     quarters = torch.arange(problem.positions, device=device)[:, None] + torch.arange(problem.p // 2, device=device)
@@ -162,6 +170,19 @@ def make_inputs(
     table = torch.cat([turns[quarters % 4], turns[(quarters + 3) % 4]], dim=1)
     largest = _LARGEST * {"huge": rope.HUGE, "tiny": 2.0**-7}.get(dist, 1.0)
     return *made[:5], table, torch.full((1,), largest / E4M3_MAX, device=device)
+
+
+def _spoil(x: torch.Tensor) -> None:
+    """Puts NaN and infinities of either sign into rows (n, columns): into a column of each first row of three, from the
+    left and the right end on, and into the first 128 columns of each second one."""
+    values = (math.nan, math.inf, -math.inf, -math.nan)
+    for i, row in enumerate(x):
+        if i % 3 == 0:
+            for j, value in enumerate(values):
+                row[(i + 5 * j) % len(row)] = value
+                row[len(row) - 1 - (i + 67 * j) % len(row)] = value
+        elif i % 3 == 1:
+            row[:128] = values[i // 3 % 4]
 
 
 def views(layout: Layout, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -191,23 +212,27 @@ def new_outputs(
 
 def reference(problem: PackedAppendProblem, *inputs: Any, pages: int | None = None) -> tuple[Any, ...]:
     """The oracle: (out, codes, scales, plain) in float64, NaN in what must not be written; out and plain unrounded."""
-    import math
+    return appended(problem, *inputs, held=[x.double().fill_(math.nan) for x in new_outputs(problem, inputs[0], pages)])
 
+
+def appended(problem: PackedAppendProblem, *inputs: Any, held: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What (out, codes, scales, plain), which hold `held`, are after a call, in float64; out and plain unrounded."""
     slots, scale = inputs[4], inputs[6] if problem.layout == "flat" else None
     # Each token a page of its own, whose rows are in their order.
+    single = problem.replace(page=1)
     alone = (*inputs[:4], slots.new_tensor(range(len(slots))), inputs[5])
-    out, rows = rope.reference(problem.replace(page=1), *alone)
+    out, rows = rope.appended(single, *alone, held=(held[0], rope.new_outputs(single, inputs[0])[1]))
     packed = pack(problem.cache, rows[: len(slots)].to(problem.torch_dtype), scale=scale, powers=problem.powers)
-    written = slots >= 0
-    at = (slots[written].long() // problem.page, slots[written].long() % problem.page)
+    there = rope.written(slots, held[1].shape[0] * problem.page)
+    at = (slots[there].long() // problem.page, slots[there].long() % problem.page)
     codes, scales, plain = views(problem.cache, packed)
     if problem.layout != "flat":
         plain = rows[: len(slots), :, problem.k :]
     found = []
-    for values, like in zip((codes, scales, plain), new_outputs(problem, inputs[0], pages)[1:], strict=True):
-        place = like.double().fill_(math.nan)
-        place[at] = values[:, 0][written].double()
-        found.append(place)
+    for values, before in zip((codes, scales, plain), held[1:], strict=True):
+        after = before.double()
+        after[at] = values[:, 0][there].double()
+        found.append(after)
     return out, *found
 
 
@@ -216,7 +241,7 @@ EXACT = Bound(abs=1.0, rel=0.0, cos=1.0)
 
 def bounds(dist: str) -> dict[str, Bound]:
     """By output."""
-    plain = rope.bounds("normal" if dist == "tiny" else dist)["cache"]
+    plain = rope.bounds("normal" if dist in CHANGED else dist)["cache"]
     return {"out": plain, "codes": EXACT, "scales": EXACT, "plain": plain}
 
 
@@ -224,6 +249,7 @@ def bounds(dist: str) -> dict[str, Bound]:
 CASES = {
     **rope.CASES,
     "tiny": "latents below the smallest scale",
+    "odd": "NaN and infinities among latents, which must not change what is beside them",
     "scales": "scales that are no powers of two (of v32), planned anew",
 }
 
@@ -233,7 +259,8 @@ def _cases(problem: PackedAppendProblem, on_gpu: bool) -> Iterator[Case]:
     for case in rope.WORKLOAD.cases(problem, on_gpu):
         uneven = case.problem if case.name == "uneven" else uneven
         yield case
-    yield Case("tiny", uneven, "tiny")
+    for dist in CHANGED:
+        yield Case(dist, uneven, dist)
     if problem.layout == "v32":
         yield Case("scales", uneven.replace(powers=not problem.powers), "normal", planned=True)
 
@@ -263,7 +290,7 @@ WORKLOAD = Workload(
     reference=reference,
     cases=_cases,
     case_names=CASES,
-    quick=(*rope.QUICK, "tiny"),
+    quick=(*rope.QUICK, *CHANGED),
     bounds=bounds,
     rebound=rebound,
     small=rope.small,

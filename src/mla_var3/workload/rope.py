@@ -5,7 +5,8 @@
     →   out (tokens, h, k + p): the rotated columns of q behind k columns that nobody writes
         cache (pages, page, k + p): latent and rotated rope of token i in row slots[i] % page of page slots[i] // page
 
-A token whose slot is negative is not written (its q is rotated nonetheless), and no other row of the cache is. Pairs of
+A token whose slot is negative, or past the last row of the cache, is not written (its q is rotated nonetheless), and no
+other row of the cache is. Where a position is no row of the table, all rotated columns of its token are NaN. Pairs of
 columns that turn together by position · frequency are (2i, 2i + 1), interleaved, as DeepSeek's models are trained, or
 (i, i + p/2), halves, as weights are stored that were permuted for that. Results stay in the order of the inputs.
 
@@ -19,6 +20,7 @@ Distributions of inputs (`dist`):
     huge       8e3 · N(0, 1), within fp16's range
     skipped    every third token has a negative slot
     none       no token has a slot
+    beyond     every second token has a slot past the last row of the cache, some of them by far
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any, ClassVar
 from mla_var3.errors import UserError, nearest
 from mla_var3.workload import Bound, Case, Cost, Output, Problem, Rows, Workload, check_dtype, check_integer, count
 
-DISTRIBUTIONS = ("normal", "ends", "huge", "skipped", "none")
+DISTRIBUTIONS = ("normal", "ends", "huge", "skipped", "none", "beyond")
 INDICES = {"int64": 8, "int32": 4}
 HUGE = 8e3
 
@@ -259,6 +261,9 @@ def make_inputs(
         slots[::3] = -1
     elif dist == "none":
         slots[:] = -1
+    elif dist == "beyond":
+        slots[::2] += problem.pages * problem.page
+        slots[::4] = torch.iinfo(index).max
     return q, latent, rope, positions.to(index), slots.to(index), _table(problem.positions, p, str(device))
 
 
@@ -293,18 +298,29 @@ def rotated(x: Any, cosines: Any, sines: Any, *, interleaved: bool) -> Any:
 
 def reference(problem: RopeProblem, *inputs: Any, pages: int | None = None) -> tuple[Any, Any]:
     """The oracle: (out, cache) in float64, NaN in what must not be written. pages: as of `new_outputs`."""
+    return appended(problem, *inputs, held=[x.fill_(math.nan) for x in new_outputs(problem, inputs[0], pages)])
+
+
+def written(slots: Any, rows: int) -> Any:
+    """(tokens,) bool: which slots are rows of a cache of so many."""
+    return (slots >= 0) & (slots < rows)
+
+
+def appended(problem: RopeProblem, *inputs: Any, held: Any) -> tuple[Any, Any]:
+    """What (out, cache), which hold `held`, are after a call, in float64."""
     import torch
 
     q, latent, rope, positions, slots, table = inputs
     half = problem.p // 2
-    turn = table[positions.long()].double()
+    turn = table[positions.long().clamp(0, len(table) - 1)].double()
+    turn[(positions < 0) | (positions >= len(table))] = math.nan
     cosines, sines = turn[:, :half], turn[:, half:]
-    out, cache = (x.double().fill_(math.nan) for x in new_outputs(problem, q, pages))
+    out, cache = (x.double() for x in held)
     rope_columns = q[..., -problem.p :].double()
     out[..., problem.k :] = rotated(rope_columns, cosines[:, None], sines[:, None], interleaved=problem.interleaved)
     key = rotated(rope.double(), cosines, sines, interleaved=problem.interleaved)
-    written = slots >= 0
-    cache.view(-1, problem.width)[slots[written].long()] = torch.cat([latent.double(), key], dim=1)[written]
+    there = written(slots, cache.shape[0] * cache.shape[1])
+    cache.view(-1, problem.width)[slots[there].long()] = torch.cat([latent.double(), key], dim=1)[there]
     return out, cache
 
 
@@ -330,6 +346,7 @@ CASES = {
     "huge": "values near the largest that do not overflow",
     "skipped": "every third token without a slot",
     "none": "no token with a slot",
+    "beyond": "every second token's slot past the end of the cache",
     "apart": "rows of rope further apart, NaN between them",
     "in_place": "other values, positions and slots in the tensors of a bound kernel",
     "planned_few": "3 tokens, planned anew",
@@ -347,7 +364,7 @@ def _cases(problem: RopeProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("own", own, "normal", planned=True)
     yield Case("one_token", own.replace(tokens=1), "normal")
     yield Case("uneven", uneven, "normal")
-    for dist in ("ends", "huge", "skipped", "none"):
+    for dist in ("ends", "huge", "skipped", "none", "beyond"):
         yield Case(dist, uneven, dist)
     yield Case("apart", uneven.replace(rest=problem.rest + 64), "normal")
     yield Case("in_place", uneven, "normal", then=uneven)
@@ -377,6 +394,9 @@ def rebound(problem: RopeProblem, *inputs: Any) -> RopeProblem:
         named = str(tensor.dtype).removeprefix("torch.")
         if named != {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype):
             raise UserError(f"cannot bind: {name} is {named}, and this kernel was planned for {dtype}.")
+        if not (tensor.is_contiguous() if name != "rope" else tensor.stride(1) == 1):
+            how = "have its columns beside each other" if name == "rope" else "be contiguous"
+            raise UserError(f"cannot bind: {name} has strides {tuple(tensor.stride())}; it must {how}.")
     rest = rope.stride(0) - problem.p if n > 1 else problem.rest
     return problem.replace(tokens=n, positions=table.shape[0], rest=rest)
 

@@ -29,14 +29,18 @@ HALF = ROPE // 2
 @cute.jit
 def load_turns(table: cute.Tensor, position: Any, place: Int32, shape: cutlass.Constexpr):
     """(cosines, sines) in float32 of the pairs that a lane has a part of: four, or eight of halves. place: of the lane
-    among its head's. Sines are those that the pair's other column is multiplied with: of lower halves negative."""
+    among its head's. Sines are those that the pair's other column is multiplied with: of lower halves negative. All
+    are NaN where the table has no such position."""
     count = cutlass.const_expr(VECTOR // 2 if shape.interleaved else VECTOR)
     turns = (cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32))
     first = place * count if cutlass.const_expr(shape.interleaved) else place % (LANES // 2) * count
     row = table.iterator + cute.assume(Int64(position) * ROPE, divby=ROPE)
     for part in cutlass.range_constexpr(2):
-        source = row + (part * HALF + cute.assume(first, divby=4))
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), turns[part])
+        turns[part].fill(float("nan"))
+    if position >= 0 and position < table.shape[0]:
+        for part in cutlass.range_constexpr(2):
+            source = row + (part * HALF + cute.assume(first, divby=4))
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), turns[part])
     if cutlass.const_expr(not shape.interleaved):
         for i in cutlass.range_constexpr(count):
             turns[1][i] = turns[1][i] if place >= LANES // 2 else -turns[1][i]

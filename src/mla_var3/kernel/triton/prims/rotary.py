@@ -9,6 +9,18 @@ from mla_var3.kernel.triton.prims.numerics import round_to
 
 
 @triton.jit
+def load_turns(Table, position, table_rows, P: tl.constexpr):
+    """Cosines and sines, (P / 2,) each, of a position (int64) in a table of so many rows; NaN outside of it."""
+    HALF: tl.constexpr = P // 2
+    half = tl.arange(0, HALF)
+    at = position + tl.zeros([HALF], tl.int64)
+    inside = (at >= 0) & (at < table_rows)
+    row = Table + at * P + half
+    nan = float("nan")
+    return tl.load(row, mask=inside, other=nan), tl.load(row + HALF, mask=inside, other=nan)
+
+
+@triton.jit
 def turned(rows, valid, cosines, sines, P: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The first and second columns, (heads, P / 2) float32, of each pair of the rows that begin at `rows`, turned."""
     HALF: tl.constexpr = P // 2

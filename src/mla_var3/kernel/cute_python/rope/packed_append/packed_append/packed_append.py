@@ -9,10 +9,12 @@ A warp has an item: of one token either 4 · `heads` query heads, or its key. Qu
 (v32) or 8 (v4), which find their largest magnitude by shuffles:
 
     key    griddepcontrol.wait → position, slot, rope and latent in flight → its cosines and sines
-           → largest of 8 columns, of the lanes → scale → codes: 8 bytes a lane → stores; nothing where slot < 0
+           → largest of 8 columns, of the lanes → scale → codes: 8 bytes a lane → stores; nothing where the slot is
+           outside of the cache. A position outside of the table turns by NaN
 
-Scales that are powers of two have an exact reciprocal; others divide, rounded once. Runs on sm_90a. The base version:
-rope_append with bytes for a row of the cache.
+Infinities of columns that become e4m3 are NaN to the maximum, which passes over NaN, and to the conversion, which keeps
+it as the code 0x7F and would cut infinities to 448. Scales that are powers of two have an exact reciprocal; others
+divide, rounded once. Runs on sm_90a. The base version: rope_append with bytes for a row of the cache.
 """
 
 from __future__ import annotations
@@ -105,9 +107,24 @@ class PackedAppendTiling(Tiling):
 
 # ------------------------------------------------------------------------------------------------ device
 @cute.jit
+def without_infinities(vector: cute.Tensor) -> cute.Tensor:
+    """(VECTOR,) bf16 elements with NaN in the place of infinities: x · 0 + x, which is x of other values, -0 too."""
+    made = cute.make_rmem_tensor(VECTOR, vector.element_type)
+    words, into = cute.recast_tensor(vector, Uint32), cute.recast_tensor(made, Uint32)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        into[i] = cute.arch.inline_ptx(
+            "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 {$w0}, {$r0}, zero, {$r0}; }",
+            write_only_types=[Uint32],
+            read_only_args=[words[i]],
+        )
+    return made
+
+
+@cute.jit
 def largest_of(vector: cute.Tensor, lanes: cutlass.Constexpr) -> Float32:
-    """The largest magnitude of (VECTOR,) elements and of those of the other lanes of an aligned group of so many."""
-    largest = Float32(0.0)
+    """The largest magnitude of (VECTOR,) elements and of those of the other lanes of an aligned group of so many, NaN
+    left out."""
+    largest, vector = Float32(0.0), without_infinities(vector)
     for i in cutlass.range_constexpr(VECTOR):
         x = Float32(vector[i])
         largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
@@ -140,9 +157,9 @@ def quotient(x: Float32, y: Float32) -> Float32:
 
 @cute.jit
 def e4m3_codes(vector: cute.Tensor, scale: Float32, power: cutlass.Constexpr) -> cute.Tensor:
-    """(VECTOR / 4,) Uint32: the codes of (VECTOR,) elements over their scale, at most 448. power: that the scale is a
-    power of two, so that its reciprocal is exact."""
-    codes = cute.make_rmem_tensor(VECTOR // 4, Uint32)
+    """(VECTOR / 4,) Uint32: the codes of (VECTOR,) elements over their scale, at most 448; 0x7F of NaN. power: that the
+    scale is a power of two, so that its reciprocal is exact."""
+    codes, vector = cute.make_rmem_tensor(VECTOR // 4, Uint32), without_infinities(vector)
     over = cute.make_rmem_tensor(VECTOR, Float32)
     reciprocal = float_of((254 << 23) - bits_of(scale)) if cutlass.const_expr(power) else scale
     for i in cutlass.range_constexpr(VECTOR):
@@ -217,7 +234,7 @@ def append_key(
             if cutlass.const_expr(shape.powers):
                 shared[i] = power_above(shared[i])
     power = cutlass.const_expr(shape.powers and shape.lanes > 0)
-    if slot >= 0:
+    if slot >= 0 and Int64(slot) < Int64(codes.shape[0]) * shape.page:
         to_codes = row_of(codes, slot, VECTOR, shape)
         for i in cutlass.range_constexpr(count):
             if lane * VECTOR + i * STEP < shape.latent if cutlass.const_expr(shape.latent % STEP != 0) else True:
@@ -243,7 +260,7 @@ def packed_append(
     latent: cute.Tensor,  # (n, latent), global memory, rows likewise
     rope_: cute.Tensor,  # (n, ROPE), global memory, rows likewise
     positions: cute.Tensor,  # (n,) int32 or int64
-    slots: cute.Tensor,  # (n,) int32 or int64; below 0: not written
+    slots: cute.Tensor,  # (n,) int32 or int64; outside of the cache: not written
     table: cute.Tensor,  # (positions, ROPE) float32, global memory: cosines, sines
     out: cute.Tensor,  # (n, h, any, whose last ROPE columns are written), global memory, likewise; may be q
     codes: cute.Tensor,  # (pages, page, latent) uint8, global memory, rows at multiples of 8 bytes

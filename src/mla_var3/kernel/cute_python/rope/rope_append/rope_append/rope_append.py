@@ -12,7 +12,8 @@ bytes each, so that whole lines of 128 bytes are read and written; halves are ex
 
     item   griddepcontrol.wait → position, vectors of q (all of them in flight) → its cosines and sines
            → x cos - y sin, y cos + x sin in float32 → stores
-    key    griddepcontrol.wait → position, slot, rope and latent in flight → the same; nothing is stored where slot < 0
+    key    griddepcontrol.wait → position, slot, rope and latent in flight → the same; nothing is stored where the slot
+           is outside of the cache. A position outside of the table turns by NaN
 
 A lane turns `heads` heads by the same cosines and sines. One warp an item and no shared memory: warps do not wait for
 one another. What lies in q and out may be the same memory, for a lane has read what it writes.
@@ -131,7 +132,7 @@ def append_key(
     turns = load_turns(table, position, place, shape)
     cute.arch.sync_warp()
     turn(end, turns, shape)
-    if slot >= 0:
+    if slot >= 0 and Int64(slot) < Int64(cache.shape[0]) * shape.page:
         width = cutlass.const_expr(shape.latent + ROPE)
         page = cute.assume(Int64(slot // shape.page) * cache.stride[0], divby=VECTOR)
         row = cache.iterator + page + cute.assume(Int64(slot % shape.page) * width, divby=VECTOR)
@@ -148,7 +149,7 @@ def rope_append(
     latent: cute.Tensor,  # (n, latent), global memory, rows likewise
     rope_: cute.Tensor,  # (n, ROPE), global memory, rows likewise
     positions: cute.Tensor,  # (n,) int32 or int64
-    slots: cute.Tensor,  # (n,) int32 or int64; below 0: not written
+    slots: cute.Tensor,  # (n,) int32 or int64; outside of the cache: not written
     table: cute.Tensor,  # (positions, ROPE) float32, global memory: cosines, sines
     out: cute.Tensor,  # (n, h, any, whose last ROPE columns are written), global memory, likewise; may be q
     cache: cute.Tensor,  # (pages, page, latent + ROPE), global memory, pages likewise

@@ -5,7 +5,8 @@ A CTA (cuTile: block) has one token and either `heads` of its query heads, or, f
     position → cosines, sines (float32)     columns x, y of a pair → x cos - y sin, y cos + x sin → out, or cache[slot]
 
 The first columns of all pairs are one tile and the second ones another, read and written by offsets, for in interleaved
-pairs they do not lie beside each other. A key whose slot is negative is not stored. The base version.
+pairs they do not lie beside each other. A key whose slot is outside of the cache is not stored; a position outside of
+the table turns by NaN. The base version.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
 from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import rope
@@ -76,6 +76,8 @@ def rope_append(
     OUT,  # handle of (n, H, K + P), global
     CACHE,  # handle of (slots, K + P), global
     apart: int,
+    table_rows: int,
+    cache_rows: int,
     H: ConstInt,
     COLUMNS: ConstInt,
     K: ConstInt,
@@ -89,13 +91,15 @@ def rope_append(
     position = ct.astype(POSITIONS.get_raw_memory().load_offset(token), ct.int64)
     pair = ct.arange(HALF, dtype=ct.int64)
     table = TABLE.get_raw_memory()
-    cosines = ct.reshape(table.load_offset(position * P + pair), (1, HALF))
-    sines = ct.reshape(table.load_offset(position * P + HALF + pair), (1, HALF))
+    there = ct.broadcast_to((position >= 0) & (position < table_rows), (HALF,))
+    row = position * P + pair
+    cosines = ct.reshape(table.load_offset(row, mask=there, padding_value=float("nan")), (1, HALF))
+    sines = ct.reshape(table.load_offset(row + HALF, mask=there, padding_value=float("nan")), (1, HALF))
     token = ct.astype(token, ct.int64)
     if ct.bid(1) == 0:
         slot = ct.astype(SLOTS.get_raw_memory().load_offset(token), ct.int64)
         row = slot * (K + P)
-        inside = slot >= 0
+        inside = (slot >= 0) & (slot < cache_rows)
         at = ct.reshape(row + K, (1, 1))
         source = ct.reshape(token * apart, (1, 1))
         turn(ROPE, CACHE, source, at, ct.reshape(inside, (1, 1)), cosines, sines, HALF, INTERLEAVED, 1)
@@ -133,6 +137,7 @@ class RopeAppendPlan(KernelPlan):
 
     def plan(self, *inputs: Any) -> CtKernel:
         self.require()
+        self.workload.rebound(self.problem, *inputs)  # refuses strides that the kernel does not read
         return self._make(inputs, rope.new_outputs(self.problem, inputs[0]))
 
     def plan_empty(self) -> CtKernel:
@@ -145,14 +150,12 @@ class RopeAppendPlan(KernelPlan):
 
         def args(_: Any) -> tuple[Any, ...]:
             q, latent, rope_, positions, slots, table = inputs
-            if rope_.stride(1) != 1:
-                raise UserError(f"rope has columns {rope_.stride(1)} elements apart; they must lie beside each other.")
             named = {
                 "q": q, "latent": latent, "rope": rope_[0, :1], "positions": positions, "slots": slots, "table": table,
                 "out": outputs[0], "cache": outputs[1],
             }  # fmt: skip
             handles = [handle(tensor, name) for name, tensor in named.items()]
-            return (*handles, rope_.stride(0), *constants)
+            return (*handles, rope_.stride(0), len(table), len(outputs[1]) * pd.page, *constants)
 
         def grid(_: Any) -> tuple[int, ...]:
             tokens = len(inputs[0]) if inputs else pd.tokens
@@ -160,7 +163,7 @@ class RopeAppendPlan(KernelPlan):
 
         def describe(_: Any) -> Any:
             io, index = ct_dtype(pd.dtype), {"int64": ct.int64, "int32": ct.int32}[pd.index]
-            return signature([io, io, io, index, index, ct.float32, io, io], [ct.int32], constants)
+            return signature([io, io, io, index, index, ct.float32, io, io], [ct.int32] * 3, constants)
 
         return CtKernel(
             rope_append,

@@ -38,7 +38,7 @@ class FlashInferRopeAppendPlan(PeerMixin, KernelPlan):
     tiling_type = NoKnobs
     peer = PEER
     requires = Requirement(archs=("sm_80+",), problem=takes)
-    leaves_out = ("in_place", "skipped", "none", "planned_many", "absorbed")
+    leaves_out = ("in_place", "skipped", "none", "beyond", "planned_many", "absorbed")
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         import torch

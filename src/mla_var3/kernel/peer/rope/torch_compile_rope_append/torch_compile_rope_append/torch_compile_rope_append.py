@@ -45,7 +45,7 @@ class TorchCompileRopeAppendPlan(PeerMixin, KernelPlan):
     peer = "torch_compile_rope_append"
     requires = Requirement(archs=("sm_80+",), problem=takes)
     plans_lengths = False
-    leaves_out = ("skipped", "none", "planned_many", "absorbed")
+    leaves_out = ("skipped", "none", "beyond", "planned_many", "absorbed")
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         outputs, run = rope.new_outputs(self.problem, inputs[0]), compiled(rope_append)

@@ -49,10 +49,8 @@ class PackedAppendPlan(KernelPlan):
 
         def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             """What is to be written, where it belongs; the rest as it was."""
-            wanted = packed_append.reference(self.problem, *inputs, pages=len(outputs[1]))
-            return tuple(
-                torch.where(x.isnan(), held, x.to(held.dtype)) for x, held in zip(wanted, outputs, strict=True)
-            )
+            after = packed_append.appended(self.problem, *inputs, held=outputs)
+            return tuple(x.to(held.dtype) for x, held in zip(after, outputs, strict=True))
 
         return TorchKernel(
             run, name="packed_append", input_tensors=inputs, output_tensors=outputs, tiling=self.tiling, plan=self

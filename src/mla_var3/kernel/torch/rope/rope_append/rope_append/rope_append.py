@@ -49,11 +49,8 @@ class RopeAppendPlan(KernelPlan):
 
         def rope_append(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """What is to be written, where it belongs; the rest as it was."""
-            turned, appended = rope.reference(self.problem, *inputs, pages=len(cache))
-            return tuple(
-                torch.where(wanted.isnan(), held, wanted.to(held.dtype))
-                for wanted, held in ((turned, out), (appended, cache))
-            )
+            turned, appended = rope.appended(self.problem, *inputs, held=(out, cache))
+            return turned.to(out.dtype), appended.to(cache.dtype)
 
         return TorchKernel(
             rope_append,

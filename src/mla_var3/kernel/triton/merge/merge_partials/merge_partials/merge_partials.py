@@ -119,6 +119,7 @@ class MergePartialsPlan(KernelPlan):
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)]
 
     def plan(self, *inputs: torch.Tensor) -> TritonKernel:
+        self.workload.rebound(self.problem, *inputs)  # refuses strides that the kernel does not read
         return self._make(inputs, merge.new_outputs(self.problem, inputs[0]))
 
     def plan_empty(self) -> TritonKernel:

@@ -3,11 +3,12 @@
 A program has one token and either `heads` of its query heads, or, first, its key:
 
     q       position → cosines, sines (float32)     x, y of a pair → x cos - y sin, y cos + x sin → out
-    latent  columns that share a scale → largest magnitude / 448 → scale → column / scale → e4m3 → cache[slot]
+    latent  columns that share a scale → largest finite magnitude / 448 → scale → column / scale → e4m3 → cache[slot]
     rope    turned as q, rounded to bf16 → cache[slot]; of layout flat to e4m3 from there
 
-e4m3 is made by integer arithmetic, so any device and Triton's interpreter give the same bits. A key whose slot is
-negative is not stored. Runs on sm_80 and later. The base version; rotation as in rope_append.
+e4m3 is made by integer arithmetic, so any device and Triton's interpreter give the same bits; NaN and infinities become
+its NaN. A key whose slot is outside of the cache is not stored; a position outside of the table turns by NaN. Runs on
+sm_80 and later. The base version; rotation as in rope_append.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import triton.language as tl
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
-from mla_var3.kernel.triton.prims.rotary import put, store_pairs, turned
-from mla_var3.packed_cache import SCALE_MIN
+from mla_var3.kernel.triton.prims.rotary import load_turns, put, store_pairs, turned
+from mla_var3.packed_cache import E4M3_NAN, SCALE_MIN
 from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import packed_append as append
 
@@ -46,20 +47,37 @@ class PackedAppendTiling(Tiling):
         return limits.grid(1 + -(-pd.h // self.heads), f"blocks of the {pd.h:,} heads of q")
 
 
+INFINITE = tl.constexpr(0x7F800000)
+NAN = tl.constexpr(E4M3_NAN)
+
+
+@triton.jit
+def size_of(x):
+    """uint32, the bits of float32's magnitude: those of infinity are INFINITE, of NaN more."""
+    return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def quotient(x, scale):
+    """x / scale, rounded once; NaN where x is infinite."""
+    return tl.where(size_of(x) == INFINITE, float("nan"), tl.div_rn(x, scale))
+
+
 @triton.jit
 def e4m3(x):
-    """uint8, the bits of the nearest e4m3 (ties to even) of float32, at most 448."""
+    """uint8, the bits of the nearest e4m3 (ties to even) of float32, at most 448; NAN of NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
+    odd = size_of(x) > INFINITE
     size = tl.minimum(tl.abs(x), 448.0)
     # Below 2^-6 codes are multiples of 2^-9: adding 2^14 leaves just these in the mantissa.
     small = (size + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
     bits = size.to(tl.uint32, bitcast=True)
     large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    return (sign | tl.where(size < 0.015625, small, large)).to(tl.uint8)
+    return tl.where(odd, NAN, sign | tl.where(size < 0.015625, small, large)).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_rows", "cache_rows"])
 def packed_append(
     Q,  # (n, H, COLUMNS), contiguous, global
     Latent,  # (n, K), contiguous, global
@@ -76,6 +94,8 @@ def packed_append(
     code_page,
     scale_page,
     plain_page,
+    table_rows,
+    cache_rows,
     H: tl.constexpr,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
@@ -94,24 +114,21 @@ def packed_append(
     INTERPRET: tl.constexpr,
 ):
     """Grid (n, 1 + blocks of heads)."""
-    HALF: tl.constexpr = P // 2
     DTYPE: tl.constexpr = Out.dtype.element_ty
     token = tl.cast(tl.program_id(0), tl.int64)
     position = tl.cast(tl.load(Positions + token), tl.int64)
-    half = tl.arange(0, HALF)
-    cosines = tl.load(Table + position * P + half)
-    sines = tl.load(Table + position * P + HALF + half)
+    cosines, sines = load_turns(Table, position, table_rows, P)
     if tl.program_id(1) == 0:
         slot = tl.cast(tl.load(Slots + token), tl.int64)
         page, at = slot // PAGE, slot % PAGE
         one = tl.zeros([1], tl.int64)
-        written = one + slot >= 0
+        written = (one + slot >= 0) & (one + slot < cache_rows)
         x, y = turned(Rope + token * apart + one, one == 0, cosines, sines, P, INTERLEAVED)
         to = Plain + page * plain_page + at * PLAIN_ROW + one
         if FLAT:
             scale = tl.load(Scale)
-            x = e4m3(tl.div_rn(rounded(x, DTYPE, INTERPRET), scale + tl.zeros_like(x)))
-            y = e4m3(tl.div_rn(rounded(y, DTYPE, INTERPRET), scale + tl.zeros_like(y)))
+            x = e4m3(quotient(rounded(x, DTYPE, INTERPRET), scale + tl.zeros_like(x)))
+            y = e4m3(quotient(rounded(y, DTYPE, INTERPRET), scale + tl.zeros_like(y)))
             store_pairs(to, written, x, y, P, INTERLEAVED)
         else:
             put(to, written, x, y, DTYPE, P, INTERLEAVED, INTERPRET)
@@ -122,7 +139,7 @@ def packed_append(
         if FLAT:
             scales = tl.zeros([TILES], tl.float32) + scale
         else:
-            largest = tl.max(tl.abs(latent), axis=1)
+            largest = tl.max(tl.where(size_of(latent) < INFINITE, tl.abs(latent), 0.0), axis=1)
             scales = tl.maximum(tl.div_rn(largest, tl.full([TILES], 448.0, tl.float32)), SCALE_MIN)
             if POWERS:
                 up = scales.to(tl.uint32, bitcast=True) + 0x7FFFFF
@@ -131,7 +148,7 @@ def packed_append(
             bits = bits if Scales.dtype.element_ty == tl.int32 else (bits >> 23).to(tl.uint8)
             there = (tile * TILE < K) & written
             tl.store(Scales + page * scale_page + at * SCALE_ROW + tile, bits, mask=there)
-        codes = e4m3(tl.div_rn(latent, tl.broadcast_to(scales[:, None], (TILES, TILE))))
+        codes = e4m3(quotient(latent, tl.broadcast_to(scales[:, None], (TILES, TILE))))
         tl.store(Codes + page * code_page + at * CODE_ROW + column, codes, mask=inside)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
@@ -163,6 +180,7 @@ class PackedAppendPlan(KernelPlan):
         return [PackedAppendTiling(heads, warps) for heads in (8, 16, 32, 64) for warps in (1, 2, 4)]
 
     def plan(self, *inputs: torch.Tensor) -> TritonKernel:
+        self.workload.rebound(self.problem, *inputs)  # refuses strides that the kernel does not read
         return self._make(inputs, append.new_outputs(self.problem, inputs[0]))
 
     def plan_empty(self) -> TritonKernel:
@@ -182,12 +200,13 @@ class PackedAppendPlan(KernelPlan):
             "Scale": "*fp32", "Out": "*bf16",
             **{name: f"*{kinds[x.dtype]}" for name, x in zip(("Codes", "Scales", "Plain"), like[1:], strict=True)},
             "apart": "i32" if (pd.p + pd.rest) % 16 else "i32:16",
-            "code_page": "i64", "scale_page": "i64", "plain_page": "i64",
+            "code_page": "i64", "scale_page": "i64", "plain_page": "i64", "table_rows": "i32", "cache_rows": "i32",
         }  # fmt: skip
 
         def arguments(_: Any) -> tuple[Any, ...]:
             apart = [x.stride(0) for x in outputs[1:]]
-            return (*inputs[:6], inputs[6] if flat else inputs[5], *outputs, inputs[2].stride(0), *apart)
+            sizes = (len(inputs[5]), len(outputs[1]) * pd.page)
+            return (*inputs[:6], inputs[6] if flat else inputs[5], *outputs, inputs[2].stride(0), *apart, *sizes)
 
         return TritonKernel(
             packed_append,

@@ -4,8 +4,9 @@ A program has one token and either `heads` of its query heads, or, first, its ke
 
     position → cosines, sines (float32)     columns x, y of a pair → x cos - y sin, y cos + x sin → out, or cache[slot]
 
-The columns of interleaved pairs are read as they lie and taken apart in registers. A key whose slot is negative is not
-stored. Runs on sm_80 and later, and in Triton's interpreter. The base version.
+The columns of interleaved pairs are read as they lie and taken apart in registers. A key whose slot is outside of the
+cache is not stored; a position outside of the table turns by NaN. Runs on sm_80 and later, and in Triton's interpreter.
+The base version.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.numerics import interpreted
-from mla_var3.kernel.triton.prims.rotary import put, turned
+from mla_var3.kernel.triton.prims.rotary import load_turns, put, turned
 from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import rope
 
@@ -49,7 +50,7 @@ class RopeAppendTiling(Tiling):
         return limits.grid(1 + -(-pd.h // self.heads), f"blocks of the {pd.h:,} heads of q")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_rows", "cache_rows"])
 def rope_append(
     Q,  # (n, H, COLUMNS), contiguous, global
     Latent,  # (n, K), contiguous, global
@@ -60,6 +61,8 @@ def rope_append(
     Out,  # (n, H, K + P), contiguous, global
     Cache,  # (slots, K + P), contiguous, global
     apart,  # a multiple of 16 where vectors are to be loaded
+    table_rows,
+    cache_rows,
     H: tl.constexpr,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
@@ -70,17 +73,14 @@ def rope_append(
     INTERPRET: tl.constexpr,
 ):
     """Grid (n, 1 + blocks of heads)."""
-    HALF: tl.constexpr = P // 2
     DTYPE: tl.constexpr = Out.dtype.element_ty
     token = tl.cast(tl.program_id(0), tl.int64)
     position = tl.cast(tl.load(Positions + token), tl.int64)
-    half = tl.arange(0, HALF)
-    cosines = tl.load(Table + position * P + half)
-    sines = tl.load(Table + position * P + HALF + half)
+    cosines, sines = load_turns(Table, position, table_rows, P)
     if tl.program_id(1) == 0:
         slot = tl.cast(tl.load(Slots + token), tl.int64)
         one = tl.zeros([1], tl.int64)
-        written = one + slot >= 0
+        written = (one + slot >= 0) & (one + slot < cache_rows)
         x, y = turned(Rope + token * apart + one, one == 0, cosines, sines, P, INTERLEAVED)
         cached = Cache + slot * (K + P)
         put(cached + K + one, written, x, y, DTYPE, P, INTERLEAVED, INTERPRET)
@@ -110,6 +110,7 @@ class RopeAppendPlan(KernelPlan):
         return [RopeAppendTiling(heads, warps) for heads in (8, 16, 32, 64) for warps in (1, 2, 4)]
 
     def plan(self, *inputs: torch.Tensor) -> TritonKernel:
+        self.workload.rebound(self.problem, *inputs)  # refuses strides that the kernel does not read
         return self._make(inputs, rope.new_outputs(self.problem, inputs[0]))
 
     def plan_empty(self) -> TritonKernel:
@@ -122,11 +123,17 @@ class RopeAppendPlan(KernelPlan):
         signature = {
             "Q": element, "Latent": element, "Rope": element, "Positions": index, "Slots": index, "Table": "*fp32",
             "Out": element, "Cache": element, "apart": "i32" if (pd.p + pd.rest) % 16 else "i32:16",
+            "table_rows": "i32", "cache_rows": "i32",
         }  # fmt: skip
+
+        def arguments(_: Any) -> tuple[Any, ...]:
+            table, cache = inputs[5], outputs[1]
+            return (*inputs, *outputs, inputs[2].stride(0), len(table), len(cache) * pd.page)
+
         return TritonKernel(
             rope_append,
             grid_fn=lambda t: (tokens, 1 + -(-pd.h // t.heads)),
-            args_fn=lambda _: (*inputs, *outputs, inputs[2].stride(0)),
+            args_fn=arguments,
             input_tensors=inputs,
             output_tensors=outputs,
             tiling=self.tiling,

@@ -131,8 +131,8 @@ def bytes_of(layout: Layout, cache: torch.Tensor, name: str = "a cache") -> torc
     plain_bytes = (torch.uint8, torch.int8) if layout.tile else (torch.uint8,)
     if cache.dtype not in (torch.float8_e4m3fn, *plain_bytes):
         raise UserError(
-            f"{name} is {cache.dtype}: a cache of layout {layout.name} holds e4m3fn codes, so pass it as torch.uint8 or "
-            "torch.float8_e4m3fn."
+            f"{name} is {cache.dtype}: a cache of layout {layout.name} holds e4m3fn codes, so pass it as torch.uint8 "
+            "or torch.float8_e4m3fn."
         )
     return cache.view(torch.uint8)
 
@@ -152,6 +152,12 @@ def fields(layout: Layout, cache: torch.Tensor) -> Fields:
         raise UserError(f"a cache has strides {cache.stride()}: the rows of a page must lie beside each other.")
     if bf16:
         return Fields(None, None, cache)
+    # Float32 scales and bf16 columns lie between the bytes.
+    if layout.tile and (cache.storage_offset() % 4 or (len(cache) > 1 and cache.stride(0) % 4)):
+        raise UserError(
+            f"a cache of layout {layout.name} begins {cache.storage_offset()} bytes into its memory with pages "
+            f"{cache.stride(0)} bytes apart: both must be multiples of 4."
+        )
     pages, page, _ = cache.shape
 
     def part(begin: int, apart: int, width: int) -> torch.Tensor:

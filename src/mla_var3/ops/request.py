@@ -224,6 +224,8 @@ def packed_pages(name: str, cache: torch.Tensor, layout: str, like: torch.Tensor
         cache = cache.as_strided(cache.shape, (cache.stride(0), row, cache.stride(2)))
     if len(cache) == 1:
         cache = cache.as_strided(cache.shape, (layout_of(layout).page_bytes(cache.shape[1]), *cache.stride()[1:]))
+    if cache.data_ptr() % _PAGE_ALIGNMENT:
+        raise UserError(f"{name} starts at an address that is not a multiple of {_PAGE_ALIGNMENT} bytes: align it.")
     try:
         fields(layout_of(layout), cache)
     except UserError as error:
@@ -231,8 +233,6 @@ def packed_pages(name: str, cache: torch.Tensor, layout: str, like: torch.Tensor
     step = cache.stride(0) * cache.element_size()
     if len(cache) > 1 and (step < cache[0].numel() * cache.element_size() or step % _PAGE_ALIGNMENT):
         raise UserError(f"{name} has pages {step} bytes apart: that must be a multiple of {_PAGE_ALIGNMENT}.")
-    if cache.is_cuda and cache.data_ptr() % _PAGE_ALIGNMENT:
-        raise UserError(f"{name} starts at an address that is not a multiple of {_PAGE_ALIGNMENT} bytes: align it.")
     return cache
 
 

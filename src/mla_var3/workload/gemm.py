@@ -264,6 +264,14 @@ def _cases(problem: GemmProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("far", own.replace(tokens=1100, rest=(1 << 21) - own.h * (own.summed + own.beside)), "normal", gpu=True)
 
 
+def check_columns(x: Any, weight: Any) -> None:
+    """Raises `UserError` for inputs whose columns lie apart: kernels are told the strides of tokens and heads alone."""
+    if not weight.is_contiguous():
+        raise UserError(f"cannot bind: weight has strides {tuple(weight.stride())} and must be contiguous.")
+    if x.stride(2) != 1:
+        raise UserError(f"cannot bind: x has columns {x.stride(2)} elements apart; they must lie beside each other.")
+
+
 def rebound(problem: GemmProblem, *inputs: Any) -> GemmProblem:
     """The problem of other inputs of the same class; tokens, and the distance between them, may differ. Raises
     `UserError` for a tensor that does not fit."""
@@ -272,10 +280,7 @@ def rebound(problem: GemmProblem, *inputs: Any) -> GemmProblem:
     expected = {"x": (x, (n, problem.h, problem.summed)), "weight": (weight, (problem.h * 2 * problem.d, problem.k))}
     for name, (tensor, shape) in expected.items():
         check_bound(name, tensor, shape, problem.dtype)
-    if not weight.is_contiguous():
-        raise UserError(f"cannot bind: weight has strides {tuple(weight.stride())} and must be contiguous.")
-    if x.stride(2) != 1:
-        raise UserError(f"cannot bind: x has columns {x.stride(2)} elements apart; they must lie beside each other.")
+    check_columns(x, weight)
     beside = x.stride(1) - problem.summed if problem.h > 1 else problem.beside
     rest = x.stride(0) - problem.h * (problem.summed + beside) if n > 1 else problem.rest
     if beside < 0 or rest < 0:

@@ -292,11 +292,12 @@ class SparseMlaPlan(KernelPlan):
                     handle(outputs[1] if there.scales is None else there.scales[0, 0, :1], f"scales of {prefix}cache"),
                     handle(outputs[0] if there.plain is None else there.plain[0, 0, :1], f"columns of {prefix}cache"),
                     handle(chosen, f"{prefix}indices"),
-                    handle(given.get(f"{prefix}lengths", chosen), f"{prefix}lengths"),
+                    handle(given.get(f"{prefix}lengths", chosen), f"{prefix}topk_lens"),
                 ]
                 steps = [0 if x is None else x.stride(0) for x in (there.codes, there.scales, there.plain)]
                 sizes += [cache.shape[0] * cache.shape[1], chosen.shape[2], *steps]
-            more = [handle(given.get(name, outputs[1]), name) for name in ("scale", "sink")]
+            named = {"scale": "cache_scale", "sink": "sink"}
+            more = [handle(given.get(name, outputs[1]), argument) for name, argument in named.items()]
             handles = (handle(q, "q"), *pointers, *more, *(handle(x) for x in outputs))
             return (*handles, pd.scale * LOG2E, q.shape[0] * q.shape[1], *sizes, *constants)
 

@@ -136,9 +136,14 @@ class RopeAppendPlan(KernelPlan):
         return [RopeAppendTiling(heads, 4, occupancy) for heads in (8, 16, 32) for occupancy in (4, 8)]
 
     def plan(self, *inputs: Any) -> CtKernel:
+        return self.plan_into(inputs, rope.new_outputs(self.problem, inputs[0]))
+
+    def plan_into(self, inputs: Any, outputs: Any) -> CtKernel:
+        """A kernel on outputs of the caller's, contiguous: out (n, h, k + p), of which the last p columns are written,
+        and the cache (pages, page, k + p)."""
         self.require()
         self.workload.rebound(self.problem, *inputs)  # refuses strides that the kernel does not read
-        return self._make(inputs, rope.new_outputs(self.problem, inputs[0]))
+        return self._make(inputs, outputs)
 
     def plan_empty(self) -> CtKernel:
         self.require()

@@ -37,7 +37,7 @@ from mla_var3.measure import environment, timing
 from mla_var3.measure.calibrate import LimitItems
 from mla_var3.measure.cuda_backend import CpuBackend, CudaBackend
 from mla_var3.measure.settings import BenchSettings
-from mla_var3.record import Record, RecordStore, new_id, now, record_key
+from mla_var3.record import Record, RecordStore, as_ratio, new_id, now, record_key
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.merge import MergeProblem
@@ -483,7 +483,7 @@ class Run:
             )  # fmt: skip
             of_model = f", model {models[name]:.1f}" if models[name] is not None else ""
             faster = items[ONE, True].us / items[name, True].us if ONE in right else 0.0
-            ranks.say(f"{problem.label} {name}: {items[name, True].us:.1f} us{of_model}, {faster:.2f} x one GPU")
+            ranks.say(f"{problem.label} {name}: {items[name, True].us:.1f} us{of_model}, {as_ratio(faster)} x one GPU")
         items.clear()
         ranks.backend.release()
 

@@ -16,19 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.device import Device
-from mla_var3.kernel import registry
+from mla_var3.kernel import registry, spoken
 from mla_var3.lab.devlog.segments import without_comments
-from mla_var3.lab.devlog.tables import (
-    against_libraries,
-    cell,
-    comparison,
-    label,
-    over_gpus,
-    problem_label,
-    select,
-    summary,
-)
-from mla_var3.record import load
+from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, problem_label, summary
+from mla_var3.lab.devlog.values import STATES
+from mla_var3.record import Record, load
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,22 +72,15 @@ DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: first device has a page an experiment, the others one each.
 FILES = {
     "h200": {
-        **{name: (f"h200/2026-11-26-{name}.jsonl",) for name in WHAT},
+        **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
         **{
-            name: (f"h200/2026-11-27-{name}.jsonl",)
+            name: f"h200/2026-11-27-{name}.jsonl"
             for name in ("decode", "query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
         },
-        "sparse_decode": (
-            "h200/2026-11-26-sparse_decode.jsonl",
-            "h200/2026-11-26-sparse_decode-table.jsonl",
-            "h200/2026-11-27-sparse_decode-heads32.jsonl",
-            "h200/2026-11-27-sparse_decode-bf16.jsonl",
-        ),
     },
     "h100": {
-        **{name: (f"h100/2026-11-26-{name}.jsonl",) for name in WHAT},
-        **{name: (f"h100/2026-11-27-{name}.jsonl",) for name in ("decode", "ragged", "unseen")},
-        "sparse_decode": ("h100/2026-11-26-sparse_decode.jsonl", "h100/2026-11-27-sparse_decode-heads32.jsonl"),
+        **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
+        **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged", "unseen")},
     },
 }
 MAIN, *OTHERS = FILES
@@ -137,23 +122,48 @@ def records_in(file: str) -> list[dict[str, Any]]:
     return [{**record.model_dump(), "run": record.run} for record in load([ROOT / "results" / file]).records]
 
 
+@functools.cache
+def recorded(device: str) -> tuple[dict[tuple[str, str], list[Record]], dict[str, str]]:
+    """The records of a device that speak, by cell, and the file of each record by its id."""
+    files = sorted((ROOT / "results" / device).rglob("*.jsonl"))
+    found = {path.relative_to(ROOT / "results").as_posix(): load([path]).records for path in files}
+    told = spoken.cells(spoken.speaking(record for records in found.values() for record in records))
+    return told, {record.id: file for file, records in found.items() for record in records}
+
+
+@functools.cache
 def records_of(device: str, name: str) -> list[dict[str, Any]]:
-    return [record for file in FILES[device][name] for record in records_in(file)]
+    """What answers the cells of an experiment: in each cell the version that speaks for it (`mla_var3.kernel.spoken`),
+    whichever experiment timed it last, those that took turns with it, and the fastest library."""
+    told, file_of = recorded(device)
+    chosen = []
+    for cell in spoken.cells(load([ROOT / "results" / FILES[device][name]]).records):
+        block = told.get(cell, [])
+        answer = next((a for state in STATES if (a := spoken.answer(block, state))), None)
+        ours = answer.ours if answer else None
+        chosen += [r for r in block if ours is None or r.run == ours.run or (answer and r is answer.library)]
+    return [{**r.model_dump(), "run": r.run, "file": file_of[r.id]} for r in chosen]
 
 
 def where(device: str, name: str) -> str:
     """The records of an experiment, the commits whose code they timed, on how many cards if not on one, and in which
     cells contenders did not take turns, or calls were taken apart."""
-    records = select(records_of(device, name))
+    records = records_of(device, name)
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
-    files = _listed(f"`results/{file}`" for file in FILES[device][name])
-    said = f"The records are those of {files}, measured with the code at commit {_listed(commits)}"
+    said = (
+        f"The records are those of `results/{FILES[device][name]}`, measured with the code at commit {_listed(commits)}"
+    )
     cards = {r["environment"]["chip"] for r in records if r["environment"].get("chip")}
     said += f", on {len(cards)} cards." if len(cards) > 1 else "."
-    runs: dict[tuple[str, str], tuple[str, set[str]]] = {}
-    for record in records:
-        runs.setdefault(cell(record), (problem_label(record), set()))[1].add(record["run"])
-    if apart := [name for name, found in runs.values() if len(found) > 1]:
+    elsewhere: dict[str, dict[str, None]] = {}
+    for record in (r for r in records if r["file"] != FILES[device][name]):
+        elsewhere.setdefault(record["file"], {})[problem_label(record)] = None
+    for file, since in sorted(elsewhere.items()):
+        said += f" The newest records of these cells are in `results/{file}`: {', '.join(since)}."
+    runs: dict[str, set[str]] = {}
+    for record in (r for r in records if r["time_us"]):
+        runs.setdefault(problem_label(record), set()).add(record["run"])
+    if apart := [cell for cell, found in runs.items() if len(found) > 1]:
         said += (
             " In some cells the newest records are of different runs, and contenders are compared by their shares of "
             f"each run's limit: {', '.join(apart)}."

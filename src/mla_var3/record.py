@@ -14,7 +14,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -241,6 +241,14 @@ class Record(_Part):
         mine, others = self.in_a_step(state), other.in_a_step(state)
         return None if mine is None or others is None else others / mine
 
+    def limit_speedup(self, other: Record, state: str) -> float | None:
+        """As `speedup`, each time as a share of the limit of its own run: of one run that is the same, and of two cards
+        it compares how near each came to what its card can do. Without the limits, `speedup`."""
+        plain, mine, others = self.speedup(other, state), self.limit(state), other.limit(state)
+        if plain is None or mine is None or others is None or self.run == other.run:
+            return plain
+        return plain * mine / others
+
     def beside(self, part: str, state: str) -> float | None:
         """Microseconds of a part of the call by itself; None where it was not timed."""
         stats = getattr((self.beside_us or {}).get(part), state, None)
@@ -265,6 +273,25 @@ def work_of(flops: int | None, bytes_: int | None, problem: Mapping[str, Any]) -
         return flops, bytes_
     cost = problem_from_record(problem).cost()
     return cost.flops, cost.bytes
+
+
+def as_ratio(ratio: float | None, digits: int = 3) -> str:
+    """A ratio of times as every table writes it: with so many significant digits, and with more where it is under 1 and
+    would else read as 1. What differs from 1 by less than a millionth is 1: no measurement tells it apart."""
+    if ratio is None or not 0 < ratio < math.inf:
+        return "-"
+    ratio = 1.0 if abs(ratio - 1.0) < 1e-6 else ratio
+    decimals = max(0, digits - 1 - math.floor(math.log10(ratio)))
+    text = f"{ratio:.{decimals}f}"
+    while ratio < 1 <= float(text):
+        decimals += 1
+        text = f"{ratio:.{decimals}f}"
+    return text
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    """None of no ratios."""
+    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios else None
 
 
 def new_id() -> str:

@@ -56,10 +56,10 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def quickstart(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
-    """Lines on standard output and on standard error of the two commands."""
+def quickstart(capsys: pytest.CaptureFixture[str], swept: int = 0) -> tuple[list[str], list[str]]:
+    """Lines on standard output and on standard error of the two commands. swept: the sweep's exit code."""
     for words in COMMANDS:
-        assert cli.main(words) == 0
+        assert cli.main(words) == (swept if words[0] == "sweep" else 0)
     out, err = capsys.readouterr()
     return out.splitlines(), err.splitlines()
 
@@ -143,12 +143,13 @@ def test_with_a_gpu_it_fits_a_screen_and_what_went_wrong_is_seen(
                 )  # fmt: skip
 
     monkeypatch.setattr(cell_, "measure_cells", measure_cells)
-    out, err = quickstart(capsys)
+    out, err = quickstart(capsys, swept=1)
     assert len(out) + len(err) <= MOST_LINES
     assert "Fastest here on NVIDIA H200 SXM5 141 GB, measured, burst" in out
     assert len([line for line in rows(out) if " 100.0 " in line and " 50 % " in line]) == 4
     assert sum(f"{wrong}: incorrect: out differs by 0.3" in line for line in err) == 4, "each is seen at once"
-    assert any(line.split()[:2] == [wrong, "incorrect"] for line in out), "and in one row at the end"
+    assert any(line.split()[:2] == [wrong, "incorrect"] for line in out), "and in one row"
+    assert "\n".join(out).index("Failed: wrong results") < "\n".join(out).index("Fastest here"), "before any answer"
 
 
 def test_a_running_command_says_what_it_does(

@@ -12,7 +12,7 @@ from mla_var3 import paths
 from mla_var3.cli.arguments import doing
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
-from mla_var3.kernel import registry
+from mla_var3.kernel import registry, spoken
 from mla_var3.names import in_order
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tables of measured records, newest of each kernel and cell."""
+    """Tables of measured records, the one that speaks for each kernel and cell (`kernel.spoken`)."""
     with doing("reading records"):
         records, labels = _records(args)
     from mla_var3.lab.report import tables
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         if args.resources:
             tables.show(tables.resources(live, _device(device), f"Compiled for {device}"))
         if args.kernels and len(args.kernels) == 2 and set(args.kernels) <= set(labels):
-            tables.show(tables.versus(mine, *args.kernels)[0])
+            tables.show(tables.versus(mine, *args.kernels))
     return 0
 
 
@@ -72,7 +72,8 @@ def _fastest(records: list[Record], device: str) -> None:
     cells = list(dict.fromkeys(problem_from_record(r.problem) for r in records))
     table, _ = answer(cells, records, _device(device), f"Fastest recorded on {device}")
     if table is not None:
-        table.caption = "Every contender of a cell: mla-var3 compare --cells CELL"
+        said = (str(table.caption or ""), "Every contender of a cell: mla-var3 compare --cells CELL")
+        table.caption = "\n".join(filter(None, said))
         tables.show(table)
 
 
@@ -91,7 +92,7 @@ def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record
 def _records(args: argparse.Namespace) -> tuple[list[Record], list[str]]:
     """The timed records that were asked for, cells in order, and the names of all contenders there are."""
     from mla_var3.lab.report import tables
-    from mla_var3.record import load
+    from mla_var3.record import ASIDE, load
 
     files = args.files or [p for p in dict.fromkeys((Path("results"), paths.shipped_results_dir())) if p.is_dir()]
     if not files:
@@ -99,17 +100,22 @@ def _records(args: argparse.Namespace) -> tuple[list[Record], list[str]]:
     found = load(dict.fromkeys(Path(f).resolve() if Path(f).exists() else Path(f) for f in files))
     for problem in found.problems:
         print(f"warning: {problem}", file=sys.stderr)
-    records = found.records
-    if not any(r.time_us is not None for r in records):
+    # Of a cell's records one a contender speaks, before anything is left out: which one depends on the others.
+    timed = [r for r in found.records if r.time_us is not None]
+    timed = [r for r in timed if r.experiment not in ASIDE] or timed
+    records = timed if args.all else spoken.speaking(timed, aside=True)
+    if not records:
         raise UserError("these records hold no times: only a sweep or bench on a GPU measures them.")
-    labels = in_order(tables.called(r) for r in records)
+    labels = in_order(r.kernel.label for r in found.records)
     for pattern in args.kernels or []:
+        if pattern == spoken.DISPATCH:
+            raise UserError("what the dispatcher picks stands under the version that it picked: name that one.")
         if not any(fnmatch.fnmatchcase(label, pattern) for label in labels):
             raise UserError(f"no record of kernel {pattern!r}: {nearest(pattern, labels)}.")
     if args.kernels:
-        records = [r for r in records if any(fnmatch.fnmatchcase(tables.called(r), p) for p in args.kernels)]
+        records = [r for r in records if any(fnmatch.fnmatchcase(r.kernel.label, p) for p in args.kernels)]
     if args.device:
-        devices = {r.device for r in found.records}
+        devices = {r.device for r in timed}
         if args.device not in devices:
             raise UserError(f"no record of device {args.device!r}: {nearest(args.device, devices)}.")
         records = [r for r in records if r.device == args.device]
@@ -120,13 +126,10 @@ def _records(args: argparse.Namespace) -> tuple[list[Record], list[str]]:
             if not fnmatch.filter(names, pattern):
                 raise UserError(f"no record of cell {pattern!r}: {nearest(pattern, names)}.")
         records = [r for r in records if any(fnmatch.filter(cells[id(r)], p) for p in args.cells)]
-    timed = [r for r in records if r.time_us is not None]
-    if not timed:
+    if not records:
         raise UserError("no record of these kernels, cells and device holds a time: ask for fewer at once.")
-    if not args.all:
-        timed = tables.latest(timed)
-    order = {name: i for i, name in enumerate(in_order(map(tables.cell_of, timed)))}
-    return sorted(timed, key=lambda r: (str(r.problem.get("workload", "")), order[tables.cell_of(r)])), labels
+    order = {name: i for i, name in enumerate(in_order(map(tables.cell_of, records)))}
+    return sorted(records, key=lambda r: (str(r.problem.get("workload", "")), order[tables.cell_of(r)])), labels
 
 
 def _device(key: str) -> Device | None:

@@ -17,6 +17,7 @@ from mla_var3.dispatch import table as tables
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import check_file, write_whole
 from mla_var3.kernel import ledger, registry
+from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
     from mla_var3.dispatch.table import Table
@@ -104,7 +105,7 @@ def _build(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         points = sum(len(recipe.points) for recipe in device.recipes)
         print(f"{key}: {len(device.recipes)} versions and tunings, {points} points")
         for held in sorted(selection.hold_out(device), key=lambda r: -r.ratio):
-            mark = "best" if held.ratio == 1.0 else f"{held.ratio:.3f} of {held.best}"
+            mark = "best" if held.ratio == 1.0 else f"{as_ratio(held.ratio, 4)} of {held.best}"
             print(f"  held out {held.problem.label}: {held.picked}, {mark}")
         found = table.held_out[key]
         if found["cells"]:

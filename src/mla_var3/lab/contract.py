@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import EXIT_USER_ERROR, UserError
+from mla_var3.record import as_ratio
 from mla_var3.toolchain import mistakes
 
 NAMES = ("kernel_fn", "reference_fn", "get_inputs")
@@ -511,5 +512,5 @@ def _benchmark_command(contract: Contract, args: argparse.Namespace) -> int:
         spread = f"p10 {timing.p10:.1f}, p90 {timing.p90:.1f}, n {timing.n}"
         print(f"{name:13} {timing.median:10.1f} us   {spread}; {timing.method}")
     kernel, reference = found.times["kernel_fn"].median, found.times["reference_fn"].median
-    print(f"{contract.name}: {reference / kernel:.2f} times as fast as its reference.")
+    print(f"{contract.name}: {as_ratio(reference / kernel)} times as fast as its reference.")
     return 0

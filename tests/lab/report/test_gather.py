@@ -56,7 +56,7 @@ def test_what_was_timed_for_something_else_hides_no_measurement(make: Any, exper
 def test_a_newer_record_replaces_an_older_one_and_that_is_said(make: Any) -> None:
     found = arrange([make(us=90, day="2026-11-22"), make(us=100, day="2026-11-21")])
     assert [(p.us("burst"), p.newest) for p in found.points] == [(100, False), (90, True)]
-    assert "1 timed records: a newer one of the same contender" in said(found)
+    assert "1 timed records: another one speaks for the contender in that cell" in said(found)
     assert len(found.sets) == 2
 
 
@@ -72,10 +72,10 @@ def test_other_tilings_are_other_contenders(make: Any) -> None:
     }  # fmt: skip
 
 
-def test_what_the_dispatcher_takes_may_change_and_stays_one_contender(make: Any) -> None:
-    old = make("cute-dsl/flash_mla", requested="dispatch", picked_by="dispatch", day="2026-11-21")
-    new = make("cute-dsl/flash_mla_v1", requested="dispatch", picked_by="dispatch", day="2026-11-22")
-    assert [p.name for p in arrange([new, old]).newest] == ["dispatch (cute-dsl/flash_mla_v1)"]
+def test_what_the_dispatcher_picked_is_the_version_that_it_picked(make: Any) -> None:
+    picked = make(us=90, requested="dispatch", picked_by="dispatch", day="2026-11-22")
+    found = arrange([make(us=100, day="2026-11-21"), picked])
+    assert [(p.name, p.us("burst")) for p in found.newest] == [("cute-dsl/flash_mla", 90)]
 
 
 def test_unknown_devices_and_mixed_runs_are_shown_with_a_word(make: Any) -> None:

@@ -379,6 +379,53 @@ def test_measured_records_are_stored_and_shown(
     assert "8 passed; records in results/h200/" in err
 
 
+def test_a_sweep_with_wrong_results_says_so_first_and_ends_with_1(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mla_var3.measure import cell as cell_
+
+    def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Record]:
+        for problem, contenders in cells:
+            for contender in contenders:
+                record = measured(contender, problem, device, experiment)
+                if contender.kernel.version:
+                    data = record.model_dump(exclude={"time_us", "limits"}) | {
+                        "status": "incorrect",
+                        "reason": "off by 1",
+                    }
+                    record = Record.model_validate(data)
+                yield record
+
+    monkeypatch.setattr(cell_, "measure_cells", measure_cells)
+    words = ["experiment=quickstart", "kernels=triton"]
+    assert sweep.main(words) == 1
+    out, err = capsys.readouterr()
+    assert out.index("Failed: wrong results") < out.index("Fastest here on")
+    assert "triton/toy_v1" in out[: out.index("Fastest here on")] and "off by 1" in out
+    assert "triton/toy_v1" not in out[out.index("Fastest here on") :], "nothing of it is an answer, or told twice"
+    assert "4 passed, 4 incorrect" in err and "mla-var3 check triton/toy_v1" in err
+    assert sweep.main([*words, "resume=true"]) == 1, "what is known to be wrong stays wrong"
+    assert sweep.main(["experiment=quickstart", "kernels=triton/toy"]) == 0
+
+
+def test_an_experiment_for_two_languages_shows_them_beside_each_other(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    words = ["experiment=quickstart", "kernels=*", "experiment.beside=[triton,cute-dsl]"]
+    assert sweep.main(words) == 0
+    out = capsys.readouterr().out
+    assert "cute-dsl beside triton, the fastest of each, measured, burst" in out
+    rows = [line.split() for line in out[: out.index("Geometric mean over the 4 cells")].splitlines() if "_s" in line]
+    assert len(rows) == 4 and all(row[1:4] == ["50.0", "50.0", "1.00"] for row in rows)
+    config = sweep_config.compose(["experiment=compare_dsl"])
+    assert config.experiment.beside == ["cutile-dsl", "cute-dsl"] and "ratio" in config.experiment.description
+    with pytest.raises(UserError, match="names two languages, and has 1"):
+        sweep_config.compose(["experiment.beside=[triton]"])
+    with pytest.raises(UserError, match="language 'cute' is unknown: did you mean 'cute-dsl'"):
+        sweep_config.compose(["experiment.beside=[cute,triton]"])
+
+
 def test_ctrl_c_keeps_what_was_finished_and_resume_does_the_rest(
     gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -594,11 +641,18 @@ def test_without_a_gpu_kernels_are_compiled_for_the_target(
     old.at = "2026-01-02T03:04:05Z"
     aside = measured(Contender(TOYS[2]), MlaProblem(b=128, t=4096), H200, us=333.25)
     aside.at, aside.experiment = "2026-01-03T03:04:05Z", "one_turn"
-    (shipped / "h200" / "2026-01-02-decode.jsonl").write_text(old.to_json() + "\n" + aside.to_json() + "\n")
+    wrong = measured(Contender(TOYS[1]), MlaProblem(b=128, t=4096), H200, us=111.25)
+    lines = "".join(record.to_json() + "\n" for record in (old, aside, wrong))
+    (shipped / "h200" / "2026-01-02-decode.jsonl").write_text(lines)
     monkeypatch.setattr(paths, "shipped_results_dir", lambda: shipped)
 
-    assert sweep.main(["experiment=quickstart", "kernels=triton", "--verbose"]) == 0
+    assert sweep.main(["experiment=quickstart", "kernels=triton", "--verbose"]) == 1, "what does not compile failed"
     out, err = capsys.readouterr()
+    assert out.index("Failed: wrong results") < out.index("Compiled for") < out.index("Fastest here")
+    answer = out[out.index("Fastest here") :]
+    (row,) = [line for line in answer.splitlines() if "b128_s1_h128_t4096" in line]
+    assert "cute-dsl/toy " in row and "220.2" in row, "the recorded time of what does not compile now is no answer"
+    assert "left out, for what they are now is wrong or does not compile: triton/toy_v1" in answer
     assert "No GPU here: compiling for NVIDIA H200" in err
     assert len(jobs) == 6, "cells of one class share a compilation"
     records = files(toys / "out" / "results" / "h200")
@@ -614,7 +668,7 @@ def test_without_a_gpu_kernels_are_compiled_for_the_target(
     assert "the compiling process died (signal 11)" in out
 
     before = len(jobs)
-    assert sweep.main(["experiment=quickstart", "kernels=triton", "resume=true"]) == 0
+    assert sweep.main(["experiment=quickstart", "kernels=triton", "resume=true"]) == 1
     assert [job.label.split()[0] for job in jobs[before:]] == ["triton/toy_v1"] * 3, "only what failed is tried again"
 
 

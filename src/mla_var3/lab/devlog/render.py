@@ -22,6 +22,7 @@ from mla_var3.lab.devlog.evidence import joined
 from mla_var3.lab.devlog.segments import COMMENT, without_comments
 from mla_var3.lab.devlog.values import Record, Unknown
 from mla_var3.names import kernel_label
+from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.answers import Ladder
@@ -205,8 +206,8 @@ def _picture(
             share = step.point.share(state)
             cells = (
                 f"{step.point.us(state):,.1f}", "-" if share is None else f"{100 * share:.1f}",
-                "-" if step.gain is None else f"{step.gain:.3f}×",
-                "-" if step.mean is None else f"{step.mean:.3f}× ({step.cells})",
+                "-" if step.gain is None else f"{as_ratio(step.gain, 4)}×",
+                "-" if step.mean is None else f"{as_ratio(step.mean, 4)}× ({step.cells})",
             )  # fmt: skip
             link = f"<a href='#{step.point.language}-v{step.point.record.kernel.version}'>{_esc(step.point.name)}</a>"
             lines.append(f"<tr><td>{link}</td>" + "".join(f"<td class='n'>{c}</td>" for c in cells) + "</tr>")

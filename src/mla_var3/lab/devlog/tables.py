@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mla_var3.errors import Unsupported
+from mla_var3.kernel import spoken
 from mla_var3.lab.devlog import values
 from mla_var3.lab.devlog.citations import cite
 from mla_var3.lab.devlog.values import Record, Unknown
 from mla_var3.names import kernel_label
+from mla_var3.record import Record as Model
+from mla_var3.record import as_ratio, geometric_mean
 from mla_var3.workload import problem_from_record
 
 #: (header, unit, expression, significant digits): one column each.
@@ -84,15 +86,22 @@ def of_records(records: Sequence[Record], columns: Sequence[Column], *, distinct
 
 
 def select(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> list[Record]:
-    """The newest timed record of each version in each cell; cells and kernels are patterns of their labels."""
+    """The record that speaks for each contender in each cell (`kernel.spoken`), the fastest of a cell first; cells and
+    kernels are patterns of their labels. records: whoever calls has left out what is not to be compared."""
 
     def matches(text: str, patterns: Sequence[str]) -> bool:
         return not patterns or any(fnmatch.fnmatch(text, pattern) for pattern in patterns)
 
-    timed = [record for record in newest(records) if record["time_us"]]
-    timed = [r for r in timed if matches(problem_label(r), cells) and matches(label(r), kernels)]
-    order = list(dict.fromkeys(cell(r) for r in timed))
-    return sorted(timed, key=lambda r: (order.index(cell(r)), _fastest(r)))
+    timed = [r for r in records if r["time_us"] and matches(problem_label(r), cells)]
+    found = [r for r, _ in _speaking(timed) if matches(label(r), kernels)]
+    order = list(dict.fromkeys(cell(r) for r in found))
+    return sorted(found, key=lambda r: (order.index(cell(r)), _fastest(r)))
+
+
+def _speaking(records: Iterable[Record]) -> list[tuple[Record, Model]]:
+    """The records that speak, each with its model."""
+    models = {id(model := Model.model_validate(r)): (r, model) for r in sorted(records, key=lambda r: str(r["at"]))}
+    return [models[id(r)] for r in spoken.speaking((m for _, m in models.values()), aside=True)]
 
 
 def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
@@ -100,7 +109,7 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
     the one that the dispatcher picks in its place; a cell that it takes nothing for, or without a record of the pick,
     is left out.
 
-    Newest records may be of different runs, so each time counts as a share of its own run's limit.
+    The two may be of different runs, so each time counts as a share of its own run's limit.
     """
     pairs = _with_libraries(records, picks)
     ratio_columns = (*_ACROSS_RUNS, *(_SCHEDULED if any(r.get("with_schedule_us") for _, r in pairs) else ()))
@@ -129,42 +138,41 @@ def summary(records: Iterable[Record]) -> str:
                 ratio = values.evaluate(f"{state}.limit_speedup", ours, library).number
                 found.append((ratio, problem_label(ours)))
         if found:
-            mean = math.exp(math.fsum(math.log(ratio) for ratio, _ in found) / len(found))
-            worst, where = min(found)
-            said.append(f"{mean:.3f} in {state} (slowest: {worst:.3f}, {where})")
+            mean, (worst, where) = as_ratio(geometric_mean([ratio for ratio, _ in found]), 4), min(found)
+            said.append(f"{mean} in {state} (slowest: {as_ratio(worst)}, {where})")
     if not said:
         return ""
     return f"Geometric mean of the speedups over {len(pairs)} cells: {'; '.join(said)}."
 
 
 def _with_libraries(records: Iterable[Record], picks: bool) -> list[tuple[Record, Record]]:
-    """(a record of this project, the fastest library's) of each cell that has both."""
-    blocks: dict[Any, list[Record]] = {}
-    for record in select(records):
-        blocks.setdefault(cell(record), []).append(record)
+    """(a record of this project, the fastest library's) of each cell that has both, as the cell answers in burst, or in
+    sustained where nothing was timed in burst. picks: of versions only what the dispatcher picks."""
+    blocks: dict[Any, list[tuple[Record, Model]]] = {}
+    for record, model in _speaking(r for r in records if r["time_us"]):
+        blocks.setdefault(cell(record), []).append((record, model))
     pairs = []
     for block in blocks.values():
-        block.sort(key=_nearest)
-        mine = [r for r in block if r["kernel"]["language"] != "peer"]
         if picks:
-            picked = _picked(block[0])
-            mine = [r for r in mine if label(r) == picked]
-        libraries = [r for r in block if r["kernel"]["language"] == "peer"]
-        if mine and libraries:
-            pairs.append((mine[0], libraries[0]))
+            picked = _picked(block[0][0])
+            block = [(r, m) for r, m in block if spoken.is_peer(m) or m.kernel.label == picked]
+        models = [model for _, model in block]
+        answer = next((a for state in values.STATES if (a := spoken.answer(models, state))), None)
+        if answer is not None and answer.ours is not None and answer.library is not None:
+            of = {id(model): record for record, model in block}
+            pairs.append((of[id(answer.ours)], of[id(answer.library)]))
     return pairs
 
 
 def comparison(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> str:
-    """The newest timed record of each version in each cell, fastest first; the cell is named once."""
+    """The record that speaks for each contender in each cell, fastest first; the cell is named once."""
     timed = select(records, cells, kernels)
     seen: set[Any] = set()
 
     def first(record: Record) -> tuple[str, str]:
         shown = "" if cell(record) in seen else problem_label(record)
         seen.add(cell(record))
-        tuned = " (tuned)" if record.get("requested") == "tuned" else ""
-        return shown, label(record) + tuned
+        return shown, spoken.name(Model.model_validate(record))
 
     return _table(timed, TIMES, ("cell", "kernel"), first)
 
@@ -221,14 +229,6 @@ def _picked(record: Record) -> str | None:
         return choose(problem_from_record(record["problem"]), Device.get(record["device"])).kernel.label
     except Unsupported:
         return None
-
-
-def _nearest(record: Record) -> float:
-    """Time over the limit of its run, in burst where that was measured."""
-    for state in values.STATES:
-        if record["time_us"].get(state) and record.get("limits") and record["limits"].get(state):
-            return float(record["time_us"][state]["median"]) / float(record["limits"][state]["limit_us"])
-    return float("inf")
 
 
 def _table(

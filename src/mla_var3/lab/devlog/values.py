@@ -273,6 +273,8 @@ def dimension_of(unit: str) -> str:
 
 def write(value: Value, unit: str, digits: int = 4) -> str:
     """The value in a unit, with at least `digits` significant digits (whole numbers in full), without the unit."""
+    if unit in ("x", "×"):
+        return records.as_ratio(value.number, digits)
     number = value.number / (UNITS[unit][1][0] if unit else 1.0)
     if float(number).is_integer() and abs(number) < 1e12:
         return str(int(number))

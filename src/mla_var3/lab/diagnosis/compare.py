@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.record import as_ratio
+
 if TYPE_CHECKING:
     from mla_var3.lab.diagnosis.evidence import Record
     from mla_var3.lab.diagnosis.loops import Instruction, Loop
@@ -239,7 +241,9 @@ def _times(versions: Sequence[Version], records: Sequence[Record], problem: Any,
             except values.Unknown:
                 continue
             how = "in one run" if same else "each time over the limit of its own run"
-            lines.append(f"- {state}: {versions[1].label} is {ratio:.3f} times as fast as {versions[0].label}, {how}")
+            lines.append(
+                f"- {state}: {versions[1].label} is {as_ratio(ratio, 4)} times as fast as {versions[0].label}, {how}"
+            )
     return lines
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
+from mla_var3.kernel import registry, spoken
 from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import profiles
 from mla_var3.lab.knowledge import find as knowledge
 from mla_var3.lab.knowledge.triggers import Facts
 from mla_var3.record import ASIDE
+from mla_var3.record import Record as Model
 from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
@@ -227,24 +228,25 @@ def load_records(more: Iterable[Path] = ()) -> list[dict[str, Any]]:
 def record_of(
     records: Iterable[Record], kernel: KernelId, problem: Problem, device: str, tiling: Mapping[str, Any] | None
 ) -> Record | None:
-    """The newest timed record of that point; with a tiling, one of these knobs, where there is any. None of an
-    experiment that times for something else than speed."""
+    """The record that speaks for that version there (`kernel.spoken`); with a tiling, the newest of these knobs, where
+    there is any. None of an experiment that times for something else than speed."""
     wanted = problem.to_record()
-    mine = [
+    cell = [
         record
         for record in records
         if record["device"] == device
         and record.get("time_us")
-        and KernelId.from_record(record["kernel"]) == kernel
         and dict(record["problem"]) == wanted
-        and not record.get("picked_by")
         and record.get("experiment") not in ASIDE
     ]
     if tiling:
-        mine = [r for r in mine if dict(r.get("tiling") or {}) == dict(tiling)]
-    else:
-        mine = [r for r in mine if r.get("requested") in (None, "default")] or mine
-    return max(mine, key=lambda r: str(r["at"]), default=None)
+        mine = [r for r in cell if KernelId.from_record(r["kernel"]) == kernel]
+        knobs = [r for r in mine if dict(r.get("tiling") or {}) == dict(tiling)]
+        return max(knobs, key=lambda r: str(r["at"]), default=None)
+    told = {id(model := Model.model_validate(r)): (model, r) for r in cell}
+    speaking = [told[id(m)] for m in spoken.speaking(model for model, _ in told.values())]
+    own = [(model, r) for model, r in speaking if model.kernel.label == kernel.label]
+    return next((r for model, r in own if spoken.name(model) == kernel.label), own[0][1] if own else None)
 
 
 def of_profile(folder: Path, records: Iterable[Record] | None = None) -> Evidence:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.lab.profiling.modes.counters import STALLS, Launch, main_launch
 from mla_var3.lab.profiling.modes.spans import Span, totals
+from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -153,7 +154,7 @@ def against(facts: Facts, base: Facts) -> list[str]:
         word = "faster than" if ratio < 1 else "slower than"
         found.append(
             f"{facts.label} takes {ours[0]:,.1f} us and {base.label} {theirs[0]:,.1f} us: {100 * abs(1 - ratio):.1f} % "
-            f"{word} the baseline (ratio {ratio:.3f})."
+            f"{word} the baseline (ratio {as_ratio(ratio, 4)})."
         )
     if facts.compiled is not None and base.compiled is not None:
         one, two = facts.compiled.resources, base.compiled.resources

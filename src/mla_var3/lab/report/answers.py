@@ -10,13 +10,15 @@ import functools
 import math
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.kernel import spoken
 from mla_var3.lab.report.gather import STATES, Point
+from mla_var3.record import geometric_mean
 from mla_var3.workload import DEFAULT, Problem, listed
 from mla_var3.workload.decode import MlaProblem
 
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Winner:
-    """A cell of the regime map. ours: our fastest version that is still here; where none of them was measured, the
-    fastest retired one. peer: the fastest library. best: the faster of the two. vs_peer: the library's time over ours,
-    both as in a step. tie: the p10..p90 ranges of the two overlap. mixed: they were measured in different runs.
+    """A cell of the regime map: what it answers (`kernel.spoken.answer`). ours: our fastest version that is still here;
+    where none of them was measured, the fastest retired one. peer: the fastest library. best: the faster of the two.
+    vs_peer: the library's time over ours. tie: the p10..p90 ranges of the two overlap. mixed: they are of two runs.
 
     next: our second version there, among those that count as ours does. margin: its time over ours, less 1.
     """
@@ -52,32 +54,40 @@ def by_cell(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def winners(points: Iterable[Point], state: str) -> list[Winner]:
-    """One for each cell in which something was timed in that state. points: of one device. The fixed-split mode is no
-    contender: it runs the same versions, and where it cuts nothing it is one of them."""
+    """One for each cell in which something was timed in that state. points: that speak, of one device. The fixed-split
+    mode is no contender: it runs the same versions, and where it cuts nothing it is one of them."""
     found = []
     for block in by_cell(p for p in points if p.kernel != "fixed_split").values():
-        timed = sorted((p for p in block if p.us(state) < math.inf), key=lambda p: (p.us(state), p.name))
-        if not timed:
+        of = {id(p.record): p for p in block}
+        answer = spoken.answer([p.record for p in block], state)
+        if answer is None:
             continue
-        versions = [p for p in timed if not p.is_peer]
-        versions = [p for p in versions if p.live] or versions
-        ours = versions[0] if versions else None
-        second = next((p for p in versions if ours and p.kernel != ours.kernel), None)
-        peer = min((p for p in timed if p.is_peer), key=lambda p: p.step_us(state), default=None)
+        ours, second, peer, best = (
+            None if r is None else of[id(r)] for r in (answer.ours, answer.next, answer.library, answer.best)
+        )
+        assert best is not None
         found.append(
             Winner(
-                best=min((p for p in (ours, peer) if p is not None), key=lambda p: p.step_us(state)),
+                best=best,
                 ours=ours,
                 next=second,
-                margin=second.us(state) / ours.us(state) - 1 if ours and second else None,
+                margin=ours.faster(second, state) - 1 if ours and second else None,
                 peer=peer,
-                vs_peer=peer.step_us(state) / ours.step_us(state) if ours and peer else None,
+                vs_peer=answer.ratio,
                 tie=bool(ours and peer and overlap(ours, peer, state)),
-                mixed=bool(ours and peer and ours.set != peer.set),
-                contenders=len(timed),
+                mixed=bool(ours and peer and not answer.of_one_run),
+                contenders=sum(p.us(state) < math.inf for p in block),
             )
         )
     return sorted(found, key=lambda w: listed(w.best.problem))
+
+
+def resting(found: Sequence[Winner]) -> str:
+    """On what the cells of a map rest, in a sentence."""
+    here = [w.ours for w in found if w.ours and w.ours.live]
+    today = sum(p.today for p in here)
+    said = f"{len(here)} of {len(found)} cells rest on versions that are in this checkout"
+    return f"{said}, {today} of them on the code that these have today; the others' times are of retired versions."
 
 
 # ---------------------------------------------------------------- the dispatcher
@@ -97,23 +107,17 @@ def picks(points: Iterable[Point], state: str) -> list[Pick]:
     """Today's table and today's versions, asked for each decode cell; times are those of the records. What a record
     says that the dispatcher took when it was measured plays no part. points: of one device."""
     found = []
-    for cell, block in by_cell(p for p in points if p.kernel != "fixed_split" and not p.is_peer).items():
-        timed = sorted((p for p in block if p.live and p.us(state) < math.inf), key=lambda p: p.us(state))
+    for cell, everything in by_cell(p for p in points if p.kernel != "fixed_split").items():
+        runs, block = _runs(everything), [p for p in everything if not p.is_peer]
+        of = {id(p.record): p for p in block if p.live}
+        timed = [of[id(r)] for r in spoken.ranked([p.record for p in of.values()], state, runs)]
         choice = _choice(timed[0].problem, timed[0].record.device) if timed else None
         if choice is None:
             continue
-        point = next((p for p in timed if _is_of(p, choice)), None)
-        loss = point.us(state) / timed[0].us(state) - 1 if point else None
+        point = next((p for p in timed if p.name == choice.label), None)
+        loss = timed[0].faster(point, state) - 1 if point else None
         found.append(Pick(cell, choice.label, point, timed[0], loss))
     return sorted(found, key=lambda pick: listed(pick.best.problem))
-
-
-def _is_of(point: Point, choice: Choice) -> bool:
-    """Whether a point was measured with what is picked."""
-    if point.record.kernel.label != choice.kernel.label:
-        return False
-    asked = point.record.requested
-    return asked == choice.knobs if choice.knobs else asked in (None, "default", "dispatch")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,11 +146,14 @@ def losses(found: Sequence[Pick]) -> str:
 
 
 def overlap(a: Point, b: Point, state: str) -> bool:
-    """Whether the p10..p90 ranges of two points of one run touch, to the digits that the page has of them."""
+    """Whether the p10..p90 ranges of two points touch, each as a share of its own limit where they are of two runs, to
+    the digits that the page has of them."""
     one, two = a.stats(state), b.stats(state)
     if one is None or two is None:
         return False
-    return rounded(one.p10) <= rounded(two.p90) and rounded(two.p10) <= rounded(one.p90)
+    apart = a.record.run != b.record.run and a.limit(state) and b.limit(state)
+    x, y = (rounded(a.limit(state) or 1.0), rounded(b.limit(state) or 1.0)) if apart else (1.0, 1.0)
+    return rounded(one.p10) / x <= rounded(two.p90) / y and rounded(two.p10) / y <= rounded(one.p90) / x
 
 
 def rounded(value: float) -> float:
@@ -192,8 +199,8 @@ def roofs(points: Sequence[Point], device: str, state: str) -> list[Roof]:
 # ---------------------------------------------------------------- ladder
 @dataclass(frozen=True)
 class Step:
-    """A version on one cell. gain: time of the version before over this one's. mean, cells: the geometric mean of that
-    over all cells that both were timed in, and their number."""
+    """A version on one cell. gain: how many times as fast it is as the one before. mean, cells: the geometric mean of
+    that over all cells that both were timed in, and their number."""
 
     point: Point
     gain: float | None
@@ -216,12 +223,21 @@ class Ladder:
 
 def _fastest(points: Iterable[Point], state: str) -> dict[tuple[int, str], Point]:
     """(version, cell) -> its fastest point."""
-    best: dict[tuple[int, str], Point] = {}
+    groups: dict[tuple[int, str], list[Point]] = {}
     for p in points:
-        key = (p.record.kernel.version, p.cell)
-        if p.us(state) < math.inf and (key not in best or p.us(state) < best[key].us(state)):
-            best[key] = p
-    return best
+        if p.us(state) < math.inf:
+            groups.setdefault((p.record.kernel.version, p.cell), []).append(p)
+    return {key: first for key, some in groups.items() if (first := _first(some, state))}
+
+
+def _first(points: Sequence[Point], state: str, runs: Collection[str] = ()) -> Point | None:
+    """The fastest version of points of one cell; a retired one only where no other was timed. runs: as of `ranked`."""
+    of = {id(p.record): p for p in points}
+    return next((of[id(r)] for r in spoken.ranked([p.record for p in points], state, runs)), None)
+
+
+def _runs(points: Iterable[Point]) -> set[str]:
+    return spoken.library_runs(p.record for p in points)
 
 
 def designs(points: Iterable[Point]) -> list[str]:
@@ -238,7 +254,8 @@ def ladders(points: Sequence[Point], design: str, cell: str, state: str) -> list
     found = []
     mine = [p for p in points if p.design == design and not p.is_peer and p.kernel != "fixed_split"]
     block = [p for p in points if p.cell == cell and p.us(state) < math.inf]
-    peer = min((p for p in block if p.is_peer), key=lambda p: p.us(state), default=None)
+    answer = spoken.answer([p.record for p in block], state)
+    peer = next((p for p in block if answer and p.record is answer.library), None)
     for language in sorted({p.language for p in mine if p.cell == cell}):
         best = _fastest((p for p in mine if p.language == language), state)
         versions = sorted({version for version, _ in best})
@@ -250,9 +267,8 @@ def ladders(points: Sequence[Point], design: str, cell: str, state: str) -> list
             earlier = best.get((max(before), cell)) if before else None
             point = best[version, cell]
             shared = [c for v, c in best if v == version and before and (max(before), c) in best]
-            logs = [math.log(best[max(before), c].us(state) / best[version, c].us(state)) for c in shared]
-            mean = math.exp(sum(logs) / len(logs)) if logs else None
-            steps.append(Step(point, earlier.us(state) / point.us(state) if earlier else None, mean, len(logs)))
+            mean = geometric_mean([best[version, c].faster(best[max(before), c], state) for c in shared])
+            steps.append(Step(point, point.faster(earlier, state) if earlier else None, mean, len(shared)))
         limit = next((x for s in steps if (x := s.point.limit(state))), None)
         if steps:
             found.append(Ladder(design, language, cell, state, steps, peer, limit))
@@ -265,17 +281,13 @@ def pairs(points: Sequence[Point], first: str, second: str, state: str) -> list[
     only where no other of its language was timed."""
     found = []
     for block in by_cell(points).values():
+        runs = _runs(block)
         for design in sorted({p.design for p in block}):
-            some = [p for p in block if p.design == design and p.us(state) < math.inf and p.kernel != "fixed_split"]
-            one = min((p for p in some if p.language == first), key=lambda p: (not p.live, p.us(state)), default=None)
-            two = min((p for p in some if p.language == second), key=lambda p: (not p.live, p.us(state)), default=None)
+            some = [p for p in block if p.design == design]
+            one, two = (_first([p for p in some if p.language == name], state, runs) for name in (first, second))
             if one and two:
                 found.append((one, two))
     return sorted(found, key=lambda pair: listed(pair[0].problem))
-
-
-def geometric_mean(ratios: Sequence[float]) -> float | None:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
 
 
 #: Kinds of instructions, by the names that resources count. What is in none of them is "other".
@@ -332,7 +344,7 @@ def compare(before: Sequence[Point], after: Sequence[Point], state: str) -> Comp
     So two days of one GPU compare as well as two GPUs: what changed is the kernel's distance from what the hardware
     did in that run. The newest of each contender and cell of a set counts.
     """
-    one, two = ({(p.cell, p.asked): p for p in some if p.us(state) < math.inf} for some in (before, after))
+    one, two = ({(p.cell, p.name): p for p in some if p.us(state) < math.inf} for some in (before, after))
     moves, unlimited = [], 0
     for key in one.keys() & two.keys():
         a, b = one[key], two[key]
@@ -350,6 +362,6 @@ def compare(before: Sequence[Point], after: Sequence[Point], state: str) -> Comp
 
 __all__ = [
     "INSTRUCTION_KINDS", "STATES", "Comparison", "Ladder", "Move", "Pick", "Roof", "Step", "Winner", "by_cell",
-    "compare", "designs", "geometric_mean", "instruction_mix", "ladders", "losses", "overlap", "pairs", "picks",
-    "roofs", "winners",
+    "compare", "designs", "instruction_mix", "ladders", "losses", "overlap", "pairs", "picks",
+    "resting", "roofs", "winners",
 ]  # fmt: skip

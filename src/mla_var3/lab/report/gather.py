@@ -14,14 +14,15 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
+from mla_var3.kernel import ledger, spoken
+from mla_var3.kernel.spoken import DISPATCH, FIXED_SPLIT, PEER
 from mla_var3.record import ASIDE
 from mla_var3.workload import Problem, problem_from_record
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from mla_var3.record import Record, Stats
 
 STATES = ("burst", "sustained")
-PEER = "peer"
-FIXED_SPLIT, DISPATCH = "fixed_split", "dispatch"
-
 #: More query tokens than this are a prompt, not a decode step.
 DECODE_TOKENS = 64
 _EXAMPLES = 3
@@ -43,9 +41,9 @@ class Point:
     """A timed record and what the report calls its parts.
 
     cell: a name that no other problem has. name: of the contender: the version, and how it was asked for. kernel: the
-    version alone (`fixed_split` is a plan of its own). set: of records that belong together (`set_name`). newest: no
-    later record has this contender, cell and device. live: it can still be run from here: a library, or a version that
-    is not retired.
+    version alone (`fixed_split` is a plan of its own). set: of records that belong together (`set_name`). newest: this
+    record speaks for its contender in this cell (`kernel.spoken`). live: it can still be run from here: a library, or a
+    version that is not retired. today: it timed the code that is here.
     """
 
     record: Record
@@ -56,6 +54,7 @@ class Point:
     set: str
     newest: bool = True
     live: bool = True
+    today: bool = False
 
     @property
     def language(self) -> str:
@@ -74,15 +73,6 @@ class Point:
         """`name`, and whether it is retired."""
         return self.name if self.live else f"{self.name} (retired)"
 
-    @property
-    def dispatched(self) -> bool:
-        return self.record.picked_by == DISPATCH or self.record.requested == DISPATCH
-
-    @property
-    def asked(self) -> str:
-        """The name by which this point has a successor: what the dispatcher takes may change from run to run."""
-        return DISPATCH if self.dispatched else self.name
-
     def stats(self, state: str) -> Stats | None:
         return getattr(self.record.time_us, state, None)
 
@@ -95,6 +85,11 @@ class Point:
         """`us` with its share of what the calls of a step make once: by this, libraries and versions are compared."""
         us = self.record.in_a_step(state)
         return math.inf if us is None else us
+
+    def faster(self, other: Point, state: str) -> float:
+        """How many times as fast this one is as another, by the share of the limit of its own run each took."""
+        ratio = self.record.limit_speedup(other.record, state)
+        return math.nan if ratio is None else ratio
 
     def limit(self, state: str) -> float | None:
         """Microseconds that the hardware needs at least, from the same run."""
@@ -153,18 +148,6 @@ class Gathered:
 def cell_name(problem: Problem) -> str:
     """`Problem.label`, with what that leaves out: page, dims, seeds and lists of lengths."""
     return problem.label + problem.detail
-
-
-def contender_name(record: Record) -> str:
-    """The version, and in brackets how it was asked for when not by its default tiling."""
-    label, asked = str(record.kernel.label), record.requested
-    if record.picked_by == FIXED_SPLIT:
-        return f"fixed_split ({label})"
-    if record.picked_by == DISPATCH or asked == DISPATCH:
-        return f"dispatch ({label})"
-    if isinstance(asked, Mapping) and asked:
-        return f"{label} ({', '.join(f'{k}={v}' for k, v in asked.items())})"
-    return f"{label} (tuned)" if asked == "tuned" else label
 
 
 def packages(record: Record) -> dict[str, str]:
@@ -234,7 +217,6 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
     untimed: dict[tuple[str, str], list[str]] = {}
     points: list[Point] = []
     seen: dict[str, Record] = {}
-    here = {kernel.label for kernel in registry.all_kernels()}
     twice: list[str] = []
     aside: dict[str, list[str]] = {}
     for record in sorted(records, key=lambda r: r.at):
@@ -254,16 +236,20 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
             twice.append(record.id)
             continue
         seen[record.id] = record
-        name = contender_name(record)
         kernel = FIXED_SPLIT if record.picked_by == FIXED_SPLIT else str(record.kernel.label)
-        live = record.kernel.language == PEER or record.kernel.label in here
-        points.append(Point(record, problem, cell, name, kernel, set_name(record), live=live))
+        today, live = spoken.standing(record) == ledger.SAME, spoken.live(record)
+        points.append(
+            Point(record, problem, cell, spoken.name(record), kernel, set_name(record), live=live, today=today)
+        )
     if unreadable:
         result.left_out.append(_left("records", unreadable, "their problem makes no sense here", unreadable))
     result.points = _mark_newest(points)
     older = [f"{p.name} on {p.cell} of {p.record.at[:10]}" for p in result.points if not p.newest]
     if older:
-        why = "a newer one of the same contender, cell and device is shown; comparisons of record sets still use them"
+        why = (
+            "another one speaks for the contender in that cell: the newest of the code that is here, beside a library "
+            "where there is one; comparisons of record sets still use them"
+        )
         result.left_out.append(_left("timed records", older, why, older))
     if twice:
         result.left_out.append(_left("records", twice, "the same record stands in two files; it counts once", twice))
@@ -276,9 +262,8 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
 
 
 def _mark_newest(points: Sequence[Point]) -> list[Point]:
-    last = {(p.record.device, p.cell, p.asked): p.record.id for p in points}
-    keep = set(last.values())
-    return [p if p.record.id in keep else Point(**{**vars(p), "newest": False}) for p in points]
+    keep = {id(record) for record in spoken.speaking(p.record for p in points)}
+    return [replace(p, newest=id(p.record) in keep) for p in points]
 
 
 def _why(record: Record) -> str:

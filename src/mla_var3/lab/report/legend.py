@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mla_var3.kernel.spoken import PEER
 from mla_var3.lab.report.charts import shade
-from mla_var3.lab.report.gather import PEER, Gathered
+from mla_var3.lab.report.gather import Gathered
 
 _LANGUAGES = {"cute-dsl": "cu", "cutile-dsl": "ti", "triton": "tr", "torch": "to"}
 

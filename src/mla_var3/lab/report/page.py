@@ -17,9 +17,10 @@ from mla_var3 import __version__
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
+from mla_var3.kernel.spoken import PEER, RUNS_DIFFER
 from mla_var3.lab.report import answers, charts, finder, legend, sources
 from mla_var3.lab.report import rows as rows_of
-from mla_var3.lab.report.gather import PEER, STATES, Gathered, Point, command
+from mla_var3.lab.report.gather import STATES, Gathered, Point, command
 from mla_var3.workload import Problem, listed
 
 SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.js")
@@ -27,7 +28,7 @@ SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.j
 #: A point in the page, in this order.
 COLUMNS = (
     "id", "at", "newest", "device", "set", "cell", "kernel", "name", "language", "design", "version",
-    "dispatched", "fixed", "burst", "sustained", "step", "burst_limit", "sustained_limit", "bound", "rates",
+    "today", "fixed", "run", "burst", "sustained", "step", "burst_limit", "sustained_limit", "bound", "rates",
     "flops", "bytes", "host", "plan", "cross", "beside", "timeline", "error", "lse", "tiling", "asked", "resources",
     "method", "environment", "clocks", "source", "hash", "experiment", "command",
 )  # fmt: skip
@@ -121,7 +122,7 @@ def page_data(
     cells, sets = _cells(gathered.points), gathered.sets
     numbers = {name: i for i, name in enumerate(cells)}
     order = {name: i for i, name in enumerate(kernels)}
-    methods, environments, resources = _Shared(), _Shared(), _Shared()
+    methods, environments, resources, runs = _Shared(), _Shared(), _Shared(), _Shared()
     rows = []
     for p in gathered.points:
         fields = _point(p) | {
@@ -131,6 +132,7 @@ def page_data(
             "resources": resources.add(_resources(p)),
             "method": methods.add(p.record.method),
             "environment": environments.add(_environment(p.record.environment)),
+            "run": runs.add(p.record.run),
         }
         rows.append([fields[name] for name in COLUMNS])
     languages = sorted({p.language for p in gathered.points}, key=lambda name: (name == PEER, name))
@@ -157,6 +159,7 @@ def page_data(
         "environments": environments.values,
         "resources": resources.values,
         "map_legend": rows_of.map_legend(),
+        "runs_differ": RUNS_DIFFER,
         "kinds": [*answers.INSTRUCTION_KINDS, "other"],
         "roofs": {
             d: {s: [asdict(r) for r in answers.roofs(gathered.newest, d, s)] for s in STATES} for d in gathered.devices
@@ -229,7 +232,7 @@ def _point(p: Point) -> dict[str, Any]:
     flops, moved = p.work()
     return {
         "id": r.id, "at": r.at, "newest": p.newest, "device": r.device, "name": p.name, "language": p.language,
-        "design": p.design, "version": r.kernel.version, "dispatched": p.dispatched, "fixed": p.kernel == "fixed_split",
+        "design": p.design, "version": r.kernel.version, "today": p.today, "fixed": p.kernel == "fixed_split",
         "burst": _stats(p, "burst"), "sustained": _stats(p, "sustained"), "burst_limit": _round(p.limit("burst")),
         "step": _step(p), "sustained_limit": _round(p.limit("sustained")),
         "bound": r.limits.bound if r.limits else None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.lab.report.answers import Ladder, Move, Roof, Winner, instruction_mix
 from mla_var3.lab.report.gather import Point
+from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
     from mla_var3.lab.report.legend import Kernel
@@ -25,7 +26,7 @@ def regime_map(found: Sequence[Winner], kernels: Mapping[str, Kernel]) -> Rows:
         problem, retired = w.best.problem, w.ours is not None and not w.ours.live
         b, t = problem.place
         ahead = None if w.vs_peer is None else math.log2(w.vs_peer)
-        against = "no library was measured" if w.vs_peer is None else f"ours {w.vs_peer:.2f}× the best library"
+        against = "no library was measured" if w.vs_peer is None else f"ours {as_ratio(w.vs_peer)}× the best library"
         said = f"{w.best.cell}: {w.best.shown}, {against}"
         place = {"panel": problem.panel, "b": b, "t": t, "tip": w.best.cell}
         rows.append({**place, "code": kernels[w.best.kernel].code, "ahead": ahead, "retired": retired, "said": said})
@@ -37,7 +38,7 @@ def map_legend() -> Rows:
     from mla_var3.lab.report import charts
 
     steps = [charts.FAR_AHEAD**x for x in (-1, -0.5, 0, 0.5, 1)]
-    keys: Rows = [{"label": f"{x:.2f}×", "ahead": math.log2(x), "retired": False} for x in steps]
+    keys: Rows = [{"label": f"{as_ratio(x)}×", "ahead": math.log2(x), "retired": False} for x in steps]
     keys += [{"label": "no lib", "ahead": None, "retired": False}]
     return [*keys, {"label": "retired", "ahead": 0.0, "retired": True}]
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mla_var3.kernel import registry
+from mla_var3.kernel import registry, spoken
 from mla_var3.lab.report.gather import cell_name
 from mla_var3.names import by_number
+from mla_var3.record import as_ratio, geometric_mean
 from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
@@ -100,22 +101,6 @@ def _esc(text: str) -> str:
 
 
 # ---------------------------------------------------------------- measured
-def latest(records: Iterable[Record]) -> list[Record]:
-    """The newest record of each kernel, problem, device and way of tuning, in order of first appearance."""
-    found: dict[Any, Record] = {}
-    for record in records:
-        asked = str(record.requested or "default")
-        key = (
-            "" if asked == "dispatch" else record.kernel.label,
-            str(sorted(record.problem.items(), key=str)),
-            record.device,
-            asked,
-        )
-        if key not in found or record.at >= found[key].at:
-            found[key] = record
-    return list(found.values())
-
-
 #: Columns of a comparison; those of _CONTEXT are left out where every row has the same in them.
 _NUMBERS = ("burst us", "% of limit", "sustained us", "% of limit", "TFLOP/s", "TB/s", "error")
 _CONTEXT = ("version", "error", "recorded", "note")
@@ -166,25 +151,9 @@ def comparison(records: Sequence[Record], title: str = "Measured", *, dated: boo
                 *([record.at[:10]] if dated else []),
                 _esc(_note(record)),
             ]
-            table.add_row(first, _esc(_name(record)), *kept(row))
+            table.add_row(first, _esc(spoken.name(record)), *kept(row))
         table.add_section()
     return table
-
-
-def called(record: Record) -> str:
-    """What a record is asked for by: its version, or the dispatcher where that picked the version."""
-    return "dispatch" if record.requested == "dispatch" else str(record.kernel.label)
-
-
-def _name(record: Record) -> str:
-    asked = record.requested
-    if asked == "dispatch":
-        return f"dispatch: {record.kernel.label}"
-    if asked == "tuned":
-        return f"{record.kernel.label} (tuned)"
-    if isinstance(asked, Mapping) and asked:
-        return f"{record.kernel.label} ({', '.join(f'{k}={v}' for k, v in asked.items())})"
-    return str(record.kernel.label)
 
 
 def _measured_cells(record: Record) -> list[str]:
@@ -218,37 +187,29 @@ def _by_cell(records: Iterable[Record]) -> dict[str, list[Record]]:
     return blocks
 
 
-def versus(records: Sequence[Record], first: str, second: str) -> tuple[Table, dict[str, float]]:
-    """Two kernels, cell by cell: times, the ratio first / second, and its geometric means.
+def versus(records: Sequence[Record], first: str, second: str) -> Table:
+    """Two contenders, cell by cell: their times, how many times as fast the first is, and the geometric means of that.
 
-    A ratio below 1 means that the first is faster.
+    records: that speak, one a contender and cell.
     """
-    import math
-
-    table = new_table(
-        f"{first} against {second}: ratio of times, below 1 means {first} is faster",
-        ["cell"],
-        [f"{side} {state} us" for state in STATES for side in (first, second)] + ["burst ratio", "sustained ratio"],
-    )
-    logs: dict[str, list[float]] = {state: [] for state in STATES}
-    for label, block in _by_cell(latest(r for r in records if r.status == "passed")).items():
-        one = next((r for r in block if called(r) == first), None)
-        two = next((r for r in block if called(r) == second), None)
-        if one is None or two is None:
+    ratios = [f"{state}, times as fast" for state in STATES]
+    columns = [f"{side} {state} us" for state in STATES for side in (first, second)]
+    table = new_table(f"{first} against {second}: above 1 means that {first} is faster", ["cell"], [*columns, *ratios])
+    found: dict[str, list[float]] = {state: [] for state in STATES}
+    for label, block in _by_cell(records).items():
+        by_name = {spoken.name(r): r for r in block}
+        if first not in by_name or second not in by_name:
             continue
-        times, ratios = [], []
-        for state in STATES:
-            a, b = one.median(state), two.median(state)
-            times += [plain(a), plain(b)]
-            ratios.append(f"{a / b:.3f}" if a and b else "-")
-            if a and b:
-                logs[state].append(math.log(a / b))
-        table.add_row(label, *times, *ratios)
-    means = {state: math.exp(sum(values) / len(values)) for state, values in logs.items() if values}
-    if means:
+        one, two = by_name[first], by_name[second]
+        times = [plain(r.median(state)) for state in STATES for r in (one, two)]
+        faster = {state: one.limit_speedup(two, state) for state in STATES}
+        table.add_row(label, *times, *(as_ratio(faster[state]) for state in STATES))
+        for state, ratio in faster.items():
+            found[state] += [ratio] if ratio is not None else []
+    if any(found.values()):
         table.add_section()
-        table.add_row("geometric mean", "", "", "", "", *[f"{means[s]:.3f}" if s in means else "-" for s in STATES])
-    return table, means
+        table.add_row("geometric mean", "", "", "", "", *(as_ratio(geometric_mean(found[s]), 4) for s in STATES))
+    return table
 
 
 # ---------------------------------------------------------------- compiled
@@ -350,7 +311,7 @@ def _compiled(record: Record) -> Compiled | None:
         return None
     seconds = (record.seconds or {}).get("compile")
     return Compiled(
-        _name(record), record.problem_label, record.device, record.resources, seconds, record.warnings or []
+        spoken.name(record), record.problem_label, record.device, record.resources, seconds, record.warnings or []
     )
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mla_var3.lab.report import answers, sources
-from mla_var3.lab.report.answers import Comparison, Ladder, Pick, Winner, geometric_mean, instruction_mix
+from mla_var3.lab.report.answers import Comparison, Ladder, Pick, Winner, instruction_mix
 from mla_var3.lab.report.gather import STATES, LeftOut, Point, command
 from mla_var3.lab.report.rows import way
 from mla_var3.lab.report.tables import new_table, plain
+from mla_var3.record import as_ratio, geometric_mean
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,10 +25,6 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 def _signed(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.1f} %"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _escape(text: str) -> str:
@@ -44,11 +41,12 @@ def regime_map(found: Sequence[Winner], device: str, state: str) -> Table:
     )
     for w in found:
         numbers = [plain(w.ours.us(state)), _percent(w.ours.share(state), 0)] if w.ours else ["-", "-"]
-        numbers += [_times(w.vs_peer) + (" ~" if w.tie else "")]
+        numbers += [as_ratio(w.vs_peer) + (" ~" if w.tie else "")]
         table.add_row(w.best.cell, _name(w.ours), *numbers, _name(w.peer), _name(w.next), _signed(w.margin))
     table.caption = (
-        "library / ours: the best library's time over that of our fastest version, both as in a step; over 1, ours is "
-        "faster. ~: the p10..p90 ranges of the two touch."
+        "library / ours: the best library's time over that of our fastest version, both as in a step and each by the "
+        "limit of its own run; over 1, ours is faster. ~: the p10..p90 ranges of the two touch.\n"
+        f"{answers.resting(found)}"
     )
     return table
 
@@ -108,9 +106,9 @@ def ladder(found: Sequence[Ladder], entries: Mapping[str, Entry]) -> Table:
         for step in lad.steps:
             p, state = step.point, lad.state
             entry = entries.get(p.record.kernel.label)
-            mean = f"{_times(step.mean)} ({step.cells})" if step.mean else "-"
-            against = lad.peer.us(state) / p.us(state) if lad.peer else None
-            numbers = [plain(p.us(state)), _percent(p.share(state)), _times(step.gain), mean, _times(against)]
+            mean = f"{as_ratio(step.mean, 4)} ({step.cells})" if step.mean else "-"
+            against = p.faster(lad.peer, state) if lad.peer else None
+            numbers = [plain(p.us(state)), _percent(p.share(state)), as_ratio(step.gain, 4), mean, as_ratio(against)]
             said = entry.line if entry else "no devlog entry here"
             table.add_row(_name(p), *numbers, _escape(said), entry.path if entry else "-")
         table.add_section()
@@ -147,10 +145,10 @@ def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, sta
             values.append([plain(v) for v in shown])
             versions.setdefault(p.record.kernel.label, p)
         both = [f"{x} / {y}" for x, y in zip(*values, strict=True)]
-        times = [plain(a.us(state)), plain(b.us(state)), _times(a.us(state) / b.us(state))]
+        times = [plain(a.us(state)), plain(b.us(state)), as_ratio(b.faster(a, state))]
         table.add_row(a.cell, *times, *both, _escape(f"{a.shown} / {b.shown}"))
-    mean = geometric_mean([a.us(state) / b.us(state) for a, b in found])
-    table.caption = f"Geometric mean of first / second over {len(found)} cells: {_times(mean)}."
+    mean = geometric_mean([b.faster(a, state) for a, b in found])
+    table.caption = f"Geometric mean of first / second over {len(found)} cells: {as_ratio(mean, 4)}."
     kinds = list(dict.fromkeys(kind for p in versions.values() for kind in instruction_mix(p)))
     mixes = new_table(
         "Instructions in the machine code, % by kind", ["version"], [*kinds, "lines of code"], ["counted on"]

@@ -17,6 +17,7 @@ from typing import Any
 from mla_var3 import paths, workload
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import read_yaml
+from mla_var3.kernel.registry import LANGUAGES
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.profiling import MODES as PROFILES
 from mla_var3.workload import DEFAULT
@@ -41,7 +42,8 @@ class ExperimentConfig:
     mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`, or
     for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU. recorded:
     without a GPU, show the records that the project ships beside what was compiled. workload: of its
-    cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`.
+    cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`. beside: two
+    languages whose fastest versions are shown beside each other in every cell, with their ratio.
     """
 
     name: str = "unnamed"
@@ -55,6 +57,7 @@ class ExperimentConfig:
     workload: str = DEFAULT
     order: str = "listed"
     draw: int = 0
+    beside: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -175,6 +178,11 @@ def typed(cfg: Any) -> SweepConfig:
     ):
         if value not in choices:
             raise UserError(f"{key} = {value!r} is unknown: {nearest(value, choices)}.")
+    if config.experiment.beside and len(config.experiment.beside) != 2:
+        raise UserError(f"experiment.beside names two languages, and has {len(config.experiment.beside)}.")
+    for language in config.experiment.beside:
+        if language not in LANGUAGES:
+            raise UserError(f"experiment.beside: language {language!r} is unknown: {nearest(language, LANGUAGES)}.")
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.experiment.name):
         raise UserError(
             f"experiment.name = {config.experiment.name!r} names a file: use letters, digits, '_', '-' and '.'."

@@ -279,10 +279,18 @@ def expand(
         for asked in variants:
             some = [prepare(problem, k, device, asked, tuned=tuned) for k in fitting for device in devices[k]]
             for point in newest(some) if config.kernels.newest else some:
-                found.setdefault((point.kernel, point.device.key, repr(sorted(point.asked.items()))), point)
+                found.setdefault(_key(point), point)
         points += sorted(found.values(), key=lambda point: kernels.index(point.kernel))
-        points += [p for word in pickers if (p := picked(word, problem, target.device, config.tiling)) is not None]
+        for word in pickers:
+            pick = picked(word, problem, target.device, config.tiling)
+            # A version that is named and picked is one contender, and is timed once.
+            if pick is not None and (word != DISPATCH or _key(pick) not in found):
+                points.append(pick)
     return points
+
+
+def _key(point: Point) -> tuple[KernelId, str, str]:
+    return point.kernel, point.device.key, repr(sorted(point.asked.items()))
 
 
 def newest(points: Sequence[Point]) -> list[Point]:

@@ -13,7 +13,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from mla_var3 import paths
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder
-from mla_var3.kernel import registry
+from mla_var3.kernel import registry, spoken
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep.launch import Cell, Launcher, launcher_of
 from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_targets, own_knobs
-from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, telling_refusals, then
+from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, side_by_side, telling_refusals, then
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
@@ -109,6 +109,7 @@ class Sweep:
         self.telling = Telling(config.verbose)
         self.journals: dict[tuple[str, str], Journal] = {}
         self.keys: dict[tuple[Point, str], str] = {}
+        self.failed: list[Record] = []  # points that are wrong or do not run, of this run and of what it resumed
 
     # ------------------------------------------------------------ records
     def journal(self, device: str, *, measured: bool = False) -> Journal:
@@ -188,7 +189,7 @@ class Sweep:
                 say(target.note)
         step = self.measure if self.measures else self.compile
         worst = step()
-        self.summary(() if self.telling.verbose else then(worst))
+        self.summary(() if self.telling.verbose else then(worst, self.failed))
         if self.config.profile.mode != DISABLED:
             from mla_var3.lab.profiling.points import profile_points
 
@@ -368,7 +369,14 @@ class Sweep:
             keys = [self.key(point, mode), *(contender_key(point.problem, c, point.device, mode) for c in beside)]
             known = self.journal(point.device.key, measured=measured).by_key
             records += [known[key] for key in keys if key in known]
-        device = self.target.device if self.config.experiment.targets == "device" else None
+        experiment = self.config.experiment
+        device = self.target.device if experiment.targets == "device" else None
+        checks = self.on_cpu() if not measured and experiment.mode == "measure" and experiment.cpu else []
+        failed = [r for r in [*records, *checks] if r.status in BAD]
+        self.failed += failed
+        if failed:
+            print()
+            tables.show(tables.refused(failed, "Failed: wrong results, or nothing that runs"))
         worst: Record | None = None
         if measured:
             timed = [r for r in records if r.time_us is not None or r.status in BAD]
@@ -381,18 +389,11 @@ class Sweep:
             self.telling.detail(tables.resources(compiled, device, f"Compiled for {name}"))
         if not measured and device is not None:
             self.telling.detail(tables.roofline(self.cells, device))
-        checks: list[Record] = []
-        if not measured and self.config.experiment.mode == "measure" and self.config.experiment.cpu:
-            checks = self.on_cpu()
-            if checks:
-                self.telling.detail(tables.checked(checks))
-        if not measured and device is not None and self.config.experiment.recorded:
-            worst = self.recorded(device)
-        lost = [
-            r
-            for r in [*records, *checks]
-            if r.status in ("infeasible", "skipped", *BAD) and not (measured and r.status in BAD)
-        ]
+        if checks:
+            self.telling.detail(tables.checked(checks))
+        if not measured and device is not None and experiment.recorded:
+            worst = self.recorded(device, {r.kernel.label for r in failed})
+        lost = [r for r in [*records, *checks] if r.status in ("infeasible", "skipped", *BAD)]
         if lost:
             self.telling.detail(tables.refused(lost))
         ran = {r.kernel.label for r in [*records, *checks] if r.status in ("passed", "compiled")}
@@ -404,19 +405,24 @@ class Sweep:
             say(f"compiled, {line}")
         return worst
 
-    def answer(self, records: Sequence[Record], device: Device, how: str) -> Record | None:
-        """Prints the answer's table; returns the record that is furthest from its limit."""
+    def answer(self, records: Sequence[Record], device: Device, how: str, wrong: Collection[str] = ()) -> Record | None:
+        """Prints the answer's table, behind that of two languages where the experiment is for them; returns the record
+        that is furthest from its limit. wrong: labels of kernels whose recorded times are none of what they are now."""
         from mla_var3.lab.report import tables
 
-        table, worst = answer(self.cells, records, device, f"Fastest here on {device.name}, {how}")
-        if table is not None:
-            print()
-            tables.show(table)
+        languages = self.config.experiment.beside
+        pair = side_by_side(self.cells, records, languages, how, wrong) if languages else None
+        table, worst = answer(self.cells, records, device, f"Fastest here on {device.name}, {how}", wrong)
+        for found in (pair, table):
+            if found is not None:
+                print()
+                tables.show(found)
         return worst
 
-    def recorded(self, device: Device) -> Record | None:
-        """Shipped measurements of these cells on the device, newest of each kernel, marked as recorded; returns the one
-        that is furthest from its limit."""
+    def recorded(self, device: Device, wrong: Collection[str] = ()) -> Record | None:
+        """Shipped measurements of these cells on the device, the one that speaks for each kernel, marked as recorded;
+        returns the one that is furthest from its limit. wrong: labels of kernels that are wrong now, or do not compile:
+        the times are those of other code, and answer nothing."""
         from mla_var3.lab.report import tables
         from mla_var3.record import ASIDE, load
         from mla_var3.workload import problem_from_record
@@ -430,10 +436,10 @@ class Sweep:
             print(f"\nNo recorded measurements of these cells on {device.name} are shipped with this version.")
             return None
         order = {cell.label: i for i, cell in enumerate(self.cells)}
-        mine = sorted(tables.latest(mine), key=lambda r: order.get(r.problem_label, len(order)))
+        mine = sorted(spoken.speaking(mine, aside=True), key=lambda r: order.get(r.problem_label, len(order)))
         title = f"Recorded on {device.name}, not measured now: shipped with the project, dates in the last columns"
         self.telling.detail(tables.comparison(mine, title, dated=True))
-        return self.answer(mine, device, "recorded")
+        return self.answer(mine, device, "recorded", wrong)
 
     def summary(self, more: Sequence[str] = ()) -> None:
         """What was made of the points, where it lies, and `more`."""
@@ -478,7 +484,8 @@ def resumed(arguments: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `mla-var3 sweep ARGUMENTS`; mistakes are raised as `UserError`."""
+    """Runs `mla-var3 sweep ARGUMENTS`; 1 where a kernel is wrong or does not run, else 0. Mistakes are raised as
+    `UserError`."""
     running: list[Sweep] = []
 
     def job(config: SweepConfig) -> None:
@@ -496,4 +503,4 @@ def main(arguments: Sequence[str]) -> int:
         state = running[-1].interrupted() if running else "nothing had begun"
         say(f"\nstopped: {state}. Go on with: {resumed(arguments)}")
         return EXIT_INTERRUPTED
-    return 0
+    return 1 if any(sweep.failed for sweep in running) else 0

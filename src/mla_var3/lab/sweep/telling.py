@@ -7,12 +7,13 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.files import write_whole
-from mla_var3.kernel import registry
+from mla_var3.kernel import ledger, registry, spoken
+from mla_var3.record import as_ratio, geometric_mean
 from mla_var3.toolchain.pool import milestone
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 #: What a record's reader has to see at once.
 BAD = ("incorrect", "failed")
+
+#: Standings of a time that is shown with a mark: its version has other code now.
+OLDER = (ledger.OTHER,)
 
 _live = False
 _written: set[Path] = set()
@@ -80,56 +84,41 @@ class Telling:
 
 
 # ---------------------------------------------------------------- the answer
-def last_run(records: Iterable[Record], here: set[str]) -> list[Record]:
-    """Of a cell's records those of one run: the last one in which a version that is here and a library took turns, else
-    a version that is here, else any other. Cards differ by more than versions do."""
-    runs: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda r: r.at):
-        runs.setdefault(record.run, []).append(record)
-
-    def rank(run: list[Record]) -> tuple[bool, bool, str]:
-        of_here = any(r.kernel.label in here and r.kernel.language != "peer" for r in run)
-        return of_here, of_here and any(r.kernel.language == "peer" for r in run), run[-1].at
-
-    return max(runs.values(), key=rank, default=[])
-
-
-def fastest(records: Iterable[Record], state: str) -> Record | None:
-    """The record with the least time in a state."""
-    timed = [r for r in records if r.median(state) is not None]
-    return min(timed, key=lambda r: r.median(state) or 0.0, default=None)
-
-
 def answer(
-    cells: Sequence[Problem], records: Sequence[Record], device: Device | None, title: str
+    cells: Sequence[Problem],
+    records: Sequence[Record],
+    device: Device | None,
+    title: str,
+    wrong: Collection[str] = (),
 ) -> tuple[Table | None, Record | None]:
-    """A row a cell: the fastest kernel that is here, its time, its share of the limit, and the fastest library, of one
-    run; and the record that is furthest from its limit, for who wants to go on. (None, None) where nothing has a time.
+    """A row a cell: what it answers (`kernel.spoken`), the kernel's time, its share of the limit and how it compares
+    with the fastest library; and the record that is furthest from its limit, for who wants to go on. (None, None) where
+    nothing has a time.
 
-    A retired version stands there only where none that is here has a time. device: whose limit stands beside a cell
-    without a time.
+    records: whoever calls has left out those of experiments that time for something else. device: whose limit stands
+    beside a cell without a time. wrong: labels of kernels that are wrong now: their recorded times are no answer.
     """
     from mla_var3.lab.report import tables
     from mla_var3.lab.report.gather import cell_name
     from mla_var3.workload import problem_from_record
 
-    here = {kernel.label for kernel in registry.all_kernels()}
-    mine = [r for r in records if r.status == "passed"]
-    state = next((s for s in tables.STATES if any(r.median(s) is not None for r in mine)), None)
+    told = spoken.speaking(records, aside=True)
+    state = next((s for s in tables.STATES if any(r.median(s) is not None for r in told)), None)
     if state is None:
         return None, None
     by_cell: dict[Problem, list[Record]] = {cell: [] for cell in cells}
-    for record in mine:
+    for record in told:
         by_cell.setdefault(problem_from_record(record.problem), []).append(record)
     columns = ["cell", "kernel"], ["us", "of limit"], ["against the fastest library"]
     table = tables.new_table(f"{title}, {state}", *columns)
     worst: Record | None = None
+    notes: dict[str, None] = {}
+    left_out: set[str] = set()
     for cell, block in by_cell.items():
-        run = last_run((r for r in block if r.median(state) is not None), here)
-        own = [r for r in run if r.kernel.language != "peer"]
-        ours = fastest((r for r in own if r.kernel.label in here), state) or fastest(own, state)
-        library = fastest((r for r in run if r.kernel.language == "peer"), state)
-        if ours is None:
+        left_out |= {r.kernel.label for r in block if r.kernel.label in wrong}
+        found = spoken.answer(block, state, wrong)
+        ours = found.ours if found else None
+        if found is None or ours is None:
             bound = device and tables.bound_us(cell, device, state)
             limit = f"the limit is {bound[0]:,.1f} us" if bound else ""
             table.add_row(cell_name(cell), "none was timed", "-", "-", limit)
@@ -138,29 +127,76 @@ def answer(
         if share is not None and (worst is None or share < (worst.of_limit(state) or 0.0)):
             worst = ours
         against = "none was timed"
-        if library is not None:
-            against = f"{ours.speedup(library, state):.2f} times as fast as {library.kernel.label}"
+        if found.library is not None:
+            against = f"{as_ratio(found.ratio)} times as fast as {spoken.name(found.library)}"
+            if not found.of_one_run:
+                against += " ~"
+                notes["~: of two runs, each compared with the limit of its own"] = None
+        kernel = _name(ours)
+        if spoken.standing(ours) in OLDER:
+            kernel += " *"
+            notes["*: timed with other code than this version has now"] = None
         table.add_row(
-            cell_name(cell), _name(ours, here), tables.plain(ours.median(state)),
+            cell_name(cell), kernel, tables.plain(ours.median(state)),
             "-" if share is None else f"{100 * share:.0f} %", against,
         )  # fmt: skip
+    if left_out:
+        notes[f"left out, for what they are now is wrong or does not compile: {', '.join(sorted(left_out))}"] = None
+    table.caption = "\n".join(notes) or None
     return table, worst
 
 
-def _name(record: Record, here: set[str]) -> str:
-    """The version, with the knobs that were asked for; whether the dispatcher picked it makes it no other kernel."""
+def side_by_side(
+    cells: Sequence[Problem], records: Sequence[Record], languages: Sequence[str], how: str, wrong: Collection[str] = ()
+) -> Table | None:
+    """A row a cell: the fastest version of each of two languages, and how many times as fast the second is; None where
+    no cell has a time of either."""
+    from mla_var3.lab.report import tables
+    from mla_var3.lab.report.gather import cell_name
+
+    first, second = languages
+    told = [r for r in spoken.speaking(records, aside=True) if r.kernel.label not in wrong]
+    if not {r.kernel.language for r in told} & {*languages}:
+        return None
+    state = next((s for s in tables.STATES if any(r.median(s) is not None for r in told)), None)
+    if state is None:
+        return None
+    title = f"{second} beside {first}, the fastest of each, {how}, {state}"
+    columns = [f"{first} us", f"{second} us", f"{second}, times as fast"]
+    table = tables.new_table(title, ["cell"], columns, [f"{first} / {second}"])
+    ratios: list[float] = []
+    for cell in cells:
+        block = [r for r in told if r.problem == cell.to_record()]
+        runs = spoken.library_runs(block)
+        one, two = (
+            next(iter(spoken.ranked((r for r in block if r.kernel.language == name), state, runs)), None)
+            for name in languages
+        )
+        ratio = two.limit_speedup(one, state) if one and two else None
+        ratios += [] if ratio is None else [ratio]
+        times = [tables.plain(r.median(state)) if r else "-" for r in (one, two)]
+        names = " / ".join(_name(r) if r else "none was timed" for r in (one, two))
+        table.add_row(cell_name(cell), *times, as_ratio(ratio), names)
+    mean = as_ratio(geometric_mean(ratios), 4)
+    table.caption = (
+        f"Geometric mean over the {len(ratios)} cells that both were timed in: {second} is {mean} times as fast as "
+        f"{first}.\nRegisters, shared memory and instructions of both: mla-var3 report --show languages"
+    )
+    return table
+
+
+def _name(record: Record) -> str:
+    """The contender, and whether it is retired."""
     from rich.markup import escape
 
-    asked = record.requested
-    knobs = " ".join(f"{k}={v}" for k, v in asked.items()) if isinstance(asked, Mapping) else ""
-    notes = ["tuned" if asked == "tuned" else knobs, "" if record.kernel.label in here else "retired"]
-    said = ", ".join(filter(None, notes))
-    return escape(f"{record.kernel.label} ({said})" if said else record.kernel.label)
+    said = spoken.name(record)
+    return escape(said if spoken.live(record) else f"{said} (retired)")
 
 
-def then(worst: Record | None) -> list[str]:
-    """What to try next, one command a line."""
-    lines = [("mla-var3 report", "every record as a page")]
+def then(worst: Record | None, failed: Sequence[Record] = ()) -> list[str]:
+    """What to try next, one command a line. failed: points that are wrong, or do not compile."""
+    lines = [(f"mla-var3 check {label}", "what is wrong") for label in dict.fromkeys(r.kernel.label for r in failed)]
+    lines.append(("mla-var3 report", "every record as a page"))
     if worst is not None:
         from mla_var3.workload import problem_from_record
 
@@ -184,12 +220,12 @@ def folded(notes: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def telling_refusals(records: Sequence[Record], ran: set[str]) -> list[Record]:
-    """The refused records that the terminal shows: what went wrong, and versions that took none of the cells. A version
-    that is not for some of them, or that lacks its language, is told apart."""
+    """The refused records that the terminal shows: versions that took none of the cells. A version that is not for some
+    of them, or that lacks its language, is told apart, and so is what went wrong."""
     return [
         r
         for r in records
-        if r.status in (*BAD, "infeasible") or (r.status == "skipped" and r.kernel.label not in ran and not _missing(r))
+        if r.status == "infeasible" or (r.status == "skipped" and r.kernel.label not in ran and not _missing(r))
     ]
 
 

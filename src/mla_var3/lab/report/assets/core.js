@@ -28,7 +28,15 @@ const number = (value, digits = 1) => value == null || !Number.isFinite(value) ?
 const micros = (value) => number(value, value == null || value < 1000 ? 1 : 0);
 const percent = (value, digits = 1) => value == null ? "–" : `${number(100 * value, digits)} %`;
 const signed = (value, digits = 1) => value == null ? "–" : `${value >= 0 ? "+" : "−"}${number(Math.abs(100 * value), digits)} %`;
-const times = (value) => value == null ? "–" : `${number(value, 2)}×`;
+// As record.as_ratio: significant digits, and more where a ratio under 1 would else read as 1.
+function ratio(value, digits = 3) {
+  if (value == null || !(value > 0) || !Number.isFinite(value)) return "–";
+  if (Math.abs(value - 1) < 1e-6) value = 1;
+  let decimals = Math.max(0, digits - 1 - Math.floor(Math.log10(value)));
+  while (value < 1 && Number(value.toFixed(decimals)) >= 1) decimals += 1;
+  return value.toFixed(decimals);
+}
+const times = (value, digits) => value == null ? "–" : `${ratio(value, digits)}×`;
 const short = (value) => value % 1024 === 0 ? `${value / 1024}k` : String(value);
 
 // A point's figures in the selected state; null where that state was not measured.
@@ -39,8 +47,20 @@ const share = (p, state) => { const t = us(p, state), l = limit(p, state); retur
 const byTime = (a, b) => us(a) - us(b) || (a.name < b.name ? -1 : 1);
 // As in a step: with a share of what the calls of a step make once. By this, libraries and versions are compared.
 const step = (p) => (p.step && p.step[SELECTED.state]) ?? us(p);
-const byStep = (a, b) => step(a) - step(b) || (a.name < b.name ? -1 : 1);
-const overlap = (a, b) => { const x = stats(a), y = stats(b); return x[1] <= y[2] && y[1] <= x[2]; };
+// As Record.limit_speedup: how many times as fast a is as b, each by the limit of its own run.
+const ownLimits = (a, b) => a.run !== b.run && limit(a) && limit(b);
+const faster = (a, b) => step(b) / step(a) * (ownLimits(a, b) ? limit(a) / limit(b) : 1);
+// As kernel/spoken.py: fastest first, by the share of the limit of its own run that each took.
+// Of other runs than `runs` only what is ahead by more than runs differ.
+function bySpeed(points, runs) {
+  const limited = points.every((p) => limit(p));
+  const took = (p) => (limited ? step(p) / limit(p) : step(p)) * (runs.has(p.run) ? 1 : DATA.runs_differ);
+  return [...points].sort((a, b) => took(a) - took(b) || (a.name < b.name ? -1 : 1));
+}
+function overlap(a, b) {
+  const x = stats(a), y = stats(b), [l, m] = ownLimits(a, b) ? [limit(a), limit(b)] : [1, 1];
+  return x[1] / l <= y[2] / m && y[1] / m <= x[2] / l;
+}
 
 // ---------------------------------------------------------------- filters
 function passes(p) {

@@ -52,14 +52,14 @@ function answerFor(asked) {
   const order = ranked(asked, device, device.recipes).filter((g) => g.recipe.takes[kind][asked.h - 1] !== "0");
   if (!order.length) return { why: "No version that was measured takes this problem. What may take it:", command: command(asked) };
   if (order[0].recipe.takes[kind][asked.h - 1] === "?") return { why: "Whether a version takes this batch and context is not on this page:", command: command(asked) };
-  const pick = order[0], measured = pick.distance < 1e-9 ? BY_ID.get(pick.records[0]) : null;
-  const point = measured && stats(measured) ? measured : null;
+  const pick = order[0];
   const cells = DATA.cells.map((c, i) => i).filter((i) => NAMES.every((n) => DATA.cells[i][n] === asked[n]) && DATA.cells[i].causal === asked.causal);
   const cell = cells.find((i) => DATA.cells[i].plain) ?? -1;
-  const here = POINTS.filter((p) => p.newest && p.cell === cell && p.device === SELECTED.device && us(p) != null && !p.fixed).sort(byStep);
-  const peer = here.find((p) => p.language === "peer");
+  const here = POINTS.filter((p) => p.newest && p.cell === cell && p.device === SELECTED.device && us(p) != null && !p.fixed);
+  // What the records of the cell say of the pick: the one that speaks for it there, as in every other part.
+  const point = here.find((p) => p.name === pick.recipe.label) || null, peer = libraryOf(here, point);
   let library = null;
-  if (point && peer) library = { name: peer.name, us: us(peer), ratio: step(peer) / step(point), measured: true, point: peer };
+  if (point && peer) library = { name: peer.name, us: us(peer), ratio: faster(point, peer), measured: true, point: peer };
   else {
     const guess = ranked(asked, device, device.libraries)[0];
     if (guess) library = { name: guess.recipe.label, us: guess.us, ratio: guess.us / pick.us, measured: false, distance: guess.distance };
@@ -78,11 +78,10 @@ function drawAnswer() {
   if (found.why) { put("find-said", found.why, found.command ? element("pre", {}, found.command) : null); put("find-more"); return; }
   const { pick, point, library, device, cell, here, others } = found;
   const time = point ? `${micros(us(point))} µs` : `about ${micros(pick.us)} µs`, of = point ? share(point) : pick.limit / pick.us;
-  const against = !library ? "; no library was measured on this device" : library.ratio >= 1
-    ? `, ${times(library.ratio)} as fast as the best library, ${library.name}` : `; the best library, ${library.name}, is ${times(1 / library.ratio)} as fast`;
+  const against = !library ? "; no library was measured on this device" : `, ${times(library.ratio)} as fast as the best library, ${library.name}`;
   const how = point ? [" Measured in ", SELECTED.state, ", ", recordLink(point, point.id), ` of ${point.at.slice(0, 10)}.`] : [" Predicted by the dispatcher, not measured."];
   put("find-said", element("strong", {}, pick.recipe.label), `: ${time}, ${percent(of)} of what the hardware allows${against}.`, ...how);
-  const rival = here.find((p) => p.language !== "peer" && p.version_of.live);
+  const rival = versionsOf(here, runsOf(here)).find((p) => p.version_of.live);
   const lines = [];
   if (point) lines.push(`The dispatcher reckons with ${number(pick.us)} µs, between burst and sustained.`);
   else {
@@ -91,8 +90,8 @@ function drawAnswer() {
     if (spread) lines.push(`Of cells that were left out, nine of ten such predictions were within ${percent(spread[1], 0)}.`);
     if (library) lines.push(`The library's ${micros(library.us)} µs are predicted in the same way, from its own records.`);
   }
-  if (point && rival && rival.kernel !== point.kernel && us(rival) < us(point)) lines.push(`Measured faster here: ${rival.name}, ${micros(us(rival))} µs.`);
-  if (point && library && library.measured && library.point.set !== point.set) lines.push("The two were measured in different runs.");
+  if (point && rival && rival.kernel !== point.kernel && faster(rival, point) > 1) lines.push(`Measured faster here: ${rival.name}, ${micros(us(rival))} µs.`);
+  if (point && library && library.measured && library.point.run !== point.run) lines.push("The two were measured in different runs.");
   put("find-more", lines.join(" "), ...(cell >= 0 && here.length ? [" All contenders: ", cellLink(cell), "."] : []),
     ...(others.length ? [" The same sizes with other lengths, caches or dtypes: ", ...others.slice(0, 4).flatMap((i) => [cellLink(i), " "])] : []));
   return found;

@@ -19,7 +19,7 @@ async function drawMap() {
   const against = found.filter((w) => w.vs_peer != null), ahead = against.filter((w) => w.vs_peer > 1);
   const mean = against.length ? Math.exp(against.reduce((sum, w) => sum + Math.log(w.vs_peer), 0) / against.length) : null;
   put("map-lead", found.length ? `${found.length} cells on ${SELECTED.device}, ${SELECTED.state}` + (mean ? `: ours is ahead of the best library in ${ahead.length} of ${against.length}`
-    + ` where one was measured, ${times(mean)} as fast in the geometric mean.` : "; no library was measured in any of them.") : "");
+    + ` where one was measured, ${times(mean, 4)} as fast in the geometric mean. ` : "; no library was measured in any of them. ") + resting(found) : "");
   const used = [...new Set(tiles.map((w) => w.best.version_of))];
   put("map-codes", used.length ? "Kernels: " : "", ...used.flatMap((k, i) => [i ? ", " : "", element("b", {}, k.code), ` ${k.label}${k.live ? "" : " (retired)"}`]));
   const panels = [...grouped(rows, (r) => r.panel)].map(([name, some]) => ({ name, contexts: new Set(some.map((r) => r.t)).size, batches: new Set(some.map((r) => r.b)).size }));
@@ -182,9 +182,9 @@ async function drawLadder() {
   const anchor = (s) => "#devlog-" + s.point.version_of.label.replace("/", "-");
   put("ladder-table", table([
     ["version", (s) => element("span", { class: "name" }, recordLink(s.point, shownName(s.point)))], ["µs", (s) => micros(us(s.point)), "n"],
-    ["of limit", (s) => percent(share(s.point)), "n"], ["× the one before", (s) => times(s.gain), "n"],
-    ["over all cells", (s) => s.mean ? `${times(s.mean)} (${s.cells})` : "–", "n"],
-    ["× the library", (s) => peer ? times(us(peer) / us(s.point)) : "–", "n"],
+    ["of limit", (s) => percent(share(s.point)), "n"], ["× the one before", (s) => times(s.gain, 4), "n"],
+    ["over all cells", (s) => s.mean ? `${times(s.mean, 4)} (${s.cells})` : "–", "n"],
+    ["× the library", (s) => peer ? times(faster(s.point, peer)) : "–", "n"],
     ["verdict", (s) => entry(s) ? element("a", { href: anchor(s), class: "line" }, entry(s).line) : "no devlog entry here"],
   ], steps, { caption: "× is time before over time after: above 1 is faster. Over all cells: geometric mean, and how many cells have both." }));
   put("devlogs", ...steps.filter(entry).map((s) => {
@@ -199,8 +199,8 @@ async function drawLanguages() {
   const found = pairsOf(shown(), SELECTED.first, SELECTED.second);
   const rows = found.flatMap((pair, rank) => pair.filter((p) => share(p)).map((p) => ({ cell: p.place.name, rank, language: p.language,
     share: 100 * share(p), tip: p.id, said: said(p) })));
-  const mean = found.length ? Math.exp(found.map(([a, b]) => Math.log(us(a) / us(b))).reduce((x, y) => x + y, 0) / found.length) : null;
-  put("languages-lead", mean ? `The fastest of each language in ${found.length} cells: ${SELECTED.first} takes ${times(mean)} the time of ${SELECTED.second} (geometric mean).`
+  const mean = found.length ? Math.exp(found.map(([a, b]) => Math.log(faster(b, a))).reduce((x, y) => x + y, 0) / found.length) : null;
+  put("languages-lead", mean ? `The fastest of each language in ${found.length} cells: ${SELECTED.first} takes ${times(mean, 4)} the time of ${SELECTED.second} (geometric mean).`
     : "No cell was measured in both languages.");
   const open = (row) => go({ cell: BY_ID.get(row.tip).place.name, record: row.tip });
   const show = (row) => tip(BY_ID.get(row.tip));
@@ -217,7 +217,7 @@ async function drawLanguages() {
   const lines = (p) => { const s = DATA.sources[p.version_of.label]; return s ? s.lines + (p.hash === s.hash ? "" : "*") : null; };
   put("languages-table", table([
     ["cell", ([a]) => cellLink(a.cell)], ["versions", ([a, b]) => element("span", {}, recordLink(a, shownName(a)), " / ", recordLink(b, shownName(b)))],
-    ["µs", both((p) => micros(us(p))), "n"], ["time, first / second", ([a, b]) => times(us(a) / us(b)), "n"],
+    ["µs", both((p) => micros(us(p))), "n"], ["time, first / second", ([a, b]) => times(faster(b, a)), "n"],
     ["registers", both((p) => of(p, "registers")), "n"], ["shared KiB", both((p) => of(p, "smem") == null ? null : number(of(p, "smem") / 1024, 0)), "n"],
     ["spills B", both((p) => of(p, "spill_bytes")), "n"], ["blocks/SM", both((p) => of(p, "ctas_per_sm")), "n"],
     ["instructions", both((p) => of(p, "total")), "n"], ["lines of code", both(lines), "n"],

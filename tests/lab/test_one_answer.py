@@ -145,10 +145,9 @@ def test_the_report_says_how_many_cells_rest_on_what_is_here(gathered: Gathered)
     here = [w for w in winners if w.ours and w.ours.live]
     today = sum(spoken.standing(w.ours.record) == ledger.SAME for w in here if w.ours)
     assert 0 < len(here) < len(winners)
-    text = (
-        f"{len(here)} of {len(winners)} cells rest on versions that are in this checkout, {today} of them on the code"
-    )
-    assert answers.resting(winners).startswith(first) and then in answers.resting(winners)
+    said = answers.resting(winners)
+    assert said.startswith(f"{len(here)} of {len(winners)} cells rest on versions that are in this checkout")
+    assert f", {today} of them on the code that these have today" in said
 
 
 def test_pages_of_results_answer_so(right: dict[str, spoken.Answer], repo_root: Path) -> None:

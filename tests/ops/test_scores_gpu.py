@@ -84,7 +84,7 @@ def test_a_plan_is_right(kernel: KernelId, problem: Any) -> None:
 def asked(problem: MlaProblem, scale: float | None, dist: str, **options: Any) -> Any:
     """The verdict on `mla_decode`, called with a scale on inputs of a distribution."""
     given = decode.make_inputs(problem, "cuda", seed=7, dist=dist)
-    found = ops_gpu.decode(problem, given, scale=scale, **options)
+    found = ops_gpu.decode(problem, given, scale=scale, head_dim_v=problem.k, **options)
     bounds = decode.bounds_for(dist)
     return ops_gpu.judge(found, given, problem.scale if scale is None else scale, problem.causal, bounds)
 

@@ -89,7 +89,9 @@ class Bound:
         one; versions without a schedule leave it alone."""
         if not self.follows:
             plan = self.kernel.plan
-            if hasattr(plan, "plan_into"):  # what it leaves as it is, a cache's other rows, must be the caller's
+            if plan is not None and hasattr(
+                plan, "plan_into"
+            ):  # what it leaves as it is, a cache's other rows, must be the caller's
                 plan.plan_into(inputs, outputs)()
                 return
             made = self.kernel.bind(*inputs)()

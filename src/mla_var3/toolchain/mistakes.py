@@ -72,7 +72,9 @@ class Place:
             for node in ast.walk(tree)
             if isinstance(node, ast.FunctionDef)
             # A compiler that means the whole function names the line of its first decorator.
-            and min(part.lineno for part in (node, *node.decorator_list)) <= self.line <= (node.end_lineno or 0)
+            and min([node.lineno, *(part.lineno for part in node.decorator_list)])
+            <= self.line
+            <= (node.end_lineno or 0)
         ]
         return max(around, key=lambda node: node.lineno).name if around else ""
 

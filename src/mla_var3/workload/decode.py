@@ -513,10 +513,11 @@ class MlaProblem(Problem):
 DOMINANT = ("first", "last", "page_boundary", "just_masked", "below_zero")
 DISTRIBUTIONS = ("flashmla", "normal", *DOMINANT, "nan", "extremes")
 
-#: Magnitude of scale · q·k up to which every number that a kernel works with is finite and a key that leads is found:
-#: a score times the scale is off its rounded maximum by half a unit in the last place, 2^2 in log2, of which 16-bit
-#: probabilities still hold the power.
-HIGHEST = 2.0**26
+#: Magnitude of scale · q·k up to which a key that leads is weighed rightly. A score times the scale is off its rounded
+#: maximum by half a unit in the last place, here 2^-9 in log2. At 2^26 it is 2^2: versions whose consumers each keep a
+#: running maximum of their own then give output columns that are wrong by powers of two, beside a right LSE (seen on an
+#: H200), as a warpgroup rescales what another one weighed.
+HIGHEST = 2.0**15
 #: Magnitude up to which float32 scores tell keys apart as well as 16-bit probabilities do: they are off by 2^-10.
 EXACT = 2.0**14
 

@@ -44,7 +44,8 @@ def load(verb: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns the exit status: 0, 1 (a check failed), 2 (a mistake in the request), 130 (Ctrl-C)."""
+    """Runs one verb and returns the exit status: 0, 1 (a check failed), 2 (a mistake in the request), 3 (not
+    checked: see `check`), 130 (Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if TRACEBACK in words:
         words = [word for word in words if word != TRACEBACK]
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:
-        said = _sentence(words, error)
+        said = sentence(words, error)
         if said is None:
             raise
         mistakes.show_if_wanted(error)
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
 
 
-def _sentence(words: list[str], error: Exception) -> str | None:
+def sentence(words: list[str], error: Exception) -> str | None:
     """What to say of a user's mistake, in the request or in a kernel's code; None where it is neither."""
     if isinstance(error, UserError):
         return str(error)

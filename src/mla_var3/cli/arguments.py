@@ -122,15 +122,29 @@ def problem_of(args: argparse.Namespace, workload: Workload | None = None, **def
     from mla_var3.workload import DEFAULT, get
 
     workload = workload or get(DEFAULT)
-    fields = {**defaults, **given_fields(args)}
+    return workload.problem.from_record({**defaults, **_asked(args, workload)})
+
+
+def problem_for(args: argparse.Namespace, kernels: Sequence[KernelId], **defaults: Any) -> Any:
+    """The problem that the options of `add_problem` describe, for versions of one workload: what no option sets is as
+    `registry.problem_for` has it, `defaults` before the workload's own."""
+    from mla_var3.kernel import registry
+
+    workload = workload_of(kernels)
+    return registry.problem_for(kernels, workload, _asked(args, workload), defaults)
+
+
+def _asked(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    """Fields of a problem that options set."""
+    fields = given_fields(args)
     if args.page is not None:
         fields["page"] = None if args.page in ("contiguous", "none") else _integer("--page", args.page)
     if args.lengths is not None:
-        fields |= _lengths(args.lengths, fields)
+        fields |= _lengths(args.lengths)
     known = workload.problem.fields()
     # A problem's own heads and widths are those of the default model.
-    dims = {name: value for name, value in (_model(args.model) if args.model else {}).items() if name in known}
-    return workload.problem.from_record({**dims, **fields})
+    model = {name: value for name, value in (_model(args.model) if args.model else {}).items() if name in known}
+    return {**model, **fields}
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -144,12 +158,21 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def workload_of(kernels: Sequence[KernelId]) -> Workload:
-    """What the kernels compute; decode where that is not one and the same."""
-    from mla_var3.kernel import registry
+    """What versions of one workload compute; decode where none of their languages is installed."""
     from mla_var3.workload import DEFAULT, get
 
-    names = {registry.get_plan(kernel).workload.name for kernel in kernels if not registry.missing(kernel.language)}
-    return get(names.pop() if len(names) == 1 else DEFAULT)
+    return get(next(iter(by_workload(kernels)), DEFAULT))
+
+
+def by_workload(kernels: Sequence[KernelId]) -> dict[str, list[KernelId]]:
+    """The versions whose language is installed, by the name of what they compute, in the order given."""
+    from mla_var3.kernel import registry
+
+    found: dict[str, list[KernelId]] = {}
+    for kernel in kernels:
+        if not registry.missing(kernel.language):
+            found.setdefault(registry.get_plan(kernel).workload.name, []).append(kernel)
+    return found
 
 
 def _integer(name: str, text: str) -> int:
@@ -159,7 +182,7 @@ def _integer(name: str, text: str) -> int:
         raise UserError(f"{name} {text!r} is not a whole number.") from None
 
 
-def _lengths(text: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _lengths(text: str) -> dict[str, Any]:
     if re.fullmatch(r"[-+\d\s,.]+", text):
         lengths = [_integer("--lengths", part.strip()) for part in text.split(",")]
         if min(lengths) < 0:

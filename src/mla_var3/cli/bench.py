@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from mla_var3.cli.arguments import add_kernels, add_problem, add_tiling, problem_of, tiling_fields, workload_of
+from mla_var3.cli.arguments import add_kernels, add_problem, add_tiling, by_workload, problem_for, tiling_fields
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder
+from mla_var3.workload import DEFAULT
 
 HELP = "time kernels on one problem, or --calibrate to measure the limits of this GPU"
 EPILOG = """\
@@ -30,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Times kernels on one problem through the sweep, so that records are the same."""
-    from mla_var3.lab.sweep.plan import select_kernels
+    """Times kernels through the sweep, so that records are the same: on one problem, and where they compute different
+    things on one of each."""
+    from mla_var3.lab.sweep.plan import PICKERS, select_kernels
 
     kernels = select_kernels(args.kernels) if args.kernels else []  # a wrong name is told before a GPU is looked for
     detected = Device.detect()
@@ -48,16 +51,30 @@ def run(args: argparse.Namespace) -> int:
     from mla_var3.lab.sweep.launch import Local
     from mla_var3.lab.sweep.run import Sweep
 
-    asked, problem = tiling_fields(args.tiling), problem_of(args, workload_of(kernels))
-    config = SweepConfig(
-        experiment=ExperimentConfig(name="bench", cells=[problem.to_record()], workload=problem.workload),
-        kernels=KernelsConfig(patterns=args.kernels),
-        bench={"preset": args.preset, "tune": args.tune},
-        tiling=asked,
-        results_dir=args.results_dir,
-        verbose=True,
-    )
-    Sweep(config, Local(detected)).run()
+    asked, groups = tiling_fields(args.tiling), by_workload(kernels)
+    if len(groups) < 2:
+        cells = [(problem_for(args, kernels), args.kernels)]
+    else:
+        cells, refused = [], []
+        for name, some in groups.items():
+            pickers = [pattern for pattern in args.kernels if pattern in PICKERS and name == DEFAULT]
+            try:
+                cells.append((problem_for(args, some), [*pickers, *(kernel.label for kernel in some)]))
+            except UserError as error:
+                refused.append(f"{', '.join(kernel.label for kernel in some)}: not timed: {error}")
+        if not cells:
+            raise UserError("; ".join(refused))
+        print("".join(f"{line}\n" for line in refused), file=sys.stderr, end="")
+    for problem, patterns in cells:
+        config = SweepConfig(
+            experiment=ExperimentConfig(name="bench", cells=[problem.to_record()], workload=problem.workload),
+            kernels=KernelsConfig(patterns=patterns),
+            bench={"preset": args.preset, "tune": args.tune},
+            tiling=asked,
+            results_dir=args.results_dir,
+            verbose=True,
+        )
+        Sweep(config, Local(detected)).run()
     return 0
 
 

@@ -10,14 +10,14 @@ from mla_var3.cli.arguments import (
     add_kernels,
     add_problem,
     add_tiling,
+    by_workload,
     doing,
     experiment_cells,
     job_count,
-    problem_of,
+    problem_for,
     tiling_fields,
     tiling_of,
     usable,
-    workload_of,
 )
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
@@ -67,24 +67,29 @@ def run(args: argparse.Namespace) -> int:
     if keep or args.bundle:
         check_folder(args.bundle or args.out, "--bundle" if args.bundle else "--out")
     kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
-    problem = problem_of(args, workload_of(kernels))
     if args.bundle:
         from mla_var3.lab.bundle import bundle_main
 
-        problems = [problem] if args.experiment is None else experiment_cells(args.experiment)
+        if args.experiment is None:
+            problems = [problem_for(args, some) for some in by_workload(kernels).values()]
+        else:
+            problems = experiment_cells(args.experiment)
         return bundle_main(args, kernels, problems, device, asked)
-    jobs, refused = [], []
+    jobs: list[CompileJob] = []
+    problems, refused = [], []
     for kernel in kernels:
         if not registry.is_compiled(kernel.language):
             why = "it is made of torch operations" if kernel.language == "torch" else "it comes compiled"
             print(f"{kernel.label}: not compiled: {why}", file=sys.stderr)
             continue
-        plan = registry.get_plan(kernel)
-        tiling = tiling_of(plan, problem, device, asked) if asked else None
+        on = ""
         try:
+            plan, problem = registry.get_plan(kernel), problem_for(args, [kernel])
+            on = f" on {problem.label}"
+            tiling = tiling_of(plan, problem, device, asked) if asked else None
             plan(problem, tiling, device).require()
         except UserError as error:
-            refused.append(f"{kernel.label} on {problem.label}: {error}")
+            refused.append(f"{kernel.label}{on}: {error}")
             continue
         out = Path(args.out) / device.key / kernel.language / kernel.module_name / problem.label if keep else None
         jobs.append(
@@ -97,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
                 keep=keep,
             )
         )
+        problems.append(problem)
     if not jobs:
         raise UserError("; ".join(refused) or "nothing to compile: name a kernel in Triton, cuTile or CuTe DSL.")
     for reason in refused:
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             r.compiled.seconds,
             list(r.compiled.warnings),
         )
-        for r in results
+        for r, problem in zip(results, problems, strict=True)
         if r.compiled is not None
     ]
     if rows:

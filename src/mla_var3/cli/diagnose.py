@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.cli.arguments import add_problem, doing, given_fields, problem_of, workload_of
+from mla_var3.cli.arguments import add_problem, doing, given_fields, problem_for
 from mla_var3.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def evidence_of(args: argparse.Namespace) -> Evidence:
         from mla_var3.device import Device
 
         kernel = KernelId.parse(what)
-        return found.of_kernel(
-            kernel, problem_of(args, workload_of([kernel])) if _given(args) else None, Device.get(device).key
-        )
+        return found.of_kernel(kernel, problem_for(args, [kernel]) if _given(args) else None, Device.get(device).key)
     if re.fullmatch(r"[0-9a-f]{6,}", what):
         _no_problem(args, "a record")
         return found.of_record(what, alone=args.alone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mla_var3.cli.arguments import add_problem, add_tiling, doing, problem_of, tiling_fields, workload_of
+from mla_var3.cli.arguments import add_problem, add_tiling, by_workload, doing, problem_for, tiling_fields
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder, write_whole
 
@@ -47,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--lines {args.lines} is below 0.")
     check_folder(args.out, "--out")
     device = Device.get(args.device or "h200")
-    problem = problem_of(args, workload_of(kernels))
+    if len(computed := by_workload(kernels)) > 1:
+        told = " and ".join(f"{some[0].label} computes {name}" for name, some in computed.items())
+        raise UserError(f"{told}: name two versions that compute the same.")
+    problem = problem_for(args, kernels)
     out = Path(args.out) / "--".join(k.label.replace("/", "-") for k in kernels) / problem.label
     with doing("reading records"):
         records = load_records()

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from mla_var3.cli.arguments import (
     add_kernels,
     add_problem,
     add_tiling,
     doing,
-    problem_of,
+    problem_for,
     tiling_fields,
     tiling_of,
     usable,
-    workload_of,
 )
 from mla_var3.files import check_folder
 from mla_var3.lab.profiling import MODES
 from mla_var3.lab.profiling.request import OUT, TIMEOUT_S, Request, baseline_of
+
+if TYPE_CHECKING:
+    from mla_var3.kernel.registry import KernelId
+    from mla_var3.workload import Problem
 
 HELP = "why is a kernel as fast as it is? roofline, counters, source lines, time axis"
 EPILOG = """\
@@ -74,18 +78,27 @@ def run(args: argparse.Namespace) -> int:
     available(args.mode, target)
     check_folder(args.out, "--out")
     kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
-    problem = problem_of(args, workload_of(kernels))
     for kernel in kernels:
+        baseline = baseline_of(kernel, args.baseline, args.mode)
+        problem = problem_for(args, [kernel] if baseline is None else [kernel, baseline])
+        if baseline is not None and args.baseline is None and not _takes(baseline, problem):
+            baseline, problem = None, problem_for(args, [kernel])  # nobody asked for it
         if asked:
             from mla_var3.kernel.registry import get_plan
 
             tiling_of(get_plan(kernel), problem, target, asked)
         request = Request(
-            kernel, problem, args.mode, asked, baseline_of(kernel, args.baseline, args.mode), args.device, args.tune,
-            args.launches, args.kernel_name, args.out, args.timeout,
+            kernel, problem, args.mode, asked, baseline, args.device, args.tune, args.launches, args.kernel_name,
+            args.out, args.timeout,
         )  # fmt: skip
         show(request, detected)
     return 0
+
+
+def _takes(kernel: KernelId, problem: Problem) -> bool:
+    from mla_var3.kernel import registry
+
+    return not registry.missing(kernel) and bool(registry.get_plan(kernel).requires.accepts(problem))
 
 
 def show(request: Request, detected: object) -> None:

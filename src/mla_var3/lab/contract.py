@@ -138,7 +138,7 @@ def of_design(
     if problem is None:
         given = dict(fields or {})
         workload = plan_type.workload
-        problem = workload.problem.from_record({**workload.sample(small, given), **given})
+        problem = registry.problem_for([version], workload, given, workload.sample(small, given))
     plan = plan_type(problem, None, hardware)
     plan.require()
     options = getattr(plan, "input_options", {})

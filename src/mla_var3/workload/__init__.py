@@ -280,7 +280,8 @@ class Workload:
     names and purposes are in `case_names`, those of a quick check in `quick`. bounds(dist): by output.
     rebound(problem, *inputs): the problem that other tensors of the same class have; raises `UserError` for a tensor
     that does not fit. as_bound(problem): what it makes of the problem's own inputs. small(problem): like it, and done
-    in seconds on a CPU. sample(small, given): fields of a problem of which a user gave only these. draw(rng): fields of
+    in seconds on a CPU. sample(small, given): fields of a problem of which a user gave only these. variants: fields,
+    tried in turn, that replace the default ones where a version does not take the default problem. draw(rng): fields of
     a problem that somebody may have, at random. updates: places of inputs that a call writes into, where they hold NaN
     and nowhere else.
     """
@@ -298,6 +299,7 @@ class Workload:
     small: Callable[[Any], Any]
     as_bound: Callable[[Any], Any]
     sample: Callable[[bool, Mapping[str, Any]], dict[str, Any]]
+    variants: tuple[Mapping[str, Any], ...] = ()
     draw: Callable[[random.Random], dict[str, Any]] | None = None
     updates: tuple[int, ...] = ()
 

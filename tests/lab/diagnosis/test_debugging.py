@@ -287,7 +287,7 @@ def test_triton_keeps_its_two_forms_and_says_what_is_not_made(
 ) -> None:
     monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: None))
     words = ["--b", "2", "--h", "16", "--t", "100", "--keep", "ir,ptx,sass,object", "--debug-out", str(tmp_path)]
-    assert cli.main(["check", "triton/flash_mla", *words]) == 0
+    assert cli.main(["check", "triton/flash_mla", *words]) == 3, "compiled is not checked"
     said = capsys.readouterr()
     kept = {path.suffix for path in tmp_path.rglob("flash_mla.*")}
     assert kept == {".ttir", ".ttgir", ".ptx", ".sass"} and "triton makes no object" in said.err
@@ -302,10 +302,11 @@ def test_source_lines_come_into_a_cute_binary_and_change_no_instruction(tmp_path
     both = []
     for options in ([], ["--lineinfo"]):
         out = tmp_path / f"lines{len(options)}"
-        subprocess.run(
-            [*words, "--keep", "ir,cubin,ptx,sass", "--debug-out", str(out), *options], check=True, env=env,
-            capture_output=True, timeout=240,
+        done = subprocess.run(
+            [*words, "--keep", "ir,cubin,ptx,sass", "--debug-out", str(out), *options], env=env, capture_output=True,
+            timeout=240, check=False,
         )  # fmt: skip
+        assert done.returncode == (0 if Device.detect() else 3), done.stderr
         both.append(out)
     files = [{p.suffix: p for p in out.rglob("flash_mla.*")} for out in both]
     assert all(set(one) == {".mlir", ".cubin", ".ptx", ".sass"} for one in files)

@@ -192,6 +192,8 @@ def pack(
     nearest e4m3 (ties to even), at most 448; of NaN and infinities it is `E4M3_NAN`. scale: (1,) float32, of layout
     flat, which needs one: `flat_scale`. Bytes that belong to nobody are 0 in a new cache and left alone in `out`.
     """
+    if values.dim() != 3:
+        raise UserError(f"values are {tuple(values.shape)}: pass (pages, tokens of a page, columns).")
     pages, page, columns = values.shape
     if columns != layout.columns:
         raise UserError(f"tokens of layout {layout.name} have {layout.columns} columns; these have {columns}.")
@@ -207,7 +209,7 @@ def pack(
     target = fields(layout, out)
     if target.plain is not None:
         target.plain.copy_(values[..., layout.quantised :])
-    if target.codes is None:
+    if target.codes is None or not values.numel():
         return out
     step = max(1, _CHUNK // (page * columns))
     for begin in range(0, pages, step):
@@ -225,7 +227,9 @@ def pack(
 
 
 def flat_scale(values: torch.Tensor) -> torch.Tensor:
-    """(1,) float32: the one scale of layout flat with which no finite value is cut."""
+    """(1,) float32: the one scale of layout flat with which no finite value is cut; the smallest one of no values."""
+    if not values.numel():
+        return values.new_full((1,), SCALE_MIN).float()
     return (_finite(values).abs().amax().float() / E4M3_MAX).clamp(min=SCALE_MIN).view(1)
 
 

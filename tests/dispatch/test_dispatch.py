@@ -501,3 +501,22 @@ def test_a_missing_package_that_makes_serving_slow_is_warned_of_once(monkeypatch
         choose(MlaProblem(b=64), H200)
         monkeypatch.setattr(selection, "_warned", set())
         choose(MlaProblem(b=64), A100)  # where no CuTe version was measured
+
+
+@pytest.mark.parametrize("left_out", ["cutile-dsl", "triton"])
+def test_a_missing_package_that_serving_does_not_need_is_not_spoken_of(
+    left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, slow = registry.missing, KernelId.parse("cute-dsl/flash_mla_v23")
+    fast = KernelId.parse(f"{left_out}/flash_mla")
+
+    def without(what: Any) -> str | None:
+        return f"{left_out} is left out." if getattr(what, "language", what) == left_out else here(what)
+
+    ranked = [selection.Choice(fast, (), 1.0, "predicted"), selection.Choice(slow, (), 2.0, "predicted")]
+    monkeypatch.setattr(registry, "missing", without)
+    monkeypatch.setattr(selection, "rank", lambda *_: list(ranked))
+    monkeypatch.setattr(selection, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(MlaProblem(b=128), H200).kernel == slow

@@ -111,7 +111,7 @@ def test_fresh_metadata_keeps_the_tensors_that_a_program_gave_it() -> None:
 def test_a_refused_call_leaves_metadata_fresh() -> None:
     q, cache, table, lens = given()
     meta, _ = api.get_mla_metadata()
-    with pytest.raises(UserError, match="page_table has 2 rows"):
+    with pytest.raises(UserError, match="block_table has 2 rows and cache_seqlens 3 entries"):
         api.flash_mla_with_kvcache(q, cache, table[:2], lens, 512, meta)
     assert meta == api.get_mla_metadata()[0]
 
@@ -213,7 +213,7 @@ def test_an_fp8_cache_that_is_none_is_refused_by_name() -> None:
         ({"head_dim_v": 600}, "head_dim_v = 600 latent columns of 576"),
         (
             {"k_cache": torch.zeros(9, 64, 656, dtype=torch.uint8)},
-            "kv_cache is torch.uint8: mla_decode takes torch.bfloat16",
+            "k_cache is torch.uint8: .* so pass is_fp8_kvcache=True for packed FP8 caches",
         ),
         ({"tile_scheduler_metadata": None}, "tile_scheduler_metadata is a NoneType: pass what get_mla_metadata"),
         ({"num_splits": 4}, "num_splits is a int: pass None, or a tensor"),

@@ -358,7 +358,7 @@ def test_a_cpu_is_refused() -> None:
         ({"head_dim_v": 256}, "head_dim_v is 256: sparse attention has 512"),
         ({"q": torch.zeros(3, 2, 5, 640).bfloat16()}, "q has 640 columns: FP8 caches go with 576"),
         ({"is_fp8_kvcache": False}, "a cache of layout bf16"),
-        ({"extra_topk_length": torch.zeros(3, dtype=torch.int32)}, "extra_topk_lens was given without"),
+        ({"extra_topk_length": torch.zeros(3, dtype=torch.int32)}, "extra_topk_length was given without"),
     ],
 )
 def test_flash_mla_s_arguments_that_do_not_fit(changes: dict[str, Any], sentence: str) -> None:

@@ -127,11 +127,11 @@ def problem_of(args: argparse.Namespace, workload: Workload | None = None, **def
 
 def problem_for(args: argparse.Namespace, kernels: Sequence[KernelId], **defaults: Any) -> Any:
     """The problem that the options of `add_problem` describe, for versions of one workload: what no option sets is as
-    `registry.problem_for` has it, `defaults` before the workload's own."""
-    from mla_var3.kernel import registry
+    `lab.sweep.plan.problem_for` has it, `defaults` before the workload's own."""
+    from mla_var3.lab.sweep import plan
 
     workload = workload_of(kernels)
-    return registry.problem_for(kernels, workload, _asked(args, workload), defaults)
+    return plan.problem_for(kernels, workload, _asked(args, workload), defaults)
 
 
 def _asked(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 #: Languages in the order in which versions that nobody measured are tried.
 _UNMEASURED = ("cute-dsl", "triton", "cutile-dsl")
 
+#: The language whose absence makes serving slow, and that the installation for serving brings. Whether a version of
+#: another language would take the problem cannot be asked where it is missing, and nobody who serves needs that one.
+_SERVING = "cute-dsl"
+
 _warned: set[str] = set()  # languages
 
 Accepts = Callable[["type[KernelPlan]", "KernelPlan"], Verdict]
@@ -103,8 +107,9 @@ def choose(
     """The version and knobs for a problem on a device; `survey` for the arguments.
 
     Only what is predicted to be faster is looked at before the one that is picked, so few languages are imported.
-    Raises `Unsupported` with the reasons when no version takes the problem. Warns once where only a missing package
-    stands between the problem and a version that is predicted to be faster: serving would be slow without a word.
+    Raises `Unsupported` with the reasons when no version takes the problem. Warns once where only the package that
+    serving is installed with stands between the problem and a version that is predicted to be faster: serving would be
+    slow without a word.
     """
     refused = []
     faster: Choice | None = None  # the first that is predicted to be so, and whose language is missing
@@ -113,7 +118,8 @@ def choose(
             if faster is not None and _same_architecture(device, table or tables.load()):
                 _warn_once(choice, faster)
             return choice
-        if faster is None and choice.us is not None and registry.missing(choice.kernel.language) is not None:
+        language = choice.kernel.language
+        if faster is None and choice.us is not None and language == _SERVING and registry.missing(language) is not None:
             faster = choice
         refused.append(f"{choice.label}: {verdict.reason}")
     why = "; ".join(dict.fromkeys(refused)) or "there is no version to choose from"

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -25,7 +24,6 @@ from mla_var3.toolchain.mistakes import NEW_PAGE
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -260,28 +258,6 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
             "what each of them is for."
         )
     return plans[0]
-
-
-def problem_for(
-    kernels: Sequence[KernelId], workload: Workload, asked: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Any:
-    """The workload's problem with the fields `asked`, for these of its versions.
-
-    Other fields come from `defaults`, else from the workload. Where a version does not take the problem that this
-    makes, the first of the workload's `variants` that all versions take replaces such fields. Where there is none the
-    problem stays as it is, and the version says why it does not take it. Raises `UserError` for fields that make no
-    sense.
-    """
-    first = workload.problem.from_record({**defaults, **asked})
-    takes = [get_plan(kernel).requires for kernel in kernels if not missing(kernel)]
-    for fields in ({}, *workload.variants):
-        if asked.keys() & fields.keys():
-            continue
-        with suppress(UserError):  # of a variant that does not go with what was asked for
-            problem = workload.problem.from_record({**defaults, **fields, **asked})
-            if all(requirement.accepts(problem) for requirement in takes):
-                return problem
-    return first
 
 
 def label_of(plan: KernelPlan) -> str:

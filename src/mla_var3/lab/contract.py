@@ -124,6 +124,7 @@ def of_design(
     from mla_var3.device import Device
     from mla_var3.kernel import registry
     from mla_var3.lab.sweep.cpu import use_interpreter
+    from mla_var3.lab.sweep.plan import problem_for
 
     version = registry.KernelId.parse(label)
     reason = registry.missing(version)
@@ -138,7 +139,7 @@ def of_design(
     if problem is None:
         given = dict(fields or {})
         workload = plan_type.workload
-        problem = registry.problem_for([version], workload, given, workload.sample(small, given))
+        problem = problem_for([version], workload, given, workload.sample(small, given))
     plan = plan_type(problem, None, hardware)
     plan.require()
     options = getattr(plan, "input_options", {})

@@ -18,7 +18,7 @@ from mla_var3.ops.decode import LATENT, mla_decode
 from mla_var3.ops.exchange import Collective, exchange_of
 from mla_var3.ops.layer import dtype_name, serve
 from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import LEAST, MOST, integers, judge, narrowed, require_contiguous
+from mla_var3.ops.request import LEAST, MOST, integers, judge, named_as, narrowed, require_contiguous
 from mla_var3.workload.merge import MergeProblem
 
 if TYPE_CHECKING:
@@ -69,6 +69,15 @@ def mla_decode_cp(
             "mla_decode_cp runs on the ranks of a process group: call torch.distributed.init_process_group first."
         )
     judge("q", q, (None, None, None, None), None, q)
+    for name, tensor in (("kv_cache", kv_cache), ("page_table", page_table), ("seq_lens", seq_lens)):
+        if not isinstance(tensor, torch.Tensor):
+            raise UserError(f"{name} is a {type(tensor).__name__}: pass a torch tensor.")
+    if kv_cache.dim() not in (3, 4):
+        raise UserError(f"kv_cache is {tuple(kv_cache.shape)}: pass (pages, page, h_kv, k + p), or without h_kv.")
+    if tokens is not None and not (isinstance(tokens, tuple | list) and len(tokens) == 2):
+        raise UserError(f"tokens is a {type(tokens).__name__}: pass a pair, (begin, end), or None for pages in turn.")
+    for tensor in tokens or ():
+        judge("tokens", tensor, (len(seq_lens),), None, q)
     s = q.shape[1]
     way = exchange_of(exchange, group, q)
     ranks, rank = way.ranks, way.rank
@@ -117,6 +126,8 @@ def merge_partials(
     if on is None and traced(partials):
         made: tuple[torch.Tensor, torch.Tensor] = as_op("merge_partials", partials, lse, version=kernel)
         return made
+    if not isinstance(partials, torch.Tensor):
+        raise UserError(f"partials is a {type(partials).__name__}: pass a torch tensor.")
     if partials.dim() < 2:
         raise UserError(f"partials are {tuple(partials.shape)}: pass (parts, ..., k).")
     judge("lse", lse, tuple(partials.shape[:-1]), torch.float32, partials)
@@ -125,7 +136,7 @@ def merge_partials(
         raise UserError(f"lse has strides {tuple(lse.stride())}: pass it contiguous.")
     parts, *rows, k = partials.shape
     count = lse[0].numel() if parts else 0
-    problem = _merge(parts, max(count, 1), k, dtype_name(partials.dtype))
+    problem = _merge(parts, max(count, 1), k, dtype_name(partials.dtype, "partials"))
     out = partials.new_empty((count, k))
     total = lse.new_empty((count,))
     if count:
@@ -150,5 +161,6 @@ def _held(
 
 
 @functools.lru_cache(maxsize=4096)
+@named_as(parts="partials (n, ..., k): n", tokens="partials (n, ..., k): rows", k="partials (n, ..., k): k")
 def _merge(parts: int, rows: int, k: int, dtype: str) -> MergeProblem:
     return MergeProblem(parts=parts, tokens=rows, h=1, k=k, dtype=dtype)

@@ -19,8 +19,11 @@ nothing reads them. Such tensors may also stand in the place of the metadata, as
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mla_var3.errors import UserError
 from mla_var3.ops.decode import mla_decode
@@ -31,6 +34,8 @@ from mla_var3.packed_cache import VALUES, bytes_of, layout_of
 
 if TYPE_CHECKING:
     import torch
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 ROWS = 64  # query rows of FlashMLA's tile
 FIELDS = 8  # int32 numbers that FlashMLA's scheduler keeps for each of its parts
@@ -58,6 +63,32 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
+#: What the functions below call their arguments, and what they say to do, in the words of this interface.
+_NAMES = {
+    "call packed_mla_decode for packed FP8 caches": "pass is_fp8_kvcache=True for packed FP8 caches",
+    "extra_topk_lens": "extra_topk_length", "extra_indices": "extra_indices_in_kvcache",
+    "extra_cache": "extra_k_cache", "topk_lens": "topk_length", "page_table": "block_table",
+    "seq_lens": "cache_seqlens", "kv_cache": "k_cache", "packed_mla_decode": "flash_mla_with_kvcache",
+    "sparse_mla_decode": "flash_mla_with_kvcache", "mla_decode": "flash_mla_with_kvcache",
+}  # fmt: skip
+_NAMED = re.compile(rf"\b({'|'.join(_NAMES)})\b|^sink\b")
+
+
+def _in_its_own_names(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: what this package's functions refuse is told in the names of FlashMLA's arguments."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(*args, **options)
+        except UserError as error:
+            said = _NAMED.sub(lambda found: _NAMES.get(found[0], "attn_sink"), str(error))
+            raise type(error)(said) from error
+
+    return called
+
+
+@_in_its_own_names
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -168,6 +199,13 @@ def _config(
     q: Any, k_cache: Any, causal: bool, is_fp8: bool, indices: Any, extra_cache: Any, extra_indices: Any
 ) -> tuple[tuple[str, Any], ...]:
     """What the calls of a group have in common."""
+    import torch
+
+    given = {"q": q, "k_cache": k_cache, "indices": indices, "extra_k_cache": extra_cache}
+    given["extra_indices_in_kvcache"] = extra_indices
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and (name in ("q", "k_cache") or value is not None):
+            raise UserError(f"{name} is a {type(value).__name__}: pass a torch tensor.")
     if q.dim() != 4 or k_cache.dim() not in (3, 4):
         raise UserError(
             f"q {tuple(q.shape)} must have four dimensions, (b, s, h, k + p), and k_cache {tuple(k_cache.shape)} too, "

@@ -16,6 +16,7 @@ traces each is an operator (`mla_var3.ops.library`).
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
@@ -25,6 +26,7 @@ from mla_var3.ops.library import as_op, traced
 from mla_var3.ops.request import (
     compact,
     judge,
+    named_as,
     on_gpu,
     packed_pages,
     plain_strides,
@@ -74,7 +76,18 @@ def rmsnorm(
         out, second, summed = as_op("rmsnorm", x, weight, second_weight, residual, eps=eps, version=kernel)
     else:
         judge("x", x, (None, None), None, x)
-        width = x.shape[1] - (0 if second_weight is None else second_weight.numel())
+        if second_weight is not None:
+            judge("second_weight", second_weight, (None,), x.dtype, x)
+            if len(second_weight) >= x.shape[1]:
+                raise UserError(
+                    f"second_weight has {len(second_weight)} elements and x {x.shape[1]} columns: x is (n, width + w), "
+                    "with columns for weight in front of those for second_weight."
+                )
+            if residual is not None:
+                raise UserError("second_weight and residual are not taken together: leave one out.")
+        if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
+            raise UserError(f"eps is a {type(eps).__name__}: pass a positive number, as 1e-6.")
+        width = x.shape[1] - (0 if second_weight is None else len(second_weight))
         given = [x, judge("weight", weight, (width,), x.dtype, x)]
         for name, more, shape in (
             ("second_weight", second_weight, (x.shape[1] - width,)), ("residual", residual, (len(x), width))
@@ -84,7 +97,7 @@ def rmsnorm(
         rows, *given = rows_of(x), *map(compact, given[1:])
         problem = _norm(
             max(len(x), 1), width, x.shape[1] - width, max(rows.stride(0) - x.shape[1], 0), residual is not None,
-            dtype_name(x.dtype), float(eps),
+            dtype_name(x.dtype, "x"), float(eps),
         )  # fmt: skip
         out, second, summed = (
             torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
@@ -143,6 +156,7 @@ def rope_append(
     judge("latent", latent, (len(q), None), q.dtype, q)
     judge("rope", rope, (len(q), None), q.dtype, q)
     (n, h, columns), k, p = q.shape, latent.shape[1], rope.shape[1]
+    judge("positions", positions, (n,), None, q)
     if positions.dtype not in (torch.int32, torch.int64):
         raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
     for name, index in (("positions", positions), ("slots", slots)):
@@ -162,7 +176,7 @@ def rope_append(
     rest = max(rows.stride(0) - p, 0) if n > 1 else 0
     fields = (
         max(n, 1), h, k, p, columns, rest, bool(interleaved), kv_cache.shape[1], len(table),
-        str(positions.dtype).removeprefix("torch."), dtype_name(q.dtype),
+        str(positions.dtype).removeprefix("torch."), dtype_name(q.dtype, "q"),
     )  # fmt: skip
     inputs: tuple[torch.Tensor, ...] = (q, latent, rows, positions.contiguous(), slots.contiguous(), table)
     problem: RopeProblem = _rope(*fields)
@@ -220,6 +234,8 @@ def absorb_gemm(
         return out
     judge("x", x, (None, None, None), None, x)
     n, h, _ = x.shape
+    if h < 1:
+        raise UserError(f"x is {tuple(x.shape)}, (n, h, columns): give it at least one head.")
     judge("weight", weight, (None, None), x.dtype, x)
     weight = require_contiguous("weight", weight)
     if len(weight) % (2 * h):
@@ -229,7 +245,7 @@ def absorb_gemm(
     columns = k if side == "q" else d
     made = torch.empty((n, h, columns), dtype=x.dtype, device=x.device) if out is None else out
     target = require_rows("out", judge("out", made, (n, h, columns), x.dtype, x), _VECTOR)
-    problem = _gemm(side, max(n, 1), h, k, d, dtype_name(x.dtype))
+    problem = _gemm(side, max(n, 1), h, k, d, dtype_name(x.dtype, "x"))
     serve("absorb_gemm", problem, (rows_of(x, _VECTOR), weight), (target,), kernel, on)
     return made
 
@@ -266,31 +282,48 @@ def _way(problem: Problem, device: Device | None, kernel: str | None) -> Way:
     return way_of(choose(problem, device) if kernel is None else named(kernel))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """The problem's word for a dtype; raises `UserError` for one of an argument that no kernel computes in."""
     import torch
 
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if dtype not in names:
-        raise UserError(f"tensors are {dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
+        raise UserError(f"{name} is {dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
     return names[dtype]
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.
 @functools.lru_cache(maxsize=4096)
+@named_as(
+    rows="x (n, width): n", width="weight (width,): width", second="second_weight (w,): w",
+    rest="x (n, width): elements between its rows", eps="eps",
+)  # fmt: skip
 def _norm(rows: int, width: int, second: int, rest: int, residual: bool, dtype: str, eps: float) -> NormProblem:
     return NormProblem(rows=rows, width=width, second=second, rest=rest, residual=residual, dtype=dtype, eps=eps)
 
 
 @functools.lru_cache(maxsize=4096)
+@named_as(
+    tokens="q (n, h, any): n", h="q (n, h, any): h", k="latent (n, k): k", p="rope (n, p): p",
+    columns="q (n, h, any): columns", rest="rope (n, p): elements between its rows",
+    page="kv_cache (pages, page, k + p): page", positions="table (positions, p): positions",
+)  # fmt: skip
 def _rope(*fields: Any) -> RopeProblem:
     return RopeProblem(*fields)
 
 
 @functools.lru_cache(maxsize=4096)
+@named_as(
+    tokens="q (n, h, any): n", h="q (n, h, any): h", k="latent (n, k): k", p="rope (n, p): p",
+    columns="q (n, h, any): columns", rest="rope (n, p): elements between its rows",
+    page="kv_cache (pages, page, bytes of a token): page", positions="table (positions, p): positions",
+    layout="layout", dtype="q: dtype", powers="powers",
+)  # fmt: skip
 def _append(*fields: Any) -> PackedAppendProblem:
     return PackedAppendProblem(*fields)
 
 
 @functools.lru_cache(maxsize=4096)
+@named_as(tokens="x (n, h, columns): n", h="x (n, h, columns): h", k="weight (h · 2d, k): k", d="weight (h · 2d, k): d")
 def _gemm(side: str, tokens: int, h: int, k: int, d: int, dtype: str) -> GemmProblem:
     return GemmProblem(side=side, tokens=tokens, h=h, k=k, p=0, d=d, dtype=dtype)

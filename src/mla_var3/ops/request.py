@@ -14,6 +14,8 @@ from mla_var3.workload import MOST_LISTED
 from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 #: Why a cache of 8-bit values is refused, and what to do.
@@ -117,6 +119,27 @@ def number_of(what: str, name: str, count: int) -> None:
         raise UserError(f"{name} has {count:,} {what}: a call takes {MOST_LISTED:,}, so make several.")
 
 
+def named_as(**arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator of a function that makes the problem of a call: what is wrong with a field of it is told of the
+    argument that the field comes from. arguments: how each field is called, the argument first."""
+
+    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*fields: Any) -> Any:
+            try:
+                return make(*fields)
+            except UserError as error:
+                field, _, said = str(error).removeprefix("problem.").partition(" ")
+                if not str(error).startswith("problem.") or field not in arguments:
+                    raise
+                raise UserError(f"{arguments[field]} {said}") from None
+
+        made.__dict__["arguments"] = arguments
+        return made
+
+    return decorate
+
+
 def number(name: str, value: Any) -> float:
     """An argument that is a number, as a float. A tensor is none: its value would be waited for."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -137,6 +160,12 @@ def _tree(mask: torch.Tensor, b: int, s: int, causal: bool, packed: bool) -> Non
 
 
 @functools.lru_cache(maxsize=4096)
+@named_as(
+    b="seq_lens (b,): b", s="q (b, s, h, k + p): s", h="q (b, s, h, k + p): h", k="head_dim_v",
+    p="q (b, s, h, k + p): p", h_kv="kv_cache (pages, page, h_kv, k + p): h_kv",
+    page="kv_cache (pages, page, h_kv, k + p): page", t="page_table and kv_cache: width · page",
+    softmax_scale="scale", **{"queries.total": "q (tokens, h, k + p): tokens"},
+)  # fmt: skip
 def _problem(
     b: int,
     s: int,
@@ -232,7 +261,10 @@ def packed_pages(name: str, cache: torch.Tensor, layout: str, like: torch.Tensor
         raise UserError(f"{name}: {error}") from None
     step = cache.stride(0) * cache.element_size()
     if len(cache) > 1 and (step < cache[0].numel() * cache.element_size() or step % _PAGE_ALIGNMENT):
-        raise UserError(f"{name} has pages {step} bytes apart: that must be a multiple of {_PAGE_ALIGNMENT}.")
+        raise UserError(
+            f"{name} has pages of {cache[0].numel() * cache.element_size()} bytes that begin {step} bytes apart: they "
+            f"must not overlap, and begin a multiple of {_PAGE_ALIGNMENT} bytes apart."
+        )
     return cache
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.ops.layer import serve
 from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, number, packed_pages, result
+from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, named_as, number, packed_pages, result
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import SparseProblem, input_names
@@ -86,7 +86,7 @@ def sparse_mla_decode(
     for prefix, cache, chosen, lens in (
         ("", kv_cache, indices, topk_lens), ("extra_", extra_cache, extra_indices, extra_topk_lens)
     ):  # fmt: skip
-        if cache is None or chosen is None:
+        if prefix and (cache is None or chosen is None):
             sizes += [0, 0, 0]
             continue
         name = f"{prefix}cache" if prefix else "kv_cache"
@@ -219,6 +219,12 @@ def _computed(
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.
 @functools.lru_cache(maxsize=4096)
+@named_as(
+    b="q (b, s, h, columns): b", s="q (b, s, h, columns): s", h="q (b, s, h, columns): h",
+    t="kv_cache (pages, page, ...): pages · page", topk="indices (b, s, topk): topk",
+    page="kv_cache (pages, page, ...): page", extra="extra_indices (b, s, topk): topk",
+    extra_t="extra_cache (pages, page, ...): pages · page", extra_page="extra_cache (pages, page, ...): page",
+)  # fmt: skip
 def _sparse(
     b: int,
     s: int,
@@ -243,6 +249,10 @@ def _sparse(
 
 
 @functools.lru_cache(maxsize=4096)
+@named_as(
+    b="q (b, s, h, columns): b", s="q (b, s, h, columns): s", h="q (b, s, h, columns): h",
+    t="page_table and kv_cache: width · page", page="kv_cache (pages, page, ...): page",
+)  # fmt: skip
 def _dense(b: int, s: int, h: int, t: int, page: int, layout: str, sink: bool, scale: float) -> SparseProblem:
     problem = SparseProblem(b=b, s=s, h=h, t=t, layout=layout, page=page, sink=sink, softmax_scale=scale, paged=True)
     return _counted(problem)

@@ -9,6 +9,7 @@ import math
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from mla_var3.kernel import registry
 from mla_var3.kernel.registry import KernelId
 from mla_var3.kernel.retired import where_is
 from mla_var3.toolchain import mistakes
-from mla_var3.workload import Problem
+from mla_var3.workload import Problem, Workload
 
 if TYPE_CHECKING:
     from mla_var3.lab.sweep.config import SweepConfig
@@ -65,6 +66,28 @@ class Point:
 
 
 # ---------------------------------------------------------------- cells
+def problem_for(
+    kernels: Sequence[KernelId], kind: Workload, asked: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Any:
+    """A workload's problem with the fields `asked`, for these of its versions.
+
+    Other fields come from `defaults`, else from the workload. Where a version does not take the problem that this
+    makes, the first of the workload's `variants` that all versions take replaces such fields. Where there is none the
+    problem stays as it is, and the version says why it does not take it. Raises `UserError` for fields that make no
+    sense.
+    """
+    first = kind.problem.from_record({**defaults, **asked})
+    takes = [registry.get_plan(kernel).requires for kernel in kernels if not registry.missing(kernel)]
+    for fields in ({}, *kind.variants):
+        if asked.keys() & fields.keys():
+            continue
+        with suppress(UserError):  # of a variant that does not go with what was asked for
+            problem = kind.problem.from_record({**defaults, **fields, **asked})
+            if all(requirement.accepts(problem) for requirement in takes):
+                return problem
+    return first
+
+
 def expand_cells(config: SweepConfig) -> list[Problem]:
     """The experiment's problems, in order, each once: its cells, then its grid, under the model and `problem.*`."""
     experiment = config.experiment

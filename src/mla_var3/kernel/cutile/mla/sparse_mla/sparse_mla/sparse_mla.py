@@ -281,6 +281,11 @@ class SparseMlaPlan(KernelPlan):
 
             given = sparse_decode.named(pd, *inputs)
             q, pointers, sizes = given["q"], [], []
+
+            def begin(x: Any) -> Any:
+                """The first element of a cache's part; of a cache without tokens, which nobody reads, any memory."""
+                return x[0, 0, :1] if x.numel() else outputs[0].view(-1)[:4].view(x.dtype)[:1]
+
             for prefix in ("", "extra_"):
                 cache = given.get(f"{prefix}cache", given["cache"])
                 there = fields(pd.cache, cache)
@@ -288,9 +293,9 @@ class SparseMlaPlan(KernelPlan):
                 # What a layout has not is any tensor of the type.
                 codes = (cache if there.codes is None else there.codes).view(torch.float8_e4m3fn)
                 pointers += [
-                    handle(codes[0, 0, :1], f"{prefix}cache"),
-                    handle(outputs[1] if there.scales is None else there.scales[0, 0, :1], f"scales of {prefix}cache"),
-                    handle(outputs[0] if there.plain is None else there.plain[0, 0, :1], f"columns of {prefix}cache"),
+                    handle(begin(codes), f"{prefix}cache"),
+                    handle(outputs[1] if there.scales is None else begin(there.scales), f"scales of {prefix}cache"),
+                    handle(outputs[0] if there.plain is None else begin(there.plain), f"columns of {prefix}cache"),
                     handle(chosen, f"{prefix}indices"),
                     handle(given.get(f"{prefix}lengths", chosen), f"{prefix}topk_lens"),
                 ]

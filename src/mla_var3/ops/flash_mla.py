@@ -35,7 +35,8 @@ from mla_var3.packed_cache import VALUES, bytes_of, layout_of
 if TYPE_CHECKING:
     import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ROWS = 64  # query rows of FlashMLA's tile
 FIELDS = 8  # int32 numbers that FlashMLA's scheduler keeps for each of its parts

@@ -85,7 +85,8 @@ def rmsnorm(
                 )
             if residual is not None:
                 raise UserError("second_weight and residual are not taken together: leave one out.")
-        if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
+        given_eps: Any = eps
+        if isinstance(given_eps, bool) or not isinstance(given_eps, numbers.Real):
             raise UserError(f"eps is a {type(eps).__name__}: pass a positive number, as 1e-6.")
         width = x.shape[1] - (0 if second_weight is None else len(second_weight))
         given = [x, judge("weight", weight, (width,), x.dtype, x)]

@@ -83,10 +83,12 @@ def sparse_mla_decode(
     if extra_cache is not None and layout == "flat":
         raise UserError("extra_cache is for caches that hold their scales: layout flat has one beside its cache.")
     sizes: list[int] = []
+    cache: Any
+    chosen: Any
     for prefix, cache, chosen, lens in (
         ("", kv_cache, indices, topk_lens), ("extra_", extra_cache, extra_indices, extra_topk_lens)
     ):  # fmt: skip
-        if prefix and (cache is None or chosen is None):
+        if prefix and chosen is None:
             sizes += [0, 0, 0]
             continue
         name = f"{prefix}cache" if prefix else "kv_cache"

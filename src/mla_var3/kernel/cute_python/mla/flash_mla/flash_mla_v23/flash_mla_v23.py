@@ -38,6 +38,26 @@ the rest of the chip still works (`join`), more of them in shares of the rows, a
 Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
 
+What to read first: `Consumer.run` is the main loop, and a pass of it is `even_step` or `odd_step`, a pair of KV tiles.
+`load` is the producer, `consume` goes through the splits of a CTA and calls `Consumer.run` and `epilogue` for each, and
+`flash_mla_v23` starts the roles. What waits for what:
+
+    barrier           who arrives                                 who waits, and for what
+    full[stage, i]    TMA with panel i of a KV tile; where rows   both consumers, ahead of the products with panel i
+                      are gathered, the producers' threads
+    empty[stage, h]   the warps of the consumer that has half h   the producer warp of that stage and half: it loads
+                      of V, in all CTAs that share loads          the next tile over it
+    P_EVEN            EVEN, once P0 is in shared memory           ODD: O_R += P0·V0_R
+    P_ODD             ODD, once P1 is in shared memory            EVEN: O_L += P1·V1_L
+    SCORES_EVEN       EVEN, once the products of S0 are issued    ODD: issues S1, so that the softmaxes do not coincide
+    SCORES_ODD        ODD, once the products of S1 are issued     EVEN: O_L += P0·V0_L, queued behind S1
+    EVEN, ODD         the warps of one consumer                   the same: V is zero past the request's end, P is sent
+    CONSUMERS         both consumers                              both: the query tile is complete and the last split
+                                                                  over; row sums are there; results are written
+    SETUP             the consumers, once the mbarriers are made  the producers (CTAs of a cluster meet at its barrier)
+    FIRST_TILE_*      the producer warps of the even stage, once  the odd stage's producer warp of that half: its first
+                      the first even tile's loads are issued      load is issued behind them
+
 Two half outputs with a shared running maximum are FlashMLA's ("seesaw"). Merges versions 8, 10, 15 and 16, whose splits
 were cut on the host; their devlogs have what each idea brought.
 """

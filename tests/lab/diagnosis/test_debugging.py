@@ -298,6 +298,7 @@ def test_triton_keeps_its_two_forms_and_says_what_is_not_made(
 
 def test_source_lines_come_into_a_cute_binary_and_change_no_instruction(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(paths.import_root()), env.get("PYTHONPATH")]))
     words = [sys.executable, "-m", "mla_var3.cli", "check", "cute-dsl/flash_mla", "--b", "2", "--h", "8", "--t", "64"]
     both = []
     for options in ([], ["--lineinfo"]):

@@ -180,8 +180,10 @@ def rope_append(
         str(positions.dtype).removeprefix("torch."), dtype_name(q.dtype, "q"),
     )  # fmt: skip
     inputs: tuple[torch.Tensor, ...] = (q, latent, rows, positions.contiguous(), slots.contiguous(), table)
-    problem: RopeProblem = _rope(*fields)
-    if layout is not None:
+    problem: RopeProblem
+    if layout is None:
+        problem = _rope(*fields)
+    else:
         inputs = inputs if cache_scale is None else (*inputs, compact(cache_scale))
         problem = _append(*fields, layout, bool(powers) or layout != "v32")
     target = plain_strides(result("out", out, (n, h, k + p), q.dtype, q.device))

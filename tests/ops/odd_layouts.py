@@ -44,7 +44,7 @@ def gemm_of(side: str, n: int = 3) -> Made:
 
 def rope_of(layout: str | None = None, n: int = 3) -> Made:
     k = 64 if layout is None else LAYOUTS[layout].columns - 64
-    cache = draw(2, 4, k + 64) if layout is None else pack_of(layout, 2, 4)
+    cache = draw(3, 4, k + 64) if layout is None else pack_of(layout, 3, 4)
     made = {
         "q": draw(n, 2, 96), "latent": draw(n, k), "rope": draw(n, 64), "positions": torch.tensor([3, 0, 9][:n]),
         "slots": torch.tensor([6, 1, -1][:n]), "table": rope_table(16), "out": draw(n, 2, k + 64), "kv_cache": cache,

@@ -497,7 +497,7 @@ def test_other_classes_do_not_bind() -> None:
             WORKLOAD.rebound(DENSE[0], *spoiled)
     q, cache, indices = make_inputs(V32)
     for spoiled, words in (
-        ((q, cache.float(), indices), "of torch.float32"),
+        ((q, cache.float(), indices), "is torch.float32"),
         ((q, cache, indices.long()), "indices is torch.int64"),
         ((q[..., ::2], cache, indices), "q is"),
         ((q, cache, indices.transpose(0, 1)), "contiguous"),

@@ -88,10 +88,8 @@ class Bound:
         """One launch on the current stream that reads `inputs` and writes `outputs`. schedule: of the calls that share
         one; versions without a schedule leave it alone."""
         if not self.follows:
-            plan = self.kernel.plan
-            if plan is not None and hasattr(
-                plan, "plan_into"
-            ):  # what it leaves as it is, a cache's other rows, must be the caller's
+            plan: Any = self.kernel.plan
+            if hasattr(plan, "plan_into"):  # what it leaves as it is, a cache's other rows, must be the caller's
                 plan.plan_into(inputs, outputs)()
                 return
             made = self.kernel.bind(*inputs)()

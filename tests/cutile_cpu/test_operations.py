@@ -41,7 +41,9 @@ def test_against_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.refused])
 def test_what_tileiras_refuses_is_refused(name: str) -> None:
-    with pytest.raises(cutile_cpu.UnsupportedOperation, match=r"`//` of uint\d+, which tileiras refuses.*signed type"):
+    with pytest.raises(
+        cutile_cpu.UnsupportedOperation, match=r"`//` of uint\d+, which cuTile's compiler refuses.*signed type"
+    ):
         interpret(NAMED[name])
 
 

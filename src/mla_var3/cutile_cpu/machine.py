@@ -17,7 +17,7 @@ from mla_var3.cutile_cpu.dtypes import Dtype, dtype_of
 from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, Misuse, UnsupportedOperation, describe_location
 from mla_var3.cutile_cpu.hoisting import is_hoisted
 from mla_var3.cutile_cpu.ops import FACTORIES, Registers, Step, load_all
-from mla_var3.cutile_cpu.unsupported import UNSUPPORTED
+from mla_var3.cutile_cpu.unsupported import UNSUPPORTED, advice, is_refused, use_of
 
 
 class Unbatchable(BaseException):
@@ -162,6 +162,14 @@ class Compiler:
         if reason is not None:
             raise UnsupportedOperation(
                 f"The cuTile interpreter does not run `{opcode}` ({reason}), at {self.where(op)}."
+            )
+        use = use_of(op)
+        if use is not None and is_refused(use):
+            operation, detail, dtype = use
+            what = f"`{operation}`{f' ({detail})' if detail else ''} of {dtype}"
+            raise UnsupportedOperation(
+                f"The cuTile interpreter does not run {what}, which cuTile's compiler refuses for every GPU, "
+                f"at {self.where(op)}; {advice(use)}."
             )
         factory = FACTORIES.get(opcode)
         if factory is None:

@@ -15,7 +15,6 @@ import torch
 
 from mla_var3.cutile_cpu import rounding
 from mla_var3.cutile_cpu.dtypes import MASK64, Dtype, decode, tensor, wrap, wrap_scalar
-from mla_var3.cutile_cpu.errors import UnsupportedOperation
 from mla_var3.cutile_cpu.ops import Registers, Step, implements
 
 _SIGN = -(1 << 63)
@@ -190,12 +189,6 @@ def _mode(rounding_mode: Any) -> str:
 def _raw_binary_arith(op: Any, cx: Any) -> Step:
     dtype = cx.dtype(op.lhs)
     if dtype.kind == "int":
-        if op.fn == "floordiv" and not dtype.signed:
-            # It could be computed, but Tile IR's verifier refuses the kernel for every target.
-            raise UnsupportedOperation(
-                f"The cuTile interpreter does not run `//` of {dtype.name}, which tileiras refuses for every GPU, at "
-                f"{cx.where(op)}; convert to a signed type first, or shift."
-            )
         scalar, tile = int_arith(op.fn, dtype)
         return _binary_step(op, cx, scalar, tile, dtype)
     tile = _float_arith(op.fn, _mode(op.rounding_mode), op.flush_to_zero, op.propagate_nan, dtype)

@@ -47,36 +47,6 @@ def test_what_tileiras_refuses_is_refused(name: str) -> None:
         interpret(NAMED[name])
 
 
-@pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
-def test_tileiras_refuses_it_for_every_gpu(gpu: str) -> None:
-    from io import BytesIO
-
-    from cuda.tile import compilation
-
-    def vector() -> Any:
-        return compilation.ArrayConstraint(
-            ct.uint32,
-            1,
-            index_dtype=ct.int32,
-            stride_lower_bound_incl=0,
-            alias_groups=(),
-            may_alias_internally=False,
-            stride_constant=(1,),
-        )
-
-    @ct.kernel
-    def halves(x, out):
-        ct.store(out, (0,), ct.load(x, (0,), (32,)) // ct.full((32,), 2, ct.uint32))
-
-    convention = compilation.CallingConvention.cutile_python_v2()
-    made = compilation.KernelSignature([vector(), vector()], convention)
-    try:
-        with pytest.raises(ct.TileError, match="not allowed with 'unsigned'"):
-            compilation.export_kernel(halves, [made], BytesIO(), gpu_code=gpu, output_format="cubin")
-    except FileNotFoundError:
-        pytest.skip("tileiras is not installed")
-
-
 @pytest.mark.parametrize("name", ["mma-f16", "atomic-add-int32", "gather-scatter", "atomic-tickets", "early-exits"])
 def test_the_order_of_blocks_does_not_matter(name: str) -> None:
     first = interpret(NAMED[name], None)[1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -81,8 +82,6 @@ def test_the_message_names_operation_and_data_type_and_what_to_do(name: str, sai
 
 
 def _needs_the_compiler() -> None:
-    if not ct.__version__.startswith("1.7."):
-        pytest.skip("the table is cuda-tile 1.7's")
     from cuda.tile._compile import _find_compiler_bin
 
     try:
@@ -91,15 +90,17 @@ def _needs_the_compiler() -> None:
         pytest.skip("tileiras is not installed")
 
 
-def test_a_sample_compiled_anew_is_as_the_table_says() -> None:
+@pytest.mark.parametrize("gpu", ["the oldest", "sm_100", "sm_120"])
+def test_a_sample_compiled_anew_is_as_the_table_says(gpu: str) -> None:
     _needs_the_compiler()
-    # One program of every row that no program before it is of, and some that the compiler accepts.
+    # A refused program of every kernel, and some that the compiler accepts.
     refused: dict[str, str] = {}
     for name in REFUSED_PROGRAMS:
         refused.setdefault(name.rpartition("-")[0], name)
     accepted = [n for n in sorted(set(PROBES) - set(REFUSED_PROGRAMS)) if not n.startswith(("gather", "cast"))]
     chosen = [*refused.values(), *random.Random(1).sample(accepted, 30)]
-    verdicts = refusals.ask([PROBES[name] for name in chosen])
+    programs = [PROBES[name] for name in chosen]
+    verdicts = refusals.ask([p if gpu == "the oldest" else replace(p, arch=gpu) for p in programs])
     for name, verdict in verdicts.items():
         late = not verdict.accepted and verdict.uses is not None
         assert late == (name in REFUSED_PROGRAMS), f"{name}: {verdict.said or 'accepted'}"

@@ -295,7 +295,7 @@ def test_compare_prints_tables_that_a_pipe_does_not_cut(results: Path) -> None:
     assert "…" not in done.stdout
     assert "999.0" not in done.stdout, "only the newest record of a kernel and cell"
     assert "geometric mean" in done.stdout
-    assert "0.551" in done.stdout
+    assert "1.816" in done.stdout
 
 
 def test_compare_shows_what_differs_and_marks_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,3 +432,31 @@ def test_doctor_reports_a_compiler_that_ends_its_process(monkeypatch: pytest.Mon
     assert found.state == doctor.MISSING
     assert "cute-dsl cannot compile for sm_90a: libnvvm is missing" in found.text
     assert install("cute") in found.todo
+
+
+def test_compare_begins_with_the_newest_device_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    from mla_var3 import paths
+    from mla_var3.cli.compare import SCREEN
+    from mla_var3.record import load
+
+    newest = max((r for r in load([paths.shipped_results_dir()]).records if r.time_us), key=lambda r: r.at)
+    assert cli.main(["compare"]) == 0
+    out = capsys.readouterr().out
+    assert f"Fastest recorded on {newest.device}" in out and out.count("Fastest recorded on") == 1
+    assert len([line for line in out.splitlines() if " % " in line]) <= SCREEN and len(out.splitlines()) < 40
+    assert "Other devices have records too: mla-var3 compare --device h" in out
+
+
+def test_a_share_of_more_than_a_limit_is_explained() -> None:
+    from mla_var3 import paths
+    from mla_var3.lab.sweep import telling
+    from mla_var3.record import load
+    from mla_var3.workload import problem_from_record
+
+    live = {kernel.label for kernel in registry.all_kernels() if kernel.language != "peer"}
+    records = load([paths.shipped_results_dir() / "h200"]).records
+    shares = [(r, r.of_limit("burst") or 0.0) for r in records if r.time_us and r.kernel.label in live]
+    above, below = (next(r for r, share in shares if low < share < high) for low, high in ((1.0, 2.0), (0.5, 0.9)))
+    for record, explained in ((above, True), (below, False)):
+        table, _ = telling.answer([problem_from_record(record.problem)], [record], None, "x")
+        assert table is not None and (telling.OVER_LIMIT in str(table.caption)) == explained

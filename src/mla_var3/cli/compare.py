@@ -45,10 +45,13 @@ def run(args: argparse.Namespace) -> int:
         records, labels = _records(args)
     from mla_var3.lab.report import tables
 
-    for device in in_order(r.device for r in records):
+    # The device of the newest record first.
+    devices = list(dict.fromkeys(r.device for r in sorted(records, key=lambda r: r.at, reverse=True)))
+    brief = not (args.files or args.device or args.cells or args.kernels or args.all)
+    for device in devices[:1] if brief else devices:
         mine = [r for r in records if r.device == device]
         if not (args.cells or args.kernels or args.all):
-            _fastest(mine, device)
+            _fastest(mine, device, SCREEN if brief else None)
             continue
         live, retired = _apart(mine, args)
         table = tables.comparison(live, f"Recorded on {device}", dated=True)
@@ -60,19 +63,33 @@ def run(args: argparse.Namespace) -> int:
             tables.show(tables.resources(live, _device(device), f"Compiled for {device}"))
         if args.kernels and len(args.kernels) == 2 and set(args.kernels) <= set(labels):
             tables.show(tables.versus(mine, *args.kernels))
+    if brief and len(devices) > 1:
+        print(f"Other devices have records too: mla-var3 compare --device {' or '.join(devices[1:])}")
     return 0
 
 
-def _fastest(records: list[Record], device: str) -> None:
-    """A row a cell."""
+#: Cells that are shown where nobody asked for any: as many as fit on a screen.
+SCREEN = 20
+
+
+def _fastest(records: list[Record], device: str, most: int | None = None) -> None:
+    """A row a cell. most: of these, those that were measured last."""
     from mla_var3.lab.report import tables
     from mla_var3.lab.sweep.telling import answer
     from mla_var3.workload import problem_from_record
 
     cells = list(dict.fromkeys(problem_from_record(r.problem) for r in records))
+    left = 0 if most is None else max(0, len(cells) - most)
+    if left:
+        last = sorted(records, key=lambda r: r.at, reverse=True)
+        newest = set(list(dict.fromkeys(problem_from_record(r.problem) for r in last))[:most])
+        cells = [cell for cell in cells if cell in newest]
+        records = [r for r in records if problem_from_record(r.problem) in newest]
     table, _ = answer(cells, records, _device(device), f"Fastest recorded on {device}")
     if table is not None:
-        said = (str(table.caption or ""), "Every contender of a cell: mla-var3 compare --cells CELL")
+        said = [str(table.caption or ""), "Every contender of a cell: mla-var3 compare --cells CELL"]
+        if left:
+            said.append(f"{left} more cells, measured before these: mla-var3 compare --device {device}")
         table.caption = "\n".join(filter(None, said))
         tables.show(table)
 

@@ -37,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("--force", action="store_true", help="start again where an entry exists")
     new.set_defaults(run=_new)
     check = verbs.add_parser("check", help="compare entries, README.md and docs/ with the records they cite")
-    check.add_argument("paths", nargs="*", type=Path, metavar="FILE", help="these alone; default: all of them")
+    check.add_argument(
+        "paths", nargs="*", metavar="FILE|KERNEL", help="these pages or versions' entries alone; default: all of them"
+    )
     check.set_defaults(run=_check)
     cite = verbs.add_parser("cite", help="print every figure of a record, with its line for a .records file")
     cite.add_argument("ids", nargs="+", metavar="ID", help="one record, or two to compare the first with the second")
@@ -76,9 +78,11 @@ def _new(arguments: argparse.Namespace, root: Path) -> int:
 
 def _check(arguments: argparse.Namespace, root: Path) -> int:
     from mla_var3.lab.devlog.check import check
+    from mla_var3.lab.devlog.entry import path_of_label
 
+    paths = [path_of_label(root, word) or Path(word) for word in arguments.paths]
     with doing("comparing entries and pages with the records they cite"):
-        failures, notes = check(root, arguments.paths)
+        failures, notes = check(root, paths)
     for line in notes:
         print(f"note: {line}")
     for line in failures:

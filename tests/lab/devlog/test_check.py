@@ -440,3 +440,15 @@ def test_source_of_a_version_is_its_registered_path() -> None:
     for kernel in registry.all_kernels():
         assert isinstance(kernel, KernelId)
         assert kernel.path.is_file()
+
+
+def test_check_takes_names_of_versions(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mla_var3.lab.devlog.entry import path_of_label
+
+    folder = repo_root / "devlogs" / "flash_mla"
+    assert path_of_label(repo_root, "cute-dsl/flash_mla_v8") == folder / "cute-dsl-v8.md"
+    assert path_of_label(repo_root, "triton/flash_mla") == folder / "triton-v0.md"
+    assert path_of_label(repo_root, "docs/serving.md") is None and path_of_label(repo_root, "docs/x") is None
+    assert main(["check", "cute-dsl/flash_mla_v8", "triton/flash_mla", "--root", str(repo_root)]) == 0
+    with pytest.raises(UserError, match=r"triton-v77\.md is not a file"):
+        main(["check", "triton/flash_mla_v77", "--root", str(repo_root)])

@@ -91,6 +91,14 @@ def entry_path(root: Path, kernel: KernelId) -> Path:
     return root / "devlogs" / kernel.design / f"{kernel.language}-v{kernel.version}.md"
 
 
+def path_of_label(root: Path, label: str) -> Path | None:
+    """Where the entry of `language/design[_vN]` lies, retired or not; None of anything else."""
+    match = re.fullmatch(r"([\w-]+)/(\w+?)(?:_v(\d+))?", label)
+    if match is None or match[1] not in LANGUAGES:
+        return None
+    return entry_path(root, KernelId(match[1], "", match[2], int(match[3] or 0)))
+
+
 def records_path(path: Path) -> Path:
     """Where the list of an entry's records lies."""
     return path.with_suffix(evidence.SUFFIX)

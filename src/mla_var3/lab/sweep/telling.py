@@ -126,6 +126,8 @@ def answer(
         share = ours.of_limit(state)
         if share is not None and (worst is None or share < (worst.of_limit(state) or 0.0)):
             worst = ours
+        if share is not None and share > 1.0:
+            notes[OVER_LIMIT] = None
         against = "none was timed"
         if found.library is not None:
             against = f"{as_ratio(found.ratio)} times as fast as {spoken.name(found.library)}"
@@ -146,7 +148,8 @@ def answer(
     return table, worst
 
 
-def side_by_side(
+#: Why a share of a limit may be more than all of it.
+OVER_LIMIT = "over 100 %: a limit is what cuBLAS, or a kernel that only reads, reached in the same run, and no bound"def side_by_side(
     cells: Sequence[Problem], records: Sequence[Record], languages: Sequence[str], how: str, wrong: Collection[str] = ()
 ) -> Table | None:
     """A row a cell: the fastest version of each of two languages, and how many times as fast the second is; None where

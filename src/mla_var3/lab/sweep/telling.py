@@ -149,7 +149,10 @@ def answer(
 
 
 #: Why a share of a limit may be more than all of it.
-OVER_LIMIT = "over 100 %: a limit is what cuBLAS, or a kernel that only reads, reached in the same run, and no bound"def side_by_side(
+OVER_LIMIT = "over 100 %: a limit is what cuBLAS, or a kernel that only reads, reached in the same run"
+
+
+def side_by_side(
     cells: Sequence[Problem], records: Sequence[Record], languages: Sequence[str], how: str, wrong: Collection[str] = ()
 ) -> Table | None:
     """A row a cell: the fastest version of each of two languages, and how many times as fast the second is; None where

@@ -71,7 +71,7 @@ def test_refusals_say_why() -> None:
 def test_problems_that_it_does_not_take_say_why() -> None:
     for options, words in (
         ({"s": 64, "d": 64}, "the problem has d = 64, p = 64"),
-        ({"s": 1 << 20}, "strides are 32 bits"),
+        ({"s": 1 << 20}, "offsets are 32 bits"),
     ):
         verdict = FlashAttentionPlan(PrefillProblem(**options)).supported()
         assert not verdict and words in verdict.reason

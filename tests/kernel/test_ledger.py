@@ -68,9 +68,11 @@ def test_a_version_compiles_to_what_its_line_says(kernel: registry.KernelId, rep
     assert Line(**json.loads(done.stdout)) == replace(line, toolchain=toolchain(kernel.language))
 
 
-#: Versions whose records are all of code before their epilogues and merges kept NaN: these ask whether a sum is 0, and
-#: no longer whether it is above 0. Registers, spills and inner loops did not move (version 24: two instructions that
-#: work out addresses). Who measures one again takes it out of here.
+#: Versions whose records from before `NAN_KEPT` are of other code than today's: their epilogues and merges asked
+#: whether a sum is above 0 where they ask now whether it is 0, so that NaN stays. Registers, spills and inner loops did
+#: not move (version 24: two instructions that work out addresses). Ragged has been measured again on an H200; decode's
+#: newest records have kept NaN too, but with a primitive that has changed once more since.
+NAN_KEPT = "2026-11-27T14:00"
 BEFORE_NAN = {"cute-dsl/flash_mla", "cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"}
 
 
@@ -82,7 +84,7 @@ def test_the_dispatcher_rests_on_code_that_is_known() -> None:
         for point in recipe.points
     }
     # cuTile: the Tile IR of the combine has changed since.
-    allowed = {"cutile-dsl/flash_mla": {SAME, OTHER}, **{label: {OTHER} for label in BEFORE_NAN}}
+    allowed = {"cutile-dsl/flash_mla": {SAME, OTHER}, **{label: {SAME, OTHER} for label in BEFORE_NAN}}
     assert {*BEFORE_NAN, "triton/flash_mla"} <= {label for _, label, _ in found}
     for device, label, standing in found:
         assert standing in allowed.get(label, {SAME}), (device, label)
@@ -128,7 +130,8 @@ def test_records_of_the_newest_versions_timed_the_code_that_is_said() -> None:
         assert record.code
         problem = problem_from_record(record.problem)
         standing = ledger.standing(record.kernel.label, problem, record.code["digest"])
-        assert standing == (OTHER if record.kernel.label in BEFORE_NAN else SAME), record.id
+        before = record.kernel.label in BEFORE_NAN and record.at < NAN_KEPT
+        assert standing == (OTHER if before else SAME), record.id
 
 
 # ---------------------------------------------------------------- digests that were added afterwards

@@ -12,7 +12,7 @@ from mla_var3 import paths
 from mla_var3.cli.arguments import doing
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
-from mla_var3.kernel import registry, spoken
+from mla_var3.kernel import registry
 from mla_var3.names import in_order
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record
 
 def _records(args: argparse.Namespace) -> tuple[list[Record], list[str]]:
     """The timed records that were asked for, cells in order, and the names of all contenders there are."""
+    from mla_var3.kernel import spoken
     from mla_var3.lab.report import tables
     from mla_var3.record import ASIDE, load
 

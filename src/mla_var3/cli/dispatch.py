@@ -17,7 +17,6 @@ from mla_var3.dispatch import table as tables
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import check_file, write_whole
 from mla_var3.kernel import ledger, registry
-from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
     from mla_var3.dispatch.table import Table
@@ -88,6 +87,8 @@ def _with_code(choice: selection.Choice, table: Table) -> list[str]:
 
 
 def _build(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    from mla_var3.record import as_ratio
+
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE", help="record files or folders (default: results/)"
     )

@@ -92,7 +92,7 @@ def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_
     consumers = rf"{barrier} 0x5, 0x100"
     assert (count("flash_mla", consumers), count("racecheck", consumers)) == (3, 1)
     assert not count("flash_mla", rf"@!?U?P\d {barrier}.*")
-    assert [count("synccheck", rf"^@!P1 {barrier} {which}, 0x80") for which in ("0x6", "0x7")] == [2, 2]
+    assert [count("synccheck", rf"^@!P\d {barrier} {which}, 0x80") for which in ("0x6", "0x7")] == [2, 2]
     assert (count("hang", consumers), count("hang", rf"{barrier} 0x5, 0x120")) == (1, 2)
 
 

@@ -71,7 +71,7 @@ def test_a_profile_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert first.relative_to(tmp_path).parts[:3] == ("ncu", "triton-flash_mla", "b128_s1_h128_t4096-tile_m32")
     other = replace(wanted, problem=MlaProblem(b=2, t=(70, 4), page=None), tiling={}, tune=True)
     name = folder.params_name(other)
-    assert name.startswith("b2_s1_h128_t70_list-contiguous-") and name.endswith("-tuned")
+    assert name.startswith("b2_s1_h128_t70_list_contiguous-") and name.endswith("-tuned")
     longer = replace(wanted, problem=MlaProblem(b=2, t=(70, 5), page=None), tiling={}, tune=True)
     assert folder.params_name(longer) != name
 

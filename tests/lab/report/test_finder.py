@@ -36,7 +36,9 @@ def test_who_takes_what_is_as_the_versions_say(key: str) -> None:
             answers.add(answer)
     assert {"0", "1"} <= answers
     best = recipes["cute-dsl/flash_mla_v23"].label
-    assert not any("?" in row for row in said[best]), "of what is picked most it is always known"
+    open_ = {(finder.KINDS[i][0], h + 1) for i, row in enumerate(said[best]) for h, c in enumerate(row) if c == "?"}
+    # 4,096 requests of 2,000 query rows have partial results that 32 bits do not count.
+    assert all(s * h >= 2000 for s, h in open_), "of what is picked most it is known but at the far end"
 
 
 def test_predictions_say_how_far_they_were_off() -> None:

@@ -16,9 +16,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.device import Device
 from mla_var3.errors import EXIT_USER_ERROR, UserError
-from mla_var3.kernel.registry import KernelId, get_plan
 from mla_var3.lab.profiling.request import OUT, Request
 from mla_var3.lab.profiling.run import profile
 from mla_var3.toolchain.mistakes import KernelMistake

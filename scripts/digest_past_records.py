@@ -50,8 +50,8 @@ def compile_inside(job: Mapping[str, Any], out: Path) -> None:
     """Compiles a version with the package that is on the path, and writes its code and what tells of its launch."""
     from mla_var3.problem import MlaProblem  # as the packages of these commits have it
 
+    from mla_var3.catalogue import registry
     from mla_var3.device import Device
-    from mla_var3.kernel import registry
 
     kernel, device = registry.KernelId(**job["kernel"]), Device.get(job["device"])
     made: list[dict[str, Any]] = []
@@ -317,7 +317,7 @@ def main() -> int:
 def add_digests(only: Sequence[str], at: str | None, dry_run: bool) -> int:
     """Goes through the record files; prints a line for each record that was compiled, and what came of all."""
     from mla_var3 import paths
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
     from mla_var3.record import Record
     from mla_var3.toolchain.versions import GENERATES, toolchain
     from mla_var3.workload import problem_from_record

@@ -63,8 +63,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from mla_var3.catalogue.libraries import FETCHED  # noqa: E402
 from mla_var3.errors import EXIT_USER_ERROR, UserError, nearest  # noqa: E402
-from mla_var3.kernel.peer.prims.find import FETCHED  # noqa: E402
 
 LOCK = Path(__file__).with_name("peers.lock.json")
 #: What the GPU machine's system may be: tags of wheels that pip is to take.

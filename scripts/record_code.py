@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles what records of live versions timed and writes results/code.json (`mla_var3.kernel.ledger`); needs no GPU.
+"""Compiles what records of live versions timed and writes results/code.json (`catalogue.ledger`); needs no GPU.
 
     scripts/record_code.py                 # every version whose source changed since its lines were written
     scripts/record_code.py --all           # all of them
@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mla_var3 import paths
+from mla_var3.catalogue import ledger, registry
+from mla_var3.catalogue.ledger import Line
 from mla_var3.device import Device
-from mla_var3.kernel import ledger, registry
-from mla_var3.kernel.ledger import Line
 from mla_var3.lab.sweep.plan import knobs, own_knobs
 from mla_var3.record import load
 from mla_var3.toolchain.aot import code_knobs

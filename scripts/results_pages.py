@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mla_var3.catalogue import registry, spoken
 from mla_var3.device import Device
-from mla_var3.kernel import registry, spoken
 from mla_var3.lab.devlog.segments import without_comments
 from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, problem_label, summary
 from mla_var3.lab.devlog.values import STATES
@@ -133,7 +133,7 @@ def recorded(device: str) -> tuple[dict[tuple[str, str], list[Record]], dict[str
 
 @functools.cache
 def records_of(device: str, name: str) -> list[dict[str, Any]]:
-    """What answers the cells of an experiment: in each cell the version that speaks for it (`mla_var3.kernel.spoken`),
+    """What answers the cells of an experiment: in each cell the version that speaks for it (`catalogue.spoken`),
     whichever experiment timed it last, those that took turns with it, and the fastest library."""
     told, file_of = recorded(device)
     chosen = []

@@ -16,7 +16,7 @@ US = 123.0
 
 def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Any]:
     """A record of each contender that takes its problem, as `measure.cell` yields them; a refusal is raised."""
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
     from mla_var3.measure import environment
     from mla_var3.measure.cell import contender_key
     from mla_var3.record import Record, new_id, now
@@ -50,7 +50,7 @@ def planned(sweep: Any) -> None:
 
 def requested(request: Any, detected: Device | None) -> None:
     """In place of `profile.show`."""
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
 
     for kernel in filter(None, (request.kernel, request.baseline)):
         registry.get_plan(kernel)(request.problem, None, Device.get("h200")).require()

@@ -16,7 +16,7 @@ PROGRAM = """
 import json, sys
 
 import mla_var3
-from mla_var3.kernel import registry
+from mla_var3.catalogue import registry
 
 def rooms():
     return {name.split(".")[1] for name in sys.modules if name.startswith("mla_var3.")}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mla_var3 import cli
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
-from mla_var3.kernel import registry
 
 
 @pytest.fixture(scope="module")

@@ -107,9 +107,9 @@ def test_the_lock_pins_every_wheel_by_hash(script: ModuleType) -> None:
 
 
 def test_peers_of_the_script_and_of_the_package_agree(script: ModuleType) -> None:
-    from mla_var3.kernel.peer.prims import find
+    from mla_var3.catalogue import libraries
 
-    assert set(script.SOURCES) == set(find.PEERS)
+    assert set(script.SOURCES) == set(libraries.PEERS)
 
 
 def test_another_python_or_cuda_is_named(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_another_python_or_cuda_is_named(script: ModuleType, capsys: pytest.Capt
 
 
 def test_only_the_objects_are_kept_and_found(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.kernel.peer.prims import find
+    from mla_var3.catalogue import libraries
 
     assert world.fetcher().fetch(["flash_mla_vllm", "fa3_qv"], strict=True) == {"flash_mla_vllm": "", "fa3_qv": ""}
     package = world.folder / "site" / "mla_var3_peers"
@@ -133,7 +133,7 @@ def test_only_the_objects_are_kept_and_found(world: Any, monkeypatch: pytest.Mon
         "sha256": hashlib.sha256(b"one").hexdigest(),
     }
     monkeypatch.syspath_prepend(str(world.folder / "site"))
-    library = find.find("fa3_qv")
+    library = libraries.find("fa3_qv")
     assert library is not None and library.version == "1.0" and library.path.read_bytes() == b"two"
 
 
@@ -157,14 +157,15 @@ def test_the_loader_is_a_fallback(script: ModuleType, world: Any, monkeypatch: p
     done = subprocess.run([sys.executable, "-c", code], cwd=world.folder / "fallback", capture_output=True, check=False)
     assert done.stdout.strip() == b"1", done.stderr
 
-    from mla_var3.kernel.peer.prims import find, flashinfer
+    from mla_var3.catalogue import libraries
+    from mla_var3.kernel.peer.prims import flashinfer
 
     monkeypatch.setattr(sys, "path", [*sys.path, str(world.folder / "site")])
-    monkeypatch.setattr(find, "package_dirs", lambda name: [])
+    monkeypatch.setattr(libraries, "package_dirs", lambda name: [])
     monkeypatch.delitem(sys.modules, "tvm_ffi", raising=False)
     monkeypatch.setattr(flashinfer, "import_module", lambda name: list(sys.path))
     assert flashinfer._tvm_ffi()[-1] == str(world.folder / "fallback")
-    monkeypatch.setattr(find, "package_dirs", lambda name: [world.tmp])
+    monkeypatch.setattr(libraries, "package_dirs", lambda name: [world.tmp])
     monkeypatch.setattr(sys, "path", sys.path[:-1])
     assert str(world.folder / "fallback") not in flashinfer._tvm_ffi()
 
@@ -241,7 +242,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
 
 
 def test_tilelang_comes_with_its_own_packages(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.kernel.peer.prims import find
+    from mla_var3.catalogue import libraries
 
     world.fetcher().fetch(["tilelang_mla"], strict=True)
     home = world.folder / "site/mla_var3_peers/tilelang"
@@ -260,10 +261,10 @@ def test_tilelang_comes_with_its_own_packages(world: Any, monkeypatch: pytest.Mo
     ]
     assert (home / "packages/tvm_ffi/__init__.py").read_text() == "older = 1\n"
     monkeypatch.syspath_prepend(str(world.folder / "site"))
-    library = find.find("tilelang_mla")
+    library = libraries.find("tilelang_mla")
     assert library is not None and library.path.read_text() == "the example" and library.version == "1.0"
     assert library.origin == "examples/deepseek_mla/example_mla_decode_paged.py of tilelang-1.0.tar.gz"
-    assert find.tilelang_packages(library) == home / "packages"
+    assert libraries.tilelang_packages(library) == home / "packages"
 
 
 def test_another_example_of_tilelang(script: ModuleType, world: Any) -> None:
@@ -328,7 +329,7 @@ def _for_this_python(world: Any) -> None:
 
 
 def test_flash_mla_is_built_by_its_own_setup(world: Any, checkout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.kernel.peer.prims import find
+    from mla_var3.catalogue import libraries
 
     _for_this_python(world)
     stale = world.folder / "site/flash_mla/old.py"
@@ -341,7 +342,7 @@ def test_flash_mla_is_built_by_its_own_setup(world: Any, checkout: Any, monkeypa
     assert not stale.exists(), "of an earlier build nothing stays"
     assert not (checkout.folder / "flash_mla/flash_mla_interface.py").exists(), "the checkout is not written to"
     monkeypatch.syspath_prepend(str(world.folder / "site"))
-    library = find.find("flash_mla_lib")
+    library = libraries.find("flash_mla_lib")
     assert library is not None and library.version == "1.0.0+abc" and library.kind == "package"
 
 

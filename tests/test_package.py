@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from mla_var3.catalogue import registry
 from mla_var3.errors import EXTRAS, absent, install
-from mla_var3.kernel import registry
 
 
 def _run(code_or_args: list[str], cwd: Path, pythonpath: Path) -> subprocess.CompletedProcess[str]:
@@ -95,7 +95,9 @@ def test_a_clone_from_the_wheel_is_the_users_own(unpacked: Path, tmp_path: Path)
     assert "made triton/flash_mla_v2" in verb("clone", "triton/flash_mla_v1"), "a copy of what is the user's, too"
     assert "triton/flash_mla_v2" in verb("list", "kernels")
     # Edited: what runs, and what is hashed, is the user's file.
-    hashed = "from mla_var3.kernel import registry as r\nprint(r.source_hash(r.KernelId.parse('triton/flash_mla_v1')))"
+    hashed = (
+        "from mla_var3.catalogue import registry as r\nprint(r.source_hash(r.KernelId.parse('triton/flash_mla_v1')))"
+    )
     first = _run(["-c", hashed], tmp_path, unpacked).stdout
     own.write_text(own.read_text() + "\nraise RuntimeError('this is the copy')\n")
     assert _run(["-c", hashed], tmp_path, unpacked).stdout != first
@@ -214,7 +216,7 @@ def test_the_package_alone_attends(unpacked: Path, tmp_path: Path) -> None:
 import torch
 from mla_var3.device import Device
 from mla_var3.dispatch import pick
-from mla_var3.kernel.registry import KernelId, get_plan, missing
+from mla_var3.catalogue.registry import KernelId, get_plan, missing
 from mla_var3.workload.decode import MlaProblem
 
 problem = MlaProblem(b=2, h=4, t=100)

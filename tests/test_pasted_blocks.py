@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.kernel import registry
+from mla_var3.catalogue import registry
 
 ADD = "Add a version"
 NOT_COPIED = (".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis", "dist", "build", "node_modules")

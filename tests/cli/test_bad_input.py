@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, files, record, workload
+from mla_var3.catalogue import jobs, registry
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
-from mla_var3.kernel import jobs, registry
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.names import in_order
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli
+from mla_var3.catalogue import registry
 from mla_var3.cli import arguments
 from mla_var3.device import Device
 from mla_var3.errors import install
-from mla_var3.kernel import registry
 from mla_var3.lab import doctor
 from mla_var3.lab.report import tables
 from mla_var3.record import Record, RecordStore, new_id

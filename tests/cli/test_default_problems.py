@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, workload
+from mla_var3.catalogue import jobs, registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.cli import arguments
 from mla_var3.cli.check import EXIT_NOT_CHECKED
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import jobs, registry
-from mla_var3.kernel.registry import KernelId
 
 HERE = [k for k in registry.all_kernels() if not registry.missing(k)]
 needs_cute = pytest.mark.skipif(bool(registry.missing("cute-dsl")), reason="no CuTe DSL here")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, paths
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
-from mla_var3.kernel import registry
 from mla_var3.lab.sweep import compile as sweep_compile
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu as sweep_cpu

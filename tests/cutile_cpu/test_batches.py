@@ -13,12 +13,12 @@ import torch
 from cutile_cases import CASES, Case
 
 from mla_var3 import cutile_cpu
+from mla_var3.catalogue import registry
 from mla_var3.cutile_cpu import KernelFault, batch, frontend
 from mla_var3.cutile_cpu.batch import Batches
 from mla_var3.cutile_cpu.dtypes import same_bits
 from mla_var3.cutile_cpu.machine import BlockState
 from mla_var3.cutile_cpu.memory import Memory
-from mla_var3.kernel import registry
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.gemm import GemmProblem
 from mla_var3.workload.mixed import MixedProblem

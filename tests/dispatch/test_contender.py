@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
-from mla_var3.kernel import registry
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.lab.sweep import run as sweep

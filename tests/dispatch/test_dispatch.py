@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, paths
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.cli.arguments import experiment_cells
 from mla_var3.cli.dispatch import from_files
 from mla_var3.device import Device, Requirement
@@ -18,8 +20,6 @@ from mla_var3.dispatch import choose, pick, selection, survey
 from mla_var3.dispatch import model as cost
 from mla_var3.dispatch import table as tables
 from mla_var3.errors import Unsupported, UserError, Verdict
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.entry import entry_path
 from mla_var3.record import Record, load
 from mla_var3.runtime.plan import KernelPlan

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.check.judge import compare
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import get, problem_from_record
 from mla_var3.workload.sparse_decode import input_names
 

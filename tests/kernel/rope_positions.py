@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
-from mla_var3.kernel import registry
 from mla_var3.packed_cache import E4M3_NAN
 from mla_var3.workload import packed_append, rope
 from mla_var3.workload.packed_append import PackedAppendProblem

@@ -14,10 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.gemm import CASES, GemmProblem, make_inputs
 
@@ -154,7 +154,7 @@ def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
     """In a process of its own: the interpreter is chosen when a kernel is decorated."""
     plan_type("triton/absorb_gemm")
     code = (
-        "from mla_var3.check.judge import check\nfrom mla_var3.kernel import registry\n"
+        "from mla_var3.check.judge import check\nfrom mla_var3.catalogue import registry\n"
         "from mla_var3.workload.gemm import GemmProblem\n"
         "plan = registry.get_plan(registry.KernelId.parse('triton/absorb_gemm'))\n"
         "cases = ['own', 'uneven', 'tokens', 'apart']\n"

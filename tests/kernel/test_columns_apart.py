@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.workload import gemm, merge, norm, packed_append, rope
 
 H200 = Device.get("h200")

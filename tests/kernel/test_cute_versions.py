@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from reading_sass import overwritten_operands
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
-from mla_var3.kernel import registry
 from mla_var3.toolchain.sass import functions
 from mla_var3.workload.decode import MlaProblem
 

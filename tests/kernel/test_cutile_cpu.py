@@ -17,11 +17,11 @@ ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import functools
 
 from mla_var3 import cutile_cpu
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.check.judge import check, compare
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.kernel.cutile.prims.combine import FEW, combine_kernel
-from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import Problem
 from mla_var3.workload.decode import FLASHMLA, PROMISED, MlaProblem
 from mla_var3.workload.gemm import QUICK as QUICK_GEMM

@@ -13,12 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.peer.prims import find
 from mla_var3.workload.merge import MergeProblem
 
 H200 = Device.get("h200")
@@ -96,8 +95,8 @@ def test_right_in_the_interpreter() -> None:
 def test_what_torch_compiles_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled on the CPU."""
     peer = "torch_compile_merge_partials"
-    library = find.Library(peer, "torch", Path(), "1", "an imitation")
-    monkeypatch.setitem(find._LOOK, peer, lambda: library)
+    library = libraries.Library(peer, "torch", Path(), "1", "an imitation")
+    monkeypatch.setitem(libraries._LOOK, peer, lambda: library)
     plan = registry.get_plan(registry.KernelId("peer", "merge", peer))
     monkeypatch.setattr(sys.modules[plan.__module__], "compiled", lambda fn: fn)
     report = check(plan, MergeProblem(parts=3, k=64), device="cpu", seeds=[3])

@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry  # noqa: E402
+from mla_var3.catalogue.registry import KernelId  # noqa: E402
 from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.kernel.layer import LayerTiling  # noqa: E402
-from mla_var3.kernel.registry import KernelId  # noqa: E402
 from mla_var3.kernel.torch.prims.layer import decode_step  # noqa: E402
 from mla_var3.runtime import KernelPipeline, LibraryCall, TorchKernel  # noqa: E402
 from mla_var3.workload import layer  # noqa: E402
@@ -75,15 +75,15 @@ def test_a_tiling_that_names_what_does_not_fit_says_so() -> None:
 def test_a_layer_has_flash_mla_where_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from pathlib import Path
 
-    from mla_var3.kernel.peer.prims import find
+    from mla_var3.catalogue import libraries
 
     plan_type = registry.get_plan(KernelId.parse("peer/flash_mla_layer"))
-    monkeypatch.setattr(find, "_flash_mla_lib", lambda: None)
-    monkeypatch.setattr(find, "_flash_mla_vllm", lambda: None)
+    monkeypatch.setattr(libraries, "_flash_mla_lib", lambda: None)
+    monkeypatch.setattr(libraries, "_flash_mla_vllm", lambda: None)
     assert "needs FlashMLA, which is not here" in plan_type(LayerProblem(), None, H200).supported().reason
-    library = find.Library("flash_mla_vllm", "extension", Path("x.so"), "1", "a test's")
-    monkeypatch.setattr(find, "_flash_mla_vllm", lambda: library)
-    monkeypatch.setitem(find._LOOK, "flash_mla_vllm", lambda: library)
+    library = libraries.Library("flash_mla_vllm", "extension", Path("x.so"), "1", "a test's")
+    monkeypatch.setattr(libraries, "_flash_mla_vllm", lambda: library)
+    monkeypatch.setitem(libraries._LOOK, "flash_mla_vllm", lambda: library)
     plan = plan_type(LayerProblem(), None, H200)
     assert plan.tiling.attention == "peer/flash_mla_vllm"
     if registry.missing("cute-dsl") is None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import layer
 from mla_var3.workload.layer import LayerProblem
 

@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 
 import no_pages
 
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 
 
 @pytest.mark.parametrize("language", ["torch", "triton", "cutile-dsl"])

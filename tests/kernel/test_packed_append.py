@@ -14,11 +14,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.workload.packed_append import PackedAppendProblem, make_inputs, new_outputs
 
 H200 = Device.get("h200")
@@ -76,7 +76,7 @@ def test_torch_is_right_on_a_cpu() -> None:
 INTERPRETED = """
 import json, sys
 from mla_var3.check.judge import check
-from mla_var3.kernel import registry
+from mla_var3.catalogue import registry
 from mla_var3.workload.packed_append import PackedAppendProblem
 plan = registry.get_plan(registry.KernelId.parse("triton/packed_append"))
 for problem in json.loads(sys.argv[1]):

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.check.judge import bounds_of, check, compare  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.toolchain.aot import CompileCache  # noqa: E402
 from mla_var3.workload.decode import WORKLOAD, MlaProblem, make_inputs, reference  # noqa: E402
 

@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.workload.norm import NormProblem, make_inputs
 
 H200 = Device.get("h200")

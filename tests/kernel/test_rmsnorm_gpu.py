@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
-from mla_var3.kernel import registry
 from mla_var3.workload.norm import NormProblem
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 
 from rope_positions import problems, wrong
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
-from mla_var3.kernel import registry
 
 OURS = [k.label for k in registry.all_kernels() if k.layer == "rope" and k.language != "peer"]
 

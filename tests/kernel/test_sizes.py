@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import choose, pick
 from mla_var3.errors import Infeasible, UserError
-from mla_var3.kernel import registry
 from mla_var3.ops.decode import way_for
 from mla_var3.runtime import limits
 from mla_var3.workload import Problem, get

@@ -15,9 +15,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
 from mla_var3.device import Device
-from mla_var3.kernel import registry
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.sparse_decode import CASES, SparseProblem
 
@@ -69,7 +69,7 @@ def test_right_on_a_cpu(label: str, name: str) -> None:
 INTERPRETED = """
 import json, sys
 from mla_var3.check.judge import check
-from mla_var3.kernel import registry
+from mla_var3.catalogue import registry
 from mla_var3.workload.sparse_decode import SparseProblem
 plan = registry.get_plan(registry.KernelId.parse("triton/sparse_mla"))
 for problem, tiling, cases in json.loads(sys.argv[1]):

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
-from mla_var3.kernel import registry
 from mla_var3.workload.sparse_decode import SparseProblem, make_inputs
 
 pytestmark = pytest.mark.gpu

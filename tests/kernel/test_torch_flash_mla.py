@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue.registry import KernelId, get_plan  # noqa: E402
 from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.kernel.registry import KernelId, get_plan  # noqa: E402
 from mla_var3.workload.decode import MlaProblem  # noqa: E402
 from mla_var3.workload.mixed import MixedProblem  # noqa: E402
 

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.device import Device
-from mla_var3.kernel.registry import KernelId, get_plan
 from mla_var3.workload.decode import MlaProblem
 
 # The interpreter is chosen when a kernel is decorated, so a process has it or not.
 INTERPRETED = """
 import json, sys
-from mla_var3.kernel.registry import KernelId, get_plan
+from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.check.judge import check
 plan = get_plan(KernelId.parse("triton/flash_mla"))

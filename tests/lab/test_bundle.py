@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.device import Device
 from mla_var3.errors import UserError, install
-from mla_var3.kernel.registry import KernelId, get_plan
 from mla_var3.lab import bundle
 from mla_var3.toolchain import aot, loader
 from mla_var3.toolchain.bundle import close_bundle, open_bundle
@@ -321,7 +321,7 @@ def test_a_stage_of_another_version_is_kept_as_that_versions_own(tmp_path: Path)
     assert any(entry["problems"] == [problem.label] for entry in entries)
     said = run(
         f"""
-        from mla_var3.kernel.registry import KernelId, get_plan
+        from mla_var3.catalogue.registry import KernelId, get_plan
         from mla_var3.workload.norm import NormProblem
         open_bundle(Path({str(tmp_path / "b")!r}))
         device = Device.get("h200")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import mla_var3
+from mla_var3.catalogue.registry import KernelId, all_kernels
 from mla_var3.errors import UserError
-from mla_var3.kernel.registry import KernelId, all_kernels
 from mla_var3.lab import clone
 from mla_var3.workload.decode import MlaProblem
 
@@ -198,7 +198,7 @@ CHANGES = {
 }
 SOURCES = """
 import json
-from mla_var3.kernel import registry
+from mla_var3.catalogue import registry
 print(json.dumps({kernel.label: registry.source_hash(kernel) for kernel in registry.all_kernels()}))
 """
 

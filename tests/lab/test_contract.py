@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mla_var3 import workload
+from mla_var3.catalogue import registry
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.lab import contract
 
 GOOD = """

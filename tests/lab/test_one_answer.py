@@ -1,4 +1,4 @@
-"""One cell, one answer: every table, page and picture says the same of a cell that `kernel.spoken` says."""
+"""One cell, one answer: every table, page and picture says the same of a cell that `catalogue.spoken` says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, paths
+from mla_var3.catalogue import ledger, spoken
 from mla_var3.device import Device
-from mla_var3.kernel import ledger, spoken
 from mla_var3.lab.report import answers, rows
 from mla_var3.lab.report.gather import Gathered, arrange, cell_name
 from mla_var3.lab.report.legend import kernels
@@ -185,7 +185,7 @@ def test_rows_of_the_readme_answer_so(right: dict[str, spoken.Answer], repo_root
 
 
 def test_diagnose_takes_the_record_that_speaks(right: dict[str, spoken.Answer], records: list[Record]) -> None:
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.lab.diagnosis import evidence
 
     ours = right[CELL].ours

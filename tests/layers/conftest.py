@@ -34,8 +34,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Functions of `mla_var3.ops` compute on the CPU, each by its torch version; the engine that they use."""
     from ops_fakes import CpuEngine
 
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.dispatch import Choice
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.ops import decode, layer
 
     found = CpuEngine()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from mla_var3 import paths
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel.registry import KernelId
 from mla_var3.measure.cell import BenchSettings, Contender, contender_key, measure_cell, measure_cells
 from mla_var3.record import Record, RecordStore, finished_keys, load
 from mla_var3.workload.decode import MlaProblem

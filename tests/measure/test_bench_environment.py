@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mla_var3.kernel.registry import KernelId
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.measure import environment
 from mla_var3.measure.environment import Sensors, by_quantity, describe, git_state, source_hash
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.measure import timing
 from mla_var3.measure.calibrate import measure_all
 from mla_var3.measure.cell import BenchSettings, Contender, measure_cell

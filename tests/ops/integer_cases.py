@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel import registry
+from mla_var3.catalogue import registry
 from mla_var3.workload import packed_append, rope, sparse_decode
 from mla_var3.workload.decode import MlaProblem, fifth_input, make_inputs, mla_decode_reference
 from mla_var3.workload.packed_append import PackedAppendProblem

@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "layers"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernel"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.cli.arguments import experiment_cells
 from mla_var3.device import Device
 from mla_var3.dispatch import choose, pick
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab import bundle
 from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem

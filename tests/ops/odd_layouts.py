@@ -178,7 +178,7 @@ def wrong(call: str, kernel: str | None, on: Any, device: str = "cpu") -> Iterat
 
 def kernels(language: str) -> dict[str, str]:
     """The version of a language that takes each call, of those that are there."""
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
 
     here = {k.label for k in registry.all_kernels()}
     return {call: label for call, (*_, design) in CALLS.items() if (label := f"{language}/{design}") in here}

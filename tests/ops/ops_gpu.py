@@ -34,7 +34,7 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
     One class takes one core about 5 s; without this, a test would wait for each in turn. Where the compiler is missing
     the kernels must be in an open bundle, and nothing is done.
     """
-    from mla_var3.kernel.jobs import CompileJob, compile_all
+    from mla_var3.catalogue.jobs import CompileJob, compile_all
     from mla_var3.toolchain import loader
     from mla_var3.toolchain.aot import code_knobs
 

@@ -38,9 +38,9 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
     """(name, problem, function of GPU inputs that returns what `ways` does)."""
     from ops_gpu import decode
 
+    from mla_var3.catalogue import registry
     from mla_var3.cli.arguments import experiment_cells
     from mla_var3.device import Device
-    from mla_var3.kernel import registry
     from mla_var3.lab.sweep.plan import select_kernels
 
     device = Device.detect()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.errors import Unsupported, UserError
-from mla_var3.kernel import registry
 from mla_var3.ops import fixed
 from mla_var3.ops.decode import way_for
 from mla_var3.ops.fixed import fixed_choice

@@ -19,7 +19,7 @@ import integer_cases as cases  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from ops_fakes import CpuEngine  # noqa: E402
 
-from mla_var3.kernel import registry  # noqa: E402
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.ops import (  # noqa: E402
     context_parallel,
     decode,

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 import integer_cases as cases  # noqa: E402
 
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import Unsupported  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import mla_decode, packed_mla_decode, sparse_mla_decode  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 from ops_fakes import CpuEngine  # noqa: E402
 
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import DecodeSchedule, mla_decode  # noqa: E402
 from mla_var3.ops import decode as decode_module  # noqa: E402
 from mla_var3.ops import engine as engine_module  # noqa: E402

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from odd_layouts import CALLS, kernels, wrong  # noqa: E402
 from ops_fakes import CpuEngine  # noqa: E402
 
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import absorb_gemm, rmsnorm  # noqa: E402
 
 LANGUAGES = ("torch", "cutile-dsl", "triton", "cute-dsl")

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 import ops_gpu  # noqa: E402
 
+from mla_var3.catalogue import registry  # noqa: E402
+from mla_var3.catalogue.registry import KernelId  # noqa: E402
 from mla_var3.check.judge import check, compare  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
-from mla_var3.kernel.registry import KernelId  # noqa: E402
 from mla_var3.ops import flash_mla, merge_partials, mla_decode, packed_mla_decode, sparse_mla_decode  # noqa: E402
 from mla_var3.workload import decode, sparse_decode  # noqa: E402
 from mla_var3.workload.decode import PROMISED, MlaProblem  # noqa: E402

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.dispatch.table import NOT_SERVED
 from mla_var3.errors import Unsupported
-from mla_var3.kernel import registry
 from mla_var3.workload.decode import MlaProblem
 
 Cell = tuple[dict[str, Any], str]

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import mla_decode, sparse_mla_decode  # noqa: E402
 from mla_var3.workload.decode import mla_decode_reference  # noqa: E402
 

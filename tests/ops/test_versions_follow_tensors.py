@@ -16,9 +16,9 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 from ops_fakes import CpuEngine  # noqa: E402
 
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device, Requirement  # noqa: E402
-from mla_var3.kernel import registry  # noqa: E402
 from mla_var3.ops.engine import follows_tensors  # noqa: E402
 from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TorchKernel, Verdict  # noqa: E402
 from mla_var3.runtime.scaling import SMALLEST, SignedQueries, any_scale, sign_of  # noqa: E402

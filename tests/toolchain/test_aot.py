@@ -144,7 +144,7 @@ def test_the_compiler_s_variables_count_and_its_logging_does_not(
 
 def test_this_version_s_source_decides(made: Any, tmp_path: Path) -> None:
     """A registered version is known by the hash of its files and lib."""
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
 
     kernel = registry.find("flash_mla", 0, "triton")[0]
     compiler = Compiler(made)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue.jobs import CompileJob, compile_all
 from mla_var3.errors import UserError
-from mla_var3.kernel.jobs import CompileJob, compile_all
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
 from mla_var3.toolchain.pool import compile_many
 

@@ -87,8 +87,8 @@ def test_it_survives_a_record_and_an_entry_of_the_cache(kernels: Any, base: Code
 
 def test_triton_and_cutile_have_one_too() -> None:
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    from mla_var3.catalogue.registry import KernelId, get_plan
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId, get_plan
     from mla_var3.workload.decode import MlaProblem
 
     for label in ("triton/flash_mla", "cutile-dsl/flash_mla"):
@@ -107,7 +107,7 @@ def test_triton_and_cutile_have_one_too() -> None:
 
 CUTILE = """
 from mla_var3.device import Device
-from mla_var3.kernel.registry import KernelId, get_plan
+from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.workload.decode import MlaProblem
 plan = get_plan(KernelId.parse("cutile-dsl/flash_mla"))(MlaProblem(b=128, h=128), None, Device.get("h200"))
 print(plan.plan_empty().compile(None, Device.get("h200")).code.digest)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.workload.merge import CASES, DISTRIBUTIONS, MergeProblem, make_inputs, rebound, reference
 
 PROBLEM = MergeProblem(parts=3, tokens=5, h=2, k=32)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mla_var3.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.runtime.types import Tiling
     from mla_var3.workload import Workload
 
@@ -166,7 +166,7 @@ def workload_of(kernels: Sequence[KernelId]) -> Workload:
 
 def by_workload(kernels: Sequence[KernelId]) -> dict[str, list[KernelId]]:
     """The versions whose language is installed, by the name of what they compute, in the order given."""
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
 
     found: dict[str, list[KernelId]] = {}
     for kernel in kernels:
@@ -233,7 +233,7 @@ def tiling_of(plan_type: Any, problem: Any, device: Device | None, asked: dict[s
 
 def usable(patterns: list[str]) -> list[KernelId]:
     """The versions that patterns name and whose language is installed; the others are reported."""
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
     from mla_var3.lab.sweep.plan import select_kernels
 
     found = []

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import registry
 from mla_var3.cli.arguments import (
     add_kernels,
     add_problem,
@@ -23,12 +24,11 @@ from mla_var3.cli.arguments import (
 from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.device import Device
 from mla_var3.errors import EXIT_USER_ERROR, Unsupported, UserError
-from mla_var3.kernel import registry
 from mla_var3.toolchain import mistakes
 from mla_var3.workload import DEFAULT
 
 if TYPE_CHECKING:
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.workload.decode import MlaProblem
 
 HELP = "is a kernel right? on the GPU, or on the CPU where its language runs there"

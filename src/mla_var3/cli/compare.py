@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
+from mla_var3.catalogue import registry
 from mla_var3.cli.arguments import doing
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
-from mla_var3.kernel import registry
 from mla_var3.names import in_order
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tables of measured records, the one that speaks for each kernel and cell (`kernel.spoken`)."""
+    """Tables of measured records, the one that speaks for each kernel and cell (`catalogue.spoken`)."""
     with doing("reading records"):
         records, labels = _records(args)
     from mla_var3.lab.report import tables
@@ -108,7 +108,7 @@ def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record
 
 def _records(args: argparse.Namespace) -> tuple[list[Record], list[str]]:
     """The timed records that were asked for, cells in order, and the names of all contenders there are."""
-    from mla_var3.kernel import spoken
+    from mla_var3.catalogue import spoken
     from mla_var3.lab.report import tables
     from mla_var3.record import ASIDE, load
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from mla_var3.catalogue import registry
 from mla_var3.cli.arguments import (
     add_kernels,
     add_problem,
@@ -22,7 +23,6 @@ from mla_var3.cli.arguments import (
 from mla_var3.device import Device
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import check_folder
-from mla_var3.kernel import registry
 from mla_var3.names import kernel_label
 
 HELP = "registers, shared memory, spills and instructions for a device, without a GPU"
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Resources of kernels for a device; 1 when one does not compile."""
-    from mla_var3.kernel.jobs import CompileJob, compile_all
+    from mla_var3.catalogue.jobs import CompileJob, compile_all
     from mla_var3.lab.report import tables
     from mla_var3.toolchain.artefacts import KINDS
 

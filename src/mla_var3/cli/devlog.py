@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _new(arguments: argparse.Namespace, root: Path) -> int:
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.lab.devlog.new import new
 
     with doing("reading records"):

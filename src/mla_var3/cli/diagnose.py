@@ -65,7 +65,7 @@ def evidence_of(args: argparse.Namespace) -> Evidence:
         _no_problem(args, "the folder of a profile")
         return found.of_profile(path)
     if "/" in what and not re.match(r"\.{0,2}/|.*/.*/", what):
-        from mla_var3.kernel.registry import KernelId
+        from mla_var3.catalogue.registry import KernelId
 
         device = args.device or _here()
         from mla_var3.device import Device

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison and writes it to diff.md; 0. Raises `UserError`."""
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.lab.diagnosis.compare import differing, folded, legend, render, side_by_side
     from mla_var3.lab.diagnosis.evidence import load_records
     from mla_var3.lab.diagnosis.versions import both

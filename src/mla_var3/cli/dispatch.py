@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
+from mla_var3.catalogue import ledger, registry
 from mla_var3.cli.arguments import Parser, add_problem, doing, problem_of
 from mla_var3.device import Device
 from mla_var3.dispatch import selection
 from mla_var3.dispatch import table as tables
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import check_file, write_whole
-from mla_var3.kernel import ledger, registry
 
 if TYPE_CHECKING:
     from mla_var3.dispatch.table import Table

@@ -37,8 +37,8 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _list_kernels(folded: bool) -> list[str]:
     """Versions that are here, each with what it is, and in a line those that are not. folded: how to get what is not
     installed is left to `list kernels`."""
-    from mla_var3.kernel.registry import all_kernels, missing, standings
-    from mla_var3.kernel.retired import retired
+    from mla_var3.catalogue.registry import all_kernels, missing, standings
+    from mla_var3.catalogue.retired import retired
 
     why = {kernel: missing(kernel) for kernel in all_kernels()}
     standing = standings()

@@ -21,7 +21,7 @@ from mla_var3.lab.profiling import MODES
 from mla_var3.lab.profiling.request import OUT, TIMEOUT_S, Request, baseline_of
 
 if TYPE_CHECKING:
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.workload import Problem
 
 HELP = "why is a kernel as fast as it is? roofline, counters, source lines, time axis"
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         if baseline is not None and args.baseline is None and not _takes(baseline, problem):
             baseline, problem = None, problem_for(args, [kernel])  # nobody asked for it
         if asked:
-            from mla_var3.kernel.registry import get_plan
+            from mla_var3.catalogue.registry import get_plan
 
             tiling_of(get_plan(kernel), problem, target, asked)
         request = Request(
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _takes(kernel: KernelId, problem: Problem) -> bool:
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
 
     return not registry.missing(kernel) and bool(registry.get_plan(kernel).requires.accepts(problem))
 

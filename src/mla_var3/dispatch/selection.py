@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import registry
 from mla_var3.dispatch import model
 from mla_var3.dispatch import table as tables
 from mla_var3.errors import Unsupported, UserError, Verdict
-from mla_var3.kernel import registry
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain import mistakes
 from mla_var3.workload.decode import MlaProblem, of_class
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
     from mla_var3.dispatch.table import DeviceTable, Recipe, Table
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.workload import Problem
 

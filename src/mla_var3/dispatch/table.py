@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.dispatch import model
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import DEFAULT, problem_from_record
 from mla_var3.workload.decode import MlaProblem
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError, Verdict
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.runtime import KernelPipeline, LibraryCall, Tiling
 from mla_var3.runtime.base import BaseKernel, Outputs
 from mla_var3.workload import layer

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import __version__
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain import aot, loader, without_compiler
 from mla_var3.toolchain.bundle import Bundle

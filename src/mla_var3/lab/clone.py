@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from mla_var3 import paths
+from mla_var3.catalogue.registry import KernelId, all_kernels
 from mla_var3.errors import EXIT_USER_ERROR, UserError
-from mla_var3.kernel.registry import KernelId, all_kernels
 
 
 @dataclass(frozen=True)

@@ -120,9 +120,9 @@ def of_design(
     """
     import torch
 
+    from mla_var3.catalogue import registry
     from mla_var3.check.judge import check
     from mla_var3.device import Device
-    from mla_var3.kernel import registry
     from mla_var3.lab.sweep.cpu import use_interpreter
     from mla_var3.lab.sweep.plan import problem_for
 

@@ -192,7 +192,7 @@ def _driver(smi: str) -> Finding:
 # ---------------------------------------------------------------- compilers
 def _compilers(device: Device) -> Iterator[Finding]:
     """A trial compilation in every language, all at once, each in a process of its own."""
-    from mla_var3.kernel.registry import missing
+    from mla_var3.catalogue.registry import missing
     from mla_var3.lab.doctor_probe import PROBES
 
     env = {
@@ -238,13 +238,13 @@ def _probed(language: str, process: subprocess.Popen[str], device: Device) -> Fi
 
 
 def _reinstall(language: str) -> str:
-    from mla_var3.kernel.registry import LANGUAGES
+    from mla_var3.catalogue.registry import LANGUAGES
 
     return f"reinstall it with the pins: {LANGUAGES[language].how}"
 
 
 def _on_cpu() -> Iterator[Finding]:
-    from mla_var3.kernel.registry import LANGUAGES, cannot_run_on_cpu, missing
+    from mla_var3.catalogue.registry import LANGUAGES, cannot_run_on_cpu, missing
 
     for language, known in LANGUAGES.items():
         if language == "peer" or missing(language) is not None:
@@ -256,7 +256,7 @@ def _on_cpu() -> Iterator[Finding]:
 
 def _peers() -> Iterator[Finding]:
     """Other people's kernels to compare with: optional, each found by itself."""
-    from mla_var3.kernel.registry import all_kernels, missing
+    from mla_var3.catalogue.registry import all_kernels, missing
 
     for kernel in all_kernels():
         if kernel.language == "peer" and missing("peer") is None:

@@ -29,8 +29,8 @@ from mla_var3.measure.worker import KEPT
 from mla_var3.record import DEFAULT, TUNED, Record, new_id, now, record_key
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.workload import Problem
 
 __all__ = ["BenchSettings", "Contender", "contender_key", "measure_cell", "measure_cells"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3 import paths
 
 if TYPE_CHECKING:
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
 
 #: Packages whose version a record names, beside those that generate code.
 MORE_PACKAGES = ("mla-var3", "torch", "apache-tvm-ffi", "flash-mla", "flashinfer-python")
@@ -30,7 +30,7 @@ _QUERY = {
 def describe(gpu: bool = False) -> dict[str, Any]:
     """Python, platform, packages, the libraries behind peers; with `gpu`, also the current GPU's name, `chip`, driver,
     power limit and CUDA."""
-    from mla_var3.kernel.registry import library_versions
+    from mla_var3.catalogue.registry import library_versions
     from mla_var3.toolchain import aot
     from mla_var3.toolchain.versions import GENERATES, installed
 
@@ -215,7 +215,7 @@ def git_state(package: Path | None = None) -> tuple[str | None, bool | None]:
 def source_hash(kernel: KernelId, plan: str | None = None) -> str:
     """Hash of the version's files and its lib; for a plan given as "module:Class", of the module's file."""
     if plan is None:
-        from mla_var3.kernel import registry
+        from mla_var3.catalogue import registry
 
         return registry.source_hash(kernel)
     with contextlib.suppress(ImportError, ValueError, OSError):

@@ -33,8 +33,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import registry
 from mla_var3.errors import Infeasible, Unsupported, UserError
-from mla_var3.kernel import registry
 from mla_var3.measure import environment, timing
 from mla_var3.measure.calibrate import LimitItems
 from mla_var3.measure.cuda_backend import make_backend

@@ -76,7 +76,7 @@ def call_of(way: Way, problem: MlaProblem, device: Device) -> Call:
 
     kernel = way.key[0]
     if kernel.language != LANGUAGE:
-        from mla_var3.kernel import registry
+        from mla_var3.catalogue import registry
 
         why = registry.missing(LANGUAGE) or f"no {LANGUAGE} version takes {problem.label} on {device.key}."
         raise Unsupported(f"{kernel.label} is picked, and only {LANGUAGE} versions can be called so: {why}")

@@ -135,8 +135,8 @@ def _pick(problem: MlaProblem, device: Device) -> Choice:
 
 def named(label: str) -> Choice:
     """The choice of a version that the caller names, with its default knobs."""
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.dispatch import Choice
-    from mla_var3.kernel.registry import KernelId
 
     if not isinstance(label, str):
         raise UserError(f"kernel is a {type(label).__name__}: pass a version's name, as cute-dsl/flash_mla_v23.")

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.peer.prims import find, flashinfer, kernel
+from mla_var3.kernel.peer.prims import flashinfer, kernel
 from mla_var3.workload import sparse_decode
 from mla_var3.workload.decode import PROMISED, MlaProblem, make_inputs, mla_decode_reference
 from mla_var3.workload.sparse_decode import SparseProblem
@@ -171,7 +171,7 @@ def test_flash_mla_installed(new_interface: bool, tmp_path: Path, monkeypatch: p
     assert registry.missing(registry.KernelId("peer", "mla", "flash_mla_lib")) is None
     monkeypatch.setitem(sys.modules, "flash_mla", fake)
     monkeypatch.setattr(
-        "mla_var3.kernel.peer.prims.find.package_dirs", lambda name: [tmp_path / name] if name == "flash_mla" else []
+        "mla_var3.catalogue.libraries.package_dirs", lambda name: [tmp_path / name] if name == "flash_mla" else []
     )
     _passes_the_check("flash_mla_lib")
     assert made
@@ -267,8 +267,8 @@ class _SparseLibrary:
 @pytest.fixture
 def sparse_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _SparseLibrary:
     made = _SparseLibrary()
-    library = find.Library("flash_mla_sparse", "package", tmp_path, "1", "an imitation")
-    monkeypatch.setitem(find._LOOK, "flash_mla_sparse", lambda: library)
+    library = libraries.Library("flash_mla_sparse", "package", tmp_path, "1", "an imitation")
+    monkeypatch.setitem(libraries._LOOK, "flash_mla_sparse", lambda: library)
     monkeypatch.setitem(sys.modules, "flash_mla", made)  # type: ignore[arg-type]
     return made
 
@@ -403,7 +403,7 @@ def test_flashinfer(
         return
     (tmp_path / "flashinfer" / "mla").mkdir(parents=True)
     monkeypatch.setattr(
-        "mla_var3.kernel.peer.prims.find.package_dirs", lambda name: [tmp_path / name] if name == "flashinfer" else []
+        "mla_var3.catalogue.libraries.package_dirs", lambda name: [tmp_path / name] if name == "flashinfer" else []
     )
     fake = types.ModuleType("flashinfer.mla")
     fake.BatchMLAPagedAttentionWrapper = Wrapper  # type: ignore[attr-defined]
@@ -466,7 +466,7 @@ def tilelang(fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> I
 
 def test_tilelang(tilelang: Callable[..., Path]) -> None:
     path = tilelang()
-    library = find.find("tilelang_mla")
+    library = libraries.find("tilelang_mla")
     assert library is not None and (library.path, library.version, library.origin) == (path, "0.1.14", "its archive")
     _passes_the_check("tilelang_mla", MlaProblem(b=3, t=150, h=16, dtype="fp16"))
     made = sys.modules["mla_var3_peers_tilelang_example"].made

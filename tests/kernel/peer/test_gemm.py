@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
-from mla_var3.kernel import registry
-from mla_var3.kernel.peer.prims import find
 from mla_var3.workload.gemm import GemmProblem
 
 
 @pytest.mark.parametrize("side", ["q", "out"])
 def test_the_result_goes_into_place(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = find.Library("cublas_bmm", "torch", Path(), "1", "an imitation")
-    monkeypatch.setitem(find._LOOK, "cublas_bmm", lambda: library)
+    library = libraries.Library("cublas_bmm", "torch", Path(), "1", "an imitation")
+    monkeypatch.setitem(libraries._LOOK, "cublas_bmm", lambda: library)
     plan_type = registry.get_plan(registry.KernelId("peer", "gemm", "cublas_bmm"))
     problem = GemmProblem(side=side, tokens=3, h=2)
     report = check(plan_type, problem, device="cpu", cases=["own", "uneven", "apart", "in_place"], seeds=[3])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
-from mla_var3.kernel import registry
-from mla_var3.kernel.peer.prims import find, torch_compile
+from mla_var3.kernel.peer.prims import torch_compile
 from mla_var3.workload.norm import NormProblem, normalised
 
 PROBLEMS = [
@@ -41,8 +41,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "quack.rmsnorm", SimpleNamespace(rmsnorm_fwd=quack))
     monkeypatch.setitem(sys.modules, "flashinfer.norm", SimpleNamespace(rmsnorm=flashinfer))
     for peer in ("quack_rmsnorm", "flashinfer_rmsnorm", "torch_compile_rmsnorm"):
-        library = find.Library(peer, "package", Path(), "1", "an imitation")
-        monkeypatch.setitem(find._LOOK, peer, lambda library=library: library)
+        library = libraries.Library(peer, "package", Path(), "1", "an imitation")
+        monkeypatch.setitem(libraries._LOOK, peer, lambda library=library: library)
         module = registry.get_plan(registry.KernelId("peer", "norm", peer)).__module__
         if hasattr(sys.modules[module], "compiled"):
             monkeypatch.setattr(sys.modules[module], "compiled", compiled)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
-from mla_var3.kernel import registry
-from mla_var3.kernel.peer.prims import find
 from mla_var3.workload.rope import RopeProblem, rotated
 
 PEER = "torch_compile_rope_append"
@@ -20,8 +19,8 @@ PEER = "torch_compile_rope_append"
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_what_is_compiled_is_right(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = find.Library(PEER, "torch", Path(), "1", "an imitation")
-    monkeypatch.setitem(find._LOOK, PEER, lambda: library)
+    library = libraries.Library(PEER, "torch", Path(), "1", "an imitation")
+    monkeypatch.setitem(libraries._LOOK, PEER, lambda: library)
     plan_type = registry.get_plan(registry.KernelId("peer", "rope", PEER))
     monkeypatch.setattr(sys.modules[plan_type.__module__], "compiled", lambda fn: fn)
     problem = RopeProblem(tokens=5, h=3, positions=512, interleaved=interleaved)
@@ -52,8 +51,8 @@ def append(
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_the_calls_of_flashinfer_are_right(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "flashinfer_rope_append"
-    library = find.Library(name, "package", Path(), "1", "an imitation")
-    monkeypatch.setitem(find._LOOK, name, lambda: library)
+    library = libraries.Library(name, "package", Path(), "1", "an imitation")
+    monkeypatch.setitem(libraries._LOOK, name, lambda: library)
     monkeypatch.setitem(sys.modules, "flashinfer.rope", SimpleNamespace(_apply_rope_pos_ids_cos_sin_cache=rotate))
     monkeypatch.setitem(sys.modules, "flashinfer.page", SimpleNamespace(append_paged_mla_kv_cache=append))
     plan_type = registry.get_plan(registry.KernelId("peer", "rope", name))

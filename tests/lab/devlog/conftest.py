@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mla_var3.kernel import ledger, registry
-from mla_var3.kernel.registry import KernelId
+from mla_var3.catalogue import ledger, registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.workload.decode import MlaProblem
 
 RecordOf = Callable[..., dict[str, Any]]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mla_var3.catalogue import ledger, registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.cli.devlog import main
 from mla_var3.errors import UserError
-from mla_var3.kernel import ledger, registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.check import check, find_root
 from mla_var3.toolchain.digest import Code, KernelCode
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.cli.devlog import main
 from mla_var3.errors import Unsupported, UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog.check import check
 from mla_var3.lab.devlog.citations import check_text
 from mla_var3.lab.devlog.evidence import apart, beside, joined, parse

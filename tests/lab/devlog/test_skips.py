@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Requirement
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog import skips
 from mla_var3.lab.devlog.check import check
 from mla_var3.lab.devlog.new import new

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mla_var3.kernel.registry import KernelId
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.profiles import Profile
 from mla_var3.workload.decode import MlaProblem

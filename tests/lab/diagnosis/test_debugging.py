@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, paths
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import debugging, reports, sanitizer, watched
 from mla_var3.workload.decode import MlaProblem
 

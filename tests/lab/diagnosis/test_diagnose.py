@@ -89,7 +89,7 @@ def test_a_kernel_finds_its_profile_and_its_record(capsys: pytest.CaptureFixture
 
 def test_a_baseline_inside_a_profile_is_found(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
 
     (profile,) = profiles.known(KernelId("cute-dsl", "mla", "flash_mla", 0), MlaProblem(b=128), "h200")
     assert profile.label == "cute-dsl/flash_mla" and profile.has_counters and not profile.hot()
@@ -137,7 +137,7 @@ def test_a_record_that_was_refused_says_why() -> None:
 
 def test_a_kernel_that_nobody_ran_is_compiled(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "places", list)
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
 
     d = diagnose(evidences.of_kernel(KernelId.parse("triton/flash_mla"), MlaProblem(b=3, h=16, t=256), "h200", []))
     assert d.kind == "unknown" and d.evidence.resources["registers"] > 0 and d.evidence.instructions["total"] > 0

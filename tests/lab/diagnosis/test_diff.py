@@ -10,8 +10,8 @@ import pytest
 from diagnosis_fakes import WIDE, record
 
 from mla_var3 import cli
-from mla_var3.kernel import jobs
-from mla_var3.kernel.registry import KernelId
+from mla_var3.catalogue import jobs
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.lab.diagnosis import compare, loops
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.versions import Version, records_of

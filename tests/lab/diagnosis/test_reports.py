@@ -173,7 +173,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from mla_var3.device import Device
-from mla_var3.kernel.registry import KernelId, get_plan
+from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.workload.decode import MlaProblem
 h200 = Device.get("h200")
 plan = get_plan(KernelId.parse("cute-dsl/flash_mla"))(MlaProblem(b=2, s=2, h=64, t=200, causal=True), None, h200)

@@ -15,10 +15,10 @@ import profiling_fakes as fakes
 import pytest
 
 from mla_var3 import cli
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError, Verdict
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.profiling import MODES, folder, points, run, target
 from mla_var3.lab.profiling.modes import ncu, spans, timeline, tools
 from mla_var3.lab.profiling.modes.event import Timing

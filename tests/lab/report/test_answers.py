@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.report import answers, rows, sources
 from mla_var3.lab.report.gather import arrange
 from mla_var3.lab.report.legend import kernels
@@ -193,7 +193,7 @@ def test_roofs_are_of_the_runs_and_of_the_data_sheet(make: Any) -> None:
 
 
 def test_codes_fit_a_tile_and_differ(make: Any) -> None:
-    from mla_var3.kernel.registry import all_kernels
+    from mla_var3.catalogue.registry import all_kernels
 
     found = kernels(arrange([make(k.label) for k in all_kernels()]))
     codes = [k.code for k in found.values()]

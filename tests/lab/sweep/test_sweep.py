@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from mla_var3 import cli, paths
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError, Verdict
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu as sweep_cpu
 from mla_var3.lab.sweep import plan as sweep_plan

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu
 from mla_var3.lab.sweep import run as sweep

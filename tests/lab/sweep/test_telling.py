@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mla_var3.kernel import spoken
-from mla_var3.kernel.registry import KernelId
+from mla_var3.catalogue import spoken
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.lab.report import tables
 from mla_var3.lab.sweep import telling
 from mla_var3.record import Record
@@ -58,7 +58,7 @@ def test_a_kernel_that_is_wrong_now_is_no_answer_and_that_is_said() -> None:
 
 
 def test_times_of_two_runs_and_of_other_code_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.kernel import ledger
+    from mla_var3.catalogue import ledger
 
     records = [made(V23, 100.0), made(PEER, 120.0, limit=60.0)]
     text = shown(telling.answer([CELL], records, None, "Fastest")[0])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
-from mla_var3.kernel.registry import KernelId, get_plan
 from mla_var3.runtime import KernelPipeline, KernelPlan, LibraryCall, Tiling
 from mla_var3.workload import norm
 

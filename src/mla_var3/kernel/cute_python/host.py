@@ -13,8 +13,9 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from mla_var3.device import Device
 from mla_var3.errors import UserError, Verdict
-from mla_var3.kernel.cute_python.prims import paged, scheduler
-from mla_var3.kernel.cute_python.prims.partials import Partials
+from mla_var3.kernel.cute_python.prims import paged
+from mla_var3.kernel.cute_python.split_kv import scheduler
+from mla_var3.kernel.cute_python.split_kv.partials import Partials
 from mla_var3.runtime import CuteKernel, limits
 from mla_var3.runtime.plan import require_int32
 

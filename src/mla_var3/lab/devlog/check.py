@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3 import paths
+from mla_var3.catalogue import ledger, registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel import ledger, registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog import evidence, skips
 from mla_var3.lab.devlog.citations import check_text, find_record
 from mla_var3.lab.devlog.entry import check_entry, entry_path, holds, parse, records_path
@@ -158,7 +158,7 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, Any]]) -> list[str]:
-    """The version with counts, where its records did not all time the code that is here, as `mla_var3.kernel.ledger`
+    """The version with counts, where its records did not all time the code that is here, as `mla_var3.catalogue.ledger`
     knows it."""
     found: Counter[str] = Counter()
     named: dict[str, Record] = {}

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from mla_var3.kernel.registry import LANGUAGES, KernelId
+from mla_var3.catalogue.registry import LANGUAGES, KernelId
 from mla_var3.lab.devlog import values
 from mla_var3.lab.devlog.evidence import Cited, Evidence, bind
 from mla_var3.lab.devlog.segments import (

@@ -16,8 +16,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from mla_var3.catalogue.registry import LANGUAGES, KernelId
 from mla_var3.errors import nearest
-from mla_var3.kernel.registry import LANGUAGES, KernelId
 from mla_var3.lab.devlog import evidence
 from mla_var3.lab.devlog.citations import check_text, find_record, has_figure
 from mla_var3.lab.devlog.evidence import Evidence

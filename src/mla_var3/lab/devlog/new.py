@@ -9,9 +9,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.devlog import evidence, skips, tables
 from mla_var3.lab.devlog.check import is_of, load_records, source_name
 from mla_var3.lab.devlog.citations import cite, find_record

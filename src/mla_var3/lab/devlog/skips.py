@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from importlib import util
 from typing import TYPE_CHECKING
 
+from mla_var3.catalogue import registry
 from mla_var3.errors import UserError, nearest
-from mla_var3.kernel import registry
 from mla_var3.lab.devlog.segments import Finding
 from mla_var3.lab.devlog.values import Record
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device, Requirement
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.lab.devlog.entry import Entry
 
 FIELD = "skips"

@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from mla_var3.catalogue import spoken
 from mla_var3.errors import Unsupported
-from mla_var3.kernel import spoken
 from mla_var3.lab.devlog import values
 from mla_var3.lab.devlog.citations import cite
 from mla_var3.lab.devlog.values import Record, Unknown
@@ -86,8 +86,8 @@ def of_records(records: Sequence[Record], columns: Sequence[Column], *, distinct
 
 
 def select(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> list[Record]:
-    """The record that speaks for each contender in each cell (`kernel.spoken`), the fastest of a cell first; cells and
-    kernels are patterns of their labels. records: whoever calls has left out what is not to be compared."""
+    """The record that speaks for each contender in each cell (`catalogue.spoken`), the fastest of a cell first; cells
+    and kernels are patterns of their labels. records: whoever calls has left out what is not to be compared."""
 
     def matches(text: str, patterns: Sequence[str]) -> bool:
         return not patterns or any(fnmatch.fnmatch(text, pattern) for pattern in patterns)

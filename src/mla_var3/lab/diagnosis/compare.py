@@ -189,7 +189,7 @@ def _counters(versions: Sequence[Version]) -> list[str]:
 
 def _older(version: Version) -> str:
     """Where the profiled binary is not the one that was compiled now: other files, or another compiler."""
-    from mla_var3.kernel import registry
+    from mla_var3.catalogue import registry
 
     profile = version.evidence.profile
     if profile is None:

@@ -14,8 +14,8 @@ from mla_var3.files import check_folder
 from mla_var3.lab.diagnosis.sanitizer import TIMEOUT_S, TOOLS
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.runtime.types import Tiling
     from mla_var3.workload import Problem
 
@@ -82,8 +82,8 @@ def keep(args: argparse.Namespace, kernel: KernelId, plan: Any) -> list[Path]:
     wanted = kinds(args.keep)
     if not wanted:
         return []
+    from mla_var3.catalogue.registry import is_compiled
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import is_compiled
 
     if not is_compiled(kernel.language):
         raise UserError(f"{kernel.label} has nothing to keep: it is not compiled here; leave out --keep.")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
+from mla_var3.catalogue import registry, spoken
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry, spoken
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import profiles
 from mla_var3.lab.knowledge import find as knowledge
 from mla_var3.lab.knowledge.triggers import Facts
@@ -228,8 +228,8 @@ def load_records(more: Iterable[Path] = ()) -> list[dict[str, Any]]:
 def record_of(
     records: Iterable[Record], kernel: KernelId, problem: Problem, device: str, tiling: Mapping[str, Any] | None
 ) -> Record | None:
-    """The record that speaks for that version there (`kernel.spoken`); with a tiling, the newest of these knobs, where
-    there is any. None of an experiment that times for something else than speed."""
+    """The record that speaks for that version there (`catalogue.spoken`); with a tiling, the newest of these knobs,
+    where there is any. None of an experiment that times for something else than speed."""
     wanted = problem.to_record()
     cell = [
         record

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3 import paths
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel.registry import KernelId
 from mla_var3.workload import Problem, problem_from_record
 
 #: What makes a folder a profile.

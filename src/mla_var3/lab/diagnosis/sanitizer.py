@@ -17,7 +17,7 @@ from mla_var3.lab.diagnosis import reports
 from mla_var3.lab.diagnosis.reports import Report
 
 if TYPE_CHECKING:
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.workload import Problem
 
 #: Tool -> what it finds.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mla_var3.kernel.retired import where_is
+from mla_var3.catalogue.retired import where_is
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.signs import SIGNS, Sign
 from mla_var3.lab.knowledge.find import Found, find

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.diagnosis import loops
 from mla_var3.lab.diagnosis.evidence import Evidence, Record, load_records, of_kernel
 from mla_var3.lab.diagnosis.profiles import Profile, known
@@ -55,9 +55,9 @@ def both(
 
     Raises `UserError` when one does not take the problem, or a knob exists in neither.
     """
-    from mla_var3.kernel import registry
-    from mla_var3.kernel.jobs import CompileJob, compile_all
-    from mla_var3.kernel.registry import is_compiled
+    from mla_var3.catalogue import registry
+    from mla_var3.catalogue.jobs import CompileJob, compile_all
+    from mla_var3.catalogue.registry import is_compiled
     from mla_var3.lab.sweep.plan import knobs, own_knobs
 
     records = load_records() if records is None else list(records)
@@ -107,7 +107,7 @@ def _version(
         evidence = Evidence(kernel, problem, device.key, tiling)
         evidence.notes.append(f"what is recorded of {kernel.label} is of other knobs, and left out")
     if result is None:
-        from mla_var3.kernel import registry
+        from mla_var3.catalogue import registry
 
         why = registry.missing(kernel) or f"{kernel.label} has no binary to look into."
         return Version(kernel, tiling, evidence, why=why.rstrip("."))

@@ -65,8 +65,8 @@ def pages_of(root: Path) -> list[Path]:
 
 def check(root: Path) -> tuple[list[str], list[Page]]:
     """(what is to mend, each `file:line: message`; the pages that were read)."""
-    from mla_var3.kernel import registry
-    from mla_var3.kernel.retired import retired
+    from mla_var3.catalogue import registry
+    from mla_var3.catalogue.retired import retired
     from mla_var3.lab.devlog.check import load_records
 
     records, failures = load_records(root)

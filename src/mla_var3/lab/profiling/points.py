@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel.registry import KernelId
 from mla_var3.lab.profiling import folder
 from mla_var3.lab.profiling.modes import tools
 from mla_var3.lab.profiling.request import Request, baseline_of

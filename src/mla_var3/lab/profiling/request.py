@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mla_var3.catalogue.registry import KernelId, all_kernels
 from mla_var3.errors import UserError, nearest
-from mla_var3.kernel.registry import KernelId, all_kernels
 from mla_var3.lab.profiling import MODES
 from mla_var3.workload import Problem, problem_from_record
 

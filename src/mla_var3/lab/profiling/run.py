@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import is_compiled
 from mla_var3.errors import EXIT_USER_ERROR, UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import is_compiled
 from mla_var3.lab.profiling import folder as folders
 from mla_var3.lab.profiling.facts import Facts
 from mla_var3.lab.profiling.modes import tools
@@ -21,8 +21,8 @@ from mla_var3.lab.profiling.request import Request
 from mla_var3.lab.profiling.roofline import roofline
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.runtime.plan import KernelPlan
 
 #: Languages without a binary of ours to look into.

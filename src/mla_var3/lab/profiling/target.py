@@ -32,8 +32,8 @@ def plan_of(job: Mapping[str, Any], process: str) -> KernelPlan:
 
     Raises `UserError` where there is no GPU or the version does not take the problem.
     """
+    from mla_var3.catalogue.registry import KernelId, get_plan
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId, get_plan
     from mla_var3.workload import problem_from_record
 
     device = Device.detect()

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mla_var3.catalogue import spoken
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import spoken
 from mla_var3.lab.report.gather import STATES, Point
 from mla_var3.record import geometric_mean
 from mla_var3.workload import DEFAULT, Problem, listed
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Winner:
-    """A cell of the regime map: what it answers (`kernel.spoken.answer`). ours: our fastest version that is still here;
-    where none of them was measured, the fastest retired one. peer: the fastest library. best: the faster of the two.
-    vs_peer: the library's time over ours. tie: the p10..p90 ranges of the two overlap. mixed: they are of two runs.
+    """A cell of the regime map: what it answers (`catalogue.spoken.answer`). ours: our fastest version that is still
+    here; where none of them was measured, the fastest retired one. peer: the fastest library. best: the faster of the
+    two. vs_peer: the library's time over ours. tie: the p10..p90 ranges of the two overlap. mixed: they are of two
+    runs.
 
     next: our second version there, among those that count as ours does. margin: its time over ours, less 1.
     """

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mla_var3 import paths
+from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import model, selection
 from mla_var3.dispatch import table as tables
 from mla_var3.dispatch.table import DeviceTable, Recipe
 from mla_var3.errors import UserError
 from mla_var3.files import read_yaml
-from mla_var3.kernel import registry
 from mla_var3.lab.report.gather import STATES, Gathered, Point
 from mla_var3.workload import DEFAULT, Problem
 from mla_var3.workload.decode import MlaProblem

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
+from mla_var3.catalogue import ledger, spoken
+from mla_var3.catalogue.spoken import DISPATCH, FIXED_SPLIT, PEER
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.kernel import ledger, spoken
-from mla_var3.kernel.spoken import DISPATCH, FIXED_SPLIT, PEER
 from mla_var3.record import ASIDE
 from mla_var3.workload import Problem, problem_from_record
 
@@ -42,8 +42,8 @@ class Point:
 
     cell: a name that no other problem has. name: of the contender: the version, and how it was asked for. kernel: the
     version alone (`fixed_split` is a plan of its own). set: of records that belong together (`set_name`). newest: this
-    record speaks for its contender in this cell (`kernel.spoken`). live: it can still be run from here: a library, or a
-    version that is not retired. today: it timed the code that is here.
+    record speaks for its contender in this cell (`catalogue.spoken`). live: it can still be run from here: a library,
+    or a version that is not retired. today: it timed the code that is here.
     """
 
     record: Record

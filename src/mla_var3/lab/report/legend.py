@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mla_var3.kernel.spoken import PEER
+from mla_var3.catalogue.spoken import PEER
 from mla_var3.lab.report.charts import shade
 from mla_var3.lab.report.gather import Gathered
 

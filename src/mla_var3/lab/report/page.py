@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3 import __version__
+from mla_var3.catalogue.spoken import PEER, RUNS_DIFFER
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
-from mla_var3.kernel.spoken import PEER, RUNS_DIFFER
 from mla_var3.lab.report import answers, charts, finder, legend, sources
 from mla_var3.lab.report import rows as rows_of
 from mla_var3.lab.report.gather import STATES, Gathered, Point, command

@@ -9,9 +9,9 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
 
 _LINE = 78  # characters
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mla_var3.kernel import registry, spoken
+from mla_var3.catalogue import registry, spoken
 from mla_var3.lab.report.gather import cell_name
 from mla_var3.names import by_number
 from mla_var3.record import as_ratio, geometric_mean

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.jobs import CompileJob, run_job
+from mla_var3.catalogue.registry import is_compiled
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
-from mla_var3.kernel.jobs import CompileJob, run_job
-from mla_var3.kernel.registry import is_compiled
 from mla_var3.lab.sweep.plan import Point
 from mla_var3.record import NotStored
 from mla_var3.toolchain import mistakes

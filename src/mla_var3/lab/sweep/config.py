@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mla_var3 import paths, workload
+from mla_var3.catalogue.registry import LANGUAGES
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import read_yaml
-from mla_var3.kernel.registry import LANGUAGES
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.profiling import MODES as PROFILES
 from mla_var3.workload import DEFAULT
@@ -332,7 +332,7 @@ def _prepare_word(word: str, multirun: bool) -> list[str]:
 
 
 def _kernels_word(value: str, choices: list[str]) -> list[str]:
-    from mla_var3.kernel.registry import all_kernels
+    from mla_var3.catalogue.registry import all_kernels
 
     # Versions that are named are meant, whatever the experiment's own choice leaves out.
     plain = ["kernels.newest=false", "kernels.exclude=[]", "kernels.only=[]"]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_var3 import paths, workload
+from mla_var3.catalogue.registry import LANGUAGES, Interpreter, KernelId, cannot_run_on_cpu
 from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.errors import Unsupported, UserError
-from mla_var3.kernel.registry import LANGUAGES, Interpreter, KernelId, cannot_run_on_cpu
 from mla_var3.toolchain import mistakes
 from mla_var3.workload import Problem, problem_from_record
 
@@ -143,8 +143,8 @@ def run_one(kernel: KernelId, problem: Problem, asked: Mapping[str, Any]) -> dic
     `CpuResult` that are not known outside."""
     import time
 
+    from mla_var3.catalogue.registry import get_plan
     from mla_var3.check.judge import check
-    from mla_var3.kernel.registry import get_plan
     from mla_var3.lab.sweep.plan import knobs, own_knobs
 
     began = time.perf_counter()

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import workload
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
+from mla_var3.catalogue.retired import where_is
 from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
-from mla_var3.kernel import registry
-from mla_var3.kernel.registry import KernelId
-from mla_var3.kernel.retired import where_is
 from mla_var3.toolchain import mistakes
 from mla_var3.workload import Problem, Workload
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
+from mla_var3.catalogue import registry, spoken
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder
-from mla_var3.kernel import registry, spoken
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep.launch import Cell, Launcher, launcher_of
@@ -30,8 +30,8 @@ from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expan
 from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, side_by_side, telling_refusals, then
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
-    from mla_var3.kernel.registry import KernelId
     from mla_var3.lab.sweep.config import SweepConfig
     from mla_var3.record import Record
     from mla_var3.workload import Problem

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_var3.catalogue import ledger, registry, spoken
 from mla_var3.files import write_whole
-from mla_var3.kernel import ledger, registry, spoken
 from mla_var3.record import as_ratio, geometric_mean
 from mla_var3.toolchain.pool import milestone
 
@@ -91,7 +91,7 @@ def answer(
     title: str,
     wrong: Collection[str] = (),
 ) -> tuple[Table | None, Record | None]:
-    """A row a cell: what it answers (`kernel.spoken`), the kernel's time, its share of the limit and how it compares
+    """A row a cell: what it answers (`catalogue.spoken`), the kernel's time, its share of the limit and how it compares
     with the fastest library; and the record that is furthest from its limit, for who wants to go on. (None, None) where
     nothing has a time.
 
@@ -236,6 +236,6 @@ def telling_refusals(records: Sequence[Record], ran: set[str]) -> list[Record]:
 
 
 def _missing(record: Record) -> bool:
-    from mla_var3.kernel.registry import KernelId
+    from mla_var3.catalogue.registry import KernelId
 
     return bool(registry.missing(KernelId.from_record(record.kernel.model_dump())))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Device
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import LATENT, ROPE, Attached, load_extension, named_arguments, natural_lse
 
 #: Query rows of one of the library's blocks.

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.errors import Unsupported, UserError
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import (
     LATENT,
     ROPE,
@@ -190,8 +190,8 @@ def _load_module(path: str) -> Any:
 
 def _tvm_ffi() -> Any:
     """TVM-FFI: the installed one, else the one that was fetched beside the object."""
-    if not find.package_dirs("tvm_ffi"):
-        beside = (folder.parents[1] / "fallback" for folder in find.fetched_dirs())
+    if not libraries.package_dirs("tvm_ffi"):
+        beside = (folder.parents[1] / "fallback" for folder in libraries.fetched_dirs())
         sys.path.extend(str(folder) for folder in beside if (folder / "tvm_ffi").is_dir())
     try:
         return import_module("tvm_ffi")

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.errors import UserError, Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.runtime.base import BaseKernel, Outputs
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
@@ -145,12 +145,12 @@ class PeerMixin:
 
     def plan(self, *inputs: Any) -> PeerKernel:
         """Raises `Unsupported` where the library is absent."""
-        library = find.require(self.peer)
+        library = libraries.require(self.peer)
         attached = self.attach(library, *inputs)
         return PeerKernel(self.peer, attached, library, input_tensors=inputs, tiling=NoKnobs(), plan=self)
 
     def plan_empty(self) -> PeerKernel:
-        return PeerKernel(self.peer, None, find.find(self.peer), tiling=NoKnobs(), plan=self)
+        return PeerKernel(self.peer, None, libraries.find(self.peer), tiling=NoKnobs(), plan=self)
 
 
 class PeerDecodePlan(PeerMixin, KernelPlan):
@@ -180,7 +180,7 @@ def takes_decode(peer: str, *, page: int | None = None) -> Callable[[MlaProblem]
             return Verdict.no(f"peer/{peer} takes one latent cache; the problem has h_kv = {problem.h_kv}")
         if page is not None and problem.page_size != page:
             return Verdict.no(f"peer/{peer} takes pages of {page} tokens; the problem has {problem.page_size}")
-        reason = find.absent(peer)
+        reason = libraries.absent(peer)
         return Verdict.yes() if reason is None else Verdict.no(reason)
 
     return verdict

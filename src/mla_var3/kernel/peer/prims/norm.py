@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import libraries
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
 from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.workload import norm
@@ -50,7 +50,7 @@ def takes_norm(peer: str, *, no_residual: str = "") -> Callable[[NormProblem], V
     def verdict(problem: NormProblem) -> Verdict:
         if problem.residual and no_residual:
             return Verdict.no(f"peer/{peer} {no_residual}")
-        reason = find.absent(peer)
+        reason = libraries.absent(peer)
         return Verdict.yes() if reason is None else Verdict.no(reason)
 
     return verdict

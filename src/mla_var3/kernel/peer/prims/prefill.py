@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mla_var3.catalogue import libraries
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
 from mla_var3.kernel.peer.prims.kernel import NoKnobs, PeerMixin
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.workload import prefill
@@ -28,7 +28,7 @@ def is_here(peer: str) -> Callable[[PrefillProblem], Verdict]:
     """A predicate: the library is here."""
 
     def verdict(problem: PrefillProblem) -> Verdict:
-        reason = find.absent(peer)
+        reason = libraries.absent(peer)
         return Verdict.yes() if reason is None else Verdict.no(reason)
 
     return verdict

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import libraries
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
 from mla_var3.kernel.peer.prims.kernel import NoKnobs, PeerMixin
 from mla_var3.packed_cache import Layout, unpack
 from mla_var3.runtime.plan import KernelPlan
@@ -63,7 +63,7 @@ def takes_bf16(peer: str) -> Callable[[SparseProblem], Verdict]:
             return Verdict.no(f"peer/{peer} takes no attention sinks in float32; the problem has sinks")
         if problem.extra:
             return Verdict.no(f"peer/{peer} takes one cache; the problem has an extra one")
-        reason = find.absent(peer)
+        reason = libraries.absent(peer)
         return Verdict.yes() if reason is None else Verdict.no(reason)
 
     return takes

@@ -46,10 +46,11 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import paged, rows, softmax, wgmma
+from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
+from mla_var3.kernel.cute_python.split_kv import rows
 from mla_var3.runtime import CuteKernel, KernelPipeline, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.plan import require_int32
 from mla_var3.runtime.scaling import any_scale

@@ -29,13 +29,14 @@ A panel of a KV tile is one TMA box where pages are multiples of 64 tokens, and 
 are other multiples of 16. Of any other page size the producers gather rows with cp.async, and CTAs load for themselves.
 In pieces all four warps load every half (`load_pieces`). Pages of the cache may lie apart.
 
-Split-KV: `prims.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
+Split-KV: `split_kv.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
 loading the next one, and EVEN copies its query rows while the results leave. A split that is a whole
-request is written to `out`. Of shares the partial results are written, and `prims.combine`, a programmatic dependent,
-merges them. On an even line the workers merge them themselves: two or three splits from registers into registers, while
-the rest of the chip still works (`join`), more of them in shares of the rows, at their end (`combine.merge_share`).
+request is written to `out`. Of shares the partial results are written, and `split_kv.combine`, a programmatic
+dependent, merges them. On an even line the workers merge them themselves: two or three splits from registers into
+registers, while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
+(`combine.merge_share`).
 
-Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
+Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
 
 What to read first: `Consumer.run` is the main loop, and a pass of it is `even_step` or `odd_step`, a pair of KV tiles.
@@ -79,10 +80,8 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
-from mla_var3.kernel.cute_python.prims.partials import Partials, Results
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import (
     named_arrive,
     named_sync,
@@ -92,6 +91,9 @@ from mla_var3.kernel.cute_python.prims.sync import (
     warp_arrive,
 )
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
+from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
@@ -137,7 +139,7 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask. packed:
-    requests differ in their query tokens, and s is those of a block (`prims.rows`). tree: the caller's mask says
+    requests differ in their query tokens, and s is those of a block (`split_kv.rows`). tree: the caller's mask says
     which of the newest s keys a query token sees."""
 
     h: int
@@ -918,7 +920,7 @@ def add_partial(
     registers: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32, thread: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Adds a partial result: it lies as the accumulators do (`prims.partials`)."""
+    """Adds a partial result: it lies as the accumulators do (`split_kv.partials`)."""
     acc_o, row_max, row_sum = registers
     outputs, stats = results.outputs, results.stats
     layout, row = geometry.partials, wgmma.as_rows(acc_o)
@@ -954,8 +956,9 @@ def epilogue(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Divides whole results by their row sums, or scales a partial one (`prims.partials`), and writes this consumer's
-    half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched from L2."""
+    """Divides whole results by their row sums, or scales a partial one (`split_kv.partials`), and writes this
+    consumer's half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched
+    from L2."""
     acc_o, row_max, row_sum = registers
     out, lse, outputs, stats = results
     layout = geometry.partials
@@ -1032,7 +1035,7 @@ def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
-    table: cute.Tensor,  # of `prims.combine`
+    table: cute.Tensor,  # of `split_kv.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
     queries: cutlass.Constexpr,  # `rows.Queries`

@@ -28,12 +28,12 @@ A panel is one TMA box where pages are multiples of 64 tokens, and several of 16
 multiples of 16. Of any other page size four producer warps gather rows with cp.async (`load_rows`), 16 of a panel each.
 Pages of the cache may lie apart.
 
-Split-KV: `prims.scheduler` deals splits to workers from the lengths. Where it deals shares, `prims.combine` merges the
-partial results. On an even line the workers merge them themselves: two or three splits from registers into registers,
-while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
+Split-KV: `split_kv.scheduler` deals splits to workers from the lengths. Where it deals shares, `split_kv.combine`
+merges the partial results. On an even line the workers merge them themselves: two or three splits from registers into
+registers, while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
 (`combine.merge_share`). Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
 
-Where requests differ in their query tokens, `prims.rows` cuts these into blocks, each of which is scheduled as a
+Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
 
 Merges versions 14 and 18, whose splits were cut on the host; their devlogs have what each idea brought.
@@ -55,10 +55,8 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
+from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
-from mla_var3.kernel.cute_python.prims.partials import Partials, Results
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
 from mla_var3.kernel.cute_python.prims.sync import (
     named_any,
     named_arrive,
@@ -69,6 +67,9 @@ from mla_var3.kernel.cute_python.prims.sync import (
     warp_arrive,
 )
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
+from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
@@ -108,7 +109,7 @@ class Barrier(IntEnum):
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask; n: rows
     of the query tile; slots: panels of the ring. packed: requests differ in their query tokens, and s is those of a
-    block (`prims.rows`). tree: the caller's mask says which of the newest s keys a query token sees."""
+    block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query token sees."""
 
     h: int
     h_kv: int
@@ -751,8 +752,9 @@ def epilogue(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Divides whole results by their row sums, or scales a partial one (`prims.partials`), and writes this consumer's
-    half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched from L2."""
+    """Divides whole results by their row sums, or scales a partial one (`split_kv.partials`), and writes this
+    consumer's half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a split is fetched
+    from L2."""
     acc_o, row_max, _ = registers
     out, lse, outputs, stats = results
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
@@ -825,7 +827,7 @@ def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
-    table: cute.Tensor,  # of `prims.combine`
+    table: cute.Tensor,  # of `split_kv.combine`
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
     queries: cutlass.Constexpr,  # `rows.Queries`

@@ -41,11 +41,12 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, partials, rows, scheduler, softmax, wgmma
-from mla_var3.kernel.cute_python.prims.partials import Partials, Results
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.prims import softmax, wgmma
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, raise_flag, take_flag, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
+from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
 from mla_var3.packed_cache import VALUES
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
@@ -735,7 +736,7 @@ def first_maximum(row: Int32, geometry: cutlass.Constexpr) -> Float32:
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """Query token `token` of every request, as `prims.rows` has blocks of them; q, out and lse are those of b · s
+    """Query token `token` of every request, as `split_kv.rows` has blocks of them; q, out and lse are those of b · s
     requests of one token."""
 
     token: Int32
@@ -774,7 +775,7 @@ def add_partial(
     registers: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32, thread: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Adds a partial result: it lies as the accumulators do (`prims.partials`)."""
+    """Adds a partial result: it lies as the accumulators do (`split_kv.partials`)."""
     acc_o, row_max, row_sum = registers
     outputs, stats = results.outputs, results.stats
     layout, row = geometry.partials, wgmma.as_rows(acc_o)
@@ -811,9 +812,9 @@ def epilogue(
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Divides whole results by their row sums, the sink's share among them, or scales a partial one (`prims.partials`),
-    and writes this consumer's half of the rows, 16 bytes a thread. The same code for both consumers: what runs once a
-    split is fetched from L2."""
+    """Divides whole results by their row sums, the sink's share among them, or scales a partial one
+    (`split_kv.partials`), and writes this consumer's half of the rows, 16 bytes a thread. The same code for both
+    consumers: what runs once a split is fetched from L2."""
     acc_o, row_max, row_sum = registers
     out, lse, outputs, stats = results
     layout = geometry.partials
@@ -880,7 +881,7 @@ def consume(
     storage: cutlass.Constexpr,
     results: Results,
     scales: cutlass.Constexpr,  # the sink as in `epilogue`, and log2 e times the softmax's scale
-    table: cute.Tensor,  # of `prims.combine`
+    table: cute.Tensor,  # of `split_kv.combine`
     flags: cute.Tensor,
     lengths: cute.Tensor,
     queries: cutlass.Constexpr,  # `Token`

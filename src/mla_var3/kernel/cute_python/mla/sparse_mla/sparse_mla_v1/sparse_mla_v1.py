@@ -55,9 +55,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims import combine, paged, partials, rows, scheduler, softmax, wgmma
-from mla_var3.kernel.cute_python.prims.partials import Partials, Results
-from mla_var3.kernel.cute_python.prims.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.sync import (
     named_sync,
     raise_flag,
@@ -65,6 +63,9 @@ from mla_var3.kernel.cute_python.prims.sync import (
     warp_arrive,
 )
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
+from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import sparse_decode
@@ -1183,7 +1184,7 @@ class Consumer:
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """Query token `token` of every request, as `prims.rows` has blocks of them; q, out and lse are those of b · s
+    """Query token `token` of every request, as `split_kv.rows` has blocks of them; q, out and lse are those of b · s
     requests of one token."""
 
     token: Int32
@@ -1288,7 +1289,7 @@ def elements_of(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geom
 def word_place(thread: Int32, c: int, panel: int, in_order: Any) -> tuple[Int32, Int32]:
     """(head of the query tile, word of its row) of a thread's two results in column c of a panel of its consumer's:
     neighbouring columns, which are rows a and a + 8 of the MMA, a = lane / 4. in_order: the row has its columns in
-    order, else as `prims.partials` wants them: pairs of four blocks of eight beside each other."""
+    order, else as `split_kv.partials` wants them: pairs of four blocks of eight beside each other."""
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
     a, quad = lane // 4, (me * HALF_PANELS + panel) * 2 + warp // 2
     within = cutlass.select_(in_order, warp % 2 * 8 + a, a % 4 * 4 + warp % 2 * 2 + a // 4)
@@ -1368,8 +1369,8 @@ def weigh_partial(
     acc_o: cutlass.Constexpr, found: cutlass.Constexpr, weights: cute.Pointer, results: Results, slot: Int32,
     tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """What outputs of a share of a request are multiplied with: a power of two (`prims.partials`). And its statistics.
-    weights: as of `weigh_whole`, the first row of a board of the consumer's warps."""
+    """What outputs of a share of a request are multiplied with: a power of two (`split_kv.partials`). And its
+    statistics. weights: as of `weigh_whole`, the first row of a board of the consumer's warps."""
     n, count = geometry.n, geometry.n // 4
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
     magnitudes = cute.make_rmem_tensor(count, Float32)
@@ -1482,7 +1483,7 @@ def consume(
     results: Results,
     sink: cute.Tensor | None,
     factors: cutlass.Constexpr,  # `Factors`
-    table: cute.Tensor,  # of `prims.combine`
+    table: cute.Tensor,  # of `split_kv.combine`
     flags: cute.Tensor,
     lengths: cute.Tensor,
     queries: cutlass.Constexpr,  # `Token`

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.workload import gemm
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_here(problem: GemmProblem) -> Verdict:
-    reason = find.absent("cublas_bmm")
+    reason = libraries.absent("cublas_bmm")
     return Verdict.yes() if reason is None else Verdict.no(reason)
 
 

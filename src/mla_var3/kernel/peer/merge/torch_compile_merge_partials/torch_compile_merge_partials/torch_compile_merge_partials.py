@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin
 from mla_var3.kernel.peer.prims.torch_compile import compiled
 from mla_var3.runtime.plan import KernelPlan
@@ -35,7 +35,7 @@ def merge_partials(partials: Any, lse: Any) -> tuple[Any, Any]:
 
 
 def takes(problem: MergeProblem) -> Verdict:
-    reason = find.absent("torch_compile_merge_partials")
+    reason = libraries.absent("torch_compile_merge_partials")
     return Verdict.yes() if reason is None else Verdict.no(reason)
 
 

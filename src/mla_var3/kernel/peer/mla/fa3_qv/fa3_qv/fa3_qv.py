@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
 from mla_var3.kernel.peer.prims import fa3
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, PeerDecodePlan, takes_decode
 
 

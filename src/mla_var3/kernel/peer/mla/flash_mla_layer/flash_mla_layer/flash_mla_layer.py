@@ -11,22 +11,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue import libraries
 from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
 from mla_var3.kernel.layer import LayerKernel, LayerTiling, compose
-from mla_var3.kernel.peer.prims import find
 from mla_var3.runtime import KernelPlan, Tiling
 from mla_var3.workload import layer
 from mla_var3.workload.layer import LayerProblem
 
 
 def default_tiling() -> LayerTiling:
-    library = find.find("flash_mla_layer")
+    library = libraries.find("flash_mla_layer")
     return LayerTiling(attention=f"peer/{library.peer if library is not None else 'flash_mla_lib'}")
 
 
 def takes(problem: LayerProblem) -> Verdict:
-    reason = find.absent("flash_mla_layer")
+    reason = libraries.absent("flash_mla_layer")
     return default_tiling().validate(problem) if reason is None else Verdict.no(reason)
 
 

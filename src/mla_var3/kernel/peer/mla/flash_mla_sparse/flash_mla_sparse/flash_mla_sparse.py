@@ -21,10 +21,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError, Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, natural_lse
 from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, names_token
 from mla_var3.packed_cache import VALUES
@@ -46,7 +46,7 @@ def takes(problem: SparseProblem) -> Verdict:
         return Verdict.no(f"peer/flash_mla_sparse takes up to {HEADS[-1]} heads; the problem has {problem.h}")
     if problem.extra and problem.layout == "v32":
         return Verdict.no("peer/flash_mla_sparse takes an extra cache in layout v4 only; the problem has one in v32")
-    reason = find.absent("flash_mla_sparse")
+    reason = libraries.absent("flash_mla_sparse")
     return Verdict.yes() if reason is None else Verdict.no(reason)
 
 
@@ -63,7 +63,9 @@ class FlashMlaSparsePlan(PeerSparsePlan):
         from torch.nn.functional import pad
 
         if "extra_k_cache" not in inspect.signature(flash_mla.flash_mla_with_kvcache).parameters:
-            raise UserError(f"flash_mla {library.version} has no extra_k_cache: {find.FETCH} --help has a newer one.")
+            raise UserError(
+                f"flash_mla {library.version} has no extra_k_cache: {libraries.FETCH} --help has a newer one."
+            )
         given = sparse_decode.named(self.problem, *inputs)
         q, sink, h = given["q"], given.get("sink"), self.problem.h
         missing = next(heads for heads in HEADS if heads >= h) - h

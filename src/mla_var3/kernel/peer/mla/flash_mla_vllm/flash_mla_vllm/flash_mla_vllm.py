@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import (
     LATENT,
     Attached,

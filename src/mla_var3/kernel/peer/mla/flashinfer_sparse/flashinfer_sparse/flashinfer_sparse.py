@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.flashinfer import FlashInferCalls
 from mla_var3.kernel.peer.prims.kernel import Attached
 from mla_var3.kernel.peer.prims.sparse import PeerSparsePlan, in_bf16, single_pages, takes_bf16

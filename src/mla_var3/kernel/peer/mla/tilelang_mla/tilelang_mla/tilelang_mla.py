@@ -22,10 +22,10 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError, Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import LATENT, ROPE, Attached, PeerDecodePlan, takes_decode
 from mla_var3.workload.decode import MlaProblem
 
@@ -100,10 +100,10 @@ class TilelangMlaPlan(PeerDecodePlan):
 
 def _example(library: Library) -> Any:
     """The example as a module; tilelang itself comes from beside it where it was fetched."""
-    name = f"{find.FETCHED}_tilelang_example"
+    name = f"{libraries.FETCHED}_tilelang_example"
     if name in sys.modules and sys.modules[name].__file__ == str(library.path):
         return sys.modules[name]
-    packages = find.tilelang_packages(library)
+    packages = libraries.tilelang_packages(library)
     if packages is not None and "tilelang" not in sys.modules:
         loaded = sys.modules.get("tvm_ffi")
         if loaded is not None and packages not in Path(loaded.__file__ or "").parents:

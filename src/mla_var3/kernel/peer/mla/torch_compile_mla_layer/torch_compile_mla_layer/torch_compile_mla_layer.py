@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin
 from mla_var3.kernel.peer.prims.torch_compile import compiled
 from mla_var3.kernel.torch.prims.layer import decode_step
@@ -22,7 +22,7 @@ from mla_var3.workload.layer import LayerProblem
 
 
 def takes(problem: LayerProblem) -> Verdict:
-    reason = find.absent("torch_compile_mla_layer")
+    reason = libraries.absent("torch_compile_mla_layer")
     return Verdict.yes() if reason is None else Verdict.no(reason)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached
 from mla_var3.kernel.peer.prims.norm import PeerNormPlan, takes_norm
 

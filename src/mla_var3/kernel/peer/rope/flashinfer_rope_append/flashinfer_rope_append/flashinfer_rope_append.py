@@ -11,10 +11,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin, has_widths
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.workload import rope
@@ -27,7 +27,7 @@ def takes(problem: RopeProblem) -> Verdict:
     widths = has_widths(PEER, problem)
     if not widths:
         return widths
-    reason = find.absent(PEER)
+    reason = libraries.absent(PEER)
     return Verdict.yes() if reason is None else Verdict.no(reason)
 
 

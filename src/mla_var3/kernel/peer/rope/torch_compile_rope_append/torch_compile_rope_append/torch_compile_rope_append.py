@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_var3.catalogue import libraries
+from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
 from mla_var3.errors import Verdict
-from mla_var3.kernel.peer.prims import find
-from mla_var3.kernel.peer.prims.find import Library
 from mla_var3.kernel.peer.prims.kernel import Attached, NoKnobs, PeerMixin
 from mla_var3.kernel.peer.prims.torch_compile import compiled
 from mla_var3.runtime.plan import KernelPlan
@@ -33,7 +33,7 @@ def rope_append(
 
 
 def takes(problem: RopeProblem) -> Verdict:
-    reason = find.absent("torch_compile_rope_append")
+    reason = libraries.absent("torch_compile_rope_append")
     return Verdict.yes() if reason is None else Verdict.no(reason)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3 import paths
+from mla_var3.catalogue import registry
 from mla_var3.errors import UserError
-from mla_var3.kernel import registry
 from mla_var3.workload.decode import MlaProblem
 
 SAME = "same code"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mla_var3.kernel import ledger, registry
+from mla_var3.catalogue import ledger, registry
 from mla_var3.record import ASIDE, TUNED
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def is_peer(record: Record) -> bool:
 
 
 def standing(record: Record) -> str:
-    """How the code that a record timed stands to the code that is here: one of the words of `kernel.ledger`."""
+    """How the code that a record timed stands to the code that is here: one of the words of `catalogue.ledger`."""
     label = str(record.kernel.label)
     if not is_peer(record) and record.source.hash == ledger.source_of(label):
         return ledger.SAME

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mla_var3.catalogue.registry import KernelId, get_plan, source_hash
 from mla_var3.device import Device
 from mla_var3.files import write_whole
-from mla_var3.kernel.registry import KernelId, get_plan, source_hash
 from mla_var3.names import kernel_label
 from mla_var3.toolchain import aot, pool
 from mla_var3.toolchain.compiled import CompiledKernel

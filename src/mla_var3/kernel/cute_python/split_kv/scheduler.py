@@ -12,11 +12,11 @@ Requests lie behind each other on a line, and worker w takes the points [w · sp
             request is split only where it crosses from one worker to the next, and all workers end within a unit. A
             request without keys has no point. Where a combine is launched it merges the splits; else the workers do:
             up to `JOINED` splits level by level of a binary tree (`takes` says which with which), more of them in
-            shares of their rows (`prims.combine.merge_share`).
+            shares of their rows (`split_kv.combine.merge_share`).
     shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
-            many equal chunks. `prims.combine` merges them.
+            many equal chunks. `split_kv.combine` merges them.
     chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on
-            nothing but its own length. `prims.combine` merges them.
+            nothing but its own length. `split_kv.combine` merges them.
 
 A model of the slowest worker's time chooses between the first three.
 
@@ -34,7 +34,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from mla_var3.kernel.cute_python.prims import rows
+from mla_var3.kernel.cute_python.split_kv import rows
 
 WARP = 32
 PER_LANE = 8  # lengths of a lane
@@ -44,7 +44,7 @@ WHOLE = 1 << 29  # more than any request has units or points
 # once.
 WORTH_A_COMBINE = 3
 JOINED = 3  # splits up to which a request's workers merge them as a tree: of more, its levels take too long
-MOST_WORKERS = (1 << 13) - 1  # what a word counts up to where workers share the merge (`prims.combine`)
+MOST_WORKERS = (1 << 13) - 1  # what a word counts up to where workers share the merge (`split_kv.combine`)
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ WARPS = 32  # of the kernel that makes a schedule, one CTA
 
 class Schedule(NamedTuple):
     """What calls over the same lengths may share; int32, global memory. plans: (workers, PLAN). table: of
-    `prims.combine`. blocks: of `prims.rows`, where queries are packed, else None."""
+    `split_kv.combine`. blocks: of `split_kv.rows`, where queries are packed, else None."""
 
     plans: cute.Tensor
     table: cute.Tensor

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
+from mla_var3.catalogue.retired import where_is
 from mla_var3.errors import UserError, importable, install, nearest
-from mla_var3.kernel.retired import where_is
 from mla_var3.names import kernel_label, version_name
 from mla_var3.toolchain import source
 from mla_var3.toolchain.mistakes import NEW_PAGE
@@ -212,7 +212,7 @@ def missing(what: str | KernelId) -> str | None:
     if isinstance(what, KernelId):
         reason = missing(what.language)
         if reason is None and what.language == "peer":
-            from mla_var3.kernel.peer.prims.find import absent
+            from mla_var3.catalogue.libraries import absent
 
             reason = absent(what.design)
         return reason
@@ -228,7 +228,7 @@ def missing(what: str | KernelId) -> str | None:
 
 def library_versions() -> dict[str, str]:
     """Which build of each wrapped library is here, by the peer's design."""
-    from mla_var3.kernel.peer.prims.find import versions
+    from mla_var3.catalogue.libraries import versions
 
     return versions()
 
@@ -241,7 +241,7 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.toolchain.without_compiler import import_version
 
-    if not kernel.path.is_relative_to(Path(__file__).parent):
+    if not kernel.path.is_relative_to(paths.kernel_dirs()[0]):
         _add_own_folders(kernel.module)
     module = import_version(kernel.module) if kernel.language == "cute-dsl" else import_module(kernel.module)
     plans = [

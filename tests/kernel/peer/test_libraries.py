@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mla_var3.catalogue import libraries, registry
 from mla_var3.device import Device
 from mla_var3.errors import Unsupported
-from mla_var3.kernel import registry
-from mla_var3.kernel.peer.prims import find
 from mla_var3.workload import Problem, get
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import PrefillProblem
@@ -43,17 +42,17 @@ def _problem(name: str) -> Problem:
 
 @pytest.fixture
 def nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "fetched_dirs", list)
-    monkeypatch.setattr(find, "package_dirs", lambda name: [])
+    monkeypatch.setattr(libraries, "fetched_dirs", list)
+    monkeypatch.setattr(libraries, "package_dirs", lambda name: [])
 
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "package_dirs", lambda name: [])
+    monkeypatch.setattr(libraries, "package_dirs", lambda name: [])
 
 
 def test_registry_and_finder_name_the_same_peers() -> None:
-    assert {k.design for k in PEERS} == set(find.PEERS)
+    assert {k.design for k in PEERS} == set(libraries.PEERS)
     assert all(k.layer == _problem(k.design).layer and k.version == 0 for k in PEERS)
 
 
@@ -88,7 +87,7 @@ def test_each_peer_declares_what_it_does(kernel: registry.KernelId) -> None:
 
 def test_a_fetched_file_is_found_with_its_provenance(fetched: Callable[..., Path]) -> None:
     path = fetched("vllm/_flashmla_C.abi3.so", version="0.25.1", origin="a wheel")
-    library = find.find("flash_mla_vllm")
+    library = libraries.find("flash_mla_vllm")
     assert library is not None
     assert (library.path, library.version, library.origin) == (path, "0.25.1", "a wheel")
     assert library.to_record() == {
@@ -97,7 +96,7 @@ def test_a_fetched_file_is_found_with_its_provenance(fetched: Callable[..., Path
         "version": "0.25.1",
         "origin": "a wheel",
     }
-    assert find.find("fa3_qv") is None, "another file of the same wheel is another peer"
+    assert libraries.find("fa3_qv") is None, "another file of the same wheel is another peer"
 
 
 def test_a_record_says_which_libraries_were_there(fetched: Callable[..., Path], nothing_installed: None) -> None:
@@ -113,22 +112,22 @@ def test_tilelang_is_found_with_an_example_of_ones_own(
 ) -> None:
     own, installed = tmp_path / "own.py", tmp_path / "installed" / "tilelang"
     own.write_text("")
-    monkeypatch.setenv(find.TILELANG_EXAMPLE, str(own))
-    monkeypatch.setattr(find, "package_dirs", lambda name: [])
-    assert find.find("tilelang_mla") is None, "the example alone is not enough"
-    monkeypatch.setattr(find, "package_dirs", lambda name: [installed] if name == "tilelang" else [])
-    library = find.find("tilelang_mla")
-    assert library is not None and library.path == own and find.tilelang_packages(library) is None
-    monkeypatch.setenv(find.TILELANG_EXAMPLE, str(tmp_path / "nowhere.py"))
-    assert find.find("tilelang_mla") is None
-    monkeypatch.delenv(find.TILELANG_EXAMPLE)
+    monkeypatch.setenv(libraries.TILELANG_EXAMPLE, str(own))
+    monkeypatch.setattr(libraries, "package_dirs", lambda name: [])
+    assert libraries.find("tilelang_mla") is None, "the example alone is not enough"
+    monkeypatch.setattr(libraries, "package_dirs", lambda name: [installed] if name == "tilelang" else [])
+    library = libraries.find("tilelang_mla")
+    assert library is not None and library.path == own and libraries.tilelang_packages(library) is None
+    monkeypatch.setenv(libraries.TILELANG_EXAMPLE, str(tmp_path / "nowhere.py"))
+    assert libraries.find("tilelang_mla") is None
+    monkeypatch.delenv(libraries.TILELANG_EXAMPLE)
     checkout = installed.parent / "examples" / "deepseek_mla" / "example_mla_decode_paged.py"
     checkout.parent.mkdir(parents=True)
     checkout.write_text("")
-    library = find.find("tilelang_mla")
+    library = libraries.find("tilelang_mla")
     assert library is not None and library.path == checkout
     fetched("tilelang/example_mla_decode_paged.py", origin="given")
-    library = find.find("tilelang_mla")
+    library = libraries.find("tilelang_mla")
     assert library is not None and library.origin == "TileLang's example, given"
 
 
@@ -138,7 +137,7 @@ def test_an_installed_package_is_found_and_not_imported(tmp_path: Path, monkeypa
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "flash_mla_interface.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    library = find.find("flash_mla_lib")
+    library = libraries.find("flash_mla_lib")
     assert library is not None and library.kind == "package"
 
 
@@ -184,7 +183,7 @@ def test_a_problem_that_a_library_does_not_compute_is_refused(
 def test_a_sparse_problem_is_taken_or_refused(
     name: str, problem: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(find._LOOK, name, lambda: find.Library(name, "package", Path(), "1", "an imitation"))
+    monkeypatch.setitem(libraries._LOOK, name, lambda: libraries.Library(name, "package", Path(), "1", "an imitation"))
     verdict = registry.get_plan(registry.KernelId("peer", "mla", name)).requires.accepts(
         SparseProblem(**problem)  # type: ignore[arg-type]
     )
@@ -195,10 +194,10 @@ def test_a_sparse_problem_is_taken_or_refused(
 
 def test_one_library_is_behind_two_peers(fetched: Callable[..., Path], nothing_installed: None) -> None:
     path = fetched("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
-    dense, sparse = find.find("fa3_qv"), find.find("fa3_sparse")
+    dense, sparse = libraries.find("fa3_qv"), libraries.find("fa3_sparse")
     assert dense is not None and sparse is not None
     assert dense.path == sparse.path == path and (dense.peer, sparse.peer) == ("fa3_qv", "fa3_sparse")
-    assert find.find("flash_mla_sparse") is None
+    assert libraries.find("flash_mla_sparse") is None
 
 
 def test_decode_is_refused_by_peers_that_prefill() -> None:
@@ -209,7 +208,7 @@ def test_decode_is_refused_by_peers_that_prefill() -> None:
 
 def test_finding_loads_nothing_heavy(repo_root: Path) -> None:
     code = (
-        "import sys\nfrom mla_var3.kernel import registry\n"
+        "import sys\nfrom mla_var3.catalogue import registry\n"
         "[registry.missing(k) for k in registry.all_kernels()]\n"
         "print([m for m in ('torch', 'triton', 'cutlass', 'vllm', 'flashinfer', 'numpy') if m in sys.modules])"
     )

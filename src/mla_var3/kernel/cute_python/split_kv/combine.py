@@ -28,9 +28,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.prims.partials import QUAD, STATS, VECTOR, Partials, Results, transpose_quad
-from mla_var3.kernel.cute_python.prims.rows import Queries, row_offset
-from mla_var3.kernel.cute_python.prims.scheduler import (
+from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
+from mla_var3.kernel.cute_python.prims.sync import named_sync, wait_for_launch
+from mla_var3.kernel.cute_python.split_kv.partials import QUAD, STATS, VECTOR, Partials, Results, transpose_quad
+from mla_var3.kernel.cute_python.split_kv.rows import Queries, row_offset
+from mla_var3.kernel.cute_python.split_kv.scheduler import (
     JOINED,
     MOST_WORKERS,
     Costs,
@@ -41,8 +43,6 @@ from mla_var3.kernel.cute_python.prims.scheduler import (
     split_evenly,
     units_of,
 )
-from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
-from mla_var3.kernel.cute_python.prims.sync import named_sync, wait_for_launch
 
 WARPS, WARP = 8, 32  # of a CTA, threads of one
 THREADS = WARPS * WARP
@@ -423,7 +423,7 @@ def combine(
     results: Results,
     table: cute.Tensor,  # (2 (b + 1),) int32, global memory: of `partials.list_request`; then (`SHARES` or so, -)
     seq_lens: cute.Tensor,  # (b,) int32, global memory
-    query_blocks: cute.Tensor | None,  # of `prims.rows`, or None: out and lse are packed, and requests are blocks
+    query_blocks: cute.Tensor | None,  # of `split_kv.rows`, or None: out and lse are packed, and requests are blocks
     sink: cute.Tensor | None,  # (h,) fp32, global memory: a logit more in a head's softmax (`workload.sparse_decode`)
     width: Int32,  # `Pool.shares`
     merge: cutlass.Constexpr,
@@ -525,7 +525,7 @@ def launch(
     results: Results,
     table: cute.Tensor,
     seq_lens: cute.Tensor,
-    query_blocks: cute.Tensor | None,  # of `prims.rows`, or None
+    query_blocks: cute.Tensor | None,  # of `split_kv.rows`, or None
     pool: Pool,
     ctas: Int32,  # how many there are to be where there are no shares
     merge: cutlass.Constexpr,

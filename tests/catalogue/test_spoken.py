@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mla_var3.kernel import ledger, registry, spoken
-from mla_var3.kernel.registry import KernelId
+from mla_var3.catalogue import ledger, registry, spoken
+from mla_var3.catalogue.registry import KernelId
 from mla_var3.record import Record, as_ratio
 from mla_var3.workload.decode import MlaProblem
 

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.prims.partials import Results, list_request, store_vector
+from mla_var3.kernel.cute_python.split_kv.partials import Results, list_request, store_vector
 
 CHUNK = 8  # 16-bit elements in 16 bytes
 
@@ -137,7 +137,7 @@ def store_no_keys(
 @cute.jit
 def store_empty(
     results: Results,
-    table: cute.Tensor,  # of `prims.combine`
+    table: cute.Tensor,  # of `split_kv.combine`
     seq_lens: cute.Tensor,
     queries: cutlass.Constexpr,  # `Queries`
     worker: Int32,
@@ -189,7 +189,7 @@ def cut_queries(
     cu_seqlens_q: cute.Tensor,  # (b + 1,) int32, global memory
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     blocks: cute.Tensor,  # (blocks, BLOCK) int32, global memory
-    table: cute.Tensor,  # of `prims.combine`
+    table: cute.Tensor,  # of `split_kv.combine`
     warps: cutlass.Constexpr,  # of the CTA
     tokens: cutlass.Constexpr,  # of a block
     causal: cutlass.Constexpr,

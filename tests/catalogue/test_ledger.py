@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mla_var3 import paths
+from mla_var3.catalogue import ledger, registry
+from mla_var3.catalogue.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
 from mla_var3.dispatch import table as tables
-from mla_var3.kernel import ledger, registry
-from mla_var3.kernel.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
 from mla_var3.record import Record, load
 from mla_var3.toolchain import source
 from mla_var3.toolchain.digest import Code, KernelCode

@@ -18,6 +18,8 @@ from mla_var3.workload.sparse_decode import SparseProblem, input_names
 ABOVE = (1 << 32, (1 << 32) + 1, (1 << 32) + 7, (1 << 63) - 1)
 BELOW = (-(1 << 63), 7 - (1 << 32), -1)
 VALUES = (*ABOVE, *BELOW)
+#: For interpreters, which take seconds: one of each kind that names a token once its upper half is cut off.
+FEW = (ABOVE[2], BELOW[1])
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 
@@ -54,20 +56,20 @@ def _with(given: dict[str, Any], name: str, at: Any, value: int, meant: int) -> 
     return {**given, name: wide}, {**given, name: narrow}
 
 
-def _rows(given: dict[str, Any], most: int) -> Iterator[Case]:
+def _rows(given: dict[str, Any], most: int, values: tuple[int, ...]) -> Iterator[Case]:
     """Values of page_table and seq_lens; most: tokens of a row."""
-    for value in VALUES:
+    for value in values:
         yield f"seq_lens {value}", *_with(given, "seq_lens", 1, value, most if value > 0 else 0)
         one_page = {**given, "seq_lens": given["seq_lens"] // 2}
         # Behind a request's last page an entry may be anything.
         yield f"page_table {value}", *_with(one_page, "page_table", (1, -1), value, 0)
 
 
-def decode_cases(device: str) -> Iterator[Case]:
+def decode_cases(device: str, values: tuple[int, ...] = VALUES) -> Iterator[Case]:
     """Calls of `mla_decode`."""
     names = ("q", "kv_cache", "page_table", "seq_lens")
     given = dict(zip(names, make_inputs(DENSE, device, seed=0, dist="normal"), strict=True))
-    yield from _rows(given, DENSE.t)
+    yield from _rows(given, DENSE.t, values)
 
 
 def packed_query_cases(device: str) -> Iterator[Case]:
@@ -87,13 +89,13 @@ def _arguments(problem: SparseProblem, device: str) -> dict[str, Any]:
     return {**given, "layout": problem.layout, "scale": problem.softmax_scale}
 
 
-def sparse_cases(problem: SparseProblem, device: str) -> Iterator[Case]:
+def sparse_cases(problem: SparseProblem, device: str, values: tuple[int, ...] = VALUES) -> Iterator[Case]:
     """Calls of `sparse_mla_decode`."""
     given = _arguments(problem, device)
     for name in ("indices", "extra_indices", "topk_lens", "extra_topk_lens"):
         if name not in given:
             continue
-        for value in VALUES:
+        for value in values:
             if "indices" in name:
                 yield f"{name} {value}", *_with(given, name, (0, 0, 0), value, -1)
             else:
@@ -105,9 +107,9 @@ def sparse_cases(problem: SparseProblem, device: str) -> Iterator[Case]:
                 yield f"{name} {value}", *_with({**given, indices: chosen}, name, 1, value, meant)
 
 
-def packed_cases(problem: SparseProblem, device: str) -> Iterator[Case]:
+def packed_cases(problem: SparseProblem, device: str, values: tuple[int, ...] = VALUES) -> Iterator[Case]:
     """Calls of `packed_mla_decode`."""
-    yield from _rows(_arguments(problem, device), problem.t)
+    yield from _rows(_arguments(problem, device), problem.t, values)
 
 
 def slots_are_kept(layout: str | None, language: str, value: int, device: str, hardware: Any = None) -> None:

@@ -216,18 +216,19 @@ def test_a_slot_far_below_zero_is_written_nowhere(layout: str | None, language: 
 def test_cutile_decode(on_cpu: CpuEngine, label: str) -> None:
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     call = functools.partial(mla_decode, return_lse=True, kernel=label)
-    assert cases.hold(cases.decode_cases("cpu"), call) == 14
+    assert cases.hold(cases.decode_cases("cpu", cases.FEW), call) == 4
 
 
-@pytest.mark.parametrize("layout", cases.SPARSE)
+@pytest.mark.parametrize("layout", ["v4"])  # the one that has all arguments
 def test_cutile_sparse_decode(on_cpu: CpuEngine, layout: str) -> None:
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     problem = cases.SPARSE[layout]
     call = functools.partial(sparse_mla_decode, return_lse=True, kernel="cutile-dsl/sparse_mla")
-    assert cases.hold(cases.sparse_cases(problem, "cpu"), call, problem) >= 14
+    assert cases.hold(cases.sparse_cases(problem, "cpu", cases.FEW), call, problem) == (8 if problem.extra else 4)
 
 
-# Triton's interpreter is chosen when a kernel is decorated, so a process has it or not.
+# What functions pass on is int32 in every layout (above); of the kernels one of each kind is asked, with two values, as
+# an interpreter takes long. Triton's is chosen when a kernel is decorated, so a process has it or not.
 TRITON = """
 import functools
 import integer_cases as cases
@@ -237,12 +238,12 @@ from mla_var3.ops import mla_decode, packed_mla_decode, sparse_mla_decode
 def of(function, design):
     return functools.partial(function, return_lse=True, kernel=f"triton/{design}", on=CpuEngine())
 
-held = cases.hold(cases.decode_cases("cpu"), of(mla_decode, "flash_mla"))
-for problem in cases.SPARSE.values():
-    held += cases.hold(cases.sparse_cases(problem, "cpu"), of(sparse_mla_decode, "sparse_mla"), problem)
-for problem in cases.PACKED.values():
-    held += cases.hold(cases.packed_cases(problem, "cpu"), of(packed_mla_decode, "sparse_mla"), problem)
-for value in cases.BELOW:
+held = cases.hold(cases.decode_cases("cpu", cases.FEW), of(mla_decode, "flash_mla"))
+for problem in [cases.SPARSE["v4"]]:
+    held += cases.hold(cases.sparse_cases(problem, "cpu", cases.FEW), of(sparse_mla_decode, "sparse_mla"), problem)
+for problem in [cases.PACKED["flat"]]:
+    held += cases.hold(cases.packed_cases(problem, "cpu", cases.FEW), of(packed_mla_decode, "sparse_mla"), problem)
+for value in cases.BELOW[:1]:
     for layout in (None, "v32", "v4", "flat"):
         cases.slots_are_kept(layout, "triton", value, "cpu")
         held += 1
@@ -259,4 +260,4 @@ def test_triton(repo_root: Path) -> None:
         [sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["held", str(14 + 14 + 28 + 14 + 14 + 3 * 14 + 12)]
+    assert done.stdout.split() == ["held", str(4 + 8 + 4 + 4)]

@@ -76,7 +76,8 @@ def code_lines(text: str) -> int:
 def entries() -> dict[str, Entry]:
     """Devlog entries by the version's label; none where there is no devlogs/ folder (an installed wheel)."""
     from mla_var3.lab.devlog.check import find_root
-    from mla_var3.lab.devlog.entry import parse
+    from mla_var3.lab.devlog.entry import parse, sections
+    from mla_var3.lab.devlog.evidence import joined
 
     try:
         root = find_root()
@@ -92,9 +93,15 @@ def entries() -> dict[str, Entry]:
         if version < 0:
             continue
         said = entry.sections.get("Verdict", (0, ""))[1].strip()
-        sections = [(title, text.strip()) for title, (_, text) in entry.sections.items()]
+        # With its records in the text, which the page makes links of.
+        told = sections(joined(entry.text, entry.evidence), 2)
         label = KernelId(language, "mla", design, version).label
-        found[label] = Entry(_relative(path, root), entry.verdict or "no verdict", _why(said, entry.verdict), sections)
+        found[label] = Entry(
+            _relative(path, root),
+            entry.verdict or "no verdict",
+            _why(said, entry.verdict),
+            [(title, text.strip()) for title, (_, text) in told.items()],
+        )
     return found
 
 

@@ -16,7 +16,7 @@ from mla_var3.errors import UserError
 from mla_var3.lab.devlog.check import check, find_root
 from mla_var3.toolchain.digest import Code, KernelCode
 
-FAST, SLOW = "aaaa11112222", "bbbb33334444"
+FAST, SLOW, COMPILED = "aaaa11112222", "bbbb33334444", "cccc55556666"
 
 
 def test_good_entry_passes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +180,17 @@ def test_figures_of_a_trace_stand_in_the_line_that_is_named(
     failures, _ = check(project)
     assert len(failures) == (message is not None), failures
     assert all(line.startswith(f"devlogs/flash_mla/triton-v1.{message}") for line in failures), failures
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("Without a GPU: 168 registers.", 0), ("Without a GPU: 169 registers.", 1)]
+)
+def test_figures_of_a_compiled_record(project: Path, entry: Path, text: str, wrong: int) -> None:
+    entry.write_text(entry.read_text().replace("with 168 registers.", f"with 168 registers.\n- {text}", 1))
+    listed = entry.with_suffix(".records")
+    listed.write_text(listed.read_text() + f"> Without\n{COMPILED} resources.registers\n")
+    failures, _ = check(project)
+    assert len(failures) == wrong and all("169 registers differs from its record" in line for line in failures)
 
 
 # ---------------------------------------------------------------- a version of several experiments

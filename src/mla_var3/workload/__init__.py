@@ -8,6 +8,7 @@ timing and records go through it, so that a new file is all that a new workload 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pkgutil
 import random
@@ -179,9 +180,10 @@ class Problem(ABC):
         return cls(**{name: value for name, value in data.items() if name != "workload"})
 
     @classmethod
-    def fields(cls) -> list[str]:
+    @functools.cache  # a report asks for them a hundred thousand times
+    def fields(cls) -> tuple[str, ...]:
         """Names of the fields, in order."""
-        return [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
 
 
 def listed(problem: Problem) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mla_var3 import paths
 from mla_var3.catalogue import registry
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
@@ -51,7 +52,7 @@ def source_of(label: str) -> Source | None:
     kernel = next((k for k in registry.all_kernels() if k.label == label), None)
     if kernel is None:
         return None
-    folder = Path(registry.__file__).parent / registry.LANGUAGES[kernel.language].folder
+    folder = paths.kernel_dirs()[0] / registry.LANGUAGES[kernel.language].folder
     files = [path for path in registry.source_files(kernel) if path.is_relative_to(folder)]
     lines = sum(code_lines(path.read_text(encoding="utf-8")) for path in files)
     return Source(lines, registry.source_hash(kernel))

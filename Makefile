@@ -29,8 +29,9 @@ quickstart: $(BASE) ## install what is missing, compare the kernels (with a GPU 
 
 install: $(BASE) ## the virtual environment only
 
+# worksteal: a file's tests stay in one worker, so that pages and clusters that they share are made once.
 test: $(DEV) ## install what is missing, then run the tests; ARGS='-k name' selects
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, the arrows between rooms, and devlogs and knowledge against their records
 	$(BIN)/ruff check .

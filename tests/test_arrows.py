@@ -67,10 +67,12 @@ def test_loading_every_version_brings_in_no_room_above_the_kernels(loaded: dict,
 def test_a_version_brings_in_primitives_and_no_other_version(loaded: dict) -> None:
     assert len(loaded["brought"]) > 5
     for label, modules in loaded["brought"].items():
-        name = label.partition("/")[2]
-        others = [m for m in modules if ".mla." in m and name not in m.split(".")]
-        # Packages of the layer and of the design hold nothing but the versions.
-        assert [m for m in others if m.count(".") > 4] == [], label
+        language, _, name = label.partition("/")
+        # kernel.<language>.<layer>.<design>.<version>, and kernel.peer.<file>: what a version is.
+        versions = [m.split(".")[5] for m in modules if m.count(".") > 4]
+        assert set(versions) <= {name}, label
+        files = [m for m in modules if m.startswith("mla_var3.kernel.peer.")]
+        assert len(files) <= (language == "peer"), label
 
 
 def test_every_room_has_its_place(repo_root: Path) -> None:

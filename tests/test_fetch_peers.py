@@ -158,16 +158,16 @@ def test_the_loader_is_a_fallback(script: ModuleType, world: Any, monkeypatch: p
     assert done.stdout.strip() == b"1", done.stderr
 
     from mla_var3.catalogue import libraries
-    from mla_var3.kernel.peer.prims import flashinfer
+    from mla_var3.kernel.peer import mla_flashinfer
 
     monkeypatch.setattr(sys, "path", [*sys.path, str(world.folder / "site")])
     monkeypatch.setattr(libraries, "package_dirs", lambda name: [])
     monkeypatch.delitem(sys.modules, "tvm_ffi", raising=False)
-    monkeypatch.setattr(flashinfer, "import_module", lambda name: list(sys.path))
-    assert flashinfer._tvm_ffi()[-1] == str(world.folder / "fallback")
+    monkeypatch.setattr(mla_flashinfer, "import_module", lambda name: list(sys.path))
+    assert mla_flashinfer._tvm_ffi()[-1] == str(world.folder / "fallback")
     monkeypatch.setattr(libraries, "package_dirs", lambda name: [world.tmp])
     monkeypatch.setattr(sys, "path", sys.path[:-1])
-    assert str(world.folder / "fallback") not in flashinfer._tvm_ffi()
+    assert str(world.folder / "fallback") not in mla_flashinfer._tvm_ffi()
 
 
 def test_a_second_fetch_keeps_what_the_first_one_got(world: Any) -> None:

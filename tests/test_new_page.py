@@ -44,7 +44,7 @@ def checkout(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert not place.exists(), f"{path} is a file of the project already"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
-    found = package / "kernel" / "peer" / "prims" / "find.py"
+    found = package / "catalogue" / "libraries.py"
     text = found.read_text(encoding="utf-8")
     look, how = re.findall(r'^```python\n(    "\w+": .*?\n)```', page, re.M | re.S)
     for name, entry in (("_LOOK", look), ("_HOW", how)):

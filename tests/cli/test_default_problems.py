@@ -152,7 +152,10 @@ def checked(monkeypatch: pytest.MonkeyPatch, wrong: str = "", raising: dict[str,
     seen: list[str] = []
 
     def check(plan_type: Any, problem: Any, *_: Any, **__: Any) -> Any:
-        label = next(k.label for k in registry.all_kernels() if k.module == plan_type.__module__)
+        peer = getattr(plan_type, "peer", None)  # several share a module
+        label = next(
+            k.label for k in registry.all_kernels() if k.module == plan_type.__module__ and peer in (None, k.design)
+        )
         seen.append(f"{label} {problem.label}")
         if raising and label in raising:
             raise raising[label]

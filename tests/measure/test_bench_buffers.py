@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel.peer.prims.kernel import Attached, PeerKernel
+from mla_var3.kernel.library import Attached, PeerKernel
 from mla_var3.measure.buffers import Shared
 from mla_var3.runtime.base import BaseKernel
 

@@ -127,6 +127,7 @@ def plan_of(break_: Callable[[str, Any], None] | None = None) -> type[KernelPlan
         workload = WORKLOAD
         tiling_type = LayerTiling
         requires = Requirement(archs=())
+        parts = ("torch/rmsnorm", "torch/rope_append", "torch/absorb_gemm", "torch/flash_mla")
 
         def default_tiling(self) -> LayerTiling:
             return TORCH

@@ -1,7 +1,9 @@
 """Finds designs and versions by walking the packages; there is no list to keep.
 
 Walking looks at files and folders only, so listing imports no kernel language. A version lives at
-`<language>/<layer>/<design>/<design>[_vN]/<design>[_vN].py`; the module is imported when its plan is asked for.
+`<language>/<layer>/<design>/<design>[_vN]/<design>[_vN].py`. Other people's libraries share files,
+`peer/<layer>[_<family>].py`, in which a class with `peer = "<design>"` is the plan of one. A module is imported when a
+plan of it is asked for.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class Language:
     gpu_only: str = ""
 
 
+#: The language of other people's libraries.
+PEER = "peer"
 #: By public name. The one place that says of a language where it is, whether it is compiled and where it runs.
 LANGUAGES: dict[str, Language] = {
     "torch": Language(
@@ -72,7 +76,7 @@ LANGUAGES: dict[str, Language] = {
         gpu_only="CuTe DSL has no interpreter: its kernels are compiled only",
     ),
     # Other people's libraries. Each is optional and found by itself: `missing(kernel)` says which one is not here.
-    "peer": Language("peer", "torch", "pip install torch", compiled=False, gpu_only="peer kernels do not run on a CPU"),
+    PEER: Language("peer", "torch", "pip install torch", compiled=False, gpu_only="peer kernels do not run on a CPU"),
 }
 
 
@@ -109,6 +113,8 @@ class KernelId:
     @property
     def module(self) -> str:
         folder = LANGUAGES[self.language].folder
+        if self.language == PEER:
+            return f"mla_var3.kernel.{folder}.{_peers().get((self.layer, self.design), self.layer)}"
         return f"mla_var3.kernel.{folder}.{self.layer}.{self.design}.{self.module_name}.{self.module_name}"
 
     @property
@@ -146,7 +152,7 @@ class KernelId:
 @cache
 def all_kernels() -> tuple[KernelId, ...]:
     """Every version in the package and in the user's own folder, sorted."""
-    found = set()
+    found = {KernelId(PEER, layer, design) for layer, design in _peers()}
     for language, known in LANGUAGES.items():
         for path in (file for root in paths.kernel_dirs() for file in (root / known.folder).glob("*/*/*/*.py")):
             layer, design, name = path.parts[-4], path.parts[-3], path.parts[-2]
@@ -156,17 +162,30 @@ def all_kernels() -> tuple[KernelId, ...]:
     return tuple(sorted(found))
 
 
+# Not parsed: the peers of a file with a mistake in it are still listed, and loading one says where the mistake is.
+_PLAN_OF_A_PEER = re.compile(r'^    peer = "(\w+)"$', re.MULTILINE)
+
+
+@cache
+def _peers() -> dict[tuple[str, str], str]:
+    """Layer and design of every peer -> the name of the file that has its plan."""
+    found = {}
+    for root in paths.kernel_dirs():
+        for path in sorted((root / LANGUAGES[PEER].folder).glob("*.py")):
+            for design in _PLAN_OF_A_PEER.findall(path.read_text(encoding="utf-8")):
+                found[path.stem.partition("_")[0], design] = path.stem
+    return found
+
+
 def _add_own_folders(module: str) -> None:
     """Makes a module importable that lies in the user's own folder: its packages look there too."""
-    parent: Any = import_module("mla_var3.kernel")
-    parts = module.split(".")[2:-1]
-    for depth in range(len(parts)):
+    names = module.split(".")[:-1]
+    for depth in range(2, len(names) + 1):
+        package: Any = import_module(".".join(names[:depth]))
         for root in paths.kernel_dirs()[1:]:
-            folder = str(root.joinpath(*parts[:depth]))
-            if folder not in parent.__path__:
-                parent.__path__.append(folder)
-        if depth < len(parts) - 1:
-            parent = import_module(f"{parent.__name__}.{parts[depth]}")
+            folder = str(root.joinpath(*names[2:depth]))
+            if folder not in package.__path__:
+                package.__path__.append(folder)
 
 
 def standings() -> dict[str, str]:
@@ -178,7 +197,7 @@ def standings() -> dict[str, str]:
         entry = f"{kernel.language}-v{kernel.version}.md"
         return root is not None and not (root / "devlogs" / kernel.design / entry).is_file()
 
-    own = [k for k in all_kernels() if k.language != "peer"]
+    own = [k for k in all_kernels() if k.language != PEER]
     last = {(k.language, k.layer, k.design): k for k in own if not begun(k)}  # they come sorted
     newest = {k for k in last.values() if k.version}
     return {k.label: "new" if begun(k) else "newest" if k in newest else "kept" for k in own}
@@ -211,7 +230,7 @@ def missing(what: str | KernelId) -> str | None:
     """
     if isinstance(what, KernelId):
         reason = missing(what.language)
-        if reason is None and what.language == "peer":
+        if reason is None and what.language == PEER:
             from mla_var3.catalogue.libraries import absent
 
             reason = absent(what.design)
@@ -248,9 +267,13 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
         value
         for value in vars(module).values()
         if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, KernelPlan)
+        if kernel.language != PEER or vars(value).get("peer") == kernel.design
     ]
     if len(plans) != 1:
-        raise UserError(f"{kernel.path.name} must define exactly one KernelPlan subclass; it defines {len(plans)}.")
+        which = f" with peer = {kernel.design!r}" if kernel.language == PEER else ""
+        raise UserError(
+            f"{kernel.path.name} must define exactly one KernelPlan subclass{which}; it defines {len(plans)}."
+        )
     lacks = [name for name in ("workload", "tiling_type", "requires") if not hasattr(plans[0], name)]
     if lacks := [*lacks, *sorted(plans[0].__abstractmethods__)]:
         raise UserError(
@@ -262,7 +285,8 @@ def get_plan(kernel: KernelId) -> type[KernelPlan]:
 
 def label_of(plan: KernelPlan) -> str:
     """The label of a plan's version."""
-    return next(kernel.label for kernel in all_kernels() if kernel.module == type(plan).__module__)
+    module, peer = type(plan).__module__, getattr(plan, "peer", None)
+    return next(k.label for k in all_kernels() if k.module == module and peer in (None, k.design))
 
 
 def source_files(kernel: KernelId) -> list[Path]:
@@ -271,9 +295,9 @@ def source_files(kernel: KernelId) -> list[Path]:
 
 
 def parts(kernel: KernelId) -> list[KernelId]:
-    """The versions that a pipeline is made of: those whose labels its source has as strings."""
-    named = {label for path in source_files(kernel) for label in source.strings(path)}
-    return [other for other in all_kernels() if other.label in named and other != kernel]
+    """The versions that a pipeline's plan declares as its `parts`, read without importing it; none of any other."""
+    said = [one for one in source.declarations(kernel.path) if one.get("peer", kernel.design) == kernel.design]
+    return sorted({KernelId.parse(label) for one in said for label in one.get("parts", ())})
 
 
 def source_hash(kernel: KernelId) -> str:

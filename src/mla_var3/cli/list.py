@@ -37,7 +37,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _list_kernels(folded: bool) -> list[str]:
     """Versions that are here, each with what it is, and in a line those that are not. folded: how to get what is not
     installed is left to `list kernels`."""
-    from mla_var3.catalogue.registry import all_kernels, missing, standings
+    from mla_var3.catalogue.registry import PEER, all_kernels, missing, standings
     from mla_var3.catalogue.retired import retired
 
     why = {kernel: missing(kernel) for kernel in all_kernels()}
@@ -47,7 +47,7 @@ def _list_kernels(folded: bool) -> list[str]:
             k.label,
             k.layer,
             standing.get(k.label, "") if why[k] is None else "not installed",
-            _summary(k.path.read_text(encoding="utf-8")),
+            _summary(_about(k.path.read_text(encoding="utf-8"), k.design if k.language == PEER else "")),
         )
         for k in all_kernels()
     ]
@@ -76,8 +76,14 @@ def _runs(labels: Iterable[str]) -> list[str]:
     return found
 
 
+def _about(source: str, peer: str) -> str:
+    """A version's source from its docstring on: the file's, or that of the class that is the peer's plan."""
+    classes = re.split(r"^class .*:\n", source, flags=re.MULTILINE)
+    return next((text for text in classes[1:] if peer and f'    peer = "{peer}"\n' in text), source)
+
+
 def _summary(source: str) -> str:
-    """First sentence of a module's docstring, read without importing it."""
+    """First sentence of the docstring that source begins with, read without importing it."""
     match = re.match(r'\s*(?:#[^\n]*\n\s*)*r?"""\s*(.*?)\s*("""|\n\s*\n|(?<=\.)\s)', source, re.DOTALL)
     return " ".join(match[1].split()) if match else ""
 

@@ -135,10 +135,16 @@ def _planned(label: str, problem: Problem, device: Device | None, knobs: Mapping
 
 def compose(plan: KernelPlan, inputs: Sequence[Any] = ()) -> LayerKernel:
     """The kernel of a layer's plan, whose tiling is a `LayerTiling`, on inputs of `workload.layer`; without them it
-    compiles only."""
+    compiles only. Raises `UserError` where the tiling names a version that the plan does not declare as one of its
+    `parts`."""
     tiling: Any = plan.tiling
     parts: dict[str, KernelPlan] = {}
     for name, (label, problem, knobs) in tiling.parts(plan.problem).items():
+        if label not in plan.parts:
+            raise UserError(
+                f"{label} is no part of {type(plan).__name__}: add it to `parts` there, which the source hash of its "
+                "records covers."
+            )
         parts[name] = part = _planned(label, problem, plan.device, knobs)
         part.compiled = plan.compiled.part(label)
     if not inputs:

@@ -40,6 +40,9 @@ class KernelPlan(ABC):
     requires: ClassVar[Requirement]
     deterministic: ClassVar[bool] = True
     graph_capturable: ClassVar[bool] = True
+    #: Labels of the versions that a pipeline is made of, with whichever tiling. The source hash of the pipeline covers
+    #: them; the registry reads them without running the file, so that they stand there as a literal.
+    parts: ClassVar[tuple[str, ...]] = ()
 
     #: Whether tensors are pointed at other memory between launches, so that what is planned must read addresses then.
     late_tensors: bool = False

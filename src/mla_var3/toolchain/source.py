@@ -5,39 +5,57 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from mla_var3 import paths
+from mla_var3.errors import UserError
 
 _PREFIX = "mla_var3.kernel."
-_LABEL = re.compile(r'"([a-z-]+/\w+)"')
+#: What a plan's class may say of itself to who does not import it, as literals.
+DECLARED = ("peer", "parts")
 
 
 @functools.lru_cache(maxsize=512)
-def _imports(path: Path, mtime_ns: int) -> tuple[Path, ...]:
-    """Files of kernels that a file imports, wherever in it. mtime_ns makes an edited file another one."""
-    found: dict[Path, None] = {}
+def _read(path: Path, mtime_ns: int) -> tuple[tuple[Path, ...], tuple[Mapping[str, ast.expr], ...]]:
+    """Files of kernels that a file imports, wherever in it, and which attributes of `DECLARED` its classes set, of each
+    that sets any. mtime_ns makes an edited file another one."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except SyntaxError:  # its record says so, and has a hash all the same
-        return ()
-    for node in ast.walk(tree):
-        for name in _named(node):
-            if (target := _file(name)) is not None:
-                found.setdefault(target)
-    return tuple(found)
+        return (), ()
+    targets = [target for node in ast.walk(tree) for name in _named(node) if (target := _file(name)) is not None]
+    classes = [dict(_declared(node)) for node in tree.body if isinstance(node, ast.ClassDef)]
+    return tuple(dict.fromkeys(targets)), tuple(one for one in classes if one)
 
 
-def strings(path: Path) -> frozenset[str]:
-    """The strings of a file that may be labels of versions."""
-    return _strings(path, path.stat().st_mtime_ns)
+def _declared(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    for line in node.body:
+        targets = (
+            line.targets if isinstance(line, ast.Assign) else [line.target] if isinstance(line, ast.AnnAssign) else []
+        )
+        value = line.value if isinstance(line, ast.Assign | ast.AnnAssign) else None
+        for target in targets:
+            if value is not None and isinstance(target, ast.Name) and target.id in DECLARED:
+                yield target.id, value
 
 
-@functools.lru_cache(maxsize=512)
-def _strings(path: Path, mtime_ns: int) -> frozenset[str]:
-    return frozenset(_LABEL.findall(path.read_text(encoding="utf-8")))
+def declarations(path: Path) -> list[dict[str, Any]]:
+    """What the classes of a file say of themselves (`DECLARED`), a dict for each that says something. The file is
+    parsed and not run, so what is computed there is refused (`UserError`)."""
+    if not path.is_file():
+        return []
+    found = []
+    for one in _read(path, path.stat().st_mtime_ns)[1]:
+        try:
+            found.append({name: ast.literal_eval(value) for name, value in one.items()})
+        except ValueError:
+            names = " and ".join(one)
+            raise UserError(
+                f"{path.name} computes {names} of a plan: write a literal, for it is read without running the file."
+            ) from None
+    return found
 
 
 def _named(node: ast.AST) -> Iterator[str]:
@@ -63,7 +81,7 @@ def import_closure(path: Path) -> list[Path]:
     found = set(todo)
     while todo:
         here = todo.pop()
-        new = [other for other in _imports(here, here.stat().st_mtime_ns) if other not in found]
+        new = [other for other in _read(here, here.stat().st_mtime_ns)[0] if other not in found]
         found.update(new)
         todo += new
     return sorted(found)

@@ -18,7 +18,8 @@ import torch
 from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
 from mla_var3.errors import UserError
-from mla_var3.kernel.peer.prims import flashinfer, kernel
+from mla_var3.kernel import library as wrapping
+from mla_var3.kernel.peer import mla_flashinfer
 from mla_var3.workload import sparse_decode
 from mla_var3.workload.decode import PROMISED, MlaProblem, make_inputs, mla_decode_reference
 from mla_var3.workload.sparse_decode import SparseProblem
@@ -187,7 +188,7 @@ def test_fa3_sparse(
 ) -> None:
     fetched("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr("mla_var3.kernel.peer.prims.sparse._CHUNK", 7 * 3 * 576)
+    monkeypatch.setattr("mla_var3.kernel.library._CHUNK", 7 * 3 * 576)
     plan_type = _plan_type("fa3_sparse")
     problem = SparseProblem(b=3, s=2, h=5, t=90, topk=40, page=7, layout=layout, lengths=True)
     report = check(plan_type, problem, device="cpu", seeds=[3])
@@ -330,7 +331,7 @@ class _FlashInferModule:
             table = own.unsqueeze(0) if len(own) else torch.zeros((1, 1), dtype=torch.int32)
             o, e = _attend(q[rows].unsqueeze(0), cache, table, torch.tensor([length]), scale, causal)
             out[rows] = o[0]
-            lse[rows] = e[0].t() / kernel.LN2
+            lse[rows] = e[0].t() / wrapping.LN2
 
     def plan(self, floats: Any, ints: Any, staged: Any, starts: Any, offsets: Any, lens: Any, *rest: Any) -> Any:
         heads, columns = rest[:2]
@@ -350,7 +351,7 @@ class _FlashInferModule:
 def test_flashinfer_sparse(layout: str, fetched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     fetched("flashinfer/batch_mla_fa3.so")
     module = _FlashInferModule()
-    monkeypatch.setattr(flashinfer, "_load_module", lambda path: module)
+    monkeypatch.setattr(mla_flashinfer, "_load_module", lambda path: module)
     plan_type = _plan_type("flashinfer_sparse")
     problem = SparseProblem(b=3, s=2, h=5, t=90, topk=40, page=7, layout=layout, lengths=True)
     report = check(plan_type, problem, device="cpu", seeds=[3])
@@ -396,7 +397,7 @@ def test_flashinfer(
     problem = PROBLEM.replace(dtype="bf16")
     if kind == "module":
         fetched(f"flashinfer/batch_mla_{backend}.so")
-        monkeypatch.setattr(flashinfer, "_load_module", lambda path: module)
+        monkeypatch.setattr(mla_flashinfer, "_load_module", lambda path: module)
         _passes_the_check(f"flashinfer_{backend}", problem)
         with pytest.raises(UserError, match="built for bf16"):
             _plan_type(f"flashinfer_{backend}")(PROBLEM).plan(*make_inputs(PROBLEM, "cpu"))
@@ -522,7 +523,7 @@ def test_tilelang_takes_what_its_tiles_fit(problem: dict[str, Any], fits: bool, 
     [(128, 128, 4096, 1), (1, 128, 65536, 66), (1, 16, 131072, 132), (1, 16, 200, 3), (1, 16, 0, 1), (8, 64, 4096, 16)],
 )
 def test_tilelang_splits_what_leaves_the_device_idle(b: int, h: int, shortest: int, splits: int) -> None:
-    from mla_var3.kernel.peer.mla.tilelang_mla.tilelang_mla.tilelang_mla import splits_for
+    from mla_var3.kernel.peer.mla_tilelang import splits_for
 
     assert splits_for(b, h, shortest, 132) == splits
 
@@ -530,15 +531,15 @@ def test_tilelang_splits_what_leaves_the_device_idle(b: int, h: int, shortest: i
 def test_page_indices_leave_out_garbage() -> None:
     garbage = 2147480000
     table = torch.tensor([[3, 1, garbage], [garbage] * 3, [5, 0, 2]], dtype=torch.int32)
-    offsets, pages, lens = kernel.page_indices(table, torch.tensor([65, 0, 192], dtype=torch.int32), 64)
+    offsets, pages, lens = wrapping.page_indices(table, torch.tensor([65, 0, 192], dtype=torch.int32), 64)
     assert offsets.tolist() == [0, 2, 2, 5] and pages.tolist() == [3, 1, 5, 0, 2] and lens.tolist() == [65, 0, 192]
     assert offsets.dtype == pages.dtype == lens.dtype == torch.int32
 
 
 def test_natural_lse() -> None:
     given = torch.tensor([float("-inf"), 2.0])
-    assert kernel.natural_lse(given).tolist() == [float("inf"), 2.0]
-    assert kernel.natural_lse(given, base2=True)[1].item() == pytest.approx(2.0 * 0.693147180)
+    assert wrapping.natural_lse(given).tolist() == [float("inf"), 2.0]
+    assert wrapping.natural_lse(given, base2=True)[1].item() == pytest.approx(2.0 * 0.693147180)
 
 
 def test_a_schema_of_another_release_is_named_not_called() -> None:
@@ -557,11 +558,11 @@ def test_a_schema_of_another_release_is_named_not_called() -> None:
         def __str__(self) -> str:
             return "lib.fwd"
 
-    assert kernel.named_arguments(Op(), {"q": 1}) == [1, None, 4]
+    assert wrapping.named_arguments(Op(), {"q": 1}) == [1, None, 4]
     with pytest.raises(UserError, match=r"wants 'q'"):
-        kernel.named_arguments(Op(), {})
+        wrapping.named_arguments(Op(), {})
     with pytest.raises(UserError, match=r"has no gone"):
-        kernel.named_arguments(Op(), {"q": 1, "gone": 2})
+        wrapping.named_arguments(Op(), {"q": 1, "gone": 2})
 
 
 def test_a_library_that_does_not_load_is_one_sentence(fetched: Callable[..., Path]) -> None:
@@ -577,13 +578,13 @@ def test_results_are_converted_when_read_and_not_in_the_call() -> None:
         reads.append(1)
         return torch.zeros(1, 1, 1, 512), torch.zeros(1, 1, 1)
 
-    bound = kernel.PeerKernel("x", kernel.Attached(lambda: None, read), input_tensors=(torch.zeros(1),))
+    bound = wrapping.PeerKernel("x", wrapping.Attached(lambda: None, read), input_tensors=(torch.zeros(1),))
     result = bound()
     assert not reads and len(result) == 2 and bool(bound.output_tensors)
     _, lse = result
     assert reads == [1] and lse.shape == (1, 1, 1)
     with pytest.raises(UserError, match="planned without tensors"):
-        kernel.PeerKernel("x", None)()
+        wrapping.PeerKernel("x", None)()
 
 
 def test_an_empty_plan_says_that_there_is_nothing_to_compile() -> None:
@@ -599,6 +600,6 @@ def test_an_empty_plan_says_that_there_is_nothing_to_compile() -> None:
     [(128, 128, 1), (128, 8, 1), (64, 128, 1), (32, 512, 1), (32, 128, 0), (8, 128, 0), (1, 8, 0)],
 )
 def test_fa3_is_not_asked_to_split_what_fills_the_device(b: int, rows: int, splits: int) -> None:
-    from mla_var3.kernel.peer.prims.fa3 import splits_for
+    from mla_var3.kernel.peer.mla_flash_attention import splits_for
 
     assert splits_for(b, rows, 132) == splits

@@ -12,7 +12,7 @@ import torch
 
 from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
-from mla_var3.kernel.peer.prims import torch_compile
+from mla_var3.kernel import library as wrapping
 from mla_var3.workload.norm import NormProblem, normalised
 
 PROBLEMS = [
@@ -76,6 +76,6 @@ def test_torch_compiles_a_function_once_and_many_shapes_of_it(monkeypatch: pytes
 
     # Not by monkeypatch, which puts settings back that dynamo then does not find.
     with config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        assert torch_compile.compiled(fn) is torch_compile.compiled(fn) is fn
+        assert wrapping.compiled(fn) is wrapping.compiled(fn) is fn
         assert len(asked) == 1 and asked[0]["fullgraph"] and not asked[0]["dynamic"]
-        assert config.recompile_limit == config.accumulated_recompile_limit == torch_compile.MOST_SHAPES
+        assert config.recompile_limit == config.accumulated_recompile_limit == wrapping.MOST_SHAPES

@@ -47,6 +47,13 @@ class MlaLayerPlan(KernelPlan):
     workload = layer.WORKLOAD
     tiling_type = LayerTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
+    parts = (
+        "cute-dsl/rmsnorm",
+        "cute-dsl/absorb_gemm",
+        "cute-dsl/rope_append",
+        "cute-dsl/flash_mla_v23",
+        "cute-dsl/flash_mla_v24",
+    )
 
     def default_tiling(self) -> LayerTiling:
         return default_tiling(self.problem)

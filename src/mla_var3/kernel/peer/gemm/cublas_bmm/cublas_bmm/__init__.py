@@ -1,1 +1,0 @@
-"""Batched products of cuBLAS."""

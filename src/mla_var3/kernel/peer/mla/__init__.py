@@ -1,1 +1,0 @@
-"""Peers of the `mla` layer: attention over latent (decode) or decompressed (prefill) keys."""

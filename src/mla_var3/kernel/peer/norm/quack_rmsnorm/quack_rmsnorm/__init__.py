@@ -1,1 +1,0 @@
-"""quack's norm."""

@@ -1,1 +1,0 @@
-"""What the wrappers of other people's libraries share."""

@@ -1,1 +1,0 @@
-"""FlashInfer's rotation and append."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mla_var3 import paths
+from mla_var3.catalogue import registry
 
 PROGRAM = """
 import json, sys
@@ -79,3 +82,62 @@ def test_every_room_has_its_place(repo_root: Path) -> None:
     package = paths.package()
     found = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
     assert set().union(*layers(repo_root)) == found - {"__init__", "data", "conf"}
+
+
+# ---------------------------------------------------------------- planted
+def planted() -> list[tuple[str, str, str]]:
+    """(contract, importing module, imported module): arrows that the contracts of versions refuse, in every layer
+    of every language."""
+    kernels = [k for k in registry.all_kernels() if k.language != "peer"]
+    first = {(k.language, k.layer): k for k in reversed(kernels)}
+    found = []
+    for kernel in first.values():
+        other = next(k for k in kernels if k.design != kernel.design)
+        found.append(("A version imports no other version", kernel.module, other.module))
+        found.append(("A version knows no catalogue", kernel.module, "mla_var3.catalogue.libraries"))
+    for language in {language for language, _ in first}:
+        folder = registry.LANGUAGES[language].folder
+        prims = min((paths.package() / "kernel" / folder / "prims").glob("[a-z]*.py")).stem
+        target = next(k.module for k in kernels if k.language == language)
+        found.append(("A primitive knows no version", f"mla_var3.kernel.{folder}.prims.{prims}", target))
+    peers = "mla_var3.kernel.peer"
+    return [
+        *found,
+        ("A version imports no other version", f"{peers}.mla_torch", f"{peers}.norm"),
+        ("A version imports no other version", f"{peers}.gemm", kernels[0].module),
+        ("A primitive knows no version", "mla_var3.kernel.cute_python.split_kv.combine", kernels[0].module),
+        (
+            "A primitive knows no split-KV",
+            "mla_var3.kernel.cute_python.prims.sync",
+            "mla_var3.kernel.cute_python.split_kv.scheduler",
+        ),
+        ("What versions share knows no version", "mla_var3.kernel.layer", kernels[0].module),
+        ("What versions share knows no version", "mla_var3.kernel.library", f"{peers}.rope"),
+        (
+            "A peer asks the catalogue for its library and nothing else",
+            f"{peers}.merge",
+            "mla_var3.catalogue.ledger",
+        ),
+    ]
+
+
+def test_a_planted_arrow_is_refused_in_every_layer_of_every_language(repo_root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("importlinter")
+    shutil.copytree(paths.package(), tmp_path / "mla_var3", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    shutil.copy(repo_root / "pyproject.toml", tmp_path)
+    plants = planted()
+    assert len({module for _, module, _ in plants}) > 25
+    for _, module, other in plants:
+        file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        file.write_text(f"{file.read_text(encoding='utf-8')}import {other}\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"],
+        cwd=tmp_path, env={"PATH": "", "PYTHONPATH": str(tmp_path), "COLUMNS": "500"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    # A heading is underlined; what stands below it is the contract's.
+    _, *parts = re.split(r"^(.+)\n-{5,}$", done.stdout.partition("Broken contracts")[2], flags=re.M)
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    for contract, module, other in plants:
+        assert f"{module} -> {other} (l." in said[contract], (contract, module, other)

@@ -33,7 +33,7 @@ install: $(BASE) ## the virtual environment only
 test: $(DEV) ## install what is missing, then run the tests; ARGS='-k name' selects
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-lint: $(DEV) ## ruff, mypy, the arrows between rooms, and devlogs and knowledge against their records
+lint: $(DEV) ## ruff, mypy, the arrows between rooms, and devlogs and knowledge against their records and what they name
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -36,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("--records", nargs="+", default=[], metavar="FILE|ID", help="default: the newest of each cell")
     new.add_argument("--force", action="store_true", help="start again where an entry exists")
     new.set_defaults(run=_new)
-    check = verbs.add_parser("check", help="compare entries, README.md and docs/ with the records they cite")
+    says = "compare entries, README.md and docs/ with the records they cite, and see that what they name exists"
+    check = verbs.add_parser("check", help=says)
     check.add_argument(
         "paths", nargs="*", metavar="FILE|KERNEL", help="these pages or versions' entries alone; default: all of them"
     )

@@ -11,6 +11,7 @@ import pytest
 
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.registry import KernelId
+from mla_var3.lab.devlog import named
 from mla_var3.workload.decode import MlaProblem
 
 RecordOf = Callable[..., dict[str, Any]]
@@ -130,6 +131,8 @@ def project(tmp_path: Path, records: dict[str, dict[str, Any]], monkeypatch: pyt
     source.write_text("# kernel\n")
     monkeypatch.setattr(KernelId, "path", property(lambda self: source))
     monkeypatch.setattr(registry, "all_kernels", lambda: (V1,))
+    known = named.labels_of
+    monkeypatch.setattr(named, "labels_of", lambda root: known(root) | {V0.label})
     monkeypatch.setattr(registry, "source_hash", lambda kernel: "feedfeedfeedfeed")
     results = tmp_path / "results" / "h200"
     results.mkdir(parents=True)
@@ -139,6 +142,7 @@ def project(tmp_path: Path, records: dict[str, dict[str, Any]], monkeypatch: pyt
     entry.parent.mkdir(parents=True)
     entry.write_text(GOOD.format(source="src/flash_mla_v1.py"))
     entry.with_suffix(".records").write_text(BESIDE)
+    (tmp_path / "devlogs" / "README.md").write_text("# Entries\n")
     return tmp_path
 
 

@@ -1,10 +1,12 @@
-"""`mla-var3 devlog check`: every version has an entry, and every figure agrees with the record it points at."""
+"""`mla-var3 devlog check`: every version has an entry, every figure agrees with the record it points at, and every file
+and kernel that a page or a config names exists."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.lab.devlog import evidence, skips
+from mla_var3.lab.devlog import evidence, named, skips
 from mla_var3.lab.devlog.citations import check_text, find_record
-from mla_var3.lab.devlog.entry import check_entry, entry_path, holds, parse, records_path
+from mla_var3.lab.devlog.entry import Entry, check_entry, entry_path, holds, parse, records_path
 from mla_var3.lab.devlog.values import Record, Unknown
 from mla_var3.names import by_number
 from mla_var3.toolchain.digest import Code
@@ -89,8 +91,10 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         pages = [path for path in chosen if path not in entries]
         entries = [path for path in chosen if path in entries]
         failures = []  # of record files: they are not what was asked about
+    naming = [*pages, *(() if chosen else _also_naming(root))]
     # Made from records, which a test makes again; they cite none.
     pages = [path for path in pages if not path.is_relative_to(root / MADE)]
+    labels = named.labels_of(root)
 
     versions = _versions(root)
     unasked: list[str] = []
@@ -101,6 +105,8 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         findings += check_entry(entry, records, source, root)
         if version is None and entry.commit and entry.location and holds(root, entry.commit, entry.location) is None:
             unasked.append(entry.commit)
+        held = partial(_held, root, entry) if version is None or "code" in entry.fields else None
+        findings += named.check(entry.text, root, labels, held)
         skipped, unread = skips.check(entry, version, records)
         findings += skipped
         if unread and version is not None:
@@ -130,7 +136,22 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
         text, beside = path.read_text(encoding="utf-8"), evidence.beside(path)
         found = check_text(text, records, require="tables", evidence=beside, root=root)
         failures += [f"{_name(f.path or path, root)}:{f.line}: {f.message}" for f in found]
+    for path in naming:
+        missing = named.check(path.read_text(encoding="utf-8"), root, labels)
+        failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in missing]
     return failures, notes
+
+
+def _held(root: Path, entry: Entry, path: str) -> bool | None:
+    """Whether the commit of a retired version's entry has a path; None where that cannot be asked, and of the version's
+    own file, of which `check_entry` tells."""
+    return None if entry.commit is None or path == entry.location else holds(root, entry.commit, path)
+
+
+def _also_naming(root: Path) -> list[Path]:
+    """What names files and kernels beside README.md, docs/ and the entries."""
+    pages = [path for path in (root / "CONTRIBUTING.md", root / "devlogs" / "README.md") if path.is_file()]
+    return [*pages, *sorted((root / "conf").rglob("*.yaml")), *sorted((root / "examples").rglob("*.yaml"))]
 
 
 def _entry_of(path: Path) -> Path:

@@ -51,8 +51,6 @@ _FIGURE = re.compile(
 )
 _TRACE = re.compile(r"\]\((?P<path>[^)\s]*results/[^)\s]*/traces/[^)\s]*\.txt)\)")
 _CODE = re.compile(r"`([^`\n]+)`")
-_REPO_PATH = re.compile(r"(?:src|tests|docs|devlogs|conf|scripts|results)/[\w./*-]+")
-_LABEL = re.compile(r"(?:cute-dsl|cutile-dsl|triton|torch|peer)/[a-z][a-z0-9_]*")
 
 
 def pages_of(root: Path) -> list[Path]:
@@ -65,13 +63,11 @@ def pages_of(root: Path) -> list[Path]:
 
 def check(root: Path) -> tuple[list[str], list[Page]]:
     """(what is to mend, each `file:line: message`; the pages that were read)."""
-    from mla_var3.catalogue import registry
-    from mla_var3.catalogue.retired import retired
+    from mla_var3.lab.devlog import named
     from mla_var3.lab.devlog.check import load_records
 
     records, failures = load_records(root)
-    # A retired version keeps its devlog, which says where its code is.
-    labels = {kernel.label for kernel in registry.all_kernels()} | set(retired())
+    labels = named.labels_of(root)
     pages: list[Page] = []
     anchors: dict[Path, set[str]] = {}
     found: list[tuple[Page, list[Finding]]] = []
@@ -105,13 +101,12 @@ def check(root: Path) -> tuple[list[str], list[Page]]:
     return failures, pages
 
 
-def check_page(
-    page: Page, records: Mapping[str, Mapping[str, Any]], root: Path, labels: set[str] | None = None
-) -> list[Finding]:
+def check_page(page: Page, records: Mapping[str, Mapping[str, Any]], root: Path, labels: set[str]) -> list[Finding]:
     """Everything that is wrong with one page but its links."""
+    from mla_var3.lab.devlog import named
     from mla_var3.lab.devlog.citations import check_text
 
-    findings = [*_meta(page, root), *_sections(page), *_figures(page), *_named(page, root, labels)]
+    findings = [*_meta(page, root), *_sections(page), *_figures(page), *named.check(page.text, root, labels)]
     findings += blocks(page)[1]
     findings += check_text(page.text, records, require="none", evidence=page.evidence, root=root)
     if page.kind == "reference":
@@ -245,17 +240,6 @@ def _figures(page: Page) -> Iterator[Finding]:
                 break
             if not any(number.search(trace) for trace in traces):
                 yield Finding(line, f"{found[0]!r} does not stand in the trace that its paragraph links to")
-
-
-def _named(page: Page, root: Path, labels: set[str] | None) -> Iterator[Finding]:
-    """Files and kernels that inline code names must exist."""
-    for line, text in paragraphs(page):
-        for code in _CODE.findall(text):
-            if _REPO_PATH.fullmatch(code):
-                if not (any(root.glob(code)) if "*" in code else (root / code).exists()):
-                    yield Finding(line, f"{code} does not exist")
-            elif labels is not None and _LABEL.fullmatch(code) and code not in labels:
-                yield Finding(line, f"kernel {code} does not exist: {nearest(code, labels)}")
 
 
 def _links(page: Page, anchors: Mapping[Path, set[str]]) -> Iterator[Finding]:

@@ -119,6 +119,9 @@ def on_cpu() -> Any:
         def hardware(self, device: Any) -> Device:
             return Device.get("h200")
 
+        def require_here(self, tensor: Any, name: str, function: str) -> None:
+            pass
+
     return OnCpu()
 
 

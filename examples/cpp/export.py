@@ -17,7 +17,7 @@ from pathlib import Path
 from mla_var3.device import Device
 from mla_var3.errors import EXIT_USER_ERROR, UserError
 from mla_var3.ops.calls import Buffer, Call, call_of
-from mla_var3.ops.decode import way_for
+from mla_var3.ops.ways import way_for
 from mla_var3.toolchain.aot import default_cache_dir
 from mla_var3.toolchain.loader import symbol_of
 from mla_var3.workload.decode import MlaProblem

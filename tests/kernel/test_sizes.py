@@ -12,7 +12,7 @@ from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import choose, pick
 from mla_var3.errors import Infeasible, UserError
-from mla_var3.ops.decode import way_for
+from mla_var3.ops.ways import way_for
 from mla_var3.runtime import limits
 from mla_var3.workload import Problem, get
 from mla_var3.workload.decode import MlaProblem

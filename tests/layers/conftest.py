@@ -32,24 +32,19 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Functions of `mla_var3.ops` compute on the CPU, each by its torch version; the engine that they use."""
-    from ops_fakes import CpuEngine
+    from ops_fakes import serve_on_cpu
 
     from mla_var3.catalogue.registry import KernelId
     from mla_var3.dispatch import Choice
-    from mla_var3.ops import decode, layer
+    from mla_var3.ops import ways
 
-    found = CpuEngine()
+    found = serve_on_cpu(monkeypatch)
 
     def choice(problem: Any, *_: Any) -> Choice:
         return Choice(KernelId.parse(f"torch/{VERSIONS[problem.workload]}"), (), None, "a test's")
 
-    for module in (decode, layer):
-        monkeypatch.setattr(module, "engine", lambda: found)
-        monkeypatch.setattr(module, "on_gpu", lambda *_: None)
     monkeypatch.setattr("mla_var3.dispatch.choose", choice)
     monkeypatch.setattr("mla_var3.dispatch.pick", choice)
-    layer._way.cache_clear()
-    decode.way_for.cache_clear()
+    ways.way_for.cache_clear()
     yield found
-    layer._way.cache_clear()
-    decode.way_for.cache_clear()
+    ways.way_for.cache_clear()

@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
+
 from mla_var3.device import Device
+from mla_var3.ops import flash_mla, ways
 from mla_var3.ops.engine import Engine
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
 
@@ -31,9 +34,20 @@ class CpuEngine(Engine):
     def hardware(self, device: Any) -> Device:
         return Device.get("h200")
 
+    def require_here(self, tensor: Any, name: str, function: str) -> None:
+        pass
+
     def _plan(self, *args: Any) -> Any:
         self.planned += 1
         return super()._plan(*args)
+
+
+def serve_on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
+    """Makes an engine on the CPU the process's, for functions and operators."""
+    engine = CpuEngine()
+    for module in (ways, flash_mla):
+        monkeypatch.setattr(module, "engine", lambda: engine)
+    return engine
 
 
 def not_compiled() -> CompiledKernel:

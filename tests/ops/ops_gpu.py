@@ -11,7 +11,7 @@ import torch
 from mla_var3.check.judge import ErrorReport, compare
 from mla_var3.device import Device
 from mla_var3.ops import mla_decode
-from mla_var3.ops.decode import way_for
+from mla_var3.ops.ways import way_for
 from mla_var3.workload import Bound
 from mla_var3.workload.decode import WORKLOAD, MlaProblem, fifth_input, mla_decode_reference
 

@@ -16,7 +16,7 @@ from ops_fakes import not_compiled  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import Unsupported, UserError, install  # noqa: E402
 from mla_var3.ops.calls import Buffer, call_of  # noqa: E402
-from mla_var3.ops.decode import way_for  # noqa: E402
+from mla_var3.ops.ways import way_for  # noqa: E402
 from mla_var3.toolchain import aot  # noqa: E402
 from mla_var3.workload.decode import MlaProblem  # noqa: E402
 

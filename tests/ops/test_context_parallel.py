@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from ops_fakes import CpuEngine  # noqa: E402
+from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.ops import DecodeSchedule, context_parallel, library, merge_partials, mla_decode_cp  # noqa: E402
+from mla_var3.ops import DecodeSchedule, context_parallel, merge_partials, mla_decode_cp  # noqa: E402
 from mla_var3.workload import merge  # noqa: E402
 from mla_var3.workload.decode import mla_decode_reference  # noqa: E402
 from mla_var3.workload.merge import MergeProblem  # noqa: E402
@@ -130,12 +130,7 @@ def test_every_token_is_on_one_rank(length: int) -> None:
 # ---------------------------------------------------------------- the merge
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    engine = CpuEngine()
-    for module in (library, context_parallel.serve.__globals__):
-        put = monkeypatch.setitem if isinstance(module, dict) else monkeypatch.setattr
-        put(module, "engine", lambda: engine)
-        put(module, "on_gpu", lambda *_: None)
-    return engine
+    return serve_on_cpu(monkeypatch)
 
 
 @pytest.mark.parametrize("dist_of", merge.DISTRIBUTIONS)

@@ -19,7 +19,7 @@ from ops_gpu import CPP  # noqa: E402
 
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.ops.calls import Buffer, call_of  # noqa: E402
-from mla_var3.ops.decode import way_for  # noqa: E402
+from mla_var3.ops.ways import way_for  # noqa: E402
 from mla_var3.toolchain import aot, loader  # noqa: E402
 
 H200 = Device.get("h200")

@@ -8,8 +8,8 @@ from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.ops import fixed
-from mla_var3.ops.decode import way_for
 from mla_var3.ops.fixed import fixed_choice
+from mla_var3.ops.ways import way_for
 from mla_var3.workload.decode import MlaProblem
 
 H200 = Device.get("h200")

@@ -17,14 +17,11 @@ torch = pytest.importorskip("torch")
 
 import integer_cases as cases  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from ops_fakes import CpuEngine  # noqa: E402
+from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.ops import (  # noqa: E402
     context_parallel,
-    decode,
-    layer,
-    library,
     merge_partials,
     mla_decode,
     mla_decode_cp,
@@ -67,11 +64,7 @@ def door(name: str, function: Any, kernel: str) -> Any:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
     """Functions and operators compute on the CPU."""
-    engine = CpuEngine()
-    for module in (library, layer, api, decode):
-        monkeypatch.setattr(module, "engine", lambda: engine)
-    for module in (library, layer, decode):
-        monkeypatch.setattr(module, "on_gpu", lambda *_: None)
+    engine = serve_on_cpu(monkeypatch)
     monkeypatch.setattr(api, "mla_decode", functools.partial(mla_decode, kernel="torch/flash_mla"))
     for function in (sparse_mla_decode, packed_mla_decode):
         monkeypatch.setattr(api, function.__name__, functools.partial(function, kernel="torch/sparse_mla"))

@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine  # noqa: E402
+from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.ops import absorb_gemm, decode, layer, library, mla_decode, rmsnorm, rope_append  # noqa: E402
+from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append  # noqa: E402
 from mla_var3.workload import gemm, norm, packed_append, rope  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 from mla_var3.workload.gemm import GemmProblem  # noqa: E402
@@ -50,11 +50,7 @@ def packed_call(problem: PackedAppendProblem) -> tuple[Any, ...]:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
     """Functions and operators compute on the CPU."""
-    engine = CpuEngine()
-    for module in (library, decode, layer):
-        monkeypatch.setattr(module, "engine", lambda: engine)
-        monkeypatch.setattr(module, "on_gpu", lambda *_: None)
-    return engine
+    return serve_on_cpu(monkeypatch)
 
 
 def same(found: Any, wanted: Any) -> bool:

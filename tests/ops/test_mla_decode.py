@@ -15,7 +15,7 @@ from ops_fakes import CpuEngine  # noqa: E402
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
-from mla_var3.ops import DecodeSchedule, mla_decode  # noqa: E402
+from mla_var3.ops import DecodeSchedule, mla_decode, ways  # noqa: E402
 from mla_var3.ops import decode as decode_module  # noqa: E402
 from mla_var3.ops import engine as engine_module  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs, mla_decode_reference  # noqa: E402
@@ -208,7 +208,7 @@ def test_pages_apart_are_given_to_versions_that_take_them(monkeypatch: pytest.Mo
         for h in (8, 16, 64, 128):
             problem = MlaProblem(b=b, h=h, t=4096, strided_pages=True)
             for split in (None, 1024):
-                way = decode_module.way_for(problem, Device.get("h200"), fixed_split=split)
+                way = ways.way_for(problem, Device.get("h200"), fixed_split=split)
                 picked.add(way.key[0].label)
                 assert "strided_pages" in way.make(problem, Device.get("h200")).requires.options
     assert picked == {"cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"}
@@ -217,7 +217,7 @@ def test_pages_apart_are_given_to_versions_that_take_them(monkeypatch: pytest.Mo
 def test_pages_apart_that_no_version_takes_are_refused_with_the_reasons() -> None:
     problem = MlaProblem(b=3, h=16, t=4096, strided_pages=True)
     with pytest.raises(Unsupported, match=r"no version takes .*: the kernel reads contiguous caches; the problem's pa"):
-        decode_module.way_for(problem, Device.get("a100"))
+        ways.way_for(problem, Device.get("a100"))
 
 
 @pytest.mark.parametrize(
@@ -531,23 +531,23 @@ def test_a_device_without_a_version_is_refused_with_the_reasons(monkeypatch: pyt
     monkeypatch.setattr(registry, "all_kernels", lambda: only)
     problem = MlaProblem(b=7, h=16, t=4096)
     with pytest.raises(Unsupported, match=r"no version takes b7_s1_h16_t4096 on a100: .*this is sm_80"):
-        decode_module.way_for(problem, Device.get("a100"))
+        ways.way_for(problem, Device.get("a100"))
     with pytest.raises(UserError, match="there is no GPU here"):
-        decode_module.way_for(problem, None)
+        ways.way_for(problem, None)
 
 
 def test_picks_once_for_equal_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[MlaProblem] = []
-    real = decode_module._pick
+    real = ways._pick
 
     def counted(problem: MlaProblem, device: Device) -> Any:
         seen.append(problem)
         return real(problem, device)
 
-    monkeypatch.setattr(decode_module, "_pick", counted)
-    decode_module.way_for.cache_clear()
+    monkeypatch.setattr(ways, "_pick", counted)
+    ways.way_for.cache_clear()
     for _ in range(3):
-        decode_module.way_for(MlaProblem(b=5, h=16, t=640), Device.get("h200"))
+        ways.way_for(MlaProblem(b=5, h=16, t=640), Device.get("h200"))
     assert len(seen) == 1
 
 
@@ -613,7 +613,7 @@ def test_as_many_query_tokens_are_taken_packed() -> None:
     problem = problem_of(
         q, cache, empty(1, 512), empty(1), head_dim_v=512, scale=None, causal=True, cu_seqlens_q=empty(2)
     )  # fmt: skip
-    plan = decode_module.way_for(problem, Device.get("h200")).make(problem, Device.get("h200"))
+    plan = ways.way_for(problem, Device.get("h200")).make(problem, Device.get("h200"))
     assert plan.supported() and plan.feasible()
 
 
@@ -621,6 +621,6 @@ def test_a_named_version_without_room_says_so_before_it_plans(engine: CpuEngine)
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     q, cache = empty(70_000, 1, 128, 576, dtype=torch.bfloat16), torch.empty(1, 64, 1, 576, dtype=torch.bfloat16)
     problem = MlaProblem(b=70_000, t=384)
-    way = decode_module.way_for(problem, Device.get("h200"), kernel="cute-dsl/flash_mla_v23")
+    way = ways.way_for(problem, Device.get("h200"), kernel="cute-dsl/flash_mla_v23")
     with pytest.raises(UserError, match=r"^the partial results of 70,000 requests and 66 workers, 2,331,796,480 elem"):
         engine._plan(way, problem, (q, cache, empty(70_000, 6), empty(70_000)), None)

@@ -14,8 +14,8 @@ from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import DecodeSchedule, mla_decode  # noqa: E402
-from mla_var3.ops.decode import way_for  # noqa: E402
 from mla_var3.ops.engine import Engine, capture_id  # noqa: E402
+from mla_var3.ops.ways import way_for  # noqa: E402
 from mla_var3.workload.decode import FLASHMLA, MlaProblem, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine  # noqa: E402
+from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.ops import decode, flash_mla, library, mla_decode  # noqa: E402
+from mla_var3.ops import flash_mla, library, mla_decode, tracing  # noqa: E402
+from mla_var3.ops.engine import Engine  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, fifth_input, make_inputs  # noqa: E402
 
 RAGGED = MlaProblem(h=4, causal=True, s=2, t=1, lengths=[70, 0, 129], b=3)
@@ -34,12 +36,7 @@ OPS = torch.ops.mla_var3
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
     """The operators compute on the CPU."""
-    engine = CpuEngine()
-    for module in (library, decode):
-        monkeypatch.setattr(module, "engine", lambda: engine)
-        monkeypatch.setattr(module, "on_gpu", lambda q: None)
-    monkeypatch.setattr(flash_mla, "engine", lambda: engine)
-    return engine
+    return serve_on_cpu(monkeypatch)
 
 
 def call_of(problem: MlaProblem) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,7 +107,7 @@ def test_fake_tensors_on_a_gpu_that_is_not_here(packed: bool) -> None:
 def test_an_eager_call_goes_around_the_operator(on_cpu: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     given, options = call_of(RAGGED)
     wanted = mla_decode(*given, on=on_cpu, **options)
-    monkeypatch.setattr(decode, "decode_as_op", lambda *_, **__: pytest.fail("it went through the operator"))
+    monkeypatch.setitem(tracing.through, "mla_decode", lambda *_, **__: pytest.fail("it went through the operator"))
     assert torch.equal(mla_decode(*given, **options), wanted)
 
 
@@ -192,6 +189,63 @@ def test_a_graph_of_plain_tensors_holds_the_operator(on_cpu: CpuEngine) -> None:
     given, options = call_of(RAGGED)
     graph = make_fx(lambda *given: mla_decode(*given, **options))(*given).graph
     assert OPS.mla_decode.default in [node.target for node in graph.nodes]
+
+
+class Seen(TorchDispatchMode):
+    """Notes which operators of this package are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == library.NAMESPACE:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Kind(torch.Tensor):
+    """A tensor of another type."""
+
+
+@pytest.mark.parametrize("name", tracing.through)
+def test_every_function_is_found_by_its_operator_and_back(name: str) -> None:
+    from mla_var3 import ops
+
+    function = getattr(ops, name)
+    assert name in library.SCHEMAS and tracing.eager(function) is not function
+    assert tracing.eager(function).__name__ == function.__name__ == name
+
+
+def test_a_call_under_a_dispatch_mode_is_the_operator_once(on_cpu: CpuEngine) -> None:
+    (q, *rest), options = call_of(RAGGED)
+    wanted = mla_decode(q, *rest, **options)
+    with Seen() as seen:
+        found = mla_decode(q, *rest, **options)
+    assert seen.names == ["mla_decode"] and torch.equal(found, wanted)
+
+
+def test_a_tensor_of_a_subclass_comes_to_the_operator_once(on_cpu: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (q, cache, table, lens), options = call_of(RAGGED)
+    real, calls = tracing.through["mla_decode"], []
+    monkeypatch.setitem(tracing.through, "mla_decode", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
+    found = mla_decode(q=q.as_subclass(Kind), kv_cache=cache, page_table=table, seq_lens=lens, **options)
+    assert calls == [1] and torch.equal(found, mla_decode(q, cache, table, lens, **options))
+
+
+def test_a_call_that_names_an_engine_runs_on_it_and_is_no_operator(on_cpu: CpuEngine) -> None:
+    given, options = call_of(RAGGED)
+    own = CpuEngine()
+    with Seen() as seen:
+        found = mla_decode(*given, on=own, **options)
+    assert (own.planned, on_cpu.planned, seen.names) == (1, 0, [])
+    assert torch.equal(found, mla_decode(*given, **options)) and on_cpu.planned == 1
+
+
+def test_a_named_engine_refuses_what_the_processs_refuses() -> None:
+    given, options = call_of(RAGGED)
+    with pytest.raises(UserError, match=r"^q is on cpu: mla_decode runs on an NVIDIA GPU"):
+        mla_decode(*given, on=Engine(), **options)
 
 
 # ---------------------------------------------------------------- when they are there

@@ -14,12 +14,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine  # noqa: E402
+from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla as api  # noqa: E402
-from mla_var3.ops import layer, library, packed_mla_decode, sparse_mla_decode  # noqa: E402
+from mla_var3.ops import packed_mla_decode, sparse_mla_decode  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem, input_names, make_inputs, reference  # noqa: E402
 
 SPARSE = "torch/sparse_mla"
@@ -58,11 +58,7 @@ FLASH_MLA = {
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
     """Functions and operators compute on the CPU."""
-    engine = CpuEngine()
-    for module in (library, layer, api):
-        monkeypatch.setattr(module, "engine", lambda: engine)
-    for module in (library, layer):
-        monkeypatch.setattr(module, "on_gpu", lambda *_: None)
+    engine = serve_on_cpu(monkeypatch)
     monkeypatch.setattr(api, "sparse_mla_decode", functools.partial(sparse_mla_decode, kernel=SPARSE))
     monkeypatch.setattr(api, "packed_mla_decode", functools.partial(packed_mla_decode, kernel=SPARSE))
     return engine

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from mla_var3.errors import UserError
 from mla_var3.ops.decode import LATENT, mla_decode
 from mla_var3.ops.exchange import Collective, exchange_of
-from mla_var3.ops.layer import dtype_name, serve
-from mla_var3.ops.library import as_op, traced
-from mla_var3.ops.request import LEAST, MOST, integers, judge, named_as, narrowed, require_contiguous
+from mla_var3.ops.request import LEAST, MOST, dtype_name, integers, judge, named_as, narrowed, require_contiguous
+from mla_var3.ops.tracing import traceable
+from mla_var3.ops.ways import serve
 from mla_var3.workload.merge import MergeProblem
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def mla_decode_cp(
     return (out, lse.transpose(1, 2).contiguous()) if return_lse else out
 
 
+@traceable
 def merge_partials(
     partials: torch.Tensor, lse: torch.Tensor, *, kernel: str | None = None, on: Engine | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,9 +124,6 @@ def merge_partials(
     """
     import torch
 
-    if on is None and traced(partials):
-        made: tuple[torch.Tensor, torch.Tensor] = as_op("merge_partials", partials, lse, version=kernel)
-        return made
     if not isinstance(partials, torch.Tensor):
         raise UserError(f"partials is a {type(partials).__name__}: pass a torch tensor.")
     if partials.dim() < 2:
@@ -142,7 +140,7 @@ def merge_partials(
     if count:
         serve(
             "merge_partials", problem, (partials.detach().view(parts, count, k), lse.detach().view(parts, count)),
-            (out, total), kernel, on,
+            (out, total), kernel, on, first="partials",
         )  # fmt: skip
     return out.view(*rows, k), total.view(rows)
 

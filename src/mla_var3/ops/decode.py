@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
-from mla_var3.ops.engine import DecodeSchedule, Way, engine
-from mla_var3.ops.library import decode_as_op, traced
-from mla_var3.ops.request import as_bytes, as_pages, bounds_of, compact, narrowed, on_gpu, problem_of, result
+from mla_var3.ops.engine import DecodeSchedule
+from mla_var3.ops.request import as_bytes, as_pages, bounds_of, compact, narrowed, problem_of, result
+from mla_var3.ops.tracing import traceable
+from mla_var3.ops.ways import engine_of, way_for
 
 if TYPE_CHECKING:
     import torch
 
     from mla_var3.device import Device
-    from mla_var3.dispatch import Choice
     from mla_var3.ops.engine import Engine
     from mla_var3.workload.decode import MlaProblem
 
 LATENT = 512  # latent columns of every published MLA model
 
 
+@traceable
 def mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -65,11 +65,16 @@ def mla_decode(
     where mask[·, i, j] is true, and every token before those. Not with causal or cu_seqlens_q.
 
     fixed_split: tokens of a split, a multiple of 64, for results that do not depend on the rest of the batch: version,
-    splits and order of sums follow from the request's own length and the problem class, so a request has the same bits
-    alone, in any batch, at any place in it, and under a page table of any width. `mla_var3.ops.fixed` has the costs.
+    splits and order of sums follow from the request's own length and the problem class, which is what compiled code
+    depends on: heads, query tokens, columns, dtype, but not b, the lengths or the width of the page table. So a request
+    has the same bits alone, in any batch, at any place in it, and under a page table of any width.
+    `mla_var3.ops.fixed` has the costs.
     schedule: of the calls of a step, in which lengths are the same in all layers: `DecodeSchedule` says more. To a
     program that torch traces it says nothing: each of its calls deals out its own work.
-    kernel: a version's name ("cute-dsl/flash_mla_v23") in place of the dispatcher's pick. on: another engine.
+    kernel: a version's name ("cute-dsl/flash_mla_v23") in place of the dispatcher's pick. on: an
+    `mla_var3.ops.engine.Engine` in place of the process's own. An engine keeps the planned kernels, their workspaces
+    and the compiled code of the calls that it serves, and `Engine.forget` drops what it keeps: with one of its own a
+    program bounds that memory, or gives it back, apart from all other calls. Such a call is no operator to torch.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for arguments, a device or a problem that no version
@@ -78,19 +83,11 @@ def mla_decode(
     """
     import torch
 
-    if on is None and traced(q):  # whoever names an engine calls it
-        both = decode_as_op(
-            q, kv_cache, page_table, seq_lens, out, lse, scale=scale, causal=causal, cu_seqlens_q=cu_seqlens_q,
-            mask=mask, head_dim_v=head_dim_v, fixed_split=fixed_split, kernel=kernel,
-        )  # fmt: skip
-        return both if return_lse else both[0]
     problem = problem_of(
         q, kv_cache, page_table, seq_lens, head_dim_v=head_dim_v, scale=scale, causal=causal,
         cu_seqlens_q=cu_seqlens_q, mask=mask,
     )  # fmt: skip
-    served = engine() if on is None else on
-    if on is None:
-        on_gpu(q)
+    served = engine_of(on, q, "q", "mla_decode")
     *tokens, h, _ = q.shape
     target = result("out", out, (*tokens, h, head_dim_v), q.dtype, q.device)
     sums = result("lse", lse, (tokens[0], h, *tokens[1:]), torch.float32, q.device)
@@ -110,42 +107,6 @@ def mla_decode(
             inputs = (*inputs, as_bytes(mask))
         served.run(way, problem, inputs, (target, sums), schedule)
     return (target, sums) if return_lse else target
-
-
-@functools.lru_cache(maxsize=4096)
-def way_for(
-    problem: MlaProblem, device: Device | None, *, fixed_split: int | None = None, kernel: str | None = None
-) -> Way:
-    """How a problem is computed on a device: the dispatcher's pick, a named version, or one with splits of a fixed
-    length."""
-    if device is None:
-        raise UserError("there is no GPU here: mla_decode needs one that a version is written for.")
-    if fixed_split is not None:
-        from mla_var3.ops.fixed import fixed_choice
-
-        return way_of(fixed_choice(problem, fixed_split, device, "fixed_split"))
-    return way_of(named(kernel) if kernel is not None else _pick(problem, device))
-
-
-def _pick(problem: MlaProblem, device: Device) -> Choice:
-    from mla_var3.dispatch import pick
-
-    return pick(problem, device)
-
-
-def named(label: str) -> Choice:
-    """The choice of a version that the caller names, with its default knobs."""
-    from mla_var3.catalogue.registry import KernelId
-    from mla_var3.dispatch import Choice
-
-    if not isinstance(label, str):
-        raise UserError(f"kernel is a {type(label).__name__}: pass a version's name, as cute-dsl/flash_mla_v23.")
-    return Choice(KernelId.parse(label), (), None, "asked for by name")
-
-
-def way_of(choice: Choice) -> Way:
-    """How the engine computes what was chosen."""
-    return Way((choice.kernel, choice.tiling), choice.plan)
 
 
 def compile_for(

@@ -149,6 +149,13 @@ class Engine:
     def hardware(self, device: torch.device) -> Device | None:
         return _detect(device.index)
 
+    def require_here(self, tensor: torch.Tensor, name: str, function: str) -> None:
+        """Raises `UserError` for an argument of a function that is not on a GPU."""
+        if tensor.device.type != "cuda":
+            raise UserError(
+                f"{name} is on {tensor.device}: {function} runs on an NVIDIA GPU, so put the tensors on one."
+            )
+
     # ------------------------------------------------------------ calling
     def run(
         self,

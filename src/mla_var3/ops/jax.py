@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.device import Device
 from mla_var3.errors import UserError, absent
 from mla_var3.ops.calls import Buffer, Call, call_of
-from mla_var3.ops.decode import LATENT, way_for
+from mla_var3.ops.decode import LATENT
 from mla_var3.ops.request import bounds_of, problem_of
+from mla_var3.ops.ways import way_for
 from mla_var3.runtime.scaling import sign_of
 
 if TYPE_CHECKING:

@@ -20,14 +20,11 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.ops.decode import named, way_of
-from mla_var3.ops.engine import Way, engine
-from mla_var3.ops.library import as_op, traced
 from mla_var3.ops.request import (
     compact,
+    dtype_name,
     judge,
     named_as,
-    on_gpu,
     packed_pages,
     plain_strides,
     require_contiguous,
@@ -35,6 +32,8 @@ from mla_var3.ops.request import (
     result,
     rows_of,
 )
+from mla_var3.ops.tracing import traceable
+from mla_var3.ops.ways import serve
 from mla_var3.packed_cache import layout_of
 from mla_var3.workload.gemm import SIDES, GemmProblem
 from mla_var3.workload.norm import NormProblem
@@ -42,15 +41,12 @@ from mla_var3.workload.packed_append import PackedAppendProblem, views
 from mla_var3.workload.rope import RopeProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
-    from mla_var3.workload import Problem
 
 
+@traceable
 def rmsnorm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -72,42 +68,40 @@ def rmsnorm(
     """
     import torch
 
-    if on is None and traced(x):
-        out, second, summed = as_op("rmsnorm", x, weight, second_weight, residual, eps=eps, version=kernel)
-    else:
-        judge("x", x, (None, None), None, x)
-        if second_weight is not None:
-            judge("second_weight", second_weight, (None,), x.dtype, x)
-            if len(second_weight) >= x.shape[1]:
-                raise UserError(
-                    f"second_weight has {len(second_weight)} elements and x {x.shape[1]} columns: x is (n, width + w), "
-                    "with columns for weight in front of those for second_weight."
-                )
-            if residual is not None:
-                raise UserError("second_weight and residual are not taken together: leave one out.")
-        given_eps: Any = eps
-        if isinstance(given_eps, bool) or not isinstance(given_eps, numbers.Real):
-            raise UserError(f"eps is a {type(eps).__name__}: pass a positive number, as 1e-6.")
-        width = x.shape[1] - (0 if second_weight is None else len(second_weight))
-        given = [x, judge("weight", weight, (width,), x.dtype, x)]
-        for name, more, shape in (
-            ("second_weight", second_weight, (x.shape[1] - width,)), ("residual", residual, (len(x), width))
-        ):  # fmt: skip
-            if more is not None:
-                given.append(judge(name, more, shape, x.dtype, x))
-        rows, *given = rows_of(x), *map(compact, given[1:])
-        problem = _norm(
-            max(len(x), 1), width, x.shape[1] - width, max(rows.stride(0) - x.shape[1], 0), residual is not None,
-            dtype_name(x.dtype, "x"), float(eps),
-        )  # fmt: skip
-        out, second, summed = (
-            torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
-            for columns in (width, x.shape[1] - width, 0 if residual is None else width)
-        )
-        serve("rmsnorm", problem, (rows, *given), (out, second, summed), kernel, on)
+    judge("x", x, (None, None), None, x)
+    if second_weight is not None:
+        judge("second_weight", second_weight, (None,), x.dtype, x)
+        if len(second_weight) >= x.shape[1]:
+            raise UserError(
+                f"second_weight has {len(second_weight)} elements and x {x.shape[1]} columns: x is (n, width + w), "
+                "with columns for weight in front of those for second_weight."
+            )
+        if residual is not None:
+            raise UserError("second_weight and residual are not taken together: leave one out.")
+    given_eps: Any = eps
+    if isinstance(given_eps, bool) or not isinstance(given_eps, numbers.Real):
+        raise UserError(f"eps is a {type(eps).__name__}: pass a positive number, as 1e-6.")
+    width = x.shape[1] - (0 if second_weight is None else len(second_weight))
+    given = [x, judge("weight", weight, (width,), x.dtype, x)]
+    for name, more, shape in (
+        ("second_weight", second_weight, (x.shape[1] - width,)), ("residual", residual, (len(x), width))
+    ):  # fmt: skip
+        if more is not None:
+            given.append(judge(name, more, shape, x.dtype, x))
+    rows, *given = rows_of(x), *map(compact, given[1:])
+    problem = _norm(
+        max(len(x), 1), width, x.shape[1] - width, max(rows.stride(0) - x.shape[1], 0), residual is not None,
+        dtype_name(x.dtype, "x"), float(eps),
+    )  # fmt: skip
+    out, second, summed = (
+        torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
+        for columns in (width, x.shape[1] - width, 0 if residual is None else width)
+    )
+    serve("rmsnorm", problem, (rows, *given), (out, second, summed), kernel, on, first="x")
     return out if residual is None and second_weight is None else (out, second if residual is None else summed)
 
 
+@traceable
 def rope_append(
     q: torch.Tensor,
     latent: torch.Tensor,
@@ -147,12 +141,6 @@ def rope_append(
     """
     import torch
 
-    if on is None and traced(q):
-        as_op(
-            "rope_append", q, latent, rope, positions, slots, table, interleaved=interleaved, layout=layout,
-            cache_scale=cache_scale, powers=powers, version=kernel, out=out, kv_cache=kv_cache,
-        )  # fmt: skip
-        return
     judge("q", q, (None, None, None), None, q)
     judge("latent", latent, (len(q), None), q.dtype, q)
     judge("rope", rope, (len(q), None), q.dtype, q)
@@ -208,6 +196,7 @@ def _packed(
     return views(made, packed_pages("kv_cache", kv_cache, layout, q))
 
 
+@traceable
 def absorb_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -227,14 +216,7 @@ def absorb_gemm(
     """
     import torch
 
-    if side not in SIDES:
-        raise UserError(f'side = {side!r} is unknown: "q" multiplies with W_UK, "out" with W_UV.')
-    if on is None and traced(x):
-        if out is None:
-            given: torch.Tensor = as_op("absorb_gemm", x, weight, side, version=kernel)
-            return given
-        as_op("absorb_gemm_into", x, weight, side, version=kernel, target=out)
-        return out
+    require_side(side)
     judge("x", x, (None, None, None), None, x)
     n, h, _ = x.shape
     if h < 1:
@@ -249,50 +231,18 @@ def absorb_gemm(
     made = torch.empty((n, h, columns), dtype=x.dtype, device=x.device) if out is None else out
     target = require_rows("out", judge("out", made, (n, h, columns), x.dtype, x), _VECTOR)
     problem = _gemm(side, max(n, 1), h, k, d, dtype_name(x.dtype, "x"))
-    serve("absorb_gemm", problem, (rows_of(x, _VECTOR), weight), (target,), kernel, on)
+    serve("absorb_gemm", problem, (rows_of(x, _VECTOR), weight), (target,), kernel, on, first="x")
     return made
+
+
+def require_side(side: str) -> None:
+    """Raises `UserError` for a side that `absorb_gemm` does not have."""
+    if side not in SIDES:
+        raise UserError(f'side = {side!r} is unknown: "q" multiplies with W_UK, "out" with W_UV.')
 
 
 # ---------------------------------------------------------------- in common
 _VECTOR = 8  # elements of 16 bits in 16 bytes
-
-#: What functions call their first tensor, where it is not x.
-_FIRST = {"rope_append": "q", "sparse_mla_decode": "q", "packed_mla_decode": "q", "merge_partials": "partials"}
-
-
-def serve(
-    function: str,
-    problem: Problem,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    kernel: str | None,
-    on: Engine | None,
-) -> None:
-    """Computes a problem, unless it has no token."""
-    served = engine() if on is None else on
-    if on is None:
-        on_gpu(inputs[0], _FIRST.get(function, "x"), function)
-    if len(inputs[0]):
-        served.run(_way(problem, served.hardware(inputs[0].device), kernel), problem, inputs, outputs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _way(problem: Problem, device: Device | None, kernel: str | None) -> Way:
-    from mla_var3.dispatch import choose
-
-    if device is None:
-        raise UserError("there is no GPU here that a version is written for.")
-    return way_of(choose(problem, device) if kernel is None else named(kernel))
-
-
-def dtype_name(dtype: torch.dtype, name: str) -> str:
-    """The problem's word for a dtype; raises `UserError` for one of an argument that no kernel computes in."""
-    import torch
-
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if dtype not in names:
-        raise UserError(f"{name} is {dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
-    return names[dtype]
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

@@ -12,11 +12,9 @@
     torch.ops.mla_var3.absorb_gemm_into   writes into the caller's out
     torch.ops.mla_var3.merge_partials     (out, lse) as new tensors
 
-A plain call of one of these functions goes around its operator, because torch's dispatcher costs microseconds and
-gives an eager call nothing. It goes through it where somebody is looking: while torch traces, under a dispatch mode,
-and for tensors of a subclass, as fake and functional ones are. `flash_mla.flash_mla_with_kvcache` calls `mla_decode`,
-`packed_mla_decode` or `sparse_mla_decode`, so it is traced into their operators. Nothing here has a gradient: tensors
-are detached, as in an eager call.
+`mla_var3.ops.tracing` says which calls of a function go through its operator, and is given the way there here.
+`flash_mla.flash_mla_with_kvcache` calls `mla_decode`, `packed_mla_decode` or `sparse_mla_decode`, so it is traced into
+their operators. Nothing here has a gradient: tensors are detached, as in an eager call.
 
 Operators exist once torch is imported, whichever of torch and this package comes first, so that a compiled or exported
 program finds them. Importing this package does not import torch.
@@ -28,8 +26,12 @@ import importlib.abc
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.ops.engine import engine
-from mla_var3.ops.request import on_gpu
+from mla_var3.ops import flash_mla
+from mla_var3.ops.context_parallel import merge_partials
+from mla_var3.ops.decode import LATENT, mla_decode
+from mla_var3.ops.layer import absorb_gemm, require_side, rmsnorm, rope_append
+from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
+from mla_var3.ops.tracing import eager, through
 from mla_var3.packed_cache import VALUES
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     import torch
+
+    from mla_var3.ops.engine import DecodeSchedule
 
 NAMESPACE = "mla_var3"
 
@@ -81,54 +85,48 @@ SCHEMAS = {
 _registered: list[Any] = []  # torch drops the operators of a library that nobody holds
 
 
-# ---------------------------------------------------------------- calling
-def traced(tensor: Any) -> bool:
-    """Whether somebody is looking at the calls that are made of a tensor: a function of this room then calls its
-    operator."""
-    import torch
-
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.Tensor))
-    )
-
-
-def as_op(name: str, *given: Any, **options: Any) -> Any:
+# ---------------------------------------------------------------- from a function to its operator
+def _through(name: str, *given: Any, **options: Any) -> Any:
     """What an operator returns for tensors, which lose their gradients, and other arguments."""
     import torch
 
     def detached(x: Any) -> Any:
         return x.detach() if isinstance(x, torch.Tensor) else x
 
-    function = getattr(torch.ops.mla_var3, name)
-    return function(*map(detached, given), **{key: detached(x) for key, x in options.items()})
+    operator = getattr(torch.ops.mla_var3, name)
+    return operator(*map(detached, given), **{key: detached(x) for key, x in options.items()})
 
 
-def decode_as_op(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    *,
-    kernel: str | None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call of `mla_decode` with these arguments, through its operator."""
-    import torch
+def _through_attention(name: str) -> Callable[..., Any]:
+    """The call of the two operators of `mla_decode`, `sparse_mla_decode` or `packed_mla_decode`."""
 
-    given = (q.detach(), kv_cache.detach(), page_table, seq_lens)
-    options["version"] = kernel
-    if out is None and lse is None:
-        made: tuple[torch.Tensor, torch.Tensor] = torch.ops.mla_var3.mla_decode(*given, **options)
-        return made
-    like_out, like_lse = _shapes(q, options["cu_seqlens_q"], options["head_dim_v"])
-    out = q.new_empty(like_out) if out is None else out
-    lse = q.new_empty(like_lse, dtype=torch.float32) if lse is None else lse
-    torch.ops.mla_var3.mla_decode_into(*given, **options, out=out, lse=lse)
-    return out, lse
+    def call(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *given: torch.Tensor,
+        return_lse: bool = False,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        schedule: DecodeSchedule | None = None,  # of eager calls: here each deals out its own work
+        kernel: str | None = None,
+        on: None = None,
+        **options: Any,
+    ) -> Any:
+        import torch
+
+        options["version"] = kernel
+        if out is None and lse is None:
+            out, lse = _through(name, q, kv_cache, *given, **options)
+        else:
+            like_out, like_lse = _shapes(
+                q, options.get("cu_seqlens_q"), options.get("head_dim_v", LATENT if name == "mla_decode" else VALUES)
+            )
+            out = q.new_empty(like_out) if out is None else out
+            lse = q.new_empty(like_lse, dtype=torch.float32) if lse is None else lse
+            _through(f"{name}_into", q, kv_cache, *given, **options, out=out, lse=lse)
+        return (out, lse) if return_lse else out
+
+    return call
 
 
 def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, head_dim_v: int) -> tuple[tuple[Any, ...], ...]:
@@ -140,21 +138,84 @@ def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, head_dim_v: int)
     return (b, s, h, head_dim_v), (b, h, s)
 
 
+def _through_rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    second_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: None = None,
+    **options: Any,
+) -> Any:
+    out, second, summed = _through("rmsnorm", x, weight, second_weight, residual, version=kernel, **options)
+    return out if residual is None and second_weight is None else (out, second if residual is None else summed)
+
+
+def _through_rope_append(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    kernel: str | None = None,
+    on: None = None,
+    **options: Any,
+) -> None:
+    given = (q, latent, rope, positions, slots, table)
+    _through("rope_append", *given, version=kernel, out=out, kv_cache=kv_cache, **options)
+
+
+def _through_absorb_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    side: str,
+    *,
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: None = None,
+) -> torch.Tensor:
+    require_side(side)
+    if out is None:
+        made: torch.Tensor = _through("absorb_gemm", x, weight, side, version=kernel)
+        return made
+    _through("absorb_gemm_into", x, weight, side, version=kernel, target=out)
+    return out
+
+
+def _through_merge_partials(
+    partials: torch.Tensor, lse: torch.Tensor, *, kernel: str | None = None, on: None = None
+) -> Any:
+    return _through("merge_partials", partials, lse, version=kernel)
+
+
+through.update(
+    mla_decode=_through_attention("mla_decode"),
+    sparse_mla_decode=_through_attention("sparse_mla_decode"),
+    packed_mla_decode=_through_attention("packed_mla_decode"),
+    rmsnorm=_through_rmsnorm,
+    rope_append=_through_rope_append,
+    absorb_gemm=_through_absorb_gemm,
+    merge_partials=_through_merge_partials,
+)
+
+
 # ---------------------------------------------------------------- what the operators do
-def _decode(
-    q: torch.Tensor, *args: Any, version: str | None = None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from mla_var3.ops.decode import mla_decode
+def _attention(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """The two operators of a function: that which returns (out, lse), and that which writes them."""
+    compute = eager(function)
 
-    on_gpu(q)
-    # An engine that is named keeps the call from becoming an operator again.
-    both = mla_decode(q, *args, return_lse=True, on=engine(), kernel=version, **options)
-    assert isinstance(both, tuple)
-    return both
+    def run(*args: Any, version: str | None = None, **options: Any) -> Any:
+        return compute(*args, return_lse=True, kernel=version, **options)
 
+    def into(*args: Any, **options: Any) -> None:
+        run(*args, **options)
 
-def _decode_into(*args: Any, **options: Any) -> None:
-    _decode(*args, **options)
+    return run, into
 
 
 def _fake_decode(
@@ -164,32 +225,13 @@ def _fake_decode(
     seq_lens: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor | None = None,
-    head_dim_v: int = 512,
+    head_dim_v: int = LATENT,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     out, lse = _shapes(q, cu_seqlens_q, head_dim_v)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
-
-
-def _over_packed(name: str) -> tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., None]]:
-    """What the two operators of a function of `mla_var3.ops.sparse` do."""
-
-    def run(
-        q: torch.Tensor, *args: Any, version: str | None = None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        from mla_var3.ops import sparse
-
-        on_gpu(q, "q", name)
-        both = getattr(sparse, name)(q, *args, return_lse=True, on=engine(), kernel=version, **options)
-        assert isinstance(both, tuple)
-        return both
-
-    def into(*args: Any, **options: Any) -> None:
-        run(*args, **options)
-
-    return run, into
 
 
 def _fake_over_packed(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,12 +250,7 @@ def _rmsnorm(
     version: str | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from mla_var3.ops.layer import rmsnorm
-
-    on_gpu(x, "x", "rmsnorm")
-    found = rmsnorm(
-        x, weight, second_weight=second_weight, residual=residual, kernel=version, on=engine(), **options
-    )  # fmt: skip
+    found = eager(rmsnorm)(x, weight, second_weight=second_weight, residual=residual, kernel=version, **options)
     # An operator's results are different tensors, those without columns too.
     if not isinstance(found, tuple):
         return found, x.new_empty((len(x), 0)), x.new_empty((len(x), 0))
@@ -233,17 +270,11 @@ def _fake_rmsnorm(
 
 
 def _rope_append(*args: Any, version: str | None = None, **options: Any) -> None:
-    from mla_var3.ops.layer import rope_append
-
-    on_gpu(args[0], "q", "rope_append")
-    rope_append(*args, kernel=version, on=engine(), **options)
+    eager(rope_append)(*args, kernel=version, **options)
 
 
-def _absorb_gemm(x: torch.Tensor, *args: Any, version: str | None = None, **options: Any) -> torch.Tensor:
-    from mla_var3.ops.layer import absorb_gemm
-
-    on_gpu(x, "x", "absorb_gemm")
-    return absorb_gemm(x, *args, kernel=version, on=engine(), **options)
+def _absorb_gemm(*args: Any, version: str | None = None, **options: Any) -> torch.Tensor:
+    return eager(absorb_gemm)(*args, kernel=version, **options)
 
 
 def _absorb_gemm_into(*args: Any, target: torch.Tensor, **options: Any) -> None:
@@ -258,10 +289,7 @@ def _fake_absorb_gemm(x: torch.Tensor, weight: torch.Tensor, side: str, **option
 def _merge_partials(
     partials: torch.Tensor, lse: torch.Tensor, *, version: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from mla_var3.ops.context_parallel import merge_partials
-
-    on_gpu(partials, "partials", "merge_partials")
-    return merge_partials(partials, lse, kernel=version, on=engine())
+    return eager(merge_partials)(partials, lse, kernel=version)
 
 
 def _fake_merge_partials(
@@ -279,17 +307,16 @@ def register() -> None:
     """Makes the operators, once in a process; torch is imported already."""
     import torch
 
-    from mla_var3.ops import flash_mla
-
     if _registered:
         return
-    sparse, sparse_into = _over_packed("sparse_mla_decode")
-    packed, packed_into = _over_packed("packed_mla_decode")
+    decode, decode_into = _attention(mla_decode)
+    sparse, sparse_into = _attention(sparse_mla_decode)
+    packed, packed_into = _attention(packed_mla_decode)
     library = torch.library.Library(NAMESPACE, "DEF")
     _registered.append(library)
     functions: dict[str, tuple[Any, Any]] = {
-        "mla_decode": (_decode, _fake_decode),
-        "mla_decode_into": (_decode_into, _fake_into),
+        "mla_decode": (decode, _fake_decode),
+        "mla_decode_into": (decode_into, _fake_into),
         "sparse_mla_decode": (sparse, _fake_over_packed),
         "sparse_mla_decode_into": (sparse_into, _fake_into),
         "packed_mla_decode": (packed, _fake_over_packed),

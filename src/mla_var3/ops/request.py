@@ -268,10 +268,14 @@ def packed_pages(name: str, cache: torch.Tensor, layout: str, like: torch.Tensor
     return cache
 
 
-def on_gpu(tensor: torch.Tensor, name: str = "q", function: str = "mla_decode") -> None:
-    """Raises `UserError` for a tensor that is not on a CUDA device."""
-    if tensor.device.type != "cuda":
-        raise UserError(f"{name} is on {tensor.device}: {function} runs on an NVIDIA GPU, so put the tensors on one.")
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """The problem's word for a dtype; raises `UserError` for one of an argument that no kernel computes in."""
+    import torch
+
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if dtype not in names:
+        raise UserError(f"{name} is {dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
+    return names[dtype]
 
 
 def judge(

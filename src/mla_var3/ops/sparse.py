@@ -8,9 +8,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.ops.layer import serve
-from mla_var3.ops.library import as_op, traced
 from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, named_as, number, packed_pages, result
+from mla_var3.ops.tracing import traceable
+from mla_var3.ops.ways import serve
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import SparseProblem, input_names
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mla_var3.ops.engine import Engine
 
 
+@traceable
 def sparse_mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -66,13 +67,6 @@ def sparse_mla_decode(
     Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the
     operator `torch.ops.mla_var3.sparse_mla_decode`, or `sparse_mla_decode_into` where out or lse is given.
     """
-    if on is None and traced(q):
-        both = _as_op(
-            "sparse_mla_decode", (q, kv_cache, indices), out, lse, layout=layout, scale=scale, cache_scale=cache_scale,
-            topk_lens=topk_lens, sink=sink, extra_cache=extra_cache, extra_indices=extra_indices,
-            extra_topk_lens=extra_topk_lens, version=kernel,
-        )  # fmt: skip
-        return both if return_lse else both[0]
     inputs = _judged(q, layout, cache_scale, sink)
     b, s, h, _ = q.shape
     if (extra_cache is None) != (extra_indices is None):
@@ -107,6 +101,7 @@ def sparse_mla_decode(
     return both if return_lse else both[0]
 
 
+@traceable
 def packed_mla_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -136,12 +131,6 @@ def packed_mla_decode(
     `torch.compile` it is the operator `torch.ops.mla_var3.packed_mla_decode`, or `packed_mla_decode_into` where out or
     lse is given.
     """
-    if on is None and traced(q):
-        both = _as_op(
-            "packed_mla_decode", (q, kv_cache, page_table, seq_lens), out, lse, layout=layout, scale=scale,
-            cache_scale=cache_scale, sink=sink, version=kernel,
-        )  # fmt: skip
-        return both if return_lse else both[0]
     if layout == "bf16":
         raise UserError("layout bf16 is not packed: mla_decode takes such a cache.")
     inputs = _judged(q, layout, cache_scale, sink)
@@ -158,22 +147,6 @@ def packed_mla_decode(
     problem = _dense(max(b, 1), s, h, tokens, page, layout, sink is not None, _scale(scale, layout))
     both = _computed("packed_mla_decode", problem, inputs, out, lse, kernel, on)
     return both if return_lse else both[0]
-
-
-def _as_op(
-    name: str, given: tuple[torch.Tensor, ...], out: torch.Tensor | None, lse: torch.Tensor | None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call of a function with these arguments, through its operator."""
-    import torch
-
-    if out is None and lse is None:
-        made: tuple[torch.Tensor, torch.Tensor] = as_op(name, *given, **options)
-        return made
-    b, s, h, _ = given[0].shape
-    out = given[0].new_empty((b, s, h, VALUES)) if out is None else out
-    lse = given[0].new_empty((b, h, s), dtype=torch.float32) if lse is None else lse
-    as_op(f"{name}_into", *given, out=out, lse=lse, **options)
-    return out, lse
 
 
 def _judged(

@@ -1,0 +1,86 @@
+"""From a call to its engine: the version that computes a problem on a device, and the run of it.
+
+A version is picked by `mla_var3.dispatch`, named by the caller, or chosen for splits of a fixed length. Each becomes a
+`Way`, which an engine can run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from mla_var3.errors import UserError
+from mla_var3.ops.engine import Way, engine
+from mla_var3.ops.fixed import fixed_choice
+from mla_var3.workload.decode import MlaProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from mla_var3.device import Device
+    from mla_var3.dispatch import Choice
+    from mla_var3.ops.engine import Engine
+    from mla_var3.workload import Problem
+
+
+def serve(
+    function: str,
+    problem: Problem,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    kernel: str | None,
+    on: Engine | None,
+    *,
+    first: str = "q",
+) -> None:
+    """Computes the problem of a call of `function`, unless it has no token. first: what the function calls the first
+    of its inputs."""
+    served = engine_of(on, inputs[0], first, function)
+    if len(inputs[0]):
+        way = way_for(problem, served.hardware(inputs[0].device), kernel=kernel)
+        served.run(way, problem, inputs, outputs)
+
+
+def engine_of(on: Engine | None, tensor: torch.Tensor, name: str, function: str) -> Engine:
+    """The engine of a call of `function`: the one that it names, else the process's. Raises `UserError` for an argument
+    that is not where the engine computes."""
+    served = engine() if on is None else on
+    served.require_here(tensor, name, function)
+    return served
+
+
+@functools.lru_cache(maxsize=4096)
+def way_for(
+    problem: Problem, device: Device | None, *, fixed_split: int | None = None, kernel: str | None = None
+) -> Way:
+    """How a problem is computed on a device: the dispatcher's pick, a named version, or for a problem of decode one
+    with splits of a fixed length."""
+    if device is None:
+        raise UserError("there is no GPU here that a version is written for.")
+    if fixed_split is not None:
+        assert isinstance(problem, MlaProblem)  # `mla_decode` alone has the argument
+        choice = fixed_choice(problem, fixed_split, device, "fixed_split")
+    elif kernel is not None:
+        choice = _named(kernel)
+    else:
+        choice = _pick(problem, device)
+    return Way((choice.kernel, choice.tiling), choice.plan)
+
+
+def _pick(problem: Problem, device: Device) -> Choice:
+    from mla_var3.dispatch import choose, pick
+
+    # Lengths of decode change in every step; other problems are of few sizes, and `way_for` remembers each.
+    return pick(problem, device) if isinstance(problem, MlaProblem) else choose(problem, device)
+
+
+def _named(label: str) -> Choice:
+    """The choice of a version that the caller names, with its default knobs."""
+    from mla_var3.catalogue.registry import KernelId
+    from mla_var3.dispatch import Choice
+
+    if not isinstance(label, str):
+        raise UserError(f"kernel is a {type(label).__name__}: pass a version's name, as cute-dsl/flash_mla_v23.")
+    return Choice(KernelId.parse(label), (), None, "asked for by name")

@@ -26,8 +26,8 @@ from typing import Any
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.lab.sweep.config import ExperimentConfig, KernelsConfig, SweepConfig, compose
-from mla_var3.lab.sweep.hand import Hand
-from mla_var3.lab.sweep.launch import Cell, Launcher, Local
+from mla_var3.lab.sweep.hand import Cell, Hand
+from mla_var3.lab.sweep.launch import Launcher, Local
 from mla_var3.lab.sweep.run import Sweep
 from mla_var3.measure import environment
 

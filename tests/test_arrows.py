@@ -1,8 +1,10 @@
-"""What lint-imports reads in the sources, seen at run time: no room, and no version, brings in what lies above it."""
+"""The arrows between rooms and files: that lint-imports refuses what it is to refuse, and what it reads in the sources
+seen at run time, where no room, and no version, brings in what lies above it."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -85,7 +87,7 @@ def test_every_room_has_its_place(repo_root: Path) -> None:
 
 
 # ---------------------------------------------------------------- planted
-def planted() -> list[tuple[str, str, str]]:
+def planted_arrows() -> list[tuple[str, str, str]]:
     """(contract, importing module, imported module): arrows that the contracts of versions refuse, in every layer
     of every language."""
     kernels = [k for k in registry.all_kernels() if k.language != "peer"]
@@ -125,7 +127,7 @@ def test_a_planted_arrow_is_refused_in_every_layer_of_every_language(repo_root: 
     pytest.importorskip("importlinter")
     shutil.copytree(paths.package(), tmp_path / "mla_var3", ignore=shutil.ignore_patterns("__pycache__", "data"))
     shutil.copy(repo_root / "pyproject.toml", tmp_path)
-    plants = planted()
+    plants = planted_arrows()
     assert len({module for _, module, _ in plants}) > 25
     for _, module, other in plants:
         file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
@@ -141,3 +143,75 @@ def test_a_planted_arrow_is_refused_in_every_layer_of_every_language(repo_root: 
     said = dict(zip(parts[::2], parts[1::2], strict=True))
     for contract, module, other in plants:
         assert f"{module} -> {other} (l." in said[contract], (contract, module, other)
+
+
+# ---------------------------------------------------------------- what lint-imports refuses
+CIRCLE = "No room has a circle"
+
+
+def contracts(root: Path) -> list[dict]:
+    found = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert len(found) > 5
+    return found
+
+
+def circles_of(root: Path, package: Path) -> subprocess.CompletedProcess[str]:
+    """What lint-imports says of the circles in a package, by the contract of pyproject.toml alone."""
+    (contract,) = (c for c in contracts(root) if c["name"] == CIRCLE)
+    lines = [f"{key} = {json.dumps(value)}" for key, value in contract.items()]
+    config = package.parent / "only_circles.toml"
+    head = ["[tool.importlinter]", 'root_package = "mla_var3"', "[[tool.importlinter.contracts]]"]
+    config.write_text("\n".join([*head, *lines]))
+    return subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()",
+         "--config", str(config), "--no-cache"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(package.parent)}, timeout=120, check=False,
+        cwd=package.parent,
+    )  # fmt: skip
+
+
+def planted(folder: Path, files: dict[str, str]) -> Path:
+    """A package mla_var3 of these files, with the rooms that the contract names."""
+    package = folder / "mla_var3"
+    for name, text in {"lab/plain.py": "", **files}.items():
+        file = package / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        for parent in (file.parent, *file.parent.parents):
+            if parent == folder:
+                break
+            (parent / "__init__.py").touch()
+    return package
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"ops/a.py": "import mla_var3.ops.b", "ops/b.py": "def f():\n    from mla_var3.ops import a"},
+        {
+            "runtime/a.py": "from mla_var3.runtime.b import B",
+            "runtime/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mla_var3.runtime.a import A",
+        },
+        {
+            "lab/sweep/a.py": "import mla_var3.lab.sweep.b", "lab/sweep/b.py": "import mla_var3.lab.sweep.c",
+            "lab/sweep/c.py": "import mla_var3.lab.sweep.a",
+        },
+        {"kernel/x/prims/a.py": "import mla_var3.kernel.x.prims.b",
+         "kernel/x/prims/b.py": "import mla_var3.kernel.x.prims.a"},
+        {"cutile_cpu/ops/a.py": "import mla_var3.cutile_cpu.machine",
+         "cutile_cpu/machine.py": "import mla_var3.cutile_cpu.ops.b", "cutile_cpu/ops/b.py": ""},
+    ],
+    ids=["in a function", "for types alone", "of three", "deep", "with a folder"],
+)  # fmt: skip
+def test_a_circle_of_files_is_refused(files: dict[str, str], tmp_path: Path, repo_root: Path) -> None:
+    pytest.importorskip("importlinter")
+    package = planted(tmp_path, files)
+    done = circles_of(repo_root, package)
+    assert done.returncode == 1 and "No cycles are allowed in mla_var3." in done.stdout, done.stdout + done.stderr
+    (package / next(iter(files))).write_text("")
+    assert circles_of(repo_root, package).returncode == 0, "without the planted circle"
+
+
+def test_contracts_have_no_exceptions(repo_root: Path) -> None:
+    for contract in contracts(repo_root):
+        assert not contract.get("ignore_imports"), contract["name"]

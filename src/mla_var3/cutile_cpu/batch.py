@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from mla_var3.cutile_cpu.dtypes import Dtype, from_memory, settle, tensor, to_memory
-from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault
-from mla_var3.cutile_cpu.machine import BlockState, Diverged, Program, Unbatchable
+from mla_var3.cutile_cpu.errors import Diverged, InterpreterError, KernelFault, Unbatchable
+from mla_var3.cutile_cpu.machine import BlockState, Program
 from mla_var3.cutile_cpu.memory import ArrayView, Memory, Several, TileSpace, as_address, masked_off
 
 #: Elements of the largest tile of all lanes together: tiles that stay in a cache, and are large beside a step's cost.

@@ -171,7 +171,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-# ---------------------------------------------------------------- constants
+# ---------------------------------------------------------------- floating point
 @functools.cache
 def _small_codes(name: str) -> torch.Tensor:
     """Value (float64) of each code of a small format."""
@@ -200,34 +200,6 @@ def decode(tile: torch.Tensor, dtype: Dtype, to: torch.dtype = torch.float64) ->
     if dtype.kind == "small":
         return _small_codes(dtype.name).to(to)[tile.to(torch.int64)]
     return tile.to(to)
-
-
-def constant(value: Any, dtype: Dtype, shape: tuple[int, ...]) -> Any:
-    """The tile of a constant: one number, or nested tuples of the tile's shape."""
-    flat = _flatten(value)
-    if dtype.kind == "int":
-        held: list[Any] = [as_held(wrap_scalar(int(v), dtype), dtype) for v in flat]
-    elif dtype.kind == "bool":
-        held = [bool(v) for v in flat]
-    elif dtype.kind == "pointer":
-        held = [int(v) for v in flat]
-    elif dtype.kind == "float":
-        from mla_var3.cutile_cpu.rounding import round_float64
-
-        held = round_float64(torch.tensor([float(v) for v in flat], dtype=torch.float64), dtype).tolist()
-    else:
-        from cuda.tile import _bytecode as bc
-        from cuda.tile import _datatype as datatype
-
-        simple = datatype.dtype_simple_bytecode_type(getattr(datatype, dtype.name))
-        held = [bc.float_to_bits(float(v), simple) for v in flat]
-    tile = torch.tensor(held, dtype=dtype.held)
-    tile = tile.reshape(shape) if len(flat) == math.prod(shape) else tile.reshape((1,) * len(shape)).expand(shape)
-    return settle(tile, dtype)
-
-
-def _flatten(value: Any) -> list[Any]:
-    return [x for v in value for x in _flatten(v)] if isinstance(value, tuple) else [value]
 
 
 # ---------------------------------------------------------------- memory

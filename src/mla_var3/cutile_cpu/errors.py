@@ -60,3 +60,16 @@ def describe_location(loc: Any) -> str:
         parts.append(f"{shown}: `{text}`" if text and not parts else shown)
         loc = loc.call_site
     return ", called from ".join(parts) or "an unknown line"
+
+
+# ---------------------------------------------------------------- of blocks that run together
+class Unbatchable(BaseException):
+    """Blocks cannot be run together."""
+
+
+class Diverged(BaseException):
+    """Blocks that run together go different ways. decision: the how manyth one it is; values: what each decides."""
+
+    def __init__(self, decision: int, values: list[Any]) -> None:
+        super().__init__()
+        self.decision, self.values = decision, values

@@ -14,22 +14,17 @@ from typing import Any
 import torch
 
 from mla_var3.cutile_cpu.dtypes import Dtype, dtype_of
-from mla_var3.cutile_cpu.errors import InterpreterError, KernelFault, Misuse, UnsupportedOperation, describe_location
+from mla_var3.cutile_cpu.errors import (
+    Diverged,
+    InterpreterError,
+    KernelFault,
+    Misuse,
+    UnsupportedOperation,
+    describe_location,
+)
 from mla_var3.cutile_cpu.hoisting import is_hoisted
 from mla_var3.cutile_cpu.ops import FACTORIES, Registers, Step, load_all
 from mla_var3.cutile_cpu.unsupported import UNSUPPORTED, advice, is_refused, use_of
-
-
-class Unbatchable(BaseException):
-    """Blocks cannot be run together."""
-
-
-class Diverged(BaseException):
-    """Blocks that run together go different ways. decision: the how manyth one it is; values: what each decides."""
-
-    def __init__(self, decision: int, values: list[Any]) -> None:
-        super().__init__()
-        self.decision, self.values = decision, values
 
 
 @dataclass

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from mla_var3.cutile_cpu.dtypes import Dtype, constant, from_memory, poison, same_bits, settle, tensor, to_memory
+from mla_var3.cutile_cpu.dtypes import Dtype, from_memory, poison, same_bits, settle, tensor, to_memory
 from mla_var3.cutile_cpu.errors import KernelFault
+from mla_var3.cutile_cpu.rounding import constant
 
 
 class Region:

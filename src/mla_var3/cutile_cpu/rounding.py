@@ -1,4 +1,4 @@
-"""Rounding to a format with a chosen mode.
+"""Rounding to a format with a chosen mode, and constants, which are rounded to their type.
 
 Results are first made in float64 as "rounded to odd": the exact value where float64 has it, else the neighbour whose
 last bit is 1. That bit keeps the knowledge that something was cut off, so rounding once more, to at most 51 bits, gives
@@ -7,9 +7,12 @@ what rounding the exact value would have given (Boldo and Melquiond, "Emulation 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
-from mla_var3.cutile_cpu.dtypes import Dtype, Format
+from mla_var3.cutile_cpu.dtypes import Dtype, Format, as_held, settle, wrap_scalar
 
 #: Names of cuTile's `RoundingMode`s that round: nearest even, to zero, down, up, nearest with ties away.
 MODES = ("RN", "RZ", "RM", "RP", "RA")
@@ -165,3 +168,30 @@ def round_float64(x: torch.Tensor, dtype: Dtype, mode: str = "RN") -> torch.Tens
 def round_nearby(x: torch.Tensor, dtype: Dtype) -> torch.Tensor:
     """A tile of `dtype` from a float64 that is itself only accurate: rounding twice does no harm."""
     return x.to(torch.float32).to(dtype.held) if dtype.bits == 16 else x.to(dtype.held)
+
+
+# ---------------------------------------------------------------- constants
+def constant(value: Any, dtype: Dtype, shape: tuple[int, ...]) -> Any:
+    """The tile of a constant: one number, or nested tuples of the tile's shape."""
+    flat = _flatten(value)
+    if dtype.kind == "int":
+        held: list[Any] = [as_held(wrap_scalar(int(v), dtype), dtype) for v in flat]
+    elif dtype.kind == "bool":
+        held = [bool(v) for v in flat]
+    elif dtype.kind == "pointer":
+        held = [int(v) for v in flat]
+    elif dtype.kind == "float":
+        held = round_float64(torch.tensor([float(v) for v in flat], dtype=torch.float64), dtype).tolist()
+    else:
+        from cuda.tile import _bytecode as bc
+        from cuda.tile import _datatype as datatype
+
+        simple = datatype.dtype_simple_bytecode_type(getattr(datatype, dtype.name))
+        held = [bc.float_to_bits(float(v), simple) for v in flat]
+    tile = torch.tensor(held, dtype=dtype.held)
+    tile = tile.reshape(shape) if len(flat) == math.prod(shape) else tile.reshape((1,) * len(shape)).expand(shape)
+    return settle(tile, dtype)
+
+
+def _flatten(value: Any) -> list[Any]:
+    return [x for v in value for x in _flatten(v)] if isinstance(value, tuple) else [value]

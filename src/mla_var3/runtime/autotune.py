@@ -18,10 +18,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mla_var3.errors import Infeasible, UserError
 from mla_var3.files import write_whole
@@ -31,13 +31,35 @@ from mla_var3.toolchain.source import source_hash
 from mla_var3.toolchain.versions import GENERATES, installed
 
 if TYPE_CHECKING:
-    from mla_var3.runtime.base import BaseKernel
+    from mla_var3.device import Device
     from mla_var3.toolchain.compiled import CompiledKernel
 
 #: Most that two tilings' results may be apart, of their norm: each has an error of some 2e-3 in bf16.
 SAME = 2e-2
 
-Measure = Callable[["BaseKernel"], float]
+#: Median microseconds of a kernel.
+Measure = Callable[[Any], float]
+
+
+class Tunable(Protocol):
+    """What the tuner asks of a kernel; `mla_var3.runtime.base.BaseKernel`, whose method calls it, has all of it."""
+
+    name: str
+    output_tensors: tuple[Any, ...]
+
+    @property
+    def plan(self) -> Any: ...
+
+    @property
+    def compiler_picks_products(self) -> bool: ...
+
+    def __call__(self) -> tuple[Any, ...]: ...
+
+    def configs(self) -> list[Any]: ...
+
+    def retile(self, tiling: Any) -> Tunable: ...
+
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mla_var3" / "tuning"
 
 
-def tuning_key(kernel: BaseKernel) -> str:
+def tuning_key(kernel: Tunable) -> str:
     """Name of the cache entry: readable front, then a hash over everything the result depends on."""
     plan = kernel.plan
     problem = plan.problem.to_record() if plan is not None else {}
@@ -89,7 +111,7 @@ def tuning_key(kernel: BaseKernel) -> str:
     return f"{kernel.name}-{device}-{digest}"
 
 
-def _source_of(kernel: BaseKernel) -> str:
+def _source_of(kernel: Tunable) -> str:
     """Hash of the import closure of the plan's file, or of the kernel class's where there is no plan."""
     owner = kernel.plan if kernel.plan is not None else kernel
     file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
@@ -101,7 +123,7 @@ def _record(tiling: Any) -> Any:
 
 
 def autotune(
-    kernel: BaseKernel,
+    kernel: Tunable,
     measure: Measure,
     *,
     budget_s: float = 60.0,
@@ -140,7 +162,7 @@ def autotune(
     return result
 
 
-def _empty(kernel: BaseKernel, tiling: Any) -> BaseKernel | None:
+def _empty(kernel: Tunable, tiling: Any) -> Tunable | None:
     """The kernel in this tiling without tensors; None where it has none or cannot be planned."""
     if kernel.plan is None or not isinstance(tiling, Tiling):
         return None
@@ -153,7 +175,7 @@ def _empty(kernel: BaseKernel, tiling: Any) -> BaseKernel | None:
 class _Gate:
     """What a tiling must pass before it is timed: code on the tensor-core path, and the result of the first."""
 
-    def __init__(self, kernel: BaseKernel) -> None:
+    def __init__(self, kernel: Tunable) -> None:
         self.kernel = kernel
         self.usual: CompiledKernel | None = None
         self.expected: list[Any] | None = None
@@ -176,7 +198,7 @@ class _Gate:
             self.usual = compiled
         return reason
 
-    def differs(self, candidate: BaseKernel) -> str:
+    def differs(self, candidate: Tunable) -> str:
         """How the result differs from the first tiling's; "" when it does not, or is no tensor of floats."""
         torch = sys.modules.get("torch")
         outputs = [x for x in candidate.output_tensors if torch is not None and torch.is_tensor(x)]
@@ -199,7 +221,7 @@ class _Gate:
         return ""
 
 
-def _try(kernel: BaseKernel, tiling: Any, measure: Measure, gate: _Gate) -> Trial:
+def _try(kernel: Tunable, tiling: Any, measure: Measure, gate: _Gate) -> Trial:
     record = _record(tiling)
     plan = kernel.plan
     if isinstance(tiling, Tiling) and plan is not None:
@@ -234,7 +256,7 @@ def _quiet_gpu() -> Iterator[None]:
         torch.cuda.synchronize()
 
 
-def _load(path: Path, kernel: BaseKernel) -> TuneResult | None:
+def _load(path: Path, kernel: Tunable) -> TuneResult | None:
     try:
         data = json.loads(path.read_text())
         trials = [Trial(**t) for t in data["trials"]]

@@ -6,18 +6,34 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mla_var3.errors import UserError
 from mla_var3.runtime.types import Tiling
+from mla_var3.toolchain.aot import Planned
 from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
-    from mla_var3.runtime.plan import KernelPlan
     from mla_var3.toolchain.digest import Code
 
 FlopsBytes = Callable[[Any], tuple[int, int]]
+
+
+class Plan(Planned, Protocol):
+    """What a kernel asks of the plan that it came from; `mla_var3.runtime.plan.KernelPlan` is one."""
+
+    def plan(self, *inputs: Any) -> BaseKernel: ...
+
+    def plan_empty(self) -> BaseKernel: ...
+
+    def rebind(self, *inputs: Any) -> Plan: ...
+
+    def with_tiling(self, tiling: Tiling) -> Plan: ...
+
+    def autotune_configs(self) -> list[Tiling]: ...
+
+    def algorithmic_flops_bytes(self, tiling: Tiling | None = None) -> tuple[int, int]: ...
 
 
 class Outputs(Sequence[Any]):
@@ -40,7 +56,7 @@ class Outputs(Sequence[Any]):
 class BaseKernel(ABC):
     """A named runnable with its tensors and tiling.
 
-    plan: the `KernelPlan` this kernel came from; `bind` and `retile` go through it. Without one, subclasses that can
+    plan: the plan this kernel came from; `bind` and `retile` go through it. Without one, subclasses that can
     be relaunched with another tiling (`launch_fn(tiling)`) still tune, and only binding is refused.
     """
 
@@ -57,7 +73,7 @@ class BaseKernel(ABC):
         tiling: Any = None,
         autotune_configs: Sequence[Any] = (),
         algorithmic_flops_bytes_fn: FlopsBytes | None = None,
-        plan: KernelPlan | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.name = name
         self.input_tensors = tuple(input_tensors)

@@ -15,8 +15,8 @@ import pytest
 
 from mla_var3.lab.knowledge import index
 from mla_var3.lab.knowledge.blocks import blocks
-from mla_var3.lab.knowledge.check import FOLDER, check, pages_of
-from mla_var3.lab.knowledge.page import paragraphs, read
+from mla_var3.lab.knowledge.check import check, pages_of
+from mla_var3.lab.knowledge.page import FOLDER, paragraphs, read
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = pages_of(ROOT)

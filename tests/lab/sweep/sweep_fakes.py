@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mla_var3.device import Device
-from mla_var3.lab.sweep.hand import Hand, keep
-from mla_var3.lab.sweep.launch import Cell
+from mla_var3.lab.sweep.hand import Cell, Hand, keep
 
 #: Heads of a cell that ends whoever measures it, and of one that takes seconds.
 DEADLY, SLOW = 13, 17

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_var3.cutile_cpu.dtypes import constant
 from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.cutile_cpu.ops import Registers, Step, implements
+from mla_var3.cutile_cpu.rounding import constant
 from mla_var3.cutile_cpu.waiting import Abandoned, Watch
 
 YIELD, CONTINUE, BREAK, RETURN = "yield", "continue", "break", "return"

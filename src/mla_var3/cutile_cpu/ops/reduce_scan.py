@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_var3.cutile_cpu.dtypes import Dtype, settle, tensor, together
-from mla_var3.cutile_cpu.machine import Unbatchable
+from mla_var3.cutile_cpu.errors import Unbatchable
 from mla_var3.cutile_cpu.ops import Registers, Step, implements
 
 

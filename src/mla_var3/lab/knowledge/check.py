@@ -13,9 +13,9 @@ from mla_var3.lab.devlog.evidence import SUFFIX
 from mla_var3.lab.devlog.segments import Finding
 from mla_var3.lab.knowledge import triggers
 from mla_var3.lab.knowledge.blocks import blocks
-from mla_var3.lab.knowledge.page import Page, Section, paragraphs, read
+from mla_var3.lab.knowledge.index import written_lines
+from mla_var3.lab.knowledge.page import FOLDER, Page, Section, paragraphs, read
 
-FOLDER = Path("docs/knowledge")
 #: Kind -> fields of the front matter (others are mistakes) and sections, in this order. None: sections are free.
 KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...] | None]] = {
     "optimization": (
@@ -87,8 +87,6 @@ def check(root: Path) -> tuple[list[str], list[Page]]:
     if overview.is_file():
         page, findings = read(overview)
         # Its tables are written after the check, of pages that are there then; what is written by hand has links.
-        from mla_var3.lab.knowledge.index import written_lines
-
         tables = written_lines(overview.read_text(encoding="utf-8"))
         mine = [f for f in _links(page, anchors) if f.line not in tables and "index.json" not in f.message]
         failures += [f"{overview.relative_to(root)}:{f.line}: {f.message}" for f in mine]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.lab.knowledge import triggers
-from mla_var3.lab.knowledge.check import FOLDER
-from mla_var3.lab.knowledge.page import Page
+from mla_var3.lab.knowledge.page import FOLDER, Page
 
 VERSION = 1
 _BEGIN, _END = "<!-- index: written by `mla-var3 knowledge check` -->", "<!-- end of index -->"

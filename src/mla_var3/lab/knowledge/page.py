@@ -12,6 +12,7 @@ from mla_var3.lab.devlog.evidence import Evidence, beside, cited_lines
 from mla_var3.lab.devlog.front_matter import body_line, read_fields
 from mla_var3.lab.devlog.segments import COMMENT, Finding, without_comments
 
+FOLDER = Path("docs/knowledge")
 _FENCE = re.compile(r"\s*(```+|~~~+)[ \t]*(?P<info>[^\n`]*?)[ \t]*$")
 _LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\((?P<target>[^()\s]+)\)|<(?P<auto>https?://[^>\s]+)>")
 

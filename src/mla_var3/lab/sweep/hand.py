@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
@@ -18,8 +18,9 @@ from mla_var3.files import write_whole
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.lab.bundle import BundleJob
-    from mla_var3.lab.sweep.launch import Cell
+    from mla_var3.measure.cell import Contender
     from mla_var3.measure.settings import BenchSettings
+    from mla_var3.workload import Problem
 
 _DETECT = (
     "import pickle, sys; from mla_var3.device import Device; sys.stdout.buffer.write(pickle.dumps(Device.detect()))"
@@ -29,6 +30,15 @@ _DETECT_S = 180.0
 
 #: Name and content of a file of the compile cache. Names hold the key, a digest of all that the code depends on.
 CodeFile = tuple[str, bytes]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one GPU measures in turn: contenders of a problem, beside its limits."""
+
+    problem: Problem
+    contenders: tuple[Contender, ...]
+    device: Device
 
 
 class Hand:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.lab.sweep.compile import StoredJob
     from mla_var3.lab.sweep.config import SweepConfig
-    from mla_var3.measure.cell import Contender
+    from mla_var3.lab.sweep.hand import Cell
     from mla_var3.measure.settings import BenchSettings
     from mla_var3.record import Record
     from mla_var3.toolchain.pool import CompileResult
-    from mla_var3.workload import Problem
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What one GPU measures in turn: contenders of a problem, beside its limits."""
-
-    problem: Problem
-    contenders: tuple[Contender, ...]
-    device: Device
 
 
 class Launcher(Protocol):

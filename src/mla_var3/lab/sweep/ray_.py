@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.errors import UserError, absent
-from mla_var3.lab.sweep.hand import Hand, host_functions
+from mla_var3.lab.sweep.hand import Cell, Hand, host_functions
 from mla_var3.lab.sweep.telling import say
 
 if TYPE_CHECKING:
     from mla_var3.lab.sweep.compile import StoredJob
-    from mla_var3.lab.sweep.launch import Cell
     from mla_var3.measure.settings import BenchSettings
     from mla_var3.record import Record
     from mla_var3.toolchain.pool import CompileResult

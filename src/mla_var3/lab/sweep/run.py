@@ -25,7 +25,8 @@ from mla_var3.errors import UserError
 from mla_var3.files import check_folder
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.sweep import config as sweep_config
-from mla_var3.lab.sweep.launch import Cell, Launcher, launcher_of
+from mla_var3.lab.sweep.hand import Cell
+from mla_var3.lab.sweep.launch import Launcher, launcher_of
 from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_targets, own_knobs
 from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, side_by_side, telling_refusals, then
 

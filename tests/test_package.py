@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
 import subprocess
@@ -9,13 +11,19 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import Distribution
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from mla_var3 import paths
 from mla_var3.catalogue import registry
 from mla_var3.errors import EXTRAS, absent, install
+from mla_var3.lab.sweep import config as sweep_config
+from mla_var3.lab.sweep import plan as sweep_plan
+from mla_var3.record import load
+from mla_var3.workload import problem_from_record
 
 
 def _run(code_or_args: list[str], cwd: Path, pythonpath: Path) -> subprocess.CompletedProcess[str]:
@@ -25,27 +33,31 @@ def _run(code_or_args: list[str], cwd: Path, pythonpath: Path) -> subprocess.Com
     )
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
-    """The wheel's content in a folder of its own."""
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
+    """The wheel, which the first of all processes that run these tests builds."""
     pytest.importorskip("hatchling", reason="hatchling builds the wheel: make test installs it")
-    tmp = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp),
-        str(repo_root),
-    ]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=240, check=False, cwd=tmp)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp.glob("mla_var3-*.whl")
-    folder = tmp / "site"
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    folder = shared / "wheel"
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    with (shared / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            folder.mkdir(exist_ok=True)
+            done = subprocess.run(
+                [*command, "-w", str(folder), str(repo_root)],
+                text=True, capture_output=True, timeout=240, check=False, cwd=folder,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("mla_var3-*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content in a folder of its own."""
+    folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
@@ -58,8 +70,82 @@ def test_wheel_holds_what_the_package_needs_at_run_time(unpacked: Path, repo_roo
     assert list((package / "lab" / "devlog").glob("*.md")), "the devlog template"
     configs = {p.relative_to(repo_root / "conf") for p in (repo_root / "conf").rglob("*.yaml")}
     assert configs == {p.relative_to(package / "data/conf") for p in (package / "data/conf").rglob("*.yaml")}
-    records = {p.relative_to(repo_root / "results") for p in (repo_root / "results").rglob("*.jsonl")}
-    assert records == {p.relative_to(package / "data/results") for p in (package / "data/results").rglob("*.jsonl")}
+
+
+#: Bytes that a wheel may have, and its content: an engine installs it into every image.
+MOST_PACKED, MOST_UNPACKED = 2_000_000, 10_000_000
+
+
+def test_a_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size < MOST_PACKED
+    with zipfile.ZipFile(wheel) as archive:
+        assert sum(entry.file_size for entry in archive.infolist()) < MOST_UNPACKED
+
+
+def ids(folder: Path) -> set[str]:
+    lines = [line for file in folder.rglob("*.jsonl") for line in file.read_text(encoding="utf-8").splitlines()]
+    assert lines
+    return {json.loads(line)["id"] for line in lines}
+
+
+def test_of_the_records_a_wheel_has_the_dispatchers_and_quickstarts(unpacked: Path, repo_root: Path) -> None:
+    shipped = unpacked / "mla_var3" / "data" / "results"
+    assert {p.relative_to(shipped).as_posix() for p in shipped.rglob("*") if p.is_file()} == {
+        "code.json", "h100/shipped.jsonl", "h200/shipped.jsonl",
+    }  # fmt: skip
+    cells = set(sweep_plan.expand_cells(sweep_config.compose(["experiment=quickstart"])))
+    sources = [file.read_text(encoding="utf-8") for file in (paths.package() / "dispatch").rglob("*.py")]
+    wanted = {found for text in sources for found in re.findall(r"\b[0-9a-f]{12}\b", text)} & ids(repo_root / "results")
+    of_cells = set()
+    for file in (repo_root / "results").rglob("*.jsonl"):
+        for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if record["problem"].get("h") in (16, 128) and record.get("time_us"):
+                problem = problem_from_record(record["problem"])
+                if problem in cells:
+                    of_cells.add((problem.label, record["device"]))
+                    wanted.add(record["id"])
+    assert len(of_cells) == 2 * len(cells) == 8, "each cell was timed on both"
+    assert ids(shipped) == wanted
+    loaded = load(shipped)
+    assert not loaded.problems and len(loaded.records) == len(wanted)
+
+
+def test_a_record_that_the_dispatcher_names_goes_into_the_wheel(tmp_path: Path, repo_root: Path) -> None:
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel: make test installs it")
+    spec = spec_from_file_location("wheel_records", repo_root / "scripts" / "wheel_records.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, text in {
+        module.EXPERIMENT: "cells: [{b: 8, h: 16, t: 4096}]",
+        f"{module.DISPATCH}/rules/decode.py": 'records=("0123456789ab",)',
+        "results/h200/day.jsonl": "\n".join(
+            json.dumps({"id": name, "device": "h200", "problem": {"b": b, "h": 16, "t": 4096}, "time_us": us})
+            for name, b, us in (
+                ("0123456789ab", 9, 1.0), ("0123456789ac", 9, 1.0), ("cell", 8, 1.0), ("untimed", 8, None)
+            )
+        ),
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = [(device, json.loads(line)["id"]) for device, line in module.kept(tmp_path)]
+    assert found == [("h200", "0123456789ab"), ("h200", "cell")]
+
+
+def test_verbs_of_a_wheel_say_where_the_other_records_are(unpacked: Path, tmp_path: Path) -> None:
+    note = (
+        "note: an installed package has the dispatcher's records and those of quickstart's cells alone: all records "
+        "are in results/ of a checkout of the project, so give that folder as FILE.\n"
+    )
+    for words in (["report", "--show", "sets"], ["compare"]):
+        done = _run(["-m", "mla_var3.cli", *words], tmp_path, unpacked)
+        assert done.returncode == 0 and note in done.stderr and "h200" in done.stdout, done.stderr
+    for verb in ("check", "table"):
+        done = _run(["-m", "mla_var3.cli", "devlog", verb], tmp_path, unpacked)
+        assert done.returncode == 2 and done.stderr == (
+            "mla-var3: there is no devlogs/ here or above, and an installed package has none: work in a checkout of "
+            "the project, or give --root FOLDER, which holds devlogs/ and results/.\n"
+        ), done.stderr
 
 
 def test_wheel_works_from_another_folder(unpacked: Path, tmp_path: Path) -> None:

@@ -48,9 +48,20 @@ def kernel_dirs() -> list[Path]:
 
 
 def shipped_results_dir() -> Path:
-    """The records that the project ships, one folder a device."""
+    """The records that the project ships, one folder a device: in a checkout all, in an installed package those that
+    the dispatcher rests on and those of quickstart's cells."""
     root = repo_root()
     return _PACKAGE / "data" / "results" if root is None else root / "results"
+
+
+def records_elsewhere() -> str | None:
+    """One sentence for who reads shipped records in an installed package, which has few of them; None in a checkout."""
+    if repo_root() is not None:
+        return None
+    return (
+        "an installed package has the dispatcher's records and those of quickstart's cells alone: all records are in "
+        "results/ of a checkout of the project, so give that folder as FILE."
+    )
 
 
 def options(group: str) -> list[str]:

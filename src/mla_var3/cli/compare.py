@@ -115,6 +115,8 @@ def _records(args: argparse.Namespace) -> tuple[list[Record], list[str]]:
     files = args.files or [p for p in dict.fromkeys((Path("results"), paths.shipped_results_dir())) if p.is_dir()]
     if not files:
         raise UserError("there is no results/ folder here: give record files, or run mla-var3 sweep first.")
+    if not args.files and (note := paths.records_elsewhere()):
+        print(f"note: {note}", file=sys.stderr)
     found = load(dict.fromkeys(Path(f).resolve() if Path(f).exists() else Path(f) for f in files))
     for problem in found.problems:
         print(f"warning: {problem}", file=sys.stderr)

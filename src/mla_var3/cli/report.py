@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_var3 import paths
 from mla_var3.cli.arguments import doing
 from mla_var3.errors import UserError, install, nearest
 from mla_var3.files import check_file, check_folder
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     """Writes and prints what was asked for; 0. Mistakes are raised as `UserError`."""
     page = bool(args.out or not (args.show or args.data or args.pictures))
     _writable(args, page)
+    if not args.files and not args.compare and (note := paths.records_elsewhere()):
+        print(f"note: {note}", file=sys.stderr)
     with doing("reading records"):
         gathered, sets = _gathered(args)
     if not gathered.points:
@@ -128,31 +131,31 @@ def _gathered(args: argparse.Namespace) -> tuple[Gathered, tuple[str, str] | Non
 
     if not args.compare:
         return gather(args.files), None
-    paths = [Path(text) for text in args.compare]
-    if not any(path.exists() for path in paths):
+    given = [Path(text) for text in args.compare]
+    if not any(path.exists() for path in given):
         found = gather(args.files)
         first, second = (_set(text, found) for text in args.compare)
         return found, (first, second)
-    for path in paths:
+    for path in given:
         if not path.exists():
             raise UserError(f"there are no records at {path}: give two files or folders, or two sets of --show sets.")
     from mla_var3.record import load
 
     # Two files may hold records of one day and one machine: here the files are the sets.
-    names = [path.stem for path in paths] if paths[0].stem != paths[1].stem else [str(path) for path in paths]
+    names = [path.stem for path in given] if given[0].stem != given[1].stem else [str(path) for path in given]
     if names[0] == names[1]:
         raise UserError("--compare has the same records twice: give two different files or folders.")
     by_file: list[list[Point]] = []
     problems: list[str] = []
-    for path, name in zip(paths, names, strict=True):
+    for path, name in zip(given, names, strict=True):
         loaded = load(path)
         problems += loaded.problems
         by_file.append([dataclasses.replace(p, set=name) for p in arrange(loaded.records).points])
-    both = [load(path).records for path in paths]
+    both = [load(path).records for path in given]
     result = arrange([record for records in both for record in records], problems)
     newest = {p.record.id for p in result.newest}
     result.points = [dataclasses.replace(p, newest=p.record.id in newest) for points in by_file for p in points]
-    result.files = [str(path) for path in paths]
+    result.files = [str(path) for path in given]
     return result, (names[0], names[1])
 
 

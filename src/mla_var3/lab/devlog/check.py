@@ -39,7 +39,10 @@ def find_root(given: Path | None = None) -> Path:
             return folder
     root = paths.repo_root()
     if root is None:
-        raise UserError("there is no devlogs/ here or above: make one, or give --root FOLDER.")
+        raise UserError(
+            "there is no devlogs/ here or above, and an installed package has none: work in a checkout of the project, "
+            "or give --root FOLDER, which holds devlogs/ and results/."
+        )
     return root
 
 

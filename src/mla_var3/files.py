@@ -8,9 +8,12 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
+
+if TYPE_CHECKING:
+    import yaml
 
 #: Fewer bytes than a compiler's temporary files take.
 _LEAST_SPACE = 1 << 20
@@ -47,14 +50,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it in that encoding.") from error
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}," if mark is not None else ""
-        problem = getattr(error, "problem", error)
-        raise UserError(f"{path}{line} is not valid yaml: {problem}; correct that line.") from error
+        raise UserError(invalid_yaml(error, path)) from error
     if said is not None and not isinstance(said, dict):
         kind = "a list" if isinstance(said, list) else f"a {type(said).__name__}"
         raise UserError(f"{path} is {kind}: a config file has keys with values, a line each, as in `h: 128`.")
     return said or {}
+
+
+def invalid_yaml(error: yaml.YAMLError, path: Path | None = None) -> str:
+    """One sentence about what a parser found. path: the file that it read; default: as the error names it."""
+    mark = getattr(error, "problem_mark", None)
+    where = path or (mark.name if mark is not None else "a config file")
+    line = f", line {mark.line + 1}" if mark is not None else ""
+    said = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return f"{where}{line} is not valid yaml: {said}; correct that line."
 
 
 def check_folder(folder: Path | str, name: str) -> None:

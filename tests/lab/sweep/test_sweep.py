@@ -247,6 +247,11 @@ def test_a_model_that_cannot_be_read_is_named(
     for name, said in (("rows", "rows.yaml is a list"), ("latin", "latin.yaml is not UTF-8 (byte 3)")):
         assert cli.main(["check", "torch/flash_mla", "--device", "cpu", "--model", name]) == 2
         assert said in capsys.readouterr().err
+    (folder / "broken.yaml").write_text("h: [4\nk: 1\n")
+    assert cli.main(["check", "torch/flash_mla", "--device", "cpu", "--model", "broken"]) == 2
+    with pytest.raises(UserError, match=r"broken\.yaml, line 2 is not valid yaml: .*; correct that line\.$") as swept:
+        sweep_config.compose(["model=broken"])
+    assert str(swept.value) in capsys.readouterr().err, "a sweep and a check say the same"
     assert cli.main(["list", "models"]) == 0 and "latin" in capsys.readouterr().out
 
 

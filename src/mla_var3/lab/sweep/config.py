@@ -17,7 +17,7 @@ from typing import Any
 from mla_var3 import paths, workload
 from mla_var3.catalogue.registry import LANGUAGES
 from mla_var3.errors import UserError, nearest
-from mla_var3.files import read_yaml
+from mla_var3.files import invalid_yaml, read_yaml
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.profiling import MODES as PROFILES
 from mla_var3.workload import DEFAULT
@@ -386,7 +386,7 @@ def explain(error: BaseException, words: Sequence[str] = ()) -> str | None:
         return _unreadable(chain)
     for item in chain:
         if isinstance(item, YAMLError):
-            return _yaml(item)
+            return invalid_yaml(item)
     for item in chain:
         if isinstance(item, OverrideParseException):
             word = item.override.lstrip("+")
@@ -424,13 +424,6 @@ def _unreadable(chain: Sequence[BaseException]) -> str | None:
             except UserError as error:
                 return str(error)
     return None
-
-
-def _yaml(error: Any) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{mark.name}, line {mark.line + 1}" if mark is not None else "a config file"
-    problem = getattr(error, "problem", None) or _first_line(str(error))
-    return f"{where} is not valid yaml: {problem}; correct that line."
 
 
 def _missing(error: Any) -> str:

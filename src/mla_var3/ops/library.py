@@ -22,6 +22,7 @@ program finds them. Importing this package does not import torch.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import sys
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 NAMESPACE = "mla_var3"
 
-# `version` is what the functions call kernel: Inductor has an argument of that name of its own.
 _ARGUMENTS = (
     "Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, *, float? scale=None, bool causal=False, "
     "Tensor? cu_seqlens_q=None, Tensor? mask=None, int head_dim_v=512, int? fixed_split=None, str? version=None"
@@ -86,47 +86,35 @@ _registered: list[Any] = []  # torch drops the operators of a library that nobod
 
 
 # ---------------------------------------------------------------- from a function to its operator
-def _through(name: str, *given: Any, **options: Any) -> Any:
+def _call(name: str, **given: Any) -> Any:
     """What an operator returns for tensors, which lose their gradients, and other arguments."""
     import torch
 
-    def detached(x: Any) -> Any:
-        return x.detach() if isinstance(x, torch.Tensor) else x
-
     operator = getattr(torch.ops.mla_var3, name)
-    return operator(*map(detached, given), **{key: detached(x) for key, x in options.items()})
+    return operator(**{key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in given.items()})
 
 
-def _through_attention(name: str) -> Callable[..., Any]:
-    """The call of the two operators of `mla_decode`, `sparse_mla_decode` or `packed_mla_decode`."""
+def _call_attention(
+    name: str,
+    *,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    schedule: DecodeSchedule | None = None,  # of eager calls: here each deals out its own work
+    **given: Any,
+) -> Any:
+    """Of `mla_decode`, `sparse_mla_decode` and `packed_mla_decode`, which have two operators each."""
+    import torch
 
-    def call(
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *given: torch.Tensor,
-        return_lse: bool = False,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        schedule: DecodeSchedule | None = None,  # of eager calls: here each deals out its own work
-        kernel: str | None = None,
-        on: None = None,
-        **options: Any,
-    ) -> Any:
-        import torch
-
-        options["version"] = kernel
-        if out is None and lse is None:
-            out, lse = _through(name, q, kv_cache, *given, **options)
-        else:
-            like_out, like_lse = _shapes(
-                q, options.get("cu_seqlens_q"), options.get("head_dim_v", LATENT if name == "mla_decode" else VALUES)
-            )
-            out = q.new_empty(like_out) if out is None else out
-            lse = q.new_empty(like_lse, dtype=torch.float32) if lse is None else lse
-            _through(f"{name}_into", q, kv_cache, *given, **options, out=out, lse=lse)
-        return (out, lse) if return_lse else out
-
-    return call
+    if out is None and lse is None:
+        out, lse = _call(name, **given)
+    else:
+        q, width = given["q"], LATENT if name == "mla_decode" else VALUES
+        like_out, like_lse = _shapes(q, given.get("cu_seqlens_q"), given.get("head_dim_v", width))
+        out = q.new_empty(like_out) if out is None else out
+        lse = q.new_empty(like_lse, dtype=torch.float32) if lse is None else lse
+        _call(f"{name}_into", **given, out=out, lse=lse)
+    return (out, lse) if return_lse else out
 
 
 def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, head_dim_v: int) -> tuple[tuple[Any, ...], ...]:
@@ -138,69 +126,29 @@ def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, head_dim_v: int)
     return (b, s, h, head_dim_v), (b, h, s)
 
 
-def _through_rmsnorm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    second_weight: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    kernel: str | None = None,
-    on: None = None,
-    **options: Any,
-) -> Any:
-    out, second, summed = _through("rmsnorm", x, weight, second_weight, residual, version=kernel, **options)
-    return out if residual is None and second_weight is None else (out, second if residual is None else summed)
+def _call_rmsnorm(**given: Any) -> Any:
+    out, second, summed = _call("rmsnorm", **given)
+    if given.get("residual") is not None:
+        return out, summed
+    return out if given.get("second_weight") is None else (out, second)
 
 
-def _through_rope_append(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    table: torch.Tensor,
-    out: torch.Tensor,
-    kv_cache: torch.Tensor,
-    *,
-    kernel: str | None = None,
-    on: None = None,
-    **options: Any,
-) -> None:
-    given = (q, latent, rope, positions, slots, table)
-    _through("rope_append", *given, version=kernel, out=out, kv_cache=kv_cache, **options)
-
-
-def _through_absorb_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    side: str,
-    *,
-    out: torch.Tensor | None = None,
-    kernel: str | None = None,
-    on: None = None,
-) -> torch.Tensor:
+def _call_absorb_gemm(*, side: str, out: torch.Tensor | None = None, **given: Any) -> Any:
     require_side(side)
     if out is None:
-        made: torch.Tensor = _through("absorb_gemm", x, weight, side, version=kernel)
-        return made
-    _through("absorb_gemm_into", x, weight, side, version=kernel, target=out)
+        return _call("absorb_gemm", side=side, **given)
+    _call("absorb_gemm_into", side=side, **given, target=out)
     return out
 
 
-def _through_merge_partials(
-    partials: torch.Tensor, lse: torch.Tensor, *, kernel: str | None = None, on: None = None
-) -> Any:
-    return _through("merge_partials", partials, lse, version=kernel)
-
-
 through.update(
-    mla_decode=_through_attention("mla_decode"),
-    sparse_mla_decode=_through_attention("sparse_mla_decode"),
-    packed_mla_decode=_through_attention("packed_mla_decode"),
-    rmsnorm=_through_rmsnorm,
-    rope_append=_through_rope_append,
-    absorb_gemm=_through_absorb_gemm,
-    merge_partials=_through_merge_partials,
+    mla_decode=functools.partial(_call_attention, "mla_decode"),
+    sparse_mla_decode=functools.partial(_call_attention, "sparse_mla_decode"),
+    packed_mla_decode=functools.partial(_call_attention, "packed_mla_decode"),
+    rmsnorm=_call_rmsnorm,
+    rope_append=functools.partial(_call, "rope_append"),
+    absorb_gemm=_call_absorb_gemm,
+    merge_partials=functools.partial(_call, "merge_partials"),
 )
 
 

@@ -20,7 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: By a function's name: calls its operator with the function's own arguments, and returns what the function does.
+#: By a function's name: what calls its operator with the function's arguments by name, and returns what the function
+#: does. `kernel` comes as `version`, as Inductor has an argument of that name of its own.
 through: dict[str, Callable[..., Any]] = {}
 
 
@@ -41,14 +42,19 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
     A call that names an engine with `on=` runs on that engine, as it stands, whoever is looking: an operator's
     arguments are tensors and numbers, and it runs on the engine of the process.
     """
-    name, first = function.__name__, next(iter(inspect.signature(function).parameters))
+    name = function.__name__
+    parameters = inspect.signature(function).parameters.values()
+    names = tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)
 
     @functools.wraps(function)
     def called(*args: P.args, **options: P.kwargs) -> R:
-        if options.get("on") is None and traced(args[0] if args else options.get(first)):
-            made: R = through[name](*args, **options)
-            return made
-        return function(*args, **options)
+        seen = options.get("on") is None and traced(args[0] if args else options.get(names[0]))
+        if not seen or len(args) > len(names):  # which is one too many for the function, too
+            return function(*args, **options)
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **options}
+        given.pop("on", None)
+        made: R = through[name](version=given.pop("kernel", None), **given)
+        return made
 
     return called
 

@@ -215,3 +215,23 @@ def test_a_circle_of_files_is_refused(files: dict[str, str], tmp_path: Path, rep
 def test_contracts_have_no_exceptions(repo_root: Path) -> None:
     for contract in contracts(repo_root):
         assert not contract.get("ignore_imports"), contract["name"]
+
+
+def in_circles(imports: dict[str, set[str]]) -> set[str]:
+    """Those of some modules that import themselves, through whatever others. imports: by module, what it imports."""
+    left = dict(imports)
+    while True:
+        imported = {name for names in left.values() for name in names}
+        ends = {name for name, names in left.items() if not names & left.keys() or name not in imported}
+        if not ends:
+            return set(left)
+        left = {name: names for name, names in left.items() if name not in ends}
+
+
+def test_no_file_of_the_package_is_in_a_circle() -> None:
+    """The contract looks at files and folders of one folder, this at files of any two, and at `__init__.py`."""
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"c"}, "e": set()}) == {"b", "c"}
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("mla_var3", cache_dir=None)
+    imports = {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}
+    assert len(imports) > 300 and in_circles(imports) == set()

@@ -114,7 +114,9 @@ class Bound:
 
 
 class Engine:
-    """Kernels by shape and stream. One for the process is enough (`engine()`); several threads may call it."""
+    """Planned kernels with their workspaces, by shape and stream. One for the process is enough (`engine()`), and the
+    argument `on` of a function names another; several threads may call it. most_kernels, most_bytes: how many are kept,
+    and bytes of their workspaces; those that were used longest ago go first."""
 
     def __init__(self, most_kernels: int = MOST_KERNELS, most_bytes: int = MOST_BYTES) -> None:
         self.most_kernels = most_kernels

@@ -118,7 +118,7 @@ class Error(_Part):
 
 class Source(_Part):
     """commit: of the repository, or null. dirty: tracked files differed from it. hash: version's files and its lib.
-    code_added: the commit that a record's `code` was compiled from afterwards, by scripts/digest_past_records.py."""
+    code_added: of a record that is older than digests, the commit that its `code` was compiled from afterwards."""
 
     commit: str | None = None
     hash: str

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,9 @@ from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
 from mla_var3.dispatch import table as tables
-from mla_var3.record import Record, load
+from mla_var3.record import load
 from mla_var3.toolchain import source
-from mla_var3.toolchain.digest import Code, KernelCode
+from mla_var3.toolchain.digest import Code
 from mla_var3.toolchain.versions import GENERATES, toolchain
 from mla_var3.workload import problem_from_record
 from mla_var3.workload.decode import MlaProblem
@@ -135,59 +134,12 @@ def test_records_of_the_newest_versions_timed_the_code_that_is_said() -> None:
 
 
 # ---------------------------------------------------------------- digests that were added afterwards
-PAST: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "digest_past_records.py"))
-CODE = Code("sm_90a", (KernelCode("one", "a" * 16, "", 168, 1024),), ("b" * 16,)).to_record()
-
-
-def past_records() -> list[Record]:
-    records = load([paths.shipped_results_dir()]).records
-    return [record for record in records if record.source.code_added]
-
-
 def test_every_digest_is_that_of_what_it_is_made_of() -> None:
-    records = [record for record in load([paths.shipped_results_dir()]).records if record.code]
-    assert len(records) > len(past_records()) > 100
+    """Those that records bring, and those that older records got afterwards."""
+    records = [record for record in RECORDS if record.code]
+    added = [record for record in records if record.source.code_added]
+    assert len(records) > len(added) > 100
+    assert {"cute-dsl/flash_mla", "triton/flash_mla", "cutile-dsl/flash_mla"} <= {r.kernel.label for r in added}
     for record in records:
         assert record.code is not None
         assert Code.from_record(record.code).digest == record.code["digest"], record.id
-
-
-def test_digests_were_added_to_quoted_versions_by_their_own_compiler() -> None:
-    labels = {record.kernel.label for record in past_records()}
-    assert labels >= {"cute-dsl/flash_mla", "triton/flash_mla", "cutile-dsl/flash_mla", "cutile-dsl/flash_mla_v2"}
-    for record in past_records():
-        assert record.code is not None
-        assert PAST["other_packages"](record, record.code["toolchain"]) == [], record.id
-
-
-def test_a_line_takes_code_and_nothing_else() -> None:
-    file = next(iter(sorted((paths.shipped_results_dir() / "h200").glob("*.jsonl"))))
-    line = next(text for text in file.read_text().splitlines() if '"code"' not in text)
-    changed = PAST["with_code"](line, CODE, "0123456789ab")
-    record = Record.model_validate_json(changed)
-    assert (record.code, record.source.code_added) == (CODE, "0123456789ab")
-    data = json.loads(changed)
-    del data["code"], data["source"]["code_added"]
-    assert data == json.loads(line) and line.removesuffix("}").split('"source":{')[1] in changed
-    with pytest.raises(ValueError, match="cannot take a digest"):
-        PAST["with_code"](changed, CODE, "0123456789ab")
-
-
-def test_what_speaks_against_a_digest_is_named() -> None:
-    record = next(r for r in past_records() if r.kernel.label == "cute-dsl/flash_mla" and r.environment.get("packages"))
-    assert record.resources is not None
-    assert PAST["other_resources"](record, record.resources) == []
-    now = {**record.resources, "registers": 1, "instructions": {**record.resources["instructions"], "HGMMA": 2}}
-    then = record.resources
-    assert sorted(PAST["other_resources"](record, now)) == [
-        f"HGMMA 2, recorded {then['instructions']['HGMMA']}",
-        f"registers 1, recorded {then['registers']}",
-    ]
-    stages = then.get("stages") or []
-    wrong = f"{len(stages) + 1} kernels, recorded {len(stages)}"
-    assert PAST["other_resources"](record, {**then, "stages": [*stages, {}]}) == [wrong]
-    other = PAST["other_packages"](record, {"nvidia-cutlass-dsl": "4.9.0"})
-    assert other == ["it names nvidia-cutlass-dsl 4.8.1, and 4.9.0 is here"]
-    assert PAST["other_packages"](record, {"triton-of-another-name": "1"}) == [
-        "it names none of its compiler's packages"
-    ]

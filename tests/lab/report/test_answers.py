@@ -41,8 +41,18 @@ def test_a_retired_version_is_ours_only_where_no_other_was_measured(make: Any) -
     (w,) = answers.winners(arrange([retired, peer]).newest, "burst")
     assert (w.best.kernel, w.best.live, w.vs_peer) == ("cute-dsl/flash_mla_v1", False, pytest.approx(90 / 50))
     assert w.best.shown == "cute-dsl/flash_mla_v1 (retired)"
-    (tile,) = rows.regime_map([w], kernels(arrange([retired, peer])))
-    assert tile["retired"]
+    assert rows.regime_map([w], kernels(arrange([retired, peer]))) == [], "the map is of versions that are here"
+
+
+def test_a_problem_that_was_drawn_at_random_is_not_on_the_map(make: Any) -> None:
+    """But one that another experiment chose is, whoever else drew it."""
+    chosen, random = MlaProblem(b=8, t=4096), MlaProblem(b=7, t=3992)
+    records = [make(problem=chosen), make(problem=random, experiment="unseen")]
+    records += [make("triton/flash_mla", problem=chosen, experiment="unseen")]
+    found = answers.winners(arrange(records).newest, "burst")
+    assert {(w.best.problem, w.drawn) for w in found} == {(chosen, False), (random, True)}
+    assert [w.best.problem for w in rows.on_map(found)] == [chosen]
+    assert answers.drawn() == {"unseen"}
 
 
 def test_a_librarys_schedule_counts_once_a_step(make: Any) -> None:
@@ -250,12 +260,25 @@ def test_the_devlogs_verdicts_are_found() -> None:
 
 
 # ---------------------------------------------------------------- the experiment
-def test_the_regime_map_is_wide_enough_and_fits_an_h200() -> None:
+def test_the_regime_map_is_wide_enough_and_fits_both_gpus() -> None:
     cells = plan.expand_cells(config.compose(["experiment=regime_map"]))
     assert len(cells) >= 150
     for name, least, most in (("h", 8, 128), ("s", 1, 16), ("b", 1, 256), ("t", 512, 131072)):
         assert (min(getattr(c, name) for c in cells), max(getattr(c, name) for c in cells)) == (least, most)
-    assert all(2 * c.input_bytes() < 0.9 * Device.get("h200").memory_gb * 1e9 for c in cells)
+    for key in ("h200", "h100"):
+        assert all(2 * c.input_bytes() < 0.9 * Device.get(key).memory_gb * 1e9 for c in cells)
+
+
+def test_the_regime_map_is_a_grid_and_no_scatter() -> None:
+    """In each panel every number of requests meets every context, but for those that no memory holds."""
+    cells = plan.expand_cells(config.compose(["experiment=regime_map"]))
+    panels = {(c.s, c.h): {(o.b, o.t) for o in cells if (o.s, o.h) == (c.s, c.h)} for c in cells}
+    assert {h for s, h in panels if s == 1} == {8, 16, 32, 64, 128}
+    for (s, _), places in panels.items():
+        grid = {(b, t) for b in {b for b, _ in places} for t in {t for _, t in places}}
+        assert grid - places == ({(256, 131072)} if s == 1 else set())
+    asked = config.compose(["experiment=regime_map"])
+    assert {"dispatch", "peer/*", "cute-dsl/*"} <= {*asked.kernels.patterns} and asked.bench["limits_every_s"] == 20.0
 
 
 def test_parts_are_disjoint_and_together_everything() -> None:

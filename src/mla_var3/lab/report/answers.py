@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mla_var3 import paths
 from mla_var3.catalogue import spoken
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.files import read_yaml
 from mla_var3.lab.report.gather import STATES, Point
 from mla_var3.record import geometric_mean
 from mla_var3.workload import DEFAULT, Problem, listed
@@ -31,7 +33,7 @@ class Winner:
     """A cell of the regime map: what it answers (`catalogue.spoken.answer`). ours: our fastest version that is still
     here; where none of them was measured, the fastest retired one. peer: the fastest library. best: the faster of the
     two. vs_peer: the library's time over ours. tie: the p10..p90 ranges of the two overlap. mixed: they are of two
-    runs.
+    runs. drawn: only experiments that draw their problems at random measured the cell.
 
     next: our second version there, among those that count as ours does. margin: its time over ours, less 1.
     """
@@ -44,6 +46,7 @@ class Winner:
     vs_peer: float | None
     tie: bool
     mixed: bool
+    drawn: bool
     contenders: int
 
 
@@ -52,6 +55,13 @@ def by_cell(points: Iterable[Point]) -> dict[str, list[Point]]:
     for point in points:
         blocks.setdefault(point.cell, []).append(point)
     return blocks
+
+
+@functools.cache
+def drawn() -> frozenset[str]:
+    """Names of the experiments whose problems are drawn at random (`draw` of conf/experiment)."""
+    files = ((name, paths.option_file("experiment", name)) for name in paths.options("experiment"))
+    return frozenset(name for name, file in files if read_yaml(file).get("draw"))
 
 
 def winners(points: Iterable[Point], state: str) -> list[Winner]:
@@ -77,6 +87,7 @@ def winners(points: Iterable[Point], state: str) -> list[Winner]:
                 vs_peer=answer.ratio,
                 tie=bool(ours and peer and overlap(ours, peer, state)),
                 mixed=bool(ours and peer and not answer.of_one_run),
+                drawn=all(p.record.experiment in drawn() for p in block),
                 contenders=sum(p.us(state) < math.inf for p in block),
             )
         )

@@ -104,16 +104,12 @@ def _tiles(base: alt.Chart) -> alt.Chart:
     far = math.log2(FAR_AHEAD)
     scale = alt.Scale(domain=[-far, 0, far], range=[BEHIND, LEVEL, AHEAD], clamp=True)
     colour = alt.Color("ahead:Q", scale=scale, legend=None)
-    edge = {
-        "strokeDash": alt.expr("datum.retired ? [3, 2] : [1, 0]"),
-        "strokeWidth": alt.expr("datum.retired ? 2 : 0.4"),
-    }
-    tile = base.mark_rect(stroke=INK, cornerRadius=3, cursor="pointer", invalid="show", **edge)
+    tile = base.mark_rect(stroke=INK, strokeWidth=0.4, cornerRadius=3, cursor="pointer", invalid="show")
     return tile.encode(color=alt.condition("!isValid(datum.ahead)", alt.value(NO_LIBRARY), colour))
 
 
 def map_legend() -> alt.Chart:
-    """What the colours and edges of the map's tiles say. legend: label, ahead, retired (`rows.map_legend`)."""
+    """What the colours of the map's tiles say. legend: label, ahead (`rows.map_legend`)."""
     axis = alt.Axis(orient="top", labelAngle=0, domain=False, ticks=False, labelPadding=2, titleAnchor="start")
     x = alt.X("label:N", sort=None, title="the best library's time over ours", axis=axis)
     return _tiles(alt.Chart(_data("legend")).encode(x=x)).properties(width={"step": 50}, height=14)
@@ -123,8 +119,7 @@ def map_panel() -> alt.LayerChart:
     """A panel of the regime map: requests up, context to the right, a tile for each cell.
 
     rows: panel, b, t, code (of the fastest kernel), ahead (octaves that ours is ahead of the best library, or null),
-    retired (our time is of a version that is no longer here), and `tip`, `said`. Colour: how far ahead. A dashed edge:
-    retired. No tile: nothing was measured.
+    and `tip`, `said`. Colour: how far ahead. No tile: no version that is here was measured.
     """
     x = alt.X("t:O", title="cached tokens", axis=alt.Axis(labelAngle=0, grid=False, labelExpr=_SHORT, labelPadding=3))
     y = alt.Y("b:O", title="requests", sort="descending", axis=alt.Axis(grid=False))

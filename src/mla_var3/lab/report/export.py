@@ -88,7 +88,7 @@ def picture_specs(
         named = [f"{k.code} {k.label}" for k in kernels.values() if k.code in codes]
         said = [
             "Panels: heads × query tokens. Blue: ahead of the best library; orange: behind; grey: no library measured.",
-            "Dashed: the time is a retired version's. No tile: not measured. Fastest:",
+            "No tile: no version that is here was measured. Fastest:",
             *(", ".join(named[i : i + 6]) for i in range(0, len(named), 6)),
         ]  # fmt: skip
         title = f"MLA decode against the best library, {where}"

@@ -159,6 +159,7 @@ def page_data(
         "environments": environments.values,
         "resources": resources.values,
         "map_legend": rows_of.map_legend(),
+        "drawn": sorted(answers.drawn()),
         "runs_differ": RUNS_DIFFER,
         "kinds": [*answers.INSTRUCTION_KINDS, "other"],
         "roofs": {

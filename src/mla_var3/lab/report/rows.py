@@ -23,13 +23,13 @@ def regime_map(found: Sequence[Winner], kernels: Mapping[str, Kernel]) -> Rows:
     """Tiles of the cells that a map shows (`on_map`)."""
     rows = []
     for w in on_map(found):
-        problem, retired = w.best.problem, w.ours is not None and not w.ours.live
+        problem = w.best.problem
         b, t = problem.place
         ahead = None if w.vs_peer is None else math.log2(w.vs_peer)
         against = "no library was measured" if w.vs_peer is None else f"ours {as_ratio(w.vs_peer)}× the best library"
         said = f"{w.best.cell}: {w.best.shown}, {against}"
         place = {"panel": problem.panel, "b": b, "t": t, "tip": w.best.cell}
-        rows.append({**place, "code": kernels[w.best.kernel].code, "ahead": ahead, "retired": retired, "said": said})
+        rows.append({**place, "code": kernels[w.best.kernel].code, "ahead": ahead, "said": said})
     return rows
 
 
@@ -38,16 +38,17 @@ def map_legend() -> Rows:
     from mla_var3.lab.report import charts
 
     steps = [charts.FAR_AHEAD**x for x in (-1, -0.5, 0, 0.5, 1)]
-    keys: Rows = [{"label": f"{as_ratio(x)}×", "ahead": math.log2(x), "retired": False} for x in steps]
-    keys += [{"label": "no lib", "ahead": None, "retired": False}]
-    return [*keys, {"label": "retired", "ahead": 0.0, "retired": True}]
+    return [*({"label": f"{as_ratio(x)}×", "ahead": math.log2(x)} for x in steps), {"label": "no lib", "ahead": None}]
 
 
 def on_map(found: Sequence[Winner]) -> list[Winner]:
-    """Cells whose panel has at least `PANEL` of them, or all where no panel has: a panel for each list of lengths or
-    odd number of heads would hide the others. The rest stand in the table below."""
-    sizes = Counter(w.best.problem.panel for w in found)
-    return [w for w in found if sizes[w.best.problem.panel] >= min(PANEL, max(sizes.values()))]
+    """Cells in which a version that is still here was measured, and that were chosen: one that was drawn at random
+    makes a row and a column of its own. Of these, cells whose panel has at least `PANEL` of them, or all where no panel
+    has: a panel for each list of lengths or odd number of heads would hide the others. The rest stand in the table
+    below."""
+    chosen = [w for w in found if w.ours and w.ours.live and not w.drawn]
+    sizes = Counter(w.best.problem.panel for w in chosen)
+    return [w for w in chosen if sizes[w.best.problem.panel] >= min(PANEL, max(sizes.values()))]
 
 
 def cell(points: Sequence[Point], kernels: Mapping[str, Kernel], state: str) -> tuple[Rows, list[Point]]:

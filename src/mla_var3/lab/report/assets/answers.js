@@ -1,5 +1,5 @@
 "use strict";
-// The same answers as report/answers.py and kernel/spoken.py, over what passes the filters. A test compares them.
+// The same answers as report/answers.py and catalogue/spoken.py, over what passes the filters. A test compares them.
 const isPeer = (p) => p.language === "peer";
 const runsOf = (points) => new Set(points.filter(isPeer).map((p) => p.run)); // in which a library took turns
 function versionsOf(points, runs) { // versions that count as ours, fastest first: the retired only where no other was timed
@@ -14,7 +14,7 @@ function winners(points) {
     const peer = libraryOf(block, ours), both = ours && peer, vs_peer = both ? faster(ours, peer) : null;
     found.push({
       cell, ours, next, margin: next ? faster(ours, next) - 1 : null, peer, best: both ? (vs_peer >= 1 ? ours : peer) : ours || peer,
-      vs_peer, tie: Boolean(both && overlap(ours, peer)), mixed: Boolean(both && ours.run !== peer.run), contenders: block.length,
+      vs_peer, tie: Boolean(both && overlap(ours, peer)), mixed: Boolean(both && ours.run !== peer.run), drawn: block.every((p) => DATA.drawn.includes(p.experiment)), contenders: block.length,
     });
   }
   return found.sort((a, b) => DATA.cells[a.cell].rank - DATA.cells[b.cell].rank);
@@ -26,9 +26,10 @@ function resting(found) { // on what the cells rest, in a sentence
 
 const PANEL = 4; // as in report/rows.py
 function onMap(found) {
-  const sizes = new Map([...grouped(found, (w) => DATA.cells[w.cell].panel)].map(([panel, some]) => [panel, some.length]));
+  const chosen = found.filter((w) => w.ours && w.ours.version_of.live && !w.drawn);
+  const sizes = new Map([...grouped(chosen, (w) => DATA.cells[w.cell].panel)].map(([panel, some]) => [panel, some.length]));
   const least = Math.min(PANEL, Math.max(0, ...sizes.values()));
-  return found.filter((w) => sizes.get(DATA.cells[w.cell].panel) >= least);
+  return chosen.filter((w) => sizes.get(DATA.cells[w.cell].panel) >= least);
 }
 
 function ladderOf(points, design, cell) {

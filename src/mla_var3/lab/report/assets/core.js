@@ -50,7 +50,7 @@ const step = (p) => (p.step && p.step[SELECTED.state]) ?? us(p);
 // As Record.limit_speedup: how many times as fast a is as b, each by the limit of its own run.
 const ownLimits = (a, b) => a.run !== b.run && limit(a) && limit(b);
 const faster = (a, b) => step(b) / step(a) * (ownLimits(a, b) ? limit(a) / limit(b) : 1);
-// As kernel/spoken.py: fastest first, by the share of the limit of its own run that each took.
+// As catalogue/spoken.py: fastest first, by the share of the limit of its own run that each took.
 // Of other runs than `runs` only what is ahead by more than runs differ.
 function bySpeed(points, runs) {
   const limited = points.every((p) => limit(p));

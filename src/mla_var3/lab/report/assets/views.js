@@ -13,7 +13,7 @@ async function drawMap() {
   const rows = tiles.map((w) => {
     const c = DATA.cells[w.cell];
     return { panel: c.panel, b: c.b, t: c.t, code: w.best.version_of.code, ahead: w.vs_peer == null ? null : Math.log2(w.vs_peer),
-      retired: Boolean(w.ours && !w.ours.version_of.live), tip: c.name,
+      tip: c.name,
       said: `${c.name}: ${shownName(w.best)}, ${micros(us(w.best))} microseconds, ` + (w.vs_peer == null ? "no library was measured" : `ours ${times(w.vs_peer)} the best library`) };
   });
   const against = found.filter((w) => w.vs_peer != null), ahead = against.filter((w) => w.vs_peer > 1);
@@ -21,13 +21,17 @@ async function drawMap() {
   put("map-lead", found.length ? `${found.length} cells on ${SELECTED.device}, ${SELECTED.state}` + (mean ? `: ours is ahead of the best library in ${ahead.length} of ${against.length}`
     + ` where one was measured, ${times(mean, 4)} as fast in the geometric mean. ` : "; no library was measured in any of them. ") + resting(found) : "");
   const used = [...new Set(tiles.map((w) => w.best.version_of))];
-  put("map-codes", used.length ? "Kernels: " : "", ...used.flatMap((k, i) => [i ? ", " : "", element("b", {}, k.code), ` ${k.label}${k.live ? "" : " (retired)"}`]));
+  put("map-codes", used.length ? "Kernels: " : "", ...used.flatMap((k, i) => [i ? ", " : "", element("b", {}, k.code), ` ${k.label}`]));
   const panels = [...grouped(rows, (r) => r.panel)].map(([name, some]) => ({ name, contexts: new Set(some.map((r) => r.t)).size, batches: new Set(some.map((r) => r.b)).size }));
-  const most = Math.max(1, ...panels.map((p) => p.contexts)), step = Math.max(26, Math.min(STEP, Math.floor((room("map") - AXIS) / most)));
+  // A tile is as wide as its code and, where there is room for that, as the number below it; else the numbers stand upright.
+  const most = Math.max(1, ...panels.map((p) => p.contexts)), space = Math.floor((room("map") - AXIS) / most);
+  const widest = (texts) => Math.ceil(Math.max(...texts.map((text) => text.length)) * LETTER);
+  const axis = widest(rows.map((r) => shortened(r.t))) + 5, step = Math.max(widest(rows.map((r) => r.code)), Math.min(space, Math.max(STEP, axis)));
   const open = (row) => go({ cell: row.tip });
   await draw("map", "map", { rows, legend: DATA.map_legend }, {
     change: (spec) => { // as charts.regime_map
       const { layer, view, height } = spec;
+      if (axis > step) for (const part of layer) part.encoding.x.axis = { ...part.encoding.x.axis, labelAngle: -90 };
       const panel = ({ name, contexts, batches }) => ({ layer, view, width: contexts * step, height: batches * height.step, title: { text: titleLines(name, contexts * step + TITLE_ROOM), fontSize: 12, offset: 4 }, transform: [{ filter: { field: "panel", equal: name } }] });
       const legend = { ...DATA.specs.map_legend, width: { step: Math.min(50, Math.floor((room("map") - AXIS) / DATA.map_legend.length) - 1) } };
       spec.vconcat = [legend, ...packedRows(panels, room("map"), step).map((row) => ({ hconcat: row.map(panel), spacing: SPACING }))];
@@ -37,7 +41,7 @@ async function drawMap() {
     open, show: (row) => mapTip(tiles.find((w) => DATA.cells[w.cell].name === row.tip)),
   });
   const picks = (DATA.picks[SELECTED.device] || {})[SELECTED.state] || { said: "", of: {} }, pick = (w) => picks.of[DATA.cells[w.cell].name];
-  put("map-all", `All ${found.length} cells as a table, ${found.length - tiles.length} of other lengths, sizes and designs among them`);
+  put("map-all", `All ${found.length} cells as a table, ${found.length - tiles.length} of retired versions, problems drawn at random, other lengths, sizes and designs among them`);
   put("map-picks", `The dispatcher, with the table and the versions of today: ${picks.said}`);
   put("map-table", table([
     ["cell", (w) => cellLink(w.cell)], ["ours", (w) => w.ours ? nameOf(w.ours) : null], ["µs", (w) => w.ours ? micros(us(w.ours)) : null, "n"],
@@ -46,6 +50,7 @@ async function drawMap() {
     ["behind by", (w) => signed(w.margin), "n"], ["dispatcher's pick", (w) => pick(w) ? pick(w)[0] : null], ["it loses", (w) => pick(w) ? signed(pick(w)[1]) : null, "n"],
   ], found, { caption: `${SELECTED.device}, ${SELECTED.state}` }));
 }
+const shortened = (n) => n % 1024 ? String(n) : `${n / 1024}k`; // as charts._SHORT
 // A panel's title, broken behind commas where a line would be wider than the panel; as charts.title_lines.
 function titleLines(name, width) {
   const lines = [];

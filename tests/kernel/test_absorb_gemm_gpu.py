@@ -9,6 +9,7 @@ import pytest
 
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
+from mla_var3.lab.naming import cell_name
 from mla_var3.workload.gemm import CASES, GemmProblem
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_every_cute_tiling_is_right(problem: GemmProblem) -> None:
         assert report.ok, f"{tiling}: {report.reason}"
 
 
-@pytest.mark.parametrize("problem", OTHER_WIDTHS, ids=lambda p: p.label + p.detail)
+@pytest.mark.parametrize("problem", OTHER_WIDTHS, ids=cell_name)
 def test_other_widths_are_right(problem: GemmProblem) -> None:
     from mla_var3.check.judge import check
 

@@ -15,6 +15,7 @@ import pytest
 from mla_var3 import cli, paths
 from mla_var3.catalogue import ledger, spoken
 from mla_var3.device import Device
+from mla_var3.lab import naming
 from mla_var3.lab.report import answers, rows
 from mla_var3.lab.report.gather import Gathered, arrange, cell_name
 from mla_var3.lab.report.legend import kernels
@@ -142,7 +143,7 @@ def test_the_reports_map_and_table_answer_so(
 
 
 def test_the_report_says_how_many_cells_rest_on_what_is_here(gathered: Gathered) -> None:
-    winners = [w for w in answers.winners(gathered.newest, "burst") if w.best.problem.phase == "decode"]
+    winners = [w for w in answers.winners(gathered.newest, "burst") if naming.phase(w.best.problem) == "decode"]
     here = [w for w in winners if w.ours and w.ours.live]
     today = sum(spoken.standing(w.ours.record) == ledger.SAME for w in here if w.ours)
     assert 0 < len(here) < len(winners)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.lab.naming import cell_name  # noqa: E402
 from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append  # noqa: E402
 from mla_var3.workload import gemm, norm, packed_append, rope  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
@@ -87,7 +88,7 @@ def test_rope_append_leaves_all_else_as_it_was(on_cpu: CpuEngine, interleaved: b
         assert torch.equal(found[~untouched], wanted[~untouched].to(found.dtype))
 
 
-@pytest.mark.parametrize("problem", PACKED, ids=lambda p: p.label + p.detail)
+@pytest.mark.parametrize("problem", PACKED, ids=cell_name)
 def test_rope_append_packs_into_pages_that_lie_apart(on_cpu: CpuEngine, problem: PackedAppendProblem) -> None:
     """What is no token's is as it was: rows of other slots, bytes between pages, v4's byte that nobody reads."""
     *inputs, out, cache, scale, options = packed_call(problem)

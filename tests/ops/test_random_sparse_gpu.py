@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mla_var3.check.judge import compare  # noqa: E402
+from mla_var3.lab.naming import cell_name  # noqa: E402
 from mla_var3.ops import packed_mla_decode, sparse_mla_decode  # noqa: E402
 from mla_var3.workload.sparse_decode import (  # noqa: E402
     DISTRIBUTIONS,
@@ -126,5 +127,5 @@ def test_random_problems(number: int) -> None:
         found = attend(problem, inputs)
         verdict = compare(WORKLOAD, found, reference(problem, *inputs), bounds(each.dist))
         if not verdict.ok:
-            wrong.append(f"{problem.label}{problem.detail} {each.dist} seed {each.seed}: {verdict.reason}")
+            wrong.append(f"{cell_name(problem)} {each.dist} seed {each.seed}: {verdict.reason}")
     assert not wrong, f"{len(wrong)} of {BATCHES}: {wrong[:3]}"

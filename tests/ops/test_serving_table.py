@@ -14,6 +14,7 @@ from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.dispatch.table import NOT_SERVED
 from mla_var3.errors import Unsupported
+from mla_var3.lab.naming import cell_name
 from mla_var3.workload.decode import MlaProblem
 
 Cell = tuple[dict[str, Any], str]
@@ -109,7 +110,7 @@ def test_a_version_takes_what_the_table_says(row: str, kernel: registry.KernelId
         plan = registry.get_plan(kernel)(problem, None, device)
         verdict = plan.supported()
         verdict = plan.feasible() if verdict else verdict
-        assert bool(verdict) == wanted, f"{problem.label}{problem.detail} on {device.key}: {verdict.reason or 'taken'}"
+        assert bool(verdict) == wanted, f"{cell_name(problem)} on {device.key}: {verdict.reason or 'taken'}"
 
 
 @pytest.mark.parametrize("row", ROWS)

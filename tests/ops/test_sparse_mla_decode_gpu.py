@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from ops_gpu import same_bits  # noqa: E402
 
 from mla_var3.check.judge import compare  # noqa: E402
+from mla_var3.lab.naming import cell_name  # noqa: E402
 from mla_var3.ops import flash_mla, packed_mla_decode, rope_append, sparse_mla_decode  # noqa: E402
 from mla_var3.packed_cache import LAYOUTS, new_cache  # noqa: E402
 from mla_var3.workload.packed_append import PackedAppendProblem  # noqa: E402
@@ -125,7 +126,7 @@ def attend(problem: SparseProblem, inputs: tuple[Any, ...], meta: Any = None) ->
 
 def right(problem: SparseProblem, found: tuple[Any, Any], inputs: tuple[Any, ...], dist: str) -> None:
     verdict = compare(WORKLOAD, found, reference(problem, *inputs), bounds(dist))
-    assert verdict.ok, f"{problem.label}{problem.detail} {dist}: {verdict.reason}"
+    assert verdict.ok, f"{cell_name(problem)} {dist}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("page", sorted({page for _, _, page in SIZES}))

@@ -19,6 +19,7 @@ from ops_fakes import CpuEngine  # noqa: E402
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.lab.naming import cell_name  # noqa: E402
 from mla_var3.ops import mla_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 
@@ -27,7 +28,7 @@ VERSIONS = [k for k in registry.all_kernels() if k.language == "cute-dsl" and k.
 PROBLEMS = [MlaProblem(b=1, h=16, t=2048), MlaProblem(b=150, h=16, t=64), MlaProblem(b=2, h=16, strided_pages=True)]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label + p.detail)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=cell_name)
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
 def test_addresses_are_taken_at_the_launch(
     kernel: registry.KernelId, problem: MlaProblem, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from mla_var3 import cli, workload  # noqa: E402
 from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device, Requirement  # noqa: E402
 from mla_var3.errors import Verdict  # noqa: E402
+from mla_var3.lab import naming  # noqa: E402
 from mla_var3.lab.report.gather import arrange, command  # noqa: E402
 from mla_var3.lab.sweep import config, plan  # noqa: E402
 from mla_var3.record import Record  # noqa: E402
@@ -143,6 +144,7 @@ def test_records_sweeps_and_the_report_know_it(norm: workload.Workload) -> None:
     again = Record.model_validate_json(record.to_json())
     assert workload.problem_from_record(again.problem) == problem
     (point,) = arrange([again]).points
+    assert naming.words(problem) == "rows = 7, width = 128, dtype = bf16" and naming.phase(problem) == "toynorm"
     assert point.cell == "norm_r7_w128" and point.work() == (3 * 7 * 128, 4 * 7 * 128)
     words = command(again, problem).split()
     parsed = cli.parser_of("bench").parse_args(words[2:])

@@ -277,6 +277,4 @@ def test_other_lengths_are_of_the_same_class():
 def test_a_cells_name_says_what_is_not_the_default():
     assert MlaProblem().label == "b1_s1_h128_t4096"
     assert MlaProblem(k=256, p=64, page=16).label == "b1_s1_h128_t4096_k256_p64_page16"
-    assert (
-        MlaProblem(page=None, p=0).label == "b1_s1_h128_t4096_k512_p0_contiguous" and MlaProblem(d=64).detail == "_d64"
-    )
+    assert MlaProblem(page=None, p=0).label == "b1_s1_h128_t4096_k512_p0_contiguous"

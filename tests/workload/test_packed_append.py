@@ -10,6 +10,7 @@ import torch
 
 from mla_var3.check.judge import compare, untouched
 from mla_var3.errors import UserError
+from mla_var3.lab.naming import cell_name
 from mla_var3.packed_cache import LAYOUTS, new_cache, pack
 from mla_var3.workload import rope
 from mla_var3.workload.packed_append import (
@@ -34,7 +35,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize("dist", ["normal", "tiny", "huge", "skipped"])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label + p.detail)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=cell_name)
 def test_bytes_are_those_of_the_bf16_cache_packed(problem: PackedAppendProblem, dist: str) -> None:
     inputs = make_inputs(problem, seed=1, dist=dist)
     out, *parts = reference(problem, *inputs)
@@ -64,7 +65,7 @@ def spoiled(problem: PackedAppendProblem, part: int, change: Any) -> str:
     return compare(WORKLOAD, outputs, wanted, bounds("skipped")).reason
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label + p.detail)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=cell_name)
 def test_one_bit_and_one_byte_too_many_are_found(problem: PackedAppendProblem) -> None:
     def flip(x: torch.Tensor, nobodys: torch.Tensor) -> None:
         at = tuple(int(i) for i in (~nobodys).nonzero()[-1])
@@ -131,7 +132,7 @@ def test_records_and_binding_keep_the_layout() -> None:
         assert record["workload"] == "packed_append" and PackedAppendProblem.from_record(record) == problem
         other = dataclasses.replace(problem, tokens=2, rest=64)
         assert WORKLOAD.rebound(problem, *make_inputs(other)) == other
-    assert len({p.problem_class().key() for p in PROBLEMS}) == len({p.label + p.detail for p in PROBLEMS}) == 4
+    assert len({p.problem_class().key() for p in PROBLEMS}) == len({cell_name(p) for p in PROBLEMS}) == 4
     assert {case.name for case in WORKLOAD.cases(PROBLEMS[0], True)} == set(CASES)
 
 

@@ -469,7 +469,7 @@ def test_a_problem_is_recorded_and_bound_as_it_is() -> None:
         assert len(problem.problem_class().key()) < 80
     assert len({problem.problem_class().key() for problem in [*ALL, V32.replace(sink=True), *DENSE]}) == 8
     assert DENSE[0].problem_class() == DENSE[0].replace(b=1, t=9, lengths=False).problem_class()
-    assert DENSE[0].label == "v32_b5_s3_h3_t70" and DENSE[0].detail == "_page7_lengths"
+    assert DENSE[0].label == "v32_b5_s3_h3_t70"
     assert DENSE[2].input_bytes() == (
         66 * 576 + 4 * (66 + 2) + 2 * 2 * 3 * 576 * 2 + 2 * 2 * 3 * (1024 + 4)
     )  # fmt: skip

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from mla_var3.runtime.types import Tiling
     from mla_var3.workload import Workload
 
-PROBLEM_FIELDS = ("b", "s", "t", "h", "h_kv", "k", "p", "d", "n", "causal", "dtype")
-
-
 #: What takes no longer than this is not spoken of.
 QUIET_S = 2.0
 
@@ -63,21 +60,12 @@ def add_kernels(parser: argparse.ArgumentParser, count: str) -> None:
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """The options that describe a problem; read them with `problem_of`."""
+    from mla_var3.lab.naming import SIZES
     from mla_var3.workload import get, names
 
     group = parser.add_argument_group("problem")
     group.add_argument("--model", metavar="NAME", help="heads and widths: deepseek-v3 (default), ... (`list models`)")
-    for name, text in (
-        ("b", "requests"),
-        ("s", "query tokens of each request"),
-        ("t", "cached tokens of each request"),
-        ("h", "query heads"),
-        ("h_kv", "latent caches"),
-        ("k", "latent columns"),
-        ("p", "rope columns"),
-        ("d", "head dim"),
-        ("n", "tokens of each request that are decompressed (design mla_var6_plus)"),
-    ):
+    for name, text in SIZES.items():
         spelled = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
         group.add_argument(*spelled, type=int, metavar="N", help=text)
     group.add_argument("--lengths", metavar="L", help="ragged, normal, edges (':SEED' may follow), or a list: 70,0,128")
@@ -88,7 +76,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         "--problem", metavar="K=V,...", default="", action=Field, help="fields of any workload, by their names"
     )
     # Each of them is an option too: `--rows 4096` is `--problem rows=4096`. They are too many to be listed in a help.
-    taken = {*PROBLEM_FIELDS, "lengths", "page"}
+    taken = {*SIZES, "causal", "dtype", "lengths", "page"}
     for name in sorted({name for one in names() for name in get(one).problem.fields()} - taken):
         group.add_argument(
             *{f"--{name}", f"--{name.replace('_', '-')}"}, dest="problem", action=Field, nargs="?", const="true",
@@ -113,7 +101,9 @@ def add_tiling(parser: argparse.ArgumentParser) -> None:
 
 def given_fields(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of a problem that the options of `add_problem` set, lengths and page as they are written apart."""
-    named = {name: value for name in PROBLEM_FIELDS if (value := getattr(args, name)) is not None}
+    from mla_var3.lab.naming import SIZES
+
+    named = {name: value for name in (*SIZES, "causal", "dtype") if (value := getattr(args, name)) is not None}
     return {**named, **fields_of(args.problem, "--problem")}
 
 
@@ -207,7 +197,7 @@ def tiling_fields(text: str) -> dict[str, Any]:
 def fields_of(text: str, option: str) -> dict[str, Any]:
     """Fields of the comma-separated KEY=VALUE words of an option."""
     fields: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[{]*[]}])", text))):  # not within a list
         name, equals, value = part.partition("=")
         if not equals:
             example = "tile_m=64,num_splits=4" if option == "--tiling" else "b=4,t=512"

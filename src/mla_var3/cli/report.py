@@ -171,9 +171,9 @@ def _set(text: str, gathered: Gathered) -> str:
 
 
 def _choice(args: argparse.Namespace, gathered: Gathered, sets: tuple[str, str] | None) -> Choice:
+    from mla_var3.lab.naming import listed
     from mla_var3.lab.report.answers import by_cell, designs
     from mla_var3.lab.report.export import Choice
-    from mla_var3.workload import listed
 
     device = args.device or gathered.devices[0]
     if device not in gathered.devices:

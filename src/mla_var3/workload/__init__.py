@@ -100,56 +100,6 @@ class Problem(ABC):
     def output_bytes(self) -> int:
         """Device memory of the outputs alone."""
 
-    # ------------------------------------------------------------ how tables and pages show it
-    @property
-    def detail(self) -> str:
-        """What `label` leaves out and two different problems may differ in, each word behind an underscore."""
-        return ""
-
-    @property
-    def panel(self) -> str:
-        """The panel of a map that it belongs to: problems of a panel differ in `place` only."""
-        return self.workload
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Where in its panel it stands."""
-        return 1, 1
-
-    @property
-    def geometry(self) -> str:
-        """Widths and layout, for a filter."""
-        return self.workload
-
-    @property
-    def phase(self) -> str:
-        """The part of serving that it belongs to."""
-        return self.workload
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        """Problems of a workload are listed in this order; across workloads see `listed`."""
-        return (self.workload, self.label)
-
-    @property
-    def words(self) -> str:
-        """The sizes in words."""
-        return ", ".join(f"{name} = {value}" for name, value in self.to_record().items() if name != "workload")
-
-    def options(self) -> list[str]:
-        """The words of a command line that say this problem."""
-        default = type(self)()
-        changed = {name: getattr(self, name) for name in self.fields() if getattr(self, name) != getattr(default, name)}
-        return ["--problem", ",".join(f"{name}={value}" for name, value in changed.items())] if changed else []
-
-    def changed_options(self, names: Iterable[str]) -> list[str]:
-        """`--name value` for those of the fields that it has and that differ from their defaults."""
-        default, words = type(self)(), list[str]()
-        for name in names:
-            if (value := getattr(self, name, None)) != getattr(default, name, None):
-                words += [f"--{name}", str(value)]
-        return words
-
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
@@ -184,16 +134,6 @@ class Problem(ABC):
     def fields(cls) -> tuple[str, ...]:
         """Names of the fields, in order."""
         return tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
-
-
-def listed(problem: Problem) -> tuple[Any, ...]:
-    """A key to sort problems of any workloads by: the default workload first, each in its own order."""
-    return (problem.workload != DEFAULT, problem.workload, problem.rank)
-
-
-def count(number: int, what: str) -> str:
-    """ "1 request", "2 requests"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 #: Lengths, strides and grids are 32-bit on the device, and the host walks through requests and query tokens.

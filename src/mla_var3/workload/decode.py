@@ -73,8 +73,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,7 +90,6 @@ from mla_var3.workload import (
     Workload,
     check_dtype,
     check_integer,
-    count,
 )
 
 if TYPE_CHECKING:
@@ -100,8 +97,6 @@ if TYPE_CHECKING:
 
     InputSet = tuple[torch.Tensor, ...]
 
-#: Most query tokens of a request that count as decoding; speculation adds a few to one.
-DECODE_TOKENS = 64
 LENGTH_NAMES = ("uniform", "ragged", "normal", "lognormal", "bimodal", "one_long", "mostly_empty", "edges")
 
 
@@ -429,73 +424,6 @@ class MlaProblem(Problem):
             pairs += attended
         columns = tokens * self.h_kv * (self.k + self.p) + self.query_tokens * self.h * (2 * self.k + self.p)
         return Cost(pairs * 2 * (2 * self.k + self.p) * self.h, columns * self.element_bytes, pairs)
-
-    # ---------------------------------------------------------------- how tables and pages show it
-    @property
-    def detail(self) -> str:
-        text = "_strided" if self.strided_pages else ""
-        if self.packed:
-            text += "_" + hashlib.sha256(str(self.query_lens).encode()).hexdigest()[:4]
-        text += "" if self.d == MlaProblem.d else f"_d{self.d}"
-        if self.lengths != "uniform":
-            lengths = json.dumps(self.to_record()["lengths"], sort_keys=True)
-            text += "_" + hashlib.sha256(lengths.encode()).hexdigest()[:4]
-        return text
-
-    @property
-    def panel(self) -> str:
-        named = f"b{self.b}_s{self.s}_h{self.h}_t{self.t}"
-        unusual = (self.label + self.detail).removeprefix(named).strip("_").replace("_", " ")
-        heads = f"{self.h} heads × {self.s}"
-        return f"{heads}, {unusual}" if unusual else heads
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.b, self.t
-
-    @property
-    def geometry(self) -> str:
-        cache = "contiguous" if self.page is None else f"pages of {self.page}"
-        cache += " further apart" if self.strided_pages else ""
-        dims = f"latent {self.k}+{self.p}"
-        return f"{dims}, {cache}" if self.d == MlaProblem().d else f"{dims}, head dim {self.d}, {cache}"
-
-    @property
-    def phase(self) -> str:
-        return "decode" if self.s <= DECODE_TOKENS else "prefill"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (self.s > DECODE_TOKENS, self.rows, self.h, self.s, self.causal, self.b, self.t)
-
-    @property
-    def words(self) -> str:
-        text = f"{count(self.b, 'request')} of {count(self.t, 'cached token')}"
-        text += f", {count(self.s, 'query token')}, {count(self.h, 'head')}"
-        text += f" on {self.h_kv} caches" if self.h_kv != 1 else ""
-        text += ", causal" if self.causal else ""
-        text += f" at the most, {self.query_tokens} in all" if self.packed else ", a tree's mask" if self.tree else ""
-        return text if self.lengths == "uniform" else f"{text}, lengths {json.dumps(self.to_record()['lengths'])[:80]}"
-
-    def options(self) -> list[str]:
-        names = ("s", "t", "h", "h_kv", "k", "p", "d", "n", "dtype")
-        words = ["--b", str(self.b), *self.changed_options(names)]
-        if self.causal:
-            words.append("--causal")
-        if self.page != MlaProblem().page:
-            words += ["--page", "contiguous" if self.page is None else str(self.page)]
-        if self.strided_pages:
-            words += ["--problem", "strided_pages=true"]
-        if self.packed:
-            words += ["--problem", "queries=" + json.dumps(self.to_record()["queries"]).replace(" ", "")]
-        if self.tree:
-            words += ["--problem", "tree=true"]
-        if self.lengths != "uniform":
-            lengths = self.to_record()["lengths"]
-            named = isinstance(lengths, dict)
-            text = f"{lengths['name']}:{lengths.get('seed', 0)}" if named else ",".join(map(str, lengths))
-            words += ["--lengths", text]
-        return words
 
     # ---------------------------------------------------------------- memory
     def output_bytes(self) -> int:

@@ -40,7 +40,6 @@ from mla_var3.workload import (
     check_bound,
     check_dtype,
     check_integer,
-    count,
 )
 
 SIDES = ("q", "out")
@@ -126,34 +125,6 @@ class GemmProblem(Problem):
 
     def output_bytes(self) -> int:
         return self.tokens * self.h * (self.columns + self.beside) * self.element_bytes
-
-    @property
-    def detail(self) -> str:
-        default = GemmProblem()
-        names = [name for name in ("k", "p", "d", "rest") if getattr(self, name) != getattr(default, name)]
-        return "".join(f"_{name}{getattr(self, name)}" for name in names)
-
-    @property
-    def panel(self) -> str:
-        what = "query to latent" if self.side == "q" else "latent to output"
-        return what + ("" if self.dtype == "bf16" else f", {self.dtype}") + self.detail.replace("_", " ")
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.tokens, self.h
-
-    @property
-    def geometry(self) -> str:
-        return f"heads {self.d}, latent {self.k}"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (True, self.workload, SIDES.index(self.side), self.h, self.dtype, self.tokens, self.detail)
-
-    @property
-    def words(self) -> str:
-        sizes = f"{self.summed} to {self.columns} columns"
-        return f"{count(self.tokens, 'token')}, {count(self.h, 'head')}, {sizes}"
 
 
 def make_inputs(

@@ -41,7 +41,6 @@ from mla_var3.workload import (
     Workload,
     check_bound,
     check_integer,
-    count,
     decode,
     norm,
     rope,
@@ -182,35 +181,6 @@ class LayerProblem(Problem):
         cache = self.attention.num_pages * self.page * (self.k + self.p)
         tables = 4 * (self.positions * self.p + self.b * (self.attention.max_pages + 5))
         return (weights + cache + self.b * self.hidden) * self.element_bytes + tables + self.output_bytes()
-
-    @property
-    def detail(self) -> str:
-        default = LayerProblem()
-        names = [n for n in ("hidden", "q_rank", "k", "p", "d", "page") if getattr(self, n) != getattr(default, n)]
-        return "".join(f"_{name}{getattr(self, name)}" for name in names)
-
-    @property
-    def panel(self) -> str:
-        text = f"layer, {self.h} heads" + ("" if self.dtype == "bf16" else f", {self.dtype}")
-        text += "" if self.lengths == "uniform" else ", lengths differ"
-        return text + self.detail.replace("_", " ")
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.b, self.t
-
-    @property
-    def geometry(self) -> str:
-        return f"hidden {self.hidden}, query {self.q_rank}, latent {self.k}+{self.p}"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (True, self.workload, self.h, self.dtype, self.b, self.t, self.detail)
-
-    @property
-    def words(self) -> str:
-        sizes = f"{count(self.b, 'request')} of {count(self.t, 'cached token')}, {count(self.h, 'head')}"
-        return f"{sizes}, hidden states of {self.hidden} columns"
 
 
 # ---------------------------------------------------------------- inputs

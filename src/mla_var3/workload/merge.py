@@ -40,7 +40,6 @@ from mla_var3.workload import (
     check_bound,
     check_dtype,
     check_integer,
-    count,
 )
 
 DISTRIBUTIONS = ("normal", "far", "high", "equal", "empty", "nan")
@@ -102,30 +101,6 @@ class MergeProblem(Problem):
 
     def output_bytes(self) -> int:
         return self.rows * (self.k * self.element_bytes + 4)
-
-    @property
-    def detail(self) -> str:
-        return "" if self.k == MergeProblem().k else f"_k{self.k}"
-
-    @property
-    def panel(self) -> str:
-        return f"{self.parts} parts" + ("" if self.dtype == "bf16" else f", {self.dtype}") + self.detail
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.tokens, self.h
-
-    @property
-    def geometry(self) -> str:
-        return f"latent {self.k}"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (True, self.workload, self.parts, self.k, self.dtype, self.rows)
-
-    @property
-    def words(self) -> str:
-        return f"{count(self.parts, 'part')}, {count(self.tokens, 'token')}, {count(self.h, 'head')}"
 
 
 def make_inputs(

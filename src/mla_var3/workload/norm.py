@@ -40,7 +40,6 @@ from mla_var3.workload import (
     check_bound,
     check_dtype,
     check_integer,
-    count,
 )
 
 DISTRIBUTIONS = ("normal", "huge", "tiny", "outliers", "rows")
@@ -125,33 +124,6 @@ class NormProblem(Problem):
 
     def output_bytes(self) -> int:
         return self.cost().written
-
-    @property
-    def detail(self) -> str:
-        rest = f"_rest{self.rest}" if self.rest else ""
-        return rest + ("" if self.eps == NormProblem().eps else f"_eps{self.eps:g}")
-
-    @property
-    def panel(self) -> str:
-        two = f"norms of {self.width} and {self.second}" if self.second else f"norm of {self.width}"
-        return two + (", residual" if self.residual else "") + ("" if self.dtype == "bf16" else f", {self.dtype}")
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.rows, self.columns
-
-    @property
-    def geometry(self) -> str:
-        return f"rows of {self.width}" + (f" and {self.second}" if self.second else "")
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (True, self.workload, self.width, self.second, self.residual, self.dtype, self.rows)
-
-    @property
-    def words(self) -> str:
-        two = f"{self.width} and {self.second} columns" if self.second else f"{self.width} columns"
-        return f"{count(self.rows, 'row')} of {two}" + (", with a residual" if self.residual else "")
 
 
 def make_inputs(

@@ -124,28 +124,6 @@ class PackedAppendProblem(RopeProblem):
     def output_bytes(self) -> int:
         return self.tokens * self.h * self.width * self.element_bytes + self.pages * self.cache.page_bytes(self.page)
 
-    @property
-    def detail(self) -> str:
-        # k follows from the layout, which the label names.
-        plain = {name: getattr(self, name) for name in RopeProblem.fields()}
-        return RopeProblem(**plain | {"k": type(self).k}).detail + ("" if self.powers else "_scales")
-
-    @property
-    def panel(self) -> str:
-        return f"{super().panel}, {self.layout}"
-
-    @property
-    def geometry(self) -> str:
-        return f"layout {self.layout}"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (True, self.workload, list(LAYOUTS).index(self.layout), *super().rank[2:])
-
-    @property
-    def words(self) -> str:
-        return f"{super().words}, layout {self.layout}"
-
 
 # ---------------------------------------------------------------- inputs and outputs
 def make_inputs(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Case, Cost, Problem, Workload, check_dtype, check_integer, count, decode
+from mla_var3.workload import Case, Cost, Problem, Workload, check_dtype, check_integer, decode
 
 DISTRIBUTIONS = ("flashmla", "normal", "nan", "extremes")
 
@@ -104,37 +104,6 @@ class PrefillProblem(Problem):
     def rows(self) -> int:
         """Query rows of one prompt and head."""
         return self.s
-
-    @property
-    def detail(self) -> str:
-        default = PrefillProblem()
-        return "" if (self.p, self.d) == (default.p, default.d) else f"_p{self.p}_d{self.d}"
-
-    @property
-    def panel(self) -> str:
-        unusual = (self.label + self.detail).removeprefix(f"b{self.b}_s{self.s}_h{self.h}_t{self.t}").strip("_")
-        return f"{self.h} heads, prompt" + (f", {unusual.replace('_', ' ')}" if unusual else "")
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.b, self.s
-
-    @property
-    def geometry(self) -> str:
-        return f"heads {self.d + self.p}/{self.d}"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (True, self.s * self.h, self.h, self.s, self.causal, self.b, self.t)
-
-    @property
-    def words(self) -> str:
-        mask = ", causal" if self.causal else ""
-        return f"{count(self.b, 'prompt')} of {count(self.s, 'token')}, {count(self.h, 'head')}{mask}"
-
-    def options(self) -> list[str]:
-        words = ["--b", str(self.b), "--s", str(self.s), *self.changed_options(("h", "p", "d", "dtype"))]
-        return [*words, "--causal"] if self.causal else words
 
     def to_record(self) -> dict[str, Any]:
         data = super().to_record()

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Rows, Workload, check_dtype, check_integer, count
+from mla_var3.workload import Bound, Case, Cost, Output, Problem, Rows, Workload, check_dtype, check_integer
 
 DISTRIBUTIONS = ("normal", "ends", "huge", "skipped", "none", "beyond")
 INDICES = {"int64": 8, "int32": 4}
@@ -199,36 +199,6 @@ class RopeProblem(Problem):
 
     def output_bytes(self) -> int:
         return (self.tokens * self.h + self.pages * self.page) * self.width * self.element_bytes
-
-    @property
-    def detail(self) -> str:
-        default, words = RopeProblem(), list[str]()
-        for name in ("k", "p", "columns", "rest", "page", "positions", "index"):
-            if getattr(self, name) != getattr(default, name):
-                words.append(f"_{name}{getattr(self, name)}")
-        return "".join(words)
-
-    @property
-    def panel(self) -> str:
-        return self.words.split(", ", 1)[1] + ("" if self.dtype == "bf16" else f", {self.dtype}") + self.detail
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.tokens, self.h
-
-    @property
-    def geometry(self) -> str:
-        return f"latent {self.k}, rope {self.p}"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        return (True, self.workload, not self.interleaved, self.h, self.dtype, self.tokens, self.detail)
-
-    @property
-    def words(self) -> str:
-        return f"{count(self.tokens, 'token')}, {count(self.h, 'head')}, " + (
-            "interleaved pairs" if self.interleaved else "pairs of halves"
-        )
 
 
 def make_inputs(

@@ -83,7 +83,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
 from mla_var3.packed_cache import LAYOUTS, VALUES, Layout, fields, gather, layout_of, new_cache, pack, quantised
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_integer, count, decode
+from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_integer, decode
 
 if TYPE_CHECKING:
     import torch
@@ -243,47 +243,6 @@ class SparseProblem(Problem):
             indices = 4 * (self.parts[0].pages + self.b)
         q = self.b * self.s * self.h * self.columns * self.element_bytes
         return caches + indices + q + 4 * self.h * self.sink + self.output_bytes()
-
-    # ---------------------------------------------------------------- how tables and pages show it
-    @property
-    def detail(self) -> str:
-        default = SparseProblem()
-        names: tuple[str, ...] = ("page", "lengths", "sink", "extra_t", "extra_page", "extra_lengths", "softmax_scale")
-        names = names if self.paged else ("t", *names)  # a page table's is in the label
-        changed = [name for name in names if getattr(self, name) != getattr(default, name)]
-        values = {name: getattr(self, name) for name in changed}
-        return "".join(f"_{name}" if value is True else f"_{name}{value}" for name, value in values.items())
-
-    @property
-    def panel(self) -> str:
-        chosen = "dense" if self.paged else f"top {self.topk}" + (f" + {self.extra}" if self.extra else "")
-        options = [name for name in ("lengths", "sink", "extra_lengths") if getattr(self, name)]
-        return ", ".join((f"{self.layout}, {self.h} heads × {self.s}", chosen, *options))
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.b, self.t
-
-    @property
-    def geometry(self) -> str:
-        return f"layout {self.layout}, pages of {self.page}"
-
-    @property
-    def phase(self) -> str:
-        return "decode"
-
-    @property
-    def rank(self) -> tuple[Any, ...]:
-        order = list(LAYOUTS).index(self.layout)
-        sizes = (self.s * self.h, self.h, self.topk, self.extra, self.b)
-        return (True, self.workload, self.paged, order, *sizes, self.t if self.paged else 0, self.detail)
-
-    @property
-    def words(self) -> str:
-        text = f"{count(self.b, 'request')} of {count(self.s, 'query token')}, {count(self.h, 'head')}, "
-        text += count(self.t, "cached token") if self.paged else f"{self.topk} of {count(self.t, 'cached token')}"
-        text += f" and {self.extra} of {self.extra_t} of an extra cache" if self.extra else ""
-        return f"{text}, layout {self.layout}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import UserError
+from mla_var3.lab import naming
 from mla_var3.lab.report import answers, rows, sources
 from mla_var3.lab.report.gather import arrange
 from mla_var3.lab.report.legend import kernels
@@ -124,8 +125,8 @@ def test_no_two_cells_share_a_place_on_the_map() -> None:
     ]
     kinds += [{"s": 512}, {"s": 256}]
     cells = [base.replace(**kind) for kind in kinds] + [MlaProblem(b=4, t=512), MlaProblem(b=2, t=1024)]
-    assert len({(c.panel, c.place) for c in cells}) == len(cells)
-    assert base.panel == "128 heads × 1"
+    assert len({(naming.panel(c), naming.place(c)) for c in cells}) == len(cells)
+    assert naming.panel(base) == "128 heads × 1"
 
 
 def test_a_state_that_was_not_measured_has_no_winner(make: Any) -> None:

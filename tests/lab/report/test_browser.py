@@ -13,6 +13,7 @@ import pytest
 
 from mla_var3 import paths
 from mla_var3.cli import dispatch
+from mla_var3.lab import naming
 from mla_var3.lab.report import answers, rows
 from mla_var3.lab.report.gather import Gathered, arrange, gather
 from mla_var3.lab.report.page import write_page
@@ -101,7 +102,7 @@ def test_the_map_says_what_the_records_say(open_page: Open, shipped_page: Path, 
     for state in ("burst", "sustained"):
         tab.select_option("#state", state)
         tab.evaluate("report.settled()")
-        found = answers.winners([p for p in shipped.newest if p.problem.phase == "decode"], state)
+        found = answers.winners([p for p in shipped.newest if naming.phase(p.problem) == "decode"], state)
         have = {w["cell"]: w for w in tab.evaluate("report.winners()")}
         assert have.keys() == {w.best.cell for w in found}
         for w in found:
@@ -475,7 +476,7 @@ def test_a_retired_version_is_never_named_fastest_without_a_word(open_page: Open
 def test_the_roofline_is_of_one_cell_or_one_kernel(open_page: Open, shipped_page: Path, shipped: Gathered) -> None:
     tab = open_page(shipped_page, f"#cell={CELL}")
     tab.evaluate("report.ready()")
-    decode = [p for p in shipped.newest if p.problem.phase == "decode" and p.live and p.language != "torch"]
+    decode = [p for p in shipped.newest if naming.phase(p.problem) == "decode" and p.live and p.language != "torch"]
     points = tab.locator("#roofline path[role=button]")
     assert points.count() == sum(p.cell == CELL for p in decode)
     tab.select_option("#of", "cute-dsl/flash_mla_v24")

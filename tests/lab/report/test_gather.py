@@ -11,7 +11,8 @@ import pytest
 from mla_var3 import cli, workload
 from mla_var3.cli import arguments
 from mla_var3.errors import UserError
-from mla_var3.lab.report.gather import Gathered, arrange, cell_name, command, gather
+from mla_var3.lab.naming import cell_name
+from mla_var3.lab.report.gather import Gathered, arrange, command, gather
 from mla_var3.record import ASIDE, RecordStore
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.mixed import MixedProblem

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_var3.catalogue.retired import where_is
+from mla_var3.lab import naming
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.signs import SIGNS, Sign
 from mla_var3.lab.knowledge.find import Found, find
@@ -167,7 +168,7 @@ def _asked(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 def command(evidence: Evidence) -> str:
     """The kernel and the options of its problem, as the verbs take them."""
-    return " ".join([evidence.label, *evidence.problem.options()])
+    return " ".join([evidence.label, *naming.options(evidence.problem)])
 
 
 # ---------------------------------------------------------------- the readings

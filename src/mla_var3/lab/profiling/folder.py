@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.lab import naming
+
 if TYPE_CHECKING:
     from mla_var3.lab.profiling.request import Request
 
@@ -20,8 +22,8 @@ def params_name(request: Request) -> str:
     """The problem's label, with what it leaves out (page, a list of lengths) and the knobs that were asked for."""
     problem = request.problem
     parts = [problem.label]
-    if problem.detail:
-        parts.append(problem.detail.strip("_").replace("_", "-"))
+    if more := naming.detail(problem):
+        parts.append(more.strip("_").replace("_", "-"))
     parts += [f"{name}{value}" for name, value in sorted(request.tiling.items())]
     if request.tune:
         parts.append("tuned")

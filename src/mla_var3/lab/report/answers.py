@@ -19,9 +19,10 @@ from mla_var3.catalogue import spoken
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import read_yaml
+from mla_var3.lab.naming import listed
 from mla_var3.lab.report.gather import STATES, Point
 from mla_var3.record import geometric_mean
-from mla_var3.workload import DEFAULT, Problem, listed
+from mla_var3.workload import DEFAULT, Problem
 from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:

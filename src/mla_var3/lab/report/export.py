@@ -56,6 +56,7 @@ def picture_specs(
     gathered: Gathered, choice: Choice, names: Sequence[str] = PICTURES
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file stem, Vega-Lite form with its rows) of each picture that has something to show."""
+    from mla_var3.lab import naming
     from mla_var3.lab.report import answers, charts, legend, rows
 
     kernels = legend.kernels(gathered)
@@ -79,7 +80,7 @@ def picture_specs(
 
     where = f"{_device_name(device)}, {state}"
     if "map" in names:
-        decode = [p for p in mine if p.problem.phase == "decode"]
+        decode = [p for p in mine if naming.phase(p.problem) == "decode"]
         found = answers.winners(decode, state)
         tiles = rows.regime_map(found, kernels)
         codes = {tile["code"] for tile in tiles}

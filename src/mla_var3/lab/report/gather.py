@@ -23,6 +23,7 @@ from mla_var3.catalogue import ledger, spoken
 from mla_var3.catalogue.spoken import DISPATCH, FIXED_SPLIT, PEER
 from mla_var3.device import Device
 from mla_var3.errors import UserError
+from mla_var3.lab import naming
 from mla_var3.record import ASIDE
 from mla_var3.workload import Problem, problem_from_record
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from mla_var3.record import Record, Stats
 
 STATES = ("burst", "sustained")
-#: More query tokens than this are a prompt, not a decode step.
-DECODE_TOKENS = 64
 _EXAMPLES = 3
 _REASON_CHARS = 240
 
@@ -145,11 +144,6 @@ class Gathered:
 
 
 # ---------------------------------------------------------------- names
-def cell_name(problem: Problem) -> str:
-    """`Problem.label`, with what that leaves out: page, dims, seeds and lists of lengths."""
-    return problem.label + problem.detail
-
-
 def packages(record: Record) -> dict[str, str]:
     """Packages and driver that a record was measured with."""
     env = record.environment
@@ -176,7 +170,7 @@ def command(record: Record, problem: Problem) -> str:
     word = FIXED_SPLIT if record.picked_by == FIXED_SPLIT else word
     asked = record.requested if isinstance(record.requested, Mapping) else {}
     knobs = ",".join(f"{k}={v}" for k, v in asked.items())
-    words = ["mla-var3", "bench", word, *problem.options()]
+    words = ["mla-var3", "bench", word, *naming.options(problem)]
     words += ["--tiling", knobs] if knobs else []
     words += ["--tune"] if record.requested == "tuned" else []
     return shlex.join(words)
@@ -222,7 +216,7 @@ def arrange(records: Sequence[Record], problems: Sequence[str] = ()) -> Gathered
     for record in sorted(records, key=lambda r: r.at):
         try:
             problem = problem_from_record(record.problem)
-            cell = cell_name(problem)
+            cell = naming.cell_name(problem)
         except (UserError, TypeError, ValueError) as error:
             unreadable.append(f"{record.id}: {error}")
             continue

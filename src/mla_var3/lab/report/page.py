@@ -18,10 +18,11 @@ from mla_var3.catalogue.spoken import PEER, RUNS_DIFFER
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
+from mla_var3.lab import naming
 from mla_var3.lab.report import answers, charts, finder, legend, sources
 from mla_var3.lab.report import rows as rows_of
 from mla_var3.lab.report.gather import STATES, Gathered, Point, command
-from mla_var3.workload import Problem, listed
+from mla_var3.workload import Problem
 
 SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.js")
 
@@ -215,16 +216,17 @@ def _device_name(key: str) -> str:
 
 def _cells(points: Sequence[Point]) -> dict[str, dict[str, Any]]:
     problems = {p.cell: p.problem for p in points}
-    ranked = sorted(problems.items(), key=lambda item: (listed(item[1]), item[0]))
+    ranked = sorted(problems.items(), key=lambda item: (naming.listed(item[1]), item[0]))
     return {name: _cell(name, problem, rank) for rank, (name, problem) in enumerate(ranked)}
 
 
 def _cell(name: str, problem: Problem, rank: int) -> dict[str, Any]:
     sizes = {field: getattr(problem, field, None) for field in ("b", "s", "t", "h")}
     return {
-        "name": name, "rank": rank, "panel": problem.panel, "phase": problem.phase, "geometry": problem.geometry,
+        "name": name, "rank": rank, "panel": naming.panel(problem), "phase": naming.phase(problem),
+        "geometry": naming.geometry(problem),
         "dtype": problem.dtype, "plain": finder.is_plain(problem), "causal": getattr(problem, "causal", False), **sizes,
-        "text": f"{problem.words}, {problem.geometry}, {problem.dtype}",
+        "text": f"{naming.words(problem)}, {naming.geometry(problem)}, {problem.dtype}",
     }  # fmt: skip
 
 

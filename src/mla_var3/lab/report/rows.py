@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.lab import naming
 from mla_var3.lab.report.answers import Ladder, Move, Roof, Winner, instruction_mix
 from mla_var3.lab.report.gather import Point
 from mla_var3.record import as_ratio
@@ -24,11 +25,11 @@ def regime_map(found: Sequence[Winner], kernels: Mapping[str, Kernel]) -> Rows:
     rows = []
     for w in on_map(found):
         problem = w.best.problem
-        b, t = problem.place
+        b, t = naming.place(problem)
         ahead = None if w.vs_peer is None else math.log2(w.vs_peer)
         against = "no library was measured" if w.vs_peer is None else f"ours {as_ratio(w.vs_peer)}× the best library"
         said = f"{w.best.cell}: {w.best.shown}, {against}"
-        place = {"panel": problem.panel, "b": b, "t": t, "tip": w.best.cell}
+        place = {"panel": naming.panel(problem), "b": b, "t": t, "tip": w.best.cell}
         rows.append({**place, "code": kernels[w.best.kernel].code, "ahead": ahead, "said": said})
     return rows
 
@@ -47,8 +48,8 @@ def on_map(found: Sequence[Winner]) -> list[Winner]:
     has: a panel for each list of lengths or odd number of heads would hide the others. The rest stand in the table
     below."""
     chosen = [w for w in found if w.ours and w.ours.live and not w.drawn]
-    sizes = Counter(w.best.problem.panel for w in chosen)
-    return [w for w in chosen if sizes[w.best.problem.panel] >= min(PANEL, max(sizes.values()))]
+    sizes = Counter(naming.panel(w.best.problem) for w in chosen)
+    return [w for w in chosen if sizes[naming.panel(w.best.problem)] >= min(PANEL, max(sizes.values()))]
 
 
 def cell(points: Sequence[Point], kernels: Mapping[str, Kernel], state: str) -> tuple[Rows, list[Point]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mla_var3.catalogue import registry, spoken
-from mla_var3.lab.report.gather import cell_name
+from mla_var3.lab.naming import cell_name, words
 from mla_var3.names import by_number
 from mla_var3.record import as_ratio, geometric_mean
 from mla_var3.workload import problem_from_record
@@ -377,7 +377,7 @@ def checked(records: Sequence[Record], title: str = "Checked on the CPU") -> Tab
 
 
 def _problem_text(problem: Mapping[str, Any]) -> str:
-    return _esc(problem_from_record(problem).words)
+    return _esc(words(problem_from_record(problem)))
 
 
 def refused(records: Sequence[Record], title: str = "Not run") -> Table:

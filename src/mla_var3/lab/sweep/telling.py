@@ -98,8 +98,8 @@ def answer(
     records: whoever calls has left out those of experiments that time for something else. device: whose limit stands
     beside a cell without a time. wrong: labels of kernels that are wrong now: their recorded times are no answer.
     """
+    from mla_var3.lab.naming import cell_name
     from mla_var3.lab.report import tables
-    from mla_var3.lab.report.gather import cell_name
     from mla_var3.workload import problem_from_record
 
     told = spoken.speaking(records, aside=True)
@@ -157,8 +157,8 @@ def side_by_side(
 ) -> Table | None:
     """A row a cell: the fastest version of each of two languages, and how many times as fast the second is; None where
     no cell has a time of either."""
+    from mla_var3.lab.naming import cell_name
     from mla_var3.lab.report import tables
-    from mla_var3.lab.report.gather import cell_name
 
     first, second = languages
     told = [r for r in spoken.speaking(records, aside=True) if r.kernel.label not in wrong]
@@ -204,10 +204,11 @@ def then(worst: Record | None, failed: Sequence[Record] = ()) -> list[str]:
     lines = [(f"mla-var3 check {label}", "what is wrong") for label in dict.fromkeys(r.kernel.label for r in failed)]
     lines.append(("mla-var3 report", "every record as a page"))
     if worst is not None:
+        from mla_var3.lab import naming
         from mla_var3.workload import problem_from_record
 
         label = worst.kernel.label
-        words = shlex.join(problem_from_record(worst.problem).options())
+        words = shlex.join(naming.options(problem_from_record(worst.problem)))
         lines += [
             (f"mla-var3 diagnose {label} {words}".rstrip(), "why it is no faster"),
             (f"mla-var3 clone {label}", "a copy of it, to be changed"),

@@ -1,0 +1,295 @@
+"""How people meet a problem: its name in tables, its place in a list and on the map, its sizes in words, and the
+options of a command line that say it.
+
+`mla_var3.workload` has what is computed, and `Problem.label`, by which records and files know a problem. `NAMING` has a
+row for each workload of which there is more to say than the values of its fields; one without a row is shown by these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mla_var3.packed_cache import LAYOUTS
+from mla_var3.workload import DEFAULT, Problem
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.gemm import SIDES
+
+#: Most query tokens of a request that count as decoding; speculation adds a few to one.
+DECODE_TOKENS = 64
+
+#: Fields of a problem that are options under their own names, with what the help says of them. Each is a whole number.
+SIZES = {
+    "b": "requests",
+    "s": "query tokens of each request",
+    "t": "cached tokens of each request",
+    "h": "query heads",
+    "h_kv": "latent caches",
+    "k": "latent columns",
+    "p": "rope columns",
+    "d": "head dim",
+    "n": "tokens of each request that are decompressed (design mla_var6_plus)",
+}
+
+
+# ---------------------------------------------------------------- for any problem
+def detail(problem: Problem) -> str:
+    """What `label` leaves out and two different problems may differ in, each word behind an underscore."""
+    return _of(problem).detail(problem)
+
+
+def cell_name(problem: Problem) -> str:
+    """A name that no other problem has: its label, with what that leaves out."""
+    return problem.label + detail(problem)
+
+
+def panel(problem: Problem) -> str:
+    """The panel of a map that it belongs to: problems of a panel differ in `place` only."""
+    return _of(problem).panel(problem)
+
+
+def place(problem: Problem) -> tuple[int, int]:
+    """Where in its panel it stands: (up, to the right)."""
+    up, right = _of(problem).place
+    return (getattr(problem, up), getattr(problem, right)) if up else (1, 1)
+
+
+def geometry(problem: Problem) -> str:
+    """Widths and layout, for a filter."""
+    return _of(problem).geometry(problem)
+
+
+def phase(problem: Problem) -> str:
+    """The part of serving that it belongs to."""
+    return _of(problem).phase(problem)
+
+
+def words(problem: Problem) -> str:
+    """The sizes in words."""
+    return _of(problem).words(problem)
+
+
+def listed(problem: Problem) -> tuple[Any, ...]:
+    """A key to sort problems of any workloads by: the default workload first, each in its own order."""
+    rank = (phase(problem), *_of(problem).rank(problem), cell_name(problem))
+    return (problem.workload != DEFAULT, problem.workload, rank)
+
+
+def options(problem: Problem) -> list[str]:
+    """The words of a command line that say this problem: what differs from the default, and how many requests."""
+    record, changed = problem.to_record(), _changed(problem, *problem.fields())
+    words, others, last = list[str](), list[str](), list[str]()
+    for name in problem.fields():
+        if name not in changed and name != "b":
+            continue
+        value = record[name]
+        if name in SIZES or name == "dtype":
+            words += [f"--{name}", str(value)]
+        elif name == "causal":
+            words.append("--causal")
+        elif name == "page":
+            words += ["--page", "contiguous" if value is None else str(value)]
+        elif name == "lengths" and isinstance(value, dict):
+            last = ["--lengths", f"{value['name']}:{value['seed']}"]
+        elif name == "lengths" and isinstance(value, list):
+            last = ["--lengths", ",".join(map(str, value))]
+        else:
+            others.append(f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}")
+    return [*words, *(["--problem", ",".join(others)] if others else []), *last]
+
+
+# ---------------------------------------------------------------- the table
+def _plain(problem: Problem) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in problem.to_record().items() if name != "workload")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A row: functions of a problem, as the functions of these names above have them. place: two fields, up and to the
+    right. rank: what comes before the name in a list."""
+
+    words: Callable[[Any], str] = _plain
+    geometry: Callable[[Any], str] = lambda p: p.workload
+    panel: Callable[[Any], str] = lambda p: p.workload
+    place: tuple[str, str] = ("", "")
+    rank: Callable[[Any], tuple[Any, ...]] = lambda p: ()
+    detail: Callable[[Any], str] = lambda p: ""
+    phase: Callable[[Any], str] = lambda p: p.workload
+
+
+def _of(problem: Problem) -> Naming:
+    return NAMING.get(problem.workload, Naming())
+
+
+def _count(number: int, what: str) -> str:
+    """ "1 request", "2 requests"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _changed(problem: Problem, *names: str) -> dict[str, Any]:
+    """Those of the fields that differ from the default problem's."""
+    default = type(problem)()
+    return {name: value for name in names if (value := getattr(problem, name)) != getattr(default, name)}
+
+
+def _left_out(*names: str) -> Callable[[Any], str]:
+    """`detail` of a workload whose label leaves out these fields."""
+
+    def detail(p: Problem) -> str:
+        return "".join(
+            f"_{name}" if value is True else f"_{name}{value}" for name, value in _changed(p, *names).items()
+        )
+
+    return detail
+
+
+def _panel(what: Callable[[Any], str]) -> Callable[[Any], str]:
+    """`panel`: the text, then what is unusual."""
+    return lambda p: what(p) + ("" if p.dtype == "bf16" else f", {p.dtype}") + detail(p).replace("_", " ")
+
+
+def _unusual(p: Any) -> str:
+    """What stands in the name of a problem of requests behind their sizes."""
+    found = cell_name(p).removeprefix(f"b{p.b}_s{p.s}_h{p.h}_t{p.t}").strip("_").replace("_", " ")
+    return f", {found}" if found else ""
+
+
+def _digest(value: Any) -> str:
+    return "_" + hashlib.sha256(str(value).encode()).hexdigest()[:4]
+
+
+def _decode_detail(p: MlaProblem) -> str:
+    text = ("_strided" if p.strided_pages else "") + (_digest(p.query_lens) if p.packed else "")
+    text += _left_out("d", "softmax_scale")(p)
+    return text + ("" if p.lengths == "uniform" else _digest(json.dumps(p.to_record()["lengths"], sort_keys=True)))
+
+
+def _decode_words(p: MlaProblem) -> str:
+    text = f"{_count(p.b, 'request')} of {_count(p.t, 'cached token')}, {_count(p.s, 'query token')}"
+    text += f", {_count(p.h, 'head')}"
+    text += f" on {p.h_kv} caches" if p.h_kv != 1 else ""
+    text += ", causal" if p.causal else ""
+    text += f" at the most, {p.query_tokens} in all" if p.packed else ", a tree's mask" if p.tree else ""
+    return text if p.lengths == "uniform" else f"{text}, lengths {json.dumps(p.to_record()['lengths'])[:80]}"
+
+
+def _decode_geometry(p: MlaProblem) -> str:
+    cache = ("contiguous" if p.page is None else f"pages of {p.page}") + (" further apart" if p.strided_pages else "")
+    return f"latent {p.k}+{p.p}, {cache}" if p.d == MlaProblem.d else f"latent {p.k}+{p.p}, head dim {p.d}, {cache}"
+
+
+def _sparse_words(p: Any) -> str:
+    text = f"{_count(p.b, 'request')} of {_count(p.s, 'query token')}, {_count(p.h, 'head')}, "
+    text += _count(p.t, "cached token") if p.paged else f"{p.topk} of {_count(p.t, 'cached token')}"
+    text += f" and {p.extra} of {p.extra_t} of an extra cache" if p.extra else ""
+    return f"{text}, layout {p.layout}"
+
+
+def _sparse_panel(p: Any) -> str:
+    chosen = "dense" if p.paged else f"top {p.topk}" + (f" + {p.extra}" if p.extra else "")
+    chosen += "".join(f", {name}" for name in ("lengths", "sink", "extra_lengths") if getattr(p, name))
+    return f"{p.layout}, {p.h} heads × {p.s}, {chosen}"
+
+
+def _sparse_detail(p: Any) -> str:
+    names = ("page", "lengths", "sink", "extra_t", "extra_page", "extra_lengths", "softmax_scale")
+    return _left_out(*(names if p.paged else ("t", *names)))(p)  # a page table's t is in the label
+
+
+def _rope_words(p: Any) -> str:
+    pairs = "interleaved pairs" if p.interleaved else "pairs of halves"
+    return f"{_count(p.tokens, 'token')}, {_count(p.h, 'head')}, {pairs}"
+
+
+_OF_ROPE = ("p", "columns", "rest", "page", "positions", "index")
+
+_DECODE = Naming(
+    words=_decode_words,
+    geometry=_decode_geometry,
+    panel=lambda p: f"{p.h} heads × {p.s}{_unusual(p)}",
+    place=("b", "t"),
+    rank=lambda p: (p.rows, p.h, p.s, p.causal, p.b, p.t),
+    detail=_decode_detail,
+    phase=lambda p: "decode" if p.s <= DECODE_TOKENS else "prefill",
+)
+
+NAMING = {
+    "decode": _DECODE,
+    "mixed": _DECODE,
+    "sparse_decode": Naming(
+        words=_sparse_words,
+        geometry=lambda p: f"layout {p.layout}, pages of {p.page}",
+        panel=_sparse_panel,
+        place=("b", "t"),
+        rank=lambda p: (
+            p.paged, list(LAYOUTS).index(p.layout), p.s * p.h, p.h, p.topk, p.extra, p.b, p.t if p.paged else 0,
+        ),
+        detail=_sparse_detail,
+        phase=lambda p: "decode",
+    ),
+    "prefill": Naming(
+        words=lambda p: f"{_count(p.b, 'prompt')} of {_count(p.s, 'token')}, {_count(p.h, 'head')}"
+        + (", causal" if p.causal else ""),
+        geometry=lambda p: f"heads {p.d + p.p}/{p.d}",
+        panel=lambda p: f"{p.h} heads, prompt{_unusual(p)}",
+        place=("b", "s"),
+        rank=lambda p: (p.s * p.h, p.h, p.s, p.causal, p.b, p.t),
+        detail=lambda p: (f"_p{p.p}_d{p.d}" if _changed(p, "p", "d") else "") + _left_out("softmax_scale")(p),
+    ),
+    "layer": Naming(
+        words=lambda p: f"{_count(p.b, 'request')} of {_count(p.t, 'cached token')}, {_count(p.h, 'head')}, "
+        f"hidden states of {p.hidden} columns",
+        geometry=lambda p: f"hidden {p.hidden}, query {p.q_rank}, latent {p.k}+{p.p}",
+        panel=_panel(lambda p: f"layer, {p.h} heads" + ("" if p.lengths == "uniform" else ", lengths differ")),
+        place=("b", "t"),
+        rank=lambda p: (p.h, p.dtype, p.b, p.t),
+        detail=_left_out("hidden", "q_rank", "k", "p", "d", "page"),
+    ),
+    "norm": Naming(
+        words=lambda p: f"{_count(p.rows, 'row')} of {p.width}{f' and {p.second}' if p.second else ''} columns"
+        + (", with a residual" if p.residual else ""),
+        geometry=lambda p: f"rows of {p.width}" + (f" and {p.second}" if p.second else ""),
+        panel=_panel(
+            lambda p: (f"norms of {p.width} and {p.second}" if p.second else f"norm of {p.width}")
+            + (", residual" if p.residual else "")
+        ),
+        place=("rows", "columns"),
+        rank=lambda p: (p.width, p.second, p.residual, p.dtype, p.rows),
+        detail=lambda p: (f"_rest{p.rest}" if p.rest else "") + (f"_eps{p.eps:g}" if _changed(p, "eps") else ""),
+    ),
+    "rope": Naming(
+        words=_rope_words,
+        geometry=lambda p: f"latent {p.k}, rope {p.p}",
+        panel=_panel(lambda p: _rope_words(p).split(", ", 1)[1]),
+        place=("tokens", "h"),
+        rank=lambda p: (not p.interleaved, p.h, p.dtype, p.tokens),
+        detail=_left_out("k", *_OF_ROPE),
+    ),
+    "packed_append": Naming(
+        words=lambda p: f"{_rope_words(p)}, layout {p.layout}",
+        geometry=lambda p: f"layout {p.layout}",
+        panel=_panel(lambda p: f"{_rope_words(p).split(', ', 1)[1]}, layout {p.layout}"),
+        place=("tokens", "h"),
+        rank=lambda p: (list(LAYOUTS).index(p.layout), not p.interleaved, p.h, p.dtype, p.tokens),
+        detail=lambda p: _left_out(*_OF_ROPE)(p) + ("" if p.powers else "_scales"),
+    ),
+    "gemm": Naming(
+        words=lambda p: f"{_count(p.tokens, 'token')}, {_count(p.h, 'head')}, {p.summed} to {p.columns} columns",
+        geometry=lambda p: f"heads {p.d}, latent {p.k}",
+        panel=_panel(lambda p: "query to latent" if p.side == "q" else "latent to output"),
+        place=("tokens", "h"),
+        rank=lambda p: (SIDES.index(p.side), p.h, p.dtype, p.tokens),
+        detail=_left_out("k", "p", "d", "rest"),
+    ),
+    "merge": Naming(
+        words=lambda p: f"{_count(p.parts, 'part')}, {_count(p.tokens, 'token')}, {_count(p.h, 'head')}",
+        geometry=lambda p: f"latent {p.k}",
+        panel=_panel(lambda p: f"{p.parts} parts"),
+        place=("tokens", "h"),
+        rank=lambda p: (p.parts, p.k, p.dtype, p.rows),
+        detail=_left_out("k"),
+    ),
+}  # fmt: skip

@@ -28,7 +28,7 @@ from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.ledger import Line
 from mla_var3.device import Device
-from mla_var3.lab.sweep.plan import knobs, own_knobs
+from mla_var3.lab.knobs import knobs, own_knobs
 from mla_var3.record import load
 from mla_var3.toolchain.aot import code_knobs
 from mla_var3.toolchain.versions import toolchain

@@ -211,7 +211,7 @@ def fields_of(text: str, option: str) -> dict[str, Any]:
 
 def tiling_of(plan_type: Any, problem: Any, device: Device | None, asked: dict[str, Any]) -> Tiling:
     """The version's default tiling with the fields that were asked for; an unknown field names the nearest."""
-    from mla_var3.lab.sweep.plan import knobs
+    from mla_var3.lab.knobs import knobs
 
     tiling: Tiling = plan_type(problem, None, device).tiling
     names = list(tiling.to_record())

@@ -150,7 +150,7 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
 
 
 def _render(arguments: argparse.Namespace, root: Path) -> int:
-    from mla_var3.lab.devlog.render import render
+    from mla_var3.lab.report.history import render
 
     with doing("drawing pages from entries and records"):
         pages = render(root, arguments.design, arguments.out, arguments.state)

@@ -11,7 +11,7 @@ import pytest
 from mla_var3.cli.devlog import main
 from mla_var3.errors import UserError
 from mla_var3.lab.devlog.check import check
-from mla_var3.lab.devlog.render import _cells, designs, page, render
+from mla_var3.lab.report.history import _cells, designs, page, render
 
 FAST, SLOW = "aaaa11112222", "bbbb33334444"
 VOID = {"meta", "br", "hr", "img"}

@@ -442,7 +442,7 @@ def test_points_that_passed_are_profiled_with_their_tiling(monkeypatch: pytest.M
         return Path("profiles/x")
 
     monkeypatch.setattr(points, "_run", fake)
-    config = sweep_config.ProfileConfig(mode="annotation", out="p")
+    config = points.ProfileConfig(mode="annotation", out="p")
     assert points.profile_points([record(), record("failed"), record()], config, said.append) == [Path("profiles/x")]
     assert [r.tiling for r in seen] == [{"tile_m": 64}] * 2 and seen[0].out == "p"
     assert "[profile 1/2] b128_s1_h128_t4096 triton/flash_mla: profiles/x/report.md" in said[0]
@@ -478,7 +478,7 @@ def test_a_sweep_profiles_after_everything_was_timed(
 
 def test_a_point_is_profiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    wanted = points.request_of(record(), sweep_config.ProfileConfig(mode="timeline"))
+    wanted = points.request_of(record(), points.ProfileConfig(mode="timeline"))
     with pytest.raises(UserError, match=r"profile mode timeline needs a GPU|triton"):
         points._run(replace(wanted, kernel=TORCH, tiling={}))
 

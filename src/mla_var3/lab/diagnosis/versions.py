@@ -58,7 +58,7 @@ def both(
     from mla_var3.catalogue import registry
     from mla_var3.catalogue.jobs import CompileJob, compile_all
     from mla_var3.catalogue.registry import is_compiled
-    from mla_var3.lab.sweep.plan import knobs, own_knobs
+    from mla_var3.lab.knobs import knobs, own_knobs
 
     records = load_records() if records is None else list(records)
     asked, used, jobs, tilings = dict(asked or {}), set(), {}, {}

@@ -6,22 +6,38 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.lab.profiling import folder
+from mla_var3.lab.profiling import DISABLED, folder
 from mla_var3.lab.profiling.modes import tools
-from mla_var3.lab.profiling.request import Request, baseline_of
+from mla_var3.lab.profiling.request import OUT, TIMEOUT_S, Request, baseline_of
 from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
-    from mla_var3.lab.sweep.config import ProfileConfig
     from mla_var3.record import Record
 
 #: Beyond the profiler's own time: imports, compiling, the short timing, reading the report; for two versions.
 _BESIDE_S = 300.0
+
+
+@dataclass
+class ProfileConfig:
+    """What happens to points that passed, once all of them are timed: one profile each, in a process of its own.
+
+    mode: disabled, or a mode of `mla-var3 profile`. baseline: a version to compare with; null is the version before (in
+    mode annotation), none is nothing. launches, kernel_name, out, timeout_s: as of `mla-var3 profile`.
+    """
+
+    mode: str = DISABLED
+    baseline: str | None = None
+    launches: int = 1
+    kernel_name: str | None = None
+    out: str = OUT
+    timeout_s: float = TIMEOUT_S
 
 
 def request_of(record: Record, config: ProfileConfig) -> Request:

@@ -111,7 +111,7 @@ def _device(request: Request, detected: Device | None) -> Device:
 
 def _plans(request: Request, device: Device) -> dict[KernelId, tuple[KernelPlan, list[str]]]:
     """The kernel's plan and its baseline's; a baseline that does not take the problem is a `UserError`."""
-    from mla_var3.lab.sweep.plan import knobs, own_knobs
+    from mla_var3.lab.knobs import knobs, own_knobs
 
     plans: dict[KernelId, tuple[KernelPlan, list[str]]] = {}
     for kernel in dict.fromkeys([request.kernel, *([request.baseline] if request.baseline is not None else [])]):

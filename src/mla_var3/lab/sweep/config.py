@@ -20,6 +20,7 @@ from mla_var3.errors import UserError, nearest
 from mla_var3.files import invalid_yaml, read_yaml
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.profiling import MODES as PROFILES
+from mla_var3.lab.profiling.points import ProfileConfig
 from mla_var3.workload import DEFAULT
 
 GROUPS = ("experiment", "model", "kernels", "device", "bench", "profile")
@@ -93,22 +94,6 @@ class DeviceConfig:
 
     target: str = "auto"
     fallback: str = "h200"
-
-
-@dataclass
-class ProfileConfig:
-    """What happens to points that passed, once all of them are timed: one profile each, in a process of its own.
-
-    mode: disabled, or a mode of `mla-var3 profile`. baseline: a version to compare with; null is the version before (in
-    mode annotation), none is nothing. launches, kernel_name, out, timeout_s: as of `mla-var3 profile`.
-    """
-
-    mode: str = "disabled"
-    baseline: str | None = None
-    launches: int = 1
-    kernel_name: str | None = None
-    out: str = "out/profiles"
-    timeout_s: float = 300.0
 
 
 @dataclass

@@ -145,7 +145,7 @@ def run_one(kernel: KernelId, problem: Problem, asked: Mapping[str, Any]) -> dic
 
     from mla_var3.catalogue.registry import get_plan
     from mla_var3.check.judge import check
-    from mla_var3.lab.sweep.plan import knobs, own_knobs
+    from mla_var3.lab.knobs import knobs, own_knobs
 
     began = time.perf_counter()
     outcome: dict[str, Any] = {"status": "failed", "reason": "", "error": None, "tiling": None}

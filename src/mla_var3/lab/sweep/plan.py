@@ -19,6 +19,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.catalogue.retired import where_is
 from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
+from mla_var3.lab.knobs import knobs, own_knobs
 from mla_var3.toolchain import mistakes
 from mla_var3.workload import Problem, Workload
 
@@ -387,30 +388,8 @@ def picked(word: str, problem: Problem, device: Device, asked: Mapping[str, Any]
     return dataclasses.replace(prepare(problem, choice.kernel, device, choice.knobs), picked_by=word)
 
 
-def own_knobs(plan_type: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of the fields that were asked for which this version's tiling has."""
-    names = {f.name for f in dataclasses.fields(plan_type.tiling_type)}
-    return {name: value for name, value in (asked or {}).items() if name in names}
-
-
 def _cannot(done: str, kernel: KernelId, error: Exception) -> str:
     return f"{kernel.path.name} could not be {done}: {mistakes.sentence(error)}"
-
-
-def knobs(tiling: Tiling, asked: Mapping[str, Any]) -> Tiling:
-    """`tiling` with other values; a value of another type than the field's is a `UserError`."""
-    values = {}
-    for name, value in asked.items():
-        current = getattr(tiling, name)
-        if isinstance(current, bool) != isinstance(value, bool) or (
-            isinstance(current, int | float | str) and not isinstance(value, type(current))
-        ):
-            if isinstance(current, float) and isinstance(value, int):
-                value = float(value)
-            else:
-                raise UserError(f"tiling.{name} = {value!r} is not of the type of its default {current!r}.")
-        values[name] = value
-    return dataclasses.replace(tiling, **values)
 
 
 def _check_knobs(kernels: Sequence[KernelId], asked: Mapping[str, Any], pickers: Sequence[str] = ()) -> None:

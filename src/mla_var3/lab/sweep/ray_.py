@@ -517,7 +517,7 @@ class _Code:
 def _add(groups: dict[Any, Any], cell: Cell) -> set[Hashable]:
     """Adds the CuTe host functions of a cell to the jobs of `groups`; returns the keys of those that it needs."""
     from mla_var3.lab import bundle
-    from mla_var3.lab.sweep.plan import knobs
+    from mla_var3.lab.knobs import knobs
 
     needs: set[Hashable] = set()
     for contender in cell.contenders:

@@ -23,11 +23,12 @@ from mla_var3 import paths
 from mla_var3.catalogue import registry, spoken
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder
+from mla_var3.lab.knobs import own_knobs
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep.hand import Cell
 from mla_var3.lab.sweep.launch import Launcher, launcher_of
-from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_targets, own_knobs
+from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_targets
 from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, side_by_side, telling_refusals, then
 
 if TYPE_CHECKING:

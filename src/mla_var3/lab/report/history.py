@@ -1,7 +1,7 @@
 """`mla-var3 devlog render`: the history of a design as one HTML page that needs nothing beside it.
 
 A picture of the ladder (time by version) for the cells that most versions were timed in, the table behind it, then
-every entry, the oldest first. The picture is the report's (`report.charts.ladder`), drawn into the page as SVG.
+every entry, the oldest first. The picture is that of the report (`charts.ladder`), drawn into the page as SVG.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -133,6 +135,43 @@ def test_benchmark_times_what_is_right(tmp_path: Path, capsys: pytest.CaptureFix
     assert contract.main_benchmark([str(_file(tmp_path, GOOD)), "--seconds", "0.02"]) == 0
     out = capsys.readouterr().out
     assert "kernel_fn" in out and "reference_fn" in out and "wall clock on the CPU" in out
+
+
+class Replays:
+    """A timer whose replays take 30 us each. captures: whether a graph takes the calls."""
+
+    def __init__(self, captures: bool) -> None:
+        self.captures, self.counts = captures, list[int]()
+
+    def synchronize(self) -> None: ...
+
+    def capture(self, calls: Any, rotations: int, *, graph: bool = True) -> Any:
+        if graph and not self.captures:
+            raise RuntimeError("no graph")
+        return calls
+
+    def start(self, replay: Any, count: int) -> Any:
+        self.counts.append(len(replay))
+        return SimpleNamespace(wait=lambda: [30.0] * count)
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_gpu_is_timed_by_the_timer_of_measure(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay calls the function once for each input set, so a call takes its share of the replay."""
+    timer, seen = Replays(captures), list[int]()
+    monkeypatch.setattr(contract, "make_backend", lambda name, on_gpu: timer)
+    monkeypatch.setattr(contract, "_on_gpu", lambda inputs: True)
+    timing = contract._time(seen.append, [(1,), (2,), (3,)], 0.0)
+    assert seen == [1, 2, 3] and timer.counts == [3]
+    assert (timing.median, timing.p10, timing.p90, timing.n) == (10.0, 10.0, 10.0, 5)
+    assert ("CUDA-graph replays over 3" in timing.method) == captures == ("events around" not in timing.method)
+
+
+@pytest.mark.gpu
+def test_a_file_is_timed_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _file(tmp_path, GOOD.replace("torch.randn(8, 5)", "torch.randn(4096, 4096, device='cuda')"))
+    assert contract.main_benchmark([str(path), "--seconds", "0.1"]) == 0
+    assert capsys.readouterr().out.count("CUDA-graph replays over 4 input sets") == 2
 
 
 def test_benchmark_gives_no_time_to_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import EXIT_USER_ERROR, UserError
+from mla_var3.measure.cuda_backend import make_backend
+from mla_var3.measure.timing import stats
 from mla_var3.record import as_ratio
 from mla_var3.toolchain import mistakes
 
@@ -347,41 +350,25 @@ def _on_gpu(inputs: Sequence[Any]) -> bool:
 
 
 def _time(fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]], seconds: float) -> Timing:
+    """On a GPU with the timer of `mla_var3.measure`; what cannot be captured in a graph is launched in a loop."""
     if not _on_gpu(sets[0]):
         return _time_cpu(fn, sets[0], seconds)
-    import torch
-
-    for inputs in sets:
-        fn(*inputs)
-    torch.cuda.synchronize()
+    backend = make_backend("auto", on_gpu=True)
+    calls: list[Callable[[], Any]] = [partial(fn, *inputs) for inputs in sets]
+    for call in calls:
+        call()
+    backend.synchronize()
     try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for inputs in sets:
-                fn(*inputs)
-        run, calls, how = graph.replay, len(sets), f"CUDA-graph replays over {len(sets)} input sets"
-        run()
+        replay, how = backend.capture(calls, 1), f"CUDA-graph replays over {len(calls)} input sets"
     except Exception:
-        torch.cuda.synchronize()
-
-        def run() -> None:
-            for inputs in sets:
-                fn(*inputs)
-
-        calls, how = (
-            len(sets),
-            f"events around {len(sets)} calls (not capturable in a CUDA graph: host time is included)",
-        )
+        backend.synchronize()
+        replay = backend.capture(calls, 1, graph=False)
+        how = f"events around {len(calls)} calls (not capturable in a CUDA graph: host time is included)"
     samples: list[float] = []
     deadline = time.monotonic() + seconds
     while len(samples) < 5 or (time.monotonic() < deadline and len(samples) < 10_000):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        samples.append(1e3 * start.elapsed_time(end) / calls)
-    return _stats(samples, how)
+        samples += [us / len(calls) for us in backend.start(replay, 5).wait()]
+    return _timing(samples, how)
 
 
 def _time_cpu(fn: Callable[..., Any], inputs: tuple[Any, ...], seconds: float) -> Timing:
@@ -392,16 +379,12 @@ def _time_cpu(fn: Callable[..., Any], inputs: tuple[Any, ...], seconds: float) -
         start = time.perf_counter()
         fn(*inputs)
         samples.append(1e6 * (time.perf_counter() - start))
-    return _stats(samples, "wall clock on the CPU")
+    return _timing(samples, "wall clock on the CPU")
 
 
-def _stats(samples: Sequence[float], method: str) -> Timing:
-    ordered = sorted(samples)
-
-    def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-    return Timing(at(0.5), at(0.1), at(0.9), len(ordered), method)
+def _timing(samples: Sequence[float], method: str) -> Timing:
+    found = stats(samples)
+    return Timing(found["median"], found["p10"], found["p90"], len(samples), method)
 
 
 # ---------------------------------------------------------------- command lines

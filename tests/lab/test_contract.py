@@ -12,6 +12,7 @@ import pytest
 
 from mla_var3 import workload
 from mla_var3.catalogue import registry
+from mla_var3.check.judge import CheckReport
 from mla_var3.errors import UserError
 from mla_var3.lab import contract
 
@@ -189,6 +190,18 @@ def test_a_design_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None
     assert contract.main_verify([*asked, "--page", "16"]) == 0
     assert "right in" in capsys.readouterr().out, "without tolerances the house's own check"
     assert contract.main_benchmark([*asked, "--seconds", "0.01"]) == 0
+
+
+def test_a_design_is_judged_by_the_check_before_it_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless tolerances are given, which are those of the results alone."""
+    wrong = CheckReport(False, "own (seed 0): out is 2 off", {})
+    monkeypatch.setattr("mla_var3.check.judge.check", lambda *args, **options: wrong)
+    asked = ["torch/flash_mla", "--device", "cpu", "--b", "2", "--t", "130", "--h", "4", "--seconds", "0.01"]
+    assert contract.main_benchmark(asked) == 1
+    assert "WRONG, so it has no time: own (seed 0): out is 2 off." in capsys.readouterr().out
+    assert contract.main_benchmark([*asked, "--rtol", "2e-2", "--atol", "1e-3"]) == 0
 
 
 @pytest.mark.parametrize(

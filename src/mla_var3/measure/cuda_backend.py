@@ -98,6 +98,28 @@ class CudaBackend:
             event.record()
         return _Pending(events)
 
+    def singles(self, call: Call, count: int, flush_bytes: int) -> tuple[list[float], list[float], dict[str, float]]:
+        """Microseconds of each of `count` calls on the device and on the host, and what the sensors said meanwhile.
+        Before each call that many bytes are read, so that it finds a cold L2; read and not written, so that no dirty
+        lines are left to write back."""
+        torch = self.torch
+        flush = torch.zeros(flush_bytes // 4, device="cuda")
+        largest = torch.zeros((), device="cuda")
+        torch.amax(flush, 0, out=largest)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        host = []
+        torch.cuda._sleep(LEAD_IN_CYCLES)
+        for start, end in pairs:
+            torch.amax(flush, 0, out=largest)
+            start.record()
+            before = time.perf_counter_ns()
+            call()
+            host.append((time.perf_counter_ns() - before) / 1e3)
+            end.record()
+        reading = self.sensors()
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) for start, end in pairs], host, reading
+
     def launches(self, call: Call) -> int | None:
         self.torch.cuda.synchronize()
         stream = self.torch.cuda.current_stream()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import profiling_fakes as fakes
@@ -20,7 +21,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError, Verdict
 from mla_var3.lab.profiling import MODES, folder, points, run, target
-from mla_var3.lab.profiling.modes import ncu, spans, timeline, tools
+from mla_var3.lab.profiling.modes import event, ncu, spans, timeline, tools
 from mla_var3.lab.profiling.modes.event import Timing
 from mla_var3.lab.profiling.request import Request, baseline_of, version_before
 from mla_var3.lab.sweep import config as sweep_config
@@ -61,6 +62,26 @@ def made(root: Path) -> dict[str, Any]:
     """The one params.json below a folder, and where it lies."""
     (path,) = root.rglob("params.json")
     return {"folder": path.parent, **json.loads(path.read_text())}
+
+
+def test_single_calls_are_timed_by_the_timer_of_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+
+    class Timer:
+        def synchronize(self) -> None:
+            launched.append(-1)
+
+        def singles(self, call: Any, count: int, flush_bytes: int) -> Any:
+            assert flush_bytes >= 100 << 20, "more than any L2 holds"
+            for _ in range(count):
+                call()
+            return [10.0 + i for i in range(count)], [3.0] * count, {"sm_mhz": 1755.0}
+
+    monkeypatch.setattr(event, "CudaBackend", Timer)
+    timing = event.time_call(SimpleNamespace(launch=lambda: launched.append(1)), 11)
+    assert launched == [1] * event.WARM + [-1] + [1] * 11
+    assert (timing.median, timing.p10, timing.p90) == (15.0, 11.0, 19.0)
+    assert (timing.n, timing.host_us, timing.sm_mhz) == (11, 3.0, 1755.0)
 
 
 # ---------------------------------------------------------------- folders

@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_var3.measure import timing
-from mla_var3.measure.cuda_backend import LEAD_IN_CYCLES
-from mla_var3.measure.environment import Sensors
+from mla_var3.measure.cuda_backend import CudaBackend
 
 CALLS = 20
 WARM = 5
-#: Read before every call: more than any L2 holds. Read and not written, so that no dirty lines are left to write back.
+#: Read before every call: more than any L2 holds.
 FLUSH_BYTES = 256 << 20
 
 METHOD = (
@@ -41,31 +40,12 @@ class Timing:
 
 def time_call(kernel: Any, calls: int = CALLS) -> Timing:
     """Times `kernel.launch` on the current CUDA device."""
-    import time
-
-    import torch
-
+    backend = CudaBackend()
     for _ in range(WARM):
         kernel.launch()
-    torch.cuda.synchronize()
-    flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
-    largest = torch.zeros((), device="cuda")
-    torch.amax(flush, 0, out=largest)
-    sensors = Sensors()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    host = []
-    torch.cuda._sleep(LEAD_IN_CYCLES)
-    for start, end in pairs:
-        torch.amax(flush, 0, out=largest)
-        start.record()
-        before = time.perf_counter_ns()
-        kernel.launch()
-        host.append((time.perf_counter_ns() - before) / 1e3)
-        end.record()
-    reading = sensors.read()
-    torch.cuda.synchronize()
-    found = timing.stats([1e3 * start.elapsed_time(end) for start, end in pairs])
-    del flush
+    backend.synchronize()
+    device, host, reading = backend.singles(kernel.launch, calls, FLUSH_BYTES)
+    found = timing.stats(device)
     return Timing(
         found["median"], found["p10"], found["p90"], calls, timing.percentile(host, 0.5), reading.get("sm_mhz")
     )

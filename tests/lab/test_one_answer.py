@@ -17,7 +17,7 @@ from mla_var3.catalogue import ledger, spoken
 from mla_var3.device import Device
 from mla_var3.lab import naming
 from mla_var3.lab.report import answers, rows
-from mla_var3.lab.report.gather import Gathered, arrange, cell_name
+from mla_var3.lab.report.gather import Gathered, arrange
 from mla_var3.lab.report.legend import kernels
 from mla_var3.lab.report.page import asset, page_data
 from mla_var3.lab.sweep import config as sweep_config
@@ -55,7 +55,7 @@ def gathered(records: list[Record]) -> Gathered:
 def cells_of(experiment: str) -> dict[str, str]:
     """By label, as pages name a cell of an experiment: its name in the report."""
     cells = sweep_plan.expand_cells(sweep_config.compose([f"experiment={experiment}"]))
-    found = {cell.label: cell_name(cell) for cell in cells}
+    found = {cell.label: naming.cell_name(cell) for cell in cells}
     assert len(found) == len(cells)
     return found
 

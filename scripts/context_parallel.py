@@ -7,7 +7,7 @@ scripts/context_parallel.py --bundle DIR --device h100 --ranks 2      # compiles
 Ranks hold pages in turn. Before anything is timed, every exchange is checked against the oracle on requests of unequal
 length, some without a token on some ranks, causal ones, and caches that are NaN where a rank has nothing; then on the
 cell itself. Limits of the run come first. The cost of each exchange is measured at the smallest and at the largest
-batch, with the merge and without any decode: a line through both, and the dispatcher's prediction for the rank's share,
+batch, with the merge and without any decode: a line through both, and what is expected of the rank's share,
 is what a cell should take, written down before it is timed. Contenders take turns, in reversed order every other round;
 a time is the slowest rank's. Without a GPU the ranks check small cells over gloo, and time nothing.
 """
@@ -31,7 +31,7 @@ from typing import Any
 from mla_var3.check.judge import ErrorReport, compare
 from mla_var3.cli.arguments import experiment_cells
 from mla_var3.device import Device
-from mla_var3.dispatch import choose, pick
+from mla_var3.dispatch import choose, expected
 from mla_var3.errors import UserError
 from mla_var3.measure import environment, timing
 from mla_var3.measure.calibrate import LimitItems
@@ -389,7 +389,7 @@ def code_of(ranks: Ranks, problem: MlaProblem, way: Any) -> dict[str, Any] | Non
     device, codes = ranks.hardware, []
     shapes = [problem] if way is None else [part_of(problem, ranks.count), merge_of(problem, ranks.count)]
     for shape in shapes:
-        choice = pick(shape, device) if isinstance(shape, MlaProblem) else choose(shape, device)
+        choice = choose(shape, device)
         codes.append(choice.plan(shape, device).plan_empty().compile(None, device).code)
     kernel = getattr(way, "kernel", None)
     if kernel is not None:
@@ -435,7 +435,7 @@ class Run:
         models = {name: self.model_us(problem, name) for name in contenders}
         line = "  ".join(f"{name} {us:.1f}" for name, us in models.items() if us is not None)
         part = part_of(problem, ranks.count)
-        half = choose(part.replace(h=problem.h // 2), ranks.hardware).us
+        half = expected.us(part.replace(h=problem.h // 2), ranks.hardware)
         if half is not None:  # each half of the heads reads the cache, whatever of the exchange that hides
             line += f"  two halves of the heads, the exchange for nothing {2 * half:.1f}"
         ranks.say(f"{problem.label}: the model says {line}")
@@ -497,9 +497,9 @@ class Run:
         return lambda: call(self.ranks, problem, share, way, schedule)
 
     def model_us(self, problem: MlaProblem, name: str) -> float | None:
-        """What the cell should take: the dispatcher's prediction for what a rank decodes, and the exchange."""
+        """What the cell should take: what a rank's decode is expected to take, and the exchange."""
         mine = problem if name == ONE else part_of(problem, self.ranks.count)
-        us = choose(mine, self.ranks.hardware).us
+        us = expected.us(mine, self.ranks.hardware)
         if name == ONE or us is None:
             return us
         link = self.links.get(name)
@@ -522,7 +522,7 @@ class Run:
         mine = problem if name == ONE else part_of(problem, ranks.count)
         cost = mine.cost()
         if name == ONE:
-            choice = pick(problem, ranks.hardware)
+            choice = choose(problem, ranks.hardware)
             kernel: dict[str, Any] = choice.kernel.to_record()
             tiling: dict[str, Any] = choice.plan(problem, ranks.hardware).tiling.to_record()
             hashed, requested = environment.source_hash(choice.kernel), "dispatch"
@@ -573,7 +573,7 @@ def bundle(folder: Path, device: Device, ranks: int) -> int:
         merged.append(merge_of(hostile, ranks))
     wanted: dict[Any, list[Any]] = {}
     for shape in decoded:
-        choice = pick(shape, device)
+        choice = choose(shape, device)
         # One class is compiled once, whatever the sizes: all of them are given, for their launch knobs.
         wanted.setdefault((choice.kernel, choice.tiling), []).append(shape)
     for shape in merged:

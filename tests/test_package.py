@@ -301,12 +301,12 @@ def test_the_package_alone_attends(unpacked: Path, tmp_path: Path) -> None:
     code = """
 import torch
 from mla_var3.device import Device
-from mla_var3.dispatch import pick
+from mla_var3.dispatch import choose
 from mla_var3.catalogue.registry import KernelId, get_plan, missing
 from mla_var3.workload.decode import MlaProblem
 
 problem = MlaProblem(b=2, h=4, t=100)
-print(pick(problem, Device.get("h200")).kernel.label, missing("cute-dsl"))
+print(choose(problem, Device.get("h200")).kernel.label, missing("cute-dsl"))
 plan = get_plan(KernelId.parse("torch/flash_mla"))(problem)
 print(plan.plan(*plan.prepare_inputs("cpu"))()[0].shape)
 """

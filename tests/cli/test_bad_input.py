@@ -190,7 +190,6 @@ def test_report_takes_the_cells_that_compare_prints(shipped: Path, capsys: pytes
         (["profile", "torch/flash_mla", "--out", "blocked/x"], "--out"),
         (["diff", "triton/flash_mla", "torch/flash_mla", "--out", "blocked/x"], "--out"),
         (["check", "torch/flash_mla", "--keep", "ir", "--debug-out", "blocked/x"], "--debug-out"),
-        (["dispatch", "build", "--out", "blocked/x/table.json"], "--out"),
         (["report", "--out", "blocked/x/page.html"], "--out"),
         (["report", "--data", "blocked/x/data.csv"], "--data"),
         (["report", "--pictures", "blocked/x"], "--pictures"),

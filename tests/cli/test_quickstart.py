@@ -170,7 +170,7 @@ def test_a_running_command_says_what_it_does(
     for words, said in (
         (["compare", "--cells", "b128_s1_h16_t4096"], "reading records ..."),
         (["report", "--show", "sets"], "reading records ..."),
-        (["dispatch", "show", "--b", "2"], "judging every version ..."),
+        (["dispatch", "show", "--b", "2"], "reading records, and judging every rule ..."),
         (["diagnose", "cute-dsl/flash_mla_v23", "--b", "128"], "reading records and profiles ..."),
         (["devlog", "check", str(repo_root / "devlogs" / "flash_mla" / "torch-v0.md")], "comparing entries and pages"),
         (["check", "torch/flash_mla", "--t", "70", "--h", "4", "--quick"], "checking torch/flash_mla b2_s1_h4_t70 ..."),

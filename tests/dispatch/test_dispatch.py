@@ -1,30 +1,28 @@
-"""The dispatcher: its table, what it picks between and beyond measured points, and how it appears in a sweep."""
+"""The dispatcher: which rule decides, what the records say of the rules, and what a call should take."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mla_var3 import cli, paths
+from mla_var3 import cli
 from mla_var3.catalogue import registry
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.cli.arguments import experiment_cells
-from mla_var3.cli.dispatch import from_files
 from mla_var3.device import Device, Requirement
-from mla_var3.dispatch import choose, pick, selection, survey
-from mla_var3.dispatch import model as cost
-from mla_var3.dispatch import table as tables
+from mla_var3.dispatch import choose, evidence, expected, rules, selection, survey
+from mla_var3.dispatch.rule import Bound, Quantity, Rule
+from mla_var3.dispatch.rules.decode import PAGE, ROWS
 from mla_var3.errors import Unsupported, UserError, Verdict
-from mla_var3.lab.devlog.entry import entry_path
-from mla_var3.record import Record, load
+from mla_var3.record import Record
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
-from mla_var3.workload import decode
+from mla_var3.workload import decode, get, names
 from mla_var3.workload.decode import MlaProblem
 
 H200, H100, A100 = (Device.get(key) for key in ("h200", "h100", "a100"))
@@ -59,32 +57,54 @@ class ToyPlan(KernelPlan):
 
 
 class FewRowsPlan(ToyPlan):
-    requires = Requirement(archs=("sm_90a",), problem=lambda pd: Verdict(pd.rows <= 32, "too many rows"))
+    requires = Requirement(archs=("sm_90a",), problem=lambda pd: Verdict(pd.dtype == "bf16", "no fp16"))
+
+
+class AnywherePlan(ToyPlan):
+    requires = Requirement(archs=("sm_80+",))
 
 
 class WaitingPlan(ToyPlan):
     graph_capturable = False
 
 
-BASE, MANY, FEW, NEW, ODD = (KernelId("cute-dsl", "mla", "toy", n) for n in range(5))
-PLANS: dict[KernelId, Any] = {MANY: ToyPlan, FEW: FewRowsPlan, NEW: ToyPlan, ODD: WaitingPlan}
+MANY, FEW, ODD = (KernelId("cute-dsl", "mla", "toy", n) for n in range(1, 4))
+LAST = KernelId("triton", "mla", "toy")
+PLANS: dict[KernelId, Any] = {MANY: ToyPlan, FEW: FewRowsPlan, ODD: WaitingPlan, LAST: AnywherePlan}
+
+T = Quantity("tokens", lambda pd: pd.t, lambda pd, value: [pd.replace(t=round(value))])
+HOPPER = ("sm_90a",)
+RULES = (
+    Rule(ODD.label, "it is odd", where=(Bound(T, 1 << 21),), archs=HOPPER),
+    Rule(FEW.label, "rows are few", where=(Bound(ROWS, 32), Bound(T, 8192)), archs=HOPPER, records=("x",)),
+    Rule(MANY.label, "rows are many", archs=HOPPER, tiling=(("num_splits", 4),)),
+    Rule(LAST.label, "the last resort"),
+)
 
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {kernel.label: kernel for kernel in PLANS}
     monkeypatch.setattr(registry, "all_kernels", lambda: tuple(PLANS))
     monkeypatch.setattr(registry, "get_plan", lambda kernel: PLANS[kernel])
     monkeypatch.setattr(registry, "missing", lambda what: None)
+    monkeypatch.setattr(Rule, "kernel", property(lambda rule: own[rule.version]))
+    monkeypatch.setattr(rules, "of", lambda workload: RULES)
 
 
-def record(kernel: KernelId, us: float, *, at: str = "2026-01-01T00:00:00Z", **fields: Any) -> Record:
-    """A passed record. fields: of the problem, or of the record where their name is one of its."""
+def record(kernel: KernelId, us: float, *, run: float = 1.0, at: str = "2026-01-01T00:00:00Z", **fields: Any) -> Record:
+    """A passed record. run: records of one number took turns. fields: of the problem, or of the record where their name
+    is one of its."""
     own = {name: fields.pop(name) for name in list(fields) if name in Record.model_fields}
     problem = MlaProblem(**fields)
     stats = {"median": us, "p10": us, "p90": us, "n": 5}
     limits = {
-        state: {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": cost.limit_us(problem, H200, (state,))}
-        for state in cost.STATES
+        state: {
+            "matmul_tflops": 800.0 + run,
+            "read_gbps": 4600.0,
+            "limit_us": expected.limit_us(problem, H200, (state,)),
+        }
+        for state in evidence.STATES
     }
     data = {
         "id": f"{kernel.module_name}-{problem.label}-{us:g}", "at": at, "experiment": "x", "status": "passed",
@@ -95,354 +115,341 @@ def record(kernel: KernelId, us: float, *, at: str = "2026-01-01T00:00:00Z", **f
     return Record.model_validate({**data, **own})
 
 
-def grid(factors: dict[KernelId, dict[int, float]]) -> list[Record]:
-    """Times of a factor (by h) over the limit, and 10 us, at some batch sizes and lengths."""
-    made = []
-    for kernel, by_h in factors.items():
-        for h, factor in by_h.items():
-            for b, t in ((1, 4096), (1, 65536), (128, 4096), (16, 8192)):
-                us = factor * (cost.limit_us(MlaProblem(b=b, h=h, t=t), H200) + 10)
-                made.append(record(kernel, us, b=b, h=h, t=t))
-    return made
-
-
-# MANY wastes what it pads few heads with, FEW is written for them.
-MEASURED = grid({MANY: {8: 1.5, 16: 1.4, 128: 1.1}, FEW: {8: 1.1, 16: 1.15}})
-
-
-# ---------------------------------------------------------------- the table
-def test_the_newest_passed_record_of_a_point_counts() -> None:
-    cell = {"b": 2, "t": 4096, "h": 16}
-    cool = {"median": 1.0, "p10": 1.0, "p90": 1.0, "n": 5}
-    table = tables.build(
-        [
-            record(MANY, 50.0, at="2026-01-02T00:00:00Z", **cell),
-            record(MANY, 40.0, at="2026-01-01T00:00:00Z", **cell),
-            record(MANY, 10.0, at="2026-01-03T00:00:00Z", status="incorrect", reason="x", time_us=None, **cell),
-            record(KernelId("torch", "mla", "flash_mla"), 1.0, **cell),
-            record(KernelId("peer", "mla", "other"), 1.0, **cell),
-            record(MANY, 1.0, at="2026-01-04T00:00:00Z", device="unheard-of", **cell),
-            record(MANY, 1.0, at="2026-01-04T00:00:00Z", experiment="mla_var6_plus", **cell),
-            record(MANY, 1.0, at="2026-01-04T00:00:00Z", experiment="host_cost", **cell),
-            record(MANY, 1.0, at="2026-01-04T00:00:00Z", time_us={"burst": cool, "sustained": None}, **cell),
-        ]
-    )
-    (recipe,) = table.devices["h200"].recipes
-    assert recipe.kernel == MANY and recipe.tiling == ()
-    assert [point.us for point in recipe.points] == [50.0]
-
-
-def test_a_time_beside_others_counts_before_a_newer_one_alone() -> None:
-    def limits(tflops: float) -> dict[str, Any]:
-        return {s: {"matmul_tflops": tflops, "read_gbps": 4600.0, "limit_us": 20.0} for s in cost.STATES}
-
-    cell = {"b": 2, "t": 4096, "h": 16}
-    old = {"at": "2026-01-01T00:00:00Z", "limits": limits(800.0), **cell}
-    beside = [record(MANY, 40.0, **old), record(FEW, 45.0, **old)]
-    alone = record(MANY, 50.0, at="2026-01-02T00:00:00Z", limits=limits(801.0), **cell)
-    unknown = record(MANY, 55.0, at="2026-01-03T00:00:00Z", limits=None, **cell)
-
-    def kept(*records: Record) -> str:
-        recipes = tables.build(records).devices["h200"].recipes
-        return next(recipe.points[0].record for recipe in recipes if recipe.kernel == MANY)
-
-    assert kept(*beside, alone) == beside[0].id
-    assert kept(beside[0], alone) == alone.id  # neither had company
-    assert kept(*beside, alone, unknown) == beside[0].id  # without limits nobody knows of a run
-    newer = record(MANY, 60.0, at="2026-01-04T00:00:00Z", limits=old["limits"], **cell)
-    assert kept(*beside, alone, newer) == newer.id
-
-
-def test_runs_are_linked_by_what_both_timed() -> None:
-    """The chip of the second run takes a fifth longer: what was last timed on the first one gains nothing by it."""
-    timed = [("a", "one", 1, 10.0), ("b", "one", 1, 9.5), ("a", "two", 2, 12.0), ("c", "two", 2, 11.0)]
-    level = tables.levelled(timed)
-    assert level == pytest.approx({"a": 12.0, "b": 11.4, "c": 11.0})
-    # Alone, or in a run that nobody knows, a time links nothing; runs that share nothing keep their own times.
-    assert tables.levelled([*timed, ("b", "three", 3, 1.0), ("c", "", 4, 1.0)]) == pytest.approx(level)
-    apart = [("d", "four", 4, 5.0), ("e", "four", 4, 6.0)]
-    assert tables.levelled([*timed, *apart]) == pytest.approx({**level, "d": 5.0, "e": 6.0})
-    assert tables.levelled([("a", "one", 1, 10.0)]) == {}
-
-
-def test_a_good_chip_does_not_decide(toys: None) -> None:
-    def limits(tflops: float) -> dict[str, Any]:
-        return {s: {"matmul_tflops": tflops, "read_gbps": 4600.0, "limit_us": 20.0} for s in cost.STATES}
-
-    cell = {"b": 2, "t": 4096, "h": 16}
-    good = {"at": "2026-01-01T00:00:00Z", "limits": limits(800.0), **cell}
-    bad = {"at": "2026-01-02T00:00:00Z", "limits": limits(700.0), **cell}
-    records = [
-        record(MANY, 40.0, **good),
-        record(FEW, 39.0, **good),
-        record(MANY, 44.0, **bad),
-        record(NEW, 41.0, **bad),
-    ]
-    chosen = choose(MlaProblem(**cell), H200, table=tables.build(records))
-    assert chosen.kernel == NEW
-
-
-def test_a_pick_counts_where_it_ran_with_the_versions_own_knobs() -> None:
-    cell, own, other = {"b": 2, "t": 4096, "h": 16}, {"tile": 1}, {"tile": 2}
-    named = record(MANY, 50.0, at="2026-01-02T00:00:00Z", tiling=own, **cell)
-    picked = {"at": "2026-01-04T00:00:00Z", "picked_by": "dispatch", **cell}
-    same = record(MANY, 40.0, requested="dispatch", tiling=own, **picked)
-    knobs = record(MANY, 30.0, requested="dispatch", tiling=other, **picked)
-    fixed = record(MANY, 20.0, requested="fixed_split", tiling=own, **{**picked, "picked_by": "fixed_split"})
-    for records, wanted in (([named, same], 40.0), ([named, knobs], 50.0), ([named, fixed], 50.0)):
-        (recipe,) = tables.build(records).devices["h200"].recipes
-        assert recipe.tiling == () and [point.us for point in recipe.points] == [wanted]
-
-
-def test_times_of_another_day_are_brought_to_the_same_limits() -> None:
-    """A chip that was 10 % slower that day: what the limit explains shrinks by as much, the rest stays."""
-    problem = MlaProblem(b=128, h=128, t=4096)
-    slow = record(MANY, 300.0, b=128, h=128, t=4096)
-    assert slow.limits is not None
-    limit = cost.limit_us(problem, H200, ("burst",))
-    for state in cost.STATES:
-        getattr(slow.limits, state).limit_us *= 1.1
-    us = tables.build([slow]).devices["h200"].recipes[0].points[0].us
-    other = cost.limit_us(problem, H200, ("sustained",))
-    assert us == pytest.approx(((300 - 0.1 * limit) * (300 - 0.1 * other)) ** 0.5, rel=1e-4)
-
-
-def test_a_long_call_on_a_fast_chip_lowers_no_floor() -> None:
-    """The floor is of launches and first tiles: a call of hundreds of microseconds a little over its limit says nothing
-    of it."""
-    small, large = MlaProblem(b=1, h=16, t=1024), {"b": 128, "h": 128, "t": 8192}
-    at_limit = record(MANY, cost.limit_us(MlaProblem(**large), H200) + 0.5, **large)
-    short = record(MANY, cost.limit_us(small, H200) + 6.0, b=1, h=16, t=1024)
-    assert tables.build([short, at_limit]).devices["h200"].floor_us == pytest.approx(6.0, abs=0.01)
-    assert tables.build([at_limit]).devices["h200"].floor_us == tables.DeviceTable("h200").floor_us
-
-
-def test_a_table_survives_its_file(tmp_path: Path) -> None:
-    table = tables.build(MEASURED)
-    path = tmp_path / "table.json"
-    path.write_text(table.to_json())
-    again = tables.load(path)
-    assert again.devices["h200"].recipes == table.devices["h200"].recipes
-    path.write_text("{")
-    tables.load.cache_clear()
-    with pytest.raises(UserError, match=r"damaged .*: run `mla-var3 dispatch build`"):
-        tables.load(path)
-    with pytest.raises(UserError, match="cannot be read"):
-        tables.load(tmp_path / "nowhere.json")
-    path.write_text('{"schema": 99}')
-    tables.load.cache_clear()
-    with pytest.raises(UserError, match="has the form 99"):
-        tables.load(path)
-
-
-def test_the_shipped_table_is_that_of_the_shipped_records() -> None:
-    built = from_files([paths.shipped_results_dir()])
-    assert tables.PATH.read_text(encoding="utf-8") == built.to_json(), "run `mla-var3 dispatch build`"
-    ids = {r.id for r in load(paths.shipped_results_dir()).records}
-    points = [p for device in built.devices.values() for recipe in device.recipes for p in recipe.points]
-    assert points and {p.record for p in points} <= ids
-
-
-def test_a_version_that_its_devlog_rejects_is_not_in_the_table(
-    toys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether it was faster or not; what it was measured beside stays."""
-    records = tmp_path / "some.jsonl"
-    records.write_text("".join(record.model_dump_json() + "\n" for record in MEASURED))
-
-    def kernels() -> set[KernelId]:
-        return {recipe.kernel for recipe in from_files([records]).devices["h200"].recipes}
-
-    monkeypatch.setattr(paths, "repo_root", lambda: tmp_path)
-    assert {FEW, MANY} <= kernels()
-    for verdict, kept in (("kept", True), ("rejected", False)):
-        entry = entry_path(tmp_path, MANY)
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        entry.write_text(f"---\nverdict: {verdict}\n---\n")
-        assert (MANY in kernels()) is kept and FEW in kernels()
-
-
-def test_the_table_lands_near_the_best_where_it_was_not_told() -> None:
-    """Leave one cell out, pick from the others: within 1 % of the best version there on average, nowhere over 10 %. Of
-    an H100 one version a cell was measured, so that there is nothing to compare."""
-    results = {device.device: selection.hold_out(device) for device in tables.load().devices.values()}
-    assert len(results["h200"]) >= 15 and set(results) == {"h100", "h200"}
-    for held in filter(None, results.values()):
-        found = selection.summary(held)
-        assert found["mean_ratio"] < 1.01, found
-        assert found["worst"]["ratio"] < 1.1, found
-
-
-@pytest.mark.parametrize("experiment", ["decode", "ragged", "query_rows", "tensor_parallel", "pages"])
-@pytest.mark.parametrize("device", [H200, H100], ids=lambda device: device.key)
-def test_measured_chips_are_served_by_cute(experiment: str, device: Device) -> None:
-    """Records of code that is no longer here count for nothing, and a baseline's would be all there is: measure."""
-    cells = experiment_cells(experiment)
-    picked = [choose(cell, device).kernel for cell in cells]
-    baselines = [(cell, kernel) for cell, kernel in zip(cells, picked, strict=True) if kernel.language != "cute-dsl"]
-    assert len(cells) >= 12 and not baselines
-
-
-def test_a_base_version_serves_only_what_later_ones_refuse(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = {**PLANS, BASE: ToyPlan}
-    monkeypatch.setattr(registry, "all_kernels", lambda: tuple(plans))
-    monkeypatch.setattr(registry, "get_plan", plans.__getitem__)
-    records = [*grid({BASE: {8: 1.0, 16: 1.0}, FEW: {8: 1.3, 16: 1.3}}), record(BASE, 1.0, b=64, h=8, t=512)]
-    table = tables.build(records)
-    # Where only the base was measured, and faster than the later one anywhere, the later one stands before it.
-    ranked = selection.rank(table.devices["h200"], MlaProblem(b=64, h=8, t=512), H200)
-    assert [choice.kernel for choice in ranked] == [FEW, BASE]
-    assert ranked[1].us is not None and ranked[0].us is not None and ranked[1].us < ranked[0].us
-    assert choose(MlaProblem(b=4, h=128, t=4096), H200, table=table).kernel == BASE, "FEW refuses 128 heads"
+def timed(*records: Record) -> tuple[evidence.Timed, ...]:
+    return evidence.of_records(records, "decode")
 
 
 # ---------------------------------------------------------------- picking
 @pytest.mark.parametrize(
     ("problem", "kernel"),
     [
-        ({"b": 100, "h": 128, "t": 5000}, MANY),
-        ({"b": 100, "h": 16, "t": 5000}, FEW),
-        ({"b": 3, "h": 8, "t": 30000}, FEW),
-        ({"b": 1, "h": 4, "t": 300}, FEW),
-        ({"b": 4, "h": 8, "s": 8, "t": 9000}, MANY),  # 64 rows: the other one refuses them
-        ({"b": 300, "h": 64, "t": 100000, "causal": True, "s": 2, "dtype": "fp16"}, MANY),
+        ({"h": 128}, MANY),
+        ({"h": 16}, FEW),
+        ({"h": 16, "t": 8192}, FEW),
+        ({"h": 16, "t": 8193}, MANY),
+        ({"h": 4, "s": 8}, FEW),
+        ({"h": 4, "s": 9}, MANY),
     ],
 )
-def test_picks_between_and_beyond_measured_points(toys: None, problem: dict[str, Any], kernel: KernelId) -> None:
-    choice = choose(MlaProblem(**problem), H200, table=tables.build(MEASURED))
+def test_the_first_rule_that_holds_decides(toys: None, problem: dict[str, Any], kernel: KernelId) -> None:
+    choice = choose(MlaProblem(**problem), H200)
     assert choice.kernel == kernel
-    assert choice.us is not None and choice.us > 0
-    assert choice.records and all(r.startswith(kernel.module_name) for r in choice.records)
+    assert choice.knobs == ({"num_splits": 4} if kernel == MANY else {})
+    assert choice.records == (("x",) if kernel == FEW else ())
+    plan = choice.plan(MlaProblem(**problem), H200)
+    assert plan.tiling == ToyTiling(num_splits=4 if kernel == MANY else 0)
 
 
-def test_a_measured_cell_is_predicted_as_measured(toys: None) -> None:
-    problem = MlaProblem(b=128, h=16, t=4096)
-    table = tables.build(MEASURED)
-    chosen, refused = survey(problem, H200, table=table)
-    times = {r.kernel.label: r.time_us.burst.median for r in MEASURED if MlaProblem.from_record(r.problem) == problem}
-    assert [c.kernel for c in chosen] == [FEW, MANY, NEW]
-    for choice in chosen[:2]:
-        assert choice.us == pytest.approx(times[choice.kernel.label], rel=0.02)
-        assert "measured here" in choice.reason
-    assert chosen[2].us is None and "has no time of it" in chosen[2].reason
-    assert [r.label for r in refused] == [ODD.label] and "waits for the device" in refused[0].reason
+def test_a_rule_whose_version_refuses_falls_through(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = survey(MlaProblem(h=16, dtype="fp16"), H200)
+    assert [bool(one.verdict) for one in judged] == [False, False, True, True]
+    assert "waits for the device" in judged[0].verdict.reason and "no fp16" in judged[1].verdict.reason
+    assert choose(MlaProblem(h=16, dtype="fp16"), H200).kernel == MANY
+    assert [one.number for one in judged] == [1, 2, 3, 4]
 
-
-def test_versions_that_nobody_measured_come_last_the_newest_first(toys: None) -> None:
-    table = tables.build([r for r in MEASURED if r.kernel.version == FEW.version])
-    assert choose(MlaProblem(h=128), H200, table=table).kernel == NEW
-    assert choose(MlaProblem(h=8), H200, table=table).kernel == FEW
-    assert choose(MlaProblem(h=8), H200, table=tables.Table()).kernel == NEW
-
-
-def test_another_device_of_the_architecture_borrows_the_measurements(toys: None) -> None:
-    choice = choose(MlaProblem(b=64, h=16), H100, table=tables.build(MEASURED))
-    assert choice.kernel == FEW and "from measurements on h200" in choice.reason
-
-
-def test_a_device_without_peaks_is_judged_by_those_of_the_measured_one(toys: None) -> None:
-    slice_of_one = dataclasses.replace(
-        H200, key="mig-3g", num_sms=60, hbm_gbps=None, tflops={}, measured=(), known=False
-    )
-    table = tables.build(MEASURED)
-    for h, kernel in ((16, FEW), (128, MANY)):
-        assert choose(MlaProblem(b=100, h=h), slice_of_one, table=table).kernel == kernel
-    with pytest.raises(UserError, match="mig-3g has no peaks"):
-        cost.limit_us(MlaProblem(), slice_of_one)
-
-
-def test_a_device_that_no_version_is_written_for_is_unsupported(toys: None) -> None:
-    with pytest.raises(Unsupported, match=r"no version takes .* on a100: .*this is sm_80"):
-        choose(MlaProblem(h=16), A100, table=tables.build(MEASURED))
-
-
-def test_a_version_that_cannot_be_imported_stops_nobody(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_plan(kernel: KernelId) -> Any:
+    def broken(kernel: KernelId) -> Any:
         if kernel == FEW:
             raise SyntaxError("half a kernel")
         return PLANS[kernel]
 
-    monkeypatch.setattr(registry, "get_plan", get_plan)
-    chosen, refused = survey(MlaProblem(b=128, h=16), H200, table=tables.build(MEASURED))
-    assert chosen[0].kernel == MANY
-    assert any("SyntaxError: half a kernel" in r.reason for r in refused)
+    monkeypatch.setattr(registry, "get_plan", broken)
+    assert choose(MlaProblem(h=16), H200).kernel == MANY
+    assert "SyntaxError: half a kernel" in survey(MlaProblem(h=16), H200)[1].verdict.reason
+
+
+def test_a_rule_is_for_its_architectures(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(MlaProblem(h=16), A100).kernel == LAST
+    monkeypatch.setattr(rules, "of", lambda workload: RULES[:-1])
+    with pytest.raises(Unsupported, match=r"no version takes .* on a100: .*the rule is for sm_90a, and this is sm_80"):
+        choose(MlaProblem(h=16), A100)
 
 
 def test_a_condition_narrows_the_choice(toys: None) -> None:
     def accepts(plan_type: Any, plan: Any) -> Verdict:
         return Verdict(plan_type is not FewRowsPlan, "not this one")
 
-    assert choose(MlaProblem(b=128, h=16), H200, table=tables.build(MEASURED), accepts=accepts).kernel == MANY
-    only = choose(MlaProblem(b=128, h=16), H200, table=tables.build(MEASURED), kernels=[NEW])
-    assert only.kernel == NEW
+    assert choose(MlaProblem(h=16), H200, accepts=accepts).kernel == MANY
 
 
-def test_knobs_that_were_asked_for_count_where_they_were_measured(toys: None) -> None:
-    """Four splits that were best for one request are nothing for a full batch; a knob out of bounds is no choice."""
-    cell = {"b": 1, "h": 128, "t": 65536}
-    asked = {"requested": {"num_splits": 4}, "tiling": {"tile": 1, "num_splits": 4}}
-    table = tables.build([*MEASURED, record(MANY, 20.0, **cell, **asked)])
-    near = choose(MlaProblem(b=1, h=128, t=66000), H200, table=table)
-    assert near.kernel == MANY and near.knobs == {"num_splits": 4}
-    assert near.label == f"{MANY.label} (num_splits=4)"
-    assert near.plan(MlaProblem(**cell), H200).tiling == ToyTiling(num_splits=4)
-    assert choose(MlaProblem(b=128, h=128, t=65536), H200, table=table).knobs == {}
-    assert choose(MlaProblem(b=1, h=64, t=65536), H200, table=table).knobs == {}
-    odd = {"requested": {"tile": 9}, "tiling": {"tile": 9, "num_splits": 0}}
-    table = tables.build([*MEASURED, record(MANY, 20.0, **cell, **odd)])
-    assert choose(MlaProblem(**cell), H200, table=table).knobs == {}
+def test_a_workload_without_rules_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "of", lambda workload: ())
+    with pytest.raises(Unsupported, match="workload decode has no rules in mla_var3/dispatch/rules"):
+        choose(MlaProblem(), H200)
 
 
-def test_picking_again_nearby_costs_no_thought(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[MlaProblem] = []
+def test_a_missing_package_that_makes_serving_slow_is_warned_of_once(
+    toys: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(language: str) -> None:
+        monkeypatch.setattr(
+            registry, "missing", lambda what: "left out." if getattr(what, "language", what) == language else None
+        )
+        monkeypatch.setattr(selection, "_warned", set())
 
-    def counted(problem: MlaProblem, device: Device) -> Any:
-        asked.append(problem)
-        return choose(problem, device, table=tables.build(MEASURED))
-
-    selection.forget()
-    monkeypatch.setattr(selection, "choose", counted)
-    picks = [pick(MlaProblem(b=b, h=16, t=t), H200) for b, t in ((128, 4096), (127, 4096), (130, 4160), (128, 4000))]
-    assert len(asked) == 1 and {p.kernel for p in picks} == {FEW}
-    assert (asked[0].b, asked[0].t) == (128, 4096)
-    pick(MlaProblem(b=64, h=16, t=4096), H200)
-    assert len(asked) == 2
-    selection.forget()
+    without("cute-dsl")
+    with pytest.warns(RuntimeWarning, match=r"triton/toy is picked; cute-dsl/toy_v3 comes first .* left out\.$"):
+        assert choose(MlaProblem(), H200).kernel == LAST
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(MlaProblem(h=16), H200)  # it was said
+        monkeypatch.setattr(selection, "_warned", set())
+        choose(MlaProblem(), A100)  # no rule with a version in CuTe DSL is for it
+        without("triton")
+        choose(MlaProblem(), H200)  # nobody who serves needs it
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 64, 128, 4096, 131072])
-def test_powers_of_two_stand_for_themselves(size: int) -> None:
-    assert selection.neighbourhood(size) == size
+# ---------------------------------------------------------------- evidence
+def cells(few: float, many: float, **fields: Any) -> list[Record]:
+    """Both versions in turn."""
+    return [record(FEW, few, **fields), many_of(many, **fields)]
+
+
+def many_of(us: float, **fields: Any) -> Record:
+    """With the knobs of its rule."""
+    return record(MANY, us, **{"requested": {"num_splits": 4}, **fields})
+
+
+def claim_of(found: tuple[evidence.Timed, ...], bound: Bound) -> evidence.Claim:
+    return next(one for one in evidence.claims("decode", H200, found) if one.bound == bound)
+
+
+@pytest.fixture
+def claims(toys: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(rules, "of", lambda workload: RULES[1:])
+    monkeypatch.setattr(FewRowsPlan, "requires", Requirement())  # it takes problems beyond its rule
+    return RULES[1].where
+
+
+def test_a_boundary_is_proved_by_cells_on_both_sides_of_it(claims: tuple[Bound, Bound]) -> None:
+    by_rows, by_tokens = claims
+    below, above = cells(10.0, 11.0, h=32, t=4096), cells(12.0, 11.5, h=64, t=4096, run=2.0)
+    assert claim_of(timed(*below, *above), by_rows).proved
+    short = claim_of(timed(*below), by_rows)
+    assert not short.proved and not short.slower
+    assert [bool(side.ratios) for side in short.sides] == [True, False]
+    assert short.sides[1].probe is not None and 32 < ROWS.of(short.sides[1].probe) <= 64
+    # Cells that lie over an octave away prove nothing, nor do times of two runs, or of one version.
+    far = cells(10.0, 11.0, h=8, t=4096)
+    apart = [record(FEW, 10.0, h=32), many_of(11.0, h=32, run=3.0)]
+    for some in (far, apart, below[:1]):
+        assert not claim_of(timed(*some, *above), by_rows).sides[0].ratios
+    # Each boundary of a rule is one of its own: these are within an octave of the one in rows.
+    assert not claim_of(timed(*below, *above), by_tokens).sides[1].ratios
+    assert claim_of(timed(*below, *cells(12.0, 11.0, h=32, t=16384)), by_tokens).proved
+
+
+def test_records_may_speak_against_a_rule(claims: tuple[Bound, Bound]) -> None:
+    above = cells(12.0, 11.5, h=64, t=4096, run=2.0)
+    wrong = claim_of(timed(*cells(11.0, 10.0, h=32, t=4096), *above), claims[0])
+    assert wrong.slower and not wrong.proved and wrong.sides[0].mean == pytest.approx(1.1)
+    wrong = claim_of(timed(*cells(10.0, 11.0, h=32, t=4096), *cells(11.0, 11.5, h=64, run=2.0)), claims[0])
+    assert wrong.slower, "what is picked beyond the boundary is slower there"
+
+
+def test_a_record_counts_until_other_code_of_its_version_was_timed(claims: tuple[Bound, Bound]) -> None:
+    code = {"digest": "old", "kernels": []}
+    old = [record(FEW, 10.0, h=32, code=code), many_of(11.0, h=32, code=code)]
+    assert claim_of(timed(*old), claims[0]).sides[0].ratios
+    newer = record(FEW, 9.0, h=32, at="2026-01-02T00:00:00Z", run=5.0, code={"digest": "new", "kernels": []})
+    assert not claim_of(timed(*old, newer), claims[0]).sides[0].ratios
+
+
+def test_where_only_one_takes_the_problems_there_is_nothing_to_compare(
+    claims: tuple[Bound, Bound], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = Requirement(problem=lambda pd: Verdict(not pd.packed and pd.rows <= 32, "too many rows"))
+    monkeypatch.setattr(FewRowsPlan, "requires", few)
+    claim = claim_of(timed(*cells(10.0, 11.0, h=32, t=4096)), claims[0])
+    assert claim.proved and claim.sides[1].probe is None
+    assert "only one of the two takes them" in str(claim.sides[1])
+
+
+def test_what_is_missing_is_gone_once_it_is_measured(
+    claims: tuple[Bound, Bound], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [record(FEW, 10.0, b=64, h=16)]
+    monkeypatch.setattr(evidence, "timed", lambda *_: timed(*found))
+    lacking = evidence.missing("decode", H200)
+    assert len(lacking) >= 3 and all({FEW.label, MANY.label} & set(pair) for pair in lacking.values())
+    for i, (problem, pair) in enumerate(lacking.items()):
+        fields = {name: getattr(problem, name) for name in problem.fields()}
+        fields["queries"] = None if problem.queries is None else {"total": problem.query_tokens}
+        picked = choose(problem, H200).kernel.label
+        for label in pair:
+            kernel = next(k for k in PLANS if k.label == label)
+            fields["requested"] = {"num_splits": 4} if kernel == MANY else "default"
+            found.append(record(kernel, 10.0 if label == picked else 11.0, run=float(i + 10), **fields))
+    assert evidence.missing("decode", H200) == {}
+
+
+# ---------------------------------------------------------------- the shipped rules
+def test_every_rule_names_a_version_of_its_workload_and_records_of_it() -> None:
+    assert {"decode", "sparse_decode", "norm", "rope", "packed_append", "gemm", "merge"} <= set(rules.served())
+    assert set(rules.served()) <= set(names())
+    for name in rules.served():
+        found = rules.of(name)
+        assert found and not found[-1].where, "the last one takes what the others leave"
+        kept = {one.record.id: one for device in (H200, H100) for one in evidence.timed(name, device.key)}
+        for rule in found:
+            assert rule.kernel.workload == name and rule.kernel.language not in selection.NOT_SERVED
+            for identity in rule.records:
+                one = kept[identity]
+                assert one.code and one.label in {other.label for other in found}, "of known code"
+            runs = {kept[identity].record.run for identity in rule.records if kept[identity].label == rule.label}
+            assert all(kept[identity].record.run in runs for identity in rule.records), "in turn with another one"
+        assert not selection.unnamed(name), "a version that no rule names is never picked"
+
+
+def test_a_kernel_knows_its_workload() -> None:
+    own = [k for k in registry.all_kernels() if k.language != "peer" and not registry.missing(k.language)]
+    assert own and {k.label: k.workload for k in own} == {k.label: registry.get_plan(k).workload.name for k in own}
+    assert KernelId("triton", "norm", "nothing").workload == ""
+
+
+@pytest.mark.parametrize("device", [H200, H100], ids=lambda device: device.key)
+def test_picks_are_the_fastest_that_was_recorded(device: Device) -> None:
+    """Over all cells of decode that were timed: the time of the pick over the best one of any version there, each
+    brought to the limits of its own run. Cells of which the pick was never timed count as equal."""
+    best: dict[MlaProblem, dict[str, float]] = {}
+    for one in evidence.timed("decode", device.key):
+        if len(one.us) == 2:
+            shares = [us / (one.record.limit(state) or math.inf) for state, us in one.us.items()]
+            best.setdefault(one.problem, {})[one.label] = math.sqrt(math.prod(shares))
+    losses = []
+    for problem, times in best.items():
+        label = choose(problem, device).label
+        losses.append(math.log(times[label] / min(times.values())) if label in times else 0.0)
+    assert len(losses) > 250
+    assert math.exp(math.fsum(losses) / len(losses)) < 1.0005
+    assert math.exp(max(losses)) < 1.05
+
+
+@pytest.mark.parametrize("experiment", ["decode", "ragged", "query_rows", "tensor_parallel", "pages"])
+@pytest.mark.parametrize("device", [H200, H100], ids=lambda device: device.key)
+def test_measured_chips_are_served_by_cute(experiment: str, device: Device) -> None:
+    found = experiment_cells(experiment)
+    baselines = [cell for cell in found if choose(cell, device).kernel.language != "cute-dsl"]
+    assert len(found) >= 12 and not baselines
+
+
+@pytest.mark.parametrize(
+    ("fields", "label"),
+    [
+        ({"h": 32}, "cute-dsl/flash_mla_v24"),
+        ({"h": 33}, "cute-dsl/flash_mla_v23"),
+        ({"h": 16, "page": 1}, "cute-dsl/flash_mla_v23"),
+        ({"h": 16, "page": 2}, "cute-dsl/flash_mla_v24"),
+        ({"b": 64, "h": 16, "causal": True, "queries": {"chunks": 1, "tokens": 512}}, "cute-dsl/flash_mla_v23"),
+        ({"h": 16, "k": 384}, "cute-dsl/flash_mla"),
+        ({"h": 16, "k": 16, "p": 16}, "triton/flash_mla"),
+    ],
+    ids=str,
+)
+def test_what_decode_picks(fields: dict[str, Any], label: str) -> None:
+    if reason := registry.missing("cute-dsl"):
+        pytest.skip(reason)
+    assert choose(MlaProblem(**{"b": 4, **fields}), H200).kernel.label == label
+
+
+@pytest.mark.parametrize("quantity", [ROWS, PAGE], ids=lambda q: q.name)
+def test_problems_near_a_value_have_it(quantity: Quantity) -> None:
+    for value in (2.0, 32.0, 64.0):
+        near = list(quantity.near(MlaProblem(b=8, h=2), value))
+        assert near and all(quantity.of(problem) == pytest.approx(value, rel=0.1) for problem in near)
+
+
+# ---------------------------------------------------------------- what a call should take
+def test_expectations_lie_between_measured_points(toys: None) -> None:
+    found = timed(
+        *(record(MANY, 2 * (expected.limit_us(MlaProblem(b=b), H200) + 5), b=b) for b in (8, 16, 64, 128)),
+        record(FEW, 1.0, b=32),
+    )
+    told = expected.Expectations(MANY.label, H200, H200, found)
+    at = told.of(MlaProblem(b=32))
+    assert at is not None and at.distance > 0.5 and len(at.records) == expected.NEIGHBOURS
+    limit = expected.limit_us(MlaProblem(b=32), H200)
+    assert at.us == pytest.approx(2 * (limit + 5), rel=0.1)
+    here = told.of(MlaProblem(b=64))
+    assert (
+        here is not None
+        and here.distance == 0
+        and here.us == pytest.approx(2 * (expected.limit_us(MlaProblem(b=64), H200) + 5), rel=0.01)
+    )
+    assert max(told.errors()) < 0.3 and len(told.errors()) == 4
+    assert expected.Expectations(ODD.label, H200, H200, found).of(MlaProblem()) is None
+    assert expected.spread([0.1] * 9) is None and expected.spread([0.1] * 10) == (0.1, pytest.approx(0.1))
+
+
+def test_a_card_is_no_faster_for_the_limits_of_its_day(toys: None) -> None:
+    """Limits and times that are both a tenth longer change nothing of what is expected."""
+    plain, slow = record(MANY, 300.0, b=128), record(MANY, 330.0, b=128)
+    assert slow.limits is not None
+    for state in evidence.STATES:
+        getattr(slow.limits, state).limit_us *= 1.1
+    us = [expected.Expectations(MANY.label, H200, H200, timed(one)).of(MlaProblem(b=64)) for one in (plain, slow)]
+    assert us[0] and us[1] and us[0].us == pytest.approx(us[1].us, rel=0.02)
+
+
+def test_a_measured_problem_is_shown_as_measured(toys: None) -> None:
+    cell = {"b": 1, "t": 1048576}
+    found = timed(record(MANY, 390.0, **cell, experiment="context_parallel"), record(MANY, 9.0, b=2))
+    here = expected.measured(MANY.label, MlaProblem(**cell), found)
+    assert here is not None and here.us == {"burst": 390.0, "sustained": 390.0}
+    assert expected.measured(FEW.label, MlaProblem(**cell), found) is None
+
+
+def test_what_times_something_else_than_speed_is_not_counted(toys: None) -> None:
+    for fields in (
+        {"experiment": "host_cost"}, {"experiment": "mla_var6_plus"},
+        {"status": "incorrect", "reason": "x", "time_us": None, "error": None},
+    ):  # fmt: skip
+        assert timed(record(MANY, 9.0, **fields)) == ()
+    assert timed(record(KernelId("torch", "mla", "flash_mla"), 9.0)) == ()
+    (tiled,) = timed(record(MANY, 9.0, requested={"num_splits": 4}))
+    assert tiled.label == f"{MANY.label} (num_splits=4)" == RULES[2].label, "knobs make it another contender"
+
+
+def test_a_device_without_peaks_is_judged_by_those_of_the_measured_one(toys: None) -> None:
+    bare = dataclasses.replace(H200, key="mig-3g", num_sms=60, hbm_gbps=None, tflops={}, measured=(), known=False)
+    with pytest.raises(UserError, match="mig-3g has no peaks"):
+        expected.limit_us(MlaProblem(), bare)
+    guess = expected.Expectations(MANY.label, bare, H200, timed(record(MANY, 300.0, b=128))).of(MlaProblem(b=128))
+    assert guess is not None and guess.us == pytest.approx(300.0, rel=0.01)
 
 
 # ---------------------------------------------------------------- the verb
-def test_show_says_what_is_picked_and_why(toys: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "toys.json"
-    path.write_text(tables.build(MEASURED).to_json())
+def test_show_says_what_is_picked_and_why(toys: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found = timed(record(FEW, 10.0, b=128, h=16), record(MANY, 11.0, b=128, h=16))
+    monkeypatch.setattr(evidence, "timed", lambda *_: found)
+    monkeypatch.setattr(expected, "timed", lambda *_: found)
     words = ["dispatch", "show", "--b", "128", "--s", "1", "--h", "16", "--t", "4096"]
-    assert cli.main([*words, "--device", "h200", "--table", str(path)]) == 0
+    assert cli.main([*words, "--device", "h200"]) == 0
     out = capsys.readouterr().out
-    assert f"picked: {FEW.label}: predicted" in out and f"rests on records {FEW.module_name}-b128_s1_h16_t4096" in out
-    assert f"then  {MANY.label}: predicted" in out and f"not   {ODD.label}" in out
-    assert cli.main([*words, "--device", "a100", "--table", str(path)]) == 1
+    assert f"picked: {FEW.label}, by rule 2" in out and "rows are few" in out
+    assert "measured 10.0 us burst, 10.0 us sustained: record" in out
+    assert f"4  then   {LAST.label}" in out and "no record here times it" in out
+    assert f"1  not    {ODD.label}" in out and "unproved on h200: faster than" in out
+    assert cli.main([*words[:-1], "5000", "--device", "h200"]) == 0
+    assert "expected " in capsys.readouterr().out
+    monkeypatch.setattr(rules, "of", lambda workload: RULES[:-1])
+    assert cli.main([*words, "--device", "a100"]) == 1
     assert "no version takes this problem here" in capsys.readouterr().out
 
 
-def test_build_makes_a_table_and_holds_cells_out(
-    toys: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "records.jsonl"
-    source.write_text("\n".join([*(r.to_json() for r in MEASURED), "{torn"]) + "\n")
-    target = tmp_path / "made.json"
-    assert cli.main(["dispatch", "build", str(source), "--out", str(target)]) == 0
-    said = capsys.readouterr()
-    assert "h200: 2 versions and tunings, 20 points" in said.out and "geometric mean" in said.out
-    assert f"{source}:21: " in said.err
-    assert json.loads(target.read_text())["held_out"]["h200"]["cells"] == 8
-    empty = tmp_path / "none.jsonl"
-    empty.write_text("")
-    assert cli.main(["dispatch", "build", str(empty), "--out", str(target)]) == 2
-    assert "hold no times" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "workload", sorted({"decode", "sparse_decode", "norm", "rope", "packed_append", "gemm", "merge"})
+)
+def test_show_takes_every_workload(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["dispatch", "show", "--workload", workload, "--device", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert f"picked: {choose(get(workload).problem(), H200).label}, by rule" in out
+    assert out.count(" us") >= 1, "measured or expected"
+
+
+def test_a_shape_that_one_gpu_was_timed_on_beside_several_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["dispatch", "show", "--b", "1", "--h", "128", "--t", "1048576", "--device", "h200"]) == 0
+    picked = capsys.readouterr().out.split("picked cute-dsl/flash_mla_v23")[1].splitlines()[1]
+    assert "measured 398.1 us burst: record cee20277d0d3" in picked
 
 
 @pytest.mark.parametrize(
@@ -450,6 +457,7 @@ def test_build_makes_a_table_and_holds_cells_out(
     [
         (["shw"], "dispatch has no action 'shw': did you mean 'show'?"),
         (["show", "--device", "h2000"], "no device 'h2000'"),
+        (["show", "--workload", "nrm"], "--workload 'nrm' has no rules: did you mean 'norm'?"),
     ],
 )
 def test_mistakes_are_named(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -460,63 +468,27 @@ def test_mistakes_are_named(words: list[str], sentence: str, capsys: pytest.Capt
 def test_the_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dispatch"]) == 0
     out = capsys.readouterr().out
-    assert "build" in out and "show" in out
+    assert "show" in out and "dispatch_boundaries" in out
 
 
-# ---------------------------------------------------------------- lengths that differ
-def test_ragged_points_are_far_from_uniform_ones() -> None:
-    uniform, ragged = MlaProblem(b=128, t=4096), MlaProblem(b=128, t=8192, lengths={"name": "ragged", "seed": 1})
-    near, far = (cost.place_of(problem, H200) for problem in (uniform, ragged))
-    assert ragged.fill == pytest.approx(0.5, abs=0.05) and uniform.fill == 1.0
-    assert near.distance(far) == pytest.approx(1.0, abs=0.1)  # as many keys, half of the table's width
-    assert MlaProblem(b=2, t=1, lengths=[0, 0]).fill == 1.0
+# ---------------------------------------------------------------- the experiment
+def test_the_experiment_has_what_the_rules_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3.lab.sweep import config, plan
 
-
-def test_pick_hands_on_about_how_full_the_table_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[MlaProblem] = []
-    monkeypatch.setattr(selection, "choose", lambda problem, device: asked.append(problem))
-    monkeypatch.setattr(selection, "takes", lambda *_: Verdict.yes())
-    for mean in (8192, 4000, 1000):
-        selection._pick.cache_clear()
-        pick(MlaProblem(b=16, t=8192, lengths=[8192, *[(mean * 16 - 8192) // 15] * 15]), H200)
-    selection._pick.cache_clear()
-    assert [problem.fill for problem in asked] == [1.0, pytest.approx(0.5, abs=0.01), pytest.approx(0.125, abs=0.01)]
-    assert asked[0].lengths == "uniform" and {problem.t for problem in asked} == {8192}
-
-
-def test_a_missing_package_that_makes_serving_slow_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = registry.missing
-
-    def without_cute(what: Any) -> str | None:
-        return "cute-dsl is left out." if getattr(what, "language", what) == "cute-dsl" else here(what)
-
-    monkeypatch.setattr(registry, "missing", without_cute)
-    monkeypatch.setattr(selection, "_warned", set())
-    with pytest.warns(
-        RuntimeWarning, match=r"is picked, predicted to take .* cute-dsl/\S+ may do it in .* left out\.$"
-    ):
-        choose(MlaProblem(b=128), H200)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        choose(MlaProblem(b=64), H200)
-        monkeypatch.setattr(selection, "_warned", set())
-        choose(MlaProblem(b=64), A100)  # where no CuTe version was measured
-
-
-@pytest.mark.parametrize("left_out", ["cutile-dsl", "triton"])
-def test_a_missing_package_that_serving_does_not_need_is_not_spoken_of(
-    left_out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, slow = registry.missing, KernelId.parse("cute-dsl/flash_mla_v23")
-    fast = KernelId.parse(f"{left_out}/flash_mla")
-
-    def without(what: Any) -> str | None:
-        return f"{left_out} is left out." if getattr(what, "language", what) == left_out else here(what)
-
-    ranked = [selection.Choice(fast, (), 1.0, "predicted"), selection.Choice(slow, (), 2.0, "predicted")]
-    monkeypatch.setattr(registry, "missing", without)
-    monkeypatch.setattr(selection, "rank", lambda *_: list(ranked))
-    monkeypatch.setattr(selection, "_warned", set())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choose(MlaProblem(b=128), H200).kernel == slow
+    told = {
+        MlaProblem(b=2, h=16): ("cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"),
+        MlaProblem(b=3): ("triton/flash_mla",),
+    }
+    monkeypatch.setattr(evidence, "missing", lambda name, device: told if name == "decode" else {})
+    plan._lacking_on.cache_clear()
+    asked = config.compose(["experiment=dispatch_boundaries", "device=h200"])
+    assert plan.expand_cells(asked) == list(told)
+    kernels = plan.chosen_kernels(asked)
+    assert [[k.label for k in plan.kernels_of(asked, kernels, cell)] for cell in told] == [
+        list(x) for x in told.values()
+    ]
+    monkeypatch.setattr(evidence, "missing", lambda *_: {})
+    plan._lacking_on.cache_clear()
+    with pytest.raises(UserError, match="rules lack nothing on h200"):
+        plan.expand_cells(asked)
+    plan._lacking_on.cache_clear()

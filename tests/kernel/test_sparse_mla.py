@@ -237,7 +237,5 @@ def test_sparse_decode_is_served_by_it_and_dense_decode_is_not() -> None:
     dense = selection.choose(SparseProblem(b=128, h=16, t=4096, paged=True), H200).kernel
     assert dense.design == "sparse_mla" and dense.language in ("cute-dsl", "triton")
     for problem in (MlaProblem(b=128), MlaProblem(b=1, h=16)):
-        chosen, refused = selection.survey(problem, H200)
-        assert chosen and all(choice.kernel.design != "sparse_mla" for choice in chosen)
-        (reason,) = [r.reason for r in refused if r.label == "triton/sparse_mla"]
-        assert "sparse_decode" in reason
+        labels = [one.choice.label for one in selection.survey(problem, H200)]
+        assert labels and not any("sparse_mla" in label for label in labels), "of another workload: no candidate"

@@ -41,10 +41,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     found = serve_on_cpu(monkeypatch)
 
     def choice(problem: Any, *_: Any) -> Choice:
-        return Choice(KernelId.parse(f"torch/{VERSIONS[problem.workload]}"), (), None, "a test's")
+        return Choice(KernelId.parse(f"torch/{VERSIONS[problem.workload]}"), (), "a test's")
 
     monkeypatch.setattr("mla_var3.dispatch.choose", choice)
-    monkeypatch.setattr("mla_var3.dispatch.pick", choice)
     ways.way_for.cache_clear()
     yield found
     ways.way_for.cache_clear()

@@ -3,7 +3,7 @@
     python tests/ops/make_gpu_bundle.py DIR [PART ...] [--list] [--without LANG]
 
 Without parts, see `PARTS`: all of them. The tests find it when MLA_VAR3_BUNDLES names DIR. About 5 s of one core a
-class; --list says how many there are. The dispatcher's table and the versions' sources must be those of the machine
+class; --list says how many there are. The dispatcher's rules and the versions' sources must be those of the machine
 that runs the tests, and so must the installed languages: `--without cutile-dsl` picks as a machine without cuTile does.
 """
 
@@ -25,7 +25,7 @@ from mla_var3.catalogue import registry
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.cli.arguments import experiment_cells
 from mla_var3.device import Device
-from mla_var3.dispatch import choose, pick
+from mla_var3.dispatch import choose
 from mla_var3.lab import bundle
 from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem
@@ -74,7 +74,7 @@ def picked(problems: Iterable[MlaProblem]) -> Iterator[Wanted]:
     for problem in problems:
         tokens = problem.max_pages * problem.page_size
         seen = problem.replace(t=tokens, lengths="uniform", causal=problem.causal and problem.s > 1)
-        choice = pick(seen, DEVICE)
+        choice = choose(seen, DEVICE)
         yield choice.kernel, choice.knobs, seen
 
 
@@ -192,7 +192,7 @@ def attention_part() -> Iterator[Wanted]:
         with torch.no_grad():
             made._by_kernels(torch.zeros(requests, config.hidden_size, dtype=torch.bfloat16), cache.pages[0], step)
     for problem in found:
-        choice = pick(problem, DEVICE) if isinstance(problem, MlaProblem) else choose(problem, DEVICE)
+        choice = choose(problem, DEVICE)
         yield choice.kernel, choice.knobs, problem
 
 

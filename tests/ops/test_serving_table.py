@@ -12,7 +12,7 @@ import pytest
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
-from mla_var3.dispatch.table import NOT_SERVED
+from mla_var3.dispatch.selection import NOT_SERVED
 from mla_var3.errors import Unsupported
 from mla_var3.lab.naming import cell_name
 from mla_var3.workload.decode import MlaProblem

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
 from mla_var3.catalogue import registry
 from mla_var3.errors import UserError
-from mla_var3.workload.decode import MlaProblem
+
+if TYPE_CHECKING:
+    from mla_var3.workload import Problem
 
 SAME = "same code"
 OTHER = "other code"
@@ -44,7 +46,7 @@ class Line:
     problem: str = ""
     toolchain: Mapping[str, str] = field(default_factory=dict)
 
-    def speaks_of(self, problem: MlaProblem) -> bool:
+    def speaks_of(self, problem: Problem) -> bool:
         return self.problem_class == problem.problem_class().key() and self.problem in ("", problem.label)
 
 
@@ -75,7 +77,7 @@ def source_of(label: str) -> str:
     return next((registry.source_hash(kernel) for kernel in registry.all_kernels() if kernel.label == label), "")
 
 
-def standing(label: str, problem: MlaProblem, digest: str, file: Path | None = None) -> str:
+def standing(label: str, problem: Problem, digest: str, file: Path | None = None) -> str:
     """How the code of that digest, which a record of the version timed on the problem, stands to the code that is here:
     one of the words above. digest: empty where the record has none."""
     here = {kernel.label: kernel for kernel in registry.all_kernels()}

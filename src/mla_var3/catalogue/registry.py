@@ -125,6 +125,12 @@ class KernelId:
         return next((place for place in places if place.is_file()), places[0])
 
     @property
+    def workload(self) -> str:
+        """The workload that its plan names, read from its file, so that no language is imported; empty where its file
+        does not say, as where a library's plan inherits it."""
+        return source.workload(self.path)
+
+    @property
     def label(self) -> str:
         """`cute-dsl/flash_mla` or `cute-dsl/flash_mla_v2`: how users name a version."""
         return kernel_label(self.language, self.design, self.version)

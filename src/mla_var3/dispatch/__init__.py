@@ -1,11 +1,11 @@
-"""Which version and which knobs for a problem: picked from measured records, in one call.
+"""Which version and which knobs for a problem: the first rule of its workload that fits.
 
-`choose(problem, device)` picks for one problem; `pick(problem, device)` does so once for a neighbourhood of sizes and
-remembers it. `python -m mla_var3.cli dispatch build` makes the table from records.
+`choose(problem, device)` picks; `survey` judges every rule and says why. The rules are `rules/<workload>.py`, an
+ordered list a workload. `evidence` holds them to the records, and `expected` says what a call should take.
 """
 
 from __future__ import annotations
 
-from mla_var3.dispatch.selection import Choice, choose, pick, survey
+from mla_var3.dispatch.selection import Choice, choose, survey
 
-__all__ = ["Choice", "choose", "pick", "survey"]
+__all__ = ["Choice", "choose", "survey"]

@@ -70,10 +70,9 @@ def way_for(
 
 
 def _pick(problem: Problem, device: Device) -> Choice:
-    from mla_var3.dispatch import choose, pick
+    from mla_var3.dispatch import choose
 
-    # Lengths of decode change in every step; other problems are of few sizes, and `way_for` remembers each.
-    return pick(problem, device) if isinstance(problem, MlaProblem) else choose(problem, device)
+    return choose(problem, device)
 
 
 def _named(label: str) -> Choice:
@@ -83,4 +82,4 @@ def _named(label: str) -> Choice:
 
     if not isinstance(label, str):
         raise UserError(f"kernel is a {type(label).__name__}: pass a version's name, as cute-dsl/flash_mla_v23.")
-    return Choice(KernelId.parse(label), (), None, "asked for by name")
+    return Choice(KernelId.parse(label), (), "asked for by name")

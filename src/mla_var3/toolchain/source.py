@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mla_var3.errors import UserError
 _PREFIX = "mla_var3.kernel."
 #: What a plan's class may say of itself to who does not import it, as literals.
 DECLARED = ("peer", "parts")
+_PLANS = re.compile(r"^    workload = (\w+)\.WORKLOAD$", re.MULTILINE)
 
 
 @functools.lru_cache(maxsize=512)
@@ -73,6 +75,20 @@ def _file(module: str) -> Path | None:
     parts = module.removeprefix(_PREFIX).split(".")
     candidates = (folder.joinpath(*parts).with_suffix(".py") for folder in paths.kernel_dirs())
     return next((path for path in candidates if path.is_file()), None)
+
+
+def workload(path: Path) -> str:
+    """The workload that a plan in a file names (`workload = norm.WORKLOAD`); empty where none does."""
+    return _workload(path, path.stat().st_mtime_ns) if path.is_file() else ""
+
+
+@functools.lru_cache(maxsize=512)
+def _workload(path: Path, mtime_ns: int) -> str:
+    text = path.read_text(encoding="utf-8")
+    if (named := _PLANS.search(text)) is None:
+        return ""
+    renamed = re.search(rf"\b(\w+) as {named[1]}\b", text)  # from mla_var3.workload import packed_append as append
+    return renamed[1] if renamed else named[1]
 
 
 def import_closure(path: Path) -> list[Path]:

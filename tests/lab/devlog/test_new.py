@@ -250,7 +250,7 @@ def test_table_of_picks(record_of: Callable[..., dict[str, Any]], monkeypatch: p
     asked = []
 
     def choose(picked: KernelId) -> Callable[..., Any]:
-        choice = Choice(picked, (), None, "")
+        choice = Choice(picked, (), "")
         return lambda problem, device: asked.append((problem.label, device.key)) or choice
 
     monkeypatch.setattr(dispatch, "choose", choose(KernelId("triton", "mla", "flash_mla", 0)))

@@ -249,30 +249,38 @@ def test_the_finder_answers_as_dispatch_show(
     gathered = shipped if device == "h200" else gather([paths.shipped_results_dir() / device])
     records = {p.record.id: p for p in gathered.points}
     tab = open_page(shipped_page if device == "h200" else write_page(gathered, tmp_path / "page.html"))
-    measured = []
-    for b, s, h, t, causal in SHAPES[device]:
+
+    def shown(b: int, s: int, h: int, t: int, causal: bool) -> tuple[str, str]:
+        """The label that `dispatch show` picks for a shape, and what it says of its time."""
         words = ["show", "--b", str(b), "--s", str(s), "--h", str(h), "--t", str(t), "--device", device]
         assert dispatch.main([*words, *(["--causal"] if causal else [])]) == 0
-        shown = capsys.readouterr().out
-        found = re.search(r"picked: (.+): predicted ([\d.]+) us, (measured here|[\d.]+ octaves)", shown)
+        found = re.search(r"\d  picked (\S+), for .*\n +(.*)", capsys.readouterr().out)
         assert found
-        label, us, how = found.groups()
+        return found[1], found[2]
+
+    measured = []
+    for b, s, h, t, causal in SHAPES[device]:
+        label, time = shown(b, s, h, t, causal)
         said, more = ask(tab, b, s, h, t, causal, device), tab.inner_text("#find-more")
-        assert said.startswith(f"{label}: ")
+        assert said.startswith(label)
         assert "of what the hardware allows" in said and "the best library, peer/" in said
-        measured.append(how == "measured here")
+        measured.append(time.startswith("measured"))
         if measured[-1]:
-            rests = re.search(r"rests on records (\w+)", shown)
+            rests = re.search(r"([\d.]+) us burst.*: record (\w+)", time)
             assert rests
-            point = records[rests[1]]
+            point = records[rests[2]]
             assert point.problem == MlaProblem(b=b, s=s, h=h, t=t, causal=causal)
             assert f"{label}: {point.us('burst'):.1f} µs, {100 * (point.share('burst') or 0):.1f} %" in said
-            assert f"Measured in burst, {rests[1]} of" in said
-            assert f"reckons with {us} µs" in more
+            assert f"Measured in burst, {rests[2]} of" in said
         else:
-            assert f"about {us} µs" in said
-            assert "Predicted by the dispatcher, not measured" in said
-            assert how in more
+            near = re.search(r"near it h = (\d+), s = (\d+), b = (\d+), t = (\d+) should take about (\S+) µs", said)
+            assert near and "Not measured here" in said and "mla-var3 dispatch show" in more
+            h, s, b, t = map(int, near.groups()[:4])
+            other, time = shown(b, s, h, t, s > 1)
+            assert f"µs by {other}, " in said or other == label
+            expected = re.search(r"expected ([\d.]+) us", time)
+            if expected:  # where that shape was measured, the command line shows the record
+                assert float(near[5]) == pytest.approx(float(expected[1]), rel=0.01)
             assert tab.locator("#find-said a").count() == 0, "no record of another shape stands in for this one"
     assert 0 < sum(measured) < len(measured)
 

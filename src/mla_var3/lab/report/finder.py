@@ -1,27 +1,25 @@
-"""What the page's finder predicts from: the dispatcher's table and the libraries' records, as numbers for a script.
+"""What the page's finder looks up: picks and expected times, all computed here; its script computes none.
 
-`assets/finder.js` does what `dispatch.model` and `dispatch.selection.rank` do, for the problems that can be typed into
-the page: equal lengths over pages of 64 tokens in bf16. Which version takes such a problem only the version knows, so
-that is asked here, for every number of heads and query tokens, at the ends of what batch and context can be.
+For the problems that can be typed into the page (equal lengths over pages of 64 tokens in bf16) the pick is asked for
+every number of heads and query tokens, at the ends of what batch and context can be. Where a shape was not measured,
+the page shows what is expected of the nearest shape of a table.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import statistics
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from mla_var3 import paths
-from mla_var3.catalogue import registry
 from mla_var3.device import Device
-from mla_var3.dispatch import model, selection
-from mla_var3.dispatch import table as tables
-from mla_var3.dispatch.table import DeviceTable, Recipe
+from mla_var3.dispatch import choose, expected
+from mla_var3.dispatch.evidence import Timed, of_records
+from mla_var3.dispatch.expected import Expectations
 from mla_var3.errors import UserError
 from mla_var3.files import read_yaml
-from mla_var3.lab.report.gather import STATES, Gathered, Point
+from mla_var3.lab.report.gather import Gathered, Point
 from mla_var3.workload import DEFAULT, Problem
 from mla_var3.workload.decode import MlaProblem
 
@@ -30,18 +28,16 @@ HEADS = 128  # the most that can be asked for
 KINDS = [(s, causal) for s in (*range(1, 9), 16) for causal in (False, True) if s > 1 or not causal]
 _ENDS = ((1, 1), (4096, 131072))  # (requests, cached tokens): a version that takes both takes what lies between
 
-#: Predictions whose nearest record is closer than this many octaves are called near.
-NEAR = 1.0
-_ENOUGH = 10  # predictions that a statement about their errors needs
+#: Shapes of the table: heads, query tokens (causal where there are several), requests, cached tokens.
+TABLE = {"h": (8, 16, 32, 64, 128), "s": (1, 4), "b": (1, 4, 16, 64, 256), "t": (1024, 4096, 16384, 65536, 131072)}
+
+NOBODY, DEPENDS = -1, -2  # in place of a pick: no version takes it; it depends on batch and context
 
 
 def data(gathered: Gathered) -> dict[str, Any]:
-    """What the finder's script reads: its constants, models by heads, and for each device (`of_device`)."""
-    devices = {key: found for key in gathered.devices if (found := of_device(key, gathered.newest))}
-    return {
-        "heads": HEADS, "kinds": KINDS, "neighbours": model.NEIGHBOURS, "close": model.NEAR, "doubt": model.DOUBT,
-        "near": NEAR, "models": models(), "devices": devices,
-    }  # fmt: skip
+    """What the finder's script reads: what can be asked, models by heads, and for each device (`of_device`)."""
+    devices = {key: found for key in gathered.devices if (found := of_device(key, gathered.points))}
+    return {"heads": HEADS, "kinds": KINDS, "table": TABLE, "models": models(), "devices": devices}
 
 
 def models() -> list[tuple[str, int]]:
@@ -61,96 +57,78 @@ def is_plain(problem: Problem) -> bool:
 
 
 def of_device(key: str, points: Sequence[Point]) -> dict[str, Any] | None:
-    """The numbers behind predictions on a device; None where there is nothing to predict from.
+    """What is picked on a device, and what it should take; None for a device that nobody knows.
 
-    from: the device that was measured. rates: TFLOP/s and GB/s of each state. recipes, libraries: `_recipe`.
-    errors: `_errors`.
+    labels: of versions and libraries. picks: for each of `KINDS` and each number of heads from 1 an index of labels,
+    `NOBODY` or `DEPENDS`. times: for each shape of `TABLE`, in order, [pick, us, limit us] and, where a library was
+    measured, [its index, us]; nothing where nothing can be expected. error: what nine of ten expectations of measured
+    shapes that were left out were within, as a fraction of the time; None where too few can tell.
     """
     try:
         device = Device.get(key)
     except UserError:
         return None
-    measured = tables.load().nearest(device)
-    known = set(registry.all_kernels())
-    recipes = tuple(r for r in measured.recipes if r.kernel in known)
-    limits = device if model.has_peaks(device) else measured.hardware
-    if not recipes or not model.has_peaks(limits):
-        return None
-    ours = DeviceTable(measured.device, measured.floor_us, recipes)
-    theirs = DeviceTable(limits.key, measured.floor_us, _libraries(key, points))
+    found = of_records((p.record for p in points if p.record.device == key), DEFAULT)
+    versions, picks = _picks(key)
+    libraries = sorted({one.label for one in found if one.label.startswith("peer/")})
+    labels = [*versions, *libraries]
+    told = {label: Expectations(label, device, device, found) for label in labels}
+    errors = [error for label in versions for error in told[label].errors()]
+    spread = expected.spread(errors)
     return {
-        "from": measured.device,
-        "floor": measured.floor_us,
-        "rates": [model.rates(limits, MlaProblem().dtype, state) for state in STATES],
-        "recipes": [_recipe(ours, r) | {"takes": _takes(r.kernel, r.tiling, key)} for r in ours.recipes],
-        "libraries": [_recipe(theirs, r) for r in theirs.recipes],
-        "errors": _errors(ours, theirs),
+        "labels": labels,
+        "picks": picks,
+        "times": _times(device, told, found),
+        "error": None if spread is None else spread[1],
     }
 
 
-def _libraries(key: str, points: Iterable[Point]) -> tuple[Recipe, ...]:
-    """The libraries' newest records of decode on a device, in the form of the dispatcher's table."""
-    found: dict[registry.KernelId, list[tables.Point]] = {}
-    for p in points:
-        mine = p.is_peer and p.record.device == key and p.record.requested in (None, "default")
-        problem = p.problem
-        if mine and problem.workload == DEFAULT and all(p.stats(state) for state in STATES):
-            assert isinstance(problem, MlaProblem)
-            us = tables.time_us(p.record, problem)
-            found.setdefault(tables.named(p.record), []).append(tables.Point(p.record.id, problem, us, ""))
-    return tuple(Recipe(kernel, (), tuple(some)) for kernel, some in sorted(found.items()))
-
-
-def _recipe(table: DeviceTable, recipe: Recipe) -> dict[str, Any]:
-    """points: where each was measured, what sets it apart, ratio and record. near: sizes that its knobs are for."""
-    usual = model.place_of(MlaProblem(), table.hardware).other
-    points = []
-    for place, ratio, record in table.points(recipe):
-        unusual = sum(mine != theirs for mine, theirs in zip(place.other[1:], usual[1:], strict=True))
-        numbers = [place.rows, place.limit, place.blocks, place.fill]
-        points.append([*numbers, int(place.other[0]), unusual, ratio, record])
-    problems = [point.problem for point in recipe.points]
-    near = [[p.b, p.t, p.s, p.h, int(p.causal)] for p in problems if is_plain(p)]
-    k = recipe.kernel
-    return {
-        "label": recipe.label, "kernel": k.label, "family": f"{k.language}/{k.design}", "version": k.version,
-        "points": points, "near": near if recipe.tiling else None,
-    }  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def _takes(kernel: registry.KernelId, tiling: tuple[tuple[str, Any], ...], key: str) -> list[str]:
-    """For each of `KINDS` a character for each number of heads from 1: "1" it takes such problems, "0" it does not,
-    "?" that depends on batch and context."""
-    device, choice = Device.get(key), selection.Choice(kernel, tiling, None, "")
-    rows = []
+@functools.lru_cache(maxsize=16)
+def _picks(key: str) -> tuple[list[str], list[list[int]]]:
+    """Labels that are picked on a device, and which is for what; `of_device` has the form."""
+    device, labels, rows = Device.get(key), list[str](), []
     for s, causal in KINDS:
-        said = ""
+        row = []
         for h in range(1, HEADS + 1):
-            problems = (MlaProblem(b=b, s=s, h=h, t=t, causal=causal) for b, t in _ENDS)
-            verdicts = {bool(selection.takes(choice, problem, device)) for problem in problems}
-            said += "?" if len(verdicts) == 2 else str(int(verdicts.pop()))
-        rows.append(said)
+            picked = {_pick(MlaProblem(b=b, s=s, h=h, t=t, causal=causal), device) for b, t in _ENDS}
+            label = picked.pop()
+            if label and label not in labels:
+                labels.append(label)
+            row.append(DEPENDS if picked else labels.index(label) if label else NOBODY)
+        rows.append(row)
+    return labels, rows
+
+
+def _pick(problem: MlaProblem, device: Device) -> str:
+    """Label of the pick; empty where no version takes the problem."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a language that is not installed here
+        try:
+            return choose(problem, device).label
+        except UserError:
+            return ""
+
+
+def shapes() -> list[MlaProblem]:
+    """The problems of `TABLE`, in order."""
+    return [
+        MlaProblem(h=h, s=s, b=b, t=t, causal=s > 1)
+        for h in TABLE["h"] for s in TABLE["s"] for b in TABLE["b"] for t in TABLE["t"]
+    ]  # fmt: skip
+
+
+def _times(device: Device, told: dict[str, Expectations], found: Sequence[Timed]) -> list[list[float]]:
+    labels, rows = list(told), []
+    for problem in shapes():
+        label = _pick(problem, device)
+        guess = told[label].of(problem) if label in told else None
+        if guess is None:
+            rows.append([])
+            continue
+        row = [labels.index(label), guess.us, expected.limit_us(problem, told[label].device)]
+        others = [(other.us, name) for name in labels if name.startswith("peer/") and (other := told[name].of(problem))]
+        if others:
+            us, name = min(others)
+            row += [labels.index(name), us]
+        rows.append(row)
     return rows
-
-
-def _errors(*measured: DeviceTable) -> dict[str, list[float] | None]:
-    """How far predictions lay from the times of cells that were left out, near to another record and far from any:
-    [the median, what nine of ten stay under], as fractions of the time; None where too few can tell."""
-    near: list[float] = []
-    far: list[float] = []
-    for table in measured:
-        for recipe in table.recipes:
-            for point, (place, ratio, _) in zip(recipe.points, table.points(recipe), strict=True):
-                pairs = zip(recipe.points, table.points(recipe), strict=True)
-                others = [known for other, known in pairs if other.problem != point.problem]
-                if others and not recipe.tiling:
-                    guess = model.predict(place, 1.0, 0.0, others)
-                    (near if guess.distance <= NEAR else far).append(math.exp(abs(math.log(guess.us / ratio))) - 1)
-    return {"near": _spread(near), "far": _spread(far)}
-
-
-def _spread(errors: Sequence[float]) -> list[float] | None:
-    if len(errors) < _ENOUGH:
-        return None
-    return [statistics.median(errors), statistics.quantiles(errors, n=10)[-1]]

@@ -44,7 +44,8 @@ class ExperimentConfig:
     for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU. recorded:
     without a GPU, show the records that the project ships beside what was compiled. workload: of its
     cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`. beside: two
-    languages whose fastest versions are shown beside each other in every cell, with their ratio.
+    languages whose fastest versions are shown beside each other in every cell, with their ratio. boundaries: its cells
+    are those that the dispatcher's rules lack records of, each with the versions that meet there.
     """
 
     name: str = "unnamed"
@@ -58,6 +59,7 @@ class ExperimentConfig:
     workload: str = DEFAULT
     order: str = "listed"
     draw: int = 0
+    boundaries: bool = False
     beside: list[str] = field(default_factory=list)
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import workload
@@ -110,6 +111,8 @@ def expand_cells(config: SweepConfig) -> list[Problem]:
                 )
         cells += [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if grid]
     cells += _drawn(config)
+    if experiment.boundaries:
+        return _part(list(_lacking(config)), config.part)
     if not cells:
         raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
     changes = {name: value for name, value in config.problem.items() if value is not None}
@@ -130,6 +133,28 @@ def _drawn(config: SweepConfig) -> list[Mapping[str, Any]]:
         raise UserError(f"workload {experiment.workload!r} draws no problems: set experiment.draw=0.")
     rng = random.Random(config.seed)
     return [draw(rng) for _ in range(experiment.draw)]
+
+
+def _lacking(config: SweepConfig) -> dict[Problem, tuple[str, ...]]:
+    """Cells that the rules of the dispatcher lack on the devices of a configuration, each with the versions that are to
+    take turns there."""
+    target, fallback = config.device.target, config.device.fallback
+    keys = [(Device.detect() or Device.get(fallback)).key] if target == "auto" else target.split(",")
+    found = _lacking_on(tuple(key.strip() for key in keys))
+    if not found:
+        raise UserError(f"the dispatcher's rules lack nothing on {', '.join(keys)}: there is nothing to measure.")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _lacking_on(keys: tuple[str, ...]) -> dict[Problem, tuple[str, ...]]:
+    from mla_var3.dispatch import evidence, rules
+
+    found: dict[Problem, tuple[str, ...]] = {}
+    for device, name in itertools.product(map(Device.get, keys), rules.served()):
+        for problem, pair in evidence.missing(name, device).items():
+            found[problem] = tuple(dict.fromkeys((*found.get(problem, ()), *pair)))
+    return found
 
 
 def _work(problem: Problem) -> float:
@@ -198,6 +223,8 @@ def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list
 def chosen_kernels(config: SweepConfig) -> list[KernelId]:
     """Versions that the configuration names. Of those that only a wildcard names, the ones that compute what the
     experiment asks for: a prefill kernel has no place in a table of decode cells."""
+    if config.experiment.boundaries:
+        return [KernelId.parse(label) for label in dict.fromkeys(itertools.chain(*_lacking(config).values()))]
     patterns = config.kernels.patterns
     kernels = select_kernels(patterns, config.kernels.exclude)
     fitting = [
@@ -208,7 +235,10 @@ def chosen_kernels(config: SweepConfig) -> list[KernelId]:
 
 
 def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: Problem) -> list[KernelId]:
-    """Those of the versions that `kernels.only` does not keep out of this cell."""
+    """Those of the versions that `kernels.only` does not keep out of this cell; of the dispatcher's boundaries, the two
+    that meet there."""
+    if config.experiment.boundaries:
+        return [k for k in kernels if k.label in _lacking(config).get(problem, ())]
     cell = problem.to_record()
 
     def stays(kernel: KernelId) -> bool:
@@ -374,12 +404,11 @@ def picked(word: str, problem: Problem, device: Device, asked: Mapping[str, Any]
     why). Of knobs that were asked for, the tokens of a split count for `fixed_split`."""
     from mla_var3.dispatch import choose
     from mla_var3.ops.fixed import SPLIT_TOKENS, fixed_choice
-    from mla_var3.workload.decode import MlaProblem
 
-    if type(problem) is not MlaProblem:  # the dispatcher serves decode
-        return None
     try:
         if word == FIXED_SPLIT:
+            if problem.workload != workload.DEFAULT:  # the only one whose splits can be fixed
+                return None
             choice = fixed_choice(problem, (asked or {}).get("split_tokens", SPLIT_TOKENS), device)
         else:
             choice = choose(problem, device)

@@ -1,0 +1,50 @@
+"""Dense decode over caches of bf16 or fp16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mla_var3.dispatch.rule import HOPPER, Bound, Quantity, Rule
+from mla_var3.workload.decode import MlaProblem
+
+
+def _rows(problem: MlaProblem) -> float:
+    return max(problem.query_tokens, 1) * problem.group / problem.b
+
+
+def _near_rows(problem: MlaProblem, value: float) -> Iterator[MlaProblem]:
+    if not problem.packed and value % problem.group == 0:
+        yield problem.replace(s=int(value) // problem.group)
+    yield problem.replace(s=1, queries={"total": math.ceil(value * problem.b / problem.group)}, tree=False)
+
+
+#: Query rows that share a latent cache, of the mean request: heads of a cache times query tokens.
+ROWS = Quantity("query rows of a request", _rows, _near_rows)
+PAGE = Quantity("tokens of a page", lambda pd: pd.page_size, lambda pd, value: [pd.replace(page=round(value))])
+
+RULES = (
+    Rule(
+        "cute-dsl/flash_mla_v23",
+        "both gather rows of such pages with cp.async, and on an H200 it does so in less time",
+        where=(Bound(PAGE, 1),),
+        archs=HOPPER,
+        records=("1203ff6f0eb4", "74ef8f083323", "4083c236ba6a", "8e5b8f4af3ff"),
+    ),
+    Rule(
+        "cute-dsl/flash_mla_v24",
+        "its operands are swapped, so that few query rows are not padded to the 64 of a wgmma",
+        where=(Bound(ROWS, 32),),
+        archs=HOPPER,
+        records=("291384285adb", "c462f2b448b5", "334e9b950460", "46036cd80593"),
+    ),
+    Rule(
+        "cute-dsl/flash_mla_v23",
+        "its query tile of 64 rows is full, and two CTAs share the loads of a KV tile",
+        archs=HOPPER,
+    ),
+    Rule("cute-dsl/flash_mla", "it takes widths that the later versions do not", archs=HOPPER),
+    Rule("cutile-dsl/flash_mla_v2", "it takes what no version in CuTe DSL does, for few query rows"),
+    Rule("cutile-dsl/flash_mla", "it takes what no version in CuTe DSL does"),
+    Rule("triton/flash_mla", "the last resort: it takes every GPU from sm_80 on, and needs no other compiler"),
+)

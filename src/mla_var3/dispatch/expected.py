@@ -108,7 +108,10 @@ class Expectations:
 
     def __init__(self, label: str, device: Device, peaks: Device, found: Sequence[Timed]) -> None:
         self.device = device if _has_peaks(device) else peaks
-        self.at = list({one.problem: one for one in found if one.label == label}.values())
+        from mla_var3.record import ASIDE
+
+        mine = (one for one in found if one.label == label and one.record.experiment not in ASIDE)
+        self.at = list({one.problem: one for one in mine}.values())
         self.floor = _floor(self.at)
         self._ratios = {one.record.id: self._ratio(one) for one in self.at}
 

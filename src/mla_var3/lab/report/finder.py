@@ -118,7 +118,7 @@ def shapes() -> list[MlaProblem]:
 
 
 def _times(device: Device, told: dict[str, Expectations], found: Sequence[Timed]) -> list[list[float]]:
-    labels, rows = list(told), []
+    labels, rows = list(told), list[list[float]]()
     for problem in shapes():
         label = _pick(problem, device)
         guess = told[label].of(problem) if label in told else None

@@ -404,11 +404,12 @@ def picked(word: str, problem: Problem, device: Device, asked: Mapping[str, Any]
     why). Of knobs that were asked for, the tokens of a split count for `fixed_split`."""
     from mla_var3.dispatch import choose
     from mla_var3.ops.fixed import SPLIT_TOKENS, fixed_choice
+    from mla_var3.workload.decode import MlaProblem
 
     try:
         if word == FIXED_SPLIT:
-            if problem.workload != workload.DEFAULT:  # the only one whose splits can be fixed
-                return None
+            if not isinstance(problem, MlaProblem) or problem.workload != workload.DEFAULT:
+                return None  # no other has splits that can be fixed
             choice = fixed_choice(problem, (asked or {}).get("split_tokens", SPLIT_TOKENS), device)
         else:
             choice = choose(problem, device)

@@ -14,7 +14,7 @@ import pytest
 from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
-from mla_var3.record import Record, load
+from mla_var3.record import load
 from mla_var3.toolchain import source
 from mla_var3.toolchain.digest import Code
 from mla_var3.toolchain.versions import GENERATES, toolchain

@@ -127,8 +127,8 @@ class KernelId:
     @property
     def workload(self) -> str:
         """The workload that its plan names, read from its file, so that no language is imported; empty where its file
-        does not say, as where a library's plan inherits it."""
-        return source.workload(self.path)
+        does not say, and for libraries, of which several share a file."""
+        return "" if self.language == PEER else source.workload(self.path)
 
     @property
     def label(self) -> str:

@@ -120,7 +120,8 @@ def natural_lse(total: Float32, shift: Float32) -> Float32:
 # ------------------------------------------------------------------------------------------------ of swapped operands
 @cute.jit
 def publish(values: cute.Tensor, row: cute.Pointer, lane: Int32):
-    """Writes a warp's column values (registers, (N/4,)), the same in the eight lanes of a column, to N of a board."""
+    """Writes a warp's column values (registers, (N/4,)), the same in the eight lanes of a column, to a row of N values of
+    an exchange buffer (shared memory)."""
     if lane < 4:
         pairs = cute.make_tensor(row, cute.make_layout((2, 4, cute.size(values) // 2), stride=(1, 2, 8)))
         pair = cute.make_rmem_tensor(2, Float32)
@@ -148,17 +149,17 @@ def publish_sums(values: cute.Tensor, row: cute.Pointer, lane: Int32):
     each = cutlass.const_expr(32 // 4 // count)  # lanes with the same column
     if lane // 4 % each == 0:
         c = lane // 4 // each
-        board = cute.make_tensor(row, cute.make_layout(4 * count))
-        board[(lane % 4) * 2 + c % 2 + 8 * (c // 2)] = values[0]
+        exchange = cute.make_tensor(row, cute.make_layout(4 * count))
+        exchange[(lane % 4) * 2 + c % 2 + 8 * (c // 2)] = values[0]
 
 
 @cute.jit
-def collect(values: cute.Tensor, board: cute.Pointer, warps: cutlass.Constexpr, lane: Int32,
+def collect(values: cute.Tensor, exchange: cute.Pointer, warps: cutlass.Constexpr, lane: Int32,
             largest: cutlass.Constexpr):  # fmt: skip
-    """values[c] = maximum or sum over `warps` rows of a board of this thread's columns."""
+    """values[c] = maximum or sum over `warps` rows of an exchange buffer of this thread's columns."""
     n = cutlass.const_expr(4 * cute.size(values))
     pair = cute.make_rmem_tensor(2, Float32)
-    pairs = cute.make_tensor(board, cute.make_layout((2, 4, n // 8, warps), stride=(1, 2, 8, n)))
+    pairs = cute.make_tensor(exchange, cute.make_layout((2, 4, n // 8, warps), stride=(1, 2, 8, n)))
     for j in cutlass.range_constexpr(n // 8):
         for i in cutlass.range_constexpr(warps):
             cute.autovec_copy(pairs[None, lane % 4, j, i], pair)

@@ -1,20 +1,21 @@
 """The combine of split-KV: out = Σ wᵢ Xᵢ / Σ (wᵢ sᵢ + wᵢ' sᵢ') with w = 2^(A - max), ' the other half's.
 
-X, A and s are the partial results and statistics of `partials`. A warp sums a query row over all of its splits, or,
-where there are many, over every n-th of them; then the warps of a row merge through shared memory, a pair of columns a
-thread. The order of every sum follows from how many splits a request has.
+X, A and s are the partials and their statistics (`partials`). A warp sums a query row over all of its splits, or, where
+there are many, over every n-th of them; then the warps of a row merge through shared memory, a pair of columns a thread.
+The order of every sum follows from how many splits a request has.
 
-The attention kernel writes a mode word: how the batch is split. Shares (`scheduler`) follow from the lengths. The first
-partial results are loaded together with that word, as if all lengths were the page table's width; if they are not, that
-is done again. Splits on an even line, or of a length that the caller fixes, are listed in a table, which has how many
-each request has and where they lie. The kernel is a programmatic dependent of the attention,
-and the next kernel may be one of it.
+The attention kernel writes one word that says which kind of splits the batch has. Shares (`scheduler`) follow from the
+lengths. The first partials are loaded together with that word, as if all lengths filled the page table; if they do not,
+that is done again. Splits on an even line, or of a length that the caller fixes, are listed in a table: how many each
+request has, and the slot of the first. The kernel is a programmatic dependent of the attention kernel, and the next
+kernel may be one of it.
 
-Where none is launched, the workers of a request of many splits merge these themselves, a share of the rows each and
-all at once (`merge_share`), as a reduce-scatter does.
+Where no combine is launched, the workers of a request of many splits merge these themselves, a share of the rows each
+and all at once (`merge_rows`), as a reduce-scatter does.
 
-Few instructions a row, and few lines of code: with 64 vectors of 16 bytes in a row and two splits, a combine is bound
-by what it issues, and what it waits for first is its own code, fetched from L2 or memory.
+A row takes few instructions, and the kernel few lines of code. With 64 vectors of 16 bytes in a row and two splits, a
+combine is bound by the instructions that it issues, and the first thing that it waits for is its own code, which comes
+from L2 or memory.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ THREADS = WARPS * WARP
 SHAPES = ((2, 2), (4, 2), (8, 1), (16, 1))
 UP_TO = (2, 4, 64)  # splits, for the first ones
 PER_LANE = 4
-BATCH = WARP * PER_LANE  # requests whose entries are read together
-# Modes: all requests are in shares and as long as the page table is wide; in shares; the table lists their splits; or
-# the attention kernel has merged them.
+BATCH = WARP * PER_LANE  # requests whose splits are read together
+# Kinds of splits that a batch has: all requests are in shares and fill the page table; they are in shares; the table
+# lists their splits; or the attention kernel has merged them.
 FULL, SHARES, LISTED, MERGED = 0, 1, 2, 3
 
 
@@ -87,7 +88,7 @@ class Merge:
         return self.partials.columns // (VECTOR * WARP)
 
 
-class Entry(NamedTuple):
+class Splits(NamedTuple):
     """A request's splits. base: slot of the first one; the others lie behind it."""
 
     request: Int32
@@ -102,8 +103,8 @@ def lists(line: Line, pool: Pool) -> Any:
     return (pool.fixed > 0) | ((line.lead > 0) & (pool.combined > 0))
 
 
-def write_mode(table: cute.Tensor, line: Line, as_guessed: Boolean, pool: Pool) -> None:
-    """Writes the batch's mode word; one thread of the attention kernel. as_guessed: all requests are as long as the
+def write_split_kind(table: cute.Tensor, line: Line, as_guessed: Boolean, pool: Pool) -> None:
+    """Writes the batch's kind word; one thread of the attention kernel. as_guessed: all requests are as long as the
     page table is wide."""
     shares = cutlass.select_(as_guessed, Int32(FULL), Int32(SHARES))
     others = cutlass.select_(lists(line, pool), Int32(LISTED), Int32(MERGED))
@@ -133,23 +134,23 @@ def list_splits(table: cute.Pointer, first: Int32, requests: Int32, listed: cute
 
     table: of (splits, base), int32, global memory. listed: (3, BATCH) int32, shared memory: request, splits, base.
     """
-    entries = cute.make_rmem_tensor((2, PER_LANE), Int32)
-    entries.fill(0)
+    found = cute.make_rmem_tensor((2, PER_LANE), Int32)
+    found.fill(0)
     for i in cutlass.range_constexpr(PER_LANE):
         request = first + i * WARP + lane
         if request < requests:
             source = cute.make_tensor(table + cute.assume(2 * request, divby=2), cute.make_layout(2))
-            cute.autovec_copy(source, entries[None, i])
+            cute.autovec_copy(source, found[None, i])
     count, most = Int32(0), Int32(0)
     for i in cutlass.range_constexpr(PER_LANE):
-        is_split = entries[0, i] > 1
+        is_split = found[0, i] > 1
         votes = Int32(cute.arch.vote_ballot_sync(is_split))
         if is_split:
             place = count + Int32(cute.arch.popc(votes & ((Int32(1) << lane) - 1)))
-            listed[0, place], listed[1, place] = first + i * WARP + lane, entries[0, i]
-            listed[2, place] = entries[1, i]
+            listed[0, place], listed[1, place] = first + i * WARP + lane, found[0, i]
+            listed[2, place] = found[1, i]
         count = count + Int32(cute.arch.popc(votes))
-        most = cutlass.max(most, entries[0, i])
+        most = cutlass.max(most, found[0, i])
     return count, Int32(cute.arch.warp_redux_sync(most, kind="max"))
 
 
@@ -182,8 +183,8 @@ class Sums:
 def add_splits(
     tensors: cutlass.Constexpr,
     word: cute.Tensor,  # (1,) int32, global memory: `SHARES`, `LISTED` or `MERGED`
-    mode: Int32,  # the word, or -1: not read yet
-    entry: Entry,
+    kind: Int32,  # the word, or -1: not read yet
+    splits: Splits,
     row: Int64,  # of the first slot's partials
     first_vector: Int32,  # of the row, in a lane
     rank: Int32,  # of the warp among those of the row
@@ -193,7 +194,7 @@ def add_splits(
     merge: cutlass.Constexpr,
     together: cutlass.Constexpr,
 ) -> Int32:
-    """Adds up this warp's splits of a row, `together` at a time. Returns the mode word."""
+    """Adds up this warp's splits of a row, `together` at a time. Returns the kind word."""
     results, _, _ = tensors
     outputs, stats = results.outputs, results.stats
     layout, vectors = merge.partials, cute.size(sums.columns, mode=[1])
@@ -202,19 +203,19 @@ def add_splits(
     values = cute.make_rmem_tensor((VECTOR, vectors, together), Float16)
     found = cute.make_rmem_tensor((STATS, together), Float32)
     sums.clear()
-    for begin in cutlass.range(rank * together, entry.count, Int32(together) << log2_warps, unroll=1):
+    for begin in cutlass.range(rank * together, splits.count, Int32(together) << log2_warps, unroll=1):
         for j in cutlass.range_constexpr(together):
             split = begin
             if cutlass.const_expr(j > 0):
-                split = cutlass.min(begin + j, entry.count - 1)  # past the last one that is read once more
-            index = row + Int64(entry.base + split) * (layout.tiles * layout.rows)
+                split = cutlass.min(begin + j, splits.count - 1)  # past the last one that is read once more
+            index = row + Int64(splits.base + split) * (layout.tiles * layout.rows)
             cute.autovec_copy(layout.stats(stats.iterator, index), found[None, j])
             for v in cutlass.range_constexpr(vectors):
                 vector = (first_vector + v) * WARP + lane
                 place = layout.outputs(outputs.iterator, index) + cute.assume(vector * VECTOR, divby=VECTOR)
                 cute.autovec_copy(cute.make_tensor(place, cute.make_layout(VECTOR)), values[None, v, j])
-        if mode < 0:
-            mode = word[0]
+        if kind < 0:
+            kind = word[0]
         top = sums.of_row[0]
         for j in cutlass.range_constexpr(together):
             top = cute.arch.fmax(top, cute.arch.fmax(found[0, j], found[2, j]))
@@ -224,7 +225,7 @@ def add_splits(
         for j in cutlass.range_constexpr(together):
             weights = [exp2(found[2 * n, j] - top) for n in range(2)]
             if cutlass.const_expr(j > 0):
-                weights = [cutlass.select_(begin + j < entry.count, weight, Float32(0.0)) for weight in weights]
+                weights = [cutlass.select_(begin + j < splits.count, weight, Float32(0.0)) for weight in weights]
             sums.of_row[1] = sums.of_row[1] + (weights[0] * found[1, j] + weights[1] * found[3, j])
             for v in cutlass.range_constexpr(vectors):
                 weight = weights[v]
@@ -232,7 +233,7 @@ def add_splits(
                     weight = cutlass.select_(in_right, weights[1], weights[0])
                 for n in cutlass.range_constexpr(VECTOR):
                     sums.columns[n, v] = sums.columns[n, v] + weight * Float32(values[n, v, j])
-    return mode
+    return kind
 
 
 @cute.jit
@@ -247,8 +248,8 @@ def inverse_of(total: Float32, top: Float32, sink: cute.Tensor | None, head: Int
 @cute.jit
 def store_shared(
     tensors: cutlass.Constexpr,
-    board: cute.Tensor,  # (columns of a lane and two of the row, WARP, WARPS) fp32, shared memory
-    entry: Entry,
+    exchange: cute.Tensor,  # (columns of a lane and two of the row, WARP, WARPS) fp32, shared memory
+    splits: Splits,
     kv_head: Int32,
     row: Int32,
     first_vector: Int32,
@@ -264,9 +265,9 @@ def store_shared(
     out, lse = results.out, results.lse
     count = cutlass.const_expr(cute.size(sums.columns))
     for n in cutlass.range_constexpr(count):
-        board[n, lane, warp] = sums.columns[n]
+        exchange[n, lane, warp] = sums.columns[n]
     for n in cutlass.range_constexpr(2):
-        board[count + n, lane, warp] = sums.of_row[n]
+        exchange[count + n, lane, warp] = sums.of_row[n]
     cute.arch.sync_threads()
     warps, first = Int32(1) << log2_warps, warp >> log2_warps << log2_warps
     weights = cute.make_rmem_tensor(WARPS, Float32)
@@ -274,15 +275,15 @@ def store_shared(
     for i in cutlass.range_constexpr(WARPS):
         weights[i] = Float32(NO_KEY)
         if i < warps:
-            weights[i] = board[count, lane, first + i]
+            weights[i] = exchange[count, lane, first + i]
         top = cute.arch.fmax(top, weights[i])
     for i in cutlass.range_constexpr(WARPS):
         if i < warps:
             weights[i] = exp2(weights[i] - top)
-            total = total + weights[i] * board[count + 1, lane, first + i]
+            total = total + weights[i] * exchange[count + 1, lane, first + i]
     inverse = inverse_of(total, top, sink, kv_head * merge.group + row % merge.group)
     if there:
-        first_token = queries.block(entry.request).first
+        first_token = queries.block(splits.request).first
         offset = row_offset(out, first_token, kv_head, row, merge.group)
         pairs = cute.size(sums.columns) * WARP // 2
         for pair in cutlass.range((warp - first) * WARP + lane, pairs, warps * WARP, unroll=1):
@@ -294,7 +295,7 @@ def store_shared(
                 if i < warps:
                     for n in cutlass.range_constexpr(2):
                         place = vector // WARP * VECTOR + 2 * block + n
-                        value[n] = value[n] + weights[i] * board[place, vector % WARP, first + i]
+                        value[n] = value[n] + weights[i] * exchange[place, vector % WARP, first + i]
             packed = cute.make_rmem_tensor(2, out.element_type)
             for n in cutlass.range_constexpr(2):
                 packed[n] = (value[n] * inverse).to(out.element_type)
@@ -343,7 +344,7 @@ GONE, BEGUN, THERE = MOST_WORKERS + 1, 1 << 26, 1 << 27
 
 def flag_of(piece: Piece, slot: Any) -> tuple[Any, Any]:
     """(slot of the flag, what is added to it) when the partial result of a split in `slot` is there; 0 where nobody
-    is told, or `merge_share` tells."""
+    is told, or `merge_rows` tells."""
     is_last = Int32(piece.index == piece.count - 1)
     if_many, if_few = is_last * THERE, Int32(piece.index > 0)
     many = piece.count > JOINED
@@ -351,13 +352,13 @@ def flag_of(piece: Piece, slot: Any) -> tuple[Any, Any]:
 
 
 @cute.jit
-def begin_shares(flag: cute.Pointer, shares: cute.Tensor):
-    """What the worker of a request's first split does when it begins, for `merge_share`; one thread."""
-    shares[0] = cute.arch.atomic_add(flag, Int32(BEGUN + 1), sem="relaxed", scope="gpu") % GONE
+def begin_row_merge(flag: cute.Pointer, row_range: cute.Tensor):
+    """What the worker of a request's first split does when it begins, for `merge_rows`; one thread."""
+    row_range[0] = cute.arch.atomic_add(flag, Int32(BEGUN + 1), sem="relaxed", scope="gpu") % GONE
 
 
 @cute.jit
-def take_shares(flag: cute.Pointer, shares: cute.Tensor, piece: Piece):
+def take_rows(flag: cute.Pointer, row_range: cute.Tensor, piece: Piece):
     """Says that a split's partial result is there, and waits for the others (release and acquire); one thread, between
     barriers of those that wrote and of those that read."""
     is_first = piece.index == 0
@@ -366,18 +367,18 @@ def take_shares(flag: cute.Pointer, shares: cute.Tensor, piece: Piece):
     first, end = seen % GONE, seen % GONE + 1
     if is_first:
         # It has those that were taken before it had begun, and the one that it took then.
-        first, end = Int32(0), shares[0] + 1
+        first, end = Int32(0), row_range[0] + 1
     seen, all_there = seen + own, BEGUN + 2 * THERE + piece.count - 1
     while (seen & BEGUN) != 0 and (seen & ~(BEGUN - GONE)) != all_there:
         seen = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
-    shares[0], shares[1] = first, cutlass.select_((seen & BEGUN) != 0, end, first)
+    row_range[0], row_range[1] = first, cutlass.select_((seen & BEGUN) != 0, end, first)
 
 
 @cute.jit
-def merge_share(
+def merge_rows(
     tensors: cutlass.Constexpr,  # results, queries and sink
     flags: cute.Tensor,  # (slots · tiles,) int32, global memory
-    shares: cute.Tensor,  # (2,) int32, shared memory: first and end of those to merge
+    row_range: cute.Tensor,  # (2,) int32, shared memory: first and end of those to merge
     piece: Piece,  # the worker's last split
     request: Int32,
     slot: Int32,
@@ -396,7 +397,7 @@ def merge_share(
         base, number = slot - piece.index, piece.count - 1
         flag, gone = flags.iterator + (base * layout.tiles + tile), Int32(0)
         if thread == 0:
-            take_shares(flag, shares, piece)
+            take_rows(flag, row_range, piece)
         named_sync(barrier, THREADS)
         if thread == 0:
             gone = cute.arch.atomic_add(flag, Int32(GONE), sem="relaxed", scope="gpu") // GONE % (BEGUN // GONE) + 1
@@ -404,12 +405,12 @@ def merge_share(
         kv_head, first_row = tile // of_head, tile % of_head * layout.rows
         rows = cutlass.min(tensors[1].block(request).count * merge.group - first_row, layout.rows)
         lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
-        entry, mode = Entry(request, piece.count, base), Int32(LISTED)
-        for share in cutlass.range(shares[0], shares[1], unroll=1):
+        splits, kind = Splits(request, piece.count, base), Int32(LISTED)
+        for share in cutlass.range(row_range[0], row_range[1], unroll=1):
             for place in cutlass.range(share + warp * number, rows * slices, WARPS * number, unroll=1):
                 row, first_vector = place // slices, place % slices * vectors
                 add_splits(
-                    tensors, flags, mode, entry, Int64(tile * layout.rows + row), first_vector, Int32(0), Int32(0),
+                    tensors, flags, kind, splits, Int64(tile * layout.rows + row), first_vector, Int32(0), Int32(0),
                     sums, lane, merge, together,
                 )  # fmt: skip
                 store(tensors, request, kv_head, first_row + row, first_vector, sums, lane, merge)
@@ -439,9 +440,9 @@ def combine(
     memory = SmemAllocator()
     together, vectors = shape[0], min(shape[1], merge.row_vectors)
     slices = merge.row_vectors // vectors  # of a row's columns, a warp each
-    board_rows = VECTOR * vectors + 2
-    board = memory.allocate_tensor(
-        Float32, cute.make_layout((board_rows, WARP, WARPS), stride=(WARP, 1, board_rows * WARP)), 16
+    exchange_rows = VECTOR * vectors + 2
+    exchange = memory.allocate_tensor(
+        Float32, cute.make_layout((exchange_rows, WARP, WARPS), stride=(WARP, 1, exchange_rows * WARP)), 16
     )
     listed = memory.allocate_tensor(Int32, cute.make_layout((3, BATCH)), 16)
     shared = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
@@ -452,11 +453,11 @@ def combine(
     word = cute.make_tensor(table.iterator + 2 * requests, cute.make_layout(1))
     layout, sums = merge.partials, Sums.make(vectors)
 
-    mode, item, following, log2_warps = Int32(-1), block, Int32(0), log2_warps_of(width, together)
+    kind, item, following, log2_warps = Int32(-1), block, Int32(0), log2_warps_of(width, together)
     rows = cutlass.select_(width > 1, requests * (merge.all_rows * slices), Int32(0))  # times slices
     if rows == 0:
         cute.arch.griddepcontrol_wait()
-        mode = word[0]
+        kind = word[0]
     searching = Boolean(True)
     while searching:
         per_cta = Int32(WARPS) >> log2_warps
@@ -466,39 +467,40 @@ def combine(
             place = cutlass.min(place, rows - 1)
             slice_, place = place % slices, place // slices
             index, row = place // merge.all_rows, place % merge.all_rows
-            entry = Entry(index, width, index * width)
-            if mode == LISTED:
-                entry = Entry(listed[0, index], listed[1, index], listed[2, index])
-            elif mode == SHARES:
+            splits = Splits(index, width, index * width)
+            if kind == LISTED:
+                splits = Splits(listed[0, index], listed[1, index], listed[2, index])
+            elif kind == SHARES:
                 _, shares = split_evenly(units_of(seq_lens[index], merge.costs), width)
-                entry = Entry(index, shares, index * width)
+                splits = Splits(index, shares, index * width)
             kv_head, row = row // merge.rows, row % merge.rows
             tile = kv_head * (layout.tiles // merge.h_kv) + row // layout.rows
             first_row = Int64(tile * layout.rows + row % layout.rows)
             rank = warp & ((Int32(1) << log2_warps) - 1)
             # Waits once: behind the first item the attention kernel has ended.
-            wait_for_launch(results.outputs.iterator.toint() + first_row + Int64(rank + entry.base))
-            known = mode >= 0
-            mode = add_splits(
-                tensors, word, mode, entry, first_row, slice_ * vectors, rank, log2_warps, sums, lane, merge, together
+            wait_for_launch(results.outputs.iterator.toint() + first_row + Int64(rank + splits.base))
+            known = kind >= 0
+            kind = add_splits(
+                tensors, word, kind, splits, first_row, slice_ * vectors, rank, log2_warps, sums, lane, merge, together
             )  # fmt: skip
             if not known:
                 # A warp that had no split to load has not read it.
-                mode = word[0]
-            there = there and entry.count > 1 and (known or mode == FULL)
+                kind = word[0]
+            there = there and splits.count > 1 and (known or kind == FULL)
             if cutlass.const_expr(queries.blocks is not None):
-                there = there and row < queries.block(entry.request).count * merge.group
+                there = there and row < queries.block(splits.request).count * merge.group
             if log2_warps > 0:
                 store_shared(
-                    tensors, board, entry, kv_head, row, slice_ * vectors, there, log2_warps, sums, warp, lane, merge
+                    tensors, exchange, splits, kv_head, row, slice_ * vectors, there, log2_warps, sums, warp, lane,
+                    merge,
                 )  # fmt: skip
             elif there:
-                store(tensors, entry.request, kv_head, row, slice_ * vectors, sums, lane, merge)
-            if known or mode == FULL:
+                store(tensors, splits.request, kv_head, row, slice_ * vectors, sums, lane, merge)
+            if known or kind == FULL:
                 item = item + blocks
-            elif mode != SHARES:
+            elif kind != SHARES:
                 rows = Int32(0)
-        elif mode == LISTED:
+        elif kind == LISTED:
             item = item - (rows + per_cta - 1) // per_cta
             cute.arch.sync_threads()
             if warp == 0:
@@ -513,7 +515,7 @@ def combine(
                 log2_warps = cutlass.min(log2_warps, log2_warps_for(rows, blocks))
         per_cta = Int32(WARPS) >> log2_warps
         searching = item * per_cta < rows
-        if mode == LISTED:
+        if kind == LISTED:
             searching = searching or following < requests
 
 

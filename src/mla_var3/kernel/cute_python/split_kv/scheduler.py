@@ -12,7 +12,7 @@ Requests lie behind each other on a line, and worker w takes the points [w · sp
             request is split only where it crosses from one worker to the next, and all workers end within a unit. A
             request without keys has no point. Where a combine is launched it merges the splits; else the workers do:
             up to `JOINED` splits level by level of a binary tree (`takes` says which with which), more of them in
-            shares of their rows (`split_kv.combine.merge_share`).
+            shares of their rows (`split_kv.combine.merge_rows`).
     shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
             many equal chunks. `split_kv.combine` merges them.
     chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on

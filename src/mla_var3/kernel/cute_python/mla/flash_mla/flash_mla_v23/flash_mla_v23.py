@@ -34,7 +34,7 @@ loading the next one, and EVEN copies its query rows while the results leave. A 
 request is written to `out`. Of shares the partial results are written, and `split_kv.combine`, a programmatic
 dependent, merges them. On an even line the workers merge them themselves: two or three splits from registers into
 registers, while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
-(`combine.merge_share`).
+(`combine.merge_rows`).
 
 Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
@@ -266,7 +266,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "full": array(Int64, STAGES * geometry.panels),  # mbarriers: a panel has been loaded
         "empty": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are no longer read
         "plan": array(Int32, scheduler.PLAN),
-        "shares": array(Int32, 2),  # of a merge that workers share
+        "row_range": array(Int32, 2),  # of a merge that workers share: the first and the end
         "row_max": array(Float32, ROWS),  # running maximum that both consumers share
         "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
         "query": cute.struct.Align[array(dtype, ROWS * PANEL * geometry.panels), 1024],
@@ -1059,7 +1059,7 @@ def consume(
         cute.make_rmem_tensor(2, Float32),
     )
     row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
-    shares = storage.shares.get_tensor(cute.make_layout(2))
+    row_range = storage.row_range.get_tensor(cute.make_layout(2))
     me, tile = thread // WARPGROUP, kv_head * geometry.row_tiles + row_tile
     parity = Int32(0)  # of this consumer's stage
     keyless = line.empty
@@ -1082,7 +1082,7 @@ def consume(
             if combine.lists(line, pool):
                 partials.list_request(table, split.request, count, base)
             elif count > scheduler.JOINED:
-                combine.begin_shares(flags.iterator + (base * geometry.tiles + tile), shares)
+                combine.begin_row_merge(flags.iterator + (base * geometry.tiles + tile), row_range)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -1128,9 +1128,9 @@ def consume(
                     q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, thread, WARPGROUP
                 )  # fmt: skip
         split = following
-    combine.merge_share(
-        (results, queries, None), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request), tile,
-        Barrier.CONSUMERS, thread, geometry.merge, (8, 2),
+    combine.merge_rows(
+        (results, queries, None), flags, row_range, piece, split.request, scheduler.slot_of(worker, split.request),
+        tile, Barrier.CONSUMERS, thread, geometry.merge, (8, 2),
     )  # fmt: skip
 
 
@@ -1199,7 +1199,7 @@ def flash_mla_v23(
         schedule, storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
     )  # fmt: skip
     if tile == 0 and worker == 0 and thread == CONSUMERS:
-        combine.write_mode(schedule.table, line, as_guessed, pool)
+        combine.write_split_kind(schedule.table, line, as_guessed, pool)
     if split.request != guessed:
         guess = Int32(-1)
         if warp < CONSUMERS // 32 and scheduler.has_work(split):

@@ -31,7 +31,7 @@ Pages of the cache may lie apart.
 Split-KV: `split_kv.scheduler` deals splits to workers from the lengths. Where it deals shares, `split_kv.combine`
 merges the partial results. On an even line the workers merge them themselves: two or three splits from registers into
 registers, while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
-(`combine.merge_share`). Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
+(`combine.merge_rows`). Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
 
 Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, each of which is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
@@ -108,7 +108,7 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask; n: rows
-    of the query tile; slots: panels of the ring. packed: requests differ in their query tokens, and s is those of a
+    of the query tile; stages: panels of the ring. packed: requests differ in their query tokens, and s is those of a
     block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query token sees."""
 
     h: int
@@ -119,7 +119,7 @@ class Geometry:
     page: int
     causal: bool
     n: int
-    slots: int
+    stages: int
     packed: bool = False
     tree: bool = False
 
@@ -187,35 +187,35 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         return cute.struct.MemRange[kind, size]
 
     n = geometry.n
-    board = cute.struct.Align[array(Float32, CONSUMERS * WARPS * n), 16]  # a value of each warp and row
+    exchange = cute.struct.Align[array(Float32, CONSUMERS * WARPS * n), 16]  # a value of each warp and row
     fields = {
-        "full": array(Int64, geometry.slots),  # mbarriers: the panel has been loaded
-        "empty": array(Int64, geometry.slots),  # mbarriers: the panel is no longer read
+        "full": array(Int64, geometry.stages),  # mbarriers: the panel has been loaded
+        "empty": array(Int64, geometry.stages),  # mbarriers: the panel is no longer read
         "plan": array(Int32, scheduler.PLAN),
-        "shares": array(Int32, 2),  # of a merge that workers share
-        "board": board,  # maxima, then sums of P
-        "magnitudes": board,
+        "row_range": array(Int32, 2),  # of a merge that workers share: the first and the end
+        "exchange": exchange,  # maxima, then sums of P
+        "magnitudes": exchange,
         "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
         "query": cute.struct.Align[array(dtype, n * PANEL * geometry.panels), 1024],
         "p": cute.struct.Align[array(dtype, CONSUMERS * n * TOKENS), 1024],
-        "ring": cute.struct.Align[array(dtype, geometry.slots * PANEL_ELEMENTS), 1024],
+        "ring": cute.struct.Align[array(dtype, geometry.stages * PANEL_ELEMENTS), 1024],
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
 def fixed_bytes(n: int, columns: int, element_bytes: int) -> int:
-    """Shared memory besides the ring: mbarriers, boards and alignment (4 KiB are enough), Q in whole panels, and P of
-    both consumers."""
+    """Shared memory besides the ring: mbarriers, exchange buffers and alignment (4 KiB are enough), Q in whole panels,
+    and P of both consumers."""
     return 4096 + n * (-(-columns // PANEL) * PANEL + CONSUMERS * TOKENS) * element_bytes
 
 
 # ------------------------------------------------------------------------------------------------ device: load
-def ring_at(slot: Int32, phase: Int32, offset: int, slots: int) -> tuple[Int32, Int32]:
-    """(slot, phase) `offset` panels further on in the ring; offset < slots."""
-    moved = slot + offset
-    wrapped = Int32(moved >= slots)
-    return moved - wrapped * slots, phase ^ wrapped
+def ring_at(stage: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32, Int32]:
+    """(stage, phase) `offset` panels further on in the ring; offset < stages."""
+    moved = stage + offset
+    wrapped = Int32(moved >= stages)
+    return moved - wrapped * stages, phase ^ wrapped
 
 
 @cute.jit
@@ -238,10 +238,10 @@ def load(
     The loop over panels stays a loop: unrolled, each panel of the first tile waits for its instructions.
     """
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-    layout = wgmma.k_major_layout(storage.ring.data_ptr().dtype, (TOKENS, PANEL, geometry.slots))
+    layout = wgmma.k_major_layout(storage.ring.data_ptr().dtype, (TOKENS, PANEL, geometry.stages))
     ring = wgmma.smem_view(storage.ring.data_ptr(), 0, layout)
     boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], ring, geometry.box)
-    slot, phase = Int32(0), Int32(0)
+    stage, phase = Int32(0), Int32(0)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
         request = queries.block(split.request).request
@@ -255,15 +255,15 @@ def load(
             following = page_table[request, entry]
             pages = paged.pages_of(page, geometry.page)
             for i in cutlass.range(geometry.panels, unroll=1):
-                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                 # One lane is to be elected for the whole warp, not one for each group that left the wait together.
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + slot, PANEL_BYTES)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, PANEL_BYTES)
                 paged.load_panel(
-                    tma, boxes, places[None, None, 0, slot], tile, i, pages, geometry.page, full + slot
+                    tma, boxes, places[None, None, 0, stage], tile, i, pages, geometry.page, full + stage
                 )  # fmt: skip
-                slot, phase = ring_at(slot, phase, 1, geometry.slots)
+                stage, phase = ring_at(stage, phase, 1, geometry.stages)
             page = following
         split = scheduler.next_split(split, seq_lens, line, COSTS)
 
@@ -285,12 +285,12 @@ def load_rows(
     every panel.
 
     A panel's copies are published when `IN_FLIGHT` panels have been issued behind it, or earlier, where the next one
-    finds no free slot: consumers may need those that are in flight before they free one.
+    finds no free stage: consumers may need those that are in flight before they free one.
     """
     full, empty, ring = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ring.data_ptr()
     first_row, lane = warp * GATHERED, cute.arch.lane_idx()  # a lane looks up the page of row first_row + lane
-    slot, phase = Int32(0), Int32(0)
-    oldest, pending = Int32(0), Int32(0)  # slot of the first panel that is not published, and number of those
+    stage, phase = Int32(0), Int32(0)
+    oldest, pending = Int32(0), Int32(0)  # stage of the first panel that is not published, and number of those
     page = Int32(0)
     while scheduler.has_work(split):
         first, end, _, _ = scheduler.units_range(split, line, COSTS)
@@ -306,19 +306,19 @@ def load_rows(
                 paged.row_source_of(cache, page, token, i, length, kv_head) for i in range(0, GATHERED, paged.ROWS)
             ]
             for i in cutlass.range(geometry.panels, unroll=1):
-                full_up = is_taken(empty + slot, phase)
+                full_up = is_taken(empty + stage, phase)
                 while pending > 0 and full_up:
                     oldest, pending = publish_oldest(full, oldest, pending, geometry)
-                    full_up = is_taken(empty + slot, phase)
-                cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+                    full_up = is_taken(empty + stage, phase)
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                 for j in cutlass.range_constexpr(len(sources)):
-                    place, width = ring + slot * PANEL_ELEMENTS, geometry.k + geometry.p
+                    place, width = ring + stage * PANEL_ELEMENTS, geometry.k + geometry.p
                     paged.copy_rows(sources[j], i * PANEL, width, place, first_row + j * paged.ROWS)
                 cute.arch.cp_async_commit_group()
                 pending = pending + 1
                 if pending > IN_FLIGHT:
                     oldest, pending = publish_oldest(full, oldest, pending, geometry)
-                slot, phase = ring_at(slot, phase, 1, geometry.slots)
+                stage, phase = ring_at(stage, phase, 1, geometry.stages)
             page = following
         split = scheduler.next_split(split, seq_lens, line, COSTS)
     while pending > 0:
@@ -327,7 +327,7 @@ def load_rows(
 
 @cute.jit
 def is_taken(empty: cute.Pointer, phase: Int32) -> Boolean:
-    """Whether a slot of the ring still holds panels that are read; the same in all lanes."""
+    """Whether a stage of the ring still holds panels that are read; the same in all lanes."""
     return cute.arch.vote_any_sync(not cute.arch.mbarrier_test_wait(empty, phase ^ 1))
 
 
@@ -338,7 +338,7 @@ def publish_oldest(full: cute.Pointer, oldest: Int32, pending: Int32, geometry: 
         if pending == behind + 1:
             cute.arch.cp_async_wait_group(behind)
     paged.publish_rows([full + oldest])
-    following, _ = ring_at(oldest, Int32(0), 1, geometry.slots)
+    following, _ = ring_at(oldest, Int32(0), 1, geometry.stages)
     return following, pending - 1
 
 
@@ -380,12 +380,12 @@ class Consumer:
     full: Any  # mbarriers, as in `shared_storage`
     empty: Any
     ring: Any  # shared memory
-    board: Any  # of this consumer: (WARPS, n)
+    exchange: Any  # of this consumer: (WARPS, n)
     shared_max: Any  # (n,)
     mma_s: Any  # Sᵀ = K·Qᵀ
     mma_o: Any  # Oᵀ += Vᵀ·P
-    frag_k: Any  # descriptors: panels as K, (MMA, 1, 4, slots);
-    frag_v: Any  # as V, (MMA, 1, 4, slots);
+    frag_k: Any  # descriptors: panels as K, (MMA, 1, 4, stages);
+    frag_v: Any  # as V, (MMA, 1, 4, stages);
     frag_q: Any  # Q, (MMA, 1, 4 · panels);
     frag_p: Any  # P of each consumer, (MMA, 1, 4)
     p_copy: Any
@@ -405,7 +405,7 @@ class Consumer:
         ring, p = storage.ring.data_ptr(), storage.p.data_ptr()
         mma_s, mma_o = make_mma(dtype, n, OperandMajorMode.K), make_mma(dtype, n, OperandMajorMode.MN)
         scores, output = mma_s.get_slice(thread), mma_o.get_slice(thread)
-        box = (TOKENS, PANEL, geometry.slots)
+        box = (TOKENS, PANEL, geometry.stages)
         keys = wgmma.smem_view(ring, 0, wgmma.k_major_layout(dtype, box))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
         values = wgmma.smem_view(ring, 0, cute.tile_to_shape(atom, box, order=(0, 1, 2)))
@@ -425,7 +425,7 @@ class Consumer:
             full=storage.full.data_ptr(),
             empty=storage.empty.data_ptr(),
             ring=ring,
-            board=storage.board.data_ptr() + me * WARPS * n,
+            exchange=storage.exchange.data_ptr() + me * WARPS * n,
             shared_max=storage.row_max.data_ptr(),
             mma_s=mma_s,
             mma_o=mma_o,
@@ -449,15 +449,15 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- scores
     @cute.jit
-    def issue_scores(self, slot: Int32, phase: Int32):
-        """Sᵀ = K·Qᵀ of an own tile whose first panel is at (slot, phase), each panel as soon as it is there.
+    def issue_scores(self, stage: Int32, phase: Int32):
+        """Sᵀ = K·Qᵀ of an own tile whose first panel is at (stage, phase), each panel as soon as it is there.
 
-        A parity distinguishes neighbouring phases only. That is enough: what the slot held before belongs to a tile at
+        A parity distinguishes neighbouring phases only. That is enough: what the stage held before belongs to a tile at
         least two back, and this consumer has waited for it, or for the P that the other one made of it.
         """
         warpgroup.fence()
         for i in cutlass.range_constexpr(self.geometry.panels):
-            place, parity = ring_at(slot, phase, i, self.geometry.slots)
+            place, parity = ring_at(stage, phase, i, self.geometry.stages)
             cute.arch.mbarrier_wait(self.full + place, parity)
             # Of a last panel that is not full, what has columns: Q has none there.
             count = cutlass.const_expr(min(PANEL // MMA_K, self.geometry.slices - 4 * i))
@@ -516,9 +516,9 @@ class Consumer:
             best[c] = cute.arch.fmax(columns[c, 0], columns[c, 1])
             for i in cutlass.range_constexpr(3):
                 best[c] = cute.arch.fmax(best[c], cute.arch.shuffle_sync_bfly(best[c], offset=4 << i))
-        softmax.publish(best, self.board + warp * n, lane)
+        softmax.publish(best, self.exchange + warp * n, lane)
         named_sync(Barrier.EVEN + self.me, WARPGROUP)
-        softmax.collect(best, self.board, WARPS, lane, True)
+        softmax.collect(best, self.exchange, WARPS, lane, True)
         for c in cutlass.range_constexpr(count):
             new = softmax.lazy_max(self.row_max[c], best[c] * self.scale_log2)
             self.factor[c] = softmax.exp2(self.row_max[c] - new)
@@ -559,37 +559,37 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
-    def zero_past_end(self, left: Int32, slot: Int32, phase: Int32):
+    def zero_past_end(self, left: Int32, stage: Int32, phase: Int32):
         """Zeroes V from token `left` of a tile on, in this consumer's panels."""
         for i in cutlass.range_constexpr(self.geometry.half_panels):
-            place, _ = ring_at(slot, phase, self.me * self.geometry.half_panels + i, self.geometry.slots)
+            place, _ = ring_at(stage, phase, self.me * self.geometry.half_panels + i, self.geometry.stages)
             paged.zero_rows(self.ring + place * PANEL_ELEMENTS, left, self.thread, 1)
 
     @cute.jit
-    def multiply(self, maker: cutlass.Constexpr, slot: Int32, phase: Int32):
+    def multiply(self, maker: cutlass.Constexpr, stage: Int32, phase: Int32):
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P that `maker` has made; frees each panel when it is done."""
         count = self.geometry.half_panels
         warpgroup.fence()
         for i in cutlass.range_constexpr(count):
-            place, _ = ring_at(slot, phase, self.me * count + i, self.geometry.slots)
+            place, _ = ring_at(stage, phase, self.me * count + i, self.geometry.stages)
             issue(self.mma_o, self.acc_o[i], self.frag_v[None, None, None, place], self.frag_p[maker], 0)
             warpgroup.commit_group()
         for i in cutlass.range_constexpr(count):
             warpgroup.wait_group(count - 1 - i)
-            place, _ = ring_at(slot, phase, self.me * count + i, self.geometry.slots)
+            place, _ = ring_at(stage, phase, self.me * count + i, self.geometry.stages)
             warp_arrive(self.empty + place)
 
     @cute.jit
-    def own_tile(self, first_token: Int32, length: Int32, unmasked: Int32, slot: Int32, phase: Int32):
+    def own_tile(self, first_token: Int32, length: Int32, unmasked: Int32, stage: Int32, phase: Int32):
         """A tile whose scores are in flight to acc_s: softmax, P to both consumers, and this one's product."""
         geometry = self.geometry
         warpgroup.wait_group(0)
         for i in cutlass.range_constexpr(geometry.latent_panels, geometry.panels):
-            place, _ = ring_at(slot, phase, i, geometry.slots)
+            place, _ = ring_at(stage, phase, i, geometry.stages)
             warp_arrive(self.empty + place)
         if first_token + TOKENS > unmasked:
             self.mask_tokens(first_token, length)
-            self.zero_past_end(length - first_token, slot, phase)
+            self.zero_past_end(length - first_token, stage, phase)
         if self.exceeds():
             self.move_max()
         columns = wgmma.as_columns(self.acc_s)
@@ -603,23 +603,23 @@ class Consumer:
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         named_sync(Barrier.EVEN + self.me, WARPGROUP)
         named_arrive(Barrier.P_EVEN + self.me, CONSUMER_THREADS)
-        self.multiply(self.me, slot, phase)
+        self.multiply(self.me, stage, phase)
 
     @cute.jit
-    def other_tile(self, first_token: Int32, length: Int32, slot: Int32, phase: Int32):
+    def other_tile(self, first_token: Int32, length: Int32, stage: Int32, phase: Int32):
         """This consumer's product with the V of a tile whose P the other one makes; ends what is in flight."""
         other = 1 - self.me
         named_sync(Barrier.P_EVEN + other, CONSUMER_THREADS)
         if first_token + TOKENS > length:
-            self.zero_past_end(length - first_token, slot, phase)
+            self.zero_past_end(length - first_token, stage, phase)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.EVEN + self.me, WARPGROUP)
         self.follow_max()
-        self.multiply(other, slot, phase)
+        self.multiply(other, stage, phase)
 
     @cute.jit
-    def run(self, first: Int32, end: Int32, unmasked: Int32, length: Int32, slot: Int32, phase: Int32):
-        """Tiles first..end-1 of a split. unmasked: keys that every row may see. (slot, phase): of the first panel."""
+    def run(self, first: Int32, end: Int32, unmasked: Int32, length: Int32, stage: Int32, phase: Int32):
+        """Tiles first..end-1 of a split. unmasked: keys that every row may see. (stage, phase): of the first panel."""
         geometry = self.geometry
         for i in cutlass.range_constexpr(geometry.half_panels):
             self.acc_o[i].fill(0.0)
@@ -630,20 +630,20 @@ class Consumer:
             if self.thread < 32:
                 softmax.publish(self.row_max, self.shared_max, self.thread)
         for tile in cutlass.range(first, end, CONSUMERS, unroll=1):
-            slot1, phase1 = ring_at(slot, phase, geometry.panels, geometry.slots)
+            stage1, phase1 = ring_at(stage, phase, geometry.panels, geometry.stages)
             token = tile * TOKENS
             if cutlass.const_expr(self.me == EVEN):
-                self.issue_scores(slot, phase)
-                self.own_tile(token, length, unmasked, slot, phase)
+                self.issue_scores(stage, phase)
+                self.own_tile(token, length, unmasked, stage, phase)
                 if tile + 1 < end:
-                    self.other_tile(token + TOKENS, length, slot1, phase1)
+                    self.other_tile(token + TOKENS, length, stage1, phase1)
             elif tile + 1 < end:
-                self.issue_scores(slot1, phase1)
-                self.other_tile(token, length, slot, phase)
-                self.own_tile(token + TOKENS, length, unmasked, slot1, phase1)
+                self.issue_scores(stage1, phase1)
+                self.other_tile(token, length, stage, phase)
+                self.own_tile(token + TOKENS, length, unmasked, stage1, phase1)
             else:
-                self.other_tile(token, length, slot, phase)
-            slot, phase = ring_at(slot1, phase1, geometry.panels, geometry.slots)
+                self.other_tile(token, length, stage, phase)
+            stage, phase = ring_at(stage1, phase1, geometry.panels, geometry.stages)
         if cutlass.const_expr(self.me == ODD):
             # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN
             # has, once more, where a tile is left over; who does not make the last tile's P, where V is zeroed.
@@ -664,12 +664,12 @@ def transpose(word: Int32) -> Int32:
 @cute.jit
 def share_sums(row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
     """(n / 4,) registers for each consumer: its sums of P in the thread's columns, over all tokens; row_sum is lost."""
-    board = storage.board.data_ptr()
-    softmax.publish_sums(row_sum, board + thread // 32 * geometry.n, thread % 32)
+    exchange = storage.exchange.data_ptr()
+    softmax.publish_sums(row_sum, exchange + thread // 32 * geometry.n, thread % 32)
     named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
     sums = [cute.make_rmem_tensor(geometry.n // 4, Float32) for _ in range(CONSUMERS)]
     for i in cutlass.range_constexpr(CONSUMERS):
-        softmax.collect(sums[i], board + i * (WARPS * geometry.n), WARPS, thread % 32, False)
+        softmax.collect(sums[i], exchange + i * (WARPS * geometry.n), WARPS, thread % 32, False)
     return sums
 
 
@@ -850,8 +850,8 @@ def consume(
     )
     layout = wgmma.k_major_layout(dtype, (geometry.n, PANEL * geometry.panels))
     q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
-    shares = storage.shares.get_tensor(cute.make_layout(2))
-    slot, phase = Int32(0), Int32(0)
+    row_range = storage.row_range.get_tensor(cute.make_layout(2))
+    stage, phase = Int32(0), Int32(0)
     is_first = Boolean(True)
     keyless = line.empty
     if cutlass.const_expr(geometry.packed):
@@ -872,7 +872,7 @@ def consume(
             if combine.lists(line, pool):
                 partials.list_request(table, split.request, count, base)
             elif count > scheduler.JOINED:
-                combine.begin_shares(flags.iterator + (base * geometry.h_kv + kv_head), shares)
+                combine.begin_row_merge(flags.iterator + (base * geometry.h_kv + kv_head), row_range)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -893,10 +893,10 @@ def consume(
                     w = Consumer.make(
                         me, geometry, storage, dtype, lane, scale_log2, registers, block, queries.mask
                     )  # fmt: skip
-                    w.run(first, end, unmasked, split.length, slot, phase)
-            moved = slot + (end - first) * geometry.panels
-            phase = phase ^ (moved // geometry.slots & 1)
-            slot = moved % geometry.slots
+                    w.run(first, end, unmasked, split.length, stage, phase)
+            moved = stage + (end - first) * geometry.panels
+            phase = phase ^ (moved // geometry.stages & 1)
+            stage = moved % geometry.stages
         following = scheduler.next_split(split, seq_lens, line, COSTS)
         if scheduler.has_work(following):
             # All scores are made: nobody reads Q any more.
@@ -927,8 +927,8 @@ def consume(
                 results, block, kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS, ROW_TILES[-1]
             )  # fmt: skip
         split = following
-    combine.merge_share(
-        (results, queries, None), flags, shares, piece, split.request, scheduler.slot_of(worker, split.request),
+    combine.merge_rows(
+        (results, queries, None), flags, row_range, piece, split.request, scheduler.slot_of(worker, split.request),
         kv_head, Barrier.CONSUMERS, thread, geometry.merge, (8, 1),
     )  # fmt: skip
 
@@ -964,7 +964,7 @@ def flash_mla_v24(
         if cutlass.const_expr(geometry.box):
             cpasync.prefetch_descriptor(tma)
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(geometry.slots):
+            for i in cutlass.range_constexpr(geometry.stages):
                 cute.arch.mbarrier_init(full + i, geometry.producers)
                 cute.arch.mbarrier_init(empty + i, WARPS)
         cute.arch.mbarrier_init_fence()
@@ -997,7 +997,7 @@ def flash_mla_v24(
         schedule, storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
     )  # fmt: skip
     if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
-        combine.write_mode(schedule.table, line, as_guessed, pool)
+        combine.write_split_kind(schedule.table, line, as_guessed, pool)
     if split.request != guessed:
         guess = Int32(-1)
         if warp < CONSUMERS * WARPS and scheduler.has_work(split):
@@ -1118,9 +1118,9 @@ class FlashMlaV24Tiling(Tiling):
         s = self.tokens(pd)
         n = self.tile_n or next((n for n in ROW_TILES if n >= s * pd.group), ROW_TILES[-1])
         free = 232_448 - fixed_bytes(n, pd.k + pd.p, pd.element_bytes) - (COMBINE_BYTES if n < ROW_TILES[-1] else 0)
-        slots = self.num_pipeline_stages or free // PANEL_BYTES
+        stages = self.num_pipeline_stages or free // PANEL_BYTES
         causal = pd.causal and (pd.packed or s > 1)
-        return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, n, slots, pd.packed, pd.tree)
+        return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, n, stages, pd.packed, pd.tree)
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         if self.tile_n not in (0, *ROW_TILES):
@@ -1136,15 +1136,15 @@ class FlashMlaV24Tiling(Tiling):
         geometry = self.geometry(pd)
         if geometry.n < geometry.rows:
             return Verdict.no(f"tile_n = {geometry.n} must hold the {geometry.rows} query rows that share a cache")
-        if geometry.slots < CONSUMERS * geometry.panels:
+        if geometry.stages < CONSUMERS * geometry.panels:
             return Verdict.no(
-                f"num_pipeline_stages = {geometry.slots} panels must hold the {geometry.panels} of a tile for each of "
+                f"num_pipeline_stages = {geometry.stages} panels must hold the {geometry.panels} of a tile for each of "
                 f"{CONSUMERS} consumers"
             )
-        smem = geometry.slots * PANEL_BYTES + fixed_bytes(geometry.n, pd.k + pd.p, pd.element_bytes)
+        smem = geometry.stages * PANEL_BYTES + fixed_bytes(geometry.n, pd.k + pd.p, pd.element_bytes)
         if device is not None and smem > device.smem_per_block:
             return Verdict.no(
-                f"{smem:,} bytes of shared memory for q and {geometry.slots} panels are over the "
+                f"{smem:,} bytes of shared memory for q and {geometry.stages} panels are over the "
                 f"{device.smem_per_block:,} that a CTA of {device.key} may have"
             )
         if not (counted := limits.decode_sizes(pd)):

@@ -1002,7 +1002,7 @@ def sparse_mla(
         schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS // 32, lane, geometry.costs
     )  # fmt: skip
     if tile == 0 and worker == 0 and thread == CONSUMERS:
-        combine.write_mode(schedule.table, line, as_guessed, pool)
+        combine.write_split_kind(schedule.table, line, as_guessed, pool)
     if warp < CONSUMERS // 32 and scheduler.has_work(split):
         rows.copy_query_rows(
             q, q_tile, queries.block(split.request), Int32(0), first_row, geometry.h, thread, CONSUMERS

@@ -237,7 +237,7 @@ class Geometry:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of shared memory: Q, P of both consumers, boards; mbarriers, words and alignment take under 3 KiB."""
+        """Of shared memory: Q, P of both consumers, exchange buffers; mbarriers and alignment take under 3 KiB."""
         products = PANEL * self.panels + CONSUMERS * self.copies * TOKENS
         return 3072 + 2 * self.n * products + 4 * self.n * (6 * WARPS + 1)
 
@@ -283,7 +283,7 @@ def shared_storage(geometry: Geometry) -> type:
         return cute.struct.MemRange[kind, size]
 
     n, stages = geometry.n, geometry.stages
-    board = cute.struct.Align[array(Float32, CONSUMERS * WARPS * n), 16]  # a value of each warp and head
+    exchange = cute.struct.Align[array(Float32, CONSUMERS * WARPS * n), 16]  # a value of each warp and head
     fields = {
         "full": array(Int64, stages),  # mbarriers: the tile has been loaded
         "empty": array(Int64, stages),  # mbarriers: it is no longer read
@@ -292,9 +292,9 @@ def shared_storage(geometry: Geometry) -> type:
         "plan": array(Int32, scheduler.PLAN),
         "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
         "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
-        "board": board,  # maxima, then sums of P
-        "magnitudes": board,
-        "maxima": board,  # running maximum, of each warp
+        "exchange": exchange,  # maxima, then sums of P
+        "magnitudes": exchange,
+        "maxima": exchange,  # running maximum, of each warp
         "moves": array(Int32, 1),  # how often the running maximum of a split has moved
         "sinks": array(Float32, n if geometry.sink else 1),  # of the heads, times log2 e
         "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
@@ -308,9 +308,9 @@ def shared_storage(geometry: Geometry) -> type:
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
-def stage_at(slot: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32, Int32]:
-    """(slot, phase) `offset` tiles further on in the ring; offset <= stages."""
-    moved = slot + offset
+def stage_at(stage: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32, Int32]:
+    """(stage, phase) `offset` tiles further on in the ring; offset <= stages."""
+    moved = stage + offset
     wrapped = Int32(moved >= stages)
     return moved - wrapped * stages, phase ^ wrapped
 
@@ -352,7 +352,7 @@ class Row(NamedTuple):
 
 class Place(NamedTuple):
     """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. The tile
-    behind that one waits for the slot of the last tile but one of the split before, which is free when all scores of
+    behind that one waits for the stage of the last tile but one of the split before, which is free when all scores of
     that split are made, and so is the query's place."""
 
     split: scheduler.Split
@@ -442,14 +442,14 @@ def of_cache(caches: Any, found: Row, address: Any, geometry: Geometry) -> Int64
 
 @cute.jit
 def copy_row(
-    caches: cutlass.Constexpr, found: Row, zeros: cute.Tensor, storage: cutlass.Constexpr, slot: Int32, row: Int32,
+    caches: cutlass.Constexpr, found: Row, zeros: cute.Tensor, storage: cutlass.Constexpr, stage: Int32, row: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Starts copying a row, or one of zeros, into a tile."""
-    full = (storage.full.data_ptr() + slot).toint()
+    full = (storage.full.data_ptr() + stage).toint()
     source = of_cache(caches, found, row_address, geometry)
     source = cutlass.select_(found.index >= 0, source, zeros.iterator.toint())
-    target = (storage.rows.data_ptr() + (slot * TOKENS + row) * geometry.stride).toint()
+    target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, Int32(geometry.row_bytes), full],
@@ -457,7 +457,7 @@ def copy_row(
     if cutlass.const_expr(geometry.layout == "v4"):
         source = of_cache(caches, found, scale_address, geometry)
         source = cutlass.select_(found.index >= 0, source, zeros.iterator.toint())
-        target = (storage.scales.data_ptr() + (slot * TOKENS + row)).toint()
+        target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
         cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
 
 
@@ -492,18 +492,18 @@ def load(
     first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
     place = next_place(place, lengths, line, geometry)
     second = read_row(caches, place, token, row, geometry)
-    slot, phase, parity = Int32(0), Int32(0), Int32(0)
+    stage, phase, parity = Int32(0), Int32(0), Int32(0)
     while first.there:
-        cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
         with cute.arch.elect_one():
-            valid[warp, slot] = votes
-            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, ROWS * geometry.row_bytes)
+            valid[warp, stage] = votes
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, ROWS * geometry.row_bytes)
         if cute.arch.lane_idx() % 2 == 0:
-            copy_row(caches, first, zeros, storage, slot, row, geometry)
+            copy_row(caches, first, zeros, storage, stage, row, geometry)
         if cutlass.const_expr(geometry.layout == "v4"):
-            cute.arch.cp_async_mbarrier_arrive_noinc(full + slot)
-        slot, phase = stage_at(slot, phase, 1, geometry.stages)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+        stage, phase = stage_at(stage, phase, 1, geometry.stages)
         if (warp == 0) & (first.query >= 0):
             cute.arch.mbarrier_wait(storage.query_empty.data_ptr(), parity)
             parity = parity ^ 1
@@ -701,7 +701,7 @@ class Consumer:
     valid: Any  # (PRODUCERS, stages)
     factors: Any  # [stage][group][4][16]: in lane % 4, of its tokens of each k block
     scales: Any  # v4's
-    board: Any  # of this consumer: (WARPS, n)
+    exchange: Any  # of this consumer: (WARPS, n)
     maxima: Any  # of this warp: (n,), the running maximum of the columns,
     shared_max: Any  # (n,), and what was last published
     moves: Any  # (1,), shared memory: how often it was,
@@ -761,7 +761,7 @@ class Consumer:
             valid=storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages))),
             factors=storage.factors.data_ptr(),
             scales=storage.scales.data_ptr(),
-            board=storage.board.data_ptr() + cute.assume(me * (WARPS * n), divby=n),
+            exchange=storage.exchange.data_ptr() + cute.assume(me * (WARPS * n), divby=n),
             maxima=storage.maxima.data_ptr() + cute.assume((me * WARPS + thread // 32) * n, divby=n),
             shared_max=storage.row_max.data_ptr(),
             moves=storage.moves.get_tensor(cute.make_layout(1)),
@@ -786,17 +786,17 @@ class Consumer:
             row_sum=row_sum,
         )
 
-    def tile_rows(self, slot: Int32) -> cute.Pointer:
+    def tile_rows(self, stage: Int32) -> cute.Pointer:
         """Where a tile's rows begin."""
-        return self.rows + cute.assume(slot * (TOKENS * self.geometry.stride), divby=16)
+        return self.rows + cute.assume(stage * (TOKENS * self.geometry.stride), divby=16)
 
     # -------------------------------------------------------------------------------------------- factors
-    def scales_of(self, slot: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
+    def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
         """(e, the factor of each group, times 2^-e) of a token."""
         geometry = self.geometry
         if geometry.layout == "v32":
             found = cute.make_rmem_tensor(geometry.cache.scales, Float32)
-            place = self.tile_rows(slot) + cute.assume(row * geometry.stride + geometry.cache.quantised, divby=16)
+            place = self.tile_rows(stage) + cute.assume(row * geometry.stride + geometry.cache.quantised, divby=16)
             source = cute.recast_ptr(place.align(16), dtype=Float32)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(geometry.cache.scales)), found)
             top = cute.math.absf(found[0])
@@ -806,7 +806,7 @@ class Consumer:
             inverse = partials.power_of_two(-exponent)
             return exponent, [found[g] * inverse for g in range(geometry.cache.scales)]
         found = cute.make_rmem_tensor(2, Int32)
-        place = cute.recast_ptr(self.scales + (slot * TOKENS + row), dtype=Int32)
+        place = cute.recast_ptr(self.scales + (stage * TOKENS + row), dtype=Int32)
         cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), found)
         values = [(found[g // 4] >> (g % 4 * 8)) & 255 for g in range(geometry.cache.scales)]
         top = values[0]
@@ -821,19 +821,19 @@ class Consumer:
         return cutlass.min(cutlass.max(exponent, self.geometry.least_exponent), MOST_EXPONENT)
 
     @cute.jit
-    def read_factors(self, slot: Int32, pairs: cute.Tensor, plain: cute.Tensor):
+    def read_factors(self, stage: Int32, pairs: cute.Tensor, plain: cute.Tensor):
         """Of the thread's two tokens of an own tile: what scores and probabilities are multiplied with; pairs (2,
         groups): each factor in fp16, twice; plain (2,): 2^-e in bf16, twice. Where codes are multiplied with them, the
         factors go to shared memory too, for the products with V."""
         geometry = self.geometry
         lane, warp = self.thread % 32, self.thread // 32
-        names = self.valid[warp, slot]
+        names = self.valid[warp, stage]
         for r in cutlass.range_constexpr(2):
             row = wgmma.acc_row(self.thread, r)
             self.scaled[r], self.weights[r] = self.scale_log2, Float32(1.0)
             exponent = Int32(0)
             if cutlass.const_expr(geometry.groups > 0):
-                exponent, values = self.scales_of(slot, row)
+                exponent, values = self.scales_of(stage, row)
                 self.scaled[r] = self.scale_log2 * partials.power_of_two(exponent)
                 self.weights[r] = partials.power_of_two(-exponent)
                 word = (127 - exponent) << 7
@@ -847,7 +847,7 @@ class Consumer:
             self.exponents[r] = Float32(cutlass.select_(is_token > 0, Float32(exponent), -Float32.inf))
         # Token 16 w + 8 r + a of the tile is in k block w; of the block's tokens, 2 i, 2 i + 1 and 8 behind are lane
         # i's. Each of the four lanes that have a token stores every fourth factor.
-        base = self.factors + (slot * geometry.code_factors * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
+        base = self.factors + (stage * geometry.code_factors * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
         for first in cutlass.range_constexpr(0, geometry.code_factors, 4):
             place = base + (first + lane % 4) * TOKENS
             for r in cutlass.range_constexpr(2):
@@ -890,14 +890,14 @@ class Consumer:
                 product = part[c, r] * factor
                 columns[c, r] = product if first else columns[c, r] + product
 
-    def issue_scores(self, slot: Int32, pairs: cute.Tensor, plain: cute.Tensor) -> None:
+    def issue_scores(self, stage: Int32, pairs: cute.Tensor, plain: cute.Tensor) -> None:
         """acc_s = K·Qᵀ of an own tile; all products have ended."""
         geometry, lane = self.geometry, self.thread % 32
         row = self.thread // 32 * 16 + lane % 16
-        address = self.tile_rows(slot).toint() + (row * geometry.stride + lane // 16 * 16)
+        address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
         found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
-        self.read_factors(slot, pairs, plain)
+        self.read_factors(stage, pairs, plain)
         sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
@@ -920,13 +920,13 @@ class Consumer:
             self.add_group(sums[len(ended) % 2], geometry.panels - 1, not ended)
 
     @cute.jit
-    def scores(self, slot: Int32, phase: Int32):
+    def scores(self, stage: Int32, phase: Int32):
         """Sᵀ = K·Qᵀ of an own tile, times the tokens' scales, plus their e: x."""
         geometry = self.geometry
-        cute.arch.mbarrier_wait(self.full + slot, phase)
+        cute.arch.mbarrier_wait(self.full + stage, phase)
         pairs = cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Int32)
         plain = cute.make_rmem_tensor(2, Int32)
-        self.issue_scores(slot, pairs, plain)
+        self.issue_scores(stage, pairs, plain)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -976,9 +976,9 @@ class Consumer:
             best[c] = cute.arch.fmax(columns[c, 0], columns[c, 1])
             for i in cutlass.range_constexpr(3):
                 best[c] = cute.arch.fmax(best[c], cute.arch.shuffle_sync_bfly(best[c], offset=4 << i))
-        softmax.publish(best, self.board + cute.assume(warp * n, divby=n), lane)
+        softmax.publish(best, self.exchange + cute.assume(warp * n, divby=n), lane)
         self.sync()
-        softmax.collect(best, self.board, WARPS, lane, True)
+        softmax.collect(best, self.exchange, WARPS, lane, True)
         for c in cutlass.range_constexpr(count):
             new = softmax.lazy_max(row_max[c], best[c])
             best[c] = softmax.exp2(row_max[c] - new)
@@ -1021,11 +1021,11 @@ class Consumer:
         """(own panel, half of the tokens), in the order in which they are multiplied."""
         return [(panel, half) for half in range(2) for panel in range(HALF_PANELS)]
 
-    def load_values(self, slot: Int32, panel: int, half: int) -> tuple[Int32, ...]:
+    def load_values(self, stage: Int32, panel: int, half: int) -> tuple[Int32, ...]:
         """The bytes of 32 tokens in an own panel. Warp w has columns 16 w .. 16 w + 15: of codes a lane has two
         neighbouring ones, of bf16 two that are eight apart."""
         geometry, lane, warp = self.geometry, self.thread % 32, self.thread // 32
-        tile = self.tile_rows(slot).toint() + 32 * half * geometry.stride
+        tile = self.tile_rows(stage).toint() + 32 * half * geometry.stride
         address = tile + (lane * geometry.stride + (self.me * HALF_PANELS + panel) * PANEL + warp * 16)
         if not geometry.is_mixed(panel):
             return load_matrices(address, transposed=True)
@@ -1035,14 +1035,14 @@ class Consumer:
         first = load_matrices(cutlass.select_(self.me > 0, plain, address), transposed=True)
         return (*first, *load_matrices(plain + MMA_K * geometry.stride, transposed=True))
 
-    def load_factors(self, slot: Int32, panel: int, half: int) -> cute.Tensor | None:
+    def load_factors(self, stage: Int32, panel: int, half: int) -> cute.Tensor | None:
         """(4,) words, of two tokens each: what 32 tokens' columns of an own panel are multiplied with."""
         geometry = self.geometry
         if not geometry.code_factors:
             return None
         factors = cute.make_rmem_tensor(4, Int32)
         group = self.me * geometry.own_groups + geometry.own_group(panel)
-        token = (slot * geometry.code_factors + group) * TOKENS + self.thread % 4 * 16 + 8 * half
+        token = (stage * geometry.code_factors + group) * TOKENS + self.thread % 4 * 16 + 8 * half
         source = cute.recast_ptr((self.factors + cute.assume(token, divby=8)).align(16), dtype=Int32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), factors)
         return factors
@@ -1068,45 +1068,45 @@ class Consumer:
         else:
             code_words(found, words, factors)
 
-    def begin_values(self, slot: Int32) -> list[Any]:
+    def begin_values(self, stage: Int32) -> list[Any]:
         """Loads the bytes that `multiply` begins with."""
-        return [self.load_values(slot, *part) for part in self.value_parts()[:AHEAD]]
+        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
 
-    def begin_factors(self, slot: Int32) -> list[Any]:
+    def begin_factors(self, stage: Int32) -> list[Any]:
         """Loads the factors of these; who makes the tile's P has stored them."""
         found: list[Any] = []
         for _ in range(AHEAD):
-            found.append(self.next_factors(slot, found))
+            found.append(self.next_factors(stage, found))
         return found
 
-    def next_factors(self, slot: Int32, found: list[Any]) -> cute.Tensor | None:
+    def next_factors(self, stage: Int32, found: list[Any]) -> cute.Tensor | None:
         """The factors of the part behind those found: the same as of one before it, or loaded."""
         parts, group = self.value_parts(), self.geometry.own_group
         panel, half = parts[len(found)]
         for (other, of_half), factors in zip(parts, found, strict=False):
             if of_half == half and group(other) == group(panel):
                 return factors
-        return self.load_factors(slot, panel, half)
+        return self.load_factors(stage, panel, half)
 
-    def multiply(self, maker: int, slot: Int32, found: list[Any], factors: list[Any]) -> None:
+    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
         parts, geometry = self.value_parts(), self.geometry
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
-                found.append(self.load_values(slot, *parts[i + AHEAD]))
-                factors.append(self.next_factors(slot, factors))
+                found.append(self.load_values(stage, *parts[i + AHEAD]))
+                factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
             issue(self.mma_o, self.acc_o[panel], values, self.frag_p[maker][copy], 2 * half)
             if i > 0:
                 warpgroup.wait_group(1)
-        warp_arrive(self.empty + slot)
+        warp_arrive(self.empty + stage)
         warpgroup.wait_group(0)
 
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
-    def own_tile(self, slot: Int32):
+    def own_tile(self, stage: Int32):
         """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
         geometry = self.geometry
         row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
@@ -1120,12 +1120,12 @@ class Consumer:
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
         self.store_p()
         cute.arch.fence_view_async_shared()
-        found, factors = self.begin_values(slot), self.begin_factors(slot)
+        found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()
         cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
-        self.multiply(OWN, slot, found, factors)
+        self.multiply(OWN, stage, found, factors)
 
     def store_p(self) -> None:
         """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
@@ -1140,18 +1140,18 @@ class Consumer:
             cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
 
     @cute.jit
-    def other_tile(self, slot: Int32, phase: Int32):
+    def other_tile(self, stage: Int32, phase: Int32):
         """This consumer's product with the V of a tile whose P the other one makes."""
-        cute.arch.mbarrier_wait(self.full + slot, phase)
-        found = self.begin_values(slot)
+        cute.arch.mbarrier_wait(self.full + stage, phase)
+        found = self.begin_values(stage)
         cute.arch.barrier(barrier_id=Barrier.P_ODD - self.me, number_of_threads=CONSUMER_THREADS)
-        factors = self.begin_factors(slot)
+        factors = self.begin_factors(stage)
         self.follow_max()
-        self.multiply(OTHER, slot, found, factors)
+        self.multiply(OTHER, stage, found, factors)
 
     @cute.jit
-    def run(self, first: Int32, end: Int32, slot: Int32, phase: Int32):
-        """Tiles first..end-1 of a split. (slot, phase): of the first one. All registers are what a row without keys
+    def run(self, first: Int32, end: Int32, stage: Int32, phase: Int32):
+        """Tiles first..end-1 of a split. (stage, phase): of the first one. All registers are what a row without keys
         has."""
         stages = self.geometry.stages
         row_max = cute.make_rmem_tensor(self.geometry.n // 4, Float32)
@@ -1162,7 +1162,7 @@ class Consumer:
         # ODD reads it behind P0.
         if (self.me == EVEN) & (self.thread < 32):
             moves[0] = Int32(0)
-        own, own_phase = stage_at(slot, phase, self.me, stages)
+        own, own_phase = stage_at(stage, phase, self.me, stages)
         for tile in cutlass.range(first + self.me, end + 1, CONSUMERS, unroll=1):
             # Ahead of the other one's P, so that its softmax runs under these products.
             if tile < end:
@@ -1171,11 +1171,11 @@ class Consumer:
             if (tile + CONSUMERS >= end) & ((tile < end) | (tile == first + 1)):
                 warp_arrive(self.query_empty)
             if tile > first:
-                self.other_tile(slot, phase)
+                self.other_tile(stage, phase)
             if tile < end:
                 self.own_tile(own)
-            slot, phase = stage_at(own, own_phase, 1, stages)
-            own, own_phase = stage_at(slot, phase, 1, stages)
+            stage, phase = stage_at(own, own_phase, 1, stages)
+            own, own_phase = stage_at(stage, phase, 1, stages)
         # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
         # once more, where a tile is left over: twice in its own, where ODD has waited for its P.
         if (self.me == ODD) & ((end - first) % 2 == 1):
@@ -1222,27 +1222,27 @@ class Head:
     @cute.jit
     def collect(self, row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, n: cutlass.Constexpr):
         """Adds up all threads' shares of the sums; row_sum is lost. The consumers meet here."""
-        board, maxima = storage.board.data_ptr(), storage.maxima.data_ptr()
-        publish_sums(row_sum, board + thread // 32 * n, thread % 32)
+        exchange, maxima = storage.exchange.data_ptr(), storage.maxima.data_ptr()
+        publish_sums(row_sum, exchange + thread // 32 * n, thread % 32)
         named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
         if self.number < n:
             self.maximum[0] = maxima[self.number]
             for i in cutlass.range_constexpr(CONSUMERS):
-                self.sums[i] = of_warps(board + i * (WARPS * n), self.number, n)
+                self.sums[i] = of_warps(exchange + i * (WARPS * n), self.number, n)
 
 
-def of_warps(board: cute.Pointer, head: Int32, n: int) -> Float32:
+def of_warps(exchange: cute.Pointer, head: Int32, n: int) -> Float32:
     """The sum of what the warps of a consumer have published of a head."""
-    values = [board[i * n + head] for i in range(WARPS)]
+    values = [exchange[i * n + head] for i in range(WARPS)]
     return (values[0] + values[1]) + (values[2] + values[3])
 
 
-def publish_sums(values: cute.Tensor, board: cute.Pointer, lane: Int32) -> None:
+def publish_sums(values: cute.Tensor, exchange: cute.Pointer, lane: Int32) -> None:
     """`softmax.publish_sums`, which takes up to 32 columns, of all columns."""
     count = min(cute.size(values), 8)
     for i in range(cute.size(values) // count):
         part = cute.make_tensor(values.iterator + i * count, cute.make_layout(count))
-        softmax.publish_sums(part, board + 4 * count * i, lane)
+        softmax.publish_sums(part, exchange + 4 * count * i, lane)
 
 
 @cute.jit
@@ -1305,7 +1305,7 @@ def add_partial(
     outputs, stats = results.outputs, results.stats
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
-    board = storage.board.data_ptr() + cute.assume(me * (WARPS * n), divby=n)
+    exchange = storage.exchange.data_ptr() + cute.assume(me * (WARPS * n), divby=n)
     if found.number < n:
         theirs_of = cute.make_rmem_tensor(partials.STATS, Float32)
         cute.autovec_copy(layout.stats(stats.iterator, layout.row(slot, tile, found.number)), theirs_of)
@@ -1316,12 +1316,12 @@ def add_partial(
             weight = softmax.exp2(theirs_of[2 * i] - top)
             found.sums[i] = found.sums[i] * older + theirs_of[2 * i + 1] * weight
             if me == i:
-                board[n + found.number] = weight
-        board[found.number] = older
+                exchange[n + found.number] = weight
+        exchange[found.number] = older
     cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
     mine, theirs = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
-    softmax.collect(mine, board, 1, lane, False)
-    softmax.collect(theirs, board + n, 1, lane, False)
+    softmax.collect(mine, exchange, 1, lane, False)
+    softmax.collect(theirs, exchange + n, 1, lane, False)
     for c in cutlass.range_constexpr(count):
         for i in cutlass.range_constexpr(HALF_PANELS):
             head, word = word_place(thread, c, i, Boolean(False))
@@ -1370,7 +1370,7 @@ def weigh_partial(
     tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """What outputs of a share of a request are multiplied with: a power of two (`split_kv.partials`). And its
-    statistics. weights: as of `weigh_whole`, the first row of a board of the consumer's warps."""
+    statistics. weights: as of `weigh_whole`, the first row of an exchange buffer of the consumer's warps."""
     n, count = geometry.n, geometry.n // 4
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
     magnitudes = cute.make_rmem_tensor(count, Float32)
@@ -1419,8 +1419,8 @@ def epilogue(
     heads = cutlass.min(geometry.h - first_row, n)
     # Through shared memory, a panel at a time where the consumer's P was: rows are written 128 bytes at a time, and the
     # next query may be loaded meanwhile.
-    board = cute.recast_ptr(storage.p.data_ptr(), dtype=Int32)
-    board = board + cute.assume(me * (geometry.copies * n * TOKENS // 2), divby=32)
+    exchange = cute.recast_ptr(storage.p.data_ptr(), dtype=Int32)
+    exchange = exchange + cute.assume(me * (geometry.copies * n * TOKENS // 2), divby=32)
     for i in cutlass.range_constexpr(HALF_PANELS):
         wgmma.scale_columns(acc_o[i], factor)
         words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
@@ -1436,9 +1436,9 @@ def epilogue(
             row = wgmma.acc_column(lane, r)
             if cutlass.const_expr(geometry.is_mixed(i)):
                 elements = [element % PANEL for element in elements_of(thread, 0, i, whole, geometry)]
-                places = [board.toint() + (4 * board_word(row, at // 2) + 2 * (at % 2)) for at in elements]
+                places = [exchange.toint() + (4 * exchange_word(row, at // 2) + 2 * (at % 2)) for at in elements]
             else:
-                place_of_row = board + board_word(row, word % PANEL_WORDS)
+                place_of_row = exchange + exchange_word(row, word % PANEL_WORDS)
             for c in cutlass.range_constexpr(r, count, 2):
                 both = permute(words[c - r], words[c - r + 1], 0x7632 if r else 0x5410)
                 below = c // 2 * 8 * PANEL_WORDS
@@ -1451,14 +1451,14 @@ def epilogue(
         chunk = thread % 8
         for row in cutlass.range(thread % WARPGROUP // 8, heads, WARPGROUP // 8, unroll=1):
             vector = cute.make_rmem_tensor(4, Int32)
-            source = (board + cute.assume(board_word(row, 4 * chunk), divby=4)).align(16)
+            source = (exchange + cute.assume(exchange_word(row, 4 * chunk), divby=4)).align(16)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vector)
             target = base + Int64(row * (2 * VALUES) + ((me * HALF_PANELS + i) * PANEL + 8 * chunk) * 2)
             target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
 
 
-def board_word(row: Int32, word: Any) -> Any:
+def exchange_word(row: Int32, word: Any) -> Any:
     """Where a word of a panel's results lies: 16-byte chunks of a row are permuted, so that neither the threads that
     write nor those that read have a bank in common."""
     return row * PANEL_WORDS + ((word // 4) ^ (row % 8)) * 4 + word % 4
@@ -1506,7 +1506,7 @@ def consume(
         if thread < geometry.n:
             head = cutlass.min(first_row + thread, geometry.h - 1)
             storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
-    slot, phase, parity = Int32(0), Int32(0), Int32(0)
+    stage, phase, parity = Int32(0), Int32(0), Int32(0)
     if line.empty > 0:
         rows.store_empty(
             results, table, lengths, queries, worker, pool.workers, Int32(0), first_row, geometry.h, thread,
@@ -1530,10 +1530,10 @@ def consume(
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (acc_o, row_sum))
-            w.run(first, end, slot, phase)
-            moved = slot + (end - first)
+            w.run(first, end, stage, phase)
+            moved = stage + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
-            slot = moved % geometry.stages
+            stage = moved % geometry.stages
         following = scheduler.next_split(split, lengths, line, geometry.costs)
         if not scheduler.has_work(following):
             cute.arch.griddepcontrol_launch_dependents()
@@ -1616,7 +1616,7 @@ def sparse_mla_v1(
             schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS * WARPS, lane, geometry.costs
         )  # fmt: skip
     if tile == 0 and worker == 0 and thread == CONSUMER_THREADS:
-        combine.write_mode(schedule.table, line, as_guessed, pool)
+        combine.write_split_kind(schedule.table, line, as_guessed, pool)
     flat_scale = Float32(1.0)
     if cutlass.const_expr(geometry.layout == "flat"):
         flat_scale = flat[0]

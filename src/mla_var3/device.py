@@ -142,6 +142,12 @@ class Device:
         return devices[key]
 
     @staticmethod
+    def assumed() -> Device:
+        """The device that kernels are planned for where none is named: an H200. Shared memory, threads and number of
+        SMs are also those of an H100."""
+        return Device.get("h200")
+
+    @staticmethod
     def all() -> list[Device]:
         """Every device of `devices.json`, in its order."""
         return list(_devices().values())

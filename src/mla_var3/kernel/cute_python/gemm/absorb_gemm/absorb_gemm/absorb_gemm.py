@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -39,7 +39,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from mla_var3.device import Requirement
+from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import wgmma
@@ -49,7 +49,6 @@ from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import gemm
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.workload.gemm import GemmProblem
 
 PANEL = 64  # summed columns of a load: 128 bytes, one row of the shared memory swizzle
@@ -63,7 +62,7 @@ STAGED = 32  # tokens that a consumer has in shared memory on their way out
 RESERVED = 1024  # bytes of shared memory that every CTA of an SM takes beside its own
 BARRIERS = 1024  # and of a CTA's, those of mbarriers
 MOST_CTAS = 4  # of an SM that shares a head's columns among them
-SMS, SMEM_PER_SM, THREADS_PER_SM = 132, 233_472, 2048  # of the devices that it is written for
+ASSUMED = Device.assumed()  # where no device is named
 # L2 policy as createpolicy encodes it: the weight is not read again before a step's other layers have passed.
 EVICT_FIRST = 0x12F0000000000000
 
@@ -192,12 +191,17 @@ def next_slot(slot: Int32, phase: Int32, slots: int) -> tuple[Int32, Int32]:
     return slot + 1 - wrapped * slots, phase ^ wrapped
 
 
+class Operand(NamedTuple):
+    """What is loaded by TMA: a box of a panel's columns, and the TMA tensor (rows, summed columns, h)."""
+
+    tma: cute.CopyAtom
+    tensor: cute.Tensor
+
+
 @cute.jit
 def load(
-    weight_tma: cute.CopyAtom,
-    weight: cute.Tensor,  # TMA tensor (columns, summed columns, h)
-    x_tma: cute.CopyAtom,
-    x: cute.Tensor,  # TMA tensor (n, summed columns, h)
+    weight: Operand,  # rows are output columns
+    x: Operand,  # rows are tokens
     x_address: Int64,
     storage: cutlass.Constexpr,
     first_block: Int32,
@@ -211,12 +215,12 @@ def load(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     panels, slots = geometry.panels, geometry.slots
     ahead = panels // 2
-    weights = boxes_of(weight_tma, weight, weight_in(storage, geometry), BLOCK)
+    weights = boxes_of(*weight, weight_in(storage, geometry), BLOCK)
     for k in cutlass.range(ahead, unroll=1):
-        load_weight(weight_tma, *weights, full, first_block, k, head, geometry)
+        load_weight(weight.tma, *weights, full, first_block, k, head, geometry)
     # x may be what the kernel before writes, and out what it reads.
     wait_for_launch(x_address)
-    boxes, places = boxes_of(x_tma, x, ring_in(storage, geometry), geometry.tile_n)
+    boxes, places = boxes_of(*x, ring_in(storage, geometry), geometry.tile_n)
     slot, phase = Int32(0), Int32(0)
     for tile in cutlass.range(split, tiles, splits, unroll=1):
         for k in cutlass.range(panels, unroll=1):
@@ -224,10 +228,10 @@ def load(
             # One lane is to be elected for the whole warp, not one for each group that left the wait together.
             cute.arch.sync_warp()
             if (tile == split) & (k >= ahead):
-                load_weight(weight_tma, *weights, full, first_block, k, head, geometry)
+                load_weight(weight.tma, *weights, full, first_block, k, head, geometry)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + slot, 2 * geometry.tile_n * PANEL)
-            cute.copy(x_tma, boxes[None, tile, k, head], places[None, slot], tma_bar_ptr=full + slot)
+            cute.copy(x.tma, boxes[None, tile, k, head], places[None, slot], tma_bar_ptr=full + slot)
             slot, phase = next_slot(slot, phase, slots)
 
 
@@ -416,9 +420,8 @@ def absorb_gemm(
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
         named_arrive(Barrier.START, geometry.threads)
-        load(
-            weight_tma, weight, x_tma, x, x_address, storage, first_block, head, split, splits, tiles, geometry
-        )  # fmt: skip
+        operands = Operand(weight_tma, weight), Operand(x_tma, x)
+        load(*operands, x_address, storage, first_block, head, split, splits, tiles, geometry)
     else:
         cute.arch.griddepcontrol_launch_dependents()
         named_sync(Barrier.START, geometry.threads)
@@ -507,7 +510,7 @@ class AbsorbGemmTiling(Tiling):
         if self.splits < 1:
             return Verdict.no(f"splits = {self.splits} must be at least 1")
         smem = self.geometry(pd).smem
-        most = device.smem_per_block if device is not None else 232_448
+        most = (device or ASSUMED).smem_per_block
         if smem > most:
             return Verdict.no(f"{smem:,} bytes of shared memory are over the {most:,} that a CTA may have")
         return limits.grid(min(self.splits, self.tiles(pd)), "splits of the tokens of x")
@@ -522,7 +525,7 @@ def cost(pd: GemmProblem, tiling: AbsorbGemmTiling, sms: int) -> float:
     ctas, steps = -(-tiling.ctas(pd) // sms), -(-tiling.tiles(pd) // tiling.splits)
     weight, tokens = tiling.tile_m * pd.summed, min(steps * tiling.tile_n, pd.tokens)
     moved = ctas * (weight + tokens * (pd.summed / 16 + tiling.tile_m)) + weight / 2
-    room = min(SMEM_PER_SM // (geometry.smem + RESERVED), THREADS_PER_SM // geometry.threads, ctas)
+    room = min(ASSUMED.smem_per_sm // (geometry.smem + RESERVED), ASSUMED.max_threads_per_sm // geometry.threads, ctas)
     return moved + 16 * 1024 * (steps - 1) * ctas / room + 128 * 1024 * (-(-ctas // room) - 1)
 
 
@@ -554,7 +557,7 @@ class AbsorbGemmPlan(KernelPlan):
 
     @property
     def sms(self) -> int:
-        return self.device.num_sms if self.device is not None else SMS
+        return (self.device or ASSUMED).num_sms
 
     def default_tiling(self) -> AbsorbGemmTiling:
         return tilings(self.problem, self.sms, 1.0)[0]

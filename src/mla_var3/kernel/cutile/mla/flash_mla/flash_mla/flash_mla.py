@@ -381,7 +381,7 @@ class FlashMlaPlan(KernelPlan):
         if self.tiling.num_splits:
             return min(self.tiling.num_splits, max(tiles, 1))
         device = self.device or Device.detect()
-        return choose_splits(b * self.query_tiles(), tiles, device.num_sms if device is not None else 132)
+        return choose_splits(b * self.query_tiles(), tiles, (device or Device.assumed()).num_sms)
 
     # ------------------------------------------------------------ kernels
     def _attention(

@@ -492,7 +492,7 @@ class FlashMlaV2Plan(KernelPlan):
             splits = min(self.tiling.num_splits, tiles)
         else:
             device = self.device or Device.detect()
-            sms = device.num_sms if device is not None else 132
+            sms = (device or Device.assumed()).num_sms
             splits = choose_splits(blocks, tiles, sms, self.tiling.occupancy)
         # Offsets in the partials are 32 bits.
         most = (2**31 - 1) // max(1, blocks * LATENT * ROWS)

@@ -564,7 +564,7 @@ class MlaVar6PlusPlan(KernelPlan):
         if self.tiling.old_splits:
             return min(self.tiling.old_splits, max(tiles, 1))
         device = self.device or Device.detect()
-        return choose_splits(b * self.query_tiles(), tiles, device.num_sms if device is not None else 132)
+        return choose_splits(b * self.query_tiles(), tiles, (device or Device.assumed()).num_sms)
 
     def _flash_mla(
         self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], partials: tuple[Any, ...], splits: int

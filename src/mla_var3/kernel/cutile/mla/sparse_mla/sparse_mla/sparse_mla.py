@@ -43,6 +43,13 @@ ConstBool = ct.Constant[bool]
 V32, V4, FLAT, BF16 = range(4)
 assert tuple(LAYOUTS) == ("v32", "v4", "flat", "bf16")
 ROPE = 64  # columns
+# Bytes, or where there are no codes columns, from one token's row to the next; where packed bf16 columns and scales are
+# seen as elements of their own type, so many times fewer (`packed_cache`).
+_V32, _V4 = LAYOUTS["v32"], LAYOUTS["v4"]
+COLUMNS = LAYOUTS["flat"].columns
+V32_ROW, V4_ROW = _V32.token_bytes, _V4.quantised + 2 * _V4.plain
+V4_QUANTISED, V4_SCALES = _V4.quantised, _V4.scales + _V4.padding
+V32_SCALE = _V32.scale_bytes
 
 
 # ------------------------------------------------------------------------------------------------ tiling
@@ -82,7 +89,7 @@ def chunk_of(CODES, SCALES, PLAIN, at_codes, at_scales, at_plain, there, c, LAYO
     if LAYOUT == BF16:
         return PLAIN.get_raw_memory().load_offset(at_plain + column, mask=mask, padding_value=0)
     if LAYOUT == V4 and c == 7:
-        return PLAIN.get_raw_memory().load_offset(at_plain + (column - 448), mask=mask, padding_value=0)
+        return PLAIN.get_raw_memory().load_offset(at_plain + (column - V4_QUANTISED), mask=mask, padding_value=0)
     codes = CODES.get_raw_memory().load_offset(at_codes + column, mask=mask, padding_value=0)
     if LAYOUT == FLAT:
         return ct.astype(codes, ct.bfloat16)
@@ -96,9 +103,9 @@ def attend(
 ):  # fmt: skip
     """All indices of one cache: the running maximum m (base 2, scaled), denominator l and unnormalised chunks accs."""
     CHUNKS = 512 // TK
-    ROW = 656 if LAYOUT == V32 else 576
-    PLAIN_ROW = 328 if LAYOUT == V32 else 288 if LAYOUT == V4 else 576
-    SCALE_ROW = 164 if LAYOUT == V32 else 8
+    ROW = V32_ROW if LAYOUT == V32 else V4_ROW if LAYOUT == V4 else COLUMNS
+    PLAIN_ROW = V32_ROW // 2 if LAYOUT == V32 else V4_ROW // 2 if LAYOUT == V4 else COLUMNS
+    SCALE_ROW = V32_ROW // V32_SCALE if LAYOUT == V32 else V4_SCALES
     for n in range((length + TN - 1) // TN):
         position = n * TN + ct.arange(TN, dtype=ct.int32)
         index = INDICES.get_raw_memory().load_offset(base + position, mask=position < length, padding_value=-1)
@@ -191,7 +198,7 @@ def sparse_mla(
 ):
     """Grid (head tiles, query tokens): CTAs of one query token are neighbours, so L2 serves all but the first."""
     CHUNKS = 512 // TK
-    WIDTH = 512 if LAYOUT == V4 else 576
+    WIDTH = 512 if LAYOUT == V4 else COLUMNS
     head_tile = ct.bid(0)
     token = ct.bid(1)
     req = token // S

@@ -17,13 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_var3.device import Requirement
+from mla_var3.device import Device, Requirement
 from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
 from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import gemm
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.workload.gemm import GemmProblem
 
 LEAST = 16  # of a tile in every direction: what an MMA takes
@@ -125,7 +124,8 @@ class AbsorbGemmPlan(KernelPlan):
         tile_k = min(128, pd.summed & -pd.summed)
         # Few tokens: many programs, with few columns each. Many: a square tile.
         tile_n = min(128 if tile_m >= 64 else 32, pd.columns & -pd.columns)
-        stages = min(4, max(2, pd.summed // tile_k), 232_448 // ((tile_m + tile_n) * tile_k * pd.element_bytes))
+        room = Device.assumed().smem_per_block // ((tile_m + tile_n) * tile_k * pd.element_bytes)
+        stages = min(4, max(2, pd.summed // tile_k), room)
         return AbsorbGemmTiling(tile_m, tile_n, tile_k, stages, 8 if tile_m * tile_n >= 128 * 128 else 4)
 
     def autotune_configs(self) -> list[Tiling]:

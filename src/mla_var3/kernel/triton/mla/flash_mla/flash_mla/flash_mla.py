@@ -24,19 +24,16 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_var3.device import Requirement
+from mla_var3.device import Device, Requirement
 from mla_var3.kernel.triton.prims.combine import MAX_SPLITS, combine_kernel
 from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
 from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.runtime import BaseKernel
     from mla_var3.workload.decode import MlaProblem
 
-#: Multiprocessors to fill when no device is named: an H100's or H200's.
-_DEFAULT_SMS = 132
 #: A split shorter than this many keys costs more in the combine than it brings.
 _MIN_KEYS_PER_SPLIT = 256
 
@@ -249,7 +246,7 @@ class FlashMlaPlan(KernelPlan):
         tiling = self.tiling
         if tiling.num_splits:
             return tiling.num_splits
-        sms = self.device.num_sms if self.device is not None else _DEFAULT_SMS
+        sms = (self.device or Device.assumed()).num_sms
         programs = b * self.problem.h_kv * self._row_tiles
         longest = max(self.problem.seq_lens, default=0)
         return max(1, min(sms // programs, -(-longest // _MIN_KEYS_PER_SPLIT), MAX_SPLITS))

@@ -28,20 +28,24 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_var3.device import Requirement
+from mla_var3.device import Device, Requirement
 from mla_var3.kernel.triton.prims.combine import MAX_SPLITS
 from mla_var3.kernel.triton.prims.numerics import dot, interpreted, round_to
-from mla_var3.packed_cache import VALUES
+from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import KernelPipeline, KernelPlan, Tiling, TritonKernel, Verdict, limits
 from mla_var3.workload import sparse_decode
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.runtime import BaseKernel
     from mla_var3.workload.sparse_decode import SparseProblem
 
-#: Multiprocessors to fill when no device is named: an H100's or H200's.
-_DEFAULT_SMS = 132
+# Bytes of a packed token (`packed_cache`): of one in v32 and where its bf16 columns begin; of one in v4's first part.
+_V32, _V4 = layout_of("v32"), layout_of("v4")
+_V32_ROW = tl.constexpr(_V32.token_bytes)
+_V32_PLAIN = tl.constexpr(_V32.quantised + _V32.scales * _V32.scale_bytes)
+_V4_QUANTISED = tl.constexpr(_V4.quantised)
+_V4_ROW = tl.constexpr(_V4.quantised + 2 * _V4.plain)
+_V4_SCALES = tl.constexpr(_V4.scales + _V4.padding)
 #: A split of fewer indices than this costs more in the combine than it brings.
 _MIN_PER_SPLIT = 128
 
@@ -132,21 +136,21 @@ def keys_of(
         rope = widened(tl.load(token + VALUES + tl.arange(0, P)[None, :], mask=there, other=0), INTERPRET)
         rope = round_to(rope, tl.bfloat16, INTERPRET)
     elif LAYOUT == "v32":
-        at = page * page_bytes + row * 656
+        at = page * page_bytes + row * _V32_ROW
         Scales = (Cache + VALUES).to(tl.pointer_type(tl.float32), bitcast=True)
-        Plain = (Cache + VALUES + 16).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        Plain = (Cache + _V32_PLAIN).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         codes = tl.load((Cache + at)[:, None] + column, mask=there, other=0)
         scales = tl.load((Scales + at // 4)[:, None] + tl.arange(0, 4)[None, :], mask=there, other=0.0)
         x = tl.reshape(widened(codes, INTERPRET), (N, 4, 128)) * scales[:, :, None]
         latent = round_to(tl.reshape(x, (N, VALUES)), tl.bfloat16, INTERPRET)
         rope = tl.load((Plain + at // 2)[:, None] + tl.arange(0, P)[None, :], mask=there, other=0.0)
     else:  # v4
-        QUANTISED: tl.constexpr = 448
-        at = page * page_bytes + row * 576
+        QUANTISED: tl.constexpr = _V4_QUANTISED
+        at = page * page_bytes + row * _V4_ROW
         Plain = (Cache + QUANTISED).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         codes = tl.load((Cache + at)[:, None] + column, mask=there & (column < QUANTISED), other=0)
         # An eighth scale, of nobody, meets codes of 0.
-        powers = (Cache + (page * page_bytes + PAGE * 576 + row * 8))[:, None] + tl.arange(0, 8)[None, :]
+        powers = (Cache + (page * page_bytes + PAGE * _V4_ROW + row * _V4_SCALES))[:, None] + tl.arange(0, 8)[None, :]
         powers = tl.load(powers, mask=there & (tl.arange(0, 8)[None, :] < 7), other=0).to(tl.uint32)
         scales = tl.where(powers == 0, 0x400000, powers << 23).to(tl.float32, bitcast=True)
         x = tl.reshape(widened(codes, INTERPRET), (N, 8, 64)) * scales[:, :, None]
@@ -399,7 +403,7 @@ class SparseMlaPlan(KernelPlan):
         tiling = self.tiling
         if tiling.num_splits:
             return tiling.num_splits
-        sms = self.device.num_sms if self.device is not None else _DEFAULT_SMS
+        sms = (self.device or Device.assumed()).num_sms
         chosen = sum(part.topk for part in self.problem.parts)
         return max(1, min(sms // (query_tokens * self._head_tiles), -(-chosen // _MIN_PER_SPLIT), MAX_SPLITS))
 

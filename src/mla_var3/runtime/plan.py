@@ -38,6 +38,8 @@ class KernelPlan(ABC):
     workload: ClassVar[Workload]
     tiling_type: ClassVar[type[Tiling]]
     requires: ClassVar[Requirement]
+    #: Techniques that the version has: names of pages in docs/knowledge/optimizations.
+    uses: ClassVar[tuple[str, ...]] = ()
     deterministic: ClassVar[bool] = True
     graph_capturable: ClassVar[bool] = True
     #: Labels of the versions that a pipeline is made of, with whichever tiling. The source hash of the pipeline covers

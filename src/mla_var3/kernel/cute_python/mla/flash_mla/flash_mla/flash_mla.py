@@ -35,7 +35,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from mla_var3.workload.decode import MlaProblem
 
 ROWS = 64  # of a query tile: one warpgroup MMA
-STAGES = 2
+STAGES = 2  # one for EVEN's tiles, one for ODD's: the schedule is written for two, and another number skips tiles
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 of 65536
@@ -164,9 +164,39 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
+class Work(NamedTuple):
+    """What a CTA computes: pairs of KV tiles first to end; num_tiles: KV tiles of the request; unmasked: keys that
+    every row of the query tile may see."""
+
+    first: Int32
+    end: Int32
+    num_tiles: Int32
+    unmasked: Int32
+
+
+class Place(NamedTuple):
+    """Which rows a CTA computes. first_row: of the query tile, in the rows of a request and kv head. split: of
+    num_splits."""
+
+    request: Int32
+    kv_head: Int32
+    first_row: Int32
+    split: Int32
+    num_splits: Int32
+
+
+class Outputs(NamedTuple):
+    """What the kernel writes, in global memory. The partials are unused with one split."""
+
+    out: cute.Tensor  # (b, s, h, k) 16-bit, contiguous
+    lse: cute.Tensor  # (b, h, s) fp32, contiguous
+    partial_out: cute.Tensor  # (splits, b, h_kv, rows, k) fp32, contiguous
+    partial_lse: cute.Tensor  # (splits, b, h_kv, rows) fp32, log2 domain
+
+
 @cute.jit
 def work_range(seq_len: Int32, row_tile: Int32, split: Int32, num_splits: Int32, geometry: cutlass.Constexpr):
-    """(first pair of tiles, end pair, number of tiles, keys that every row of the query tile may see) of a CTA."""
+    """The `Work` of a CTA."""
     visible = cutlass.max(seq_len, 0)
     unmasked = visible
     if cutlass.const_expr(geometry.causal):
@@ -179,7 +209,7 @@ def work_range(seq_len: Int32, row_tile: Int32, split: Int32, num_splits: Int32,
     per_split = (num_pairs + num_splits - 1) // num_splits
     first = cutlass.min(split * per_split, num_pairs)
     end = cutlass.min(first + per_split, num_pairs)
-    return first, end, num_tiles, unmasked
+    return Work(first, end, num_tiles, unmasked)
 
 
 # ------------------------------------------------------------------------------------------------ device: load
@@ -191,9 +221,7 @@ def load(
     pages: cute.Tensor,  # (max_pages,) int32, global memory: this request's row of the page table
     full: cute.Pointer,  # mbarriers of the stage
     empty: cute.Pointer,  # mbarrier of the stage's half
-    first: Int32,
-    end: Int32,
-    num_tiles: Int32,
+    work: Work,
     stage: cutlass.Constexpr,
     panels: cutlass.Constexpr,
     page_size: cutlass.Constexpr,
@@ -204,6 +232,7 @@ def load(
     and no page table entry past the end is read.
     """
     per_page = page_size // TOKENS
+    first, end, num_tiles, _ = work
     for pair in cutlass.range(first, end, unroll=1):
         tile = cutlass.min(2 * pair + stage, num_tiles - 1)
         page = pages[tile // per_page]
@@ -252,6 +281,18 @@ def copy_query_rows(
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
+class Shared(NamedTuple):
+    """What the consumers use of shared memory."""
+
+    q_tile: cute.Tensor  # (ROWS, k + p), swizzled
+    stages: cute.Pointer  # the first stage
+    full: cute.Pointer  # mbarriers, as in `shared_storage`
+    empty: cute.Pointer
+    maxima: tuple[
+        cute.Tensor, cute.Tensor
+    ]  # (ROWS,) fp32 each: the running maximum after an even tile, after an odd one
+
+
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
@@ -284,7 +325,7 @@ class Consumer:
 
     @classmethod
     def make(cls, me, geometry, shared, thread, scale_log2, seq_len, first_row) -> Consumer:
-        """shared: the query tile, the first stage, the mbarriers `full` and `empty`, and the two running maxima."""
+        """Views of a thread's part. shared: `Shared`."""
         q_tile, stages, full, empty, maxima = shared
         dtype = q_tile.element_type
         mma_s = wgmma.make_mma(dtype, TOKENS)
@@ -541,17 +582,12 @@ def store_rows(
 def epilogue(
     w: cutlass.Constexpr,  # a `Consumer`
     sums: cutlass.Constexpr,  # (ROWS,) fp32 each, shared memory: the consumers' row sums
-    out: cute.Tensor,  # (b, s, h, k), global memory
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory
-    partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory
-    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, global memory
-    request: Int32,
-    kv_head: Int32,
-    first_row: Int32,
-    split: Int32,
-    num_splits: Int32,
+    outputs: Outputs,
+    place: Place,
 ):
     """Adds the two row sums up, divides, and writes this consumer's half of the output or of the partial one."""
+    out, lse, partial_out, partial_lse = outputs
+    request, kv_head, first_row, split, num_splits = place
     geometry, k = w.geometry, w.geometry.k
     lane_row = wgmma.acc_row(w.thread, 0)
     for r in cutlass.range_constexpr(2):
@@ -603,18 +639,14 @@ def store_accumulator_row(acc_row: cute.Tensor, target: cute.Pointer, thread: In
 
 @cute.jit
 def store_no_keys(
-    out: cute.Tensor,  # (b, s, h, k), global memory
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory
-    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, global memory
-    request: Int32,
-    kv_head: Int32,
-    first_row: Int32,
-    split: Int32,
-    num_splits: Int32,
+    outputs: Outputs,
+    place: Place,
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
     """A CTA without keys: zeros and +inf, or, with several splits, an LSE of -inf: `combine` skips such a split."""
+    out, lse, _, partial_lse = outputs
+    request, kv_head, first_row, split, num_splits = place
     row = first_row + thread // 4
     if row < geometry.rows:
         if num_splits == 1:
@@ -640,10 +672,7 @@ def flash_mla(
     cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
     page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
-    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
-    lse: cute.Tensor,  # (b, h, s) fp32, global memory, contiguous
-    partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory, contiguous; unused with one split
-    partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, log2 domain, global memory; unused with one split
+    outputs: Outputs,
     scale_log2: Float32,
     num_splits: Int32,
     geometry: cutlass.Constexpr,
@@ -658,7 +687,9 @@ def flash_mla(
     request = tile // (geometry.row_tiles * geometry.h_kv)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     seq_len = seq_lens[request]
-    first, end, num_tiles, unmasked = work_range(seq_len, row_tile, split, num_splits, geometry)
+    work = work_range(seq_len, row_tile, split, num_splits, geometry)
+    first, end, _, unmasked = work
+    place = Place(request, kv_head, row_tile * ROWS, split, num_splits)
 
     q_layout = wgmma.k_major_layout(dtype, (ROWS, geometry.k + geometry.p))
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
@@ -686,33 +717,31 @@ def flash_mla(
             stage, half = i // 2, i % 2
             if warp == CONSUMERS // 32 + i:
                 load(
-                    tma, boxes, places, pages, full + stage * geometry.panels, empty + i, first, end, num_tiles, stage,
+                    tma, boxes, places, pages, full + stage * geometry.panels, empty + i, work, stage,
                     geometry.freed_by(stage, half), geometry.page,
                 )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         if first < end:
-            first_row = row_tile * ROWS
+            first_row = place.first_row
             copy_query_rows(q, q_tile, request, kv_head, first_row, thread, geometry)
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMERS)
             one_a_row = cute.make_layout(ROWS)
             maxima = (storage.max_even.get_tensor(one_a_row), storage.max_odd.get_tensor(one_a_row))
-            shared = (q_tile, stages, full, empty, maxima)
+            shared = Shared(q_tile, stages, full, empty, maxima)
             sums = (storage.sum_even.get_tensor(one_a_row), storage.sum_odd.get_tensor(one_a_row))
             if warp < WARPGROUP // 32:
                 w = Consumer.make(EVEN, geometry, shared, thread, scale_log2, seq_len, first_row)
                 w.run(first, end, unmasked)
-                epilogue(w, sums, out, lse, partial_out, partial_lse, request, kv_head, first_row, split, num_splits)
+                epilogue(w, sums, outputs, place)
             else:
                 w = Consumer.make(ODD, geometry, shared, thread - WARPGROUP, scale_log2, seq_len, first_row)
                 w.run(first, end, unmasked)
-                epilogue(w, sums, out, lse, partial_out, partial_lse, request, kv_head, first_row, split, num_splits)
+                epilogue(w, sums, outputs, place)
         else:
-            store_no_keys(
-                out, lse, partial_lse, request, kv_head, row_tile * ROWS, split, num_splits, thread, geometry
-            )  # fmt: skip
+            store_no_keys(outputs, place, thread, geometry)
 
 
 flash_mla.set_name_prefix("flash_mla", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -792,9 +821,9 @@ def launch_flash_mla(
 ):
     """Makes the TMA descriptor of the cache and launches a CTA for each query tile, kv head, split and request."""
     tma, cache = paged.make_page_tma(kv_cache)
+    outputs = Outputs(out, lse, partial_out, partial_lse)
     flash_mla(
-        q, tma, cache, page_table, seq_lens, out, lse, partial_out, partial_lse, scale * math.log2(math.e), num_splits,
-        geometry,
+        q, tma, cache, page_table, seq_lens, outputs, scale * math.log2(math.e), num_splits, geometry
     ).launch(
         grid=(geometry.row_tiles * geometry.h_kv * q.shape[0], num_splits, 1),
         block=(THREADS, 1, 1),
@@ -848,22 +877,16 @@ def takes(pd: MlaProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class FlashMlaTiling(Tiling):
-    """num_splits: of each request's KV tiles; 0: by `choose_splits`. The other sizes are what registers and shared
-    memory force."""
+    """num_splits: of each request's KV tiles; 0: by `choose_splits`. Tiles and stages are no knobs: a warpgroup's MMA
+    has 64 rows, a stage is for the tiles of one consumer, and two of them with Q fill shared memory."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("num_splits",)
 
-    tile_m: int = ROWS
-    tile_n: int = TOKENS
-    num_warpgroups: int = 3
-    num_pipeline_stages: int = STAGES
     num_splits: int = 0
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
-        for name in ("tile_m", "tile_n", "num_warpgroups", "num_pipeline_stages"):
-            value, written = getattr(self, name), getattr(type(self), name)
-            if value != written:
-                return Verdict.no(f"{name} = {value}, and this version is written for {written}")
+        if STAGES != len((EVEN, ODD)):
+            return Verdict.no(f"STAGES = {STAGES}, and the schedule is written for two: one for each consumer's tiles")
         if not 0 <= self.num_splits <= MAX_SPLITS:
             return Verdict.no(f"num_splits = {self.num_splits} is outside 0 (chosen for the sizes) to {MAX_SPLITS}")
         if not (taken := takes(pd)):

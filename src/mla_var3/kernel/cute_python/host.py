@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +14,8 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 from mla_var3.device import Device
 from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel.cute_python.prims import paged
-from mla_var3.kernel.cute_python.split_kv import scheduler
+from mla_var3.kernel.cute_python.split_kv import rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.launch import Version, launch_decode
 from mla_var3.kernel.cute_python.split_kv.partials import Partials
 from mla_var3.runtime import CuteKernel, limits
 from mla_var3.runtime.plan import require_int32
@@ -117,94 +118,108 @@ class DecodeKernel(CuteKernel):
         return None if self.mode == scheduler.OWN else lambda: self.launch_fn(scheduler.OWN)
 
 
+class Workspaces(NamedTuple):
+    """What a kernel that splits sequences needs besides inputs and outputs. partials: float32 words (`Partials.views`).
+    flags: int32, one for each slot and query tile, 0. schedule: int32 words (`scheduler.schedule_in`)."""
+
+    partials: Any
+    flags: Any
+    schedule: Any
+
+
+def workspaces(
+    like: Any, partials: Partials, requests: int, workers: int, slots: int | None = None, packed: bool = False
+) -> Workspaces:
+    """Workspaces on the device of the tensor `like`. requests: scheduled ones, blocks of packed queries. slots: of
+    partials; None: as many as an even line has."""
+    import torch
+
+    most = requests + workers
+    rows_of_all = (most if slots is None else slots) * partials.tiles * partials.rows
+    return Workspaces(
+        like.new_empty(rows_of_all * partials.row_words, dtype=torch.float32),
+        like.new_zeros(most * partials.tiles, dtype=torch.int32),
+        like.new_empty(scheduler.schedule_words(requests, workers, packed), dtype=torch.int32),
+    )
+
+
+def fake_workspaces() -> Workspaces:
+    """`Workspaces` without memory."""
+    partial_words, words, flags = symbols(3)
+    return Workspaces(fake(Float32, partial_words), fake(Int32, flags, align=4), fake(Int32, words))
+
+
 def decode_kernel(
-    plan: KernelPlan,
-    kernel_fn: Any,
-    host_fn: Any,
-    name: str,
-    geometry: Any,
-    partials: Partials,
-    inputs: Sequence[Any],
-    requests: int,
-    slots: int,
-    workers: int,
-    fixed: int,
+    plan: KernelPlan, name: str, version: Version, inputs: Sequence[Any], workers: int, fixed: int
 ) -> DecodeKernel:
-    """The kernel of an absorbed decode version whose host function takes
+    """The kernel of an absorbed decode version, made and launched by `split_kv.launch.launch_decode`.
 
-        q, kv_cache, page_table, seq_lens, offsets or mask, out, lse, partial results, flags, words of the schedule,
-        scale, workers, fixed, mode, geometry, stream
-
-    inputs: q (b, s, h, k + p), kv_cache (pages, page, h_kv, k + p), page_table (b, width) int32, seq_lens (b,) int32,
-    contiguous, but for the pages of a `strided_pages` problem, whose stride is given at the call; without them the
-    kernel only compiles. Of a packed problem q is (tokens, h, k + p), out and lse likewise, and cu_seqlens_q (b + 1,)
-    int32 a fifth input; where the problem has a tree that is the mask, (b, s, s) uint8; of others it is None.
-    requests: scheduled ones, blocks of packed queries. slots: of partial results. workers, fixed: of `scheduler.Pool`.
+    name: what compiled code is kept under. inputs: q (b, s, h, k + p), kv_cache (pages, page, h_kv, k + p), page_table
+    (b, width) int32, seq_lens (b,) int32, contiguous, but for the pages of a `strided_pages` problem, whose stride is
+    given at the call; without them the kernel only compiles. Of a packed problem q is (tokens, h, k + p), out and lse
+    likewise, and cu_seqlens_q (b + 1,) int32 a fifth input; where the problem has a tree that is the mask, (b, s, s)
+    uint8; of others it is None. workers, fixed: of `scheduler.Pool`.
     """
-    pd, kind = plan.problem, element_type(plan.problem.dtype)
+    pd, kind, geometry = plan.problem, element_type(plan.problem.dtype), version.geometry
 
     def arguments() -> tuple[Any, ...]:
-        b, pages, width, partial_words, words, flags = symbols(6)
-        rows, per_row, fifth = (b, pd.s, pd.h), (b, pd.h, pd.s), None
+        b, pages, width = symbols(3)
+        rows_of_all, per_row, fifth = (b, pd.s, pd.h), (b, pd.h, pd.s), None
+        spaces = fake_workspaces()
         if pd.packed:
             tokens, offsets = symbols(2)
-            rows, per_row = (tokens, pd.h), (tokens, pd.h)
+            rows_of_all, per_row = (tokens, pd.h), (tokens, pd.h)
             fifth = fake(Int32, offsets, align=4)
         if pd.tree:
             fifth = fake(Uint8, b, pd.s, pd.s, align=1)
         return (
-            fake(kind, *rows, pd.k + pd.p),
+            fake(kind, *rows_of_all, pd.k + pd.p),
             fake_cache(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, pd.strided_pages),
             fake(Int32, b, width, align=4),
             fake(Int32, b, align=4),
             fifth,
-            fake(kind, *rows, pd.k),
+            fake(kind, *rows_of_all, pd.k),
             fake(Float32, *per_row, align=4),
-            fake(Float32, partial_words),
-            fake(Int32, flags, align=4),
-            fake(Int32, words),
+            *spaces,
             Float32(1.0),
             Int32(1),
             Int32(0),
             Int32(0),
-            geometry,
+            version,
         )
 
-    compile_fn = compiler(host_fn, arguments, name)
+    compile_fn = compiler(launch_decode, arguments, name)
     if not inputs:
         return DecodeKernel(
-            kernel_fn, None, (), (), plan.tiling, compile_fn=compile_fn, name=name, plan=plan, schedule=None
+            version.kernel, None, (), (), plan.tiling, compile_fn=compile_fn, name=name, plan=plan, schedule=None
         )
     import torch
 
     q, cache, page_table, seq_lens, *more = inputs
     require_int32(page_table=page_table, seq_lens=seq_lens)
+    requests, width = page_table.shape
     per_row = (q.shape[0], pd.h, pd.s)
     if pd.packed:
         require_int32(cu_seqlens_q=more[0])
         per_row = (q.shape[0], pd.h)
+        requests = rows.most_blocks(len(q), requests, geometry.s)
+    slots = scheduler.most_slots(requests, workers, -(-width * pd.page_size // geometry.costs.unit), fixed)
     outputs = q.new_empty((*q.shape[:-1], pd.k)), q.new_empty(per_row, dtype=torch.float32)
-    rows = slots * partials.tiles * partials.rows
-    schedule = q.new_empty(scheduler.schedule_words(requests, workers, pd.packed), dtype=torch.int32)
-    workspaces = (
-        q.new_empty(rows * partials.row_words, dtype=torch.float32),
-        q.new_zeros((requests + workers) * partials.tiles, dtype=torch.int32),
-        schedule,
-    )
-    given = (q, cache, page_table, seq_lens, more[0] if more else None, *outputs, *workspaces, pd.scale, workers, fixed)
+    spaces = workspaces(q, geometry.partials, requests, workers, slots, pd.packed)
+    given = (q, cache, page_table, seq_lens, more[0] if more else None, *outputs, *spaces, pd.scale, workers, fixed)
     call = compiled(plan, name, compile_fn)
     ready = given if plan.late_tensors else converted(given)
     return DecodeKernel(
-        kernel_fn,
+        version.kernel,
         lambda mode: call(*ready, mode),
         inputs,
         outputs,
         plan.tiling,
         compile_fn=compile_fn,
         name=name,
-        workspace_tensors=workspaces,
+        workspace_tensors=spaces,
         plan=plan,
-        schedule=schedule,
+        schedule=spaces.schedule,
     )
 
 

@@ -120,8 +120,8 @@ def natural_lse(total: Float32, shift: Float32) -> Float32:
 # ------------------------------------------------------------------------------------------------ of swapped operands
 @cute.jit
 def publish(values: cute.Tensor, row: cute.Pointer, lane: Int32):
-    """Writes a warp's column values (registers, (N/4,)), the same in the eight lanes of a column, to a row of N values of
-    an exchange buffer (shared memory)."""
+    """Writes a warp's column values (registers, (N/4,)), the same in the eight lanes of a column, to a row of N values
+    of an exchange buffer (shared memory)."""
     if lane < 4:
         pairs = cute.make_tensor(row, cute.make_layout((2, 4, cute.size(values) // 2), stride=(1, 2, 8)))
         pair = cute.make_rmem_tensor(2, Float32)

@@ -1,8 +1,8 @@
 """The combine of split-KV: out = Σ wᵢ Xᵢ / Σ (wᵢ sᵢ + wᵢ' sᵢ') with w = 2^(A - max), ' the other half's.
 
 X, A and s are the partials and their statistics (`partials`). A warp sums a query row over all of its splits, or, where
-there are many, over every n-th of them; then the warps of a row merge through shared memory, a pair of columns a thread.
-The order of every sum follows from how many splits a request has.
+there are many, over every n-th of them; then the warps of a row merge through shared memory, and each thread writes
+pairs of columns. The order of every sum follows from how many splits a request has.
 
 The attention kernel writes one word that says which kind of splits the batch has. Shares (`scheduler`) follow from the
 lengths. The first partials are loaded together with that word, as if all lengths filled the page table; if they do not,
@@ -41,6 +41,7 @@ from mla_var3.kernel.cute_python.split_kv.scheduler import (
     Piece,
     Pool,
     in_shares,
+    slot_of,
     split_evenly,
     units_of,
 )
@@ -94,6 +95,36 @@ class Splits(NamedTuple):
     request: Int32
     count: Int32
     base: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """What partials are merged from and into. results: partials, out and lse. queries: `rows.Queries`, which say where
+    a request's rows are in out. sink: (h,) fp32, global memory, or None: a logit more in a head's softmax."""
+
+    results: Results
+    queries: Any
+    sink: Any = None
+
+
+class Row(NamedTuple):
+    """Columns of a query row that a warp merges. row: of the request and kv head. first_vector: the first of its
+    vectors in a lane."""
+
+    request: Int32
+    kv_head: Int32
+    row: Int32
+    first_vector: Int32
+
+
+class Warps(NamedTuple):
+    """Which of the warps of a row this one is. rank: among those of the row; log2_warps: how many these are, log2.
+    warp, lane: in the CTA, and in the warp."""
+
+    rank: Int32
+    log2_warps: Int32
+    warp: Int32
+    lane: Int32
 
 
 # ------------------------------------------------------------------------------------------------ which splits
@@ -181,22 +212,20 @@ class Sums:
 
 @cute.jit
 def add_splits(
-    tensors: cutlass.Constexpr,
+    results: Results,
     word: cute.Tensor,  # (1,) int32, global memory: `SHARES`, `LISTED` or `MERGED`
     kind: Int32,  # the word, or -1: not read yet
     splits: Splits,
     row: Int64,  # of the first slot's partials
     first_vector: Int32,  # of the row, in a lane
-    rank: Int32,  # of the warp among those of the row
-    log2_warps: Int32,
+    warps: Warps,
     sums: cutlass.Constexpr,
-    lane: Int32,
     merge: cutlass.Constexpr,
     together: cutlass.Constexpr,
 ) -> Int32:
     """Adds up this warp's splits of a row, `together` at a time. Returns the kind word."""
-    results, _, _ = tensors
     outputs, stats = results.outputs, results.stats
+    rank, log2_warps, _, lane = warps
     layout, vectors = merge.partials, cute.size(sums.columns, mode=[1])
     # With one vector of a row in a lane, the upper half of the warp has the right half of the columns.
     in_right = lane >= WARP // 2 if cutlass.const_expr(merge.row_vectors == 1) else first_vector > 0
@@ -247,22 +276,18 @@ def inverse_of(total: Float32, top: Float32, sink: cute.Tensor | None, head: Int
 
 @cute.jit
 def store_shared(
-    tensors: cutlass.Constexpr,
+    tensors: cutlass.Constexpr,  # `Tensors`
     exchange: cute.Tensor,  # (columns of a lane and two of the row, WARP, WARPS) fp32, shared memory
-    splits: Splits,
-    kv_head: Int32,
-    row: Int32,
-    first_vector: Int32,
-    there: Boolean,
-    log2_warps: Int32,
+    place: Row,
+    there: Boolean,  # whether there is such a row
+    warps: Warps,
     sums: cutlass.Constexpr,
-    warp: Int32,
-    lane: Int32,
     merge: cutlass.Constexpr,
 ):
     """Adds up what the warps of a row have and writes it, a pair of columns a thread: neighbours write neighbours."""
-    results, queries, sink = tensors
-    out, lse = results.out, results.lse
+    out, lse = tensors.results.out, tensors.results.lse
+    request, kv_head, row, first_vector = place
+    _, log2_warps, warp, lane = warps
     count = cutlass.const_expr(cute.size(sums.columns))
     for n in cutlass.range_constexpr(count):
         exchange[n, lane, warp] = sums.columns[n]
@@ -281,9 +306,9 @@ def store_shared(
         if i < warps:
             weights[i] = exp2(weights[i] - top)
             total = total + weights[i] * exchange[count + 1, lane, first + i]
-    inverse = inverse_of(total, top, sink, kv_head * merge.group + row % merge.group)
+    inverse = inverse_of(total, top, tensors.sink, kv_head * merge.group + row % merge.group)
     if there:
-        first_token = queries.block(splits.request).first
+        first_token = tensors.queries.block(request).first
         offset = row_offset(out, first_token, kv_head, row, merge.group)
         pairs = cute.size(sums.columns) * WARP // 2
         for pair in cutlass.range((warp - first) * WARP + lane, pairs, warps * WARP, unroll=1):
@@ -294,8 +319,8 @@ def store_shared(
             for i in cutlass.range_constexpr(WARPS):
                 if i < warps:
                     for n in cutlass.range_constexpr(2):
-                        place = vector // WARP * VECTOR + 2 * block + n
-                        value[n] = value[n] + weights[i] * exchange[place, vector % WARP, first + i]
+                        of_lane = vector // WARP * VECTOR + 2 * block + n
+                        value[n] = value[n] + weights[i] * exchange[of_lane, vector % WARP, first + i]
             packed = cute.make_rmem_tensor(2, out.element_type)
             for n in cutlass.range_constexpr(2):
                 packed[n] = (value[n] * inverse).to(out.element_type)
@@ -309,14 +334,19 @@ def store_shared(
 
 
 @cute.jit
-def store(tensors: cutlass.Constexpr, request: Int32, kv_head: Int32, row: Int32, first_vector: Int32,
-          sums: cutlass.Constexpr, lane: Int32, merge: cutlass.Constexpr):  # fmt: skip
+def store(
+    tensors: cutlass.Constexpr,  # `Tensors`
+    place: Row,
+    sums: cutlass.Constexpr,
+    lane: Int32,
+    merge: cutlass.Constexpr,
+):
     """Writes a warp's columns of a row and its log-sum-exp. The four lanes of a quad put their vectors in order."""
-    results, queries, sink = tensors
-    out, lse = results.out, results.lse
+    out, lse = tensors.results.out, tensors.results.lse
+    request, kv_head, row, first_vector = place
     total = sums.of_row[1]
-    inverse = inverse_of(total, sums.of_row[0], sink, kv_head * merge.group + row % merge.group)
-    first_token = queries.block(request).first
+    inverse = inverse_of(total, sums.of_row[0], tensors.sink, kv_head * merge.group + row % merge.group)
+    first_token = tensors.queries.block(request).first
     offset = row_offset(out, first_token, kv_head, row, merge.group)
     for v in cutlass.range_constexpr(cute.size(sums.columns, mode=[1])):
         packed = cute.make_rmem_tensor(VECTOR, out.element_type)
@@ -376,26 +406,25 @@ def take_rows(flag: cute.Pointer, row_range: cute.Tensor, piece: Piece):
 
 @cute.jit
 def merge_rows(
-    tensors: cutlass.Constexpr,  # results, queries and sink
-    flags: cute.Tensor,  # (slots · tiles,) int32, global memory
-    row_range: cute.Tensor,  # (2,) int32, shared memory: first and end of those to merge
+    tensors: cutlass.Constexpr,  # `Tensors`
+    walk: cutlass.Constexpr,  # `walk.Walk`
+    row_range: cute.Tensor,  # (2,) int32, shared memory: first and end of the shares of rows to merge
     piece: Piece,  # the worker's last split
     request: Int32,
-    slot: Int32,
-    tile: Int32,  # query tile of the request
     barrier: cutlass.Constexpr,  # of the threads
     thread: Int32,  # 0..THREADS-1
-    merge: cutlass.Constexpr,
     shape: cutlass.Constexpr,  # as those of `SHAPES`
 ):
-    """What a worker does last, behind a barrier of those that wrote its last partial result: if that is one of many
-    and others follow, it merges a share of the query tile's rows over all splits, once these are there."""
+    """What a worker does last, behind a barrier of those that wrote its last partial: if that is one of many and others
+    follow, it merges a share of the query tile's rows over all splits, once these are there."""
+    merge, tile = walk.merge, walk.tile
+    slot = slot_of(walk.worker, request)
     together, vectors = shape[0], min(shape[1], merge.row_vectors)
     slices = merge.row_vectors // vectors
     layout, sums = merge.partials, Sums.make(vectors)
     if piece.count > JOINED and piece.index < piece.count - 1:
         base, number = slot - piece.index, piece.count - 1
-        flag, gone = flags.iterator + (base * layout.tiles + tile), Int32(0)
+        flag, gone = walk.flags.iterator + (base * layout.tiles + tile), Int32(0)
         if thread == 0:
             take_rows(flag, row_range, piece)
         named_sync(barrier, THREADS)
@@ -403,17 +432,18 @@ def merge_rows(
             gone = cute.arch.atomic_add(flag, Int32(GONE), sem="relaxed", scope="gpu") // GONE % (BEGUN // GONE) + 1
         of_head = layout.tiles // merge.h_kv
         kv_head, first_row = tile // of_head, tile % of_head * layout.rows
-        rows = cutlass.min(tensors[1].block(request).count * merge.group - first_row, layout.rows)
+        rows = cutlass.min(tensors.queries.block(request).count * merge.group - first_row, layout.rows)
         lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
         splits, kind = Splits(request, piece.count, base), Int32(LISTED)
+        warps = Warps(Int32(0), Int32(0), warp, lane)
         for share in cutlass.range(row_range[0], row_range[1], unroll=1):
             for place in cutlass.range(share + warp * number, rows * slices, WARPS * number, unroll=1):
                 row, first_vector = place // slices, place % slices * vectors
                 add_splits(
-                    tensors, flags, kind, splits, Int64(tile * layout.rows + row), first_vector, Int32(0), Int32(0),
-                    sums, lane, merge, together,
+                    tensors.results, walk.flags, kind, splits, Int64(tile * layout.rows + row), first_vector, warps,
+                    sums, merge, together,
                 )  # fmt: skip
-                store(tensors, request, kv_head, first_row + row, first_vector, sums, lane, merge)
+                store(tensors, Row(request, kv_head, first_row + row, first_vector), sums, lane, merge)
         if gone == number:
             cute.make_tensor(flag, cute.make_layout(1))[0] = 0
 
@@ -447,7 +477,7 @@ def combine(
     listed = memory.allocate_tensor(Int32, cute.make_layout((3, BATCH)), 16)
     shared = memory.allocate_tensor(Int32, cute.make_layout(2), 16)
     queries = Queries(merge.s, query_blocks)
-    tensors, requests = (results, queries, sink), results.out.shape[0]
+    tensors, requests = Tensors(results, queries, sink), results.out.shape[0]
     if cutlass.const_expr(query_blocks is not None):
         requests = query_blocks.shape[0]
     word = cute.make_tensor(table.iterator + 2 * requests, cute.make_layout(1))
@@ -480,8 +510,9 @@ def combine(
             # Waits once: behind the first item the attention kernel has ended.
             wait_for_launch(results.outputs.iterator.toint() + first_row + Int64(rank + splits.base))
             known = kind >= 0
+            warps = Warps(rank, log2_warps, warp, lane)
             kind = add_splits(
-                tensors, word, kind, splits, first_row, slice_ * vectors, rank, log2_warps, sums, lane, merge, together
+                results, word, kind, splits, first_row, slice_ * vectors, warps, sums, merge, together
             )  # fmt: skip
             if not known:
                 # A warp that had no split to load has not read it.
@@ -489,13 +520,11 @@ def combine(
             there = there and splits.count > 1 and (known or kind == FULL)
             if cutlass.const_expr(queries.blocks is not None):
                 there = there and row < queries.block(splits.request).count * merge.group
+            of_row = Row(splits.request, kv_head, row, slice_ * vectors)
             if log2_warps > 0:
-                store_shared(
-                    tensors, exchange, splits, kv_head, row, slice_ * vectors, there, log2_warps, sums, warp, lane,
-                    merge,
-                )  # fmt: skip
+                store_shared(tensors, exchange, of_row, there, warps, sums, merge)
             elif there:
-                store(tensors, splits.request, kv_head, row, slice_ * vectors, sums, lane, merge)
+                store(tensors, of_row, sums, lane, merge)
             if known or kind == FULL:
                 item = item + blocks
             elif kind != SHARES:

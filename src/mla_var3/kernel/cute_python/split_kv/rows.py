@@ -52,6 +52,18 @@ class Queries:
         return Block(values[0], values[1], values[2])
 
 
+@dataclass(frozen=True, eq=False)
+class TileRows:
+    """The query rows of a CTA: those of a query tile. kv_head: whose cache they attend to; first_row: of the tile, in
+    the rows of a request and kv head. Compile-time constants: group: heads that share a cache; height: rows of the
+    tile."""
+
+    kv_head: Any
+    first_row: Any
+    group: int
+    height: int
+
+
 def row_offset(tensor: cute.Tensor, request: Int32, kv_head: Int32, row: Int32, group: int) -> Int64:
     """Where a row of a contiguous (b, s, h, columns) tensor begins, in elements."""
     _, s, h, columns = tensor.shape
@@ -76,15 +88,14 @@ def copy_query_rows(
     query: cute.Tensor,  # global memory, (b, s, h, width), width a multiple of 8
     tile: cute.Tensor,  # shared memory, swizzled, (rows, width up to a multiple of 64)
     block: Block,
-    kv_head: Int32,
-    first_row: Int32,  # of the tile
-    group: cutlass.Constexpr,
+    of_tile: cutlass.Constexpr,  # `TileRows`
     thread: Int32,  # 0..num_threads-1
     num_threads: cutlass.Constexpr,
 ):
     """Starts copying the rows of a tile, 16 bytes at a time (cp.async); rows past the end become zeros, and columns
-    past the query's width hold nothing of use. The caller waits (cp_async_wait_group) and joins the threads before
-    anybody reads."""
+    past the query's width hold nothing of use. The caller waits (cp_async_wait_group) and brings the threads together
+    before anybody reads."""
+    kv_head, first_row, group = of_tile.kv_head, of_tile.first_row, of_tile.group
     width, height = cutlass.const_expr(query.shape[3]), cute.size(tile, mode=[0])
     num_rows = block.count * group
     per_row = 8  # threads on one row: 128 bytes, one swizzle row, a pass
@@ -113,16 +124,14 @@ def copy_query_rows(
 def store_no_keys(
     results: Results,
     block: Block,
-    kv_head: Int32,
-    first_row: Int32,  # of the tile
-    group: cutlass.Constexpr,
+    of_tile: cutlass.Constexpr,  # `TileRows`
     thread: Int32,  # 0..num_threads-1
     num_threads: cutlass.Constexpr,
-    height: cutlass.Constexpr,  # rows of the tile
 ):
     """The results of a tile of a request without keys: zeros and +inf."""
-    per_row = cutlass.const_expr(num_threads // height)
-    row, columns = first_row + thread // per_row, results.out.shape[3]
+    kv_head, group = of_tile.kv_head, of_tile.group
+    per_row = cutlass.const_expr(num_threads // of_tile.height)
+    row, columns = of_tile.first_row + thread // per_row, results.out.shape[3]
     if row < block.count * group:
         zeros = cute.make_rmem_tensor(4, Int32)
         zeros.fill(0)
@@ -132,30 +141,6 @@ def store_no_keys(
             store_vector(zeros, address, True)
         if thread % per_row == 0:
             results.lse[block.first, kv_head * group + row % group, row // group] = Float32.inf
-
-
-@cute.jit
-def store_empty(
-    results: Results,
-    table: cute.Tensor,  # of `split_kv.combine`
-    seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,  # `Queries`
-    worker: Int32,
-    workers: Int32,
-    kv_head: Int32,
-    first_row: Int32,
-    group: cutlass.Constexpr,
-    thread: Int32,
-    num_threads: cutlass.Constexpr,
-    height: cutlass.Constexpr,
-):
-    """The results of a worker's share of the requests without keys, which have no point on an even line."""
-    for request in cutlass.range(worker, seq_lens.shape[0], workers, unroll=1):
-        if seq_lens[request] <= 0:
-            block = queries.block(request)
-            store_no_keys(results, block, kv_head, first_row, group, thread, num_threads, height)
-            if thread == 0:
-                list_request(table, request, Int32(0), Int32(0))
 
 
 # ------------------------------------------------------------------------------------------------ packed queries

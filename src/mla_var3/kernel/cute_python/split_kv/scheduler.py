@@ -189,6 +189,21 @@ def make_pool(
 
 
 @cute.jit
+def make_merged_pool(requests: Int32, tokens: Int32, workers: Int32, costs: cutlass.Constexpr) -> Pool:
+    """`make_pool` of a batch whose workers merge its splits, whatever their number: no combine is launched, and no
+    request is in shares."""
+    units = units_of(tokens, costs)
+    shares, combined = Int32(1), Int32(0)
+    line = line_of(
+        requests * units, units, Int32(0), requests, Int32(0), workers, Int32(0), shares, combined, costs
+    )  # fmt: skip
+    width = cutlass.max(ceil_div(units, line.step), 1)
+    if line.lead > 0:
+        width = line.lead + units
+    return Pool(workers, Int32(0), tokens, line, width, shares, combined, Int32(0))
+
+
+@cute.jit
 def chunks_of(units: Int32, step: Int32, inverse: Float32) -> Int32:
     """ceil(units / step), at least 1; inverse: 1 / step, nearly. Exact under 2^23 units."""
     last = cutlass.max(units - 1, 0)

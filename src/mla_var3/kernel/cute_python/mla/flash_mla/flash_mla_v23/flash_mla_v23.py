@@ -3,45 +3,49 @@ device.
 
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, 576)    V = latent (t, 512)
 
-The latent may also have 256 columns, and the rope part 32 or none.
+The latent has 512 columns or 256, and the rope part 64, 32 or none.
 
-A CTA keeps one query tile's place (64 rows of the s · h / h_kv that share a cache) and goes through its worker's
-splits of the batch, two KV tiles of 64 tokens at a time. With an even number of query tiles two CTAs form a cluster:
-both are the same worker, and each loads half of every KV tile for both (TMA multicast).
+Read this first: `Consumer.run` is the main loop. One pass of it is `even_step` or `odd_step` and computes a pair of KV
+tiles. `load` is the producer. `consume` goes through the splits of a CTA (`split_kv.walk`) and calls `Consumer.run` and
+`epilogue` for each. The kernel, `flash_mla_v23`, finds the first split and starts the roles. `split_kv/README.md` says
+how requests become splits and how splits become outputs.
+
+A CTA computes one query tile: 64 rows of the s · h / h_kv that share a cache. It goes through the splits of its worker
+and takes two KV tiles of 64 tokens at a time. Where the number of query tiles is even, two CTAs form a cluster: they
+belong to the same worker, and each loads half of every KV tile for both (TMA multicast).
 
     producer   four warps; each keeps one half (left or right V columns) of one of two stages filled, by TMA
     EVEN       S0 = Q·K0ᵀ of even tiles; O_L += P·V_L, output columns 0..255 in registers
     ODD        S1 = Q·K1ᵀ of odd tiles;  O_R += P·V_R, output columns 256..511
 
-The consumers are half a pair of tiles out of phase, so that the softmax of one overlaps the products of the other:
+The two consumers run half a pair of tiles out of phase, so that the softmax of one overlaps the products of the other:
 
     EVEN   softmax S0, P0 -> smem | O_L += P0·V0_L             | O_L += P1·V1_L             | S0' = Q·K0'ᵀ
     ODD    S1 = Q·K1ᵀ             | O_R += P0·V0_R, softmax S1 | O_R += P1·V1_R, P1 -> smem | S1' = Q·K1'ᵀ
     freed                         | 0L                0R       | 1R                      1L |
 
-A consumer's own P is an operand from registers. The other reads it from shared memory, where it lies in the rope panel
-of its stage, which nobody needs once the scores are made, or without rope columns in a panel of its own. Each P is
-relative to the running maximum that its own consumer knows; the reader rescales its half of the output when the maximum
-has moved, which a maximum that may lag by 2^8 makes rare. A quarter of Q's columns stay in registers: a 64 x 64 x 16
-product with both operands in shared memory takes all of its bandwidth, which the other consumer's softmax needs too.
+A consumer takes its own P as an operand from registers. The other consumer reads that P from shared memory. It lies in
+the rope panel of its stage, which nobody needs once the scores are made; without rope columns it has a panel of its
+own. Each P is relative to the running maximum that its own consumer knows. The reader rescales its half of the output
+when the maximum has moved, which happens rarely, because the maximum may lag by 2^8.
 
-A panel of a KV tile is one TMA box where pages are multiples of 64 tokens, and several of 16 or 32 tokens where they
-are other multiples of 16. Of any other page size the producers gather rows with cp.async, and CTAs load for themselves.
-In pieces all four warps load every half (`load_pieces`). Pages of the cache may lie apart.
+A quarter of Q's columns stay in registers. A 64 x 64 x 16 product with both operands in shared memory takes all of the
+bandwidth of shared memory, and the other consumer's softmax needs some of it.
 
-Split-KV: `split_kv.scheduler` deals splits to workers from the lengths. While a split ends, the producer is already
-loading the next one, and EVEN copies its query rows while the results leave. A split that is a whole
-request is written to `out`. Of shares the partial results are written, and `split_kv.combine`, a programmatic
-dependent, merges them. On an even line the workers merge them themselves: two or three splits from registers into
-registers, while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
-(`combine.merge_rows`).
+A panel of a KV tile is one TMA box where pages are multiples of 64 tokens, and several boxes of 16 or 32 tokens where
+pages are other multiples of 16. For any other page size the producers gather rows with cp.async, and each CTA loads for
+itself. Where a panel is loaded in parts, all four warps load every half (`load_in_parts`). Pages of the cache may lie
+apart.
 
-Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, each of which is scheduled as a
+While a split ends, the producer already loads the next one, and EVEN copies the next query rows while the results
+leave. A split that is a whole request goes to `out`. Partials of shares are merged by `split_kv.combine`, a
+programmatic dependent. On an even line the workers merge: two or three splits from registers into registers, while the
+rest of the chip still works (`Walk.merge_few`), more of them in shares of the rows, at their end (`Walk.end`).
+
+Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, and each block is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
 
-What to read first: `Consumer.run` is the main loop, and a pass of it is `even_step` or `odd_step`, a pair of KV tiles.
-`load` is the producer, `consume` goes through the splits of a CTA and calls `Consumer.run` and `epilogue` for each, and
-`flash_mla_v23` starts the roles. What waits for what:
+What waits for what:
 
     barrier           who arrives                                 who waits, and for what
     full[stage, i]    TMA with panel i of a KV tile; where rows   both consumers, ahead of the products with panel i
@@ -65,15 +69,15 @@ were cut on the host; their devlogs have what each idea brought.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
-import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
@@ -85,15 +89,15 @@ from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKEN
 from mla_var3.kernel.cute_python.prims.sync import (
     named_arrive,
     named_sync,
-    raise_flag,
-    take_flag,
     wait_for_launch,
     warp_arrive,
 )
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.launch import Inputs, Version
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Piece, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, begin
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
@@ -103,7 +107,7 @@ if TYPE_CHECKING:
     from mla_var3.workload.decode import MlaProblem
 
 ROWS = 64  # of a query tile: one warpgroup MMA
-STAGES = 2
+STAGES = 2  # one for EVEN's tiles, one for ODD's: the schedule is written for two, and another number skips tiles
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
 EVEN, ODD = 0, 1
@@ -111,11 +115,11 @@ PRODUCERS = 4  # warps
 GATHERED = TOKENS // PRODUCERS  # rows of a KV tile, of each of them
 LEFT, RIGHT = 0, 1  # halves of a stage's V columns: EVEN's and ODD's
 RESIDENT = 9  # 16-column slices of the query in registers, of 36: what fits beside the accumulators
-# The same where rows are gathered: producers have more of the registers, and a spill in the loop would wait behind the
-# copies that they have issued.
+# The same where rows are gathered. The producers have more of the registers then, and a spill in the loop would wait
+# behind the copies that they have issued.
 RESIDENT_GATHERED = 7
-# Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
-# the product with V works on padding as on rows, which a chip at its power limit pays for in clock.
+# The running maximum of a row that is only padding, so that its P is exp2(0 - PADDING) = 0. Scores of 0 would have a P
+# of 1, and the product with V would work on padding as on rows: a chip at its power limit pays for that in clock.
 PADDING = 1.0e30
 
 
@@ -182,14 +186,22 @@ class Geometry:
         return TOKENS // self.box if self.box else 0
 
     @property
-    def cluster(self) -> int:
+    def pair(self) -> int:
         """CTAs of a cluster. They read the same KV tiles, and from one side of L2."""
         return 2 if self.row_tiles % 2 == 0 else 1
 
     @property
+    def cluster(self) -> tuple[int, int, int]:
+        return self.pair, 1, 1
+
+    @property
     def sharing(self) -> int:
         """CTAs that load KV tiles for each other, by TMA multicast."""
-        return self.cluster if self.box else 1
+        return self.pair if self.box else 1
+
+    @property
+    def threads(self) -> int:
+        return THREADS
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -293,18 +305,21 @@ def make_barriers(full: cute.Pointer, empty: cute.Pointer, geometry: cutlass.Con
         cute.arch.mbarrier_init(empty + i, geometry.sharing * WARPGROUP // 32)
 
 
+class FirstPage(NamedTuple):
+    """The page with which a worker's first split begins, if all requests fill the page table. entry: in the request's
+    row of the page table (`paged.entry_of`), or -1: not known; page: what the page table has there."""
+
+    entry: Int32
+    page: Int32
+
+
 @cute.jit
 def load(
-    tma: cute.CopyAtom,
-    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    inputs: Inputs,
     storage: cutlass.Constexpr,
-    page_table: cute.Tensor,
-    seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,  # `rows.Queries`
-    split: scheduler.Split,
-    line: scheduler.Line,
-    guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
-    page: Int32,  # the page there
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
+    first_page: FirstPage,
     kv_head: Int32,
     rank: Int32,  # in the cluster
     stage: Int32,
@@ -320,18 +335,20 @@ def load(
     # Panels of all stages behind each other.
     layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, STAGES * PANEL * (geometry.p_panel + 1)))
     panels = wgmma.smem_view(storage.stages.data_ptr(), 0, layout)
-    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], panels, geometry.box)
+    tma, page_table = inputs.tma, inputs.page_table
+    boxes, places = paged.boxes_of(tma, inputs.cache[None, None, kv_head, None], panels, geometry.box)
     places = cute.domain_offset((0, 0, stage * (geometry.p_panel + 1)), places)
     parity = Int32(1)  # the first pass finds its panels free
     is_first = Boolean(True)
-    while scheduler.has_work(split):
-        first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
-        request = queries.block(split.request).request
+    known, page = first_page.entry, first_page.page
+    while walk.has_work(split):
+        first, end, _ = walk.tiles_of(split)
+        request = walk.queries.block(split.request).request
         for tile in cutlass.range(first + stage, end, STAGES, unroll=1):
             entry = paged.entry_of(tile, split.length, geometry.page)
-            if entry != guess:
+            if entry != known:
                 page = page_table[request, entry]
-            guess = Int32(-1)
+            known = Int32(-1)
             pages = paged.pages_of(page, geometry.page)
             cute.arch.mbarrier_wait(empty, parity)
             parity = parity ^ 1
@@ -358,8 +375,8 @@ def load(
                     for waiting in cutlass.range_constexpr(2):
                         named_arrive(Barrier.FIRST_TILE_LEFT + waiting, 3 * 32)
             is_first = Boolean(False)
-        guess, is_first = Int32(-1), Boolean(False)
-        split = scheduler.next_split(split, seq_lens, line, geometry.costs)
+        known, is_first = Int32(-1), Boolean(False)
+        split = walk.next_split(split)
 
 
 @cute.jit
@@ -385,15 +402,11 @@ def load_panel(
 
 
 @cute.jit
-def load_pieces(
-    tma: cute.CopyAtom | None,
-    cache: cute.Tensor,  # as the kernel has it
+def load_in_parts(
+    inputs: Inputs,
     storage: cutlass.Constexpr,
-    page_table: cute.Tensor,
-    seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,  # `rows.Queries`
-    split: scheduler.Split,
-    line: scheduler.Line,
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
     kv_head: Int32,
     rank: Int32,  # in the cluster
     warp: Int32,  # of the producers
@@ -406,6 +419,7 @@ def load_pieces(
     No warp waits for its copies: they arrive at an mbarrier, and consumers make them visible to their products
     (`Consumer.wait_panel`).
     """
+    cache, page_table = inputs.cache, inputs.page_table
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     layout = wgmma.k_major_layout(storage.stages.data_ptr().dtype, (TOKENS, PANEL * geometry.panels))
     lane = cute.arch.lane_idx()
@@ -414,10 +428,10 @@ def load_pieces(
     else:
         own = warp * GATHERED + lane % GATHERED
     parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds its panels free
-    while scheduler.has_work(split):
-        first, end, _, _ = scheduler.units_range(split, line, geometry.costs)
+    while walk.has_work(split):
+        first, end, _ = walk.tiles_of(split)
         length = split.length
-        request = queries.block(split.request).request
+        request = walk.queries.block(split.request).request
         for pair in cutlass.range(first, end, STAGES, unroll=1):
             tokens = [(pair + i) * TOKENS for i in range(STAGES)]
             pages = [page_table[request, paged.row_entry_of(i + own, length, geometry.page)] for i in tokens]
@@ -436,13 +450,13 @@ def load_pieces(
                         cute.arch.mbarrier_wait(empty + (2 * stage + half), parities[stage])
                         if cutlass.const_expr(geometry.box):
                             load_boxes(
-                                tma, cache[None, None, kv_head, None], wgmma.smem_view(own_stage, 0, layout), own_full,
-                                panels, tokens[stage], pages[stage], rank, warp, geometry,
+                                inputs.tma, cache[None, None, kv_head, None], wgmma.smem_view(own_stage, 0, layout),
+                                own_full, panels, tokens[stage], pages[stage], rank, warp, geometry,
                             )  # fmt: skip
                         else:
                             gather_rows(sources, own_stage, own_full, panels, warp, geometry)
                     parities[stage] = parities[stage] ^ 1
-        split = scheduler.next_split(split, seq_lens, line, geometry.costs)
+        split = walk.next_split(split)
 
 
 @cute.jit
@@ -492,6 +506,20 @@ def load_boxes(
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
+class Registers(NamedTuple):
+    """What a consumer's thread keeps of a split. The code of both consumers shares it."""
+
+    acc_o: cute.Tensor  # (64, k / 2) fp32: this consumer's half of the output
+    row_max: cute.Tensor  # (2,) fp32: the running maximum of the thread's two rows
+    row_sum: cute.Tensor  # (2,) fp32: this thread's share of the sums of the own P
+
+    @classmethod
+    def make(cls, dtype: type, geometry: Geometry) -> Registers:
+        output = wgmma.make_mma(dtype, geometry.half).partition_shape_C((ROWS, geometry.half))
+        acc_o = cute.make_rmem_tensor(output, Float32)
+        return cls(acc_o, *(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
+
+
 def resident_slices(slices: int, gathered: bool) -> tuple[int, ...]:
     """Which 16-column slices of the query stay in registers: evenly spread over the k steps."""
     most = RESIDENT_GATHERED if gathered else RESIDENT
@@ -534,7 +562,7 @@ class Consumer:
 
     @classmethod
     def make(cls, me, geometry, storage, q_tile, mask, thread, scale_log2, registers) -> Consumer:
-        """registers: acc_o, row_max and row_sum."""
+        """Views of a thread's part. registers: `Registers`."""
         dtype, stages = q_tile.element_type, storage.stages.data_ptr()
         # Ahead of the accumulators: behind them, ptxas spills.
         mma_qs = wgmma.make_mma(dtype, TOKENS, a_in_registers=True)
@@ -555,7 +583,6 @@ class Consumer:
             return wgmma.smem_view(stages, stage * geometry.stage_elements + offset, layout)
 
         p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), mma_s).get_slice(thread)
-        acc_o, row_max, row_sum = registers
         return cls(
             me=me,
             geometry=geometry,
@@ -580,9 +607,9 @@ class Consumer:
             p_copy=p_copy,
             p_target=p_copy.partition_D(at(me, behind, square)),
             acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, TOKENS)), Float32),
-            acc_o=acc_o,
-            row_max=row_max,
-            row_sum=row_sum,
+            acc_o=registers.acc_o,
+            row_max=registers.row_max,
+            row_sum=registers.row_sum,
             limits=cute.make_rmem_tensor(2, Int32),
             mask=mask,
             mask_rows=None if mask is None else cute.make_rmem_tensor(2, Int32),
@@ -881,11 +908,11 @@ def first_maximum(row: Int32, tokens: Any, geometry: cutlass.Constexpr) -> Float
 
 
 @cute.jit
-def keys_of_all_rows(length: Int32, tokens: Any, row_tile: Int32, geometry: cutlass.Constexpr) -> Int32:
-    """Keys that every row of a query tile may see. tokens: of the query."""
+def keys_of_all_rows(length: Int32, tokens: Any, first_row: Int32, geometry: cutlass.Constexpr) -> Int32:
+    """Keys that every row of a query tile may see. tokens: of the query. first_row: of the tile."""
     unmasked = cutlass.max(length, 0)
     if cutlass.const_expr(geometry.causal):
-        unmasked = cutlass.max(unmasked - tokens + 1 + (row_tile * ROWS) // geometry.group, 0)
+        unmasked = cutlass.max(unmasked - tokens + 1 + first_row // geometry.group, 0)
     elif cutlass.const_expr(geometry.tree):
         unmasked = cutlass.max(unmasked - tokens, 0)
     return unmasked
@@ -893,34 +920,15 @@ def keys_of_all_rows(length: Int32, tokens: Any, row_tile: Int32, geometry: cutl
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 @cute.jit
-def join(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+def add_partial(
+    registers: cutlass.Constexpr,  # `Registers`
     results: Results,
-    flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
-    piece: scheduler.Piece,
-    worker: Int32,
-    request: Int32,
     tile: Int32,  # query tile of the request
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
+    slot: Int32,
 ):
-    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
-    step = scheduler.first_step(piece)
-    while scheduler.takes(piece, step):
-        slot = scheduler.slot_of(worker + step, request)
-        if thread == 0:
-            take_flag(flags.iterator + (slot * geometry.tiles + tile))
-        named_sync(Barrier.CONSUMERS, CONSUMERS)
-        add_partial(registers, results, slot, tile, thread, geometry)
-        step = scheduler.next_step(piece, step)
-
-
-@cute.jit
-def add_partial(
-    registers: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32, thread: Int32,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Adds a partial result: it lies as the accumulators do (`split_kv.partials`)."""
+    """Adds a partial: it lies as the accumulators do (`split_kv.partials`)."""
     acc_o, row_max, row_sum = registers
     outputs, stats = results.outputs, results.stats
     layout, row = geometry.partials, wgmma.as_rows(acc_o)
@@ -945,14 +953,13 @@ def add_partial(
 
 @cute.jit
 def epilogue(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    registers: cutlass.Constexpr,  # `Registers`
     row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
     results: Results,
     block: rows.Block,
-    slot: Int32,  # of the partial result
-    whole: Boolean,  # the split is a request
-    kv_head: Int32,
-    row_tile: Int32,
+    place: Place,  # where the results go
+    of_tile: cutlass.Constexpr,  # `rows.TileRows`
+    tile: Int32,  # query tile of the request
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
@@ -963,9 +970,9 @@ def epilogue(
     out, lse, outputs, stats = results
     layout = geometry.partials
     me, lane = thread // WARPGROUP, thread % WARPGROUP
-    first_row, tile = row_tile * ROWS, kv_head * geometry.row_tiles + row_tile
+    first_row, kv_head = of_tile.first_row, of_tile.kv_head
     of_thread = Int64(me * (2 * geometry.half) + lane % partials.QUAD * 16)  # bytes from where a row begins
-    if whole:
+    if place.whole:
         for r in cutlass.range_constexpr(2):
             if thread % 4 == 0:
                 row_sums[wgmma.acc_row(lane, r), me] = row_sum[r]
@@ -983,7 +990,7 @@ def epilogue(
     else:
         for r in cutlass.range_constexpr(2):
             row = wgmma.acc_row(lane, r)
-            index = layout.row(slot, tile, row)
+            index = layout.row(place.slot, tile, row)
             exponent = partials.exponent_of(row_magnitude(acc_o, r))
             factor = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
             base = outputs.iterator.toint() + 2 * (index * layout.columns)
@@ -1035,114 +1042,76 @@ def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
-    table: cute.Tensor,  # of `split_kv.combine`
-    flags: cute.Tensor,
-    seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,  # `rows.Queries`
-    pool: Pool,
-    split: scheduler.Split,
-    line: scheduler.Line,
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
     scale_log2: Float32,
-    worker: Int32,
-    kv_head: Int32,
-    row_tile: Int32,
+    of_tile: cutlass.Constexpr,  # `rows.TileRows`
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
     """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
-    first_row = row_tile * ROWS
+    # Made of its two parts once more: ptxas is to see what they have in common with the tile's rows.
+    tile = of_tile.kv_head * geometry.row_tiles + walk.tile % geometry.row_tiles
+    walk, first_row = dataclasses.replace(walk, tile=tile), of_tile.first_row
     q_tile = query_tile(storage, q.element_type, geometry)
-    output = wgmma.make_mma(q.element_type, geometry.half).partition_shape_C((ROWS, geometry.half))
-    registers = (
-        cute.make_rmem_tensor(output, Float32),
-        cute.make_rmem_tensor(2, Float32),
-        cute.make_rmem_tensor(2, Float32),
-    )
+    registers = Registers.make(q.element_type, geometry)
     row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
     row_range = storage.row_range.get_tensor(cute.make_layout(2))
-    me, tile = thread // WARPGROUP, kv_head * geometry.row_tiles + row_tile
+    me, group = thread // WARPGROUP, Group(Barrier.CONSUMERS, CONSUMERS)
+    add = functools.partial(add_partial, registers, results, tile, thread, geometry)
     parity = Int32(0)  # of this consumer's stage
-    keyless = line.empty
+    keyless = walk.line.empty
     if cutlass.const_expr(geometry.packed):
-        keyless = table[rows.keyless_place(table)]
-    if keyless > 0:
-        rows.store_empty(
-            results, table, seq_lens, queries, worker, pool.workers, kv_head, first_row, geometry.group, thread,
-            CONSUMERS, ROWS,
-        )  # fmt: skip
-    piece = scheduler.Piece(Int32(0), Int32(1))
-    while scheduler.has_work(split):
-        first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
-        block = queries.block(split.request)
+        keyless = walk.table[rows.keyless_place(walk.table)]
+    walk.store_empty(results, keyless, of_tile, thread, CONSUMERS)
+    piece = Piece(Int32(0), Int32(1))
+    while walk.has_work(split):
+        tiles = walk.tiles_of(split)
+        first, end, _ = tiles
+        block = walk.queries.block(split.request)
         following = split
-        is_cut = line.lead > 0 and pool.combined == 0 and end - first < units
-        piece = scheduler.Piece(Int32(0), Int32(1))
-        if first == 0 and thread == 0 and (is_cut or combine.lists(line, pool)):
-            count, base = scheduler.slots_of(worker, split, units, line, pool)
-            if combine.lists(line, pool):
-                partials.list_request(table, split.request, count, base)
-            elif count > scheduler.JOINED:
-                combine.begin_row_merge(flags.iterator + (base * geometry.tiles + tile), row_range)
+        piece = Piece(Int32(0), Int32(1))
+        is_cut = walk.announce(split, tiles, row_range, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
         named_sync(Barrier.CONSUMERS, CONSUMERS)
         if first < end:
-            unmasked = keys_of_all_rows(split.length, block.count, row_tile, geometry)
+            unmasked = keys_of_all_rows(split.length, block.count, first_row, geometry)
             for consumer in cutlass.range_constexpr(2):
                 if me == consumer:
-                    lane = thread - consumer * WARPGROUP
-                    w = Consumer.make(consumer, geometry, storage, q_tile, queries.mask, lane, scale_log2, registers)
+                    lane, mask = thread - consumer * WARPGROUP, walk.queries.mask
+                    w = Consumer.make(consumer, geometry, storage, q_tile, mask, lane, scale_log2, registers)
                     w.begin(first_row, split.length, block)
                     w.run(first, end, unmasked, split.length, parity)
             parity = parity ^ ((end - first + 1 - me) // STAGES & 1)
-            following = scheduler.next_split(split, seq_lens, line, geometry.costs)
-            if me == EVEN and scheduler.has_work(following):
+            following = walk.next_split(split)
+            if me == EVEN and walk.has_work(following):
                 # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
-                rows.copy_query_rows(
-                    q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, thread, WARPGROUP
-                )  # fmt: skip
-            if not scheduler.has_work(following):
+                rows.copy_query_rows(q, q_tile, walk.queries.block(following.request), of_tile, thread, WARPGROUP)
+            if not walk.has_work(following):
                 cute.arch.griddepcontrol_launch_dependents()
             for r in cutlass.range_constexpr(2):
-                registers[2][r] = softmax.quad_sum(registers[2][r])
-            whole, slot = end - first == units, split.point
-            if line.lead > 0:
-                slot = scheduler.slot_of(worker, split.request)
-                if is_cut:
-                    piece = scheduler.piece_of(worker, split, units, line)
-                    if piece.count <= scheduler.JOINED:
-                        join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
-                        whole = piece.index == 0
-            flag, raised = combine.flag_of(piece, slot)
-            epilogue(
-                registers, row_sums, results, block, slot, whole, kv_head, row_tile, thread, geometry,
-            )  # fmt: skip
+                registers.row_sum[r] = softmax.quad_sum(registers.row_sum[r])
+            place = walk.place_of(split, tiles)
+            place = walk.merge_few(place, split, tiles, is_cut, add, group, thread)
+            piece, signal = place.piece, walk.signal_of(place)
+            epilogue(registers, row_sums, results, block, place, of_tile, tile, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMERS)
-            raise_flag(flags.iterator + (flag * geometry.tiles + tile), Int32(thread == 0) * raised)
+            walk.publish(signal, thread)
         else:
-            rows.store_no_keys(results, block, kv_head, first_row, geometry.group, thread, CONSUMERS, ROWS)
-            following = scheduler.next_split(split, seq_lens, line, geometry.costs)
-            if thread < WARPGROUP and scheduler.has_work(following):
-                rows.copy_query_rows(
-                    q, q_tile, queries.block(following.request), kv_head, first_row, geometry.group, thread, WARPGROUP
-                )  # fmt: skip
+            rows.store_no_keys(results, block, of_tile, thread, CONSUMERS)
+            following = walk.next_split(split)
+            if thread < WARPGROUP and walk.has_work(following):
+                rows.copy_query_rows(q, q_tile, walk.queries.block(following.request), of_tile, thread, WARPGROUP)
         split = following
-    combine.merge_rows(
-        (results, queries, None), flags, row_range, piece, split.request, scheduler.slot_of(worker, split.request),
-        tile, Barrier.CONSUMERS, thread, geometry.merge, (8, 2),
-    )  # fmt: skip
+    walk.end(results, piece, split.request, row_range, group, thread, (8, 2))
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
 def flash_mla_v23(
-    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous; packed (tokens, 1, h, k + p)
-    tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
-    cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
-    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
-    seq_lens: cute.Tensor,  # (b,) int32, global memory; packed, the blocks' keys
-    mask: cute.Tensor | None,  # (b, s, s) uint8, global memory, or None
+    inputs: Inputs,
     results: Results,  # packed, lse is (first token, h, token behind it)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
     schedule: Schedule,
@@ -1151,10 +1120,11 @@ def flash_mla_v23(
     geometry: cutlass.Constexpr,
 ):
     """The CTA of a query tile (x) and worker (y, from the last one)."""
+    q, page_table = inputs.q, inputs.page_table
     dtype = q.element_type
     thread, _, _ = cute.arch.thread_idx()
     tile, block, _ = cute.arch.block_idx()
-    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    worker = pool.workers - 1 - block  # a worker waits for later ones (README.md), which this way are launched first
     lane = thread % 32
     row_tile, kv_head = tile % geometry.row_tiles, tile // geometry.row_tiles
     rank = row_tile % geometry.sharing
@@ -1166,15 +1136,18 @@ def flash_mla_v23(
         with cute.arch.elect_one():
             make_barriers(storage.full.data_ptr(), storage.empty.data_ptr(), geometry)
         if cutlass.const_expr(geometry.box):
-            cpasync.prefetch_descriptor(tma)
+            cpasync.prefetch_descriptor(inputs.tma)
         cute.arch.mbarrier_init_fence()
     if cutlass.const_expr(geometry.sharing > 1):
         cute.arch.cluster_arrive_relaxed()
     elif warp < CONSUMERS // 32:
         named_arrive(Barrier.SETUP, THREADS)
 
-    queries = rows.Queries(geometry.s, schedule.blocks, mask)
-    guess, page, guessed, as_guessed = Int32(-1), Int32(0), Int32(-1), Boolean(False)
+    queries, of_tile = (
+        rows.Queries(geometry.s, schedule.blocks, inputs.mask),
+        rows.TileRows(kv_head, first_row, geometry.group, ROWS),
+    )
+    entry, page, guessed = Int32(-1), Int32(0), Int32(-1)
     if cutlass.const_expr(geometry.packed):
         # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
         cute.arch.griddepcontrol_wait()
@@ -1185,28 +1158,23 @@ def flash_mla_v23(
         split = scheduler.guess_split(worker, requests, pool)
         at, _, _, _ = scheduler.units_range(split, pool.guess, geometry.costs)
         stage = (warp - CONSUMERS // 32) // 2  # of a producer
-        guess = (at + stage) * TOKENS // geometry.page
-        guess = cutlass.max(cutlass.min(guess, width - 1), 0)
+        entry = (at + stage) * TOKENS // geometry.page
+        entry = cutlass.max(cutlass.min(entry, width - 1), 0)
         guessed = cutlass.min(split.request, requests - 1)
-        of_page = page_table[guessed, None].iterator + guess
+        of_page = page_table[guessed, None].iterator + entry
         wait_for_launch(of_page.toint())  # as above
         page = cute.make_tensor(of_page, cute.make_layout(1))[0]
         if warp < CONSUMERS // 32:
-            rows.copy_query_rows(
-                q, q_tile, queries.block(guessed), kv_head, first_row, geometry.group, thread, CONSUMERS
-            )  # fmt: skip
-    split, line, as_guessed = scheduler.first_of(
-        schedule, storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS // 32, lane, geometry.costs
+            rows.copy_query_rows(q, q_tile, queries.block(guessed), of_tile, thread, CONSUMERS)
+    walk, split = begin(
+        schedule, flags, inputs.seq_lens, queries, pool, Cta(worker, tile, thread, warp, lane),
+        storage.plan.data_ptr(), CONSUMERS, geometry.merge,
     )  # fmt: skip
-    if tile == 0 and worker == 0 and thread == CONSUMERS:
-        combine.write_split_kind(schedule.table, line, as_guessed, pool)
     if split.request != guessed:
-        guess = Int32(-1)
-        if warp < CONSUMERS // 32 and scheduler.has_work(split):
+        entry = Int32(-1)
+        if warp < CONSUMERS // 32 and walk.has_work(split):
             cute.arch.cp_async_wait_group(0)
-            rows.copy_query_rows(
-                q, q_tile, queries.block(split.request), kv_head, first_row, geometry.group, thread, CONSUMERS
-            )  # fmt: skip
+            rows.copy_query_rows(q, q_tile, queries.block(split.request), of_tile, thread, CONSUMERS)
     if cutlass.const_expr(geometry.sharing > 1):
         cute.arch.cluster_wait()
 
@@ -1217,20 +1185,14 @@ def flash_mla_v23(
         if cutlass.const_expr(geometry.boxes == 1):
             producer = warp - CONSUMERS // 32
             load(
-                tma, cache, storage, page_table, seq_lens, queries, split, line, guess, page, kv_head, rank,
-                producer // 2, producer % 2, geometry,
+                inputs, storage, walk, split, FirstPage(entry, page), kv_head, rank, producer // 2, producer % 2,
+                geometry,
             )  # fmt: skip
         else:
-            load_pieces(
-                tma, cache, storage, page_table, seq_lens, queries, split, line, kv_head, rank,
-                warp - CONSUMERS // 32, geometry,
-            )  # fmt: skip
+            load_in_parts(inputs, storage, walk, split, kv_head, rank, warp - CONSUMERS // 32, geometry)
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
-        consume(
-            q, storage, results, schedule.table, flags, seq_lens, queries, pool, split, line, scale_log2, worker,
-            kv_head, row_tile, thread, geometry,
-        )  # fmt: skip
+        consume(q, storage, results, walk, split, scale_log2, of_tile, thread, geometry)
     if cutlass.const_expr(geometry.sharing > 1):
         # No CTA leaves while the other may still signal its mbarriers.
         cute.arch.cluster_arrive_relaxed()
@@ -1238,56 +1200,6 @@ def flash_mla_v23(
 
 
 flash_mla_v23.set_name_prefix("flash_mla_v23", remove_cutlass_symbol=True, keep_mangled_name=False)
-
-
-# ------------------------------------------------------------------------------------------------ host
-@cute.jit
-def launch_flash_mla_v23(
-    q: cute.Tensor,  # (b, s, h, k + p); packed (tokens, h, k + p), as is out, and lse (tokens, h)
-    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
-    page_table: cute.Tensor,
-    seq_lens: cute.Tensor,
-    offsets_or_mask: cute.Tensor | None,  # where queries are packed, (b + 1,) int32; where there is a tree, its mask
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    partials: cute.Tensor,  # `Partials.views`
-    flags: cute.Tensor,
-    words: cute.Tensor,  # `scheduler.schedule_in`
-    scale: Float32,
-    workers: Int32,
-    fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
-    mode: Int32,  # `scheduler.OWN`, `MADE` or `SHARED`
-    geometry: cutlass.Constexpr,
-    stream: CUstream,
-):
-    """Launches a CTA for each query tile and worker, and behind it the combine, both as programmatic dependents."""
-    tma, cache = None, kv_cache
-    if cutlass.const_expr(geometry.box):
-        tma, cache = paged.make_page_tma(kv_cache, geometry.sharing > 1, geometry.box)
-    schedule = scheduler.schedule_in(words, workers, geometry.packed)
-    requests, mask = q.shape[0], None
-    if cutlass.const_expr(geometry.tree):
-        mask = offsets_or_mask
-    if cutlass.const_expr(geometry.packed):
-        requests = schedule.blocks.shape[0]
-        q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
-    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, mode, geometry.costs)
-    scheduler.prepare(
-        schedule, seq_lens, offsets_or_mask, pool, mode, geometry.s, geometry.causal, geometry.costs, stream
-    )  # fmt: skip
-    lengths, results = schedule.lengths(seq_lens), Results(out, lse, *geometry.partials.views(partials))
-    flash_mla_v23(
-        q, tma, cache, page_table, lengths, mask, results, flags, schedule, scale * math.log2(math.e), pool, geometry
-    ).launch(
-        grid=(geometry.tiles, workers, 1),
-        block=(THREADS, 1, 1),
-        cluster=(geometry.cluster, 1, 1),
-        min_blocks_per_mp=1,
-        stream=stream,
-        use_pdl=True,
-    )
-    ctas = workers * geometry.tiles
-    combine.launch(results, schedule.table, lengths, schedule.blocks, pool, 2 * ctas, geometry.merge, stream)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1321,6 +1233,8 @@ class FlashMlaV23Tiling(Tiling):
         return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, pd.packed, pd.tree)
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+        if STAGES != len((EVEN, ODD)):
+            return Verdict.no(f"STAGES = {STAGES}, and the schedule is written for two: one for each consumer's tiles")
         if self.query_tokens < 0 or (self.query_tokens and not pd.packed):
             return Verdict.no(f"query_tokens = {self.query_tokens} is for packed queries only, and at least 0")
         if not 0 <= self.workers <= scheduler.MOST_WORKERS:
@@ -1351,6 +1265,10 @@ class FlashMlaV23Plan(KernelPlan):
     workload = decode.WORKLOAD
     tiling_type = FlashMlaV23Tiling
     tiling: FlashMlaV23Tiling
+    uses = (
+        "clusters-multicast", "dependent-launch", "device-tile-scheduler", "fast-exp2-softmax", "loading/page-wise-tma",
+        "power-aware-tiling", "seesaw-schedule", "split-kv", "two-warpgroup-output",
+    )  # fmt: skip
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("strided_pages", "packed", "tree"),
@@ -1374,20 +1292,11 @@ class FlashMlaV23Plan(KernelPlan):
     @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
-        workers, fixed = self.workers(), self.tiling.split_tokens // TOKENS
-        requests, width = inputs[2].shape
-        if self.problem.packed:
-            requests = rows.most_blocks(len(inputs[0]), requests, self.tiling.geometry(self.problem).s)
-        slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
-        return self._make(inputs, requests, slots, workers, fixed)
+        version = Version(flash_mla_v23, self.tiling.geometry(self.problem))
+        fixed = self.tiling.split_tokens // TOKENS
+        return host.decode_kernel(self, "flash_mla_v23", version, inputs, self.workers(), fixed)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
-        return self._make((), 0, 0, 0, 0)
-
-    def _make(self, inputs: Any, requests: int, slots: int, workers: int, fixed: int) -> CuteKernel:
-        geometry = self.tiling.geometry(self.problem)
-        return host.decode_kernel(
-            self, flash_mla_v23, launch_flash_mla_v23, "flash_mla_v23", geometry, geometry.partials, inputs,
-            requests, slots, workers, fixed,
-        )  # fmt: skip
+        version = Version(flash_mla_v23, self.tiling.geometry(self.problem))
+        return host.decode_kernel(self, "flash_mla_v23", version, (), 0, 0)

@@ -3,14 +3,19 @@ scheduler on the device.
 
     Sᵀ (64 tokens x n) = K · Qᵀ     softmax down the columns     Oᵀ (512 x n) += Vᵀ · P       n = 8, 16 or 32 rows
 
-The latent may also have 256 columns; K has 64 rope columns more, or 32, or none.
+The latent has 512 columns or 256; K has 64 rope columns more, or 32, or none.
+
+Read this first: `Consumer.run` is the main loop, with `own_tile` and `other_tile` for the two kinds of KV tiles that a
+consumer meets. `load` is the producer. `consume` goes through the splits of a CTA (`split_kv.walk`), and the kernel,
+`flash_mla_v24`, finds the first one and starts the roles. `split_kv/README.md` says how requests become splits and how
+splits become outputs.
 
 With at most 32 query rows a query tile of 64 would be mostly padding, which costs power and registers. So KV tiles are
-on the M side of the MMA and query rows on the N side: a 64-token x 64-column panel of the cache is the A operand of
-both products, K-major for the scores and transposed (MN-major) for the output. What belongs to a query row lies in one
-accumulator column.
+on the M side of the MMA and query rows on the N side. A 64-token x 64-column panel of the cache is the A operand of
+both products: K-major for the scores, transposed (MN-major) for the output. An accumulator column holds what belongs to
+one query row.
 
-A CTA has all rows of a kv head and goes through its worker's splits of the batch, one KV tile of 64 tokens at a time:
+A CTA computes all rows of a kv head. It goes through the splits of its worker, one KV tile of 64 tokens at a time:
 
     producer   one warp; keeps a ring of 64 x 64 panels full, by TMA, over all splits of the worker
     EVEN       scores of tiles 0, 2, ..;  Oᵀ_L += V_Lᵀ·P, latent columns 0..255, of all tiles
@@ -19,21 +24,22 @@ A CTA has all rows of a kv head and goes through its worker's splits of the batc
     EVEN   S0ᵀ = K0·Qᵀ, softmax S0, P0 -> smem | Oᵀ_L += V0_Lᵀ·P0 | wait P1 | Oᵀ_L += V1_Lᵀ·P1
     ODD    S1ᵀ = K1·Qᵀ | wait P0 | Oᵀ_R += V0_Rᵀ·P0 | softmax S1, P1 -> smem | Oᵀ_R += V1_Rᵀ·P1
 
-P is the B operand, which is always read from shared memory, so both consumers read it there. Panels are freed one by
-one: all of the ring but the panels being multiplied holds loads in flight, also while a split ends, which keeps the
-memory busy. The running maximum of the rows is shared and may lag by 2^8 (lazy rescale). Most tiles move it for no row;
-the barrier at which the warps of a consumer meet anyway reports that (PTX `barrier.red.or`), without a reduction.
+P is the B operand, which the MMA always reads from shared memory, so both consumers read it there. Panels are freed one
+by one. All of the ring but the panels that are being multiplied holds loads in flight, also while a split ends, which
+keeps the memory busy. The consumers share the running maximum of the rows, which may lag by 2^8 (lazy rescale). Most
+tiles move it for no row. The barrier at which the warps of a consumer meet anyway reports that (PTX `barrier.red.or`),
+without a reduction.
 
-A panel is one TMA box where pages are multiples of 64 tokens, and several of 16 or 32 tokens where they are other
-multiples of 16. Of any other page size four producer warps gather rows with cp.async (`load_rows`), 16 of a panel each.
-Pages of the cache may lie apart.
+A panel is one TMA box where pages are multiples of 64 tokens, and several boxes of 16 or 32 tokens where pages are
+other multiples of 16. For any other page size four producer warps gather rows with cp.async (`load_rows`), each 16 rows
+of every panel. Pages of the cache may lie apart.
 
-Split-KV: `split_kv.scheduler` deals splits to workers from the lengths. Where it deals shares, `split_kv.combine`
-merges the partial results. On an even line the workers merge them themselves: two or three splits from registers into
-registers, while the rest of the chip still works (`join`), more of them in shares of the rows, at their end
-(`combine.merge_rows`). Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
+`split_kv.scheduler` deals requests to workers from their lengths. Where it deals shares, `split_kv.combine` merges the
+partials. On an even line the workers merge: two or three splits from registers into registers, while the rest of the
+chip still works (`Walk.merge_few`), more of them in shares of the rows, at their end (`Walk.end`). Accumulators are
+transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
 
-Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, each of which is scheduled as a
+Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, and each block is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
 
 Merges versions 14 and 18, whose splits were cut on the host; their devlogs have what each idea brought.
@@ -41,19 +47,18 @@ Merges versions 14 and 18, whose splits were cut on the host; their devlogs have
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from mla_var3.device import Requirement
+from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
@@ -61,21 +66,20 @@ from mla_var3.kernel.cute_python.prims.sync import (
     named_any,
     named_arrive,
     named_sync,
-    raise_flag,
-    take_flag,
     wait_for_launch,
     warp_arrive,
 )
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.launch import Inputs, Version
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Piece, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, begin
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import decode
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.workload.decode import MlaProblem
 
 ROW_TILES = (8, 16, 32)
@@ -86,8 +90,6 @@ GATHERERS = 4  # producer warps where rows are gathered: as many registers a thr
 GATHERED = TOKENS // GATHERERS  # rows of a KV tile, of each of them
 IN_FLIGHT = 6  # panels that each of them has in flight behind the one it waits for: 48 KiB
 EVEN, ODD = 0, 1
-# A tile takes 2 us where all CTAs read, 1.2 us where few do; begin and end of a split 3 us, the combine 2 to 3 us.
-COSTS = Costs(unit=TOKENS, overhead=2, combine=1, listed=2, join=2)
 COMBINE_BYTES = 2 * 9 * 1024  # shared memory that is left to CTAs of the combine
 
 
@@ -172,12 +174,33 @@ class Geometry:
         return self.n // 8
 
     @property
+    def tiles(self) -> int:
+        """Query tiles of a request: one for each kv head."""
+        return self.h_kv
+
+    @property
+    def cluster(self) -> None:
+        """No CTAs form a cluster,"""
+        return None
+
+    @property
+    def sharing(self) -> int:
+        """and each loads KV tiles for itself."""
+        return 1
+
+    @property
     def partials(self) -> Partials:
-        return Partials(self.h_kv, self.n, self.k, of_panels=True)
+        return Partials(self.tiles, self.n, self.k, of_panels=True)
+
+    @property
+    def costs(self) -> Costs:
+        """In KV tiles. A tile takes 2 us where all CTAs read, 1.2 us where few do; begin and end of a split take 3 us,
+        and the combine 2 to 3 us."""
+        return Costs(unit=TOKENS, overhead=2, combine=1, listed=2, join=2)
 
     @property
     def merge(self) -> combine.Merge:
-        return combine.Merge(self.h, self.h_kv, self.s, self.partials, COSTS)
+        return combine.Merge(self.h, self.h_kv, self.s, self.partials, self.costs)
 
 
 def shared_storage(geometry: Geometry, dtype: type) -> type:
@@ -204,6 +227,12 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
+def query_tile(storage: Any, dtype: type, geometry: Geometry) -> cute.Tensor:
+    """Q in shared memory: (n, columns of all panels), swizzled as the products read it."""
+    layout = wgmma.k_major_layout(dtype, (geometry.n, PANEL * geometry.panels))
+    return storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+
+
 def fixed_bytes(n: int, columns: int, element_bytes: int) -> int:
     """Shared memory besides the ring: mbarriers, exchange buffers and alignment (4 KiB are enough), Q in whole panels,
     and P of both consumers."""
@@ -218,18 +247,21 @@ def ring_at(stage: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32
     return moved - wrapped * stages, phase ^ wrapped
 
 
+class FirstPage(NamedTuple):
+    """The page with which a worker's first split begins, if all requests fill the page table. entry: in the request's
+    row of the page table (`paged.entry_of`), or -1: not known; page: what the page table has there."""
+
+    entry: Int32
+    page: Int32
+
+
 @cute.jit
 def load(
-    tma: cute.CopyAtom,
-    cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
+    inputs: Inputs,
     storage: cutlass.Constexpr,
-    page_table: cute.Tensor,
-    seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,  # `rows.Queries`
-    split: scheduler.Split,
-    line: scheduler.Line,
-    guess: Int32,  # entry in its row of the page table with which the first split begins (`paged.entry_of`), or -1
-    page: Int32,  # the page there
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
+    first_page: FirstPage,
     kv_head: Int32,
     geometry: cutlass.Constexpr,
 ):
@@ -240,15 +272,17 @@ def load(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     layout = wgmma.k_major_layout(storage.ring.data_ptr().dtype, (TOKENS, PANEL, geometry.stages))
     ring = wgmma.smem_view(storage.ring.data_ptr(), 0, layout)
-    boxes, places = paged.boxes_of(tma, cache[None, None, kv_head, None], ring, geometry.box)
+    tma, page_table = inputs.tma, inputs.page_table
+    boxes, places = paged.boxes_of(tma, inputs.cache[None, None, kv_head, None], ring, geometry.box)
     stage, phase = Int32(0), Int32(0)
-    while scheduler.has_work(split):
-        first, end, _, _ = scheduler.units_range(split, line, COSTS)
-        request = queries.block(split.request).request
+    known, page = first_page.entry, first_page.page
+    while walk.has_work(split):
+        first, end, _ = walk.tiles_of(split)
+        request = walk.queries.block(split.request).request
         entry = paged.entry_of(first, split.length, geometry.page)
-        if first < end and entry != guess:
+        if first < end and entry != known:
             page = page_table[request, entry]
-        guess = Int32(-1)
+        known = Int32(-1)
         for tile in cutlass.range(first, end, unroll=1):
             # Loaded a tile ahead, to hide its latency; behind the last tile, the same entry again.
             entry = paged.entry_of(cutlass.min(tile + 1, end - 1), split.length, geometry.page)
@@ -265,18 +299,15 @@ def load(
                 )  # fmt: skip
                 stage, phase = ring_at(stage, phase, 1, geometry.stages)
             page = following
-        split = scheduler.next_split(split, seq_lens, line, COSTS)
+        split = walk.next_split(split)
 
 
 @cute.jit
 def load_rows(
-    cache: cute.Tensor,  # (num_pages, page, h_kv, k + p), global memory
+    inputs: Inputs,
     storage: cutlass.Constexpr,
-    page_table: cute.Tensor,
-    seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,  # `rows.Queries`
-    split: scheduler.Split,
-    line: scheduler.Line,
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
     kv_head: Int32,
     warp: Int32,  # 0..3
     geometry: cutlass.Constexpr,
@@ -287,14 +318,15 @@ def load_rows(
     A panel's copies are published when `IN_FLIGHT` panels have been issued behind it, or earlier, where the next one
     finds no free stage: consumers may need those that are in flight before they free one.
     """
+    cache, page_table = inputs.cache, inputs.page_table
     full, empty, ring = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ring.data_ptr()
     first_row, lane = warp * GATHERED, cute.arch.lane_idx()  # a lane looks up the page of row first_row + lane
     stage, phase = Int32(0), Int32(0)
     oldest, pending = Int32(0), Int32(0)  # stage of the first panel that is not published, and number of those
     page = Int32(0)
-    while scheduler.has_work(split):
-        first, end, _, _ = scheduler.units_range(split, line, COSTS)
-        request, length = queries.block(split.request).request, split.length
+    while walk.has_work(split):
+        first, end, _ = walk.tiles_of(split)
+        request, length = walk.queries.block(split.request).request, split.length
         if first < end:
             page = page_table[request, paged.row_entry_of(first * TOKENS + first_row + lane, length, geometry.page)]
         for tile in cutlass.range(first, end, unroll=1):
@@ -320,7 +352,7 @@ def load_rows(
                     oldest, pending = publish_oldest(full, oldest, pending, geometry)
                 stage, phase = ring_at(stage, phase, 1, geometry.stages)
             page = following
-        split = scheduler.next_split(split, seq_lens, line, COSTS)
+        split = walk.next_split(split)
     while pending > 0:
         oldest, pending = publish_oldest(full, oldest, pending, geometry)
 
@@ -368,6 +400,20 @@ def issue(
         atom.set(warpgroup.Field.ACCUMULATE, True)
 
 
+class Registers(NamedTuple):
+    """What a consumer's thread keeps of a split. The code of both consumers shares it."""
+
+    acc_o: list[cute.Tensor]  # a (64, n) fp32 accumulator of each own latent panel
+    row_max: cute.Tensor  # (n / 4,) fp32: the running maximum of the thread's columns
+    row_sum: cute.Tensor  # (n / 4,) fp32: this thread's share of the sums of the own P
+
+    @classmethod
+    def make(cls, dtype: type, geometry: Geometry) -> Registers:
+        panel = make_mma(dtype, geometry.n, OperandMajorMode.K).partition_shape_C((TOKENS, geometry.n))
+        acc_o = [cute.make_rmem_tensor(panel, Float32) for _ in range(geometry.half_panels)]
+        return cls(acc_o, *(cute.make_rmem_tensor(geometry.n // 4, Float32) for _ in range(2)))
+
+
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
@@ -400,7 +446,7 @@ class Consumer:
 
     @classmethod
     def make(cls, me, geometry, storage, dtype, thread, scale_log2, registers, block, mask) -> Consumer:
-        """registers: acc_o, row_max and row_sum."""
+        """Views of a thread's part. registers: `Registers`."""
         n = geometry.n
         ring, p = storage.ring.data_ptr(), storage.p.data_ptr()
         mma_s, mma_o = make_mma(dtype, n, OperandMajorMode.K), make_mma(dtype, n, OperandMajorMode.MN)
@@ -415,7 +461,6 @@ class Consumer:
         store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4 if n % 16 == 0 else 2), dtype)
         p_copy = cute.make_tiled_copy_C(store, mma_s).get_slice(thread)
         target = wgmma.smem_view(p, me * n * TOKENS, wgmma.mn_major_layout(dtype, (TOKENS, n)))
-        acc_o, row_max, row_sum = registers
         return cls(
             me=me,
             geometry=geometry,
@@ -439,9 +484,9 @@ class Consumer:
             p_copy=p_copy,
             p_target=p_copy.partition_D(target),
             acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((TOKENS, n)), Float32),
-            acc_o=acc_o,
-            row_max=row_max,
-            row_sum=row_sum,
+            acc_o=registers.acc_o,
+            row_max=registers.row_max,
+            row_sum=registers.row_sum,
             factor=cute.make_rmem_tensor(n // 4, Float32),
             block=block,
             mask=mask,
@@ -674,35 +719,16 @@ def share_sums(row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, 
 
 
 @cute.jit
-def join(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+def add_partial(
+    registers: cutlass.Constexpr,  # `Registers`
     sums: cutlass.Constexpr,  # of `share_sums`
     results: Results,
-    flags: cute.Tensor,  # (slots · h_kv,) int32, global memory: the partial result of a slot is there
-    piece: scheduler.Piece,
-    worker: Int32,
-    request: Int32,
     kv_head: Int32,
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
+    slot: Int32,
 ):
-    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
-    step = scheduler.first_step(piece)
-    while scheduler.takes(piece, step):
-        slot = scheduler.slot_of(worker + step, request)
-        if thread == 0:
-            take_flag(flags.iterator + (slot * geometry.h_kv + kv_head))
-        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-        add_partial(registers, sums, results, slot, kv_head, thread, geometry)
-        step = scheduler.next_step(piece, step)
-
-
-@cute.jit
-def add_partial(
-    registers: cutlass.Constexpr, sums: cutlass.Constexpr, results: Results, slot: Int32, kv_head: Int32,
-    thread: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Adds a partial result: transposed within quads as it was for the store, it lies as the accumulators do."""
+    """Adds a partial: transposed within quads as it was for the store, it lies as the accumulators do."""
     acc_o, row_max, _ = registers
     outputs, stats = results.outputs, results.stats
     count, layout = geometry.n // 4, geometry.partials
@@ -741,13 +767,12 @@ def add_partial(
 
 @cute.jit
 def epilogue(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    registers: cutlass.Constexpr,  # `Registers`
     sums: cutlass.Constexpr,  # of `share_sums`
     storage: cutlass.Constexpr,
     results: Results,
     block: rows.Block,
-    slot: Int32,  # of the partial result
-    whole: Boolean,  # the split is a request
+    place: Place,  # where the results go
     kv_head: Int32,
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
@@ -757,6 +782,7 @@ def epilogue(
     from L2."""
     acc_o, row_max, _ = registers
     out, lse, outputs, stats = results
+    slot, whole = place.slot, place.whole
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32
     magnitudes = storage.magnitudes.data_ptr()
@@ -827,52 +853,32 @@ def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
-    table: cute.Tensor,  # of `split_kv.combine`
-    flags: cute.Tensor,
-    seq_lens: cute.Tensor,
-    queries: cutlass.Constexpr,  # `rows.Queries`
-    pool: Pool,
-    split: scheduler.Split,
-    line: scheduler.Line,
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
     scale_log2: Float32,
-    worker: Int32,
-    kv_head: Int32,
+    of_tile: cutlass.Constexpr,  # `rows.TileRows`
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
     """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
-    dtype = q.element_type
-    panel = make_mma(dtype, geometry.n, OperandMajorMode.K).partition_shape_C((TOKENS, geometry.n))
-    registers = (
-        [cute.make_rmem_tensor(panel, Float32) for _ in range(geometry.half_panels)],
-        cute.make_rmem_tensor(geometry.n // 4, Float32),
-        cute.make_rmem_tensor(geometry.n // 4, Float32),
-    )
-    layout = wgmma.k_major_layout(dtype, (geometry.n, PANEL * geometry.panels))
-    q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+    dtype, kv_head = q.element_type, of_tile.kv_head
+    registers = Registers.make(dtype, geometry)
+    q_tile = query_tile(storage, dtype, geometry)
     row_range = storage.row_range.get_tensor(cute.make_layout(2))
+    group = Group(Barrier.CONSUMERS, CONSUMER_THREADS)
     stage, phase = Int32(0), Int32(0)
     is_first = Boolean(True)
-    keyless = line.empty
+    keyless = walk.line.empty
     if cutlass.const_expr(geometry.packed):
-        keyless = table[rows.keyless_place(table)]
-    if keyless > 0:
-        rows.store_empty(
-            results, table, seq_lens, queries, worker, pool.workers, kv_head, Int32(0), geometry.group, thread,
-            CONSUMER_THREADS, ROW_TILES[-1],
-        )  # fmt: skip
-    piece = scheduler.Piece(Int32(0), Int32(1))
-    while scheduler.has_work(split):
-        first, end, units, _ = scheduler.units_range(split, line, COSTS)
-        block = queries.block(split.request)
-        is_cut = line.lead > 0 and pool.combined == 0 and end - first < units
-        piece = scheduler.Piece(Int32(0), Int32(1))
-        if first == 0 and thread == 0 and (is_cut or combine.lists(line, pool)):
-            count, base = scheduler.slots_of(worker, split, units, line, pool)
-            if combine.lists(line, pool):
-                partials.list_request(table, split.request, count, base)
-            elif count > scheduler.JOINED:
-                combine.begin_row_merge(flags.iterator + (base * geometry.h_kv + kv_head), row_range)
+        keyless = walk.table[rows.keyless_place(walk.table)]
+    walk.store_empty(results, keyless, of_tile, thread, CONSUMER_THREADS)
+    piece = Piece(Int32(0), Int32(1))
+    while walk.has_work(split):
+        tiles = walk.tiles_of(split)
+        first, end, _ = tiles
+        block = walk.queries.block(split.request)
+        piece = Piece(Int32(0), Int32(1))
+        is_cut = walk.announce(split, tiles, row_range, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -889,59 +895,39 @@ def consume(
                 unmasked = cutlass.max(unmasked - geometry.s, 0)
             for me in cutlass.range_constexpr(CONSUMERS):
                 if thread // WARPGROUP == me:
-                    lane = thread - me * WARPGROUP
-                    w = Consumer.make(
-                        me, geometry, storage, dtype, lane, scale_log2, registers, block, queries.mask
-                    )  # fmt: skip
+                    lane, mask = thread - me * WARPGROUP, walk.queries.mask
+                    w = Consumer.make(me, geometry, storage, dtype, lane, scale_log2, registers, block, mask)
                     w.run(first, end, unmasked, split.length, stage, phase)
             moved = stage + (end - first) * geometry.panels
             phase = phase ^ (moved // geometry.stages & 1)
             stage = moved % geometry.stages
-        following = scheduler.next_split(split, seq_lens, line, COSTS)
-        if scheduler.has_work(following):
+        following = walk.next_split(split)
+        if walk.has_work(following):
             # All scores are made: nobody reads Q any more.
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            rows.copy_query_rows(
-                q, q_tile, queries.block(following.request), kv_head, Int32(0), geometry.group, thread,
-                CONSUMER_THREADS,
-            )  # fmt: skip
+            rows.copy_query_rows(q, q_tile, walk.queries.block(following.request), of_tile, thread, CONSUMER_THREADS)
         else:
             # Let go at a CTA's start, the next call of a short request is there before this one has begun.
             cute.arch.griddepcontrol_launch_dependents()
         if first < end:
-            whole, place = end - first == units, split.point
-            sums = share_sums(registers[2], storage, thread, geometry)
-            if line.lead > 0:
-                place = scheduler.slot_of(worker, split.request)
-                if is_cut:
-                    piece = scheduler.piece_of(worker, split, units, line)
-                    if piece.count <= scheduler.JOINED:
-                        join(registers, sums, results, flags, piece, worker, split.request, kv_head, thread, geometry)
-                        whole = piece.index == 0
-            flag, raised = combine.flag_of(piece, place)
-            epilogue(registers, sums, storage, results, block, place, whole, kv_head, thread, geometry)
+            place = walk.place_of(split, tiles)
+            sums = share_sums(registers.row_sum, storage, thread, geometry)
+            add = functools.partial(add_partial, registers, sums, results, kv_head, thread, geometry)
+            place = walk.merge_few(place, split, tiles, is_cut, add, group, thread)
+            piece, signal = place.piece, walk.signal_of(place)
+            epilogue(registers, sums, storage, results, block, place, kv_head, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            raise_flag(flags.iterator + (flag * geometry.h_kv + kv_head), Int32(thread == 0) * raised)
+            walk.publish(signal, thread)
         else:
-            rows.store_no_keys(
-                results, block, kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS, ROW_TILES[-1]
-            )  # fmt: skip
+            rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
         split = following
-    combine.merge_rows(
-        (results, queries, None), flags, row_range, piece, split.request, scheduler.slot_of(worker, split.request),
-        kv_head, Barrier.CONSUMERS, thread, geometry.merge, (8, 1),
-    )  # fmt: skip
+    walk.end(results, piece, split.request, row_range, group, thread, (8, 1))
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
 def flash_mla_v24(
-    q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous; packed (tokens, 1, h, k + p)
-    tma: cute.CopyAtom | None,  # a box of the cache, 64 columns; None where rows are gathered,
-    cache: cute.Tensor,  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
-    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
-    seq_lens: cute.Tensor,  # (b,) int32, global memory; packed, the blocks' keys
-    mask: cute.Tensor | None,  # (b, s, s) uint8, global memory, or None
+    inputs: Inputs,
     results: Results,  # packed, lse is (first token, h, token behind it)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
     schedule: Schedule,
@@ -950,19 +936,19 @@ def flash_mla_v24(
     geometry: cutlass.Constexpr,
 ):
     """The CTA of a kv head (x) and worker (y, from the last one)."""
+    q, page_table = inputs.q, inputs.page_table
     dtype = q.element_type
     thread, _, _ = cute.arch.thread_idx()
     kv_head, block, _ = cute.arch.block_idx()
-    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    worker = pool.workers - 1 - block  # a worker waits for later ones (README.md), which this way are launched first
     lane, warp = thread % 32, cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
-    layout = wgmma.k_major_layout(dtype, (geometry.n, PANEL * geometry.panels))
-    q_tile = storage.query.get_tensor(layout.outer, swizzle=layout.inner)
+    q_tile = query_tile(storage, dtype, geometry)
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     if warp == CONSUMERS * WARPS:
         # The producer makes the mbarriers itself, so that its first loads need not wait for the others.
         if cutlass.const_expr(geometry.box):
-            cpasync.prefetch_descriptor(tma)
+            cpasync.prefetch_descriptor(inputs.tma)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(geometry.stages):
                 cute.arch.mbarrier_init(full + i, geometry.producers)
@@ -970,8 +956,9 @@ def flash_mla_v24(
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
 
-    queries = rows.Queries(geometry.s, schedule.blocks, mask)
-    guess, page, guessed, as_guessed = Int32(-1), Int32(0), Int32(-1), Boolean(False)
+    queries = rows.Queries(geometry.s, schedule.blocks, inputs.mask)
+    of_tile = rows.TileRows(kv_head, Int32(0), geometry.group, ROW_TILES[-1])
+    entry, page, guessed = Int32(-1), Int32(0), Int32(-1)
     if cutlass.const_expr(geometry.packed):
         # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
         cute.arch.griddepcontrol_wait()
@@ -980,101 +967,40 @@ def flash_mla_v24(
         # them.
         requests, width = page_table.shape
         split = scheduler.guess_split(worker, requests, pool)
-        at, _, _, _ = scheduler.units_range(split, pool.guess, COSTS)
-        guess = at * TOKENS // geometry.page
+        at, _, _, _ = scheduler.units_range(split, pool.guess, geometry.costs)
+        entry = at * TOKENS // geometry.page
         if cutlass.const_expr(geometry.box not in (0, TOKENS)):
-            guess = paged.entry_of(at, split.length, geometry.page)
-        guess = cutlass.max(cutlass.min(guess, width - 1), 0)
+            entry = paged.entry_of(at, split.length, geometry.page)
+        entry = cutlass.max(cutlass.min(entry, width - 1), 0)
         guessed = cutlass.min(split.request, requests - 1)
-        of_page = page_table[guessed, None].iterator + guess
+        of_page = page_table[guessed, None].iterator + entry
         wait_for_launch(of_page.toint())  # as above
         page = cute.make_tensor(of_page, cute.make_layout(1))[0]
         if warp < CONSUMERS * WARPS:
-            rows.copy_query_rows(
-                q, q_tile, queries.block(guessed), kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS
-            )  # fmt: skip
-    split, line, as_guessed = scheduler.first_of(
-        schedule, storage.plan.data_ptr(), worker, seq_lens, pool, warp == CONSUMERS * WARPS, lane, COSTS
+            rows.copy_query_rows(q, q_tile, queries.block(guessed), of_tile, thread, CONSUMER_THREADS)
+    walk, split = begin(
+        schedule, flags, inputs.seq_lens, queries, pool, Cta(worker, kv_head, thread, warp, lane),
+        storage.plan.data_ptr(), CONSUMER_THREADS, geometry.merge,
     )  # fmt: skip
-    if kv_head == 0 and worker == 0 and thread == CONSUMER_THREADS:
-        combine.write_split_kind(schedule.table, line, as_guessed, pool)
     if split.request != guessed:
-        guess = Int32(-1)
-        if warp < CONSUMERS * WARPS and scheduler.has_work(split):
+        entry = Int32(-1)
+        if warp < CONSUMERS * WARPS and walk.has_work(split):
             cute.arch.cp_async_wait_group(0)
-            rows.copy_query_rows(
-                q, q_tile, queries.block(split.request), kv_head, Int32(0), geometry.group, thread, CONSUMER_THREADS
-            )  # fmt: skip
+            rows.copy_query_rows(q, q_tile, queries.block(split.request), of_tile, thread, CONSUMER_THREADS)
 
     if warp >= CONSUMERS * WARPS:
-        if scheduler.has_work(split):
+        if walk.has_work(split):
             named_arrive(Barrier.START, geometry.threads)
         if cutlass.const_expr(geometry.box):
-            load(
-                tma, cache, storage, page_table, seq_lens, queries, split, line, guess, page, kv_head, geometry
-            )  # fmt: skip
+            load(inputs, storage, walk, split, FirstPage(entry, page), kv_head, geometry)
         else:
             named_sync(Barrier.PRODUCERS, 32 * GATHERERS)
-            load_rows(
-                cache, storage, page_table, seq_lens, queries, split, line, kv_head, warp - CONSUMERS * WARPS, geometry
-            )  # fmt: skip
+            load_rows(inputs, storage, walk, split, kv_head, warp - CONSUMERS * WARPS, geometry)
     else:
-        consume(
-            q, storage, results, schedule.table, flags, seq_lens, queries, pool, split, line, scale_log2, worker,
-            kv_head, thread, geometry,
-        )  # fmt: skip
+        consume(q, storage, results, walk, split, scale_log2, of_tile, thread, geometry)
 
 
 flash_mla_v24.set_name_prefix("flash_mla_v24", remove_cutlass_symbol=True, keep_mangled_name=False)
-
-
-# ------------------------------------------------------------------------------------------------ host
-@cute.jit
-def launch_flash_mla_v24(
-    q: cute.Tensor,  # (b, s, h, k + p); packed (tokens, h, k + p), as is out, and lse (tokens, h)
-    kv_cache: cute.Tensor,  # (num_pages, page, h_kv, k + p) 16-bit, global memory, contiguous within a page
-    page_table: cute.Tensor,
-    seq_lens: cute.Tensor,
-    offsets_or_mask: cute.Tensor | None,  # where queries are packed, (b + 1,) int32; where there is a tree, its mask
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    partials: cute.Tensor,  # `Partials.views`
-    flags: cute.Tensor,
-    words: cute.Tensor,  # `scheduler.schedule_in`
-    scale: Float32,
-    workers: Int32,
-    fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
-    mode: Int32,  # `scheduler.OWN`, `MADE` or `SHARED`
-    geometry: cutlass.Constexpr,
-    stream: CUstream,
-):
-    """Launches a CTA for each kv head and worker, and behind it the combine, both as programmatic dependents."""
-    tma, cache = None, kv_cache
-    if cutlass.const_expr(geometry.box):
-        tma, cache = paged.make_page_tma(kv_cache, tokens=geometry.box)
-    schedule = scheduler.schedule_in(words, workers, geometry.packed)
-    requests, mask = q.shape[0], None
-    if cutlass.const_expr(geometry.tree):
-        mask = offsets_or_mask
-    if cutlass.const_expr(geometry.packed):
-        requests = schedule.blocks.shape[0]
-        q, out, lse = rows.packed(q), rows.packed(out), rows.packed_lse(lse, geometry.s)
-    pool = scheduler.make_pool(requests, page_table.shape[1] * geometry.page, workers, fixed, mode, COSTS)
-    scheduler.prepare(
-        schedule, seq_lens, offsets_or_mask, pool, mode, geometry.s, geometry.causal, COSTS, stream
-    )  # fmt: skip
-    lengths, results = schedule.lengths(seq_lens), Results(out, lse, *geometry.partials.views(partials))
-    flash_mla_v24(
-        q, tma, cache, page_table, lengths, mask, results, flags, schedule, scale * math.log2(math.e), pool, geometry
-    ).launch(
-        grid=(geometry.h_kv, workers, 1),
-        block=(geometry.threads, 1, 1),
-        min_blocks_per_mp=1,
-        stream=stream,
-        use_pdl=True,
-    )
-    ctas = workers * geometry.h_kv
-    combine.launch(results, schedule.table, lengths, schedule.blocks, pool, 2 * ctas, geometry.merge, stream)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1117,7 +1043,8 @@ class FlashMlaV24Tiling(Tiling):
         """What the code is made for, with everything chosen."""
         s = self.tokens(pd)
         n = self.tile_n or next((n for n in ROW_TILES if n >= s * pd.group), ROW_TILES[-1])
-        free = 232_448 - fixed_bytes(n, pd.k + pd.p, pd.element_bytes) - (COMBINE_BYTES if n < ROW_TILES[-1] else 0)
+        most = Device.assumed().smem_per_block - (COMBINE_BYTES if n < ROW_TILES[-1] else 0)
+        free = most - fixed_bytes(n, pd.k + pd.p, pd.element_bytes)
         stages = self.num_pipeline_stages or free // PANEL_BYTES
         causal = pd.causal and (pd.packed or s > 1)
         return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, n, stages, pd.packed, pd.tree)
@@ -1152,7 +1079,7 @@ class FlashMlaV24Tiling(Tiling):
         workers = self.workers or (max(1, device.num_sms // pd.h_kv) if device is not None else 1)
         requests = rows.most_blocks(pd.query_tokens, pd.b, geometry.s) if pd.packed else pd.b
         tokens, fixed = pd.max_pages * pd.page_size, self.split_tokens // TOKENS
-        return host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, COSTS)
+        return host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, geometry.costs)
 
 
 class FlashMlaV24Plan(KernelPlan):
@@ -1162,6 +1089,10 @@ class FlashMlaV24Plan(KernelPlan):
     workload = decode.WORKLOAD
     tiling_type = FlashMlaV24Tiling
     tiling: FlashMlaV24Tiling
+    uses = (
+        "adaptive-tiles", "dependent-launch", "device-tile-scheduler", "fast-exp2-softmax", "loading/page-wise-tma",
+        "split-kv", "swapped-operands", "two-warpgroup-output",
+    )  # fmt: skip
     requires = Requirement(
         archs=("sm_90a",),
         dtypes=("bf16", "fp16"),
@@ -1181,24 +1112,18 @@ class FlashMlaV24Plan(KernelPlan):
     def autotune_configs(self) -> list[Tiling]:
         return [self.default_tiling()]
 
+    def workers(self) -> int:
+        """Workers of a kv head: the tiling's, or those that fill the device."""
+        return self.tiling.workers or max(1, host.target(self).num_sms // self.problem.h_kv)
+
     @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
+        version = Version(flash_mla_v24, self.tiling.geometry(self.problem))
         fixed = self.tiling.split_tokens // TOKENS
-        workers = self.tiling.workers or max(1, host.target(self).num_sms // self.problem.h_kv)
-        requests, width = inputs[2].shape
-        if self.problem.packed:
-            requests = rows.most_blocks(len(inputs[0]), requests, self.tiling.tokens(self.problem))
-        slots = scheduler.most_slots(requests, workers, -(-width * self.problem.page_size // TOKENS), fixed)
-        return self._make(inputs, requests, slots, workers, fixed)
+        return host.decode_kernel(self, "flash_mla_v24", version, inputs, self.workers(), fixed)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
-        return self._make((), 0, 0, 0, 0)
-
-    def _make(self, inputs: Any, requests: int, slots: int, workers: int, fixed: int) -> CuteKernel:
-        geometry = self.tiling.geometry(self.problem)
-        return host.decode_kernel(
-            self, flash_mla_v24, launch_flash_mla_v24, "flash_mla_v24", geometry, geometry.partials, inputs,
-            requests, slots, workers, fixed,
-        )  # fmt: skip
+        version = Version(flash_mla_v24, self.tiling.geometry(self.problem))
+        return host.decode_kernel(self, "flash_mla_v24", version, (), 0, 0)

@@ -26,6 +26,7 @@ An index that names no token is masked: its row becomes zeros, and a word a stag
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -42,11 +43,12 @@ from cutlass.memory import SmemAllocator
 from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import softmax, wgmma
-from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, raise_flag, take_flag, warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, begin
 from mla_var3.packed_cache import VALUES
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
@@ -60,7 +62,7 @@ ROWS = 64  # of a query tile: one warpgroup MMA
 TOKENS = 64  # of a KV tile
 PANEL = 64  # columns: 128 bytes of bf16, one row of the shared memory swizzle
 PANEL_ELEMENTS = TOKENS * PANEL
-STAGES = 2
+STAGES = 2  # one for EVEN's tiles, one for ODD's: the schedule is written for two, and another number skips tiles
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 4 * WARPGROUP
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200  # 128 · (2 · 56 + 2 · 200) = 65536, all of a multiprocessor's
@@ -78,8 +80,6 @@ FILLED = ((EVEN, LEFT), (EVEN, RIGHT), (ODD, RIGHT), (ODD, LEFT))
 # Running maximum of a row that is only padding: its P is exp2(0 - PADDING) = 0. With the P of 1 that scores of 0 have,
 # the product with V works on padding as on rows, which a chip at its power limit pays for in clock.
 PADDING = 1.0e30
-# Of Pool: splits are merged by workers, requests are not in shares.
-NO_SHARES, NO_COMBINE = 1, 0
 
 
 class Barrier(IntEnum):
@@ -243,16 +243,16 @@ class Pair(NamedTuple):
     left: tuple[Int32, ...]
 
 
-class Place(NamedTuple):
+class Progress(NamedTuple):
     """Where a producer is: a split, and its tile."""
 
-    split: scheduler.Split
+    split: Split
     tile: Int32
     end: Int32  # of the split's tiles
 
 
 @cute.jit
-def read_pair(caches: cutlass.Constexpr, place: Place, token: Int32, row: Int32) -> Pair:
+def read_pair(caches: cutlass.Constexpr, place: Progress, token: Int32, row: Int32) -> Pair:
     """The pair of tiles at a place, and this lane's row of each. The tiles of the extra cache follow the first one's.
     Only loads, which nothing here waits for."""
     request, found, extras, left = place.split.request, [], [], []
@@ -294,15 +294,15 @@ def named(pair: Pair, caches: cutlass.Constexpr, row: Int32) -> Pair:
 
 
 @cute.jit
-def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, costs: cutlass.Constexpr) -> Place:
+def next_place(place: Progress, walk: cutlass.Constexpr) -> Progress:
     """The place of the pair behind one, perhaps of the worker's next split with tiles; by a whole warp."""
     split, tile, end = place.split, place.tile + STAGES, place.end
     searching = tile >= end
     while searching:
-        split = scheduler.next_split(split, lengths, line, costs)
-        tile, end, _, _ = scheduler.units_range(split, line, costs)
-        searching = scheduler.has_work(split) & (tile >= end)
-    return Place(split, tile, end)
+        split = walk.next_split(split)
+        tile, end, _ = walk.tiles_of(split)
+        searching = walk.has_work(split) & (tile >= end)
+    return Progress(split, tile, end)
 
 
 def page_address(cache: Cache, index: Int32) -> Int64:
@@ -371,9 +371,8 @@ def copy_rows(
 def load(
     caches: cutlass.Constexpr,  # `Cache`, and perhaps the extra one
     storage: cutlass.Constexpr,
-    lengths: cute.Tensor,
-    split: scheduler.Split,
-    line: scheduler.Line,
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
     token: Int32,  # of the request's query tokens
     warp: Int32,  # 0..PRODUCERS-1
     geometry: cutlass.Constexpr,
@@ -382,16 +381,16 @@ def load(
     the consumers free them."""
     row = warp * GROUP + cute.arch.lane_idx() // LANES
     valid = storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))
-    tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
-    place = Place(split, tile, end)
-    if scheduler.has_work(split) & (tile >= end):
-        place = next_place(place, lengths, line, geometry.costs)
+    tile, end, _ = walk.tiles_of(split)
+    place = Progress(split, tile, end)
+    if walk.has_work(split) & (tile >= end):
+        place = next_place(place, walk)
     pair = named(read_pair(caches, place, token, row), caches, row)
     parities = [Int32(1), Int32(1)]  # of the stages; the first pass finds them free
-    place = next_place(place, lengths, line, geometry.costs)
+    place = next_place(place, walk)
     coming = read_pair(caches, place, token, row)
     while pair.tiles > 0:
-        place = next_place(place, lengths, line, geometry.costs)
+        place = next_place(place, walk)
         further = read_pair(caches, place, token, row)
         for u in cutlass.range_constexpr(len(FILLED)):
             stage, half = FILLED[u]
@@ -415,6 +414,20 @@ def load(
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
+class Registers(NamedTuple):
+    """What a consumer's thread keeps of a split. The code of both consumers shares it."""
+
+    acc_o: cute.Tensor  # (64, k / 2) fp32: this consumer's half of the output
+    row_max: cute.Tensor  # (2,) fp32: the running maximum of the thread's two rows
+    row_sum: cute.Tensor  # (2,) fp32: this thread's share of the sums of the own P
+
+    @classmethod
+    def make(cls, dtype: type, geometry: Geometry) -> Registers:
+        output = wgmma.make_mma(dtype, geometry.half).partition_shape_C((ROWS, geometry.half))
+        acc_o = cute.make_rmem_tensor(output, Float32)
+        return cls(acc_o, *(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
+
+
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: EVEN or ODD; thread: 0..127."""
@@ -445,7 +458,7 @@ class Consumer:
 
     @classmethod
     def make(cls, me, geometry, storage, q_tile, thread, scale_log2, registers) -> Consumer:
-        """registers: acc_o, row_max and row_sum."""
+        """Views of a thread's part. registers: `Registers`."""
         dtype, stages = q_tile.element_type, storage.stages.data_ptr()
         mma_s = wgmma.make_mma(dtype, TOKENS)
         mma_rs = wgmma.make_mma(dtype, OUTPUT_N, a_in_registers=True, b_major=OperandMajorMode.MN)
@@ -460,7 +473,6 @@ class Consumer:
             return wgmma.smem_view(stages, stage * geometry.stage_elements + offset, layout)
 
         p_copy = cute.make_tiled_copy_C(wgmma.stmatrix_atom(dtype), mma_s).get_slice(thread)
-        acc_o, row_max, row_sum = registers
         return cls(
             me=me,
             geometry=geometry,
@@ -481,9 +493,9 @@ class Consumer:
             p_copy=p_copy,
             p_target=p_copy.partition_D(at(me, behind, square)),
             acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((ROWS, TOKENS)), Float32),
-            acc_o=acc_o,
-            row_max=row_max,
-            row_sum=row_sum,
+            acc_o=registers.acc_o,
+            row_max=registers.row_max,
+            row_sum=registers.row_sum,
             valid=storage.valid.get_tensor(cute.make_layout((WORDS, STAGES)))[None, me],
         )
 
@@ -748,34 +760,15 @@ class Token:
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 @cute.jit
-def join(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+def add_partial(
+    registers: cutlass.Constexpr,  # `Registers`
     results: Results,
-    flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
-    piece: scheduler.Piece,
-    worker: Int32,
-    request: Int32,
     tile: Int32,  # query tile of the request
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
+    slot: Int32,
 ):
-    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
-    step = scheduler.first_step(piece)
-    while scheduler.takes(piece, step):
-        slot = scheduler.slot_of(worker + step, request)
-        if thread == 0:
-            take_flag(flags.iterator + (slot * geometry.tiles + tile))
-        named_sync(Barrier.CONSUMERS, CONSUMERS)
-        add_partial(registers, results, slot, tile, thread, geometry)
-        step = scheduler.next_step(piece, step)
-
-
-@cute.jit
-def add_partial(
-    registers: cutlass.Constexpr, results: Results, slot: Int32, tile: Int32, thread: Int32,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Adds a partial result: it lies as the accumulators do (`split_kv.partials`)."""
+    """Adds a partial: it lies as the accumulators do (`split_kv.partials`)."""
     acc_o, row_max, row_sum = registers
     outputs, stats = results.outputs, results.stats
     layout, row = geometry.partials, wgmma.as_rows(acc_o)
@@ -800,13 +793,12 @@ def add_partial(
 
 @cute.jit
 def epilogue(
-    registers: cutlass.Constexpr,  # acc_o, row_max and row_sum of this consumer
+    registers: cutlass.Constexpr,  # `Registers`
     row_sums: cute.Tensor,  # (ROWS, 2) fp32, shared memory
     results: Results,
     sink: cute.Tensor | None,  # (h,) fp32, global memory: a logit more in a head's softmax
-    place: Int32,  # the query token's, of all requests
-    slot: Int32,  # of the partial result
-    whole: Boolean,  # the split is a request
+    token: Int32,  # the query token, of all requests
+    place: Place,  # where the results go
     tile: Int32,  # query tile of the request
     first_row: Int32,
     thread: Int32,  # 0..255
@@ -817,6 +809,7 @@ def epilogue(
     consumers: what runs once a split is fetched from L2."""
     acc_o, row_max, row_sum = registers
     out, lse, outputs, stats = results
+    slot, whole = place.slot, place.whole
     layout = geometry.partials
     me, lane = thread // WARPGROUP, thread % WARPGROUP
     words = cute.make_rmem_tensor(cute.size(acc_o) // 2, Int32)  # pairs of columns: (row, 4 of a vector, vectors)
@@ -835,9 +828,9 @@ def epilogue(
             if cutlass.const_expr(geometry.sink):
                 over = total + softmax.exp2(sink[head] * math.log2(math.e) - row_max[r])
             factor[r] = cutlass.select_(total > 0.0, 1.0 / over, Float32(0.0))
-            bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), head, geometry.h)
+            bases[r] = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), head, geometry.h)
             if thread % 4 == 0 and me == 0 and row < geometry.h:
-                lse[place, head, 0] = softmax.natural_lse(total, row_max[r])
+                lse[token, head, 0] = softmax.natural_lse(total, row_max[r])
         wgmma.scale_rows(acc_o, factor)
         words.store(cute.recast_tensor(wgmma.to_dtype(acc_o, out.element_type), Int32).load().reshape(words.shape))
     else:
@@ -875,49 +868,41 @@ def row_magnitude(acc_o: cute.Tensor, r: cutlass.Constexpr) -> Float32:
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
+class Scales(NamedTuple):
+    """sink: (h,) fp32, global memory, or None: a logit more in a head's softmax. scale_log2: log2 e times the softmax's
+    scale."""
+
+    sink: cute.Tensor | None
+    scale_log2: Float32
+
+
 @cute.jit
 def consume(
     q: cute.Tensor,
     storage: cutlass.Constexpr,
     results: Results,
-    scales: cutlass.Constexpr,  # the sink as in `epilogue`, and log2 e times the softmax's scale
-    table: cute.Tensor,  # of `split_kv.combine`
-    flags: cute.Tensor,
-    lengths: cute.Tensor,
-    queries: cutlass.Constexpr,  # `Token`
-    pool: Pool,
-    split: scheduler.Split,
-    line: scheduler.Line,
-    worker: Int32,
-    tile: Int32,  # query tile of the request
-    first_row: Int32,
+    scales: cutlass.Constexpr,  # `Scales`
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
+    of_tile: cutlass.Constexpr,  # `rows.TileRows`
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
     """What the consumers do, over all splits of the worker. The copy of the first one's query rows has been issued."""
-    sink, scale_log2 = scales
+    first_row, tile = of_tile.first_row, walk.tile
     q_tile = query_tile(storage, q.element_type, geometry)
-    output = wgmma.make_mma(q.element_type, geometry.half).partition_shape_C((ROWS, geometry.half))
-    registers = (
-        cute.make_rmem_tensor(output, Float32),
-        cute.make_rmem_tensor(2, Float32),
-        cute.make_rmem_tensor(2, Float32),
-    )
+    registers = Registers.make(q.element_type, geometry)
     row_sums = storage.row_sums.get_tensor(cute.make_layout((ROWS, 2)))
-    me = thread // WARPGROUP
+    me, group = thread // WARPGROUP, Group(Barrier.CONSUMERS, CONSUMERS)
+    add = functools.partial(add_partial, registers, results, tile, thread, geometry)
     parity = Int32(0)  # of this consumer's stage
-    if line.empty > 0:
-        rows.store_empty(
-            results, table, lengths, queries, worker, pool.workers, Int32(0), first_row, geometry.h, thread, CONSUMERS,
-            ROWS,
-        )  # fmt: skip
-    while scheduler.has_work(split):
-        first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
-        block = queries.block(split.request)
+    walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMERS)
+    while walk.has_work(split):
+        tiles = walk.tiles_of(split)
+        first, end, _ = tiles
+        block = walk.queries.block(split.request)
         following = split
-        if first == 0 and thread == 0 and combine.lists(line, pool):
-            count, base = scheduler.slots_of(worker, split, units, line, pool)
-            partials.list_request(table, split.request, count, base)
+        walk.list_splits(split, tiles, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         # Past it Q is complete, and both consumers are done with the split before.
@@ -926,44 +911,30 @@ def consume(
             for consumer in cutlass.range_constexpr(2):
                 if me == consumer:
                     lane = thread - consumer * WARPGROUP
-                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, scale_log2, registers)
+                    w = Consumer.make(consumer, geometry, storage, q_tile, lane, scales.scale_log2, registers)
                     w.begin(first_row)
                     w.run(first, end, parity)
-                    following = scheduler.next_split(split, lengths, line, geometry.costs)
+                    following = walk.next_split(split)
                     if cutlass.const_expr(consumer == EVEN):
                         # P1 has been read, or there is none: all scores are made, and nobody reads Q any more.
-                        if scheduler.has_work(following):
-                            rows.copy_query_rows(
-                                q, q_tile, queries.block(following.request), Int32(0), first_row, geometry.h, lane,
-                                WARPGROUP,
-                            )  # fmt: skip
+                        if walk.has_work(following):
+                            of_next = walk.queries.block(following.request)
+                            rows.copy_query_rows(q, q_tile, of_next, of_tile, lane, WARPGROUP)
             parity = parity ^ ((end - first + 1 - me) // STAGES & 1)
-            if not scheduler.has_work(following):
+            if not walk.has_work(following):
                 cute.arch.griddepcontrol_launch_dependents()
             for r in cutlass.range_constexpr(2):
-                registers[2][r] = softmax.quad_sum(registers[2][r])
-            whole, slot = end - first == units, split.point
-            if line.lead > 0:
-                slot = scheduler.slot_of(worker, split.request)
-                if pool.combined == 0 and not whole:
-                    piece = scheduler.piece_of(worker, split, units, line)
-                    join(registers, results, flags, piece, worker, split.request, tile, thread, geometry)
-                    whole = piece.index == 0
-            epilogue(
-                registers, row_sums, results, sink, block.first, slot, whole, tile, first_row, thread, geometry,
-            )  # fmt: skip
+                registers.row_sum[r] = softmax.quad_sum(registers.row_sum[r])
+            place = walk.place_of(split, tiles)
+            place = walk.merge_all(place, split, tiles, add, group, thread)
+            epilogue(registers, row_sums, results, scales.sink, block.first, place, tile, first_row, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMERS)
-            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
-            raise_flag(
-                flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), Int32(sends)
-            )
+            walk.publish_all(split, tiles, thread)
         else:
-            rows.store_no_keys(results, block, Int32(0), first_row, geometry.h, thread, CONSUMERS, ROWS)
-            following = scheduler.next_split(split, lengths, line, geometry.costs)
-            if thread < WARPGROUP and scheduler.has_work(following):
-                rows.copy_query_rows(
-                    q, q_tile, queries.block(following.request), Int32(0), first_row, geometry.h, thread, WARPGROUP
-                )  # fmt: skip
+            rows.store_no_keys(results, block, of_tile, thread, CONSUMERS)
+            following = walk.next_split(split)
+            if thread < WARPGROUP and walk.has_work(following):
+                rows.copy_query_rows(q, q_tile, walk.queries.block(following.request), of_tile, thread, WARPGROUP)
         split = following
 
 
@@ -985,7 +956,7 @@ def sparse_mla(
     dtype = q.element_type
     thread, _, _ = cute.arch.thread_idx()
     tile, block, _ = cute.arch.block_idx()
-    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    worker = pool.workers - 1 - block  # a worker waits for later ones (README.md), which this way are launched first
     lane = thread % 32
     token, first_row = tile // geometry.row_tiles, tile % geometry.row_tiles * ROWS
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -995,28 +966,22 @@ def sparse_mla(
         with cute.arch.elect_one():
             make_barriers(storage.full.data_ptr(), storage.empty.data_ptr())
         cute.arch.mbarrier_init_fence()
-    queries = Token(token, geometry.s)
+    queries, of_tile = Token(token, geometry.s), rows.TileRows(Int32(0), first_row, geometry.h, ROWS)
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
-    split, line, as_guessed = scheduler.first_of(
-        schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS // 32, lane, geometry.costs
+    walk, split = begin(
+        schedule, flags, lengths, queries, pool, Cta(worker, tile, thread, warp, lane), storage.plan.data_ptr(),
+        CONSUMERS, geometry.merge,
     )  # fmt: skip
-    if tile == 0 and worker == 0 and thread == CONSUMERS:
-        combine.write_split_kind(schedule.table, line, as_guessed, pool)
-    if warp < CONSUMERS // 32 and scheduler.has_work(split):
-        rows.copy_query_rows(
-            q, q_tile, queries.block(split.request), Int32(0), first_row, geometry.h, thread, CONSUMERS
-        )  # fmt: skip
+    if warp < CONSUMERS // 32 and walk.has_work(split):
+        rows.copy_query_rows(q, q_tile, queries.block(split.request), of_tile, thread, CONSUMERS)
     named_sync(Barrier.SETUP, THREADS)
     if warp >= CONSUMERS // 32:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        load(caches, storage, lengths, split, line, token, warp - CONSUMERS // 32, geometry)
+        load(caches, storage, walk, split, token, warp - CONSUMERS // 32, geometry)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        consume(
-            q, storage, results, (sink, scale_log2), schedule.table, flags, lengths, queries, pool, split, line, worker,
-            tile, first_row, thread, geometry,
-        )  # fmt: skip
+        consume(q, storage, results, Scales(sink, scale_log2), walk, split, of_tile, thread, geometry)
 
 
 sparse_mla.set_name_prefix("sparse_mla", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -1052,7 +1017,7 @@ def launch_sparse_mla(
     sink: cute.Tensor | None,
     out: cute.Tensor,  # (b, s, h, 512) bf16
     lse: cute.Tensor,  # (b, h, s) fp32
-    partials: cute.Tensor,  # `Partials.views`
+    of_partials: cute.Tensor,  # `Partials.views`
     flags: cute.Tensor,
     words: cute.Tensor,  # `scheduler.schedule_in`
     scale: Float32,
@@ -1078,11 +1043,11 @@ def launch_sparse_mla(
 
     of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
     schedule = scheduler.schedule_in(words, workers, False)
-    results = Results(by_token(out), of_lse, *geometry.partials.views(partials))
+    results = Results(by_token(out), of_lse, *geometry.partials.views(of_partials))
     if cutlass.const_expr(geometry.combines):
         pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
     else:
-        pool = make_pool(b, tokens, workers, geometry.costs)
+        pool = scheduler.make_merged_pool(b, tokens, workers, geometry.costs)
     sparse_mla(
         by_token(q), caches, lengths, sink, results, flags, schedule, scale * math.log2(math.e), pool, geometry
     ).launch(
@@ -1096,20 +1061,6 @@ def launch_sparse_mla(
         of_token = Results(out, lse, results.outputs, results.stats)
         ctas = 2 * workers * geometry.tiles
         combine.launch(of_token, schedule.table, lengths, None, pool, ctas, geometry.merge, stream, sink)
-
-
-@cute.jit
-def make_pool(requests: Int32, tokens: Int32, workers: Int32, costs: cutlass.Constexpr) -> Pool:
-    """The pool of a batch whose workers merge its splits, whatever their number."""
-    units = scheduler.units_of(tokens, costs)
-    line = scheduler.line_of(
-        requests * units, units, Int32(0), requests, Int32(0), workers, Int32(0), Int32(NO_SHARES), Int32(NO_COMBINE),
-        costs,
-    )  # fmt: skip
-    width = cutlass.max(scheduler.ceil_div(units, line.step), 1)
-    if line.lead > 0:
-        width = line.lead + units
-    return Pool(workers, Int32(0), tokens, line, width, Int32(NO_SHARES), Int32(NO_COMBINE), Int32(0))
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1133,6 +1084,8 @@ class SparseMlaTiling(Tiling):
         return Geometry(pd.h, pd.s, pd.columns, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink)
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
+        if STAGES != len((EVEN, ODD)):
+            return Verdict.no(f"STAGES = {STAGES}, and the schedule is written for two: one for each consumer's tiles")
         if not 0 <= self.workers <= scheduler.MOST_WORKERS:
             return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
         geometry = self.geometry(pd)
@@ -1190,16 +1143,9 @@ class SparseMlaPlan(KernelPlan):
         else:
             tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
             lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
-        slots = b + workers
-        workspaces = (
-            q.new_empty(slots * geometry.tiles * ROWS * geometry.partials.row_words, dtype=torch.float32),
-            q.new_zeros(slots * geometry.tiles, dtype=torch.int32),
-            q.new_empty(scheduler.schedule_words(b, workers, False), dtype=torch.int32),
-        )
-        arguments = (
-            q, *parts[0], *parts[1], lengths, given.get("sink"), *outputs, *workspaces, pd.scale, workers
-        )  # fmt: skip
-        return self._make(arguments, inputs, outputs, (*workspaces, lengths))
+        spaces = host.workspaces(q, geometry.partials, b, workers)
+        arguments = (q, *parts[0], *parts[1], lengths, given.get("sink"), *outputs, *spaces, pd.scale, workers)
+        return self._make(arguments, inputs, outputs, (*spaces, lengths))
 
     def plan_empty(self) -> CuteKernel:
         self.require()
@@ -1216,7 +1162,7 @@ class SparseMlaPlan(KernelPlan):
             return host.fake(Int32, b, pd.s, *host.symbols(1), align=4)
 
         def arguments() -> tuple[Any, ...]:
-            b, partial_words, flags, words = host.symbols(4)
+            (b,) = host.symbols(1)
             extra = pd.extra > 0
             kind = host.element_type(pd.dtype)
             return (
@@ -1231,9 +1177,7 @@ class SparseMlaPlan(KernelPlan):
                 host.fake(Float32, pd.h, align=4) if pd.sink else None,
                 host.fake(kind, b, pd.s, pd.h, VALUES),
                 host.fake(Float32, b, pd.h, pd.s, align=4),
-                host.fake(Float32, partial_words),
-                host.fake(Int32, flags, align=4),
-                host.fake(Int32, words),
+                *host.fake_workspaces(),
                 Float32(1.0),
                 Int32(1),
                 geometry,

@@ -40,6 +40,7 @@ An index that names no token stands for a row of zeros, and a word a tile says w
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -53,25 +54,20 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
-from mla_var3.device import Requirement
+from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
-from mla_var3.kernel.cute_python.prims.sync import (
-    named_sync,
-    raise_flag,
-    take_flag,
-    warp_arrive,
-)
+from mla_var3.kernel.cute_python.prims.sync import named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, begin, begin_as_guessed
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import sparse_decode
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.workload.sparse_decode import SparseProblem
 
 HEADS = (8, 16, 32, 64)  # of a query tile
@@ -88,20 +84,16 @@ EVEN, ODD = 0, 1
 OWN, OTHER = 0, 1  # consumers, as one sees them
 HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
 MOST_STAGES = 8
-SMS = 132  # of a device that is not known
 # us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile.
 TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (10.4, 1.51), 64: (14.5, 2.4)}
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
 AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
-SMEM = 232_448  # bytes that a CTA may have
 # Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
 # where they become fp16, they may be up to 4,094.
 LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
 MOST_EXPONENT = 126
 PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
-# Of Pool: splits are merged by workers, requests are not in shares.
-NO_SHARES, NO_COMBINE = 1, 0
 
 
 class Barrier(IntEnum):
@@ -244,7 +236,8 @@ class Geometry:
     @property
     def stages(self) -> int:
         """Tiles in shared memory."""
-        return min((SMEM - self.fixed_bytes) // self.stage_bytes, MOST_STAGES)
+        most = Device.assumed().smem_per_block
+        return min((most - self.fixed_bytes) // self.stage_bytes, MOST_STAGES)
 
     @property
     def pairs(self) -> int:
@@ -350,19 +343,19 @@ class Row(NamedTuple):
     query: Int32
 
 
-class Place(NamedTuple):
+class Progress(NamedTuple):
     """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. The tile
     behind that one waits for the stage of the last tile but one of the split before, which is free when all scores of
     that split are made, and so is the query's place."""
 
-    split: scheduler.Split
+    split: Split
     tile: Int32
     end: Int32  # of the split's tiles
     asks: Int32
 
 
 @cute.jit
-def read_row(caches: cutlass.Constexpr, place: Place, token: Int32, row: Int32, geometry: cutlass.Constexpr) -> Row:
+def read_row(caches: cutlass.Constexpr, place: Progress, token: Int32, row: Int32, geometry: cutlass.Constexpr) -> Row:
     """This lane's row of the tile at a place. The tiles of the extra cache follow the first one's. Only loads, which
     nothing here waits for."""
     there = scheduler.has_work(place.split) & (place.tile < place.end)
@@ -404,17 +397,17 @@ def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.C
 
 
 @cute.jit
-def next_place(place: Place, lengths: cute.Tensor, line: scheduler.Line, geometry: cutlass.Constexpr) -> Place:
+def next_place(place: Progress, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
     """The place of the tile behind one, perhaps of the worker's next split with tiles; by a whole warp."""
     split, tile, end, asks = place
     tile = tile + 1
-    searching = scheduler.has_work(split) & (tile >= end)
+    searching = walk.has_work(split) & (tile >= end)
     while searching:
-        split = scheduler.next_split(split, lengths, line, geometry.costs)
-        tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
+        split = walk.next_split(split)
+        tile, end, _ = walk.tiles_of(split)
         asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
-        searching = scheduler.has_work(split) & (tile >= end)
-    return Place(split, tile, end, asks)
+        searching = walk.has_work(split) & (tile >= end)
+    return Progress(split, tile, end, asks)
 
 
 def page_address(cache: Cache, index: Int32) -> Int64:
@@ -461,16 +454,24 @@ def copy_row(
         cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
 
 
+class Inputs(NamedTuple):
+    """What the kernel reads, in global memory."""
+
+    tma: cute.CopyAtom  # a query tile's columns of a panel
+    q: cute.Tensor  # TMA tensor (h, columns, 1, b · s), bf16
+    caches: tuple[Cache, ...]  # the cache, and perhaps the extra one
+    zeros: cute.Tensor  # (row_bytes,) uint8: a row of a token that nobody named
+    lengths: cute.Tensor  # (b,) int32: 64 for each tile of a request's indices
+    sink: cute.Tensor | None  # (h,) fp32: a logit more in a head's softmax
+    flat: cute.Tensor | None  # (1,) fp32: the cache's scale
+
+
 @cute.jit
 def load(
-    tma: cute.CopyAtom,
-    q: cute.Tensor,  # TMA tensor, as `load_query` wants it
-    caches: cutlass.Constexpr,  # `Cache`, and perhaps the extra one
-    zeros: cute.Tensor,  # (row_bytes,) uint8, global memory: a row of a token that nobody named
+    inputs: Inputs,
     storage: cutlass.Constexpr,
-    lengths: cute.Tensor,
-    split: scheduler.Split,
-    line: scheduler.Line,
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
     token: Int32,  # of the request's query tokens
     row_tile: Int32,  # of the query token's
     warp: Int32,  # 0..PRODUCERS-1
@@ -479,18 +480,19 @@ def load(
     """What a producer warp does, over all splits of the worker: 16 rows of every tile, and one of them the queries.
     Indices are read two tiles ahead. Rows are not brought into L2 ahead of their copies: L2 would be asked for each
     twice, and fetch whole lines of rows that end within one."""
+    tma, q, caches, zeros = inputs[:4]
     row = warp * ROWS + cute.arch.lane_idx() // 2
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     valid = storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages)))
-    tile, end, _, _ = scheduler.units_range(split, line, geometry.costs)
-    place = Place(split, tile, end, Int32(-1))
-    if scheduler.has_work(split) & (tile >= end):
-        place = next_place(place, lengths, line, geometry)
-    place = Place(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
-    if (warp == 0) & scheduler.has_work(place.split):
+    tile, end, _ = walk.tiles_of(split)
+    place = Progress(split, tile, end, Int32(-1))
+    if walk.has_work(split) & (tile >= end):
+        place = next_place(place, walk, geometry)
+    place = Progress(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
+    if (warp == 0) & walk.has_work(place.split):
         load_query(tma, q, storage, place.split.request * geometry.s + token, row_tile, geometry)
     first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
-    place = next_place(place, lengths, line, geometry)
+    place = next_place(place, walk, geometry)
     second = read_row(caches, place, token, row, geometry)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     while first.there:
@@ -510,7 +512,7 @@ def load(
             load_query(tma, q, storage, first.query, row_tile, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
         first = named(second, caches, row, geometry)
-        place = next_place(place, lengths, line, geometry)
+        place = next_place(place, walk, geometry)
         second = read_row(caches, place, token, row, geometry)
 
 
@@ -685,6 +687,13 @@ def issue(
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
+class Registers(NamedTuple):
+    """What a consumer's thread keeps of a split. The code of both consumers shares it."""
+
+    acc_o: list[cute.Tensor]  # a (64, n) fp32 accumulator of each own panel of V
+    row_sum: cute.Tensor  # (n / 4,) fp32: this thread's share of the sums of the own P
+
+
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: EVEN or ODD, the same in all threads of a warp: both run
@@ -724,7 +733,7 @@ class Consumer:
 
     @classmethod
     def make(cls, me, geometry, storage, thread, scale_log2, registers) -> Consumer:
-        """registers: acc_o and row_sum."""
+        """Views of a thread's part. registers: `Registers`."""
         n, query, p = geometry.n, storage.query.data_ptr(), storage.p.data_ptr()
         mma_s, mma_plain, mma_o = (
             wgmma.make_mma(dtype, n, a_in_registers=True) for dtype in (Float16, BFloat16, Float16)
@@ -748,7 +757,6 @@ class Consumer:
             wgmma.smem_view(p, place(me, i), wgmma.mn_major_layout(Float16, (TOKENS, n)))
             for i in range(geometry.copies)
         ]
-        acc_o, row_sum = registers
         return cls(
             me=me,
             geometry=geometry,
@@ -782,8 +790,8 @@ class Consumer:
             scaled=cute.make_rmem_tensor(2, Float32),
             exponents=cute.make_rmem_tensor(2, Float32),
             weights=cute.make_rmem_tensor(2, Float32),
-            acc_o=acc_o,
-            row_sum=row_sum,
+            acc_o=registers.acc_o,
+            row_sum=registers.row_sum,
         )
 
     def tile_rows(self, stage: Int32) -> cute.Pointer:
@@ -1245,31 +1253,6 @@ def publish_sums(values: cute.Tensor, exchange: cute.Pointer, lane: Int32) -> No
         softmax.publish_sums(part, exchange + 4 * count * i, lane)
 
 
-@cute.jit
-def join(
-    acc_o: cutlass.Constexpr,  # of this consumer
-    found: cutlass.Constexpr,  # `Head`
-    storage: cutlass.Constexpr,
-    results: Results,
-    flags: cute.Tensor,  # (slots · tiles,) int32, global memory: the partial result of a slot is there
-    piece: scheduler.Piece,
-    worker: Int32,
-    request: Int32,
-    tile: Int32,  # query tile of the request
-    thread: Int32,  # 0..255
-    geometry: cutlass.Constexpr,
-):
-    """Adds to a split what other workers have of its request: a binary tree, of which the first split is the root."""
-    step = scheduler.first_step(piece)
-    while scheduler.takes(piece, step):
-        slot = scheduler.slot_of(worker + step, request)
-        if thread == 0:
-            take_flag(flags.iterator + (slot * geometry.tiles + tile))
-        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-        add_partial(acc_o, found, storage, results, slot, tile, thread, geometry)
-        step = scheduler.next_step(piece, step)
-
-
 def elements_of(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geometry) -> list[Int32]:
     """16-bit elements, of a head's row, of a thread's two results in column c of a panel of its consumer's: they are
     two neighbouring columns, or of a bf16 panel two that are eight apart."""
@@ -1298,10 +1281,16 @@ def word_place(thread: Int32, c: int, panel: int, in_order: Any) -> tuple[Int32,
 
 @cute.jit
 def add_partial(
-    acc_o: cutlass.Constexpr, found: cutlass.Constexpr, storage: cutlass.Constexpr, results: Results, slot: Int32,
-    tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Adds a partial result; behind a barrier of all consumers."""
+    acc_o: cutlass.Constexpr,  # of this consumer
+    found: cutlass.Constexpr,  # `Head`
+    storage: cutlass.Constexpr,
+    results: Results,
+    tile: Int32,  # query tile of the request
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+    slot: Int32,
+):
+    """Adds a partial; behind a barrier of all consumers."""
     outputs, stats = results.outputs, results.stats
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
@@ -1397,9 +1386,8 @@ def epilogue(
     weights: cute.Pointer,  # (n,) fp32, shared memory; the consumer's threads have yet to meet
     storage: cutlass.Constexpr,
     results: Results,
-    place: Int32,  # the query token's, of all requests
-    slot: Int32,  # of the partial result
-    whole: Boolean,  # the split is a request
+    token: Int32,  # the query token, of all requests
+    place: Place,  # where the results go
     tile: Int32,  # query tile of the request
     first_row: Int32,
     thread: Int32,  # 0..255
@@ -1408,6 +1396,7 @@ def epilogue(
     """Multiplies results with their weights and writes them. The same code for both consumers, so that there is half as
     much to fetch."""
     out, _, outputs, _ = results
+    slot, whole = place.slot, place.whole
     n, count, layout = geometry.n, geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
     factor = cute.make_rmem_tensor(count, Float32)
@@ -1415,7 +1404,7 @@ def epilogue(
     softmax.collect(factor, weights, 1, lane, False)
     base = outputs.iterator.toint() + 2 * layout.row(slot, tile, Int32(0)) * layout.columns
     if whole:
-        base = out.iterator.toint() + 2 * rows.row_offset(out, place, Int32(0), first_row, geometry.h)
+        base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
     heads = cutlass.min(geometry.h - first_row, n)
     # Through shared memory, a panel at a time where the consumer's P was: rows are written 128 bytes at a time, and the
     # next query may be loaded meanwhile.
@@ -1478,28 +1467,44 @@ def store_words(words: cute.Tensor, rounded: cute.Tensor):
 
 # ------------------------------------------------------------------------------------------------ device: consume
 @cute.jit
+def merge_all(
+    walk: cutlass.Constexpr,  # `Walk`
+    place: Place,
+    split: Split,
+    tiles: Tiles,
+    add: cutlass.Constexpr,  # `add_partial`, but for the slot
+    thread: Int32,  # 0..255
+) -> Place:
+    """`Walk.merge_all` with one branch around all that only a cut request needs."""
+    piece, slot, whole = place
+    if (not whole) & (walk.line.lead > 0):
+        slot = scheduler.slot_of(walk.worker, split.request)
+        if walk.pool.combined == 0:
+            own = scheduler.piece_of(walk.worker, split, tiles.of_request, walk.line)
+            walk.merge_tree(own, split.request, add, Group(Barrier.CONSUMERS, CONSUMER_THREADS), thread)
+            whole = own.index == 0
+    return Place(piece, slot, whole)
+
+
+@cute.jit
 def consume(
     storage: cutlass.Constexpr,
     results: Results,
     sink: cute.Tensor | None,
     factors: cutlass.Constexpr,  # `Factors`
-    table: cute.Tensor,  # of `split_kv.combine`
-    flags: cute.Tensor,
-    lengths: cute.Tensor,
-    queries: cutlass.Constexpr,  # `Token`
-    pool: Pool,
-    split: scheduler.Split,
-    line: scheduler.Line,
-    worker: Int32,
-    tile: Int32,  # query tile of the request
-    first_row: Int32,
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
+    of_tile: cutlass.Constexpr,  # `rows.TileRows`
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
     """What the consumers do, over all splits of the worker."""
+    first_row, tile = of_tile.first_row, walk.tile
     panel = wgmma.make_mma(Float16, geometry.n, a_in_registers=True).partition_shape_C((TOKENS, geometry.n))
     acc_o = [cute.make_rmem_tensor(panel, Float32) for _ in range(HALF_PANELS)]
-    row_sum, found = cute.make_rmem_tensor(geometry.n // 4, Float32), Head.make(thread)
+    registers, found = Registers(acc_o, cute.make_rmem_tensor(geometry.n // 4, Float32)), Head.make(thread)
+    row_sum = registers.row_sum
+    add = functools.partial(add_partial, acc_o, found, storage, results, tile, thread, geometry)
     me = cute.arch.make_warp_uniform(thread // WARPGROUP)
     if cutlass.const_expr(geometry.sink):
         # Read once, as a split's end would wait for them.
@@ -1507,14 +1512,11 @@ def consume(
             head = cutlass.min(first_row + thread, geometry.h - 1)
             storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
-    if line.empty > 0:
-        rows.store_empty(
-            results, table, lengths, queries, worker, pool.workers, Int32(0), first_row, geometry.h, thread,
-            CONSUMER_THREADS, geometry.n,
-        )  # fmt: skip
-    while scheduler.has_work(split):
-        first, end, units, _ = scheduler.units_range(split, line, geometry.costs)
-        block = queries.block(split.request)
+    walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
+    while walk.has_work(split):
+        tiles = walk.tiles_of(split)
+        first, end, _ = tiles
+        block = walk.queries.block(split.request)
         if first < end:
             cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity)
             parity = parity ^ 1
@@ -1522,65 +1524,43 @@ def consume(
         for i in cutlass.range_constexpr(HALF_PANELS):
             acc_o[i].fill(0.0)
         row_sum.fill(0.0)
-        if first == 0 and thread == 0 and combine.lists(line, pool):
-            count, base = scheduler.slots_of(worker, split, units, line, pool)
-            partials.list_request(table, split.request, count, base)
+        walk.list_splits(split, tiles, thread)
         if first < end:
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, (acc_o, row_sum))
+            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
             w.run(first, end, stage, phase)
             moved = stage + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
             stage = moved % geometry.stages
-        following = scheduler.next_split(split, lengths, line, geometry.costs)
-        if not scheduler.has_work(following):
+        following = walk.next_split(split)
+        if not walk.has_work(following):
             cute.arch.griddepcontrol_launch_dependents()
         if first < end:
-            whole, place = end - first == units, split.point
+            place = walk.place_of(split, tiles)
             found.collect(row_sum, storage, thread, geometry.n)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
-            if (not whole) & (line.lead > 0):
-                place = scheduler.slot_of(worker, split.request)
-                if pool.combined == 0:
-                    piece = scheduler.piece_of(worker, split, units, line)
-                    join(
-                        acc_o, found, storage, results, flags, piece, worker, split.request, tile, thread, geometry
-                    )  # fmt: skip
-                    whole = piece.index == 0
-            if whole:
+            place = merge_all(walk, place, split, tiles, add, thread)
+            if place.whole:
                 weigh_whole(
                     found, weights, storage.sinks.data_ptr(), results.lse, factors.values, block.first, first_row,
                     thread, geometry,
                 )  # fmt: skip
             else:
-                weigh_partial(acc_o, found, weights, results, place, tile, thread, geometry)
-            epilogue(
-                acc_o, weights, storage, results, block.first, place, whole, tile, first_row, thread, geometry
-            )  # fmt: skip
+                weigh_partial(acc_o, found, weights, results, place.slot, tile, thread, geometry)
+            epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            sends = (thread == 0) & (line.lead > 0) & (first > 0) & (pool.combined == 0)
-            raise_flag(
-                flags.iterator + (scheduler.slot_of(worker, split.request) * geometry.tiles + tile), Int32(sends)
-            )
+            walk.publish_all(split, tiles, thread)
         else:
-            rows.store_no_keys(
-                results, block, Int32(0), first_row, geometry.h, thread, CONSUMER_THREADS, geometry.n
-            )  # fmt: skip
+            rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
         split = following
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernels
 @cute.kernel
 def sparse_mla_v1(
-    tma: cute.CopyAtom,
-    q: cute.Tensor,  # TMA tensor (h, columns, 1, b · s), bf16
-    caches: cutlass.Constexpr | tuple[Cache, ...],  # the cache, and perhaps the extra one
-    zeros: cute.Tensor,  # (row_bytes,) uint8, global memory
-    lengths: cute.Tensor,  # (b,) int32, global memory: 64 for each tile of a request's indices
-    sink: cute.Tensor | None,  # (h,) fp32, global memory
-    flat: cute.Tensor | None,  # (1,) fp32, global memory: the cache's scale
+    inputs: Inputs,
     results: Results,  # out (b · s, 1, h, 512), lse (b · s, h, 1)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
     schedule: Schedule,
@@ -1591,8 +1571,9 @@ def sparse_mla_v1(
     """The CTA of a query tile (x) and worker (y, from the last one)."""
     thread, _, _ = cute.arch.thread_idx()
     tile, block, _ = cute.arch.block_idx()
-    worker = pool.workers - 1 - block  # a worker waits for later ones (`join`), which this way are launched first
+    worker = pool.workers - 1 - block  # a worker waits for later ones (README.md), which this way are launched first
     lane = thread % 32
+    lengths = inputs.lengths
     token, first_row = tile // geometry.row_tiles, tile % geometry.row_tiles * geometry.n
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry))
@@ -1605,34 +1586,29 @@ def sparse_mla_v1(
                 cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
             cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
             cute.arch.mbarrier_init(storage.query_empty.data_ptr(), CONSUMERS * WARPS)
-        cpasync.prefetch_descriptor(tma)
+        cpasync.prefetch_descriptor(inputs.tma)
         cute.arch.mbarrier_init_fence()
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
+    queries, of_tile = Token(token, geometry.s), rows.TileRows(Int32(0), first_row, geometry.h, geometry.n)
+    cta, searcher = Cta(worker, tile, thread, warp, lane), CONSUMER_THREADS
     if cutlass.const_expr(geometry.as_long):
-        split, line, as_guessed = scheduler.guess_split(worker, lengths.shape[0], pool), pool.guess, Boolean(True)
+        walk, split = begin_as_guessed(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
     else:
-        split, line, as_guessed = scheduler.first_of(
-            schedule, storage.plan.data_ptr(), worker, lengths, pool, warp == CONSUMERS * WARPS, lane, geometry.costs
+        walk, split = begin(
+            schedule, flags, lengths, queries, pool, cta, storage.plan.data_ptr(), searcher, geometry.merge
         )  # fmt: skip
-    if tile == 0 and worker == 0 and thread == CONSUMER_THREADS:
-        combine.write_split_kind(schedule.table, line, as_guessed, pool)
     flat_scale = Float32(1.0)
     if cutlass.const_expr(geometry.layout == "flat"):
-        flat_scale = flat[0]
+        flat_scale = inputs.flat[0]
     named_sync(Barrier.SETUP, THREADS)
     if warp >= CONSUMERS * WARPS:
         cute.arch.setmaxregister_decrease(geometry.registers[0])
-        load(
-            tma, q, caches, zeros, storage, lengths, split, line, token, first_row // geometry.n,
-            warp - CONSUMERS * WARPS, geometry,
-        )  # fmt: skip
+        load(inputs, storage, walk, split, token, first_row // geometry.n, warp - CONSUMERS * WARPS, geometry)
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
-        consume(
-            storage, results, sink, Factors(flat_scale, scale_log2 * flat_scale), schedule.table, flags, lengths,
-            Token(token, geometry.s), pool, split, line, worker, tile, first_row, thread, geometry,
-        )  # fmt: skip
+        factors = Factors(flat_scale, scale_log2 * flat_scale)
+        consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
 
 
 sparse_mla_v1.set_name_prefix("sparse_mla_v1", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -1670,7 +1646,7 @@ def launch_sparse_mla_v1(
     flat: cute.Tensor | None,
     out: cute.Tensor,  # (b, s, h, 512) bf16
     lse: cute.Tensor,  # (b, h, s) fp32
-    partials: cute.Tensor,  # `Partials.views`
+    of_partials: cute.Tensor,  # `Partials.views`
     flags: cute.Tensor,
     words: cute.Tensor,  # `scheduler.schedule_in`
     scale: Float32,
@@ -1701,19 +1677,17 @@ def launch_sparse_mla_v1(
 
     of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
     schedule = scheduler.schedule_in(words, workers, False)
-    results = Results(by_token(out), of_lse, *geometry.partials.views(partials))
+    results = Results(by_token(out), of_lse, *geometry.partials.views(of_partials))
     if cutlass.const_expr(geometry.combines):
         pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
     else:
-        pool = make_pool(b, tokens, workers, geometry.costs)
+        pool = scheduler.make_merged_pool(b, tokens, workers, geometry.costs)
     # Query tokens as pages of a cache whose tokens are their heads.
     of_q = by_token(q)
     of_q = cute.make_tensor(of_q.iterator, cute.select(of_q.layout, mode=[0, 2, 1, 3]))
     tma, q_boxes = paged.make_page_tma(of_q, tokens=geometry.n)
-    sparse_mla_v1(
-        tma, q_boxes, caches, zeros, lengths, sink, flat, results, flags, schedule, scale * math.log2(math.e), pool,
-        geometry,
-    ).launch(
+    inputs = Inputs(tma, q_boxes, caches, zeros, lengths, sink, flat)
+    sparse_mla_v1(inputs, results, flags, schedule, scale * math.log2(math.e), pool, geometry).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -1724,20 +1698,6 @@ def launch_sparse_mla_v1(
         of_token = Results(out, lse, results.outputs, results.stats)
         ctas = 2 * workers * geometry.tiles
         combine.launch(of_token, schedule.table, lengths, None, pool, ctas, geometry.merge, stream, sink)
-
-
-@cute.jit
-def make_pool(requests: Int32, tokens: Int32, workers: Int32, costs: cutlass.Constexpr) -> Pool:
-    """The pool of a batch whose workers merge its splits, whatever their number."""
-    units = scheduler.units_of(tokens, costs)
-    line = scheduler.line_of(
-        requests * units, units, Int32(0), requests, Int32(0), workers, Int32(0), Int32(NO_SHARES), Int32(NO_COMBINE),
-        costs,
-    )  # fmt: skip
-    width = cutlass.max(scheduler.ceil_div(units, line.step), 1)
-    if line.lead > 0:
-        width = line.lead + units
-    return Pool(workers, Int32(0), tokens, line, width, Int32(NO_SHARES), Int32(NO_COMBINE), Int32(0))
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1789,6 +1749,10 @@ class SparseMlaV1Plan(KernelPlan):
     workload = sparse_decode.WORKLOAD
     tiling_type = SparseMlaV1Tiling
     tiling: SparseMlaV1Tiling
+    uses = (
+        "adaptive-tiles", "dependent-launch", "device-tile-scheduler", "fast-exp2-softmax", "loading/packed-fp8-keys",
+        "split-kv", "swapped-operands", "two-warpgroup-output",
+    )  # fmt: skip
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "setmaxnreg"), problem=takes, options=("paged",)
     )
@@ -1807,7 +1771,7 @@ class SparseMlaV1Plan(KernelPlan):
     def _time(self, tiling: SparseMlaV1Tiling) -> float:
         """About how long a call takes, in us."""
         pd, geometry = self.problem, tiling.geometry(self.problem)
-        sms = self.device.num_sms if self.device is not None else SMS
+        sms = (self.device or Device.assumed()).num_sms
         of_request = sum(-(-tokens // TOKENS) for tokens in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
         begin, each = TIMES[geometry.n]
         return begin + each * max(1.0, pd.b * geometry.tiles * of_request / sms)
@@ -1832,18 +1796,13 @@ class SparseMlaV1Plan(KernelPlan):
         else:
             tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
             lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
-        slots = b + workers
-        workspaces = (
-            q.new_empty(slots * geometry.tiles * geometry.n * geometry.partials.row_words, dtype=torch.float32),
-            q.new_zeros(slots * geometry.tiles, dtype=torch.int32),
-            q.new_empty(scheduler.schedule_words(b, workers, False), dtype=torch.int32),
-        )
+        spaces = host.workspaces(q, geometry.partials, b, workers)
         zeros = q.new_zeros(geometry.row_bytes, dtype=torch.uint8)
         flat = given["scale"] if pd.layout == "flat" else None
         arguments = (
-            q, *parts[0], *parts[1], zeros, lengths, given.get("sink"), flat, *outputs, *workspaces, pd.scale, workers
+            q, *parts[0], *parts[1], zeros, lengths, given.get("sink"), flat, *outputs, *spaces, pd.scale, workers
         )  # fmt: skip
-        return self._make(arguments, inputs, outputs, (*workspaces, zeros, lengths))
+        return self._make(arguments, inputs, outputs, (*spaces, zeros, lengths))
 
     def plan_empty(self) -> CuteKernel:
         self.require()
@@ -1861,7 +1820,7 @@ class SparseMlaV1Plan(KernelPlan):
             return host.fake(Int32, *shape, *host.symbols(1), align=4)
 
         def arguments() -> tuple[Any, ...]:
-            b, partial_words, flags, words = host.symbols(4)
+            (b,) = host.symbols(1)
             extra = pd.extra > 0
             kind = host.element_type(pd.dtype)
             return (
@@ -1878,9 +1837,7 @@ class SparseMlaV1Plan(KernelPlan):
                 host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
                 host.fake(kind, b, pd.s, pd.h, VALUES),
                 host.fake(Float32, b, pd.h, pd.s, align=4),
-                host.fake(Float32, partial_words),
-                host.fake(Int32, flags, align=4),
-                host.fake(Int32, words),
+                *host.fake_workspaces(),
                 Float32(1.0),
                 Int32(1),
                 geometry,

@@ -28,7 +28,7 @@ two norms in one row are new.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -194,12 +194,19 @@ def store(
             store_vector(values[None, i], target + i * STEP)
 
 
+class Exchange(NamedTuple):
+    """Where the warps of a row exchange their sums. sums: (2, rows, warps) fp32, shared memory, or None where a row has
+    one warp. turn: which of the two sets to take: one barrier is then enough, for who writes a set has passed the
+    barrier that all readers of its last use were in front of."""
+
+    sums: cute.Tensor | None
+    turn: Int32
+
+
 @cute.jit
-def mean_square(
-    h: cute.Tensor, lane: cutlass.Constexpr, sums: cute.Tensor | None, turn: Int32, shape: cutlass.Constexpr
-) -> Float32:
-    """Of a norm's row, in all of its lanes. turn: which of two sets of sums to take: one barrier is then enough, for
-    who writes a set has passed the barrier that all readers of its last use were in front of."""
+def mean_square(h: cute.Tensor, lane: cutlass.Constexpr, exchange: Exchange, shape: cutlass.Constexpr) -> Float32:
+    """Of a norm's row, in all of its lanes."""
+    sums, turn = exchange
     values = h[None, 0].load().to(Float32)
     squares = values * values
     for i in cutlass.range_constexpr(1, shape.vectors):
@@ -232,8 +239,7 @@ def finish(
     to_residual: cute.Pointer | None,  # of a row
     lane: cutlass.Constexpr,
     there: Any,
-    sums: cute.Tensor | None,
-    turn: Int32,
+    exchange: Exchange,
     eps: Float32,
     shape: cutlass.Constexpr,
 ):
@@ -244,7 +250,7 @@ def finish(
             total = h[None, i].load().to(Float32) + r[None, i].load().to(Float32)
             h[None, i].store(total.to(h.element_type))
         store(h, to_residual, lane, there, shape)
-    factor = cute.math.rsqrt(mean_square(h, lane, sums, turn, shape) + eps, fastmath=True)
+    factor = cute.math.rsqrt(mean_square(h, lane, exchange, shape) + eps, fastmath=True)
     # out = h * factor * weight
     for i in cutlass.range_constexpr(shape.vectors):
         scaled = h[None, i].load().to(Float32) * factor * weights[None, i].load().to(Float32)
@@ -304,7 +310,7 @@ def rmsnorm(
         to_residual = into_residual + down
 
     if cutlass.const_expr(shape.ctas_per_sm == 0):
-        finish(h, r, weights, to_out + down, to_residual, lane, there, sums, Int32(0), eps, shape)
+        finish(h, r, weights, to_out + down, to_residual, lane, there, Exchange(sums, Int32(0)), eps, shape)
     else:
         next_h = vectors(kind, shape.vectors)
         next_r = vectors(kind, shape.vectors) if cutlass.const_expr(shape.residual) else None
@@ -321,7 +327,7 @@ def rmsnorm(
                 next_down = cute.assume(Int64(after) * width, divby=VECTOR)
                 load(next_r, from_residual + next_down, lane, after < n, shape)
                 to_residual = into_residual + down
-            finish(h, r, weights, to_out + down, to_residual, lane, there, sums, turn, eps, shape)
+            finish(h, r, weights, to_out + down, to_residual, lane, there, Exchange(sums, turn), eps, shape)
             turn = turn ^ 1
             cute.autovec_copy(next_h, h)
             if cutlass.const_expr(shape.residual):

@@ -20,7 +20,7 @@ divide, rounded once. Runs on sm_90a. The base version: rope_append with bytes f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -190,13 +190,19 @@ def store_codes(codes: cute.Tensor, target: cute.Pointer):
     cute.autovec_copy(codes, into)
 
 
+class Cache(NamedTuple):
+    """The parts of a packed cache, in global memory."""
+
+    codes: cute.Tensor  # (pages, page, latent) uint8, rows at multiples of 8 bytes
+    scales: cute.Tensor  # (pages, page, scales) int32 or uint8; (1,) float32 of layout flat
+    plain: cute.Tensor  # (pages, page, ROPE) bf16, or uint8 of layout flat, rows at multiples of 8 elements
+
+
 @cute.jit
 def append_key(
     latent: cute.Tensor,
     rope_: cute.Tensor,
-    codes: cute.Tensor,
-    scales: cute.Tensor,
-    plain: cute.Tensor,
+    cache: Cache,
     positions: cute.Tensor,
     slots: cute.Tensor,
     table: cute.Tensor,
@@ -205,6 +211,7 @@ def append_key(
     shape: cutlass.Constexpr,
 ):
     """An item of a key: the first lanes turn its rope, and all of them quantise the latent."""
+    codes, scales, plain = cache
     count = cutlass.const_expr(-(-shape.latent // STEP))
     place = lane % LANES  # the other lanes load the same and store nothing
     from_rope = rope_.iterator + cute.assume(Int64(token) * rope_.stride[0], divby=VECTOR)
@@ -263,9 +270,7 @@ def packed_append(
     slots: cute.Tensor,  # (n,) int32 or int64; outside of the cache: not written
     table: cute.Tensor,  # (positions, ROPE) float32, global memory: cosines, sines
     out: cute.Tensor,  # (n, h, any, whose last ROPE columns are written), global memory, likewise; may be q
-    codes: cute.Tensor,  # (pages, page, latent) uint8, global memory, rows at multiples of 8 bytes
-    scales: cute.Tensor,  # (pages, page, scales) int32 or uint8, global memory; (1,) float32 of layout flat
-    plain: cute.Tensor,  # (pages, page, ROPE) bf16, or uint8 of layout flat, global memory, rows as of q and codes
+    cache: Cache,
     shape: cutlass.Constexpr,  # Geometry
 ):
     thread, _, _ = cute.arch.thread_idx()
@@ -277,7 +282,7 @@ def packed_append(
     if token < q.shape[0]:
         # The key first: its item is the one with the longer way.
         if chunk == 0:
-            append_key(latent, rope_, codes, scales, plain, positions, slots, table, token, lane, shape)
+            append_key(latent, rope_, cache, positions, slots, table, token, lane, shape)
         else:
             turn_queries(q, out, positions, table, token, chunk - 1, lane, shape)
 
@@ -303,7 +308,7 @@ def launch_packed_append(
 ):
     """Launches a warp for every item, as a programmatic dependent."""
     items = q.shape[0] * (geometry.chunks + 1)
-    packed_append(q, latent, rope_, positions, slots, table, out, codes, scales, plain, geometry).launch(
+    packed_append(q, latent, rope_, positions, slots, table, out, Cache(codes, scales, plain), geometry).launch(
         grid=((items + geometry.warps - 1) // geometry.warps, 1, 1),
         block=(geometry.warps * WARP, 1, 1),
         stream=stream,

@@ -6,6 +6,7 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import Unsupported
+from mla_var3.lab.sweep.plan import own_knobs
 from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -46,8 +47,12 @@ def test_refuses_with_a_reason(fields: dict[str, object], word: str) -> None:
         FlashMlaPlan(MlaProblem(**fields), None, H200).require()
 
 
+def test_knobs_that_a_record_has_and_the_version_had_are_left_out() -> None:
+    old = {"tile_m": 64, "tile_n": 64, "num_warpgroups": 3, "num_pipeline_stages": 2, "num_splits": 4}
+    assert own_knobs(FlashMlaPlan, old) == {"num_splits": 4}
+
+
 def test_tiling_says_why_not() -> None:
-    assert "128" in FlashMlaTiling(tile_n=128).validate(MlaProblem(), H200).reason
     assert "num_splits" in FlashMlaTiling(num_splits=-1).validate(MlaProblem(), H200).reason
     smaller = Device.get("a100") if any(d.key == "a100" for d in Device.all()) else None
     if smaller is not None:

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from mla_var3.runtime import BaseKernel
     from mla_var3.workload.sparse_decode import SparseProblem
 
-# Bytes of a packed token (`packed_cache`): of one in v32 and where its bf16 columns begin; of one in v4's first part.
+# Bytes of a packed token (`packed_cache`): of one in v32 and of its scales; of one in the two parts of a v4 page.
 _V32, _V4 = layout_of("v32"), layout_of("v4")
 _V32_ROW = tl.constexpr(_V32.token_bytes)
-_V32_PLAIN = tl.constexpr(_V32.quantised + _V32.scales * _V32.scale_bytes)
+_V32_SCALES = tl.constexpr(_V32.scales * _V32.scale_bytes)
 _V4_QUANTISED = tl.constexpr(_V4.quantised)
 _V4_ROW = tl.constexpr(_V4.quantised + 2 * _V4.plain)
 _V4_SCALES = tl.constexpr(_V4.scales + _V4.padding)
@@ -138,7 +138,7 @@ def keys_of(
     elif LAYOUT == "v32":
         at = page * page_bytes + row * _V32_ROW
         Scales = (Cache + VALUES).to(tl.pointer_type(tl.float32), bitcast=True)
-        Plain = (Cache + _V32_PLAIN).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        Plain = (Cache + VALUES + _V32_SCALES).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         codes = tl.load((Cache + at)[:, None] + column, mask=there, other=0)
         scales = tl.load((Scales + at // 4)[:, None] + tl.arange(0, 4)[None, :], mask=there, other=0.0)
         x = tl.reshape(widened(codes, INTERPRET), (N, 4, 128)) * scales[:, :, None]

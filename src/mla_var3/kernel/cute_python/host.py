@@ -67,14 +67,14 @@ def schedule_sizes(
     """Whether 32 bits count what the scheduler does and the workspace of partial results. requests: scheduled ones,
     blocks of packed queries. tokens: that the page table, or the indices, of a request have room for. fixed: of
     `scheduler.Pool`, in units."""
-    units = -(-tokens // costs.unit)
+    units = -(-tokens // costs.tokens)
     slots = scheduler.most_slots(requests, workers, units, fixed)
     words = slots * partials.tiles * partials.rows * partials.row_words
     if fixed and words > limits.MOST:
         return Verdict.no(
-            f"fixed_split: splits of {fixed * costs.unit:,} tokens, of {requests:,} requests with room for {tokens:,} "
-            f"tokens in page_table, take a workspace of {words:,} float32, and 32 bits count {limits.MOST:,}: take "
-            "longer splits, fewer columns of page_table, or fewer requests in a call"
+            f"fixed_split: splits of {fixed * costs.tokens:,} tokens, of {requests:,} requests with room for "
+            f"{tokens:,} tokens in page_table, take a workspace of {words:,} float32, and 32 bits count "
+            f"{limits.MOST:,}: take longer splits, fewer columns of page_table, or fewer requests in a call"
         )
     return limits.all_of(
         limits.offsets(words, f"the partial results of {requests:,} requests and {workers:,} workers"),
@@ -203,7 +203,7 @@ def decode_kernel(
         require_int32(cu_seqlens_q=more[0])
         per_row = (q.shape[0], pd.h)
         requests = rows.most_blocks(len(q), requests, geometry.s)
-    slots = scheduler.most_slots(requests, workers, -(-width * pd.page_size // geometry.costs.unit), fixed)
+    slots = scheduler.most_slots(requests, workers, -(-width * pd.page_size // geometry.costs.tokens), fixed)
     outputs = q.new_empty((*q.shape[:-1], pd.k)), q.new_empty(per_row, dtype=torch.float32)
     spaces = workspaces(q, geometry.partials, requests, workers, slots, pd.packed)
     given = (q, cache, page_table, seq_lens, more[0] if more else None, *outputs, *spaces, pd.scale, workers, fixed)

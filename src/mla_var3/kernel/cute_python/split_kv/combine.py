@@ -34,16 +34,16 @@ from mla_var3.kernel.cute_python.prims.sync import named_sync, wait_for_launch
 from mla_var3.kernel.cute_python.split_kv.partials import QUAD, STATS, VECTOR, Partials, Results, transpose_quad
 from mla_var3.kernel.cute_python.split_kv.rows import Queries, row_offset
 from mla_var3.kernel.cute_python.split_kv.scheduler import (
-    JOINED,
     MOST_WORKERS,
+    TREE_SPLITS,
     Costs,
     Line,
-    Piece,
     Pool,
+    SplitIndex,
     in_shares,
+    kv_tiles_of,
     slot_of,
     split_evenly,
-    units_of,
 )
 
 WARPS, WARP = 8, 32  # of a CTA, threads of one
@@ -134,10 +134,10 @@ def lists(line: Line, pool: Pool) -> Any:
     return (pool.fixed > 0) | ((line.lead > 0) & (pool.combined > 0))
 
 
-def write_split_kind(table: cute.Tensor, line: Line, as_guessed: Boolean, pool: Pool) -> None:
-    """Writes the batch's kind word; one thread of the attention kernel. as_guessed: all requests are as long as the
+def write_split_kind(table: cute.Tensor, line: Line, is_filled: Boolean, pool: Pool) -> None:
+    """Writes the batch's kind word; one thread of the attention kernel. is_filled: all requests are as long as the
     page table is wide."""
-    shares = cutlass.select_(as_guessed, Int32(FULL), Int32(SHARES))
+    shares = cutlass.select_(is_filled, Int32(FULL), Int32(SHARES))
     others = cutlass.select_(lists(line, pool), Int32(LISTED), Int32(MERGED))
     table[2 * (cute.size(table) // 2 - 1)] = cutlass.select_(in_shares(line, pool.fixed), shares, others)
 
@@ -372,13 +372,13 @@ def store(
 GONE, BEGUN, THERE = MOST_WORKERS + 1, 1 << 26, 1 << 27
 
 
-def flag_of(piece: Piece, slot: Any) -> tuple[Any, Any]:
+def flag_of(split_index: SplitIndex, slot: Any) -> tuple[Any, Any]:
     """(slot of the flag, what is added to it) when the partial result of a split in `slot` is there; 0 where nobody
     is told, or `merge_rows` tells."""
-    is_last = Int32(piece.index == piece.count - 1)
-    if_many, if_few = is_last * THERE, Int32(piece.index > 0)
-    many = piece.count > JOINED
-    return cutlass.select_(many, slot - piece.index, slot), cutlass.select_(many, if_many, if_few)
+    is_last = Int32(split_index.index == split_index.count - 1)
+    if_many, if_few = is_last * THERE, Int32(split_index.index > 0)
+    many = split_index.count > TREE_SPLITS
+    return cutlass.select_(many, slot - split_index.index, slot), cutlass.select_(many, if_many, if_few)
 
 
 @cute.jit
@@ -388,17 +388,17 @@ def begin_row_merge(flag: cute.Pointer, row_range: cute.Tensor):
 
 
 @cute.jit
-def take_rows(flag: cute.Pointer, row_range: cute.Tensor, piece: Piece):
+def take_rows(flag: cute.Pointer, row_range: cute.Tensor, split_index: SplitIndex):
     """Says that a split's partial result is there, and waits for the others (release and acquire); one thread, between
     barriers of those that wrote and of those that read."""
-    is_first = piece.index == 0
+    is_first = split_index.index == 0
     own = cutlass.select_(is_first, Int32(THERE), Int32(1))
     seen = cute.arch.atomic_add(flag, own, sem="acq_rel", scope="gpu")
     first, end = seen % GONE, seen % GONE + 1
     if is_first:
         # It has those that were taken before it had begun, and the one that it took then.
         first, end = Int32(0), row_range[0] + 1
-    seen, all_there = seen + own, BEGUN + 2 * THERE + piece.count - 1
+    seen, all_there = seen + own, BEGUN + 2 * THERE + split_index.count - 1
     while (seen & BEGUN) != 0 and (seen & ~(BEGUN - GONE)) != all_there:
         seen = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
     row_range[0], row_range[1] = first, cutlass.select_((seen & BEGUN) != 0, end, first)
@@ -409,7 +409,7 @@ def merge_rows(
     tensors: cutlass.Constexpr,  # `Tensors`
     walk: cutlass.Constexpr,  # `walk.Walk`
     row_range: cute.Tensor,  # (2,) int32, shared memory: first and end of the shares of rows to merge
-    piece: Piece,  # the worker's last split
+    split_index: SplitIndex,  # the worker's last split
     request: Int32,
     barrier: cutlass.Constexpr,  # of the threads
     thread: Int32,  # 0..THREADS-1
@@ -422,11 +422,11 @@ def merge_rows(
     together, vectors = shape[0], min(shape[1], merge.row_vectors)
     slices = merge.row_vectors // vectors
     layout, sums = merge.partials, Sums.make(vectors)
-    if piece.count > JOINED and piece.index < piece.count - 1:
-        base, number = slot - piece.index, piece.count - 1
+    if split_index.count > TREE_SPLITS and split_index.index < split_index.count - 1:
+        base, number = slot - split_index.index, split_index.count - 1
         flag, gone = walk.flags.iterator + (base * layout.tiles + tile), Int32(0)
         if thread == 0:
-            take_rows(flag, row_range, piece)
+            take_rows(flag, row_range, split_index)
         named_sync(barrier, THREADS)
         if thread == 0:
             gone = cute.arch.atomic_add(flag, Int32(GONE), sem="relaxed", scope="gpu") // GONE % (BEGUN // GONE) + 1
@@ -434,7 +434,7 @@ def merge_rows(
         kv_head, first_row = tile // of_head, tile % of_head * layout.rows
         rows = cutlass.min(tensors.queries.block(request).count * merge.group - first_row, layout.rows)
         lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
-        splits, kind = Splits(request, piece.count, base), Int32(LISTED)
+        splits, kind = Splits(request, split_index.count, base), Int32(LISTED)
         warps = Warps(Int32(0), Int32(0), warp, lane)
         for share in cutlass.range(row_range[0], row_range[1], unroll=1):
             for place in cutlass.range(share + warp * number, rows * slices, WARPS * number, unroll=1):
@@ -501,7 +501,7 @@ def combine(
             if kind == LISTED:
                 splits = Splits(listed[0, index], listed[1, index], listed[2, index])
             elif kind == SHARES:
-                _, shares = split_evenly(units_of(seq_lens[index], merge.costs), width)
+                _, shares = split_evenly(kv_tiles_of(seq_lens[index], merge.costs), width)
                 splits = Splits(index, shares, index * width)
             kv_head, row = row // merge.rows, row % merge.rows
             tile = kv_head * (layout.tiles // merge.h_kv) + row // layout.rows
@@ -568,7 +568,7 @@ def launch(
     arguments = (results, table, seq_lens, query_blocks, sink, width, ctas, merge)
     if pool.combined > 0:
         # Listed splits are as many as the lengths ask for: few warps a row, so that there are few rounds of rows.
-        if width <= UP_TO[0] and in_shares(pool.guess, pool.fixed):
+        if width <= UP_TO[0] and in_shares(pool.filled, pool.fixed):
             launch_one(*arguments, SHAPES[0], stream)
         elif width <= UP_TO[1]:
             launch_one(*arguments, SHAPES[1], stream)

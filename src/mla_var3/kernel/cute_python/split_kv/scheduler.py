@@ -1,26 +1,25 @@
 """A tile scheduler on the device: split-KV work dealt to persistent workers from the requests' lengths.
 
-A worker is a CTA, or a cluster of CTAs that load KV tiles for each other. A request of `length` tokens is
-ceil(length / unit) units of work, a unit being a KV tile. Every warp reads all lengths and finds its worker's splits by
-itself: nothing is planned on the host, a CUDA graph may be replayed with other lengths, and equal lengths give equal
-splits.
+A worker is a CTA, or a cluster of CTAs that load KV tiles for each other. A request of `length` tokens has
+ceil(length / tokens of a KV tile) tiles. Every warp reads all lengths and finds its worker's splits by itself. Nothing
+is scheduled on the host, a CUDA graph may be replayed with other lengths, and equal lengths give equal splits.
 
 Requests lie behind each other on a line, and worker w takes the points [w · span, (w + 1) · span) of it:
 
     whole   A point is a request.
-    even    A point is a unit, and each request begins with `lead` points for what a split costs besides its units. A
-            request is split only where it crosses from one worker to the next, and all workers end within a unit. A
+    even    A point is a KV tile, and each request begins with `lead` points for what a split costs besides its tiles. A
+            request is split only where it crosses from one worker to the next, and all workers end within a tile. A
             request without keys has no point. Where a combine is launched it merges the splits; else the workers do:
-            up to `JOINED` splits level by level of a binary tree (`takes` says which with which), more of them in
+            up to `TREE_SPLITS` splits level by level of a binary tree (`takes` says which with which), more of them in
             shares of their rows (`split_kv.combine.merge_rows`).
     shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
             many equal chunks. `split_kv.combine` merges them.
-    chunks  A point is a chunk of as many units as the caller says, so that the splits of a request depend on
-            nothing but its own length. `split_kv.combine` merges them.
+    chunks  A point is a chunk of as many tiles as the caller says, so that the splits of a request depend on nothing
+            but its own length. `split_kv.combine` merges them.
 
 A model of the slowest worker's time chooses between the first three.
 
-Where calls share their lengths, as the layers of a model do in a step, a small kernel can find all workers' first
+Calls may share their lengths, as the layers of a model do in a step. A small kernel can then find all workers' first
 splits ahead of them (`make_schedule`), as FlashMLA's does (`get_mla_metadata`): finding one takes a microsecond, in
 which a CTA has nothing to load yet.
 """
@@ -39,30 +38,30 @@ from mla_var3.kernel.cute_python.split_kv import rows
 WARP = 32
 PER_LANE = 8  # lengths of a lane
 BATCH = WARP * PER_LANE  # requests that a warp holds at once
-WHOLE = 1 << 29  # more than any request has units or points
+WHOLE = 1 << 29  # more than any request has tiles or points
 # Halves of a worker for each request from which on a combine is launched: with fewer, most requests are whole or cut
 # once.
 WORTH_A_COMBINE = 3
-JOINED = 3  # splits up to which a request's workers merge them as a tree: of more, its levels take too long
+TREE_SPLITS = 3  # splits up to which a request's workers merge them as a tree: of more, its levels take too long
 MOST_WORKERS = (1 << 13) - 1  # what a word counts up to where workers share the merge (`split_kv.combine`)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the model knows. unit: tokens. The others are in units: overhead: begin and end of a split, at least 1;
-    combine: the kernel that merges shares; listed: the same where it first reads which splits there are; join: a level
-    of the tree in which workers merge splits; where they share the merge, it is charged as much as the tree of
-    `JOINED`."""
+    """What the model knows. tokens: of a KV tile. The others are in KV tiles. overhead: begin and end of a split, at
+    least 1. combine: the kernel that merges shares; listed: the same where it first reads which splits there are.
+    level: of the tree in which workers merge splits; where they share the merge, it is charged as much as the tree of
+    `TREE_SPLITS`."""
 
-    unit: int
+    tokens: int
     overhead: int
     combine: int
     listed: int
-    join: int
+    level: int
 
 
 class Line(NamedTuple):
-    """How requests lie on the line: see the module. lead: 0 unless even. step: units of a point; of shares, those of
+    """How requests lie on the line: see the module. lead: 0 unless even. step: tiles of a point; of shares, those of
     the longest request, or of the worker's own one. empty: requests that have no point."""
 
     lead: Int32
@@ -72,20 +71,20 @@ class Line(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What the host knows. fixed: units of a chunk that the caller fixes, or 0. tokens: that
-    a request may have. guess, width: the line, and the points of a request on it, if all have as many. shares: workers
-    for each request where they may be in shares; 1: they may not; 0: `fixed` says how requests are split. combined:
-    whether a combine is launched behind the attention. planned: whether workers' first splits are in a schedule
+    """What the host knows. fixed: tiles of a chunk that the caller fixes, or 0. tokens: that a request may have.
+    filled, width: the line if all requests fill the page table, and the points of a request on it. shares: workers for
+    each request where they may be in shares; 1: they may not; 0: `fixed` says how requests are split. combined: whether
+    a combine is launched behind the attention. scheduled: whether workers' first splits are in a schedule
     (`make_schedule`)."""
 
     workers: Int32
     fixed: Int32
     tokens: Int32
-    guess: Line
+    filled: Line
     width: Int32
     shares: Int32
     combined: Int32
-    planned: Int32
+    scheduled: Int32
 
 
 class Split(NamedTuple):
@@ -105,9 +104,9 @@ def ceil_div(number: Any, divisor: Any) -> Any:
     return (number + divisor - 1) // divisor
 
 
-def units_of(length: Any, costs: Costs) -> Any:
+def kv_tiles_of(length: Any, costs: Costs) -> Any:
     """Units of a request; none where the length is not positive."""
-    return ceil_div(cutlass.max(length, 0), costs.unit)
+    return ceil_div(cutlass.max(length, 0), costs.tokens)
 
 
 @cute.jit
@@ -123,7 +122,7 @@ def line_of(
     combined: Int32,  # whether a combine is launched
     costs: cutlass.Constexpr,
 ) -> Line:
-    """The line of a batch. total, longest: units. chunks: of `fixed` units, over all requests."""
+    """The line of a batch. total, longest: tiles. chunks: of `fixed` tiles, over all requests."""
     lead, step, span, pointless = Int32(0), fixed, Int32(1), Int32(0)
     if fixed > 0:
         span = ceil_div(chunks, workers)
@@ -136,7 +135,7 @@ def line_of(
                 step, span, slowest = chunk, Int32(1), chunk + (costs.overhead + costs.combine)
         # No worker has more than its share, and the overhead of a request that began before it.
         share = cutlass.max(ceil_div(total + costs.overhead * (requests - empty), workers), 1)
-        merging = costs.join * levels_of(cutlass.min(longest // share + 2, JOINED))
+        merging = costs.level * levels_of(cutlass.min(longest // share + 2, TREE_SPLITS))
         if combined > 0:
             merging = Int32(costs.listed)
         if share + costs.overhead + merging < slowest:
@@ -157,10 +156,10 @@ def in_shares(line: Line, fixed: Any) -> Any:
     return (fixed == 0) & (line.lead == 0) & (line.step < WHOLE)
 
 
-def split_evenly(units: Any, width: Any) -> tuple[Any, Any]:
-    """(units of a share, shares) of a request that has `width` workers; at least 1 of both."""
-    step = cutlass.max(ceil_div(units, width), 1)
-    return step, cutlass.max(ceil_div(units, step), 1)
+def split_evenly(tiles: Any, width: Any) -> tuple[Any, Any]:
+    """(tiles of a share, shares) of a request that has `width` workers; at least 1 of both."""
+    step = cutlass.max(ceil_div(tiles, width), 1)
+    return step, cutlass.max(ceil_div(tiles, step), 1)
 
 
 @cute.jit
@@ -169,22 +168,22 @@ def make_pool(
 ) -> Pool:
     """The pool of a batch of at least one request, whose page table holds up to `tokens` tokens; on the host. mode:
     `OWN`, `MADE` or `SHARED`."""
-    units, width = units_of(tokens, costs), Int32(1)
+    tiles, width = kv_tiles_of(tokens, costs), Int32(1)
     if fixed > 0:
-        width = cutlass.max(ceil_div(units, fixed), 1)
+        width = cutlass.max(ceil_div(tiles, fixed), 1)
     combined, shares = Int32(1), Int32(0)
     if fixed == 0:
         combined, shares = Int32(2 * workers >= WORTH_A_COMBINE * requests), Int32(1)
         if combined > 0:
             shares = cutlass.max(workers // requests, 1)
     line = line_of(
-        requests * units, units, requests * width, requests, Int32(0), workers, fixed, shares, combined, costs
+        requests * tiles, tiles, requests * width, requests, Int32(0), workers, fixed, shares, combined, costs
     )  # fmt: skip
-    width = cutlass.max(ceil_div(units, line.step), 1)
+    width = cutlass.max(ceil_div(tiles, line.step), 1)
     if in_shares(line, fixed):
         shares = width
     if line.lead > 0:
-        width = line.lead + units
+        width = line.lead + tiles
     return Pool(workers, fixed, tokens, line, width, shares, combined, Int32(mode > OWN))
 
 
@@ -192,38 +191,38 @@ def make_pool(
 def make_merged_pool(requests: Int32, tokens: Int32, workers: Int32, costs: cutlass.Constexpr) -> Pool:
     """`make_pool` of a batch whose workers merge its splits, whatever their number: no combine is launched, and no
     request is in shares."""
-    units = units_of(tokens, costs)
+    tiles = kv_tiles_of(tokens, costs)
     shares, combined = Int32(1), Int32(0)
     line = line_of(
-        requests * units, units, Int32(0), requests, Int32(0), workers, Int32(0), shares, combined, costs
+        requests * tiles, tiles, Int32(0), requests, Int32(0), workers, Int32(0), shares, combined, costs
     )  # fmt: skip
-    width = cutlass.max(ceil_div(units, line.step), 1)
+    width = cutlass.max(ceil_div(tiles, line.step), 1)
     if line.lead > 0:
-        width = line.lead + units
+        width = line.lead + tiles
     return Pool(workers, Int32(0), tokens, line, width, shares, combined, Int32(0))
 
 
 @cute.jit
-def chunks_of(units: Int32, step: Int32, inverse: Float32) -> Int32:
-    """ceil(units / step), at least 1; inverse: 1 / step, nearly. Exact under 2^23 units."""
-    last = cutlass.max(units - 1, 0)
-    guess = Int32(Float32(last) * inverse)
-    left = last - guess * step
-    guess = guess + Int32(left >= step) - Int32(left < 0)
-    return guess + 1
+def chunks_of(tiles: Int32, step: Int32, inverse: Float32) -> Int32:
+    """ceil(tiles / step), at least 1; inverse: 1 / step, nearly. Exact under 2^23 tiles."""
+    last = cutlass.max(tiles - 1, 0)
+    quotient = Int32(Float32(last) * inverse)
+    left = last - quotient * step
+    quotient = quotient + Int32(left >= step) - Int32(left < 0)
+    return quotient + 1
 
 
-def place_of(point: Any, start: Any, units: Any, line: Line) -> Any:
-    """The unit of a request at which a point of the line falls, 0 .. units."""
-    return cutlass.min(cutlass.max((point - start - line.lead) * line.step, 0), units)
+def place_of(point: Any, start: Any, tiles: Any, line: Line) -> Any:
+    """The unit of a request at which a point of the line falls, 0 .. tiles."""
+    return cutlass.min(cutlass.max((point - start - line.lead) * line.step, 0), tiles)
 
 
-def units_range(split: Split, line: Line, costs: Costs) -> tuple[Any, Any, Any, Any]:
-    """(first unit, end unit, units of the request, point behind) of a split."""
-    units = units_of(split.length, costs)
-    of_request = cutlass.select_(line.lead > 0, split.start + line.lead + units, split.point + 1)
+def tiles_range(split: Split, line: Line, costs: Costs) -> tuple[Any, Any, Any, Any]:
+    """(first unit, end unit, tiles of the request, point behind) of a split."""
+    tiles = kv_tiles_of(split.length, costs)
+    of_request = cutlass.select_(line.lead > 0, split.start + line.lead + tiles, split.point + 1)
     behind = cutlass.min(of_request, split.end)
-    return place_of(split.point, split.start, units, line), place_of(behind, split.start, units, line), units, behind
+    return place_of(split.point, split.start, tiles, line), place_of(behind, split.start, tiles, line), tiles, behind
 
 
 def has_work(split: Split) -> Boolean:
@@ -233,34 +232,34 @@ def has_work(split: Split) -> Boolean:
 
 # ------------------------------------------------------------------------------------------------ a worker's splits
 @cute.jit
-def guess_split(worker: Int32, requests: Int32, pool: Pool) -> Split:
+def filled_split(worker: Int32, requests: Int32, pool: Pool) -> Split:
     """A worker's first split if all requests fill the page table: known before a length is read."""
-    point = worker * pool.guess.span
+    point = worker * pool.filled.span
     request = point // pool.width
-    end = cutlass.select_(request < requests, point + pool.guess.span, point)
+    end = cutlass.select_(request < requests, point + pool.filled.span, point)
     return Split(point, end, request, request * pool.width, pool.tokens)
 
 
 @cute.jit
-def read_units(seq_lens: cute.Tensor, first: Int32, lane: Int32, costs: cutlass.Constexpr) -> cute.Tensor:
-    """(PER_LANE,) registers: units of requests first + PER_LANE · lane on, -1 past the end of the batch. All loads are
+def read_kv_tiles(seq_lens: cute.Tensor, first: Int32, lane: Int32, costs: cutlass.Constexpr) -> cute.Tensor:
+    """(PER_LANE,) registers: tiles of requests first + PER_LANE · lane on, -1 past the end of the batch. All loads are
     in flight together."""
     requests = seq_lens.shape[0]
-    units = cute.make_rmem_tensor(PER_LANE, Int32)
+    tiles = cute.make_rmem_tensor(PER_LANE, Int32)
     for i in cutlass.range_constexpr(PER_LANE):
-        units[i] = seq_lens[cutlass.min(first + lane * PER_LANE + i, requests - 1)]
+        tiles[i] = seq_lens[cutlass.min(first + lane * PER_LANE + i, requests - 1)]
     for i in cutlass.range_constexpr(PER_LANE):
         inside = first + lane * PER_LANE + i < requests
-        units[i] = cutlass.select_(inside, units_of(units[i], costs), Int32(-1))
-    return units
+        tiles[i] = cutlass.select_(inside, kv_tiles_of(tiles[i], costs), Int32(-1))
+    return tiles
 
 
 @cute.jit
 def are_as_long(seq_lens: cute.Tensor, tokens: Int32, lane: Int32, costs: cutlass.Constexpr) -> Boolean:
-    """Whether all requests have as many units as one of `tokens` tokens; said of at most BATCH requests. Few
+    """Whether all requests have as many tiles as one of `tokens` tokens; said of at most BATCH requests. Few
     instructions: everything in a CTA waits for it."""
     requests = seq_lens.shape[0]
-    most = units_of(tokens, costs) * costs.unit
+    most = kv_tiles_of(tokens, costs) * costs.tokens
     lengths = cute.make_rmem_tensor(PER_LANE, Int32)
     lengths.fill(most)
     for i in cutlass.range_constexpr(PER_LANE):
@@ -268,7 +267,7 @@ def are_as_long(seq_lens: cute.Tensor, tokens: Int32, lane: Int32, costs: cutlas
             lengths[i] = seq_lens[i * WARP + lane]
     differs = requests > BATCH
     for i in cutlass.range_constexpr(PER_LANE):
-        differs = differs | (lengths[i] > most) | (lengths[i] <= most - costs.unit)
+        differs = differs | (lengths[i] > most) | (lengths[i] <= most - costs.tokens)
     return not cute.arch.vote_any_sync(differs)
 
 
@@ -278,15 +277,15 @@ def lay_out(seq_lens: cute.Tensor, lane: Int32, pool: Pool, costs: cutlass.Const
     requests = seq_lens.shape[0]
     total, longest, chunks, empty = Int32(0), Int32(0), Int32(0), Int32(0)
     for first in cutlass.range(0, requests, BATCH, unroll=1):
-        units = read_units(seq_lens, first, lane, costs)
+        tiles = read_kv_tiles(seq_lens, first, lane, costs)
         for i in cutlass.range_constexpr(PER_LANE):
-            total = total + cutlass.max(units[i], 0)
-            longest = cutlass.max(longest, units[i])
-            empty = empty + Int32(units[i] == 0)
+            total = total + cutlass.max(tiles[i], 0)
+            longest = cutlass.max(longest, tiles[i])
+            empty = empty + Int32(tiles[i] == 0)
         if pool.fixed > 0:
             inverse = cute.arch.rcp_approx(Float32(pool.fixed))
             for i in cutlass.range_constexpr(PER_LANE):
-                chunks = chunks + cutlass.select_(units[i] >= 0, chunks_of(units[i], pool.fixed, inverse), Int32(0))
+                chunks = chunks + cutlass.select_(tiles[i] >= 0, chunks_of(tiles[i], pool.fixed, inverse), Int32(0))
     total = Int32(cute.arch.warp_redux_sync(total, kind="add"))
     longest = Int32(cute.arch.warp_redux_sync(longest, kind="max"))
     chunks = Int32(cute.arch.warp_redux_sync(chunks, kind="add"))
@@ -295,14 +294,14 @@ def lay_out(seq_lens: cute.Tensor, lane: Int32, pool: Pool, costs: cutlass.Const
 
 
 @cute.jit
-def widths_of(units: cute.Tensor, line: Line) -> cute.Tensor:
+def widths_of(tiles: cute.Tensor, line: Line) -> cute.Tensor:
     """(PER_LANE,) registers: points of requests on the line, 0 past the end of the batch."""
     widths = cute.make_rmem_tensor(PER_LANE, Int32)
     inverse = cute.arch.rcp_approx(Float32(line.step))
     for i in cutlass.range_constexpr(PER_LANE):
-        even = cutlass.select_(units[i] > 0, line.lead + units[i], Int32(0))
-        width = cutlass.select_(line.lead > 0, even, chunks_of(units[i], line.step, inverse))
-        widths[i] = cutlass.select_(units[i] >= 0, width, Int32(0))
+        even = cutlass.select_(tiles[i] > 0, line.lead + tiles[i], Int32(0))
+        width = cutlass.select_(line.lead > 0, even, chunks_of(tiles[i], line.step, inverse))
+        widths[i] = cutlass.select_(tiles[i] >= 0, width, Int32(0))
     return widths
 
 
@@ -322,7 +321,7 @@ def locate(point: Int32, seq_lens: cute.Tensor, line: Line, lane: Int32, costs: 
     requests = seq_lens.shape[0]
     found, start, passed, first = requests, Int32(0), Int32(0), Int32(0)
     while found == requests and first < requests:
-        widths = widths_of(read_units(seq_lens, first, lane, costs), line)
+        widths = widths_of(read_kv_tiles(seq_lens, first, lane, costs), line)
         mine = Int32(0)
         for i in cutlass.range_constexpr(PER_LANE):
             mine = mine + widths[i]
@@ -352,7 +351,7 @@ def first_split(
     if in_shares(line, pool.fixed):
         request = worker // pool.shares
         start, length = request * pool.shares, seq_lens[cutlass.min(request, requests - 1)]
-        step, shares = split_evenly(units_of(length, costs), pool.shares)
+        step, shares = split_evenly(kv_tiles_of(length, costs), pool.shares)
         # A short request has fewer shares than workers.
         request = cutlass.select_(point - start < shares, request, requests)
     else:
@@ -383,9 +382,9 @@ def next_with_keys(request: Int32, seq_lens: cute.Tensor):
 @cute.jit
 def next_place(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
     """The place behind a split, whether there is something to do or not; by a whole warp."""
-    _, _, units, behind = units_range(split, line, costs)
+    _, _, tiles, behind = tiles_range(split, line, costs)
     request, start, length, end = split.request, split.start, split.length, split.end
-    if (behind - start - line.lead) * line.step >= units:
+    if (behind - start - line.lead) * line.step >= tiles:
         request, start = request + 1, behind
         if line.empty > 0:
             request, length = next_with_keys(request, seq_lens)
@@ -399,11 +398,11 @@ def next_place(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.C
 @cute.jit
 def skip_empty(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
     """This place, or the next one with something to do: a worker may have the lead of a request and none of its
-    units."""
+    tiles."""
     if line.lead > 0:
         searching = has_work(split)
         while searching:
-            first, end, _, _ = units_range(split, line, costs)
+            first, end, _, _ = tiles_range(split, line, costs)
             searching = first == end
             if searching:
                 split = next_place(split, seq_lens, line, costs)
@@ -421,17 +420,17 @@ def next_split(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.C
 # Who finds a worker's first split: each of its CTAs; a kernel ahead of the attention, in the same call; or one that an
 # earlier call has launched.
 OWN, MADE, SHARED = 0, 1, 2
-# int32 of a worker's plan: its first split with something to do, its line, and whether all requests are as long as the
-# page table is wide; filled up to vectors of 16 bytes.
-PLAN = 12
+# int32 of what a worker begins with: its first split with something to do, its line, and whether all requests fill the
+# page table; made whole vectors of 16 bytes.
+FIRST_WORDS = 12
 WARPS = 32  # of the kernel that makes a schedule, one CTA
 
 
 class Schedule(NamedTuple):
-    """What calls over the same lengths may share; int32, global memory. plans: (workers, PLAN). table: of
+    """What calls over the same lengths may share; int32, global memory. firsts: (workers, FIRST_WORDS). table: of
     `split_kv.combine`. blocks: of `split_kv.rows`, where queries are packed, else None."""
 
-    plans: cute.Tensor
+    firsts: cute.Tensor
     table: cute.Tensor
     blocks: Any
 
@@ -442,34 +441,34 @@ class Schedule(NamedTuple):
 
 def schedule_words(requests: int, workers: int, packed: bool) -> int:
     """int32 of a `Schedule`. requests: blocks, where queries are packed."""
-    return PLAN * workers + (rows.BLOCK * requests if packed else 0) + 2 * (requests + 1)
+    return FIRST_WORDS * workers + (rows.BLOCK * requests if packed else 0) + 2 * (requests + 1)
 
 
 @cute.jit
 def schedule_in(words: cute.Tensor, workers: Int32, packed: cutlass.Constexpr) -> Schedule:
     """The `Schedule` in `schedule_words` that are aligned to 16 bytes."""
-    behind, blocks = words.iterator + cute.assume(workers * PLAN, divby=4), None
-    left = cute.size(words) - workers * PLAN
+    behind, blocks = words.iterator + cute.assume(workers * FIRST_WORDS, divby=4), None
+    left = cute.size(words) - workers * FIRST_WORDS
     if cutlass.const_expr(packed):
         most = (left - 2) // (rows.BLOCK + 2)
         blocks = cute.make_tensor(behind, cute.make_layout((most, rows.BLOCK), stride=(rows.BLOCK, 1)))
         behind, left = behind + cute.assume(most * rows.BLOCK, divby=rows.BLOCK), left - most * rows.BLOCK
-    plans = cute.make_tensor(words.iterator, cute.make_layout((workers, PLAN), stride=(PLAN, 1)))
-    return Schedule(plans, cute.make_tensor(behind, cute.make_layout(left)), blocks)
+    firsts = cute.make_tensor(words.iterator, cute.make_layout((workers, FIRST_WORDS), stride=(FIRST_WORDS, 1)))
+    return Schedule(firsts, cute.make_tensor(behind, cute.make_layout(left)), blocks)
 
 
 @cute.jit
-def write_plan(target: cute.Tensor, split: Split, line: Line, as_guessed: Boolean):
-    """Writes a plan, (PLAN,); one thread."""
-    for i, value in enumerate((*split, *line, Int32(as_guessed))):
+def write_first(target: cute.Tensor, split: Split, line: Line, is_filled: Boolean):
+    """Writes what a worker begins with, (FIRST_WORDS,); one thread."""
+    for i, value in enumerate((*split, *line, Int32(is_filled))):
         target[i] = value
 
 
-def read_plan(source: cute.Tensor) -> tuple[Split, Line, Boolean]:
-    """(first split, line, whether all requests are as long as the page table is wide) of a plan, (PLAN,)."""
-    values = cute.make_rmem_tensor(PLAN, Int32)
+def read_first(source: cute.Tensor) -> tuple[Split, Line, Boolean]:
+    """(first split, line, whether all requests fill the page table), from (FIRST_WORDS,)."""
+    values = cute.make_rmem_tensor(FIRST_WORDS, Int32)
     cute.autovec_copy(source, values)
-    found = [values[i] for i in range(PLAN)]
+    found = [values[i] for i in range(FIRST_WORDS)]
     return Split(*found[:5]), Line(*found[5:9]), found[9] > 0
 
 
@@ -491,21 +490,21 @@ def make_schedule(
     if cutlass.const_expr(schedule.blocks is not None):
         rows.cut_queries(cu_seqlens_q, seq_lens, schedule.blocks, schedule.table, WARPS, tokens, causal)
     lengths = schedule.lengths(seq_lens)
-    if pool.planned > 0:
-        as_guessed = Boolean(False)
+    if pool.scheduled > 0:
+        is_filled = Boolean(False)
         if cutlass.const_expr(schedule.blocks is None):
-            as_guessed = are_as_long(lengths, pool.tokens, lane, costs)
+            is_filled = are_as_long(lengths, pool.tokens, lane, costs)
         of_batch = lay_out(lengths, lane, pool, costs)
         for worker in cutlass.range(warp, pool.workers, WARPS, unroll=1):
-            line, split = pool.guess, guess_split(worker, lengths.shape[0], pool)
-            if as_guessed:
+            line, split = pool.filled, filled_split(worker, lengths.shape[0], pool)
+            if is_filled:
                 length = lengths[cutlass.min(split.request, lengths.shape[0] - 1)]
                 split = Split(split.point, split.end, split.request, split.start, length)
             else:
                 split, line = first_split(worker, lengths, of_batch, pool, lane, costs)
             split = skip_empty(split, lengths, line, costs)
             if lane == 0:
-                write_plan(schedule.plans[worker, None], split, line, as_guessed)
+                write_first(schedule.firsts[worker, None], split, line, is_filled)
 
 
 make_schedule.set_name_prefix("make_schedule", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -534,8 +533,8 @@ def prepare(
 
 
 @cute.jit
-def share_plan(
-    memory: cute.Pointer,  # (PLAN,) int32, shared memory
+def share_first(
+    memory: cute.Pointer,  # (FIRST_WORDS,) int32, shared memory
     worker: Int32,
     seq_lens: cute.Tensor,
     pool: Pool,
@@ -545,15 +544,15 @@ def share_plan(
 ):
     """(a worker's first split with something to do, its line), by one warp for all of the CTA, which all call this: in
     every warp by itself, the search takes three times as long, as warps take turns to issue."""
-    plan = cute.make_tensor(memory, cute.make_layout(PLAN))
+    first = cute.make_tensor(memory, cute.make_layout(FIRST_WORDS))
     if mine:
         line = lay_out(seq_lens, lane, pool, costs)
         split, line = first_split(worker, seq_lens, line, pool, lane, costs)
         split = skip_empty(split, seq_lens, line, costs)
         if lane == 0:
-            write_plan(plan, split, line, Boolean(False))
+            write_first(first, split, line, Boolean(False))
     cute.arch.sync_threads()
-    split, line, _ = read_plan(plan)
+    split, line, _ = read_first(first)
     return split, line
 
 
@@ -569,24 +568,24 @@ def first_of(
     costs: cutlass.Constexpr,
 ):
     """(a worker's first split with something to do, its line, whether all requests are as long as the page table is
-    wide), by all threads of a CTA: read from a schedule or from the lengths. The others are `share_plan`'s."""
-    line, split, as_guessed = pool.guess, guess_split(worker, seq_lens.shape[0], pool), Boolean(False)
-    if pool.planned > 0:
-        split, line, as_guessed = read_plan(schedule.plans[worker, None])
+    wide), by all threads of a CTA: read from a schedule or from the lengths. The others are `share_first`'s."""
+    line, split, is_filled = pool.filled, filled_split(worker, seq_lens.shape[0], pool), Boolean(False)
+    if pool.scheduled > 0:
+        split, line, is_filled = read_first(schedule.firsts[worker, None])
     else:
         if cutlass.const_expr(schedule.blocks is None):
             length = seq_lens[cutlass.min(split.request, seq_lens.shape[0] - 1)]
-            as_guessed = are_as_long(seq_lens, pool.tokens, lane, costs)
+            is_filled = are_as_long(seq_lens, pool.tokens, lane, costs)
             split = Split(split.point, split.end, split.request, split.start, length)
-        if as_guessed:
+        if is_filled:
             split = skip_empty(split, seq_lens, line, costs)
         else:
-            split, line = share_plan(memory, worker, seq_lens, pool, mine, lane, costs)
-    return split, line, as_guessed
+            split, line = share_first(memory, worker, seq_lens, pool, mine, lane, costs)
+    return split, line, is_filled
 
 
 # ------------------------------------------------------------------------------------------------ splits of a request
-class Piece(NamedTuple):
+class SplitIndex(NamedTuple):
     """A split among those of its request on an even line. index: of `count`."""
 
     index: Int32
@@ -594,36 +593,37 @@ class Piece(NamedTuple):
 
 
 @cute.jit
-def piece_of(worker: Int32, split: Split, units: Int32, line: Line) -> Piece:
+def split_index_of(worker: Int32, split: Split, tiles: Int32, line: Line) -> SplitIndex:
     """Of a split on an even line. The first split of a request is the last thing that its worker does, and the last one
     the first: who waits for the one behind it waits for nobody who waits for him."""
     begin = split.start + line.lead
     first = begin // line.span  # worker
-    return Piece(worker - first, (begin + units - 1) // line.span - first + 1)
+    return SplitIndex(worker - first, (begin + tiles - 1) // line.span - first + 1)
 
 
-def takes(piece: Piece, step: Any) -> Any:
-    """Whether a split takes what the one `step` further on has, a power of two: a binary tree whose root is split 0."""
-    return (piece.index % (2 * step) == 0) & (piece.index + step < piece.count)
+def takes(split_index: SplitIndex, stride: Any) -> Any:
+    """Whether a split takes what the one `stride` further on has, a power of two: a binary tree, whose root is split
+    0."""
+    return (split_index.index % (2 * stride) == 0) & (split_index.index + stride < split_index.count)
 
 
-def takes_last(piece: Piece) -> Any:
+def takes_last(split_index: SplitIndex) -> Any:
     """Whether a split takes what the request's last one has, and others: it takes that first, as the last split is the
     first thing that its worker does. The others' workers end together with its own."""
-    step = piece.count - 1 - piece.index
-    return (step > 1) & (step & (step - 1) == 0) & takes(piece, step)
+    stride = split_index.count - 1 - split_index.index
+    return (stride > 1) & (stride & (stride - 1) == 0) & takes(split_index, stride)
 
 
-def first_step(piece: Piece) -> Any:
-    """The first step of a split that may take what others have (`takes`)."""
-    return cutlass.select_(takes_last(piece), piece.count - 1 - piece.index, Int32(1))
+def first_stride(split_index: SplitIndex) -> Any:
+    """The first stride of a split that may take what others have (`takes`)."""
+    return cutlass.select_(takes_last(split_index), split_index.count - 1 - split_index.index, Int32(1))
 
 
-def next_step(piece: Piece, step: Any) -> Any:
-    """The step behind one; past the last one it is one that is not taken."""
-    last = Int32(takes_last(piece)) * (piece.count - 1 - piece.index)
-    following = cutlass.select_(step == last, Int32(1), 2 * step)
-    return cutlass.select_(following == last, piece.count, following)
+def next_stride(split_index: SplitIndex, stride: Any) -> Any:
+    """The stride behind one; past the last one it is one that is not taken."""
+    last = Int32(takes_last(split_index)) * (split_index.count - 1 - split_index.index)
+    following = cutlass.select_(stride == last, Int32(1), 2 * stride)
+    return cutlass.select_(following == last, split_index.count, following)
 
 
 def slot_of(worker: Any, request: Any) -> Any:
@@ -633,16 +633,16 @@ def slot_of(worker: Any, request: Any) -> Any:
 
 
 @cute.jit
-def slots_of(worker: Int32, split: Split, units: Int32, line: Line, pool: Pool):
+def slots_of(worker: Int32, split: Split, tiles: Int32, line: Line, pool: Pool):
     """(splits of a request, slot of the first one), of the worker that begins it."""
     count, base = Int32(0), split.start
     if pool.fixed > 0:
-        count = ceil_div(units, pool.fixed)
+        count = ceil_div(tiles, pool.fixed)
     else:
-        count, base = piece_of(worker, split, units, line).count, slot_of(worker, split.request)
+        count, base = split_index_of(worker, split, tiles, line).count, slot_of(worker, split.request)
     return count, base
 
 
-def most_slots(requests: int, workers: int, units: int, fixed: int) -> int:
-    """Slots that a batch may take. units: of the longest request that its page table can hold; on the host."""
-    return requests * -(-units // fixed) if fixed else requests + workers
+def most_slots(requests: int, workers: int, tiles: int, fixed: int) -> int:
+    """Slots that a batch may take. tiles: of the longest request that its page table can hold; on the host."""
+    return requests * -(-tiles // fixed) if fixed else requests + workers

@@ -28,7 +28,7 @@ from mla_var3.kernel.cute_python.prims.sync import named_sync, raise_flag, take_
 from mla_var3.kernel.cute_python.split_kv import combine, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.combine import Merge
 from mla_var3.kernel.cute_python.split_kv.partials import Results, list_request
-from mla_var3.kernel.cute_python.split_kv.scheduler import Line, Piece, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.scheduler import Line, Pool, Schedule, Split, SplitIndex
 
 
 class Cta(NamedTuple):
@@ -52,10 +52,10 @@ class Tiles(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a split's results go. piece: which split of its request it is. slot: of its partial. whole: it goes to the
-    output, since the split is a whole request or the root of its request's tree."""
+    """Where a split's results go. split_index: which split of its request it is. slot: of its partial. whole: it goes
+    to the output, since the split is a whole request or the root of its request's tree."""
 
-    piece: Piece
+    split_index: SplitIndex
     slot: Int32
     whole: Boolean
 
@@ -93,7 +93,7 @@ class Walk:
 
     def tiles_of(self, split: Split) -> Tiles:
         """The split's KV tiles."""
-        first, end, of_request, _ = scheduler.units_range(split, self.line, self.merge.costs)
+        first, end, of_request, _ = scheduler.tiles_range(split, self.line, self.merge.costs)
         return Tiles(first, end, of_request)
 
     def next_split(self, split: Split) -> Split:
@@ -129,7 +129,7 @@ class Walk:
             count, base = scheduler.slots_of(self.worker, split, tiles.of_request, self.line, self.pool)
             if combine.lists(self.line, self.pool):
                 list_request(self.table, split.request, count, base)
-            elif count > scheduler.JOINED:
+            elif count > scheduler.TREE_SPLITS:
                 combine.begin_row_merge(self.flag(base), row_range)
         return is_cut
 
@@ -144,20 +144,22 @@ class Walk:
     def place_of(self, split: Split, tiles: Tiles) -> Place:
         """Where the results of a split go as long as nothing is merged: of a whole request, or of a share of one."""
         whole = tiles.end - tiles.first == tiles.of_request
-        return Place(Piece(Int32(0), Int32(1)), split.point, whole)
+        return Place(SplitIndex(Int32(0), Int32(1)), split.point, whole)
 
     @cute.jit
-    def merge_tree(self, piece: Piece, request: Int32, add: cutlass.Constexpr, group: cutlass.Constexpr, thread: Int32):
+    def merge_tree(
+        self, split_index: SplitIndex, request: Int32, add: cutlass.Constexpr, group: cutlass.Constexpr, thread: Int32
+    ):
         """Adds to a split the partials that the tree gives it, in the tree's order. add(slot): adds one to the
         registers, by all threads of `group`."""
-        step = scheduler.first_step(piece)
-        while scheduler.takes(piece, step):
+        step = scheduler.first_stride(split_index)
+        while scheduler.takes(split_index, step):
             slot = scheduler.slot_of(self.worker + step, request)
             if thread == 0:
                 take_flag(self.flag(slot))
             named_sync(group.barrier, group.threads)
             add(slot)
-            step = scheduler.next_step(piece, step)
+            step = scheduler.next_stride(split_index, step)
 
     @cute.jit
     def merge_few(
@@ -166,34 +168,34 @@ class Walk:
     ) -> Place:  # fmt: skip
         """`merge_tree` for a split of a request of few; those of more are merged in shares of rows, in `end`. place: of
         `place_of`; is_cut: of `announce`."""
-        piece, slot, whole = place
+        split_index, slot, whole = place
         if self.line.lead > 0:
             slot = scheduler.slot_of(self.worker, split.request)
             if is_cut:
-                piece = scheduler.piece_of(self.worker, split, tiles.of_request, self.line)
-                if piece.count <= scheduler.JOINED:
-                    self.merge_tree(piece, split.request, add, group, thread)
-                    whole = piece.index == 0
-        return Place(piece, slot, whole)
+                split_index = scheduler.split_index_of(self.worker, split, tiles.of_request, self.line)
+                if split_index.count <= scheduler.TREE_SPLITS:
+                    self.merge_tree(split_index, split.request, add, group, thread)
+                    whole = split_index.index == 0
+        return Place(split_index, slot, whole)
 
     @cute.jit
     def merge_all(
         self, place: Place, split: Split, tiles: Tiles, add: cutlass.Constexpr, group: cutlass.Constexpr, thread: Int32
     ) -> Place:
         """`merge_tree` for a split of a request of any number. place: of `place_of`."""
-        piece, slot, whole = place
+        split_index, slot, whole = place
         if self.line.lead > 0:
             slot = scheduler.slot_of(self.worker, split.request)
             if self.pool.combined == 0 and not whole:
-                piece = scheduler.piece_of(self.worker, split, tiles.of_request, self.line)
-                self.merge_tree(piece, split.request, add, group, thread)
-                whole = piece.index == 0
-        return Place(piece, slot, whole)
+                split_index = scheduler.split_index_of(self.worker, split, tiles.of_request, self.line)
+                self.merge_tree(split_index, split.request, add, group, thread)
+                whole = split_index.index == 0
+        return Place(split_index, slot, whole)
 
     # ---------------------------------------------------------------------------------------- publish
     def signal_of(self, place: Place) -> tuple[Any, Any]:
         """(slot of the flag, what is added to it) for `publish`: worked out ahead of the epilogue."""
-        return combine.flag_of(place.piece, place.slot)
+        return combine.flag_of(place.split_index, place.slot)
 
     @cute.jit
     def publish(self, signal: cutlass.Constexpr, thread: Int32):
@@ -209,13 +211,13 @@ class Walk:
 
     @cute.jit
     def end(
-        self, results: Results, piece: Piece, request: Int32, row_range: cute.Tensor, group: cutlass.Constexpr,
-        thread: Int32, shape: cutlass.Constexpr,
+        self, results: Results, split_index: SplitIndex, request: Int32, row_range: cute.Tensor,
+        group: cutlass.Constexpr, thread: Int32, shape: cutlass.Constexpr,
     ):  # fmt: skip
-        """What comes behind the worker's last split, of `piece` and `request`: the merge in shares of rows. shape: as
-        those of `combine.SHAPES`."""
+        """What comes behind the worker's last split, of `split_index` and `request`: the merge in shares of rows.
+        shape: as those of `combine.SHAPES`."""
         tensors = combine.Tensors(results, self.queries)
-        combine.merge_rows(tensors, self, row_range, piece, request, group.barrier, thread, shape)
+        combine.merge_rows(tensors, self, row_range, split_index, request, group.barrier, thread, shape)
 
 
 @cute.jit
@@ -226,23 +228,23 @@ def begin(
     queries: cutlass.Constexpr,
     pool: Pool,
     cta: Cta,
-    memory: cute.Pointer,  # (scheduler.PLAN,) int32, shared memory
+    memory: cute.Pointer,  # (scheduler.FIRST_WORDS,) int32, shared memory
     searcher: cutlass.Constexpr,  # first thread of the warp that reads the lengths where there is no schedule
     merge: cutlass.Constexpr,
 ):
     """(the walk, the worker's first split with something to do); by all threads of a CTA. Also tells the combine which
     kind of splits there are."""
-    split, line, as_guessed = scheduler.first_of(
+    split, line, is_filled = scheduler.first_of(
         schedule, memory, cta.worker, seq_lens, pool, cta.warp == searcher // 32, cta.lane, merge.costs
     )  # fmt: skip
     if cta.tile == 0 and cta.worker == 0 and cta.thread == searcher:
-        combine.write_split_kind(schedule.table, line, as_guessed, pool)
+        combine.write_split_kind(schedule.table, line, is_filled, pool)
     walk = Walk(seq_lens, queries, pool, line, cta.worker, cta.tile, schedule.table, flags, merge)
     return walk, split
 
 
 @cute.jit
-def begin_as_guessed(
+def begin_filled(
     schedule: Schedule,
     flags: cute.Tensor,
     seq_lens: cute.Tensor,
@@ -253,8 +255,8 @@ def begin_as_guessed(
     merge: cutlass.Constexpr,
 ):
     """`begin` where the code is made for requests that all fill the page table: nothing is read."""
-    split = scheduler.guess_split(cta.worker, seq_lens.shape[0], pool)
+    split = scheduler.filled_split(cta.worker, seq_lens.shape[0], pool)
     if cta.tile == 0 and cta.worker == 0 and cta.thread == searcher:
-        combine.write_split_kind(schedule.table, pool.guess, Boolean(True), pool)
-    walk = Walk(seq_lens, queries, pool, pool.guess, cta.worker, cta.tile, schedule.table, flags, merge)
+        combine.write_split_kind(schedule.table, pool.filled, Boolean(True), pool)
+    walk = Walk(seq_lens, queries, pool, pool.filled, cta.worker, cta.tile, schedule.table, flags, merge)
     return walk, split

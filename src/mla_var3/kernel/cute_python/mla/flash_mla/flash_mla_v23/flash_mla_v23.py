@@ -96,7 +96,7 @@ from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.launch import Inputs, Version
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Piece, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split, SplitIndex
 from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, begin
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
@@ -260,7 +260,7 @@ class Geometry:
         limit; the begin and end of a split, in which the loop drains and fills, count as three of either. A combine
         that is launched takes as long where it has nothing to do, but for 1 us, or 2 to 3 where it reads which splits
         there are."""
-        return Costs(unit=TOKENS, overhead=3, combine=1, listed=2, join=3)
+        return Costs(tokens=TOKENS, overhead=3, combine=1, listed=2, level=3)
 
     @property
     def merge(self) -> combine.Merge:
@@ -277,7 +277,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "full": array(Int64, STAGES * geometry.panels),  # mbarriers: a panel has been loaded
         "empty": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are no longer read
-        "plan": array(Int32, scheduler.PLAN),
+        "first": array(Int32, scheduler.FIRST_WORDS),
         "row_range": array(Int32, 2),  # of a merge that workers share: the first and the end
         "row_max": array(Float32, ROWS),  # running maximum that both consumers share
         "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
@@ -1064,13 +1064,13 @@ def consume(
     if cutlass.const_expr(geometry.packed):
         keyless = walk.table[rows.keyless_place(walk.table)]
     walk.store_empty(results, keyless, of_tile, thread, CONSUMERS)
-    piece = Piece(Int32(0), Int32(1))
+    split_index = SplitIndex(Int32(0), Int32(1))
     while walk.has_work(split):
         tiles = walk.tiles_of(split)
         first, end, _ = tiles
         block = walk.queries.block(split.request)
         following = split
-        piece = Piece(Int32(0), Int32(1))
+        split_index = SplitIndex(Int32(0), Int32(1))
         is_cut = walk.announce(split, tiles, row_range, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
@@ -1095,7 +1095,7 @@ def consume(
                 registers.row_sum[r] = softmax.quad_sum(registers.row_sum[r])
             place = walk.place_of(split, tiles)
             place = walk.merge_few(place, split, tiles, is_cut, add, group, thread)
-            piece, signal = place.piece, walk.signal_of(place)
+            split_index, signal = place.split_index, walk.signal_of(place)
             epilogue(registers, row_sums, results, block, place, of_tile, tile, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMERS)
             walk.publish(signal, thread)
@@ -1105,7 +1105,7 @@ def consume(
             if thread < WARPGROUP and walk.has_work(following):
                 rows.copy_query_rows(q, q_tile, walk.queries.block(following.request), of_tile, thread, WARPGROUP)
         split = following
-    walk.end(results, piece, split.request, row_range, group, thread, (8, 2))
+    walk.end(results, split_index, split.request, row_range, group, thread, (8, 2))
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -1147,7 +1147,7 @@ def flash_mla_v23(
         rows.Queries(geometry.s, schedule.blocks, inputs.mask),
         rows.TileRows(kv_head, first_row, geometry.group, ROWS),
     )
-    entry, page, guessed = Int32(-1), Int32(0), Int32(-1)
+    entry, page, expected = Int32(-1), Int32(0), Int32(-1)
     if cutlass.const_expr(geometry.packed):
         # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
         cute.arch.griddepcontrol_wait()
@@ -1155,22 +1155,22 @@ def flash_mla_v23(
         # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind
         # them.
         requests, width = page_table.shape
-        split = scheduler.guess_split(worker, requests, pool)
-        at, _, _, _ = scheduler.units_range(split, pool.guess, geometry.costs)
+        split = scheduler.filled_split(worker, requests, pool)
+        at, _, _, _ = scheduler.tiles_range(split, pool.filled, geometry.costs)
         stage = (warp - CONSUMERS // 32) // 2  # of a producer
         entry = (at + stage) * TOKENS // geometry.page
         entry = cutlass.max(cutlass.min(entry, width - 1), 0)
-        guessed = cutlass.min(split.request, requests - 1)
-        of_page = page_table[guessed, None].iterator + entry
+        expected = cutlass.min(split.request, requests - 1)
+        of_page = page_table[expected, None].iterator + entry
         wait_for_launch(of_page.toint())  # as above
         page = cute.make_tensor(of_page, cute.make_layout(1))[0]
         if warp < CONSUMERS // 32:
-            rows.copy_query_rows(q, q_tile, queries.block(guessed), of_tile, thread, CONSUMERS)
+            rows.copy_query_rows(q, q_tile, queries.block(expected), of_tile, thread, CONSUMERS)
     walk, split = begin(
         schedule, flags, inputs.seq_lens, queries, pool, Cta(worker, tile, thread, warp, lane),
-        storage.plan.data_ptr(), CONSUMERS, geometry.merge,
+        storage.first.data_ptr(), CONSUMERS, geometry.merge,
     )  # fmt: skip
-    if split.request != guessed:
+    if split.request != expected:
         entry = Int32(-1)
         if warp < CONSUMERS // 32 and walk.has_work(split):
             cute.arch.cp_async_wait_group(0)

@@ -73,7 +73,7 @@ from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, MMA_M, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.launch import Inputs, Version
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Piece, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split, SplitIndex
 from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, begin
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
@@ -196,7 +196,7 @@ class Geometry:
     def costs(self) -> Costs:
         """In KV tiles. A tile takes 2 us where all CTAs read, 1.2 us where few do; begin and end of a split take 3 us,
         and the combine 2 to 3 us."""
-        return Costs(unit=TOKENS, overhead=2, combine=1, listed=2, join=2)
+        return Costs(tokens=TOKENS, overhead=2, combine=1, listed=2, level=2)
 
     @property
     def merge(self) -> combine.Merge:
@@ -214,7 +214,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "full": array(Int64, geometry.stages),  # mbarriers: the panel has been loaded
         "empty": array(Int64, geometry.stages),  # mbarriers: the panel is no longer read
-        "plan": array(Int32, scheduler.PLAN),
+        "first": array(Int32, scheduler.FIRST_WORDS),
         "row_range": array(Int32, 2),  # of a merge that workers share: the first and the end
         "exchange": exchange,  # maxima, then sums of P
         "magnitudes": exchange,
@@ -872,12 +872,12 @@ def consume(
     if cutlass.const_expr(geometry.packed):
         keyless = walk.table[rows.keyless_place(walk.table)]
     walk.store_empty(results, keyless, of_tile, thread, CONSUMER_THREADS)
-    piece = Piece(Int32(0), Int32(1))
+    split_index = SplitIndex(Int32(0), Int32(1))
     while walk.has_work(split):
         tiles = walk.tiles_of(split)
         first, end, _ = tiles
         block = walk.queries.block(split.request)
-        piece = Piece(Int32(0), Int32(1))
+        split_index = SplitIndex(Int32(0), Int32(1))
         is_cut = walk.announce(split, tiles, row_range, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
@@ -914,14 +914,14 @@ def consume(
             sums = share_sums(registers.row_sum, storage, thread, geometry)
             add = functools.partial(add_partial, registers, sums, results, kv_head, thread, geometry)
             place = walk.merge_few(place, split, tiles, is_cut, add, group, thread)
-            piece, signal = place.piece, walk.signal_of(place)
+            split_index, signal = place.split_index, walk.signal_of(place)
             epilogue(registers, sums, storage, results, block, place, kv_head, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             walk.publish(signal, thread)
         else:
             rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
         split = following
-    walk.end(results, piece, split.request, row_range, group, thread, (8, 1))
+    walk.end(results, split_index, split.request, row_range, group, thread, (8, 1))
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -958,7 +958,7 @@ def flash_mla_v24(
 
     queries = rows.Queries(geometry.s, schedule.blocks, inputs.mask)
     of_tile = rows.TileRows(kv_head, Int32(0), geometry.group, ROW_TILES[-1])
-    entry, page, guessed = Int32(-1), Int32(0), Int32(-1)
+    entry, page, expected = Int32(-1), Int32(0), Int32(-1)
     if cutlass.const_expr(geometry.packed):
         # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
         cute.arch.griddepcontrol_wait()
@@ -966,23 +966,23 @@ def flash_mla_v24(
         # Where the worker begins if all requests fill the page table: loaded together with the lengths, not behind
         # them.
         requests, width = page_table.shape
-        split = scheduler.guess_split(worker, requests, pool)
-        at, _, _, _ = scheduler.units_range(split, pool.guess, geometry.costs)
+        split = scheduler.filled_split(worker, requests, pool)
+        at, _, _, _ = scheduler.tiles_range(split, pool.filled, geometry.costs)
         entry = at * TOKENS // geometry.page
         if cutlass.const_expr(geometry.box not in (0, TOKENS)):
             entry = paged.entry_of(at, split.length, geometry.page)
         entry = cutlass.max(cutlass.min(entry, width - 1), 0)
-        guessed = cutlass.min(split.request, requests - 1)
-        of_page = page_table[guessed, None].iterator + entry
+        expected = cutlass.min(split.request, requests - 1)
+        of_page = page_table[expected, None].iterator + entry
         wait_for_launch(of_page.toint())  # as above
         page = cute.make_tensor(of_page, cute.make_layout(1))[0]
         if warp < CONSUMERS * WARPS:
-            rows.copy_query_rows(q, q_tile, queries.block(guessed), of_tile, thread, CONSUMER_THREADS)
+            rows.copy_query_rows(q, q_tile, queries.block(expected), of_tile, thread, CONSUMER_THREADS)
     walk, split = begin(
         schedule, flags, inputs.seq_lens, queries, pool, Cta(worker, kv_head, thread, warp, lane),
-        storage.plan.data_ptr(), CONSUMER_THREADS, geometry.merge,
+        storage.first.data_ptr(), CONSUMER_THREADS, geometry.merge,
     )  # fmt: skip
-    if split.request != guessed:
+    if split.request != expected:
         entry = Int32(-1)
         if warp < CONSUMERS * WARPS and walk.has_work(split):
             cute.arch.cp_async_wait_group(0)

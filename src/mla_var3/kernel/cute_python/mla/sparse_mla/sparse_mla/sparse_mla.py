@@ -177,7 +177,7 @@ class Geometry:
     @property
     def costs(self) -> Costs:
         """In KV tiles, as dense decode's."""
-        return Costs(unit=TOKENS, overhead=3, combine=1, listed=2, join=3)
+        return Costs(tokens=TOKENS, overhead=3, combine=1, listed=2, level=3)
 
 
 def shared_storage(geometry: Geometry, dtype: type) -> type:
@@ -189,7 +189,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "full": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are there
         "empty": array(Int64, 2 * STAGES),  # mbarriers, [stage][half]: panels are no longer read
-        "plan": array(Int32, scheduler.PLAN),
+        "first": array(Int32, scheduler.FIRST_WORDS),
         "valid": cute.struct.Align[array(Int32, WORDS * STAGES), 16],  # [stage]: which indices name a token
         "row_max": array(Float32, ROWS),  # running maximum that both consumers share
         "row_sums": array(Float32, 2 * ROWS),  # each consumer's sum of its own P
@@ -970,7 +970,7 @@ def sparse_mla(
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
     walk, split = begin(
-        schedule, flags, lengths, queries, pool, Cta(worker, tile, thread, warp, lane), storage.plan.data_ptr(),
+        schedule, flags, lengths, queries, pool, Cta(worker, tile, thread, warp, lane), storage.first.data_ptr(),
         CONSUMERS, geometry.merge,
     )  # fmt: skip
     if warp < CONSUMERS // 32 and walk.has_work(split):

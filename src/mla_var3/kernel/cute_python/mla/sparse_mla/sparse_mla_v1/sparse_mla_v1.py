@@ -62,7 +62,7 @@ from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
 from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split
-from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, begin, begin_as_guessed
+from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, begin, begin_filled
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import sparse_decode
@@ -266,7 +266,7 @@ class Geometry:
     @property
     def costs(self) -> Costs:
         """In KV tiles, as dense decode's."""
-        return Costs(unit=TOKENS, overhead=3, combine=1, listed=2, join=3)
+        return Costs(tokens=TOKENS, overhead=3, combine=1, listed=2, level=3)
 
 
 def shared_storage(geometry: Geometry) -> type:
@@ -282,7 +282,7 @@ def shared_storage(geometry: Geometry) -> type:
         "empty": array(Int64, stages),  # mbarriers: it is no longer read
         "query_full": array(Int64, 1),  # mbarrier: the query has been loaded
         "query_empty": array(Int64, 1),  # mbarrier: its scores are made
-        "plan": array(Int32, scheduler.PLAN),
+        "first": array(Int32, scheduler.FIRST_WORDS),
         "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
         "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
         "exchange": exchange,  # maxima, then sums of P
@@ -1476,14 +1476,14 @@ def merge_all(
     thread: Int32,  # 0..255
 ) -> Place:
     """`Walk.merge_all` with one branch around all that only a cut request needs."""
-    piece, slot, whole = place
+    split_index, slot, whole = place
     if (not whole) & (walk.line.lead > 0):
         slot = scheduler.slot_of(walk.worker, split.request)
         if walk.pool.combined == 0:
-            own = scheduler.piece_of(walk.worker, split, tiles.of_request, walk.line)
+            own = scheduler.split_index_of(walk.worker, split, tiles.of_request, walk.line)
             walk.merge_tree(own, split.request, add, Group(Barrier.CONSUMERS, CONSUMER_THREADS), thread)
             whole = own.index == 0
-    return Place(piece, slot, whole)
+    return Place(split_index, slot, whole)
 
 
 @cute.jit
@@ -1593,10 +1593,10 @@ def sparse_mla_v1(
     queries, of_tile = Token(token, geometry.s), rows.TileRows(Int32(0), first_row, geometry.h, geometry.n)
     cta, searcher = Cta(worker, tile, thread, warp, lane), CONSUMER_THREADS
     if cutlass.const_expr(geometry.as_long):
-        walk, split = begin_as_guessed(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
+        walk, split = begin_filled(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
     else:
         walk, split = begin(
-            schedule, flags, lengths, queries, pool, cta, storage.plan.data_ptr(), searcher, geometry.merge
+            schedule, flags, lengths, queries, pool, cta, storage.first.data_ptr(), searcher, geometry.merge
         )  # fmt: skip
     flat_scale = Float32(1.0)
     if cutlass.const_expr(geometry.layout == "flat"):

@@ -63,14 +63,14 @@ def place_of(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
-def test_functions_have_few_parameters():
+def test_functions_have_few_parameters() -> None:
     found: dict[str, int] = {}
     for file in files():
         found |= too_many(place_of(file), file.read_text(encoding="utf-8"))
     assert found == LEFT_OVER
 
 
-def test_a_function_with_too_many_parameters_is_found():
+def test_a_function_with_too_many_parameters_is_found() -> None:
     many = ", ".join(f"x{i}" for i in range(11))
     assert too_many("a.py", f"def consume({many}): pass\n") == {"a.py:consume": 11}
     assert too_many("a.py", f"def launch_it({many}): pass\n") == {}
@@ -78,7 +78,7 @@ def test_a_function_with_too_many_parameters_is_found():
 
 
 @pytest.mark.parametrize("file", files(), ids=place_of)
-def test_no_parameter_has_the_name_of_a_module(file):
+def test_no_parameter_has_the_name_of_a_module(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     modules = modules_in(text)
     taken = {f"{node.name}({name})" for node, names in functions_of(text) for name in names if name in modules}
@@ -86,18 +86,18 @@ def test_no_parameter_has_the_name_of_a_module(file):
 
 
 @pytest.mark.parametrize("file", files(), ids=place_of)
-def test_groups_of_parameters_have_names(file):
+def test_groups_of_parameters_have_names(file: Path) -> None:
     # A group that is indexed with numbers, or unpacked from a tuple made at the call, does not say what it holds.
     text = file.read_text(encoding="utf-8")
     assert not re.findall(r"(?<!\.)\b(?:registers|tensors)\[\d\]", text)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             packed = [each for each in node.args if isinstance(each, ast.Tuple) and len(each.elts) > 1]
-            names = [each for each in packed if all(isinstance(part, ast.Name) for part in each.elts)]
-            assert not [each for each in names if {part.id for part in each.elts} & TENSORS], node.func.id
+            names = {part.id for each in packed for part in each.elts if isinstance(part, ast.Name)}
+            assert not names & TENSORS, node.func.id
 
 
-def test_techniques_that_versions_name_have_pages():
+def test_techniques_that_versions_name_have_pages() -> None:
     root = paths.repo_root()
     assert root is not None
     pages = root / "docs" / "knowledge" / "optimizations"
@@ -118,7 +118,9 @@ def test_techniques_that_versions_name_have_pages():
         ("mla.flash_mla.flash_mla.flash_mla", {"k": 256}),
     ],
 )
-def test_two_stages_are_the_schedule_and_no_number(module, problem, monkeypatch):
+def test_two_stages_are_the_schedule_and_no_number(
+    module: str, problem: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mla_var3.workload.decode import MlaProblem
 
     version = importlib.import_module(f"mla_var3.kernel.cute_python.{module}")

@@ -192,7 +192,7 @@ CHANGES = {
     "stages": (("    num_pipeline_stages: int = 0\n", "    num_pipeline_stages: int = 20\n", 1),),
     # The products of a tile's latent panels with P, and so the freeing of panels, from the last panel to the first.
     "order": (
-        ("ring_at(slot, phase, self.me * count + i, ", "ring_at(slot, phase, self.me * count + count - 1 - i, ", 2),
+        ("ring_at(stage, phase, self.me * count + i, ", "ring_at(stage, phase, self.me * count + count - 1 - i, ", 2),
         ("self.acc_o[i], self.frag_v[", "self.acc_o[count - 1 - i], self.frag_v[", 1),
     ),
 }

@@ -152,6 +152,7 @@ KNOWN = {
     "shares, and page tables that are full": Batch((8192,) * 2, 8192, 66),
     "shares of unlike lengths": Batch((8192, 100, 0, 4000), 8192, 66),
     "splits of 128 tokens": Batch((0, 1, 128, 129, 5000), 8192, 13, fixed=2),
+    "splits of 128 tokens that fill all page tables": Batch((64 * 7,) * 3, 64 * 7, 5, fixed=2),
     "workers merge two or three splits": Batch((3000,) * 30, 3000, 20),
     "workers merge shares of rows": Batch((*(60,) * 20, 30_000), 30_000, 24),
     "two long ones behind each other": Batch((*(60,) * 20, 30_000, 29_000, 0, 60), 30_000, 24),

@@ -62,6 +62,12 @@ def test_a_warp_finds_the_next_request_with_keys(lengths: list[int], after: int)
     assert found == at and (length == expected or at == len(lengths))
 
 
+@pytest.mark.parametrize("place", [0, 1, 31, 32, 33, 63, 64, 65, 96, 128])
+def test_a_warp_finds_the_only_request_with_keys(place: int) -> None:
+    s, tensor = ROOMS[0].scheduler, of_values([7 if i == place else 0 for i in range(129)])
+    assert of_all_lanes(lambda: s.next_with_keys(0, tensor)) == (place, 7)
+
+
 @some(60)
 @given(st.integers(1, 300), st.integers(1, 400), st.integers(0, 299), st.sampled_from([0, 0, -1, 1, -64, 64, -400]))
 def test_a_warp_sees_whether_all_requests_have_as_many_tiles(b: int, tokens: int, who: int, other: int) -> None:

@@ -156,8 +156,6 @@ def _plan(plan_type: Any, problem: Problem, device: Device | None, knobs: dict[s
     plan: KernelPlan = plan_type(problem, None, device)
     if not knobs:
         return plan
-    # Of a record's knobs, those that the version still has.
-    own = plan.tiling.to_record()
-    tiling: Tiling = plan.tiling.from_record({**own, **{name: knobs[name] for name in own if name in knobs}})
+    tiling: Tiling = plan.tiling.from_record({**plan.tiling.to_record(), **knobs})
     made: KernelPlan = plan_type(problem, tiling, device)
     return made

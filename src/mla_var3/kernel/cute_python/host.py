@@ -76,9 +76,13 @@ def schedule_sizes(
             f"{tokens:,} tokens in page_table, take a workspace of {words:,} float32, and 32 bits count "
             f"{limits.MOST:,}: take longer splits, fewer columns of page_table, or fewer requests in a call"
         )
+    # The scheduler rounds the points of the line up to a multiple of the workers, and its model adds a split's overhead
+    # and a merge, a tree of two levels at most, to the tiles of one worker.
+    points = requests * (units + costs.overhead)
+    added = workers + costs.overhead + max(costs.combine, costs.listed, 2 * costs.level)
     return limits.all_of(
         limits.offsets(words, f"the partial results of {requests:,} requests and {workers:,} workers"),
-        limits.offsets(requests * (units + costs.overhead), f"the KV tiles of {requests:,} requests"),
+        limits.offsets(points + added, f"the KV tiles of {requests:,} requests"),
     )
 
 

@@ -8,10 +8,11 @@ Requests lie behind each other on a line, and worker w takes the points [w · sp
 
     whole   A point is a request.
     even    A point is a KV tile, and each request begins with `lead` points for what a split costs besides its tiles. A
-            request is split only where it crosses from one worker to the next, and all workers end within a tile. A
-            request without keys has no point. Where a combine is launched it merges the splits; else the workers do:
-            up to `TREE_SPLITS` splits level by level of a binary tree (`takes` says which with which), more of them in
-            shares of their rows (`split_kv.combine.merge_rows`).
+            request is split only where it crosses from one worker to the next. No worker has more points than its share
+            of all of them, rounded up; the last ones may have fewer. A request without keys has no point. Where a
+            combine is launched it merges the splits; else the workers do: up to `TREE_SPLITS` splits level by level of
+            a binary tree (`takes` says which with which), more of them in shares of their rows
+            (`split_kv.combine.merge_rows`).
     shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
             many equal chunks. `split_kv.combine` merges them.
     chunks  A point is a chunk of as many tiles as the caller says, so that the splits of a request depend on nothing

@@ -64,9 +64,9 @@ def target(plan: KernelPlan) -> Device:
 def schedule_sizes(
     requests: int, tokens: int, workers: int, fixed: int, partials: Partials, costs: scheduler.Costs
 ) -> Verdict:
-    """Whether 32 bits count what the scheduler does and the workspace of partial results. requests: scheduled ones,
-    blocks of packed queries. tokens: that the page table, or the indices, of a request have room for. fixed: of
-    `scheduler.Pool`, in units."""
+    """Whether 32 bits count what the scheduler does and the workspace of partials. requests: scheduled ones, blocks
+    of packed queries. tokens: that the page table, or the indices, of a request have room for. fixed: of
+    `scheduler.Pool`, in KV tiles."""
     units = -(-tokens // costs.tokens)
     slots = scheduler.most_slots(requests, workers, units, fixed)
     words = slots * partials.tiles * partials.rows * partials.row_words

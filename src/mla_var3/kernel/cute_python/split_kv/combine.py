@@ -6,9 +6,9 @@ pairs of columns. The order of every sum follows from how many splits a request 
 
 The attention kernel writes one word that says which kind of splits the batch has. Shares (`scheduler`) follow from the
 lengths. The first partials are loaded together with that word, as if all lengths filled the page table; if they do not,
-that is done again. Splits on an even line, or of a length that the caller fixes, are listed in a table: how many each
-request has, and the slot of the first. The kernel is a programmatic dependent of the attention kernel, and the next
-kernel may be one of it.
+that is done again. Splits on an even line, or of a length that the caller fixes, are listed in the splits table
+(`Schedule.table`): how many each request has, and the slot of the first. The kernel is a programmatic dependent of the
+attention kernel, and the next kernel may be one of it.
 
 Where no combine is launched, the workers of a request of many splits merge these themselves, a share of the rows each
 and all at once (`merge_rows`), as a reduce-scatter does.
@@ -55,7 +55,7 @@ UP_TO = (2, 4, 64)  # splits, for the first ones
 PER_LANE = 4
 BATCH = WARP * PER_LANE  # requests whose splits are read together
 # Kinds of splits that a batch has: all requests are in shares and fill the page table; they are in shares; the table
-# lists their splits; or the attention kernel has merged them.
+# lists their splits; or nothing is left to merge, since no request is split or the workers have merged.
 FULL, SHARES, LISTED, MERGED = 0, 1, 2, 3
 
 
@@ -373,8 +373,8 @@ GONE, BEGUN, THERE = MOST_WORKERS + 1, 1 << 26, 1 << 27
 
 
 def flag_of(split_index: SplitIndex, slot: Any) -> tuple[Any, Any]:
-    """(slot of the flag, what is added to it) when the partial result of a split in `slot` is there; 0 where nobody
-    is told, or `merge_rows` tells."""
+    """(slot of the flag, what is added to it) when the partial of a split in `slot` is there. 0 is added where nobody
+    waits for the partial, and for a split of many that is not the request's last: `merge_rows` reports that one."""
     is_last = Int32(split_index.index == split_index.count - 1)
     if_many, if_few = is_last * THERE, Int32(split_index.index > 0)
     many = split_index.count > TREE_SPLITS
@@ -383,14 +383,16 @@ def flag_of(split_index: SplitIndex, slot: Any) -> tuple[Any, Any]:
 
 @cute.jit
 def begin_row_merge(flag: cute.Pointer, row_range: cute.Tensor):
-    """What the worker of a request's first split does when it begins, for `merge_rows`; one thread."""
+    """Says in the flag that the worker of a request's first split has begun, and takes its share of rows, for
+    `merge_rows`; one thread. row_range[0] becomes the number of shares that others had taken before."""
     row_range[0] = cute.arch.atomic_add(flag, Int32(BEGUN + 1), sem="relaxed", scope="gpu") % GONE
 
 
 @cute.jit
 def take_rows(flag: cute.Pointer, row_range: cute.Tensor, split_index: SplitIndex):
-    """Says that a split's partial result is there, and waits for the others (release and acquire); one thread, between
-    barriers of those that wrote and of those that read."""
+    """Says that a split's partial is there, and waits for the others (release and acquire); one thread, between
+    barriers of those that wrote and of those that read. row_range becomes the first and end share that this worker
+    merges."""
     is_first = split_index.index == 0
     own = cutlass.select_(is_first, Int32(THERE), Int32(1))
     seen = cute.arch.atomic_add(flag, own, sem="acq_rel", scope="gpu")

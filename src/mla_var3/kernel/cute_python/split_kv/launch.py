@@ -1,7 +1,8 @@
 """The host function of dense decode versions: from a call's tensors to the launches of schedule, kernel and combine.
 
-A version gives its kernel and its geometry; all versions are launched alike. The call's tensors come one by one, as a
-compiled host function takes them; kernels get them in groups.
+A version is one attention kernel with what its code is specialised on, its geometry; all versions are launched alike.
+The call's tensors come one by one, as a compiled host function takes them; kernels get them in groups. The sparse
+versions have host functions of their own. Flags and workspaces are made in `host.workspaces`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Inputs(NamedTuple):
     """What a decode kernel reads, in global memory."""
 
     q: cute.Tensor  # (b, s, h, k + p) 16-bit, contiguous; packed (tokens, 1, h, k + p)
-    tma: Any  # a box of the cache, 64 columns; None where rows are gathered,
-    cache: cute.Tensor  # and there the cache itself, else its TMA tensor (page, k + p, h_kv, num_pages)
+    tma: Any  # TMA copy of a box of the cache: some tokens of a page, 64 columns; None where rows are gathered
+    cache: cute.Tensor  # TMA tensor of the cache, (page, k + p, h_kv, num_pages); where rows are gathered, the cache
     page_table: cute.Tensor  # (b, max_pages) int32, contiguous
     seq_lens: cute.Tensor  # (b,) int32; packed, the blocks' keys
     mask: Any  # (b, s, s) uint8, or None: whether a query token sees each of the newest s keys
@@ -33,11 +34,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Version:
-    """kernel: takes `Inputs`, `Results`, flags, `Schedule`, scale in the log2 domain, `Pool` and the geometry.
+    """An attention kernel and what its code is specialised on.
 
-    geometry: what its code is specialised on, with s, page, box, packed, tree and causal of the problem; tiles: query
-    tiles of a request; threads: of a CTA; cluster: CTAs of a cluster, or None; sharing: CTAs that load for each other
-    by multicast; costs, partials, merge: of split-KV.
+    kernel: takes `Inputs`, `Results`, flags, `Schedule`, scale in the log2 domain, `Pool` and the geometry.
+
+    geometry: an object with the problem's s, page, packed, tree and causal, and with these attributes. box: tokens of a
+    TMA box of the cache, or 0 where rows are gathered. tiles: query tiles of a request. threads: threads of a CTA.
+    cluster: the cluster's shape, or None. sharing: CTAs that load for each other by multicast. costs, partials, merge:
+    `scheduler.Costs`, `partials.Partials` and `combine.Merge`.
     """
 
     kernel: Any
@@ -63,7 +67,9 @@ def launch_decode(
     version: cutlass.Constexpr,  # `Version`
     stream: CUstream,
 ):
-    """Launches a CTA for each query tile and worker, and behind it the combine, both as programmatic dependents."""
+    """Launches a CTA for each query tile and worker. `scheduler.make_schedule` goes ahead of it where this call makes a
+    schedule or cuts packed queries into blocks, and the combine follows it where the pool says so (`Pool.combined`).
+    All of them are programmatic dependents."""
     geometry = version.geometry
     tma, cache = None, kv_cache
     if cutlass.const_expr(geometry.box):

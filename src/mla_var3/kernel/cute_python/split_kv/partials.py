@@ -1,14 +1,18 @@
-"""Results in registers to global memory: rows of the output, or the partial results of a split.
+"""Results in registers to global memory: rows of the output, or the partial of a split.
 
-A thread of an m64nN accumulator holds two columns of a row in each 8 x 8 block, and the four lanes of a quad the eight
-of them. A partial result lies as that: a vector of a lane has its pairs of four blocks, and the four vectors of a quad,
-beside each other, the 32 columns of these. Who reads them puts them in order (`transpose_quad`), once for all splits.
+In an m64nN accumulator a quad (four lanes) holds the eight columns of a row in each 8 x 8 block, two columns a lane. A
+partial keeps that order. A vector of 16 bytes has the pairs that one lane holds in four blocks, and the four vectors of
+a quad lie beside each other and have the 32 columns of these blocks. The reader puts the columns in order
+(`transpose_quad`), once for all splits.
 
-A partial result is stored in fp16, whatever the output is: half the bytes of fp32. Each half of a row (the columns of
-one consumer) is scaled by a power of two that brings the sum of its magnitudes to [2^14, 2^15). That bounds its largest
-element, which for 256 columns is at most 2^8 below: a rounding is 2^-12 of an element that matters. The statistics of
-a row are, of each half, A, the maximum in the log2 domain plus the exponent that was taken off, and the sum of the
-half's consumer's probabilities relative to 2^A: the row's sum of exponentials is that of 2^A · sum over both.
+A partial is stored in fp16, whatever the output's type is, which takes half the bytes of fp32. A row has two halves,
+the left and the right columns, and each consumer computes one of them. Each half is multiplied by 2^(14 - exponent),
+where exponent is that of the sum of its magnitudes, so that this sum comes to [2^14, 2^15). Then no element overflows.
+Of 256 columns the largest element is at least 2^6, so elements down to 2^-20 of it keep all 11 bits of fp16.
+
+The statistics of a row are two numbers for each half. A is the row's maximum in the log2 domain plus exponent - 14. The
+sum is that of the probabilities that the half's consumer computed, relative to 2^A. The row's sum of exponentials is
+the sum of 2^A · sum over both halves.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ MIN_EXPONENT = -40
 
 @dataclass(frozen=True)
 class Partials:
-    """Layout of partial results: outputs (slots, tiles, rows, columns) fp16 and statistics (slots, tiles, rows, STATS)
+    """Layout of partials: outputs (slots, tiles, rows, columns) fp16 and statistics (slots, tiles, rows, STATS)
     fp32, contiguous. tiles: query tiles of a request, over all kv heads. rows: of a query tile.
 
     of_panels: the accumulators have columns on the M side of the MMA, 16 of a 64-column panel a warp, so that a quad
@@ -129,6 +133,6 @@ def store_vector(words: cute.Tensor, target: cute.Pointer, inside: cutlass.Boole
 
 
 def list_request(table: cute.Tensor, request: Int32, count: Int32, base: Int32) -> None:
-    """Writes a request's entry of the table that the combine reads: its splits, and the slot of the first one; one
-    thread. table: (2 (b + 1),) int32, global memory."""
+    """Writes a request's entry of the splits table (`Schedule.table`), which the combine reads: how many splits the
+    request has, and the slot of the first one; one thread. table: (2 (b + 1),) int32, global memory."""
     table[2 * request], table[2 * request + 1] = count, base

@@ -1,24 +1,29 @@
 """A tile scheduler on the device: split-KV work dealt to persistent workers from the requests' lengths.
 
-A worker is a CTA, or a cluster of CTAs that load KV tiles for each other. A request of `length` tokens has
-ceil(length / tokens of a KV tile) tiles. Every warp reads all lengths and finds its worker's splits by itself. Nothing
-is scheduled on the host, a CUDA graph may be replayed with other lengths, and equal lengths give equal splits.
+A worker is all CTAs with one y of the grid, one for each query tile of a request; they go through the same splits. A
+request of `length` tokens has ceil(length / tokens of a KV tile) KV tiles. Where there is no schedule, one warp of each
+CTA reads all lengths and finds the worker's first split (`share_first`). Before that every warp tests whether all
+requests fill the page table (`are_as_long`), unless queries are packed; if they do, nobody searches. Then every warp
+goes from split to split by itself (`next_split`).
+
+The host reads no lengths, so a CUDA graph may be replayed with other lengths; equal lengths give equal splits. From the
+numbers of requests and workers the host decides whether a combine is launched (`make_pool`).
 
 Requests lie behind each other on a line, and worker w takes the points [w · span, (w + 1) · span) of it:
 
     whole   A point is a request.
     even    A point is a KV tile, and each request begins with `lead` points for what a split costs besides its tiles. A
-            request is split only where it crosses from one worker to the next. No worker has more points than its share
-            of all of them, rounded up; the last ones may have fewer. A request without keys has no point. Where a
-            combine is launched it merges the splits; else the workers do: up to `TREE_SPLITS` splits level by level of
-            a binary tree (`takes` says which with which), more of them in shares of their rows
-            (`split_kv.combine.merge_rows`).
-    shares  A point is a worker's share of a request: each request has as many workers as there are for each, and as
-            many equal chunks. `split_kv.combine` merges them.
-    chunks  A point is a chunk of as many tiles as the caller says, so that the splits of a request depend on nothing
-            but its own length. `split_kv.combine` merges them.
+            request is split only where it crosses from one worker to the next. No worker has more points than all of
+            them divided by the workers, rounded up; the last ones may have fewer. A request without keys has no point.
+            Where a combine is launched, it merges the splits. Else the workers merge them: up to `TREE_SPLITS` splits
+            as a binary tree (`takes` says which split takes which), more of them in shares of rows
+            (`split_kv.combine.merge_rows`). The sparse kernels merge any number of splits as a tree.
+    shares  A point is one of the equal chunks of a request, its shares. Equally many workers stand ready for each
+            request; a short one has fewer shares than that. `split_kv.combine` merges the partials.
+    fixed   A point is a chunk of as many KV tiles as the caller says, so that the splits of a request depend on nothing
+            but its own length. `split_kv.combine` merges the partials.
 
-A model of the slowest worker's time chooses between the first three.
+The caller asks for fixed splits. A model of the slowest worker's time chooses between the first three.
 
 Calls may share their lengths, as the layers of a model do in a step. A small kernel can then find all workers' first
 splits ahead of them (`make_schedule`), as FlashMLA's does (`get_mla_metadata`): finding one takes a microsecond, in
@@ -49,10 +54,10 @@ MOST_WORKERS = (1 << 13) - 1  # what a word counts up to where workers share the
 
 @dataclass(frozen=True)
 class Costs:
-    """What the model knows. tokens: of a KV tile. The others are in KV tiles. overhead: begin and end of a split, at
-    least 1. combine: the kernel that merges shares; listed: the same where it first reads which splits there are.
-    level: of the tree in which workers merge splits; where they share the merge, it is charged as much as the tree of
-    `TREE_SPLITS`."""
+    """What a kernel's model of time knows. tokens: tokens of a KV tile. All other fields are times, and their unit is
+    the time that a KV tile takes. overhead: the begin and the end of a split, at least 1. combine: the kernel that
+    merges shares. listed: the same kernel where it first reads which splits there are. level: one level of the tree in
+    which workers merge splits; a merge in shares of rows is charged as a tree of `TREE_SPLITS` splits."""
 
     tokens: int
     overhead: int
@@ -62,8 +67,10 @@ class Costs:
 
 
 class Line(NamedTuple):
-    """How requests lie on the line: see the module. lead: 0 unless even. step: tiles of a point; of shares, those of
-    the longest request, or of the worker's own one. empty: requests that have no point."""
+    """How requests lie on the line: see the module. lead: points ahead of a request's first KV tile; 0 unless the line
+    is even. step: KV tiles of a point. On a line of shares that differs from request to request: the line of the batch
+    has the longest request's, the line that `first_split` returns has that of the worker's own request. span: points of
+    a worker. empty: requests that have no point."""
 
     lead: Int32
     step: Int32
@@ -72,9 +79,9 @@ class Line(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What the host knows. fixed: tiles of a chunk that the caller fixes, or 0. tokens: that a request may have.
+    """What the host knows. fixed: KV tiles of a fixed split, or 0. tokens: tokens that a request may have.
     filled, width: the line if all requests fill the page table, and the points of a request on it. shares: workers for
-    each request where they may be in shares; 1: they may not; 0: `fixed` says how requests are split. combined: whether
+    each request where requests may be in shares; 1: they may not; 0: splits are fixed. combined: whether
     a combine is launched behind the attention. scheduled: whether workers' first splits are in a schedule
     (`make_schedule`)."""
 
@@ -89,8 +96,8 @@ class Pool(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A worker's place on the line. end: of the worker. request: at the point; start: its first point; length: its
-    tokens."""
+    """A worker's place on the line, and so the split that begins there. point: where it is. end: the end of the
+    worker's points. request: the one at the point. start: the request's first point. length: the request's tokens."""
 
     point: Int32
     end: Int32
@@ -106,7 +113,7 @@ def ceil_div(number: Any, divisor: Any) -> Any:
 
 
 def kv_tiles_of(length: Any, costs: Costs) -> Any:
-    """Units of a request; none where the length is not positive."""
+    """KV tiles of a request; none where the length is not positive."""
     return ceil_div(cutlass.max(length, 0), costs.tokens)
 
 
@@ -214,12 +221,12 @@ def chunks_of(tiles: Int32, step: Int32, inverse: Float32) -> Int32:
 
 
 def place_of(point: Any, start: Any, tiles: Any, line: Line) -> Any:
-    """The unit of a request at which a point of the line falls, 0 .. tiles."""
+    """The KV tile of a request at which a point of the line falls, 0 .. tiles."""
     return cutlass.min(cutlass.max((point - start - line.lead) * line.step, 0), tiles)
 
 
 def tiles_range(split: Split, line: Line, costs: Costs) -> tuple[Any, Any, Any, Any]:
-    """(first unit, end unit, tiles of the request, point behind) of a split."""
+    """(first KV tile, end KV tile, KV tiles of the request, point behind) of a split."""
     tiles = kv_tiles_of(split.length, costs)
     of_request = cutlass.select_(line.lead > 0, split.start + line.lead + tiles, split.point + 1)
     behind = cutlass.min(of_request, split.end)
@@ -344,8 +351,9 @@ def locate(point: Int32, seq_lens: cute.Tensor, line: Line, lane: Int32, costs: 
 def first_split(
     worker: Int32, seq_lens: cute.Tensor, line: Line, pool: Pool, lane: Int32, costs: cutlass.Constexpr
 ):  # fmt: skip
-    """(a worker's first place on the line, whether it has something to do there or not (`skip_empty`); the line, whose
-    step is the own one where requests are in shares)."""
+    """Two results: the `Split` at the worker's first point, and the `Line` for this worker. The split may have no KV
+    tiles (`skip_empty` goes on to one that has). The line is that of the batch, but where requests are in shares its
+    step is that of the worker's own request."""
     requests = seq_lens.shape[0]
     point, step = worker * line.span, line.step
     request, start, length = requests, Int32(0), Int32(0)
@@ -382,7 +390,8 @@ def next_with_keys(request: Int32, seq_lens: cute.Tensor):
 
 @cute.jit
 def next_place(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
-    """The place behind a split, whether there is something to do or not; by a whole warp."""
+    """The `Split` that begins where this one ends; by a whole warp. It may have no KV tiles, and it has no work
+    (`has_work`) if this was the worker's last one. It keeps this split's request if that is not finished."""
     _, _, tiles, behind = tiles_range(split, line, costs)
     request, start, length, end = split.request, split.start, split.length, split.end
     if (behind - start - line.lead) * line.step >= tiles:
@@ -398,8 +407,8 @@ def next_place(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.C
 
 @cute.jit
 def skip_empty(split: Split, seq_lens: cute.Tensor, line: Line, costs: cutlass.Constexpr) -> Split:
-    """This place, or the next one with something to do: a worker may have the lead of a request and none of its
-    tiles."""
+    """This split, or the worker's next one with something to do: a worker may have the lead of a request and none of
+    its tiles."""
     if line.lead > 0:
         searching = has_work(split)
         while searching:
@@ -428,8 +437,9 @@ WARPS = 32  # of the kernel that makes a schedule, one CTA
 
 
 class Schedule(NamedTuple):
-    """What calls over the same lengths may share; int32, global memory. firsts: (workers, FIRST_WORDS). table: of
-    `split_kv.combine`. blocks: of `split_kv.rows`, where queries are packed, else None."""
+    """What calls over the same lengths may share; int32, global memory. firsts: (workers, FIRST_WORDS), what each
+    worker begins with. table: the splits table that `split_kv.combine` reads, and its kind word. blocks: the blocks of
+    packed queries (`split_kv.rows`), else None."""
 
     firsts: cute.Tensor
     table: cute.Tensor
@@ -539,12 +549,12 @@ def share_first(
     worker: Int32,
     seq_lens: cute.Tensor,
     pool: Pool,
-    mine: Boolean,  # whether this warp is the one that finds it
+    mine: Boolean,  # whether this warp is the one that finds the first split
     lane: Int32,
     costs: cutlass.Constexpr,
 ):
-    """(a worker's first split with something to do, its line), by one warp for all of the CTA, which all call this: in
-    every warp by itself, the search takes three times as long, as warps take turns to issue."""
+    """(a worker's first split with something to do, its line); all threads of a CTA call this, and one warp finds both
+    for all. If every warp searched by itself it would take three times as long, as warps take turns to issue."""
     first = cute.make_tensor(memory, cute.make_layout(FIRST_WORDS))
     if mine:
         line = lay_out(seq_lens, lane, pool, costs)
@@ -568,8 +578,9 @@ def first_of(
     lane: Int32,
     costs: cutlass.Constexpr,
 ):
-    """(a worker's first split with something to do, its line, whether all requests are as long as the page table is
-    wide), by all threads of a CTA: read from a schedule or from the lengths. The others are `share_first`'s."""
+    """Three results: a worker's first split with something to do, its line, and whether all requests fill the page
+    table. Called by all threads of a CTA. They come from the schedule if the pool has one, else from the lengths.
+    memory and mine: as in `share_first`."""
     line, split, is_filled = pool.filled, filled_split(worker, seq_lens.shape[0], pool), Boolean(False)
     if pool.scheduled > 0:
         split, line, is_filled = read_first(schedule.firsts[worker, None])
@@ -587,7 +598,8 @@ def first_of(
 
 # ------------------------------------------------------------------------------------------------ splits of a request
 class SplitIndex(NamedTuple):
-    """A split among those of its request on an even line. index: of `count`."""
+    """Which split of its request a split is, on an even line. index: 0 for the request's first split. count: how many
+    splits the request has."""
 
     index: Int32
     count: Int32
@@ -595,10 +607,11 @@ class SplitIndex(NamedTuple):
 
 @cute.jit
 def split_index_of(worker: Int32, split: Split, tiles: Int32, line: Line) -> SplitIndex:
-    """Of a split on an even line. The first split of a request is the last thing that its worker does, and the last one
-    the first: who waits for the one behind it waits for nobody who waits for him."""
+    """The index of a split on an even line, and how many splits its request has. The splits of a request belong to
+    workers that follow each other. If there are several, the first of them is the last split of its worker, and the
+    last of them is the first split of its worker, so waiting for later splits makes no circle (README.md)."""
     begin = split.start + line.lead
-    first = begin // line.span  # worker
+    first = begin // line.span  # the worker of the request's first split
     return SplitIndex(worker - first, (begin + tiles - 1) // line.span - first + 1)
 
 
@@ -609,8 +622,9 @@ def takes(split_index: SplitIndex, stride: Any) -> Any:
 
 
 def takes_last(split_index: SplitIndex) -> Any:
-    """Whether a split takes what the request's last one has, and others: it takes that first, as the last split is the
-    first thing that its worker does. The others' workers end together with its own."""
+    """Whether a split takes the partial of the request's last split and also other partials. Then it takes the last
+    split's first: the last split of the request is the first one of its worker, and so is there early, while the
+    workers of the other splits finish when this split's own worker does."""
     stride = split_index.count - 1 - split_index.index
     return (stride > 1) & (stride & (stride - 1) == 0) & takes(split_index, stride)
 
@@ -628,14 +642,15 @@ def next_stride(split_index: SplitIndex, stride: Any) -> Any:
 
 
 def slot_of(worker: Any, request: Any) -> Any:
-    """Slot of a worker's share of a request on an even line: those of a request lie behind each other, as its workers
-    do, and the next request begins where it ends, at the earliest with the same worker."""
+    """The slot of a worker's split of a request on an even line. The workers of a request follow each other, so its
+    slots lie behind each other. No other split has the sum worker + request: the next request has a number higher by
+    one, and its first worker is at the earliest this request's last one."""
     return worker + request
 
 
 @cute.jit
 def slots_of(worker: Int32, split: Split, tiles: Int32, line: Line, pool: Pool):
-    """(splits of a request, slot of the first one), of the worker that begins it."""
+    """(splits of a request, slot of the first one); called by the worker that has the request's first split."""
     count, base = Int32(0), split.start
     if pool.fixed > 0:
         count = ceil_div(tiles, pool.fixed)

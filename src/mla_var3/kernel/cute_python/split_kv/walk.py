@@ -1,18 +1,36 @@
-"""A CTA's way through the splits of its worker: begin; while there is work, the split's request and KV tiles; publish.
+"""A CTA's way through the splits of its worker, as a recipe for a kernel.
 
-    walk, split = begin(...)
+A version is one attention kernel. Its producers are the warps that load KV tiles, and its consumers are those that
+compute. Both roles go through all splits of the worker with `has_work`, `tiles_of` and `next_split`. Everything else in
+the loop is the consumers' work:
+
+    griddepcontrol_wait()                                   or `wait_for_launch`: `begin` reads lengths, which a kernel
+                                                            before may have written
+    walk, split = begin(...)                                by all threads of the CTA
+    walk.store_empty(...)                                   zeros for requests that have no place on the line
+    split_index = SplitIndex(0, 1)
     while walk.has_work(split):
-        tiles = walk.tiles_of(split)                        first and end KV tile; the request's
-        ...                                                 loads and products
-        following = walk.next_split(split)
-        place = walk.place_of(split, tiles)                 where its results go
-        place = walk.merge_few(place, split, ...)           adds what the tree gives this split
-        ...                                                 writes the output, or the partial into its slot
-        walk.publish(walk.signal_of(place), thread)
+        tiles = walk.tiles_of(split)                        first and end KV tile, and the tiles of the request
+        split_index = SplitIndex(0, 1)                      set back for each split; `end` gets the last split's
+        is_cut = walk.announce(split, tiles, row_range, thread)
+        if tiles.first < tiles.end:
+            ...                                             loads and products
+            following = walk.next_split(split)
+            place = walk.place_of(split, tiles)             where the results go, unless workers merge
+            place = walk.merge_few(place, split, tiles, is_cut, ...)    adds the partials that the tree gives this split
+            split_index, signal = place.split_index, walk.signal_of(place)
+            ...                                             writes the output, or the partial into its slot
+            named_sync(...)                                 a barrier of all threads that wrote
+            walk.publish(signal, thread)
+        else:                                               a request without keys: nothing is merged or published
+            rows.store_no_keys(...)
+            following = walk.next_split(split)
         split = following
-    walk.end(...)
+    walk.end(results, split_index, split.request, row_range, ...)
 
-Producers and consumers each go through all splits; only consumers merge and publish. README.md has the life of a split.
+The sparse kernels take a second path, on which workers merge any number of splits as a tree: `list_splits` takes the
+place of `announce`, `merge_all` that of `merge_few`, and `publish_all` that of `signal_of` and `publish`. That path has
+no `is_cut`, keeps no `split_index`, and calls no `end`. README.md has the life of a split.
 """
 
 from __future__ import annotations
@@ -32,8 +50,8 @@ from mla_var3.kernel.cute_python.split_kv.scheduler import Line, Pool, Schedule,
 
 
 class Cta(NamedTuple):
-    """A thread's place. worker: of the CTA; tile: its query tile, of a request. thread: in the CTA; warp: the same in
-    all of its lanes (`make_warp_uniform`); lane: in the warp."""
+    """Where a thread is. worker: the CTA's worker. tile: the CTA's query tile, counted in a request. thread: its number
+    in the CTA. warp: its warp, the same value in all lanes (`make_warp_uniform`). lane: its number in the warp."""
 
     worker: Int32
     tile: Int32
@@ -52,8 +70,10 @@ class Tiles(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a split's results go. split_index: which split of its request it is. slot: of its partial. whole: it goes
-    to the output, since the split is a whole request or the root of its request's tree."""
+    """Where a split's results go. split_index: which split of its request it is, where workers merge that request;
+    (0, 1) for whole requests, for shares and fixed splits, and wherever a combine merges: such a split raises no flag.
+    slot: the slot of its partial; on an even line it is right only behind `merge_few` or `merge_all`. whole: the
+    results go to the output, since the split is a whole request or the root of its request's tree."""
 
     split_index: SplitIndex
     slot: Int32
@@ -61,7 +81,8 @@ class Place(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Threads that meet. Both numbers are compile-time constants. barrier: named barrier; threads: how many."""
+    """Threads that wait for each other. Both fields are compile-time constants. barrier: the number of the named
+    barrier. threads: how many threads meet there."""
 
     barrier: Any
     threads: int
@@ -73,8 +94,8 @@ class Walk:
 
     seq_lens: (requests,) int32, global memory: keys of a request, or of a block of packed queries. queries: where their
     query rows are, with `block(request)` (`rows.Queries`). pool, line: how the batch is dealt. worker, tile: as in
-    `Cta`. table: of `split_kv.combine`. flags: (slots · query tiles,) int32, global memory. merge: compile-time
-    constants.
+    `Cta`. table: the splits table that the combine reads (`Schedule.table`), not a page table. flags: (slots · query
+    tiles,) int32, global memory. merge: compile-time constants (`combine.Merge`).
     """
 
     seq_lens: Any
@@ -110,8 +131,8 @@ class Walk:
         self, results: Results, keyless: Int32, of_tile: cutlass.Constexpr, thread: Int32,
         num_threads: cutlass.Constexpr,
     ):  # fmt: skip
-        """The results of this worker's share of the requests without keys, where there are any (keyless > 0): they
-        have no place on an even line. of_tile: `rows.TileRows`."""
+        """Writes the results of this worker's part of the requests without keys, where there are any (keyless > 0):
+        they have no point on an even line, so the loop over splits does not meet them. of_tile: `rows.TileRows`."""
         if keyless > 0:
             for request in cutlass.range(self.worker, self.seq_lens.shape[0], self.pool.workers, unroll=1):
                 if self.seq_lens[request] <= 0:
@@ -122,8 +143,10 @@ class Walk:
 
     @cute.jit
     def announce(self, split: Split, tiles: Tiles, row_range: cute.Tensor, thread: Int32) -> Boolean:
-        """What comes first in a split: of a request's first one, says how many splits there are. Returns whether the
-        split is one of several that workers merge. row_range: (2,) int32, shared memory."""
+        """Begins a split. For the first split of a request, one thread lists the request's splits for the combine, or,
+        where workers will merge them in shares of rows, says in the request's flag that this worker has begun. Returns
+        whether this split is one of several that workers merge. row_range: (2,) int32, shared memory, which keeps until
+        `end` how many shares of rows others have left to this worker."""
         is_cut = self.line.lead > 0 and self.pool.combined == 0 and tiles.end - tiles.first < tiles.of_request
         if tiles.first == 0 and thread == 0 and (is_cut or combine.lists(self.line, self.pool)):
             count, base = scheduler.slots_of(self.worker, split, tiles.of_request, self.line, self.pool)
@@ -135,14 +158,17 @@ class Walk:
 
     @cute.jit
     def list_splits(self, split: Split, tiles: Tiles, thread: Int32):
-        """`announce` where workers merge as a tree only: of a request's first split, lists how many there are."""
+        """`announce` where workers merge as a tree only. For the first split of a request, one thread lists the
+        request's splits for the combine, if one is launched."""
         if tiles.first == 0 and thread == 0 and combine.lists(self.line, self.pool):
             count, base = scheduler.slots_of(self.worker, split, tiles.of_request, self.line, self.pool)
             list_request(self.table, split.request, count, base)
 
     # ---------------------------------------------------------------------------------------- merge
     def place_of(self, split: Split, tiles: Tiles) -> Place:
-        """Where the results of a split go as long as nothing is merged: of a whole request, or of a share of one."""
+        """Where the results of a split go if workers merge nothing: to the output if the split is the whole request,
+        else to the slot of its point. That slot is final for shares and fixed splits. On an even line it is not, so
+        `merge_few` or `merge_all` is always called on the result."""
         whole = tiles.end - tiles.first == tiles.of_request
         return Place(SplitIndex(Int32(0), Int32(1)), split.point, whole)
 
@@ -150,8 +176,8 @@ class Walk:
     def merge_tree(
         self, split_index: SplitIndex, request: Int32, add: cutlass.Constexpr, group: cutlass.Constexpr, thread: Int32
     ):
-        """Adds to a split the partials that the tree gives it, in the tree's order. add(slot): adds one to the
-        registers, by all threads of `group`."""
+        """Adds to a split the partials that the tree gives it, in the tree's order. add(slot) adds one partial to the
+        registers and is called by all threads of `group`."""
         step = scheduler.first_stride(split_index)
         while scheduler.takes(split_index, step):
             slot = scheduler.slot_of(self.worker + step, request)
@@ -166,8 +192,9 @@ class Walk:
         self, place: Place, split: Split, tiles: Tiles, is_cut: Boolean, add: cutlass.Constexpr,
         group: cutlass.Constexpr, thread: Int32,
     ) -> Place:  # fmt: skip
-        """`merge_tree` for a split of a request of few; those of more are merged in shares of rows, in `end`. place: of
-        `place_of`; is_cut: of `announce`."""
+        """The final place of a split; called for every split that has tiles. On an even line this sets the slot. Where
+        workers merge a request of up to `TREE_SPLITS` splits, this also calls `merge_tree`; more splits are merged in
+        shares of rows, in `end`. place: what `place_of` returned. is_cut: what `announce` returned."""
         split_index, slot, whole = place
         if self.line.lead > 0:
             slot = scheduler.slot_of(self.worker, split.request)
@@ -182,7 +209,8 @@ class Walk:
     def merge_all(
         self, place: Place, split: Split, tiles: Tiles, add: cutlass.Constexpr, group: cutlass.Constexpr, thread: Int32
     ) -> Place:
-        """`merge_tree` for a split of a request of any number. place: of `place_of`."""
+        """`merge_few` where workers merge as a tree only, whatever the number of a request's splits. place: what
+        `place_of` returned."""
         split_index, slot, whole = place
         if self.line.lead > 0:
             slot = scheduler.slot_of(self.worker, split.request)
@@ -194,12 +222,14 @@ class Walk:
 
     # ---------------------------------------------------------------------------------------- publish
     def signal_of(self, place: Place) -> tuple[Any, Any]:
-        """(slot of the flag, what is added to it) for `publish`: worked out ahead of the epilogue."""
+        """(slot of the flag, what is added to it) for `publish`; computed before the results are written."""
         return combine.flag_of(place.split_index, place.slot)
 
     @cute.jit
     def publish(self, signal: cutlass.Constexpr, thread: Int32):
-        """Says that a partial is there; behind a barrier of those that wrote it. signal: of `signal_of`."""
+        """Raises the flag of a partial that another worker waits for; behind a barrier of the threads that wrote the
+        partial. Adds nothing where nobody waits: for output rows, where a combine merges, and for a split of many that
+        is not the request's last, which `end` reports. signal: what `signal_of` returned."""
         slot, raised = signal
         raise_flag(self.flag(slot), Int32(thread == 0) * raised)
 
@@ -214,7 +244,9 @@ class Walk:
         self, results: Results, split_index: SplitIndex, request: Int32, row_range: cute.Tensor,
         group: cutlass.Constexpr, thread: Int32, shape: cutlass.Constexpr,
     ):  # fmt: skip
-        """What comes behind the worker's last split, of `split_index` and `request`: the merge in shares of rows.
+        """The merge in shares of rows, behind the worker's last split. split_index: of that split. request: of the
+        place behind that split, which is `split.request` behind the loop. Only a worker whose last split leaves its
+        request unfinished merges rows, and the place behind such a split has the same request (`scheduler.next_place`).
         shape: as those of `combine.SHAPES`."""
         tensors = combine.Tensors(results, self.queries)
         combine.merge_rows(tensors, self, row_range, split_index, request, group.barrier, thread, shape)
@@ -229,11 +261,11 @@ def begin(
     pool: Pool,
     cta: Cta,
     memory: cute.Pointer,  # (scheduler.FIRST_WORDS,) int32, shared memory
-    searcher: cutlass.Constexpr,  # first thread of the warp that reads the lengths where there is no schedule
+    searcher: cutlass.Constexpr,  # first thread of the warp that finds the first split where there is no schedule
     merge: cutlass.Constexpr,
 ):
-    """(the walk, the worker's first split with something to do); by all threads of a CTA. Also tells the combine which
-    kind of splits there are."""
+    """(the walk, the worker's first split with something to do); by all threads of a CTA. The searcher of one CTA also
+    writes the word that tells the combine which kind of splits the batch has."""
     split, line, is_filled = scheduler.first_of(
         schedule, memory, cta.worker, seq_lens, pool, cta.warp == searcher // 32, cta.lane, merge.costs
     )  # fmt: skip
@@ -254,7 +286,7 @@ def begin_filled(
     searcher: cutlass.Constexpr,
     merge: cutlass.Constexpr,
 ):
-    """`begin` where the code is made for requests that all fill the page table: nothing is read."""
+    """`begin` where the code is made for requests that all fill the page table: it reads no lengths."""
     split = scheduler.filled_split(cta.worker, seq_lens.shape[0], pool)
     if cta.tile == 0 and cta.worker == 0 and cta.thread == searcher:
         combine.write_split_kind(schedule.table, pool.filled, Boolean(True), pool)

@@ -11,8 +11,8 @@ tiles. `load` is the producer. `consume` goes through the splits of a CTA (`spli
 how requests become splits and how splits become outputs.
 
 A CTA computes one query tile: 64 rows of the s · h / h_kv that share a cache. It goes through the splits of its worker
-and takes two KV tiles of 64 tokens at a time. Where the number of query tiles is even, two CTAs form a cluster: they
-belong to the same worker, and each loads half of every KV tile for both (TMA multicast).
+and takes two KV tiles of 64 tokens at a time. Where a kv head has an even number of query tiles, two CTAs form a
+cluster: they belong to the same worker, and each loads half of every KV tile for both (TMA multicast).
 
     producer   four warps; each keeps one half (left or right V columns) of one of two stages filled, by TMA
     EVEN       S0 = Q·K0ᵀ of even tiles; O_L += P·V_L, output columns 0..255 in registers
@@ -38,9 +38,11 @@ itself. Where a panel is loaded in parts, all four warps load every half (`load_
 apart.
 
 While a split ends, the producer already loads the next one, and EVEN copies the next query rows while the results
-leave. A split that is a whole request goes to `out`. Partials of shares are merged by `split_kv.combine`, a
-programmatic dependent. On an even line the workers merge: two or three splits from registers into registers, while the
-rest of the chip still works (`Walk.merge_few`), more of them in shares of the rows, at their end (`Walk.end`).
+leave. A split that is a whole request goes to `out`. Where `split_kv.combine` is launched, a programmatic dependent, it
+merges all partials: those of shares and of fixed splits, and on an even line those that this kernel lists. Where it is
+not launched (`Pool.combined`), the workers merge. Of two or three splits, a worker adds the others' partials to its own
+registers, while the rest of the chip still works (`Walk.merge_few`). More splits are merged in shares of rows, at the
+workers' end (`Walk.end`).
 
 Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, and each block is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
@@ -63,7 +65,7 @@ What waits for what:
     FIRST_TILE_*      the producer warps of the even stage, once  the odd stage's producer warp of that half: its first
                       the first even tile's loads are issued      load is issued behind them
 
-Two half outputs with a shared running maximum are FlashMLA's ("seesaw"). Merges versions 8, 10, 15 and 16, whose splits
+Two half outputs with a shared running maximum are FlashMLA's ("seesaw"). Unites versions 8, 10, 15 and 16, whose splits
 were cut on the host; their devlogs have what each idea brought.
 """
 
@@ -1216,8 +1218,8 @@ def takes(pd: MlaProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class FlashMlaV23Tiling(Tiling):
-    """workers: CTAs or clusters for each query tile of a request; 0: as many as fill the device. split_tokens: tokens
-    of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0: the scheduler
+    """workers: how many, each of one CTA for each query tile of a request; 0: as many as fill the device. split_tokens:
+    tokens of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0: the scheduler
     chooses. query_tokens: of packed queries, tokens of a block; 0: as many as two query tiles have rows for."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")

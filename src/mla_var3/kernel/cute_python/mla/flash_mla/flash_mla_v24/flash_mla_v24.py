@@ -34,15 +34,16 @@ A panel is one TMA box where pages are multiples of 64 tokens, and several boxes
 other multiples of 16. For any other page size four producer warps gather rows with cp.async (`load_rows`), each 16 rows
 of every panel. Pages of the cache may lie apart.
 
-`split_kv.scheduler` deals requests to workers from their lengths. Where it deals shares, `split_kv.combine` merges the
-partials. On an even line the workers merge: two or three splits from registers into registers, while the rest of the
-chip still works (`Walk.merge_few`), more of them in shares of the rows, at their end (`Walk.end`). Accumulators are
-transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
+`split_kv.scheduler` deals requests to workers from their lengths. Where `split_kv.combine` is launched, it merges all
+partials: those of shares and of fixed splits, and on an even line those that this kernel lists. Where it is not
+launched (`Pool.combined`), the workers merge. Of two or three splits, a worker adds the others' partials to its own
+registers, while the rest of the chip still works (`Walk.merge_few`). More splits are merged in shares of rows, at the
+workers' end (`Walk.end`). Accumulators are transposed before they are stored, 8 x 8 blocks at a time (`movmatrix`).
 
 Where requests differ in their query tokens, `split_kv.rows` cuts these into blocks, and each block is scheduled as a
 request of its own. A mask of the newest keys (trees of speculative tokens) is read in the tiles that have such keys.
 
-Merges versions 14 and 18, whose splits were cut on the host; their devlogs have what each idea brought.
+Unites versions 14 and 18, whose splits were cut on the host; their devlogs have what each idea brought.
 """
 
 from __future__ import annotations

@@ -125,7 +125,10 @@ def unnamed(workload: str) -> list[KernelId]:
 # ---------------------------------------------------------------- judging
 def _judged(problem: Problem, device: Device, accepts: Accepts | None) -> Iterator[Judged]:
     """The rules in order, each with its verdict; plans are imported one at a time, when asked for."""
+    here = {kernel.label for kernel in registry.all_kernels()}
     for number, rule in enumerate(rules.of(problem.workload), 1):
+        if rule.version not in here:
+            continue  # a version that somebody has taken out: the next rule serves
         choice = Choice(rule.kernel, rule.tiling, f"rule {number}, {rule.condition}: {rule.reason}", rule.records)
         against = rule.against(problem, device)
         yield Judged(number, rule, choice, Verdict.no(against) if against else takes(choice, problem, device, accepts))

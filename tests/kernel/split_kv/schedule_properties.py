@@ -220,7 +220,7 @@ def check_workspaces(deal: Deal) -> None:
     scheduler, batch = deal.room.scheduler, deal.batch
     requests = len(batch.lengths)
     slots = scheduler.most_slots(requests, batch.workers, batch.table_units, batch.fixed)
-    flags = requests + batch.workers  # as `host.decode_kernel` has it, for each query tile
+    flags = requests + batch.workers  # as `decode_host.decode_kernel` has it, for each query tile
     written: dict[int, list[tuple[int, int]]] = {}  # request: (first tile, slot)
     outputs: Counter[int] = Counter()
     used: Counter[int] = Counter()

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schedule_walked import COSTS
 
-from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python import decode_host
 from mla_var3.kernel.cute_python.split_kv.partials import Partials
 from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Line, Split
 from mla_var3.runtime import limits
@@ -76,7 +76,7 @@ def sizes(draw: Any) -> tuple[int, int, int, int, Costs]:
 @given(sizes())
 def test_numbers_of_what_the_host_admits_stay_within_32_bits(size: tuple[int, int, int, int, Costs]) -> None:
     requests, tokens, workers, fixed, costs = size
-    assume(host.schedule_sizes(requests, tokens, workers, fixed, TILE, costs))
+    assume(decode_host.schedule_sizes(requests, tokens, workers, fixed, TILE, costs))
     arithmetic_of(*size)
 
 
@@ -87,7 +87,7 @@ def test_what_the_scheduler_adds_to_the_tiles_counts(requests: int, units: int, 
     """Both are 2^31 - 2 points of an even line. Rounding them up to three workers adds 2; and the model adds the
     overhead and a merge to the points of one worker. Neither sum fits 32 bits, so the host refuses both."""
     tokens = units * costs.tokens
-    assert not host.schedule_sizes(requests, tokens, workers, 0, TILE, costs)
+    assert not decode_host.schedule_sizes(requests, tokens, workers, 0, TILE, costs)
     with pytest.raises(OverflowError):
         arithmetic_of(requests, tokens, workers, 0, costs)
 

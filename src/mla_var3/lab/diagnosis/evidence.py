@@ -241,7 +241,8 @@ def record_of(
     ]
     if tiling:
         mine = [r for r in cell if KernelId.from_record(r["kernel"]) == kernel]
-        knobs = [r for r in mine if dict(r.get("tiling") or {}) == dict(tiling)]
+        # Of a record's knobs, those that the version still has.
+        knobs = [r for r in mine if {k: v for k, v in (r.get("tiling") or {}).items() if k in tiling} == dict(tiling)]
         return max(knobs, key=lambda r: str(r["at"]), default=None)
     told = {id(model := Model.model_validate(r)): (model, r) for r in cell}
     speaking = [told[id(m)] for m in spoken.speaking(model for model, _ in told.values())]

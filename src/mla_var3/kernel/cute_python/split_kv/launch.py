@@ -2,7 +2,7 @@
 
 A version is one attention kernel with what its code is specialised on, its geometry; all versions are launched alike.
 The call's tensors come one by one, as a compiled host function takes them; kernels get them in groups. The sparse
-versions have host functions of their own. Flags and workspaces are made in `host.workspaces`.
+versions have host functions of their own. Flags and workspaces are made in `decode_host.workspaces`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ function resting(found) { // on what the cells rest, in a sentence
 
 const PANEL = 4; // as in report/rows.py
 function onMap(found) {
-  const chosen = found.filter((w) => w.ours && w.ours.version_of.live && !w.drawn);
+  const chosen = found.filter((w) => (!w.ours || w.ours.version_of.live) && !w.drawn);
   const sizes = new Map([...grouped(chosen, (w) => DATA.cells[w.cell].panel)].map(([panel, some]) => [panel, some.length]));
   const least = Math.min(PANEL, Math.max(0, ...sizes.values()));
   return chosen.filter((w) => sizes.get(DATA.cells[w.cell].panel) >= least);

@@ -85,7 +85,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python import decode_host, host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.sync import (
@@ -1258,7 +1258,7 @@ class FlashMlaV23Tiling(Tiling):
         workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
         requests = rows.most_blocks(pd.query_tokens, pd.b, geometry.s) if pd.packed else pd.b
         tokens, fixed = pd.max_pages * pd.page_size, self.split_tokens // TOKENS
-        return host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, geometry.costs)
+        return decode_host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, geometry.costs)
 
 
 class FlashMlaV23Plan(KernelPlan):
@@ -1296,9 +1296,9 @@ class FlashMlaV23Plan(KernelPlan):
         self.require()
         version = Version(flash_mla_v23, self.tiling.geometry(self.problem))
         fixed = self.tiling.split_tokens // TOKENS
-        return host.decode_kernel(self, "flash_mla_v23", version, inputs, self.workers(), fixed)
+        return decode_host.decode_kernel(self, "flash_mla_v23", version, inputs, self.workers(), fixed)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
         version = Version(flash_mla_v23, self.tiling.geometry(self.problem))
-        return host.decode_kernel(self, "flash_mla_v23", version, (), 0, 0)
+        return decode_host.decode_kernel(self, "flash_mla_v23", version, (), 0, 0)

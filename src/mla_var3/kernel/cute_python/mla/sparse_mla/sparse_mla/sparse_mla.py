@@ -41,7 +41,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python import decode_host, host
 from mla_var3.kernel.cute_python.prims import softmax, wgmma
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
@@ -1104,7 +1104,7 @@ class SparseMlaTiling(Tiling):
             return counted
         workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
         tokens = sum(-(-each // TOKENS) * TOKENS for each in (pd.topk, pd.extra))
-        return host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
+        return decode_host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
 
 
 class SparseMlaPlan(KernelPlan):
@@ -1143,7 +1143,7 @@ class SparseMlaPlan(KernelPlan):
         else:
             tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
             lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
-        spaces = host.workspaces(q, geometry.partials, b, workers)
+        spaces = decode_host.workspaces(q, geometry.partials, b, workers)
         arguments = (q, *parts[0], *parts[1], lengths, given.get("sink"), *outputs, *spaces, pd.scale, workers)
         return self._make(arguments, inputs, outputs, (*spaces, lengths))
 
@@ -1177,7 +1177,7 @@ class SparseMlaPlan(KernelPlan):
                 host.fake(Float32, pd.h, align=4) if pd.sink else None,
                 host.fake(kind, b, pd.s, pd.h, VALUES),
                 host.fake(Float32, b, pd.h, pd.s, align=4),
-                *host.fake_workspaces(),
+                *decode_host.fake_workspaces(),
                 Float32(1.0),
                 Int32(1),
                 geometry,

@@ -55,7 +55,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Device, Requirement
-from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python import decode_host, host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.sync import named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
@@ -1740,7 +1740,7 @@ class SparseMlaV1Tiling(Tiling):
             return counted
         workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
         tokens = sum(-(-each // TOKENS) * TOKENS for each in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
-        return host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
+        return decode_host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
 
 
 class SparseMlaV1Plan(KernelPlan):
@@ -1796,7 +1796,7 @@ class SparseMlaV1Plan(KernelPlan):
         else:
             tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
             lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
-        spaces = host.workspaces(q, geometry.partials, b, workers)
+        spaces = decode_host.workspaces(q, geometry.partials, b, workers)
         zeros = q.new_zeros(geometry.row_bytes, dtype=torch.uint8)
         flat = given["scale"] if pd.layout == "flat" else None
         arguments = (
@@ -1837,7 +1837,7 @@ class SparseMlaV1Plan(KernelPlan):
                 host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
                 host.fake(kind, b, pd.s, pd.h, VALUES),
                 host.fake(Float32, b, pd.h, pd.s, align=4),
-                *host.fake_workspaces(),
+                *decode_host.fake_workspaces(),
                 Float32(1.0),
                 Int32(1),
                 geometry,

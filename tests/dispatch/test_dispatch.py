@@ -436,6 +436,30 @@ def test_show_says_what_is_picked_and_why(toys: None, monkeypatch: pytest.Monkey
     assert "no version takes this problem here" in capsys.readouterr().out
 
 
+def test_of_some_records_alone_no_rule_is_called_proved(
+    toys: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installed package has only some of the records."""
+    found = timed(record(FEW, 10.0, b=128, h=16), record(MANY, 11.0, b=128, h=16))
+    monkeypatch.setattr(evidence, "timed", lambda *_: found)
+    monkeypatch.setattr(expected, "timed", lambda *_: found)
+    words = ["dispatch", "show", "--b", "128", "--s", "1", "--h", "16", "--t", "4096", "--device", "h200"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "proved on h200" in out and evidence.INCOMPLETE not in out
+    with monkeypatch.context() as installed:
+        installed.setattr(evidence.paths, "repo_root", lambda: None)
+        assert not evidence.complete()
+    assert evidence.complete()
+    monkeypatch.setattr(evidence, "complete", lambda: False)
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert out.count(evidence.INCOMPLETE) == 1 and "proved on" not in out and "records speak against" not in out
+    assert f"picked: {FEW.label}, by rule 2" in out and "measured 10.0 us burst" in out
+    with pytest.raises(UserError, match="only in a checkout"):
+        evidence.missing("decode", H200)
+
+
 @pytest.mark.parametrize(
     "workload", sorted({"decode", "sparse_decode", "norm", "rope", "packed_append", "gemm", "merge"})
 )

@@ -31,10 +31,13 @@ LIBRARY = "a library"
 
 @dataclass(frozen=True)
 class Line:
-    """What one version compiles to. knobs: fields of the tiling that code is made for. stages: names of the call's
-    kernels, in order: a version may launch more of them where requests are split. source: `source_of` it.
-    problem: label of the one problem that it stands for; empty where host functions are compiled with their kernels, so
-    that the code of a problem class holds the rule for every size. toolchain: what compiled it."""
+    """What one version compiles to, for one problem class and some knobs.
+
+    knobs: fields of the tiling that change the code. stages: names of the kernels that a call launches, in order; of
+    one version there may be two lines that differ in them, since it may launch more kernels where requests are split.
+    source: what `source_of` gave when the line was written. digest: of the code. problem: label of the one problem that
+    the line is about. It is empty in CuTe, where the host function that chooses a launch by the sizes is part of the
+    code, so that the line is about every problem of the class. toolchain: versions of the packages that compiled it."""
 
     kernel: str
     problem_class: str

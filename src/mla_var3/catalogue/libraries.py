@@ -1,11 +1,15 @@
 """Finds other people's libraries without importing them, and says how to get the one that is missing.
 
-A library is looked for in two places, in this order:
+Each peer has a function below, which looks in one or several of these places, in this order:
 
-1. the folder that `scripts/fetch_peers.py` makes, as the package `mla_var3_peers` on Python's path (its `activate` file
-   puts it there). It holds shared objects out of wheels, objects built from sources, and `manifest.json`, which says
-   what each file is and where it came from. Fetching is deliberate, so it wins over what happens to be installed;
-2. the installed packages.
+1. the package `mla_var3_peers` on Python's path, in the folder that `scripts/fetch_peers.py` makes (its `activate` file
+   puts the folder there). It holds shared objects out of wheels, objects built from sources, and `manifest.json`, which
+   says what each file is and where it came from. Fetching is deliberate, so it wins over what happens to be installed;
+2. the packages on Python's path. Packages that were fetched whole lie there too, before the installed ones;
+3. of TileLang's example, where none was fetched but tilelang is installed: the file that `MLA_VAR3_TILELANG_EXAMPLE`
+   names, and only without that variable the example beside the package.
+
+A library that comes with torch, and what torch.compile makes, are looked for in torch's own folder only.
 
 `find_spec` of a top-level name does not import it, so looking costs a few file system calls.
 """

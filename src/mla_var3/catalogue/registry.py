@@ -195,8 +195,10 @@ def _add_own_folders(module: str) -> None:
 
 
 def standings() -> dict[str, str]:
-    """`newest`, `kept` or `new` for each version that is here, by its label: new of one that no devlog speaks of yet,
-    such as a clone; newest of a language and design with several others. A library has none."""
+    """`newest`, `kept` or `new` for each version that is here, by its label. A version is new while it has no entry in
+    `devlogs`, as a clone; in an installed package, which has no devlogs, none is. Of a language, layer and design, the
+    one with the highest number that is not new is the newest, unless that number is 0. The others are kept. A library
+    has no standing."""
     root = paths.repo_root()
 
     def begun(kernel: KernelId) -> bool:

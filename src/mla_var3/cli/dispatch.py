@@ -64,7 +64,7 @@ def _explained(problem: Problem, device: Device, judged: Sequence[Judged]) -> li
     from mla_var3.dispatch import evidence, expected
 
     whose, found = expected.timed_near(problem.workload, device)
-    claims = evidence.claims(problem.workload, device)
+    claims = evidence.claims(problem.workload, device) if evidence.complete() else []
     picked = next((one for one in judged if one.verdict), None)
     lines = []
     if picked is not None:
@@ -85,7 +85,7 @@ def _explained(problem: Problem, device: Device, judged: Sequence[Judged]) -> li
             known = [told[record] for record in one.rule.records if record in told]
             lines += [f"            made from record {_standing(timed)}" for timed in known]
     lines += [f"  -  not    {kernel.label}: no rule names it" for kernel in selection.unnamed(problem.workload)]
-    return lines
+    return lines if evidence.complete() else [*lines, evidence.INCOMPLETE]
 
 
 def _times(one: Judged, problem: Problem, device: Device, whose: Device, found: Sequence[Timed]) -> list[str]:

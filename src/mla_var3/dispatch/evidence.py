@@ -1,10 +1,19 @@
 """What the records say of the rules: which boundaries have been timed on both sides, and which cells would tell.
 
-A rule claims to be faster than the next one that names another version. Each condition is a boundary between the two:
-within an octave of it, on either side, there must be a cell in which both were timed in turn, in one run, and the one
-that is picked there must be the faster in the mean. A rule without conditions needs one such cell anywhere. Where only
-one of the two takes the problems of a side, there is nothing to compare. What is lacking, `missing` has as cells for
-`experiment=dispatch_boundaries`.
+A rule claims that its version is faster than that of another rule: of the rules below it that have another label (a
+version with its knobs), the first that takes some of the same problems. Each condition of a rule is a boundary between
+the two, and has two sides, each an octave wide. On each side there must be a cell in which both were timed in turn, in
+one run. Within the condition the rule's version must be the faster one, and beyond it the other one. The faster one has
+the smaller time in the geometric mean over the cells of the side, where the time of a cell is the geometric mean of
+burst and sustained. A rule without conditions needs one such cell anywhere. It takes what is left, so that rules behind
+the first one without conditions make no claim.
+
+Where only one of the two takes the problems of a side, there is nothing to compare. The same is said where no problem
+of the side was found that both take, and where the language of one is not installed.
+
+`missing` has the sides that were not timed as cells for `experiment=dispatch_boundaries`. A side whose records speak
+against the rule was timed, and is not among them. All of this is judged from all records, which a checkout has:
+`complete` says whether they are here.
 """
 
 from __future__ import annotations
@@ -23,6 +32,7 @@ from mla_var3.catalogue import registry, spoken
 from mla_var3.device import Device
 from mla_var3.dispatch import rules, selection
 from mla_var3.dispatch.rule import plain
+from mla_var3.errors import UserError
 from mla_var3.workload import DEFAULT, get, problem_from_record
 
 if TYPE_CHECKING:
@@ -31,6 +41,8 @@ if TYPE_CHECKING:
     from mla_var3.workload import Problem
 
 STATES = ("burst", "sustained")
+#: What is said in place of a proof where the records are not `complete`.
+INCOMPLETE = "whether rules are proved is judged from all records, and those are only in a checkout of the project."
 #: Experiments that time one version where others would be faster, or few calls, or calls whose order decides.
 _APART = ("mla_var6_plus", "tuning", "host_cost", "one_turn")
 _KERNEL = re.compile(r'"kernel": ?(\{[^}]*\})')
@@ -39,7 +51,8 @@ _TRIED = 40  # recorded problems that a missing cell is looked for near
 
 @dataclass(frozen=True)
 class Timed:
-    """A record of a version, or of a library. us: by state."""
+    """A record of a version: what `timed` returns. `of_records` makes them of libraries' records too, where it is given
+    some. us: time by state."""
 
     record: Record
     problem: Problem
@@ -62,10 +75,15 @@ class Timed:
 
 
 # ---------------------------------------------------------------- reading
+def complete() -> bool:
+    """Whether all records are here, as in a checkout: of some of them alone, no rule is called proved or refuted."""
+    return paths.repo_root() is not None
+
+
 @functools.lru_cache(maxsize=32)
 def timed(workload: str, device: str) -> tuple[Timed, ...]:
-    """What the shipped records have of a workload's versions on a device, oldest first. Empty where the records are not
-    there, as in an installed package."""
+    """What the shipped records have of a workload's versions on a device, oldest first. An installed package has only
+    the records that rules name and those of quickstart's cells."""
     ours = {kernel: kernel.label for kernel in registry.all_kernels() if kernel.language not in selection.NOT_SERVED}
     found = []
     for path in sorted((paths.shipped_results_dir() / device).glob("*.jsonl")):
@@ -117,8 +135,7 @@ def of_records(records: Iterable[Record], workload: str) -> tuple[Timed, ...]:
 @dataclass(frozen=True)
 class Side:
     """One side of a boundary. text: which. ratios: of the time of what is picked there over the other's, by problem.
-    needed: False where only one of the two takes such problems. probe: a problem that would tell, where none was timed.
-    """
+    probe: a problem that would tell, where none was timed; None where none was found that both take."""
 
     text: str
     ratios: Mapping[Problem, float]
@@ -148,8 +165,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Claim:
-    """That the version of a rule is faster than that of another one further down, and where that ends. bound: the
-    condition whose boundary it is; None for a claim without one."""
+    """That the version of a rule is faster than that of another one further down, and slower than it beyond the
+    boundary. bound: the condition whose boundary it is; None for a claim without one."""
 
     number: int
     rule: Rule
@@ -173,7 +190,8 @@ class Claim:
 
 
 def claims(workload: str, device: Device, found: Sequence[Timed] | None = None) -> list[Claim]:
-    """Every claim of a workload's rules on a device. found: what was timed there; default: the shipped records."""
+    """Every claim of a workload's rules on a device. found: what was timed there; default: the shipped records, which
+    must be `complete`, since claims that are judged from some of them may come out otherwise."""
     here = [(number, rule) for number, rule in enumerate(rules.of(workload), 1) if rule.fits(device)]
     found = timed(workload, device.key) if found is None else found
     problems = _problems(workload, found)
@@ -211,7 +229,13 @@ def _claim(
 
 
 def missing(workload: str, device: Device) -> dict[Problem, tuple[str, ...]]:
-    """Cells that would prove, or refute, what nothing was timed for: each with the versions that are to take turns."""
+    """Cells that would prove, or refute, what nothing was timed for: each with the versions that are to take turns.
+    Raises `UserError` where not all records are here."""
+    if not complete():
+        raise UserError(
+            "what the rules lack is told from all records, and those are only in a checkout of the project: "
+            "run this there."
+        )
     found: dict[Problem, tuple[str, ...]] = {}
     for claim in claims(workload, device):
         for side in claim.sides:
@@ -294,8 +318,6 @@ def _probe(
 
 
 def _candidates(problems: Sequence[Problem], bound: Bound | None, near: bool) -> Iterator[Problem]:
-    from mla_var3.errors import UserError
-
     for problem in problems:
         if bound is None:
             yield problem

@@ -2,6 +2,16 @@
 
 A workload has an ordered list of rules; the first that holds, and whose version takes the problem, decides. A condition
 is a boundary in one quantity of the problem, so that `evidence` can look for records on both sides of it.
+
+Tests demand of the rules of a workload (`rules/<workload>.py`):
+
+- The last rule has no `where`, so that it takes what the others leave.
+- Together the rules name every version of the workload that is here, those in torch and libraries aside.
+- A rule names a version of that workload, and no library and no version in torch.
+- Each id in `records` is of a shipped record of the H200 or the H100 that counts for `evidence`. It says which code it
+  timed, and a rule of the list names its version with its knobs.
+- Among a rule's `records` are some of its own version with its knobs, and each of the others is of the same run as one
+  of these, so that the two took turns.
 """
 
 from __future__ import annotations
@@ -22,8 +32,8 @@ HOPPER = ("sm_90a",)
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that conditions are about. of(problem): the number, above 0. near(problem, value): problems like this
-    one in which the number is about `value`, those first that one would rather measure."""
+    """A number of a problem, which conditions are about. of(problem): the number, above 0. near(problem, value): other
+    problems, which differ from this one in that their number is about `value`, the best one to measure first."""
 
     name: str
     of: Callable[[Any], float]
@@ -53,7 +63,8 @@ def plain(number: float) -> str:
 @dataclass(frozen=True)
 class Rule:
     """version: its label. where: every condition must hold. archs: architectures that the rule is for; () is any.
-    tiling: knobs that differ from the version's default. records: ids of the records that the rule was made from."""
+    tiling: knobs that differ from the version's default. records: ids of the records that its author looked at when the
+    rule was made; they are no proof of it, which `evidence` looks for in all records."""
 
     version: str
     reason: str

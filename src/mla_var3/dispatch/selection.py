@@ -1,8 +1,9 @@
 """Picking: the first rule of the problem's workload that holds, and whose version takes the problem.
 
-What a version takes, its plan decides (`requires`, and `validate` of its tiling); a rule whose version refuses falls
-through to the next. `survey` judges all rules and says why; `choose` stops at the first that is accepted, so that few
-languages are imported.
+What a version takes, its plan decides (`requires`, and `validate` of its tiling). A version is also refused where its
+language is not installed, where it is of another workload, where no graph can capture it, and where its plan fails. A
+rule whose version is refused falls through to the next. `survey` judges all rules and says why; `choose` stops at the
+first that is accepted, so that few languages are imported.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Accepts = Callable[["type[KernelPlan]", "KernelPlan"], Verdict]
 @dataclass(frozen=True)
 class Choice:
     """What to run. tiling: fields that differ from the version's default. reason: one sentence. records: ids of the
-    records that the rule was made from."""
+    records that the rule was made from; they do not prove it."""
 
     kernel: KernelId
     tiling: tuple[tuple[str, Any], ...]
@@ -80,11 +81,11 @@ def survey(problem: Problem, device: Device, *, accepts: Accepts | None = None) 
 
 
 def choose(problem: Problem, device: Device, *, accepts: Accepts | None = None) -> Choice:
-    """The version and knobs for a problem on a device; `survey` for the argument.
+    """The version and knobs for a problem on a device; `accepts` is as in `survey`.
 
-    Raises `Unsupported` with the reasons when no rule has a version that takes the problem. Warns once where only the
-    package that serving is installed with stands between the problem and a version that comes first: serving would be
-    slow without a word.
+    Raises `Unsupported` with the reasons when no rule has a version that takes the problem. Where an earlier rule holds
+    and its version is in CuTe DSL, which is not installed, a later version is picked, which may be slower. A warning
+    says so, once in a process.
     """
     refused = []
     first: Choice | None = None  # whose language is missing

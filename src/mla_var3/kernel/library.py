@@ -123,8 +123,8 @@ class PeerKernel(BaseKernel):
         return () if self.attached is None else (*self.attached.outputs, *self.workspace_tensors)
 
     def keep_results(self, keep: bool) -> None:
-        """keep=False: what the library returns is freed at once, so that the next call gets the same memory; it can
-        then not be read."""
+        """Whether what the library returns stays alive behind a call. With keep=False it is freed at once, so that the
+        next call gets the same memory, and outputs that the library made cannot be read."""
         self._drops = not keep
 
     def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
@@ -132,13 +132,15 @@ class PeerKernel(BaseKernel):
 
 
 class PeerMixin:
-    """What the plans of all peers have: the name of the library, how it is attached, and no knobs."""
+    """What the plans of all peers have: `peer`, the name of the library; `attach`; what is declared of the library's
+    call (`allocates`, `plans_lengths`, `leaves_out`, `input_options`); and a tiling without knobs."""
 
     peer: ClassVar[str]
     allocates: ClassVar[bool] = False
     plans_lengths: ClassVar[bool] = True
-    #: Cases of the oracle that the interface rules out, and options of its inputs that the library needs.
+    #: Cases of the check that are left out: what the interface rules out, and what only our own kernels promise.
     leaves_out: ClassVar[tuple[str, ...]] = ("in_place", *decode.PROMISED)
+    #: Options of the workload's `make_inputs` that the library needs.
     input_options: ClassVar[dict[str, Any]] = {}
 
     def default_tiling(self) -> NoKnobs:

@@ -42,7 +42,8 @@ def detail(problem: Problem) -> str:
 
 
 def cell_name(problem: Problem) -> str:
-    """A name that no other problem has: its label, with what that leaves out."""
+    """A name that tells the problems of a workload apart: the label, with what `detail` of the workload's row adds. A
+    workload whose label leaves out a field needs a row with a `detail`; without one the name is the label alone."""
     return problem.label + detail(problem)
 
 

@@ -233,7 +233,7 @@ class Engine:
         hardware = self.hardware(inputs[0].device)
         plan = way.make(problem, hardware)
         plan.supported().require(Unsupported)  # a version that the caller named
-        plan.feasible().require(Infeasible)  # sizes that it has no room for: the dispatcher picks by the class
+        plan.feasible().require(Infeasible)  # sizes that it has no room for: fixed_split picks by the class
         arch = None if hardware is None else hardware.arch
         with self._lock:
             plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), CompileCache())

@@ -2,9 +2,9 @@
 
 A public function of this room is written as an eager call and marked with `traceable`. A plain call runs it as it
 stands, because torch's dispatcher costs microseconds and gives an eager call nothing. A call goes through the
-function's operator where somebody is looking: while torch traces, under a dispatch mode, and for tensors of a subclass,
-as fake and functional ones are. The operator runs the function without its mark, `eager(function)`, so that no call can
-come back to where it was.
+function's operator where somebody is looking: while torch traces, under a dispatch mode, and where the first argument
+is a tensor of a subclass, as fake and functional ones are. The other arguments are not looked at. The operator runs the
+function without its mark, `eager(function)`, so that no call can come back to where it was.
 
 A function cannot import its operator, which imports the function. It finds the way there in `through`, which
 `mla_var3.ops.library` fills when `mla_var3.ops` is imported.

@@ -44,8 +44,8 @@ def serve(
 
 
 def engine_of(on: Engine | None, tensor: torch.Tensor, name: str, function: str) -> Engine:
-    """The engine of a call of `function`: the one that it names, else the process's. Raises `UserError` for an argument
-    that is not where the engine computes."""
+    """The engine of a call of `function`: the one that it names, else the process's. Raises `UserError`, naming the
+    argument, for a tensor that is not on a GPU."""
     served = engine() if on is None else on
     served.require_here(tensor, name, function)
     return served

@@ -160,5 +160,6 @@ def records_of(
 
 
 def _same(recorded: Mapping[str, Any] | None, knobs: Mapping[str, Any]) -> bool:
-    """Whether a record's knobs are these; a version may have got new knobs since, or may record none."""
-    return all(knobs.get(name) == value for name, value in (recorded or {}).items())
+    """Whether a record's knobs are these, of those that the version still has; it may have got new ones since, or may
+    record none."""
+    return all(knobs[name] == value for name, value in (recorded or {}).items() if name in knobs)

@@ -44,9 +44,9 @@ def map_legend() -> Rows:
 
 def on_map(found: Sequence[Winner]) -> list[Winner]:
     """Cells in which a version that is still here was measured, or none of ours, and that were chosen: one that was
-    drawn at random makes a row and a column of its own. Of these, cells whose panel has at least `PANEL` of them, or all where no panel
-    has: a panel for each list of lengths or odd number of heads would hide the others. The rest stand in the table
-    below."""
+    drawn at random makes a row and a column of its own. Of these, cells whose panel has at least `PANEL` of them, or
+    all where no panel has: a panel for each list of lengths or odd number of heads would hide the others. The rest
+    stand in the table below."""
     chosen = [w for w in found if (w.ours is None or w.ours.live) and not w.drawn]
     sizes = Counter(naming.panel(w.best.problem) for w in chosen)
     return [w for w in chosen if sizes[naming.panel(w.best.problem)] >= min(PANEL, max(sizes.values()))]

@@ -175,12 +175,12 @@ class Work(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which rows a CTA computes. first_row: of the query tile, in the rows of a request and kv head. split: of
-    num_splits."""
+    """Which rows a CTA computes. row_tile: the query tile, of a request and kv head; it has rows ROWS · row_tile on.
+    split: of num_splits."""
 
     request: Int32
     kv_head: Int32
-    first_row: Int32
+    row_tile: Int32
     split: Int32
     num_splits: Int32
 
@@ -584,10 +584,11 @@ def epilogue(
     sums: cutlass.Constexpr,  # (ROWS,) fp32 each, shared memory: the consumers' row sums
     outputs: Outputs,
     place: Place,
+    first_row: Int32,  # of the query tile
 ):
     """Adds the two row sums up, divides, and writes this consumer's half of the output or of the partial one."""
     out, lse, partial_out, partial_lse = outputs
-    request, kv_head, first_row, split, num_splits = place
+    request, kv_head, _, split, num_splits = place
     geometry, k = w.geometry, w.geometry.k
     lane_row = wgmma.acc_row(w.thread, 0)
     for r in cutlass.range_constexpr(2):
@@ -646,8 +647,8 @@ def store_no_keys(
 ):
     """A CTA without keys: zeros and +inf, or, with several splits, an LSE of -inf: `combine` skips such a split."""
     out, lse, _, partial_lse = outputs
-    request, kv_head, first_row, split, num_splits = place
-    row = first_row + thread // 4
+    request, kv_head, row_tile, split, num_splits = place
+    row = row_tile * ROWS + thread // 4
     if row < geometry.rows:
         if num_splits == 1:
             zeros = cute.make_rmem_tensor(rows.CHUNK, out.element_type)
@@ -689,7 +690,7 @@ def flash_mla(
     seq_len = seq_lens[request]
     work = work_range(seq_len, row_tile, split, num_splits, geometry)
     first, end, _, unmasked = work
-    place = Place(request, kv_head, row_tile * ROWS, split, num_splits)
+    place = Place(request, kv_head, row_tile, split, num_splits)
 
     q_layout = wgmma.k_major_layout(dtype, (ROWS, geometry.k + geometry.p))
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
@@ -723,7 +724,7 @@ def flash_mla(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         if first < end:
-            first_row = place.first_row
+            first_row = row_tile * ROWS
             copy_query_rows(q, q_tile, request, kv_head, first_row, thread, geometry)
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
@@ -735,11 +736,11 @@ def flash_mla(
             if warp < WARPGROUP // 32:
                 w = Consumer.make(EVEN, geometry, shared, thread, scale_log2, seq_len, first_row)
                 w.run(first, end, unmasked)
-                epilogue(w, sums, outputs, place)
+                epilogue(w, sums, outputs, place, first_row)
             else:
                 w = Consumer.make(ODD, geometry, shared, thread - WARPGROUP, scale_log2, seq_len, first_row)
                 w.run(first, end, unmasked)
-                epilogue(w, sums, outputs, place)
+                epilogue(w, sums, outputs, place, first_row)
         else:
             store_no_keys(outputs, place, thread, geometry)
 

@@ -75,8 +75,9 @@ FILES = {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
         **{
             name: f"h200/2026-11-27-{name}.jsonl"
-            for name in ("decode", "query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
+            for name in ("query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
         },
+        "decode": "h200/2026-11-27-decode-evening.jsonl",
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},

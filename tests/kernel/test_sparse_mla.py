@@ -48,8 +48,8 @@ def plan_type(label: str) -> Any:
 
 def cases_of(name: str) -> set[str]:
     lacking = {"bf16": {"scales", "codes", "subnormal"}, "flat": {"extra"}}.get(name.removeprefix("dense "), set())
-    of_indices = {"holes", "none", "duplicates", "extra"} if name in DENSE else set()
-    return set(CASES) - ONLY_ON_A_GPU - lacking - of_indices
+    of_indices = {"holes", "none", "duplicates", "tail", "tiles", "rows", "contexts", "extra"}
+    return set(CASES) - ONLY_ON_A_GPU - lacking - (of_indices if name in DENSE else set())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mla_var3.cli.arguments import problem_of
 from mla_var3.errors import UserError
 from mla_var3.lab import naming
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 DECODE: list[dict[str, Any]] = [
     {"b": 128, "t": 4096},
@@ -80,6 +81,21 @@ def test_a_field_that_a_label_leaves_out_is_in_the_name() -> None:
             except UserError:  # another field has to change with it
                 continue
             assert naming.cell_name(other) != naming.cell_name(default), (name, field.name)
+
+
+def test_how_a_problem_of_sparse_decode_reads() -> None:
+    served = SparseProblem(b=64, contexts="lognormal:7", missing="end:0.25", strided=True)
+    assert served.label == "v32_b64_s1_h128_top2048_lognormal"
+    assert naming.cell_name(served) == f"{served.label}_strided_seed7_end0.25"
+    assert naming.panel(served) == "v32, 128 heads × 1, top 2048, contexts lognormal:7, missing end:0.25, strided"
+    assert naming.words(served) == (
+        "64 requests of 1 query token, 128 heads, 2048 of 32768 cached tokens, contexts lognormal:7, missing end:0.25, "
+        "layout v32, q and indices strided"
+    )
+    words = ["--b", "64", "--problem", "contexts=lognormal:7,missing=end:0.25,strided=true"]
+    assert sorted(naming.options(served)) == sorted(words)
+    plain = served.replace(contexts="full", missing="", strided=False)
+    assert naming.cell_name(plain) == plain.label == "v32_b64_s1_h128_top2048"
 
 
 def test_how_a_decode_problem_reads() -> None:

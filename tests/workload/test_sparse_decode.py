@@ -21,7 +21,9 @@ from mla_var3.packed_cache import LAYOUTS, fields, unpack
 from mla_var3.runtime import KernelPlan, TorchKernel
 from mla_var3.runtime.types import Tiling
 from mla_var3.workload.sparse_decode import (
+    APART,
     CASES,
+    CONTEXTS,
     DISTRIBUTIONS,
     QUANTISED,
     WORKLOAD,
@@ -37,6 +39,10 @@ from mla_var3.workload.sparse_decode import (
 V32 = SparseProblem(b=2, s=2, h=3, t=70, topk=20, page=16)
 V4 = V32.replace(layout="v4", lengths=True, sink=True, extra=9, extra_t=30, extra_page=5, extra_lengths=True)
 FLAT, BF16 = V32.replace(layout="flat", sink=True), V32.replace(layout="bf16", lengths=True)
+SERVED = [
+    V32.replace(contexts="half_short:3", strided=True, b=4),
+    V4.replace(contexts="uniform", missing="scattered:0.3", strided=True, b=3),
+]
 ALL = [V32, V4, FLAT, BF16]
 DENSE = [
     SparseProblem(b=5, s=3, h=3, t=70, page=7, lengths=True, paged=True),
@@ -48,7 +54,8 @@ EVERYWHERE = [name for name in CASES if name not in ("many", "far")]
 
 def cases_of(problem: SparseProblem) -> list[str]:
     lacking = {"bf16": ("scales", "codes", "subnormal"), "flat": ("extra",)}.get(problem.layout, ())
-    lacking += ("holes", "none", "duplicates", "extra") if problem.paged else ()
+    of_indices = ("holes", "none", "duplicates", "tail", "tiles", "rows", "contexts", "extra")
+    lacking += of_indices if problem.paged else ()
     return [name for name in EVERYWHERE if name not in lacking]
 
 
@@ -81,7 +88,7 @@ def by_hand(problem: SparseProblem, *inputs: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("dist", ["flashmla", "holes", "empty", "duplicates"])
-@pytest.mark.parametrize("problem", ALL, ids=lambda p: p.layout)
+@pytest.mark.parametrize("problem", [*ALL, *SERVED], ids=lambda p: p.problem_class().key())
 def test_the_oracle_is_what_is_written_down(problem: SparseProblem, dist: str) -> None:
     inputs = make_inputs(problem, seed=3, dist=dist)
     found, wanted = reference(problem, *inputs), by_hand(problem, *inputs)
@@ -206,6 +213,112 @@ def test_query_tokens_choose_different_tokens_of_their_own_request() -> None:
     assert bool(((short >= 0).sum(-1) == 7).all())
 
 
+def counted(problem: SparseProblem, given: dict[str, Any], prefix: str) -> Any:
+    """(b, s, topk) bool: whether an index counts and names a token, looked at one by one."""
+    indices, tokens = given[f"{prefix}indices"], given[f"{prefix}cache"].shape[0] * given[f"{prefix}cache"].shape[1]
+    found = torch.zeros(indices.shape, dtype=torch.bool)
+    for i in range(problem.b):
+        most = int(given[f"{prefix}lengths"][i]) if f"{prefix}lengths" in given else indices.shape[2]
+        for j in range(problem.s):
+            for place, index in enumerate(indices[i, j, :most].tolist()):
+                found[i, j, place] = 0 <= index < tokens
+    return found
+
+
+@pytest.mark.parametrize("contexts", ["uniform", "lognormal:5", "half_short", "short:2"])
+@pytest.mark.parametrize("problem", [V32.replace(t=150, topk=70, b=6), V4.replace(b=6)], ids=lambda p: p.layout)
+def test_a_short_context_fills_the_front_of_its_rows(problem: SparseProblem, contexts: str) -> None:
+    problem = problem.replace(contexts=contexts, lengths=False, extra_lengths=False)
+    given = named(problem, *make_inputs(problem, seed=5))
+    tokens = problem.context_lens
+    assert len(tokens) == 6 and min(tokens) >= 1 and max(tokens) <= problem.t
+    for part in problem.parts:
+        indices = given[f"{part.prefix}indices"]
+        for i, held in enumerate(part.contexts):
+            assert held == (-(-tokens[i] * part.t // problem.t) if part.prefix else tokens[i])
+            for row in indices[i].tolist():
+                front = row[: min(held, part.topk)]
+                assert min(front) >= 0 and len(set(front)) == len(front) and set(row[len(front) :]) <= {-1}
+            # The context is one prefix of the request's pages, whichever of its tokens a row names.
+            pages = set((indices[i][indices[i] >= 0] // part.page).tolist())
+            assert len(pages) <= -(-held // part.page)
+    short = [held < (problem.extra or problem.topk) for held in problem.parts[-1].contexts]
+    if contexts.startswith(("half", "short")):
+        assert sum(short) == (6 if contexts.startswith("short") else 3)
+    long = SparseProblem(b=6, t=16384, contexts=contexts)
+    assert long.context_lens != long.replace(contexts=f"{contexts.partition(':')[0]}:9").context_lens
+
+
+@pytest.mark.parametrize("missing", ["end:0.25", "scattered:0.4", "tiles:0.5", "rows:0.5"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        V32.replace(t=400, topk=333, b=3),
+        V32.replace(t=400, topk=333, b=3, contexts="half_short", lengths=True),
+        V4.replace(t=400, topk=333, b=3),
+    ],
+    ids=["v32", "contexts", "v4"],
+)
+def test_missing_indices_are_those_that_the_problem_says(problem: SparseProblem, missing: str) -> None:
+    whole = named(problem, *make_inputs(problem, seed=5))
+    spoiled = problem.replace(missing=missing)
+    given = named(spoiled, *make_inputs(spoiled, seed=5))
+    kind, pairs = missing.partition(":")[0], 0
+    for part in problem.parts:
+        indices, found = given[f"{part.prefix}indices"], counted(spoiled, given, part.prefix)
+        there = counted(problem, whole, part.prefix)
+        gone = there & ~found
+        assert bool((indices[gone] == -1).all()) and not bool((found & ~there).any())
+        assert found.any() and (gone.any() or part.topk < 64)
+        for i, j in ((i, j) for i in range(3) for j in range(2)):
+            is_empty = (i, j) in spoiled.empty_rows()
+            assert int(found[i, j].sum()) == (0 if is_empty else spoiled.filled(part)[i])
+            lost = gone[i, j].nonzero().flatten().tolist()
+            if kind == "end":
+                assert bool((indices[i, j, part.topk - round(0.25 * part.topk) :] == -1).all())
+            elif kind == "tiles":  # whole ones
+                assert all(lost.count(64 * (place // 64)) and len(lost) % 64 == 0 for place in lost)
+            elif kind == "scattered" and len(lost) > 9:
+                assert lost != list(range(lost[0], lost[0] + len(lost)))
+        pairs += int(found.sum())
+    assert len(spoiled.empty_rows()) == (3 if kind == "rows" else 0)
+    assert spoiled.cost().pairs == pairs < problem.cost().pairs
+    assert spoiled.cost().flops == 2 * pairs * problem.h * (problem.columns + 512)
+    assert spoiled.cost().bytes < problem.cost().bytes
+
+
+@pytest.mark.parametrize("problem", [V32, V4, DENSE[0]], ids=lambda p: p.problem_class().key())
+def test_strided_inputs_are_the_same_values_further_apart(problem: SparseProblem) -> None:
+    plain, apart = make_inputs(problem, seed=5), make_inputs(problem.replace(strided=True), seed=5)
+    for name, one, other in zip(input_names(problem), plain, apart, strict=True):
+        memory = (other.untyped_storage().nbytes() - other.storage_offset() * other.element_size()) // (
+            other.element_size()
+        )
+        if name in ("q", "indices", "extra_indices", "page_table"):
+            assert torch.equal(
+                one.view(torch.int16) if name == "q" else one, other.view(torch.int16) if name == "q" else other
+            )
+            sizes = [size + 1 for size in one.shape[:-1]] + [one.shape[-1] + APART]
+            assert memory == math.prod(sizes)
+            assert other.stride() == torch.empty(sizes, device="meta").stride()
+            everything = other.as_strided((memory,), (1,))
+            between = everything.isnan().sum() if name == "q" else (everything == 0).sum()
+            assert int(between) >= memory - one.numel()
+        else:
+            assert one.stride() == other.stride()
+    oracle = reference(problem, *plain), reference(problem.replace(strided=True), *apart)
+    for one, other in zip(*oracle, strict=True):
+        assert torch.equal(one, other)
+    bytes_of = [
+        sum(
+            x.untyped_storage().nbytes() for x, name in zip(inputs, input_names(problem), strict=True) if name != "sink"
+        )
+        for inputs in (plain, apart)
+    ]
+    more = problem.replace(strided=True).input_bytes() - problem.input_bytes()
+    assert more == bytes_of[1] - bytes_of[0] > 0
+
+
 def test_scales_codes_and_subnormals() -> None:
     between = fields(LAYOUTS["v32"], named(V32, *make_inputs(V32, dist="scales", poison=False))["cache"]).scales
     assert bool((torch.frexp(between)[0] > 0.5).all())
@@ -236,7 +349,7 @@ def plan_of(compute: Callable[..., tuple[Any, ...]]) -> type[KernelPlan]:
     class Plan(KernelPlan):
         workload = WORKLOAD
         tiling_type = NoTiling
-        requires = Requirement(archs=(), options=("paged",))
+        requires = Requirement(archs=(), options=("paged", "strided"))
 
         def default_tiling(self) -> Tiling:
             return NoTiling()
@@ -303,6 +416,13 @@ def _copied(cache: Any) -> Any:
     return memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
 
+@pytest.mark.parametrize("problem", SERVED, ids=lambda p: p.layout)
+def test_what_tensor_cores_compute_passes_where_inputs_are_strided(problem: SparseProblem) -> None:
+    cases = ["own", "tiles", "in_place", "lengths", "extra"]
+    report = check(plan_of(sixteen_bit(scales_too=False)), problem, device="cpu", cases=cases, seeds=[4])
+    assert report.ok and len(report.cases) == len(cases), report.reason
+
+
 @pytest.mark.parametrize("problem", [*ALL, *DENSE], ids=lambda p: p.problem_class().key())
 def test_the_oracle_and_what_tensor_cores_compute_pass_every_case(problem: SparseProblem) -> None:
     for compute in (reference, sixteen_bit(scales_too=False)):
@@ -358,6 +478,40 @@ def zeros_for_none(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
     return out * torch.exp(lse.nan_to_num(posinf=-1e9) - new).transpose(1, 2).unsqueeze(-1), new
 
 
+def none_is_token_0(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
+    """-1, and nothing else that names no token, is taken for the first one."""
+    given = named(problem, *inputs)
+    given["indices"] = torch.where(given["indices"] == -1, 0, given["indices"])
+    return reference(problem, *(given[x] for x in input_names(problem)))
+
+
+def skips_behind_an_empty_tile(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
+    """A row ends with the first tile of 64 whose indices all name none."""
+    given = named(problem, *inputs)
+    given["indices"] = given["indices"].clone()
+    inside = (given["indices"] >= 0) & (given["indices"] < problem.parts[0].tokens)
+    for row, names in zip(given["indices"].flatten(0, 1), inside.flatten(0, 1), strict=True):
+        for begin in range(0, len(row), 64):
+            if not bool(names[begin : begin + 64].any()):
+                row[begin:] = -1
+    return reference(problem, *(given[x] for x in input_names(problem)))
+
+
+def one_row_is_all(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
+    """A request without tokens in its first row has none in any."""
+    given = named(problem, *inputs)
+    given["indices"] = given["indices"].clone()
+    given["indices"][(given["indices"] < 0).all(-1).any(-1)] = -1
+    return reference(problem, *(given[x] for x in input_names(problem)))
+
+
+def as_if_contiguous(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
+    """Rows of q are taken to lie behind each other."""
+    given = named(problem, *inputs)
+    given["q"] = given["q"].as_strided(given["q"].shape, torch.empty(given["q"].shape, device="meta").stride())
+    return reference(problem, *(given[x] for x in input_names(problem)))
+
+
 def of_other_lengths(more: int) -> Callable[..., tuple[Any, ...]]:
     """The oracle on lengths that are off, within what the page table names."""
 
@@ -401,6 +555,12 @@ def lse_with_the_sink(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
         (without_the_last, V4, "last"),
         (garbage_is_token_0, V32, "unseen"),
         (zeros_for_none, V32, "below_zero"),
+        (none_is_token_0, V32, "tail"),
+        (none_is_token_0, V32, "contexts"),
+        (zeros_for_none, V32, "tail"),
+        (skips_behind_an_empty_tile, V32, "tiles"),
+        (one_row_is_all, V32, "rows"),
+        (as_if_contiguous, SERVED[0], "own"),
         (lse_with_the_sink, FLAT, "own"),
         (of_other_lengths(-1), DENSE[1], "last"),
         (of_other_lengths(1), DENSE[1], "unseen"),
@@ -415,6 +575,12 @@ def lse_with_the_sink(problem: SparseProblem, *inputs: Any) -> tuple[Any, ...]:
         "last",
         "garbage",
         "zeros",
+        "none-in-the-tail",
+        "none-of-a-context",
+        "zeros-in-the-tail",
+        "tiles",
+        "rows",
+        "strides",
         "lse",
         "short",
         "long",
@@ -457,17 +623,27 @@ def test_what_it_costs() -> None:
     lens = V4.parts[0].lens
     assert len(set(lens)) == 2 and max(lens) <= V4.topk
     assert V4.cost().pairs == 2 * (sum(lens) + sum(V4.parts[1].lens))
+    served = SparseProblem(b=4, t=4096, contexts="short")
+    assert served.cost().pairs == sum(served.context_lens) < 4 * 2048
+    assert served.cost().bytes == sum(served.context_lens) * 656 + rows // 32
+    assert SparseProblem(b=2, missing="end:0.25").cost().pairs == 2 * 1536
+    assert SparseProblem(b=2, missing="rows:0.5").cost().bytes == 2048 * 656 + rows // 64
 
 
 def test_a_problem_is_recorded_and_bound_as_it_is() -> None:
-    for problem in [*ALL, *DENSE]:
+    for problem in [*ALL, *SERVED, *DENSE]:
         record = problem.to_record()
+        for name in ("contexts", "missing", "strided"):
+            assert record.get(name, getattr(SparseProblem, name)) == getattr(problem, name)
+            assert (name in record) == (getattr(problem, name) != getattr(SparseProblem, name))
         assert record["workload"] == "sparse_decode" and SparseProblem.from_record(record) == problem
         assert record.get("paged", False) == problem.paged and record.get("paged") is not False
         inputs = make_inputs(problem)
         assert WORKLOAD.rebound(problem, *inputs) == WORKLOAD.as_bound(problem)
         assert len(problem.problem_class().key()) < 80
-    assert len({problem.problem_class().key() for problem in [*ALL, V32.replace(sink=True), *DENSE]}) == 8
+    assert len({problem.problem_class().key() for problem in [*ALL, *SERVED, V32.replace(sink=True), *DENSE]}) == 10
+    assert SERVED[0].problem_class() == V32.replace(strided=True).problem_class() != V32.problem_class()
+    assert V32.replace(contexts="uniform:0", missing="end:0") == V32.replace(contexts="uniform")
     assert DENSE[0].problem_class() == DENSE[0].replace(b=1, t=9, lengths=False).problem_class()
     assert DENSE[0].label == "v32_b5_s3_h3_t70"
     assert DENSE[2].input_bytes() == (
@@ -506,12 +682,39 @@ def test_other_classes_do_not_bind() -> None:
             WORKLOAD.rebound(V32, *spoiled)
 
 
+def test_strides_that_a_kernel_cannot_read_do_not_bind() -> None:
+    problem = SERVED[0]
+    q, cache, indices = make_inputs(problem)
+    plain = make_inputs(problem.replace(strided=False))
+    assert WORKLOAD.rebound(problem, *plain) == WORKLOAD.as_bound(problem)
+    wide = q.new_zeros((4, 2, 3, 577))
+    for spoiled, words in (
+        (
+            (q.transpose(-1, -2).contiguous().transpose(-1, -2), cache, indices),
+            "q has strides .* must lie side by side",
+        ),
+        ((wide[..., :576], cache, indices), "q has strides .* multiples of 16 bytes"),
+        ((q.new_zeros(q.numel() + 1)[1:].view(q.shape), cache, indices), "q has strides .* multiples of 16 bytes"),
+        ((q, cache, indices.transpose(-1, -2).contiguous().transpose(-1, -2)), "indices has strides"),
+    ):
+        with pytest.raises(UserError, match=words):
+            WORKLOAD.rebound(problem, *spoiled)
+    with pytest.raises(UserError, match=r"q has strides .* must be contiguous"):
+        WORKLOAD.rebound(problem.replace(strided=False), q, cache, indices)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"layout": "v3"}, "did you mean"), ({"topk": 0}, "topk"), ({"dtype": "fp16"}, "dtype"), ({"sink": 1}, "sink"),
      ({"extra": 4, "layout": "flat"}, "extra"), ({"extra_lengths": True}, "extra_lengths"), ({"extra": -1}, "extra"),
      ({"paged": True, "topk": 512}, "topk is a number of indices"), ({"paged": True, "extra": 4}, "extra is a number"),
-     ({"paged": 1}, "paged"), ({"paged": True, "extra_lengths": True}, "extra_lengths")],
+     ({"contexts": "unifrom"}, "contexts.*did you mean"), ({"contexts": "uniform:x"}, "contexts.*uniform:7"),
+     ({"contexts": "uniform:-1"}, "contexts.*uniform:7"), ({"contexts": 3}, "contexts"),
+     ({"missing": "end"}, "missing.*end:0.25"), ({"missing": "end:2"}, "missing.*end:0.25"),
+     ({"missing": "ends:0.2"}, "missing.*did you mean"), ({"missing": "end:nan"}, "missing"),
+     ({"strided": 1}, "strided"), ({"paged": True, "contexts": "short"}, "contexts is of indices"),
+     ({"paged": True, "missing": "end:0.5"}, "missing is of indices"), ({"paged": 1}, "paged"),
+     ({"paged": True, "extra_lengths": True}, "extra_lengths")],
 )  # fmt: skip
 def test_problems_that_make_no_sense_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -521,5 +724,8 @@ def test_problems_that_make_no_sense_are_refused(fields: dict[str, Any], words: 
 def test_drawn_problems_make_sense() -> None:
     rng = random.Random(3)
     drawn = [SparseProblem(**draw(rng)) for _ in range(200)]
-    assert {p.layout for p in drawn} == set(LAYOUTS) and any(p.extra_lengths for p in drawn)
+    assert {p.layout for p in drawn} == {"v32", "v4"} and any(p.extra_lengths for p in drawn)
+    assert {p.contexts.partition(":")[0] for p in drawn} == set(CONTEXTS) and len({p.missing for p in drawn}) > 9
+    assert 60 < sum(p.strided for p in drawn) < 140
     assert max(p.input_bytes() for p in drawn) < 16e9
+    assert all(p.cost().pairs <= p.b * p.s * (p.topk + p.extra) for p in drawn)

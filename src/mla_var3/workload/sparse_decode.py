@@ -30,7 +30,13 @@ attended to is NaN, or the query is, out and lse are NaN.
 
 Keys and values are exactly what the bytes say, not rounded to bf16.
 
-Tokens that no query token attends to hold NaN in every column and scale, as do the bytes between pages.
+Requests may have fewer cached tokens than t (`contexts`). Where one has fewer than its query tokens have indices, each
+of these names every token of it, and the indices behind those are -1, as an indexer of a server gives them; `missing`
+makes more of them -1. Where q and indices are `strided`, they are views of larger tensors, in the form that FlashMLA's
+own tests give them: one more than it needs of every dimension but the last, and 128 elements more of that.
+
+Tokens that no query token attends to hold NaN in every column and scale, as do the bytes between pages, and so do the
+elements that a strided q leaves out; those that strided indices leave out are 0, which names a token.
 
 Distributions of inputs (`dist`). Unless something else is said, keys are N(0, 1) / 10 clamped to ±1 before they are
 packed, with scales that are powers of two, and q is N(0, 1) clamped to ±1, as in FlashMLA's own test. Holes, none and
@@ -83,7 +89,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
 from mla_var3.packed_cache import LAYOUTS, VALUES, Layout, fields, gather, layout_of, new_cache, pack, quantised
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_integer, decode
+from mla_var3.workload import MOST, Bound, Case, Cost, Output, Problem, Workload, check_integer, decode
 
 if TYPE_CHECKING:
     import torch
@@ -102,12 +108,25 @@ class SparseClass:
     extra_page: int
     extra_lengths: bool
     paged: bool = False
+    strided: bool = False
 
     def key(self) -> str:
-        options = {"lengths": self.lengths, "sink": self.sink, "xlengths": self.extra_lengths}
+        options = {"lengths": self.lengths, "sink": self.sink, "xlengths": self.extra_lengths, "strided": self.strided}
         more = "".join(f"_{name}" for name, is_so in options.items() if is_so)
         kind = "dense" if self.paged else "sparse"
         return f"{kind}_{self.layout}_s{self.s}_h{self.h}_pg{self.page}_x{self.extra_page}{more}"
+
+
+#: How many cached tokens requests have, by the name that `SparseProblem.contexts` begins with.
+CONTEXTS = ("full", "uniform", "lognormal", "half_short", "short")
+#: Median of the contexts of "lognormal".
+MEDIAN = 1024
+#: Which indices name no token, by the name that `SparseProblem.missing` begins with.
+MISSING = ("end", "scattered", "tiles", "rows")
+#: Indices of a tile, of which "tiles" leaves out whole ones.
+TILE = 64
+#: Elements by which strided tensors are longer in their last dimension; they have one more in each of the others.
+APART = 128
 
 
 @dataclass(frozen=True)
@@ -122,6 +141,16 @@ class SparseProblem(Problem):
     has it; compiled code does not depend on it. dtype: of q and out, bf16. paged: whether attention is dense, by a page
     table: there are no indices then (topk is 0) and no extra cache, and lengths says whether requests differ in their
     cached tokens, uniform in 0..t.
+
+    contexts: cached tokens of each request, a name of `CONTEXTS` and, behind a colon, the seed that they are drawn with
+    (0 where there is none), as in "uniform:7". full: t of each. uniform: in 1..t. lognormal: 1024 · exp(N(0, 1)), from
+    1 to t. short: fewer than there are indices of a query token (with an extra cache: than fill the indices into that
+    one). half_short: so for every other request, and uniform from there to t for the rest. The extra cache holds
+    extra_t / t as many tokens of a request, rounded up.
+    missing: indices that are -1 in place of naming a token, a name of `MISSING` and their share of a row, as in
+    "end:0.25"; "" for none. end: the last ones of every row. scattered: any of those that would name a token and count.
+    tiles: whole tiles of 64 of these. rows: all of a row, in that share of the rows.
+    strided: whether q, indices and the page table are views with gaps between their rows; columns lie side by side.
     """
 
     workload: ClassVar[str] = "sparse_decode"
@@ -142,11 +171,14 @@ class SparseProblem(Problem):
     softmax_scale: float | None = None
     dtype: str = "bf16"
     paged: bool = False
+    contexts: str = "full"
+    missing: str = ""
+    strided: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
-        for name in ("lengths", "sink", "extra_lengths", "paged"):
+        for name in ("lengths", "sink", "extra_lengths", "paged", "strided"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
         if self.paged:
@@ -166,6 +198,14 @@ class SparseProblem(Problem):
             raise UserError("problem.extra_lengths is for an extra cache: give extra, the indices into it.")
         object.__setattr__(self, "extra_t", (self.extra_t or self.t) if self.extra else 0)
         object.__setattr__(self, "extra_page", (self.extra_page or self.page) if self.extra else 0)
+        name, seed = _spec("contexts", self.contexts, CONTEXTS, "uniform:7, a seed of at least 0", int, 0, MOST)
+        object.__setattr__(self, "contexts", f"{name}:{seed}" if seed and name != "full" else name)
+        if self.missing:
+            name, share = _spec("missing", self.missing, MISSING, "end:0.25, a share from 0 to 1", float, 0.0, 1.0)
+            object.__setattr__(self, "missing", f"{name}:{share:g}" if share else "")
+        for name, unlike in (("contexts", "full"), ("missing", "")):
+            if self.paged and getattr(self, name) != unlike:
+                raise UserError(f"problem.{name} is of indices, and paged has none: lengths has requests that differ.")
 
     # ---------------------------------------------------------------- derived
     @property
@@ -185,28 +225,71 @@ class SparseProblem(Problem):
     @property
     def parts(self) -> tuple[Part, ...]:
         """What is attended to: the cache, and the extra one where there is one."""
-        main = Part("", self.b, self.t, self.page, self.t if self.paged else self.topk, self.lengths)
+        main = Part("", self.b, self.t, self.page, self.t if self.paged else self.topk, self.lengths, self.context_lens)
         if not self.extra:
             return (main,)
-        return main, Part("extra_", self.b, self.extra_t, self.extra_page, self.extra, self.extra_lengths)
+        held = tuple(-(-tokens * self.extra_t // self.t) for tokens in main.contexts)
+        return main, Part("extra_", self.b, self.extra_t, self.extra_page, self.extra, self.extra_lengths, held)
+
+    @property
+    def context_lens(self) -> tuple[int, ...]:
+        """Cached tokens of each request, the same everywhere; () where each has t of them."""
+        name, _, seed = self.contexts.partition(":")
+        if name == "full":
+            return ()
+        rng = random.Random(int(seed or 0))
+        if name == "uniform":
+            return tuple(rng.randint(1, self.t) for _ in range(self.b))
+        if name == "lognormal":
+            return tuple(min(max(int(MEDIAN * rng.lognormvariate(0.0, 1.0)), 1), self.t) for _ in range(self.b))
+        most = (self.extra - 1) * self.t // self.extra_t if self.extra else self.topk - 1
+        most = min(max(most, 1), self.t)
+        is_short = [name == "short" or i % 2 == 0 for i in range(self.b)]
+        rng.shuffle(is_short)
+        return tuple(rng.randint(1, most) if x else rng.randint(min(most + 1, self.t), self.t) for x in is_short)
+
+    def empty_rows(self) -> frozenset[tuple[int, int]]:
+        """(request, query token) of those whose indices all name none, where `missing` is of rows."""
+        kind, _, share = self.missing.partition(":")
+        if kind != "rows":
+            return frozenset()
+        rows = self.b * self.s
+        chosen = random.Random(self.missing).sample(range(rows), round(float(share) * rows))
+        return frozenset(divmod(row, self.s) for row in chosen)
+
+    def filled(self, part: Part) -> tuple[int, ...]:
+        """How many indices of each query token of a request name a token of one cache and count, rows that are empty
+        apart."""
+        kind, _, text = self.missing.partition(":")
+        share = float(text or 0)
+        if kind == "end":
+            return tuple(min(n, part.topk - round(share * part.topk)) for n in part.there)
+        if kind == "scattered":
+            return tuple(n - round(share * n) for n in part.there)
+        if kind == "tiles":
+            return tuple(n - TILE * round(share * (n // TILE)) for n in part.there)
+        return part.there
 
     @property
     def label(self) -> str:
         text = f"{self.layout}_b{self.b}_s{self.s}_h{self.h}"
         if self.paged:
             return f"{text}_t{self.t}"
-        return f"{text}_top{self.topk}" + (f"+{self.extra}" if self.extra else "")
+        text += f"_top{self.topk}" + (f"+{self.extra}" if self.extra else "")
+        return text if self.contexts == "full" else f"{text}_{self.contexts.partition(':')[0]}"
 
     def problem_class(self) -> SparseClass:
         lengths = self.lengths and not self.paged  # a page table always comes with lengths
         return SparseClass(
-            self.s, self.h, self.layout, self.page, lengths, self.sink, self.extra_page, self.extra_lengths, self.paged
+            self.s, self.h, self.layout, self.page, lengths, self.sink, self.extra_page, self.extra_lengths,
+            self.paged, self.strided,
         )  # fmt: skip
 
     def to_record(self) -> dict[str, Any]:
         data = super().to_record()
-        if not self.paged:
-            del data["paged"]
+        for name in ("paged", "contexts", "missing", "strided"):  # records from before these fields stay as they are
+            if data[name] == getattr(SparseProblem, name):
+                del data[name]
         return data
 
     # ---------------------------------------------------------------- cost
@@ -215,18 +298,20 @@ class SparseProblem(Problem):
 
         A pair costs 2 · (columns + 512) for q·k and p·v. Bytes: q and out once, and each cached token that a request
         attends to once. Its query tokens choose independently, each n of its t tokens: t · (1 - (1 - n/t)^s) different
-        ones on average. Of a page table they are all.
+        ones on average. Of a page table they are all. An index that names no token costs nothing.
         """
-        pairs, tokens = 0, 0.0
+        pairs, tokens, empty = 0, 0.0, self.empty_rows()
         for part in self.parts:
-            for length in part.lens:
-                if self.paged:
+            if self.paged:
+                for length in part.lens:
                     pairs += sum(max(0, length - i) for i in range(self.s))
                     tokens += length
-                    continue
-                chosen = min(length, part.t)
-                pairs += self.s * chosen
-                tokens += part.t * (1.0 - (1.0 - chosen / part.t) ** self.s)
+                continue
+            contexts = part.contexts or (part.t,) * self.b
+            for i, (chosen, t) in enumerate(zip(self.filled(part), contexts, strict=True)):
+                rows = self.s - sum((i, j) in empty for j in range(self.s)) if empty else self.s
+                pairs += rows * chosen
+                tokens += t * (1.0 - (1.0 - chosen / t) ** rows)
         rows = self.b * self.s * self.h * (self.columns + VALUES) * self.element_bytes
         return Cost(
             2 * pairs * self.h * (self.columns + VALUES), round(tokens) * self.cache.token_bytes + rows, pairs
@@ -238,17 +323,38 @@ class SparseProblem(Problem):
     def input_bytes(self) -> int:
         """Device memory of one input set with its outputs, tokens that nobody attends to included."""
         caches = sum(part.pages * self.cache.page_bytes(part.page) for part in self.parts)
-        indices = 4 * sum(self.b * (self.s * part.topk + part.has_lengths) for part in self.parts)
+        rows = [self.room(self.b, self.s, part.topk) + self.b * part.has_lengths for part in self.parts]
         if self.paged:
-            indices = 4 * (self.parts[0].pages + self.b)
-        q = self.b * self.s * self.h * self.columns * self.element_bytes
+            rows = [self.room(self.b, self.parts[0].pages // self.b) + self.b]
+        indices = 4 * sum(rows)
+        q = self.room(self.b, self.s, self.h, self.columns) * self.element_bytes
         return caches + indices + q + 4 * self.h * self.sink + self.output_bytes()
+
+    def room(self, *shape: int) -> int:
+        """Elements of the memory that q, indices or a page table of this shape lie in."""
+        return math.prod((*(size + 1 for size in shape[:-1]), shape[-1] + APART) if self.strided else shape)
+
+
+def _spec(
+    field: str, value: Any, names: tuple[str, ...], example: str, kind: type[Any], low: float, most: float
+) -> tuple[str, Any]:
+    """(name, number) of a field such as "uniform:7". Raises `UserError`, naming the field."""
+    name, colon, text = str(value).partition(":")
+    if not isinstance(value, str) or name not in names:
+        raise UserError(f"problem.{field} = {value!r} is unknown: {nearest(name, names)}.")
+    try:
+        number = kind(text) if colon else kind(0)
+    except ValueError:
+        number = math.nan
+    if not low <= number <= most or (kind is float and not colon):
+        raise UserError(f"problem.{field} = {value!r} is not understood: write it as {example}.")
+    return name, number
 
 
 @dataclass(frozen=True)
 class Part:
     """One of the caches that a problem attends to. prefix: of its inputs' names. topk: indices of a query token; of a
-    page table, the cached tokens that it has room for."""
+    page table, the cached tokens that it has room for. contexts: cached tokens of each request; () where all have t."""
 
     prefix: str
     b: int
@@ -256,6 +362,7 @@ class Part:
     page: int
     topk: int
     has_lengths: bool
+    contexts: tuple[int, ...] = ()
 
     @property
     def pages(self) -> int:
@@ -275,6 +382,17 @@ class Part:
             return (self.topk,) * self.b
         rng = random.Random(f"{self.prefix}{self.topk}")
         return tuple(rng.randint(0, self.topk) for _ in range(self.b))
+
+    @property
+    def there(self) -> tuple[int, ...]:
+        """Indices of a query token of each request that count and name a token where none is left out; they stand in
+        front of the others."""
+        contexts = self.contexts or (self.t,) * self.b
+        return tuple(min(length, tokens) for length, tokens in zip(self.lens, contexts, strict=True))
+
+
+#: Inputs that are views with gaps between their rows where a problem is strided.
+STRIDED = ("q", "indices", "extra_indices", "page_table")
 
 
 def input_names(problem: SparseProblem) -> tuple[str, ...]:
@@ -374,7 +492,19 @@ def make_inputs(
         sink = math.log(attended) + torch.randn((problem.h,), device=device, generator=generator)
         odd = torch.randint(4, (problem.h,), device=device, generator=generator)
         made["sink"] = torch.where(odd == 0, math.inf, torch.where(odd == 1, -math.inf, sink))
+    if problem.strided:
+        between = math.nan if poison else 0.0
+        made |= {name: _strided(made[name], between if name == "q" else 0) for name in STRIDED if name in made}
     return tuple(made[name] for name in input_names(problem))
+
+
+def _strided(tensor: torch.Tensor, between: float) -> torch.Tensor:
+    """The same values, as a view of a larger tensor that holds `between` everywhere else."""
+    *others, last = tensor.shape
+    memory = tensor.new_full((*(size + 1 for size in others), last + APART), between)
+    view = memory[tuple(slice(size) for size in tensor.shape)]
+    view.copy_(tensor)
+    return view
 
 
 class _Drawn:
@@ -392,13 +522,23 @@ class _Drawn:
             chosen = torch.arange(t, device=device).repeat(b, s, 1)
         else:
             # Distinct tokens of the request for each query token, in random order; none where there are not enough.
-            chosen = torch.rand((b * s, t), device=device, generator=generator).topk(min(topk, t)).indices
+            rank = torch.rand((b * s, t), device=device, generator=generator)
+            if part.contexts:
+                ends = torch.tensor(part.contexts, device=device).repeat_interleave(s).unsqueeze(1)
+                rank[torch.arange(t, device=device) >= ends] = -1.0
+            best = rank.topk(min(topk, t))
+            chosen = best.indices.where(best.values >= 0.0, -1) if part.contexts else best.indices
             chosen = torch.nn.functional.pad(chosen.view(b, s, -1), (0, topk - chosen.shape[1]), value=-1)
         if dist == "duplicates":
             chosen = chosen[..., torch.arange(topk, device=device) % min(3, topk, t)]
         pages = order.gather(1, (chosen.clamp(min=0) // part.page).view(b, -1)).view(chosen.shape)
         slots = pages * part.page + chosen.clamp(min=0) % part.page
         is_none = chosen < 0
+        #: Indices that are -1 whatever else stands where one names no token.
+        self.left_out = is_none.clone()
+        if problem.missing:
+            self.left_out |= self._missing()
+            is_none |= self.left_out
         if dist in HOLES and not problem.paged:
             is_none |= torch.rand(slots.shape, device=device, generator=generator) < 1 / 3
         elif dist == "none":
@@ -419,7 +559,28 @@ class _Drawn:
 
     def indices(self, garbage: bool) -> torch.Tensor:
         """(b, s, topk) int32."""
-        return self._numbers(self.slots, self.is_none, garbage)
+        return self._numbers(self.slots, self.is_none, garbage).masked_fill_(self.left_out, -1)
+
+    def _missing(self) -> torch.Tensor:
+        """(b, s, topk) bool: those that the problem's `missing` leaves out."""
+        import torch
+
+        kind, _, share = self.problem.missing.partition(":")
+        b, s, topk = self.part.b, self.problem.s, self.part.topk
+        if kind == "rows":
+            rows = torch.zeros((b, s, 1), dtype=torch.bool, device=self.device)
+            for i, j in self.problem.empty_rows():
+                rows[i, j] = True
+            return rows.expand(b, s, topk)
+        if kind == "end":
+            return torch.arange(topk, device=self.device).expand(b, s, topk) >= topk - round(float(share) * topk)
+        size = TILE if kind == "tiles" else 1
+        whole = torch.tensor([n // size for n in self.part.there], device=self.device).view(b, 1, 1)
+        fewer = torch.tensor([round(float(share) * (n // size)) for n in self.part.there], device=self.device)
+        units = torch.rand((b, s, -(-topk // size)), device=self.device, generator=self.generator)
+        units[torch.arange(units.shape[-1], device=self.device).expand_as(units) >= whole] = 2.0
+        chosen = units.argsort(-1).argsort(-1) < fewer.view(b, 1, 1)
+        return chosen.repeat_interleave(size, dim=-1)[..., :topk]
 
     def page_table(self, garbage: bool) -> torch.Tensor:
         """(b, pages of a request) int32."""
@@ -646,6 +807,10 @@ CASES = {
     "holes": "a third of the indices name none: negative, or outside the cache (not of a page table)",
     "none": "no index names a token (not of a page table)",
     "duplicates": "the same tokens many times (not of a page table)",
+    "tail": "the last two fifths of every row name none (not of a page table)",
+    "tiles": "every other whole tile of indices names none (not of a page table)",
+    "rows": "half of the query tokens have no index that names a token (not of a page table)",
+    "contexts": "half of the requests have fewer tokens than indices (not of a page table)",
     "empty": "every other request without a token",
     "first": "the token of the first index dominates",
     "last": "that of the last one that counts does, of the extra cache where there is one",
@@ -683,6 +848,12 @@ def _cases(problem: SparseProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("one_key", uneven.replace(**one, extra=min(own.extra, 1)), "flashmla")
     for dist in ("empty", *DOMINANT) if own.paged else (*OF_INDICES, "empty", *DOMINANT):
         yield Case(dist, uneven, dist)
+    if not own.paged:
+        yield Case("tail", uneven.replace(missing="end:0.4"), "below_zero")
+        wide = uneven.replace(t=max(uneven.t, 3 * TILE), topk=max(uneven.topk, 2 * TILE + 22))
+        yield Case("tiles", wide.replace(missing="tiles:0.5"), "normal")
+        yield Case("rows", uneven.replace(missing="rows:0.5"), "normal")
+        yield Case("contexts", uneven.replace(contexts="half_short", missing=""), "flashmla")
     if problem.layout != "bf16":
         for dist in QUANTISED:
             yield Case(dist, uneven, dist)
@@ -782,7 +953,9 @@ def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
             raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
         if tensor.dtype != dtype:
             raise UserError(f"cannot bind: {name} is {tensor.dtype}, and this kernel wants {dtype}.")
-        if not tensor.is_contiguous():
+        if problem.strided and name in STRIDED:
+            _check_strides(name, tensor)
+        elif not tensor.is_contiguous():
             raise UserError(f"cannot bind: {name} has strides {tuple(tensor.stride())} and must be contiguous.")
 
     def tokens(name: str) -> int:
@@ -790,15 +963,25 @@ def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
 
     if problem.paged:
         return problem.replace(b=b, t=given["page_table"].shape[1] * problem.page, lengths=False)
-    sizes = {"t": tokens("cache"), "topk": given["indices"].shape[2]}
+    sizes = {"t": tokens("cache"), "topk": given["indices"].shape[2], "contexts": "full", "missing": ""}
     if problem.extra:
         sizes |= {"extra_t": tokens("extra_cache"), "extra": given["extra_indices"].shape[2]}
     return problem.replace(b=b, **sizes)
 
 
+def _check_strides(name: str, tensor: torch.Tensor) -> None:
+    """Raises `UserError` where a kernel that reads strides cannot read these. Memory in front of q's rows may be of any
+    length that keeps them on 16 bytes."""
+    strides, places = tuple(tensor.stride()), 16 // tensor.element_size() if name == "q" else 1
+    if tensor.shape[-1] > 1 and strides[-1] != 1:
+        raise UserError(f"cannot bind: {name} has strides {strides}, and its last dimension must lie side by side.")
+    if any(step % places for step in strides[:-1]) or tensor.data_ptr() % (places * tensor.element_size()):
+        raise UserError(f"cannot bind: {name} has strides {strides}, and its rows must begin at multiples of 16 bytes.")
+
+
 def as_bound(problem: SparseProblem) -> SparseProblem:
-    """What `rebound` makes of the problem's own inputs: cached tokens fill their pages."""
-    sizes: dict[str, Any] = {"t": -(-problem.t // problem.page) * problem.page}
+    """What `rebound` makes of the problem's own inputs: cached tokens fill their pages, and any index may name one."""
+    sizes: dict[str, Any] = {"t": -(-problem.t // problem.page) * problem.page, "contexts": "full", "missing": ""}
     if problem.paged:
         sizes["lengths"] = False
     if problem.extra:
@@ -812,16 +995,30 @@ def small(problem: SparseProblem) -> SparseProblem:
     return problem.replace(**{name: min(getattr(problem, name), most) for name, most in sizes.items()})
 
 
+#: Query heads of published models with sparse attention, or that may have it, whole and after tensor parallelism.
+HEADS = (*decode.SERVED_HEADS, 96, 48, 24, 6)
+
+
 def draw(rng: random.Random) -> dict[str, Any]:
-    """Fields of a problem as a server may have it: b log-uniform in 1..256, published models' heads and numbers of
-    indices, any layout, lengths in every other problem."""
-    layout = rng.choice(tuple(LAYOUTS))
-    b, s = round(2 ** rng.uniform(0, 8)), rng.choice((1, 1, 1, 2, 3, 4))
-    topk, extra = (128, rng.choice((0, 512, 1024))) if layout == "v4" else (rng.choice((512, 1024, 2048)), 0)
+    """Fields of a problem as a server may have it.
+
+    b log-uniform in 1..256, one query token in every other problem, else up to 8, heads and numbers of indices of
+    published models, layout v32, or v4 with an extra cache that holds a quarter of the tokens. Contexts are of every
+    kind; some indices are missing in a quarter of the problems, another quarter has lengths, and q and indices are
+    strided in every other one.
+    """
+    layout = rng.choice(("v32", "v4"))
+    b, s = round(2 ** rng.uniform(0, 8)), rng.choice((1, 1, 1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8))
+    topk, extra = (128, rng.choice((512, 1024))) if layout == "v4" else (rng.choice((512, 1024, 2048)), 0)
     t = round(2 ** rng.uniform(8, math.log2(min(65536, max(512, (1 << 22) // b)))))
-    made: dict[str, Any] = {"b": b, "s": s, "h": rng.choice(decode.SERVED_HEADS), "t": t, "topk": topk}
-    made |= {"layout": layout, "page": rng.choice((1, 16, 64, 128)), "extra": extra, "sink": layout == "v4"}
-    return {**made, "lengths": rng.random() < 0.5, "extra_lengths": bool(extra) and rng.random() < 0.5}
+    made: dict[str, Any] = {"b": b, "s": s, "h": rng.choice(HEADS), "t": t, "topk": topk, "layout": layout}
+    made |= {"page": rng.choice((1, 16, 64, 128)), "sink": layout == "v4", "strided": rng.random() < 0.5}
+    made |= {"extra": extra, "extra_t": -(-t // 4)} if extra else {}
+    made["contexts"] = f"{rng.choice(CONTEXTS)}:{rng.randrange(1 << 16)}"
+    odd = rng.randrange(4)
+    if odd == 0:
+        made["missing"] = f"{rng.choice(MISSING)}:{rng.choice((0.1, 0.25, 0.5))}"
+    return {**made, "lengths": odd == 1, "extra_lengths": odd == 1 and bool(extra)}
 
 
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,6 +195,12 @@ def test_fa3_sparse(
     assert report.ok, report.reason
     lacking = {"lengths", "extra"} | ({"scales", "codes", "subnormal"} if layout == "bf16" else set())
     assert {case.name for case in report.cases} == set(sparse_decode.CASES) - NOT_HERE - lacking
+    for s in (1, 2):  # where a request has one query token, q is given with its strides
+        apart = problem.replace(s=s, strided=True, contexts="half_short")
+        assert check(plan_type, apart, device="cpu", cases=["own", "holes"], seeds=[3]).ok
+        (q, *_) = inputs = sparse_decode.make_inputs(apart, "cpu")
+        plan_type(apart).plan(*inputs)()
+        assert (extensions["fa3"][-1][2].data_ptr() == q.data_ptr()) == (s == 1)
 
     given = sparse_decode.named(problem, *sparse_decode.make_inputs(problem, "cpu", dist="holes"))
     bound = plan_type(problem).plan(*given.values())
@@ -286,6 +292,8 @@ SPARSE = {
 def test_flash_mla_sparse(layout: str, sparse_library: _SparseLibrary) -> None:
     report = check(_plan_type("flash_mla_sparse"), SPARSE[layout], device="cpu", seeds=[3])
     assert report.ok, report.reason
+    apart = SPARSE[layout].replace(strided=True, contexts="short", missing="scattered:0.3")
+    assert check(_plan_type("flash_mla_sparse"), apart, device="cpu", cases=["own", "holes"], seeds=[3]).ok
     lacking = {"scales"} | ({"extra"} if layout == "v32" else set())
     assert {case.name for case in report.cases} == set(sparse_decode.CASES) - NOT_HERE - lacking
 
@@ -298,6 +306,11 @@ def test_flash_mla_sparse_copies_only_what_it_must(sparse_library: _SparseLibrar
     bound.with_schedule()
     assert [call["schedule"] for call in sparse_library.calls] == [False, True, False]
     assert all(call["q"] is q and call["indices"] is indices for call in sparse_library.calls)
+    apart = problem.replace(strided=True, contexts="half_short")
+    q, _, indices, _ = inputs = sparse_decode.make_inputs(apart, "cpu")
+    _plan_type("flash_mla_sparse")(apart).plan(*inputs)()
+    call = sparse_library.calls[-1]
+    assert call["q"] is q and call["indices"] is indices and not q.is_contiguous() and not indices.is_contiguous()
     few = problem.replace(h=20)
     inputs = sparse_decode.make_inputs(few, "cpu", dist="holes")
     bound = _plan_type("flash_mla_sparse")(few).plan(*inputs)
@@ -356,6 +369,9 @@ def test_flashinfer_sparse(layout: str, fetched: Callable[..., Path], monkeypatc
     problem = SparseProblem(b=3, s=2, h=5, t=90, topk=40, page=7, layout=layout, lengths=True)
     report = check(plan_type, problem, device="cpu", seeds=[3])
     assert report.ok, report.reason
+    for s in (1, 2):
+        apart = problem.replace(s=s, strided=True, contexts="short")
+        assert check(plan_type, apart, device="cpu", cases=["own", "holes"], seeds=[3]).ok
 
     given = sparse_decode.named(problem, *sparse_decode.make_inputs(problem, "cpu", dist="holes"))
     plan_type(problem).plan(*given.values())

@@ -159,11 +159,13 @@ def test_every_experiment_composes_and_expands() -> None:
         config = sweep_config.compose([f"experiment={name}"])
         assert config.experiment.name == name
         sizes[name] = len(sweep_plan.expand_cells(config))
-    assert sizes["decode"] == 17
+    assert sizes["decode"] == 17 and sizes["sparse_served"] == 30
     assert set(sizes) >= {"quickstart", "decode", "tensor_parallel", "speculative", "ladder", "compile_matrix"}
-    drawn = sweep_plan.expand_cells(sweep_config.compose(["experiment=unseen", "seed=7"]))
-    assert len(drawn) == 24 and drawn == sweep_plan.expand_cells(sweep_config.compose(["experiment=unseen", "seed=7"]))
-    assert not set(drawn) & set(sweep_plan.expand_cells(sweep_config.compose(["experiment=unseen", "seed=8"])))
+    for experiment in ("experiment=unseen", "experiment=unseen_sparse"):
+        drawn, again, others = (
+            sweep_plan.expand_cells(sweep_config.compose([experiment, f"seed={seed}"])) for seed in (7, 7, 8)
+        )
+        assert len(drawn) == 24 and drawn == again and not set(drawn) & set(others)
     grid = sweep_plan.expand_cells(sweep_config.compose(["experiment=tensor_parallel"]))
     assert {p.h for p in grid} == {8, 16, 32, 64}
     masked = sweep_plan.expand_cells(sweep_config.compose(["experiment=speculative"]))

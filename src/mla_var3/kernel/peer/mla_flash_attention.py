@@ -165,12 +165,13 @@ class Fa3SparsePlan(PeerSparsePlan):
     The call is that of `fa3_qv`, with b · s requests of one query token. A cache of layout v32 is converted ahead of
     the call, which is not timed and rounds once: a server that decodes with this library keeps its cache in bf16. So
     the call reads 1152 bytes a token where the problem counts 656. Its page tables are not timed either: an indexer
-    writes them so. Pages of size 1 are gathered by cp.async, and rows behind a request's last one are not loaded. Out
-    of a vllm wheel, Hopper only.
+    writes them so. The library reads a q with strides, but has one dimension for requests and query tokens: a strided q
+    of several query tokens is copied ahead of the call too. Pages of size 1 are gathered by cp.async, and rows behind a
+    request's last one are not loaded. Out of a vllm wheel, Hopper only.
     """
 
     peer = "fa3_sparse"
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes_bf16("fa3_sparse"))
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes_bf16("fa3_sparse"), options=("strided",))
     allocates = True
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
@@ -179,7 +180,7 @@ class Fa3SparsePlan(PeerSparsePlan):
         b, s, h, columns = q.shape
         found = fa3_attached(
             library,
-            q.view(b * s, 1, h, columns),
+            q.reshape(b * s, 1, h, columns),
             in_bf16(self.problem.cache, given["cache"]).view(-1, 1, 1, columns),
             *single_pages(given),
             scale=self.problem.scale,

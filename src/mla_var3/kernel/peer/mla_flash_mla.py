@@ -146,12 +146,14 @@ class FlashMlaSparsePlan(PeerSparsePlan):
                   64, its tile. In layout v32, which has no lengths there, -1 from a request's length on. They are
                   copied only where one of these changes them
 
+    q and indices that are strided are given as they are, where none of these copies is made: the library reads strides.
+
     Scales of v32 are rounded to bf16, so that those which are no powers of two give another result: that case is left
     out.
     """
 
     peer = "flash_mla_sparse"
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes_sparse)
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes_sparse, options=("strided",))
     allocates = True
     leaves_out = ("in_place", "scales", *decode.PROMISED)
 

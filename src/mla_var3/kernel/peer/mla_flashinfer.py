@@ -79,7 +79,7 @@ class FlashInferCalls:
         offsets, pages, lens = page_indices(page_table, seq_lens, cache.shape[1])
         starts = torch.arange(0, b * s + 1, b * s // len(lens), dtype=torch.int32)
         rows = Rows(starts, offsets, pages.to(q.device), lens)
-        flat = q.view(b * s, h, LATENT + ROPE)
+        flat = q.reshape(b * s, h, LATENT + ROPE)
         parts = (flat[..., :LATENT], flat[..., LATENT:], cache[..., :LATENT], cache[..., LATENT:])
         out = q.new_empty((b * s, h, LATENT))
         lse = torch.empty((b * s, h), dtype=torch.float32, device=q.device)
@@ -230,12 +230,15 @@ class FlashInferSparsePlan(FlashInferCalls, PeerSparsePlan):
 
     As in `fa3_sparse`, a cache of layout v32 is converted ahead of the call, which is not timed, and the call reads
     1152 bytes a token where the problem counts 656. Indices that name no token are left out on the host, where the
-    library makes its schedule.
+    library makes its schedule. It reads a q with strides, but has one dimension for requests and query tokens: a
+    strided q of several query tokens is copied ahead of the call too.
     """
 
     peer = "flashinfer_sparse"
     backend = "fa3"
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes_bf16("flashinfer_sparse"))
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16",), problem=takes_bf16("flashinfer_sparse"), options=("strided",)
+    )
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         given = sparse_decode.named(self.problem, *inputs)

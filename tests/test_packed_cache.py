@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch")
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.packed_cache import (  # noqa: E402
     LAYOUTS,
+    V41,
+    beside,
     bytes_of,
     fields,
     flat_scale,
@@ -37,6 +39,16 @@ def e4m3(code: int) -> float:
     return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
 
 
+def e2m1(half: int) -> float:
+    """One sign, two exponent bits of bias 1 and one mantissa bit; neither NaN nor infinities."""
+    exponent, mantissa = half >> 1 & 3, half & 1
+    return (-1.0 if half & 8 else 1.0) * (mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2))
+
+
+def ue8m0(code: int) -> float:
+    return math.nan if code == 255 else 2.0 ** (code - 127)
+
+
 def bf16(two: bytes) -> float:
     return float(struct.unpack("<f", b"\0\0" + two)[0])
 
@@ -53,6 +65,15 @@ def token_of(name: str, memory: bytes, page: int, page_bytes: int, token: int, s
         at, scales_at = begin + 576 * row, begin + 576 * page + 8 * row
         found = [e4m3(memory[at + i]) * 2.0 ** (memory[scales_at + i // 64] - 127) for i in range(448)]
         return found + [bf16(memory[at + 448 + 2 * i : at + 450 + 2 * i]) for i in range(64)]
+    if name in V41:  # data and scales of a token: behind each other, or each behind those of the other tokens
+        data, scales = (256, 32) if "fp4" in name else (512, 16)
+        at, scales_at = begin + (data + scales) * row, begin + (data + scales) * row + data
+        if "planar" in name:
+            at, scales_at = begin + data * row, begin + data * page + scales * row
+        if "fp4" in name:
+            halves = [memory[at + i // 2] >> 4 * (i % 2) & 15 for i in range(512)]
+            return [e2m1(half) * e4m3(memory[scales_at + i // 16]) for i, half in enumerate(halves)]
+        return [e4m3(memory[at + i]) * ue8m0(memory[scales_at + i // 32]) for i in range(512)]
     if name == "flat":
         return [e4m3(memory[begin + 576 * row + i]) * scale for i in range(576)]
     at = begin + 1152 * row
@@ -62,6 +83,15 @@ def token_of(name: str, memory: bytes, page: int, page_bytes: int, token: int, s
 def memory_of(cache: Any) -> bytes:
     """Every byte from the first of the cache on, those between pages too."""
     return bytes(cache.untyped_storage().tolist())
+
+
+def scales_of(name: str, cache: Any) -> Any:
+    """(pages, page, scales) float64, one by one."""
+    scales = fields(LAYOUTS[name], cache).scales
+    if name == "v32":
+        return scales.double()
+    read = e4m3 if "fp4" in name else ue8m0
+    return torch.tensor([read(x) for x in scales.flatten().tolist()], dtype=torch.float64).view(scales.shape)
 
 
 def values_of(name: str, pages: int = 3, page: int = 5, seed: int = 0) -> Any:
@@ -80,7 +110,17 @@ def packed(name: str, values: Any, **options: Any) -> tuple[Any, Any]:
 
 # ---------------------------------------------------------------- sizes
 @pytest.mark.parametrize(
-    ("name", "columns", "size"), [("v32", 576, 656), ("v4", 512, 584), ("flat", 576, 576), ("bf16", 576, 1152)]
+    ("name", "columns", "size"),
+    [
+        ("v32", 576, 656),
+        ("v4", 512, 584),
+        ("flat", 576, 576),
+        ("bf16", 576, 1152),
+        ("v41", 512, 528),
+        ("v41_fp4", 512, 288),
+        ("v41_planar", 512, 528),
+        ("v41_fp4_planar", 512, 288),
+    ],
 )
 def test_what_a_token_takes(name: str, columns: int, size: int) -> None:
     layout = layout_of(name)
@@ -94,6 +134,16 @@ def test_pages_of_v4_are_padded(page: int, size: int) -> None:
     assert layout_of("v4").page_bytes(page) == size and size % 576 == 0
     cache = new_cache(layout_of("v4"), 3, page)
     assert cache.stride() == (size, 584, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "size"),
+    [("v41", 3, 1584), ("v41_fp4", 3, 864), ("v41_planar", 1, 1024), ("v41_planar", 64, 33792), ("v41_planar", 3, 2048),
+     ("v41_fp4_planar", 1, 512), ("v41_fp4_planar", 64, 18432), ("v41_fp4_planar", 3, 1024)],
+)  # fmt: skip
+def test_pages_of_v41_are_padded_where_they_have_two_parts(name: str, page: int, size: int) -> None:
+    assert layout_of(name).page_bytes(page) == size
+    assert new_cache(layout_of(name), 3, page).stride() == (size, layout_of(name).token_bytes, 1)
 
 
 # ---------------------------------------------------------------- unpacking, against the description
@@ -157,11 +207,11 @@ def test_codes_are_the_nearest_ones() -> None:
 
 
 @pytest.mark.parametrize("powers", [True, False])
-@pytest.mark.parametrize("name", ["v32", "v4"])
+@pytest.mark.parametrize("name", ["v32", "v4", "v41", "v41_planar"])
 def test_scales_are_the_smallest_that_cut_nothing(name: str, powers: bool) -> None:
     layout, values = layout_of(name), values_of(name)
     values[0, 0, :64] = 0.0
-    if name == "v4" and not powers:
+    if name != "v32" and not powers:
         with pytest.raises(UserError, match="powers of two"):
             pack(layout, values, powers=powers)
         return
@@ -173,8 +223,125 @@ def test_scales_are_the_smallest_that_cut_nothing(name: str, powers: bool) -> No
     assert bool((448 * scales < largest * (2 if powers else 1 + 1e-6))[some].all())
     exact = torch.frexp(scales)[0] == 0.5
     assert bool(exact.all()) if powers else not bool(exact[some].all())
-    if name == "v4":
+    if name != "v32":
         assert float(scales[0, 0, 0]) == 2.0**-13  # of zeros
+
+
+# ---------------------------------------------------------------- V4.1, against a writer of bytes
+def nearest_half(x: float) -> int:
+    """The four bits of the nearest e2m1 of the sign, the even one of two."""
+    halves = range(8, 16) if math.copysign(1.0, x) < 0 else range(8)
+    return min(halves, key=lambda half: (abs(e2m1(half) - x), half & 1))
+
+
+def divided(x: float, y: float) -> float:
+    """The float32 quotient. Quotients of float32 that are rounded to float64 first round to the same."""
+    return float(struct.unpack("<f", struct.pack("<f", x / y))[0])
+
+
+def write_e4m3(row: list[float]) -> tuple[bytes, bytes]:
+    """Codes and scales of 512 columns, 32 to a scale: 2 to the power of ceil(log2(max(largest / 448, 1e-4)))."""
+    codes, scales = bytearray(), bytearray()
+    for tile in (row[i : i + 32] for i in range(0, 512, 32)):
+        largest = max((abs(x) for x in tile if math.isfinite(x)), default=0.0)
+        bits = next(bits for bits in range(1, 255) if ue8m0(bits) >= max(divided(largest, 448.0), divided(1e-4, 1.0)))
+        scales.append(bits)
+        codes += bytes(nearest_code(divided(x, ue8m0(bits))) if math.isfinite(x) else 0x7F for x in tile)
+    return bytes(codes), bytes(scales)
+
+
+def write_e2m1(row: list[float]) -> tuple[bytes, bytes]:
+    """Codes and scales of 512 columns, 16 to a scale: largest / 6, from 2^-9 to 448, in e4m3; NaN where one of the
+    columns is none."""
+    halves, scales = list[int](), bytearray()
+    for tile in (row[i : i + 16] for i in range(0, 512, 16)):
+        if not all(map(math.isfinite, tile)):
+            scales.append(0x7F)
+            halves += [0] * 16
+            continue
+        code = nearest_code(min(max(divided(max(map(abs, tile)), 6.0), 2.0**-9), 448.0))
+        scales.append(code)
+        halves += [nearest_half(divided(x, e4m3(code))) for x in tile]
+    return bytes(halves[i] | halves[i + 1] << 4 for i in range(0, 512, 2)), bytes(scales)
+
+
+def written(name: str, values: Any) -> bytes:
+    """The whole memory of a cache, 0 where it holds nothing."""
+    write = write_e2m1 if "fp4" in name else write_e4m3
+    memory = bytearray()
+    for page in values.float().tolist():
+        rows = [write(row) for row in page]
+        if "planar" in name:
+            memory += b"".join(codes for codes, _ in rows) + b"".join(scales for _, scales in rows)
+            memory += bytes(-len(memory) % (256 if "fp4" in name else 512))
+        else:
+            memory += b"".join(codes + scales for codes, scales in rows)
+    return bytes(memory)
+
+
+def hostile(page: int) -> Any:
+    """(2, page, 512): magnitudes of all kinds, ties, zeros of both signs, NaN and infinities."""
+    values = values_of("v41", 2, page, seed=page).float()
+    if page > 1:
+        values[0, 0] = 0.0
+        values[0, 1] = -0.0
+        values[1, 0] *= 2.0**-20  # below the smallest scales
+        values[1, 1] *= 2.0**13  # e2m1's scales end at 448
+    values[0, -1, 100:116] = torch.linspace(-6.0, 6.0, 16)
+    values[0, -1, 128:144] = torch.tensor(
+        [6.0, 0.25, -0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 0.1, -0.1] + [0] * 4
+    )
+    values[0, -1, 192:224] = torch.tensor([448.0, 449.0] + [17 / 16, 19 / 16] * 15)
+    values[0, -1, 224:256] = 448.0
+    for place, odd in ((3, math.nan), (40, math.inf), (70, -math.inf), (511, -math.nan)):
+        values[1, -1, place] = odd
+    values[1, -1, 256:288] = math.nan
+    return values
+
+
+@pytest.mark.parametrize("page", [1, 3, 4])
+@pytest.mark.parametrize("name", V41)
+def test_a_cache_of_v41_is_what_another_writer_writes(name: str, page: int) -> None:
+    layout, values = layout_of(name), hostile(page)
+    assert memory_of(pack(layout, values)) == written(name, values)
+    some = values.bfloat16()
+    assert memory_of(pack(layout, some)) == written(name, some)
+    found = unpack(layout, pack(layout, values))
+    if layout.bits == 4:
+        odd = (~values.isfinite()).unflatten(-1, (-1, 16)).any(-1, keepdim=True).expand(-1, -1, -1, 16).flatten(-2)
+        assert torch.equal(found.isnan(), odd) and 80 < int(odd.sum()) < 200
+    else:
+        assert torch.equal(found.isnan(), ~values.isfinite())
+    again = pack(layout, found)
+    assert torch.equal(unpack(layout, again).nan_to_num(7.0), found.nan_to_num(7.0)) or layout.bits == 4
+
+
+def test_a_planar_page_holds_the_bytes_of_its_tokens_in_another_order() -> None:
+    for name, data in (("v41", 512), ("v41_fp4", 256)):
+        values = hostile(4)
+        rows = pack(layout_of(name), values)
+        planar = pack(layout_of(f"{name}_planar"), values)
+        for page in range(2):
+            memory = planar.as_strided((2, planar.stride(0)), (planar.stride(0), 1))[page]
+            assert torch.equal(memory[: 4 * data].view(4, data), rows[page, :, :data])
+            scales = rows.shape[2] - data
+            assert torch.equal(memory[4 * data : 4 * (data + scales)].view(4, scales), rows[page, :, data:])
+
+
+def test_which_layouts_an_extra_cache_may_have() -> None:
+    assert [beside(name, "").name for name in LAYOUTS if "fp4" not in name] == [n for n in LAYOUTS if "fp4" not in n]
+    assert beside("v41", "v41_fp4").name == "v41_fp4" and beside("v41", "v41").name == "v41"
+    assert beside("v41_planar", "v41_fp4_planar").columns == 512
+    for main, extra, words in (
+        ("v41_fp4", "", "layout v41_fp4 is for an extra cache: the cache itself has layout v41"),
+        ("v41_fp4_planar", "v41_fp4_planar", "the cache itself has layout v41_planar"),
+        ("v41", "v4", "extra cache of layout v4 does not go beside layout v41: it has layout v41 or v41_fp4"),
+        ("v4", "v41_fp4", "v41_fp4 does not go beside layout v4: it has layout v4"),
+        ("v41", "v41_fp4_planar", "does not go beside layout v41"),
+        ("v41", "v3", "'v3' is unknown"),
+    ):
+        with pytest.raises(UserError, match=words):
+            beside(main, extra)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -185,14 +352,15 @@ def test_what_is_packed_is_within_half_a_step_and_packs_again_to_the_same(name: 
     wanted = values.double()
     assert torch.equal(found[..., layout.quantised :], wanted[..., layout.quantised :])
     if layout.quantised:
-        there = fields(layout, cache)
-        scales = (
-            scale.double() if name == "flat" else there.scales.double() if name == "v32" else ue8m0_value(there.scales)
-        )
+        scales = scale.double() if name == "flat" else scales_of(name, cache)
         steps = scales if name == "flat" else scales.repeat_interleave(layout.tile, -1)
         x, y = found[..., : layout.quantised], wanted[..., : layout.quantised]
-        # Half a unit in the last of four bits, or of the subnormals' step.
-        assert bool(((x - y).abs() <= torch.maximum(y.abs() / 16, steps * 2.0**-10) * (1 + 1e-6)).all())
+        # Half a unit in the last of four bits (of two, in e2m1), or of the subnormals' step. The scale of e2m1 columns
+        # is rounded, and may cut the largest of them.
+        relative, step = (1 / 4, 0.25) if layout.bits == 4 else (1 / 16, 2.0**-10)
+        assert bool(((x - y).abs() <= torch.maximum(y.abs() * relative, steps * step) * (1 + 1e-6)).all())
+    if layout.bits == 4:  # the largest may be cut or rounded to 4 or 5 scales, whose own scale is another
+        return
     # A largest value that was rounded down to 448/512 of a power of two has half the scale, and the same value.
     again = pack(layout, found, scale=scale)
     assert torch.equal(unpack(layout, again, scale), found)
@@ -220,7 +388,7 @@ def test_packing_into_pages_that_lie_apart(name: str) -> None:
 
 @pytest.mark.parametrize("powers", [True, False])
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name].bits == 8])
 def test_nan_and_infinities_are_nan_in_their_place_alone(name: str, value: float, powers: bool) -> None:
     """Every other byte is that of a cache with 0 in their place."""
     layout, values = LAYOUTS[name], values_of(name)
@@ -265,7 +433,7 @@ def test_the_scale_of_a_whole_cache_is_that_of_its_finite_values() -> None:
 OTHERS = ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "bool", "int8")
 
 
-@pytest.mark.parametrize("name", ["v32", "v4", "flat"])
+@pytest.mark.parametrize("name", ["v32", "v4", "flat", *V41])
 def test_codes_of_another_float8_are_refused_by_name(name: str) -> None:
     layout, values = LAYOUTS[name], values_of(name)
     cache, scale = packed(name, values)
@@ -301,5 +469,9 @@ def test_mistakes_are_named() -> None:
         unpack(flat, new_cache(flat, 1, 1))
     with pytest.raises(UserError, match=r"\(pages, page, 656\)"):
         fields(v32, new_cache(v4, 1, 4))
+    with pytest.raises(UserError, match="v41_fp4 has e4m3 numbers for scales"):
+        pack(LAYOUTS["v41_fp4"], torch.zeros(1, 1, 512), powers=False)
+    with pytest.raises(UserError, match=r"\(pages, page, 288\)"):
+        fields(LAYOUTS["v41_fp4"], new_cache(LAYOUTS["v41"], 1, 4))
     with pytest.raises(UserError, match="beside each other"):
         fields(v32, new_cache(v32, 1, 8)[:, ::2])

@@ -7,26 +7,35 @@
     flat   576 bytes a token: 576 e4m3 columns. One float32 scale for the whole cache is kept beside it
     bf16   1152 bytes a token: 576 bf16 columns
 
-A cached column is its e4m3 code times the scale that it shares; bf16 columns have none. The first 512 columns of a
-token are its latent, the value of attention; all of them are the key. v32 is what DeepSeek V3.2 and v4 what DeepSeek V4
-attend to sparsely.
+    v41             528 bytes a token: 512 e4m3 columns | 16 ue8m0 scales, each of 32 columns
+    v41_fp4         288 bytes a token: 512 e2m1 columns, two in a byte, the even one in its low half | 32 e4m3 scales,
+                    each of 16 columns. For the extra cache beside one of layout v41 alone
+    v41_planar      528 bytes a token, a page in two parts as in v4: its N rows of 512 bytes, then its N rows of 16
+                    scales. A page takes a multiple of 512 bytes
+    v41_fp4_planar  288 bytes a token: likewise N rows of 256 bytes, then N rows of 32 scales, and a multiple of 256
+
+A cached column is its e4m3 or e2m1 code times the scale that it shares; bf16 columns have none. The first 512 columns
+of a token are its latent, the value of attention; all of them are the key. v32 is what DeepSeek V3.2 and v4 what
+DeepSeek V4 attend to sparsely. DeepSeek V4.1 quantises the rope columns too, which are the last 64 of its 512. FlashMLA
+reads its tokens as in v41 and v41_fp4; SGLang's pool keeps the same bytes of a page in the order of the planar layouts.
 
 NaN and infinities. e4m3 has one NaN of either sign and no infinity. A column that is NaN, +inf or -inf is cached as the
-code 0x7F, which reads as NaN, in every layout with codes: an infinity is not cut to 448, so that it stays visible.
-Scales are those of the finite columns that share them, so that the other columns of the token are cached as if the odd
-one were 0; no scale is ever NaN or infinite. A finite column that is larger than 448 times the scale of layout flat is
-cut to 448 of its sign. bf16 columns keep their infinities and NaN; the bits of such a NaN may differ between writers.
-All who write a cache write these bytes: `pack`, and each version of packed_append.
+code 0x7F, which reads as NaN, in every layout with e4m3 columns: an infinity is not cut to 448, so that it stays
+visible. Scales are those of the finite columns that share them, so that the other columns of the token are cached as
+if the odd one were 0; no scale is ever NaN or infinite. e2m1 has neither NaN nor infinity: there the scale of such a
+column is e4m3's NaN, 0x7F, and the codes of its 16 columns are 0. A finite column that is larger than 448 times the
+scale of layout flat is cut to 448 of its sign. bf16 columns keep their infinities and NaN; the bits of such a NaN may
+differ between writers. All who write a cache write these bytes: `pack`, and each version of packed_append.
 
 A cache is a tensor (pages, page, bytes of a token) of uint8 or float8_e4m3fn (`bytes_of`), or (pages, page, 576) of
-bf16. Pages may lie further apart than they are long; the rows of a page may not. In v4 that shape counts bytes and says
-nothing of where they are: `fields` does, for all layouts.
+bf16. Pages may lie further apart than they are long; the rows of a page may not. Where a page has two parts that shape
+counts bytes and says nothing of where they are: `fields` does, for all layouts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError, nearest
@@ -40,8 +49,9 @@ VALUES = 512
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 SCALE_MIN = 1e-4
-#: A page of v4 begins at a multiple of these many bytes.
-V4_ALIGNMENT = 576
+#: Largest e2m1, and the smallest scale of such columns, which is the smallest e4m3.
+E2M1_MAX = 6.0
+E2M1_SCALE_MIN = 2.0**-9
 
 #: Columns that are packed at a time: their float32 copies take 512 MB each.
 _CHUNK = 1 << 27
@@ -49,8 +59,11 @@ _CHUNK = 1 << 27
 
 @dataclass(frozen=True)
 class Layout:
-    """quantised: e4m3 columns, which come first. plain: bf16 columns behind them. tile: columns that share a scale; 0
-    where the whole cache has one, or none. scale_bytes: of one. padding: bytes of a token that nobody reads."""
+    """quantised: columns that are codes, which come first. plain: bf16 columns behind them. tile: columns that share a
+    scale; 0 where the whole cache has one, or none. scale_bytes: of one. padding: bytes of a token that nobody reads.
+    bits: of a code, 8 of e4m3 or 4 of e2m1. planar: whether a page has the data of all its tokens in front of all their
+    scales. alignment: a page takes a multiple of these many bytes. beside: other layouts that an extra cache may have
+    beside it. extra_only: whether it is for extra caches alone."""
 
     name: str
     quantised: int
@@ -58,6 +71,11 @@ class Layout:
     tile: int = 0
     scale_bytes: int = 0
     padding: int = 0
+    bits: int = 8
+    planar: bool = False
+    alignment: int = 1
+    beside: tuple[str, ...] = ()
+    extra_only: bool = False
 
     @property
     def columns(self) -> int:
@@ -65,29 +83,46 @@ class Layout:
         return self.quantised + self.plain
 
     @property
+    def code_bytes(self) -> int:
+        """Of a token's codes."""
+        return self.quantised * self.bits // 8
+
+    @property
     def scales(self) -> int:
         """Scales of a token."""
         return self.quantised // self.tile if self.tile else 0
 
     @property
+    def has_powers(self) -> bool:
+        """Whether scales are ue8m0, which has powers of two alone."""
+        return self.scale_bytes == 1 and self.bits == 8
+
+    @property
     def token_bytes(self) -> int:
-        return self.quantised + 2 * self.plain + self.scales * self.scale_bytes + self.padding
+        return self.code_bytes + 2 * self.plain + self.scales * self.scale_bytes + self.padding
 
     def page_bytes(self, page: int) -> int:
         """Bytes from one page of `page` tokens to the next."""
-        size = page * self.token_bytes
-        return -(-size // V4_ALIGNMENT) * V4_ALIGNMENT if self.name == "v4" else size
+        return -(-page * self.token_bytes // self.alignment) * self.alignment
 
 
+_V41 = Layout("v41", quantised=512, plain=0, tile=32, scale_bytes=1, beside=("v41_fp4",))
+_FP4 = Layout("v41_fp4", quantised=512, plain=0, tile=16, scale_bytes=1, bits=4, extra_only=True)
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("v32", quantised=512, plain=64, tile=128, scale_bytes=4),
-        Layout("v4", quantised=448, plain=64, tile=64, scale_bytes=1, padding=1),
+        Layout("v4", quantised=448, plain=64, tile=64, scale_bytes=1, padding=1, planar=True, alignment=576),
         Layout("flat", quantised=576, plain=0),
         Layout("bf16", quantised=0, plain=576),
+        _V41,
+        _FP4,
+        replace(_V41, name="v41_planar", planar=True, alignment=512, beside=("v41_fp4_planar",)),
+        replace(_FP4, name="v41_fp4_planar", planar=True, alignment=256),
     )
 }
+#: Those of V4.1, which versions take only if they say so.
+V41 = tuple(name for name in LAYOUTS if name.startswith("v41"))
 
 
 def layout_of(name: Any) -> Layout:
@@ -97,10 +132,28 @@ def layout_of(name: Any) -> Layout:
     return LAYOUTS[name]
 
 
+def beside(layout: Any, extra: Any) -> Layout:
+    """The layout of an extra cache, by its name, beside a cache of another; "" for the same. Raises `UserError` where
+    the two do not go together, or the first is for extra caches alone."""
+    main = layout_of(layout)
+    if main.extra_only:
+        mains = " or ".join(other.name for other in LAYOUTS.values() if layout in other.beside)
+        raise UserError(f"layout {layout} is for an extra cache: the cache itself has layout {mains}.")
+    if extra in ("", layout):
+        return main
+    if layout_of(extra).name not in main.beside:
+        allowed = " or ".join((main.name, *main.beside))
+        raise UserError(
+            f"an extra cache of layout {extra} does not go beside layout {layout}: it has layout {allowed}."
+        )
+    return layout_of(extra)
+
+
 @dataclass(frozen=True)
 class Fields:
     """Views of a cache, each (pages, page, its columns), None where the layout has none. codes: uint8, the bits of
-    e4m3. scales: float32 in v32, uint8 (the bits of ue8m0) in v4. plain: bf16."""
+    e4m3, or of two e2m1. scales: float32 in v32, uint8 (the bits of ue8m0, and beside e2m1 of e4m3) elsewhere. plain:
+    bf16."""
 
     codes: torch.Tensor | None
     scales: torch.Tensor | None
@@ -120,9 +173,9 @@ def new_cache(layout: Layout, pages: int, page: int, device: Any = "cpu") -> tor
 def bytes_of(layout: Layout, cache: torch.Tensor, name: str = "a cache") -> torch.Tensor:
     """A view as uint8 of a cache of a layout with codes; of layout bf16 the cache as it is.
 
-    Codes are e4m3fn, so that a cache is uint8 or float8_e4m3fn; in v32 and v4, whose tokens are bytes of several kinds,
-    int8 too, as FlashMLA takes it. Raises `UserError` for every other dtype: one of 8 bits would be read as numbers
-    that it does not hold. name: of the caller's argument.
+    Codes are e4m3fn, so that a cache is uint8 or float8_e4m3fn; where tokens are bytes of several kinds, in all layouts
+    but flat, int8 too, as FlashMLA takes it. Raises `UserError` for every other dtype: one of 8 bits would be read as
+    numbers that it does not hold. name: of the caller's argument.
     """
     import torch
 
@@ -166,15 +219,17 @@ def fields(layout: Layout, cache: torch.Tensor) -> Fields:
 
     if layout.name == "flat":
         return Fields(cache, None, None)
-    plain = 2 * layout.plain
-    if layout.name == "v4":
-        data = layout.quantised + plain
-        codes, rope = part(0, data, layout.quantised), part(layout.quantised, data, plain)
-        scales = part(page * data, layout.scales + layout.padding, layout.scales)
-        return Fields(codes, scales, rope.view(torch.bfloat16))
-    scales = part(layout.quantised, row, 4 * layout.scales)
-    rope = part(layout.quantised + 4 * layout.scales, row, plain)
-    return Fields(cache[..., : layout.quantised], scales.view(torch.float32), rope.view(torch.bfloat16))
+    scale_bytes, plain = layout.scales * layout.scale_bytes, 2 * layout.plain
+    if layout.planar:
+        data = layout.code_bytes + plain
+        codes, rope = part(0, data, layout.code_bytes), part(layout.code_bytes, data, plain)
+        scales = part(page * data, scale_bytes + layout.padding, scale_bytes)
+    else:
+        codes, scales = cache[..., : layout.code_bytes], part(layout.code_bytes, row, scale_bytes)
+        rope = part(layout.code_bytes + scale_bytes, row, plain)
+    if layout.scale_bytes == 4:
+        scales = scales.view(torch.float32)
+    return Fields(codes, scales, rope.view(torch.bfloat16) if layout.plain else None)
 
 
 def pack(
@@ -187,10 +242,9 @@ def pack(
 ) -> torch.Tensor:
     """The cache of values (pages, page, columns) of a floating dtype, in `out` where it is given.
 
-    A scale is the largest magnitude of its finite columns over 448, and at least `SCALE_MIN`, rounded up to a power of
-    two unless `powers` is False (v4 has no others). A code is the float32 quotient of value and scale, rounded to the
-    nearest e4m3 (ties to even), at most 448; of NaN and infinities it is `E4M3_NAN`. scale: (1,) float32, of layout
-    flat, which needs one: `flat_scale`. Bytes that belong to nobody are 0 in a new cache and left alone in `out`.
+    `encoded` has scales and codes. powers: whether scales of v32 are rounded up to powers of two. scale: (1,) float32,
+    of layout flat, which needs one: `flat_scale`. Bytes that belong to nobody are 0 in a new cache and left alone in
+    `out`.
     """
     if values.dim() != 3:
         raise UserError(f"values are {tuple(values.shape)}: pass (pages, tokens of a page, columns).")
@@ -200,11 +254,12 @@ def pack(
     if (scale is None) == (layout.name == "flat"):
         wanted = "needs its one scale" if scale is None else "has scales of its own: leave scale out"
         raise UserError(f"layout {layout.name} {wanted}.")
-    if layout.name == "v4" and not powers:
-        raise UserError("layout v4 has powers of two for scales: leave powers as it is.")
+    if layout.scale_bytes == 1 and not powers:
+        kind = "powers of two" if layout.has_powers else "e4m3 numbers"
+        raise UserError(f"layout {layout.name} has {kind} for scales: leave powers as it is.")
     if out is None:
         out = new_cache(layout, pages, page, values.device)
-        if layout.name == "v4":
+        if layout.planar:
             out.as_strided((pages, layout.page_bytes(page)), (out.stride(0), 1)).zero_()
     target = fields(layout, out)
     if target.plain is not None:
@@ -218,12 +273,51 @@ def pack(
         if target.scales is None:
             assert scale is not None
             target.codes[part] = quantised(x, scale)
-            continue
-        tiles = x.unflatten(-1, (layout.scales, layout.tile))
-        scales = _scales(tiles, powers)
-        target.codes[part] = quantised(tiles, scales.unsqueeze(-1)).flatten(-2)
-        target.scales[part] = scales if layout.name == "v32" else ue8m0_of(scales)
+        else:
+            target.codes[part], target.scales[part] = encoded(layout, x, powers)
     return out
+
+
+def encoded(layout: Layout, x: torch.Tensor, powers: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of float32 columns (..., a multiple of the layout's tile), of a layout with scales in its tokens,
+    in the types of `Fields`.
+
+    e4m3 columns: a scale is the largest magnitude of its finite columns over 448, and at least `SCALE_MIN`, rounded up
+    to a power of two unless `powers` is False (ue8m0 has no others). A code is the float32 quotient of value and scale,
+    rounded to the nearest e4m3 (ties to even), at most 448; of NaN and infinities it is `E4M3_NAN`.
+
+    e2m1 columns: a scale is the largest magnitude over 6, from `E2M1_SCALE_MIN` to 448, rounded to the nearest e4m3. A
+    code is the float32 quotient of value and scale, rounded to the nearest e2m1 (ties to even), at most 6; what rounds
+    to zero keeps its sign. Where one of the columns is NaN or infinite, the scale is `E4M3_NAN` and all codes are 0.
+    """
+    import torch
+
+    tiles = x.unflatten(-1, (-1, layout.tile))
+    if layout.bits == 8:
+        scales = _scales(tiles, powers)
+        codes = quantised(tiles, scales.unsqueeze(-1)).flatten(-2)
+        return codes, scales if layout.scale_bytes == 4 else ue8m0_of(scales)
+    odd = ~tiles.isfinite().all(-1)
+    largest = _finite(tiles).abs().amax(-1) / tiles.new_tensor(E2M1_MAX)  # by a tensor, as in `_scales`
+    bits = largest.clamp(E2M1_SCALE_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
+    halves = _e2m1_of(tiles / bits.float().unsqueeze(-1)).masked_fill_(odd.unsqueeze(-1), 0).flatten(-2)
+    pairs = halves.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, bits.view(torch.uint8).masked_fill(odd, E4M3_NAN)
+
+
+def _e2m1_of(x: torch.Tensor) -> torch.Tensor:
+    """uint8, the four bits of the nearest e2m1 (ties to even) of float32 numbers, at most 6."""
+    import torch
+
+    size = x.abs().clamp(max=E2M1_MAX)
+    step = torch.where(size < 2.0, 0.5, torch.where(size < 4.0, 1.0, 2.0))
+    rounded = torch.round(size / step) * step
+    magnitudes = torch.tensor(_E2M1, device=x.device)
+    return torch.searchsorted(magnitudes, rounded.contiguous()).to(torch.uint8) | x.signbit().to(torch.uint8) << 3
+
+
+#: Magnitudes of e2m1, by the three low bits of a code; the fourth is the sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def flat_scale(values: torch.Tensor) -> torch.Tensor:
@@ -299,9 +393,14 @@ def _values(layout: Layout, there: Fields, scale: torch.Tensor | None) -> torch.
 
     parts = []
     if there.codes is not None:
-        x = there.codes.contiguous().view(torch.float8_e4m3fn).float().double()
+        x = _code_values(layout, there.codes)
         if there.scales is not None:
-            scales = there.scales.double() if layout.name == "v32" else ue8m0_value(there.scales)
+            if layout.scale_bytes == 4:
+                scales = there.scales.double()
+            elif layout.has_powers:
+                scales = ue8m0_value(there.scales)
+            else:
+                scales = there.scales.contiguous().view(torch.float8_e4m3fn).double()
             x = (x.unflatten(-1, (layout.scales, layout.tile)) * scales.unsqueeze(-1)).flatten(-2)
         else:
             if scale is None:
@@ -311,3 +410,14 @@ def _values(layout: Layout, there: Fields, scale: torch.Tensor | None) -> torch.
     if there.plain is not None:
         parts.append(there.plain.double())
     return torch.cat(parts, dim=-1)
+
+
+def _code_values(layout: Layout, codes: torch.Tensor) -> torch.Tensor:
+    """(..., quantised columns) float64 of bytes (..., bytes of codes)."""
+    import torch
+
+    if layout.bits == 8:
+        return codes.contiguous().view(torch.float8_e4m3fn).float().double()
+    halves = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+    magnitudes = torch.tensor(_E2M1, dtype=torch.float64, device=codes.device)[(halves & 7).long()]
+    return torch.where(halves >= 8, -magnitudes, magnitudes)

@@ -43,7 +43,9 @@ SERVED = [
     V32.replace(contexts="half_short:3", strided=True, b=4),
     V4.replace(contexts="uniform", missing="scattered:0.3", strided=True, b=3),
 ]
-ALL = [V32, V4, FLAT, BF16]
+NEW = V32.replace(layout="v41", sink=True)
+FP4 = V4.replace(layout="v41_planar", extra_layout="v41_fp4_planar", lengths=False, extra_lengths=False)
+ALL = [V32, V4, FLAT, BF16, NEW, FP4]
 DENSE = [
     SparseProblem(b=5, s=3, h=3, t=70, page=7, lengths=True, paged=True),
     SparseProblem(b=4, h=3, t=70, page=16, lengths=True, sink=True, layout="v4", paged=True),
@@ -65,8 +67,7 @@ def by_hand(problem: SparseProblem, *inputs: Any) -> tuple[Any, Any]:
     given = named(problem, *inputs)
     scale = given.get("scale")
     caches = {
-        prefix: unpack(problem.cache, given[f"{prefix}cache"], scale).flatten(0, 1)
-        for prefix in ("", "extra_")[: 1 + bool(problem.extra)]
+        part.prefix: unpack(part.layout, given[f"{part.prefix}cache"], scale).flatten(0, 1) for part in problem.parts
     }
     b, s, h = problem.b, problem.s, problem.h
     out, lse = torch.zeros((b, s, h, 512), dtype=torch.float64), torch.zeros((b, h, s), dtype=torch.float64)
@@ -163,7 +164,7 @@ def test_what_nobody_attends_to_is_nan_and_what_is_attended_to_is_not(problem: S
     for part in problem.parts:
         cache, indices = given[f"{part.prefix}cache"], given[f"{part.prefix}indices"]
         assert indices.shape == (2, 2, part.topk) and cache.shape[:2] == (part.pages, part.page)
-        values = unpack(problem.cache, cache, given.get("scale")).flatten(0, 1)
+        values = unpack(part.layout, cache, given.get("scale")).flatten(0, 1)
         counts = torch.arange(part.topk) < torch.tensor(part.lens)[:, None, None]
         named_ones = (indices >= 0) & (indices < len(values))
         seen = torch.zeros(len(values), dtype=torch.bool)
@@ -172,7 +173,7 @@ def test_what_nobody_attends_to_is_nan_and_what_is_attended_to_is_not(problem: S
         assert 0.5 < float(named_ones.double().mean()) < 0.85
         outside = indices[~named_ones]
         assert int(outside.min()) == -(2**31) and int(outside.max()) == 2**31 - 1
-        views = fields(problem.cache, cache)
+        views = fields(part.layout, cache)
         if part.prefix == "" and views.scales is not None:
             assert bool((views.scales.reshape(-1, views.scales.shape[-1])[~seen].float() != 0).all())
     mild = named(problem, *make_inputs(problem, seed=5, dist="holes", poison=False, garbage=False))
@@ -325,7 +326,7 @@ def test_scales_codes_and_subnormals() -> None:
     assert bool((torch.frexp(between.bfloat16().float())[0] == 0.5).all())  # rounded, they are off by the most
     many = fields(LAYOUTS["v4"], named(V4, *make_inputs(V4, dist="scales", poison=False))["cache"]).scales
     assert len(set(many.flatten().tolist())) > 10
-    for problem in (V32, V4, FLAT):
+    for problem in (V32, V4, FLAT, NEW, FP4):
         codes = fields(problem.cache, named(problem, *make_inputs(problem, dist="codes", poison=False))["cache"]).codes
         assert set(codes.flatten().tolist()) == set(range(256)) - {0x7F, 0xFF}
         small = named(problem, *make_inputs(problem, dist="subnormal", poison=False))
@@ -333,6 +334,14 @@ def test_scales_codes_and_subnormals() -> None:
         assert set(codes.flatten().tolist()) == {*range(8), *range(128, 136)}
         values = unpack(problem.cache, small["cache"], small.get("scale"))
         assert 0.03 < float(values[..., :448].square().mean().sqrt()) < 0.2
+    fp4 = LAYOUTS["v41_fp4_planar"]
+    for dist, halves in (("codes", range(16)), ("subnormal", (0, 1, 8, 9))):
+        cache = named(FP4, *make_inputs(FP4, dist=dist, poison=False))["extra_cache"]
+        codes = fields(fp4, cache).codes
+        assert {*(codes & 15).flatten().tolist(), *(codes >> 4).flatten().tolist()} == set(halves)
+        assert 0.03 < float(unpack(fp4, cache).square().mean().sqrt()) < 0.2
+    many = fields(fp4, named(FP4, *make_inputs(FP4, dist="scales", poison=False))["extra_cache"]).scales
+    assert len(set(many.flatten().tolist())) > 10 and 0x7F not in many
     with pytest.raises(UserError, match="bf16 has none"):
         make_inputs(BF16, dist="codes")
 
@@ -349,7 +358,7 @@ def plan_of(compute: Callable[..., tuple[Any, ...]]) -> type[KernelPlan]:
     class Plan(KernelPlan):
         workload = WORKLOAD
         tiling_type = NoTiling
-        requires = Requirement(archs=(), options=("paged", "strided"))
+        requires = Requirement(archs=(), options=("paged", "strided", "v41"))
 
         def default_tiling(self) -> Tiling:
             return NoTiling()
@@ -384,10 +393,10 @@ def sixteen_bit(scales_too: bool) -> Callable[..., tuple[Any, ...]]:
                     if f"{part.prefix}lengths" in given:
                         indices = indices[: int(given[f"{part.prefix}lengths"][i])]
                     indices = indices[(indices >= 0) & (indices < cache.shape[0] * cache.shape[1])].long()
-                    views = fields(problem.cache, cache)
+                    views = fields(part.layout, cache)
                     if scales_too and views.scales is not None and views.scales.dtype == torch.float32:
                         views.scales.copy_(views.scales.bfloat16().float())
-                    keys.append(unpack(problem.cache, cache, torch.ones(1)).flatten(0, 1)[indices])
+                    keys.append(unpack(part.layout, cache, torch.ones(1)).flatten(0, 1)[indices])
                 k = torch.cat(keys).bfloat16().float()
                 if not len(k):
                     continue
@@ -611,6 +620,8 @@ def test_what_it_costs() -> None:
     two = SparseProblem(b=128, s=2).cost()
     assert two.flops == 2 * one.flops and two.bytes == 128 * round(4096 - 2048**2 / 32768) * 656 + 2 * rows
     v4 = SparseProblem(b=2, h=64, layout="v4", topk=128, extra=512, extra_page=64).cost()
+    v41 = SparseProblem(b=2, h=64, layout="v41", topk=128, extra=512, extra_layout="v41_fp4").cost()
+    assert v41.flops == v4.flops and v41.bytes == 2 * (128 * 528 + 512 * 288) + 2 * 64 * 1024 * 2
     assert v4.flops == 2 * 2 * 640 * 64 * 1024 and v4.bytes == 2 * 640 * 584 + 2 * 64 * 1024 * 2
     short = SparseProblem(t=100).cost()
     assert short.pairs == 100
@@ -633,7 +644,7 @@ def test_what_it_costs() -> None:
 def test_a_problem_is_recorded_and_bound_as_it_is() -> None:
     for problem in [*ALL, *SERVED, *DENSE]:
         record = problem.to_record()
-        for name in ("contexts", "missing", "strided"):
+        for name in ("contexts", "missing", "strided", "extra_layout"):
             assert record.get(name, getattr(SparseProblem, name)) == getattr(problem, name)
             assert (name in record) == (getattr(problem, name) != getattr(SparseProblem, name))
         assert record["workload"] == "sparse_decode" and SparseProblem.from_record(record) == problem
@@ -641,7 +652,10 @@ def test_a_problem_is_recorded_and_bound_as_it_is() -> None:
         inputs = make_inputs(problem)
         assert WORKLOAD.rebound(problem, *inputs) == WORKLOAD.as_bound(problem)
         assert len(problem.problem_class().key()) < 80
-    assert len({problem.problem_class().key() for problem in [*ALL, *SERVED, V32.replace(sink=True), *DENSE]}) == 10
+    assert len({problem.problem_class().key() for problem in [*ALL, *SERVED, V32.replace(sink=True), *DENSE]}) == 12
+    same = V4.replace(extra_layout="v4")
+    assert same == V4 and same.problem_class() == V4.problem_class()
+    assert FP4.problem_class() != FP4.replace(extra_layout="").problem_class()
     assert SERVED[0].problem_class() == V32.replace(strided=True).problem_class() != V32.problem_class()
     assert V32.replace(contexts="uniform:0", missing="end:0") == V32.replace(contexts="uniform")
     assert DENSE[0].problem_class() == DENSE[0].replace(b=1, t=9, lengths=False).problem_class()
@@ -712,6 +726,10 @@ def test_strides_that_a_kernel_cannot_read_do_not_bind() -> None:
      ({"contexts": "uniform:-1"}, "contexts.*uniform:7"), ({"contexts": 3}, "contexts"),
      ({"missing": "end"}, "missing.*end:0.25"), ({"missing": "end:2"}, "missing.*end:0.25"),
      ({"missing": "ends:0.2"}, "missing.*did you mean"), ({"missing": "end:nan"}, "missing"),
+     ({"layout": "v41_fp4"}, "problem.layout: layout v41_fp4 is for an extra cache"),
+     ({"layout": "v4", "extra": 4, "extra_layout": "v41_fp4"}, "problem.extra_layout.*does not go beside layout v4"),
+     ({"layout": "v41", "extra": 4, "extra_layout": "v4"}, "it has layout v41 or v41_fp4"),
+     ({"layout": "v41", "extra_layout": "v41_fp4"}, "extra_layout is for an extra cache: give extra"),
      ({"strided": 1}, "strided"), ({"paged": True, "contexts": "short"}, "contexts is of indices"),
      ({"paged": True, "missing": "end:0.5"}, "missing is of indices"), ({"paged": 1}, "paged"),
      ({"paged": True, "extra_lengths": True}, "extra_lengths")],

@@ -186,6 +186,7 @@ def _sparse_words(p: Any) -> str:
     text = f"{_count(p.b, 'request')} of {_count(p.s, 'query token')}, {_count(p.h, 'head')}, "
     text += _count(p.t, "cached token") if p.paged else f"{p.topk} of {_count(p.t, 'cached token')}"
     text += f" and {p.extra} of {p.extra_t} of an extra cache" if p.extra else ""
+    text += f" in layout {p.extra_layout}" if p.extra_layout else ""
     text += f", contexts {p.contexts}" if p.contexts != "full" else ""
     text += f", missing {p.missing}" if p.missing else ""
     return f"{text}, layout {p.layout}" + (", q and indices strided" if p.strided else "")
@@ -196,11 +197,13 @@ def _sparse_panel(p: Any) -> str:
     chosen += f", contexts {p.contexts}" if p.contexts != "full" else ""
     chosen += f", missing {p.missing}" if p.missing else ""
     chosen += "".join(f", {name}" for name in ("lengths", "sink", "extra_lengths", "strided") if getattr(p, name))
-    return f"{p.layout}, {p.h} heads × {p.s}, {chosen}"
+    layouts = f"{p.layout} + {p.extra_layout}" if p.extra_layout else p.layout
+    return f"{layouts}, {p.h} heads × {p.s}, {chosen}"
 
 
 def _sparse_detail(p: Any) -> str:
-    names = ("page", "lengths", "sink", "extra_t", "extra_page", "extra_lengths", "softmax_scale", "strided")
+    extra = ("extra_t", "extra_page", "extra_lengths", "extra_layout")
+    names = ("page", "lengths", "sink", *extra, "softmax_scale", "strided")
     text = _left_out(*(names if p.paged else ("t", *names)))(p)  # a page table's t is in the label
     _, _, seed = p.contexts.partition(":")  # the name in front of it is in the label
     return text + (f"_seed{seed}" if seed else "") + (f"_{p.missing.replace(':', '')}" if p.missing else "")

@@ -2,8 +2,8 @@
 to those of its request.
 
 b requests of s query tokens each; h query heads share one cache of a layout of `mla_var3.packed_cache`. A key is all
-c columns of a cached token (576; 512 in v4), its value the first 512. A problem's inputs, in this order; those in
-brackets where the problem has them:
+c columns of a cached token (576; 512 in v4 and v41), its value the first 512. A problem's inputs, in this order; those
+in brackets where the problem has them:
 
     q (b, s, h, c) bf16       cache (pages, page, ...)     indices (b, s, topk) int32   [scale (1,) float32: of flat]
     [lengths (b,) int32]      [sink (h,) float32]
@@ -12,8 +12,8 @@ brackets where the problem has them:
 
 An index is page · tokens of a page + row, within the whole cache. One that is negative, or at least the tokens of the
 cache, names none; one that is there several times counts as often. Of the topk indices of a request's query tokens
-those from lengths[i] on are not looked at, and may hold anything. The extra cache, of the same layout, is attended to
-as well.
+those from lengths[i] on are not looked at, and may hold anything. The extra cache, of the same layout or of one that
+goes beside it (`packed_cache.beside`), is attended to as well.
 
 With `paged` attention is dense, and a page table stands in place of indices:
 
@@ -52,9 +52,9 @@ duplicates are of indices alone:
     unseen      every token that is not attended to would take it; a third of the indices, if any, name none
     below_zero  every attended logit is far below zero, so that a token of zeros, or a masked logit of 0, would take
                 it; a third of the indices, if any, name none
-    scales      v32 and flat: scales a little below the middle between two bf16 numbers. v4: of many magnitudes
-    codes       every finite e4m3, all of them equally often
-    subnormal   subnormal e4m3 and zeros of both signs alone
+    scales      v32 and flat: scales a little below the middle between two bf16 numbers. Others: of many magnitudes
+    codes       every finite e4m3 (or e2m1), all of them equally often
+    subnormal   subnormal e4m3 (or e2m1) and zeros of both signs alone
     nan         one head of the last query token of each third request is NaN, and a token that the next one attends to
     extremes    logits of ±`decode.EXACT`, from the last columns alone: the first token of each query token, and others
 
@@ -76,7 +76,8 @@ row may have one key alone, so rows have `decode.DOMINATED`'s bound. Two things 
          lse: logits of spread 0.07 are off by an rms of 0.54 u, so 1.5e-4, and 6 times that in the worst of 10^8, and
          by the mean, 0.2 u · 4 · 0.07: 1.2e-3 in all. Relative to a row's only logit it is 0.54 u: a cosine difference
          of 0.15 u² = 2.2e-6, where no longer rows stand beside it.
-         flat folds its one scale into a float32 factor, and v4 has powers of two: bounds as elsewhere are kept too.
+         flat folds its one scale into a float32 factor, and v4 has powers of two: bounds as elsewhere are kept too. So
+         do layouts of V4.1: the product of an e2m1 and an e4m3 scale, of two and four significant bits, is a bf16.
 """
 
 from __future__ import annotations
@@ -88,7 +89,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.packed_cache import LAYOUTS, VALUES, Layout, fields, gather, layout_of, new_cache, pack, quantised
+from mla_var3.packed_cache import (
+    LAYOUTS,
+    V41,
+    VALUES,
+    Layout,
+    beside,
+    encoded,
+    fields,
+    gather,
+    layout_of,
+    new_cache,
+    pack,
+    quantised,
+)
 from mla_var3.workload import MOST, Bound, Case, Cost, Output, Problem, Workload, check_integer, decode
 
 if TYPE_CHECKING:
@@ -109,10 +123,12 @@ class SparseClass:
     extra_lengths: bool
     paged: bool = False
     strided: bool = False
+    extra_layout: str = ""
 
     def key(self) -> str:
         options = {"lengths": self.lengths, "sink": self.sink, "xlengths": self.extra_lengths, "strided": self.strided}
         more = "".join(f"_{name}" for name, is_so in options.items() if is_so)
+        more += f"_{self.extra_layout}" if self.extra_layout else ""
         kind = "dense" if self.paged else "sparse"
         return f"{kind}_{self.layout}_s{self.s}_h{self.h}_pg{self.page}_x{self.extra_page}{more}"
 
@@ -136,11 +152,11 @@ class SparseProblem(Problem):
     b: requests. s: query tokens of each. h: query heads. t: cached tokens of each request. topk: indices of a query
     token. layout: of the caches, a name of `packed_cache.LAYOUTS`. page: tokens a page. lengths: whether only the
     leftmost so many indices of each request count. sink: whether heads have an attention sink. extra: indices into an
-    extra cache, 0 for none (layout flat has none: its one scale is one cache's). extra_t, extra_page, extra_lengths: of
-    that cache, t and page where they are 0. softmax_scale: factor on q·k, None for the key's columns^-1/2, as FlashMLA
-    has it; compiled code does not depend on it. dtype: of q and out, bf16. paged: whether attention is dense, by a page
-    table: there are no indices then (topk is 0) and no extra cache, and lengths says whether requests differ in their
-    cached tokens, uniform in 0..t.
+    extra cache, 0 for none (layout flat has none: its one scale is one cache's). extra_t, extra_page, extra_lengths,
+    extra_layout: of that cache, t, page and layout where they are 0 or "". softmax_scale: factor on q·k, None for the
+    key's columns^-1/2, as FlashMLA has it; compiled code does not depend on it. dtype: of q and out, bf16. paged:
+    whether attention is dense, by a page table: there are no indices then (topk is 0) and no extra cache, and lengths
+    says whether requests differ in their cached tokens, uniform in 0..t.
 
     contexts: cached tokens of each request, a name of `CONTEXTS` and, behind a colon, the seed that they are drawn with
     (0 where there is none), as in "uniform:7". full: t of each. uniform: in 1..t. lognormal: 1024 · exp(N(0, 1)), from
@@ -174,10 +190,15 @@ class SparseProblem(Problem):
     contexts: str = "full"
     missing: str = ""
     strided: bool = False
+    extra_layout: str = ""
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
+        try:
+            extra_layout = beside(self.layout, self.extra_layout).name
+        except UserError as error:
+            raise UserError(f"problem.{'extra_' * bool(self.extra_layout)}layout: {error}") from None
         for name in ("lengths", "sink", "extra_lengths", "paged", "strided"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
@@ -194,8 +215,10 @@ class SparseProblem(Problem):
             raise UserError(f"problem.dtype = {self.dtype!r} is not taken: q and the caches' plain columns are bf16.")
         if self.extra and self.layout == "flat":
             raise UserError("problem.extra is for caches that hold their scales; layout flat has one beside its cache.")
-        if self.extra_lengths and not self.extra:
-            raise UserError("problem.extra_lengths is for an extra cache: give extra, the indices into it.")
+        for name in ("extra_lengths", "extra_layout"):
+            if getattr(self, name) and not self.extra:
+                raise UserError(f"problem.{name} is for an extra cache: give extra, the indices into it.")
+        object.__setattr__(self, "extra_layout", extra_layout if extra_layout != self.layout else "")
         object.__setattr__(self, "extra_t", (self.extra_t or self.t) if self.extra else 0)
         object.__setattr__(self, "extra_page", (self.extra_page or self.page) if self.extra else 0)
         name, seed = _spec("contexts", self.contexts, CONTEXTS, "uniform:7, a seed of at least 0", int, 0, MOST)
@@ -213,6 +236,11 @@ class SparseProblem(Problem):
         return layout_of(self.layout)
 
     @property
+    def v41(self) -> bool:
+        """Whether a cache has a layout of DeepSeek V4.1."""
+        return self.layout in V41
+
+    @property
     def columns(self) -> int:
         """Of q and of a key."""
         return self.cache.columns
@@ -225,11 +253,14 @@ class SparseProblem(Problem):
     @property
     def parts(self) -> tuple[Part, ...]:
         """What is attended to: the cache, and the extra one where there is one."""
-        main = Part("", self.b, self.t, self.page, self.t if self.paged else self.topk, self.lengths, self.context_lens)
+        topk = self.t if self.paged else self.topk
+        main = Part("", self.cache, self.b, self.t, self.page, topk, self.lengths, self.context_lens)
         if not self.extra:
             return (main,)
         held = tuple(-(-tokens * self.extra_t // self.t) for tokens in main.contexts)
-        return main, Part("extra_", self.b, self.extra_t, self.extra_page, self.extra, self.extra_lengths, held)
+        layout = layout_of(self.extra_layout or self.layout)
+        sizes = (self.b, self.extra_t, self.extra_page, self.extra)
+        return main, Part("extra_", layout, *sizes, self.extra_lengths, held)
 
     @property
     def context_lens(self) -> tuple[int, ...]:
@@ -282,12 +313,18 @@ class SparseProblem(Problem):
         lengths = self.lengths and not self.paged  # a page table always comes with lengths
         return SparseClass(
             self.s, self.h, self.layout, self.page, lengths, self.sink, self.extra_page, self.extra_lengths,
-            self.paged, self.strided,
+            self.paged, self.strided, self.extra_layout,
         )  # fmt: skip
 
     def to_record(self) -> dict[str, Any]:
         data = super().to_record()
-        for name in ("paged", "contexts", "missing", "strided"):  # records from before these fields stay as they are
+        for name in (
+            "paged",
+            "contexts",
+            "missing",
+            "strided",
+            "extra_layout",
+        ):  # records from before these fields stay as they are
             if data[name] == getattr(SparseProblem, name):
                 del data[name]
         return data
@@ -300,29 +337,30 @@ class SparseProblem(Problem):
         attends to once. Its query tokens choose independently, each n of its t tokens: t · (1 - (1 - n/t)^s) different
         ones on average. Of a page table they are all. An index that names no token costs nothing.
         """
-        pairs, tokens, empty = 0, 0.0, self.empty_rows()
+        pairs, moved, empty = 0, 0, self.empty_rows()
         for part in self.parts:
+            tokens = 0.0
             if self.paged:
                 for length in part.lens:
                     pairs += sum(max(0, length - i) for i in range(self.s))
                     tokens += length
+                moved += round(tokens) * part.layout.token_bytes
                 continue
             contexts = part.contexts or (part.t,) * self.b
             for i, (chosen, t) in enumerate(zip(self.filled(part), contexts, strict=True)):
                 rows = self.s - sum((i, j) in empty for j in range(self.s)) if empty else self.s
                 pairs += rows * chosen
                 tokens += t * (1.0 - (1.0 - chosen / t) ** rows)
+            moved += round(tokens) * part.layout.token_bytes
         rows = self.b * self.s * self.h * (self.columns + VALUES) * self.element_bytes
-        return Cost(
-            2 * pairs * self.h * (self.columns + VALUES), round(tokens) * self.cache.token_bytes + rows, pairs
-        )  # fmt: skip
+        return Cost(2 * pairs * self.h * (self.columns + VALUES), moved + rows, pairs)
 
     def output_bytes(self) -> int:
         return self.b * self.s * self.h * (VALUES * self.element_bytes + 4)
 
     def input_bytes(self) -> int:
         """Device memory of one input set with its outputs, tokens that nobody attends to included."""
-        caches = sum(part.pages * self.cache.page_bytes(part.page) for part in self.parts)
+        caches = sum(part.pages * part.layout.page_bytes(part.page) for part in self.parts)
         rows = [self.room(self.b, self.s, part.topk) + self.b * part.has_lengths for part in self.parts]
         if self.paged:
             rows = [self.room(self.b, self.parts[0].pages // self.b) + self.b]
@@ -353,10 +391,12 @@ def _spec(
 
 @dataclass(frozen=True)
 class Part:
-    """One of the caches that a problem attends to. prefix: of its inputs' names. topk: indices of a query token; of a
-    page table, the cached tokens that it has room for. contexts: cached tokens of each request; () where all have t."""
+    """One of the caches that a problem attends to. prefix: of its inputs' names. layout: of its tokens. topk: indices
+    of a query token; of a page table, the cached tokens that it has room for. contexts: cached tokens of each request;
+    () where all have t."""
 
     prefix: str
+    layout: Layout
     b: int
     t: int
     page: int
@@ -603,7 +643,7 @@ class _Drawn:
         """The packed cache, and the scale of layout flat."""
         import torch
 
-        layout, part, dist = self.problem.cache, self.part, self.dist
+        layout, part, dist = self.part.layout, self.part, self.dist
         cache = new_cache(layout, part.pages, part.page, self.device)
         whole = torch.as_strided(cache, (part.pages * cache.stride(0),), (1,))
         whole.fill_((math.nan if layout.name == "bf16" else 255) if poison else 0)
@@ -633,16 +673,27 @@ class _Drawn:
         """Rewrites codes or scales of a packed cache; returns the scale of layout flat."""
         import torch
 
-        views = fields(self.problem.cache, cache)
+        layout = self.part.layout
+        views = fields(layout, cache)
         assert views.codes is not None
         if self.dist == "scales":
             if views.scales is None:
                 return scale
             if views.scales.dtype == torch.uint8:
                 down = torch.randint(12, views.scales.shape, device=self.device, generator=self.generator)
-                views.scales.copy_((views.scales - down).to(torch.uint8))
+                views.scales.copy_((views.scales.int() - down).clamp(min=1).to(torch.uint8))
             else:
                 views.scales.mul_(BETWEEN)
+            return scale
+        if layout.bits == 4:
+            # Of the eight magnitudes 0 and 1 are 0 and the subnormal one. Scales as below, of 2^-5 and 2^-2 in e4m3.
+            magnitudes, scale_bits = (2, 40) if self.dist == "subnormal" else (8, 16)
+            sizes = (*views.codes.shape, 2)
+            halves = torch.randint(magnitudes, sizes, device=self.device, generator=self.generator)
+            halves += 8 * torch.randint(2, sizes, device=self.device, generator=self.generator)
+            views.codes.copy_((halves[..., 0] + 16 * halves[..., 1]).to(torch.uint8))
+            assert views.scales is not None
+            views.scales.fill_(scale_bits)
             return scale
         # Magnitudes 0 .. 7 are subnormal, 127 is NaN. Scales bring the root mean square to about 0.1.
         magnitudes, power = (8, 3) if self.dist == "subnormal" else (127, -10)
@@ -658,7 +709,7 @@ class _Drawn:
         """Writes multiples of the sign pattern into the last columns of the chosen tokens."""
         import torch
 
-        layout, part = self.problem.cache, self.part
+        layout, part = self.part.layout, self.part
         # In v4 these columns are values too, and equal ones would be rounded alike in out.
         multiples = torch.ones(_PATTERN_COLUMNS) if layout.columns > VALUES else torch.linspace(0.5, 1.5, 64)
         lead = math.log(sum(p.topk for p in self.problem.parts)) + _LEAD
@@ -690,18 +741,27 @@ class _Drawn:
         self, cache: torch.Tensor, chosen: torch.Tensor, columns: torch.Tensor, scale: torch.Tensor | None
     ) -> None:
         """Gives the last columns of chosen tokens these values."""
-        views, width = fields(self.problem.cache, cache), _PATTERN_COLUMNS
+        layout, width = self.part.layout, _PATTERN_COLUMNS
+        views = fields(layout, cache)
         where = chosen.view(self.part.pages, self.part.page)
         if views.plain is not None:
             views.plain[..., -width:][where] = columns.bfloat16()
-        else:
-            assert views.codes is not None and scale is not None
+            return
+        assert views.codes is not None
+        if views.scales is None:
+            assert scale is not None
             views.codes[..., -width:][where] = quantised(columns, scale)
+            return
+        codes, scales = encoded(layout, columns)
+        views.codes[..., -len(codes) :][where] = codes
+        views.scales[..., -len(scales) :][where] = scales
 
     def stretch(self, cache: torch.Tensor, pattern: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Makes the logit of the first token of each query token `decode.EXACT`, and that of all others as far below
         zero."""
         size = decode.EXACT / (_PATTERN_COLUMNS * _LARGE * (self.problem.scale or 1.0))
+        if not self.part.layout.plain and self.part.layout.tile:  # with its scale it is to be no more than that
+            size = math.copysign(0.75 * 2.0 ** math.floor(math.log2(abs(size) / 0.75)), size)
         self.write(cache, self.seen, -size * pattern, scale)
         self.write(cache, self.picked(self.attended.int().argmax(-1)), size * pattern, scale)
 
@@ -710,7 +770,7 @@ class _Drawn:
         of a page table all of them."""
         import torch
 
-        views = fields(self.problem.cache, cache)
+        views = fields(self.part.layout, cache)
         attended = self.attended.all(1) if self.problem.paged else self.attended[:, 0]
         for i in range(1, self.part.b, 3):
             if not bool(attended[i].any()):
@@ -740,11 +800,10 @@ def reference(problem: SparseProblem, *inputs: Any) -> tuple[torch.Tensor, torch
     given = named(problem, *inputs)
     q, sink = given["q"], given.get("sink")
     b, s, h, _ = q.shape
-    names = [part.prefix for part in problem.parts]
     if problem.paged:
         pairs = s * int(given["seq_lens"].sum())
     else:
-        pairs = b * s * sum(given[f"{name}indices"].shape[2] for name in names)
+        pairs = b * s * sum(given[f"{part.prefix}indices"].shape[2] for part in problem.parts)
     exact = 2.0 * h * (problem.columns + VALUES) * pairs <= decode.FLOAT64_FLOPS["cuda" if q.is_cuda else "cpu"]
     dtype = torch.float64 if exact else torch.float32
     out = torch.zeros((b, s, h, VALUES), dtype=dtype, device=q.device)
@@ -752,7 +811,7 @@ def reference(problem: SparseProblem, *inputs: Any) -> tuple[torch.Tensor, torch
     with decode.full_precision():
         for i in range(b):
             for token in range(s):
-                keys = torch.cat([_attended(problem, given, name, i, token) for name in names]).to(dtype)
+                keys = torch.cat([_attended(problem, given, part, i, token) for part in problem.parts]).to(dtype)
                 if not len(keys):
                     continue
                 logits = q[i, token].to(dtype) @ keys.t() * problem.scale
@@ -763,21 +822,22 @@ def reference(problem: SparseProblem, *inputs: Any) -> tuple[torch.Tensor, torch
     return out, lse
 
 
-def _attended(problem: SparseProblem, given: Mapping[str, Any], prefix: str, i: int, token: int) -> torch.Tensor:
+def _attended(problem: SparseProblem, given: Mapping[str, Any], part: Part, i: int, token: int) -> torch.Tensor:
     """(n, columns) float64: the tokens of one cache that a query token attends to."""
     import torch
 
+    prefix = part.prefix
     cache = given[f"{prefix}cache"]
     if problem.paged:
         position = torch.arange(max(0, int(given["seq_lens"][i]) - problem.s + token + 1), device=cache.device)
         pages = decode.pages_of(cache, given["page_table"][i], len(position))
         there = pages[position // problem.page] * problem.page + position % problem.page
-        return gather(problem.cache, cache, there, given.get("scale"))
+        return gather(part.layout, cache, there, given.get("scale"))
     indices = given[f"{prefix}indices"][i, token]
     if (lengths := given.get(f"{prefix}lengths")) is not None:
         indices = indices[: max(0, int(lengths[i]))]
     there = indices[(indices >= 0) & (indices < cache.shape[0] * cache.shape[1])]
-    return gather(problem.cache, cache, there, given.get("scale"))
+    return gather(part.layout, cache, there, given.get("scale"))
 
 
 # ---------------------------------------------------------------- bounds
@@ -870,7 +930,14 @@ def _cases(problem: SparseProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("lengths", uneven.replace(lengths=True, sink=True), "last", planned=True)
     if problem.layout != "flat" and not problem.paged:
         sizes = {"extra": 77 if on_gpu else 13, "extra_t": 300 if on_gpu else 40}
-        given = uneven.replace(**sizes, extra_page=3, lengths=True, extra_lengths=True, sink=True)
+        given = uneven.replace(
+            **sizes,
+            extra_layout=next(iter(problem.cache.beside), ""),
+            extra_page=3,
+            lengths=True,
+            extra_lengths=True,
+            sink=True,
+        )
         yield Case("extra", given, "unseen", planned=True)
     short = {"t": min(own.t, 100), "lengths": True} if own.paged else {"topk": min(own.topk, 100)}
     yield Case("many", some.replace(b=301, **short), unlike, gpu=True)
@@ -938,7 +1005,7 @@ def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
         wanted["page_table"] = ((b, given["page_table"].shape[-1]), torch.int32)
         wanted["seq_lens"] = ((b,), torch.int32)
     for part in problem.parts:
-        fields(problem.cache, given[f"{part.prefix}cache"])
+        fields(part.layout, given[f"{part.prefix}cache"])
         if (page := given[f"{part.prefix}cache"].shape[1]) != part.page:
             raise UserError(f"cannot bind: {part.prefix}cache has pages of {page}, and this kernel wants {part.page}.")
         if problem.paged:

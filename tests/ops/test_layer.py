@@ -32,6 +32,8 @@ PACKED = [
     PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v32", powers=False),
     PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v4", interleaved=False),
     PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="flat", index="int32"),
+    PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v41", interleaved=False),
+    PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v41_fp4_planar"),
 ]
 
 

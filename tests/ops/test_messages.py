@@ -200,7 +200,7 @@ FACTORIES: list[tuple[Any, type[Any], str]] = [
     (layer._rope, RopeProblem, "interleaved index dtype"),
     (layer._append, PackedAppendProblem, "interleaved index"),
     (layer._gemm, GemmProblem, "side dtype"),
-    (sparse._sparse, SparseProblem, "layout lengths sink extra_lengths scale"),
+    (sparse._sparse, SparseProblem, "layout lengths sink extra_lengths scale extra_layout"),
     (sparse._dense, SparseProblem, "layout sink scale"),
     (context_parallel._merge, MergeProblem, "dtype"),
 ]

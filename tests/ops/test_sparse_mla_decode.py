@@ -35,6 +35,9 @@ PROBLEMS = {
         "v4_alone": {"layout": "v4"},
         "flat": {"layout": "flat", "sink": True},
         "bf16": {"layout": "bf16", "lengths": True, "extra": 8, "extra_page": 3},
+        "v41": {"layout": "v41", "page": 2, "lengths": True},
+        "v41_fp4": {**V4, "layout": "v41", "extra_layout": "v41_fp4"},
+        "v41_planar": {**V4, "layout": "v41_planar", "extra_layout": "v41_fp4_planar", "extra_lengths": True},
     }.items()
 }
 DENSE = {
@@ -43,6 +46,7 @@ DENSE = {
         "v32": {"page": 1, "lengths": True},
         "v4": {"layout": "v4", "page": 2, "sink": True, "lengths": True, "s": 1},
         "flat": {"layout": "flat"},
+        "v41": {"layout": "v41_planar", "page": 4},
     }.items()
 }
 #: Arguments by names of the workload's inputs.
@@ -90,6 +94,8 @@ def test_function_and_operator_give_the_oracle_s_results(on_cpu: CpuEngine, name
     problem = PROBLEMS[name]
     given = call_of(problem)
     options: dict[str, Any] = {"layout": problem.layout, "scale": 0.3}
+    if problem.extra_layout:
+        options["extra_layout"] = problem.extra_layout
     wanted = wanted_of(problem)
     both = sparse_mla_decode(**given, **options, return_lse=True, kernel=SPARSE)
     assert same(both, wanted)
@@ -147,7 +153,7 @@ def test_flash_mla_s_dense_call_takes_packed_caches(on_cpu: CpuEngine, name: str
     assert not fresh.have_initialized
 
 
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "flat"])
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in ("flat", "v41_planar")])
 def test_flash_mla_s_call_gives_the_same(on_cpu: CpuEngine, name: str) -> None:
     """As its own test calls it: caches of four dimensions, FP8 types, no page table, lengths that change."""
     problem = PROBLEMS[name]
@@ -180,7 +186,7 @@ def test_metadata_has_flash_mla_s_shapes(on_cpu: CpuEngine, s: int, h: int, part
 
 def test_scales_that_nobody_gives() -> None:
     """192^-1/2 of decompressed heads, or 512^-1/2 in v4; FlashMLA's names have that of q's columns."""
-    for layout, scale in (("v32", 192**-0.5), ("v4", 512**-0.5), ("bf16", 192**-0.5)):
+    for layout, scale in (("v32", 192**-0.5), ("v4", 512**-0.5), ("v41", 512**-0.5), ("bf16", 192**-0.5)):
         problem = SparseProblem(b=1, h=2, t=64, topk=8, layout=layout, softmax_scale=scale)
         found = sparse_mla_decode(**call_of(problem), layout=layout, return_lse=True, kernel=SPARSE, on=CpuEngine())
         assert same(found, wanted_of(problem))
@@ -283,6 +289,34 @@ def test_fake_tensors_and_a_trace(on_cpu: CpuEngine) -> None:
 
 
 # ---------------------------------------------------------------- what is refused
+def test_flash_mla_s_call_names_caches_that_do_not_go_together() -> None:
+    q, some = torch.zeros(1, 1, 64, 512, dtype=torch.bfloat16), torch.zeros(1, 1, 4, dtype=torch.int32)
+    caches = {size: torch.zeros(2, 4, 1, size, dtype=torch.uint8) for size in (584, 528, 288)}
+    for main, extra, words in (
+        (288, None, "^k_cache: layout v41_fp4 is for an extra cache: the cache itself has layout v41"),
+        (584, 528, "^extra_k_cache: an extra cache of layout v41 does not go beside layout v4: it has layout v4"),
+        (528, 584, "^extra_k_cache: an extra cache of layout v4 does not go .*: it has layout v41 or v41_fp4"),
+    ):
+        more = {} if extra is None else {"extra_k_cache": caches[extra], "extra_indices_in_kvcache": some}
+        with pytest.raises(UserError, match=words):
+            api.flash_mla_with_kvcache(
+                q, caches[main], None, None, 512, api.get_mla_metadata()[0], is_fp8_kvcache=True, indices=some, **more
+            )
+
+
+@pytest.mark.parametrize("kernel", [None, "cute-dsl/sparse_mla_v1", "triton/sparse_mla", "cutile-dsl/sparse_mla"])
+def test_versions_that_do_not_read_v41_say_so(kernel: str | None) -> None:
+    problem = PROBLEMS["v41_fp4"]
+    with pytest.raises(
+        UserError, match=r"the kernel knows no cache of DeepSeek V4\.1; the problem's has a layout of it"
+    ):
+        sparse_mla_decode(
+            **call_of(problem), layout="v41", extra_layout="v41_fp4", kernel=kernel, on=CpuEngine(), scale=0.3
+        )
+    with pytest.raises(UserError, match=r"layout: layout v41_fp4 is for an extra cache"):
+        packed_mla_decode(**call_of(DENSE["v41"]), layout="v41_fp4", on=CpuEngine())
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -303,6 +337,16 @@ def test_fake_tensors_and_a_trace(on_cpu: CpuEngine) -> None:
         ({"cache_scale": torch.ones(1)}, "layout v32 has no cache_scale"),
         ({"extra_cache": torch.zeros(1, 4, 656, dtype=torch.uint8)}, "extra_cache was given without extra_indices"),
         ({"extra_topk_lens": torch.zeros(3, dtype=torch.int32)}, "extra_topk_lens was given without extra_cache"),
+        ({"layout": "v41_fp4"}, "^layout: layout v41_fp4 is for an extra cache: the cache itself has layout v41"),
+        ({"extra_layout": "v41_fp4"}, "extra_layout was given without extra_cache"),
+        (
+            {
+                "extra_cache": torch.zeros(1, 4, 528, dtype=torch.uint8),
+                "extra_layout": "v41",
+                "extra_indices": torch.zeros(3, 2, 4, dtype=torch.int32),
+            },
+            "^extra_layout: an extra cache of layout v41 does not go beside layout v32: it has layout v32",
+        ),
         ({"scale": torch.ones(1)}, "scale is of type Tensor"),
         ({"kernel": "triton/flash_mla"}, "the kernel computes decode"),
     ],

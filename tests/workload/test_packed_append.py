@@ -31,6 +31,10 @@ PROBLEMS = [
     PackedAppendProblem(**SMALL, layout="v32", powers=False),
     PackedAppendProblem(**SMALL, layout="v4", interleaved=False),
     PackedAppendProblem(**SMALL, layout="flat"),
+    PackedAppendProblem(**SMALL, layout="v41"),
+    PackedAppendProblem(**SMALL, layout="v41_fp4", interleaved=False),
+    PackedAppendProblem(**SMALL, layout="v41_planar", interleaved=False),
+    PackedAppendProblem(**SMALL, layout="v41_fp4_planar"),
 ]
 
 
@@ -46,7 +50,7 @@ def test_bytes_are_those_of_the_bf16_cache_packed(problem: PackedAppendProblem, 
     packed = pack(problem.cache, cache.nan_to_num(0.0).bfloat16(), scale=scale, powers=problem.powers)
     written = cache.isfinite().all(-1)
     assert 0 < int(written.sum()) < written.numel()
-    if problem.layout != "flat":  # rounded once, where the cache is written
+    if problem.cache.plain:  # rounded once, where the cache is written
         assert torch.equal(parts[2][written], cache[written][:, problem.k :])
         parts[2] = parts[2].bfloat16().double()
     for found, wanted in zip(parts, views(problem.cache, packed), strict=True):
@@ -111,7 +115,13 @@ def test_float32_may_round_to_either_side_of_a_tie_and_no_further(fused: bool) -
 
 
 def test_every_layout_has_its_views() -> None:
-    for name, widths in (("v32", (512, 4, 64)), ("v4", (448, 7, 64)), ("flat", (512, 0, 64))):
+    widths_of = {
+        "v32": (512, 4, 64), "v4": (448, 7, 64), "flat": (512, 0, 64),
+        "v41": (448, 16, 64), "v41_planar": (448, 16, 64),
+        "v41_fp4": (224, 32, 32), "v41_fp4_planar": (224, 32, 32),
+    }  # fmt: skip
+    assert {*widths_of, "bf16"} == {*LAYOUTS}
+    for name, widths in widths_of.items():
         cache = new_cache(LAYOUTS[name], 3, 4)
         found = views(LAYOUTS[name], cache)
         assert tuple(x.shape[2] for x in found) == widths
@@ -132,14 +142,16 @@ def test_records_and_binding_keep_the_layout() -> None:
         assert record["workload"] == "packed_append" and PackedAppendProblem.from_record(record) == problem
         other = dataclasses.replace(problem, tokens=2, rest=64)
         assert WORKLOAD.rebound(problem, *make_inputs(other)) == other
-    assert len({p.problem_class().key() for p in PROBLEMS}) == len({cell_name(p) for p in PROBLEMS}) == 4
+    assert len({p.problem_class().key() for p in PROBLEMS}) == len({cell_name(p) for p in PROBLEMS}) == 8
     assert {case.name for case in WORKLOAD.cases(PROBLEMS[0], True)} == set(CASES)
 
 
 @pytest.mark.parametrize(
     ("fields", "word"),
     [({"layout": "v33"}, "v32"), ({"layout": "bf16"}, "workload rope"), ({"k": 256}, "512 latent"), ({"p": 32}, "rope"),
-     ({"layout": "v4", "powers": False}, "powers"), ({"dtype": "fp16"}, "bf16"), ({"powers": 1}, "boolean")],
+     ({"layout": "v4", "powers": False}, "powers"),
+     ({"layout": "v41", "powers": False}, "powers"), ({"layout": "v41_fp4", "k": 256}, "448 latent"),
+     ({"dtype": "fp16"}, "bf16"), ({"powers": 1}, "boolean")],
 )  # fmt: skip
 def test_problems_that_make_no_sense_are_refused(fields: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):

@@ -29,7 +29,7 @@ from mla_var3.errors import UserError
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.engine import engine
 from mla_var3.ops.request import number
-from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
+from mla_var3.ops.sparse import beside_in, packed_mla_decode, sparse_mla_decode
 from mla_var3.packed_cache import VALUES, bytes_of, layout_of
 
 if TYPE_CHECKING:
@@ -117,9 +117,10 @@ def flash_mla_with_kvcache(
 
     Sparse: q (b, s, h, 576), k_cache (pages, page, 1, 656) of float8_e4m3fn, uint8 or int8, layout v32 of
     `mla_var3.packed_cache`; or q (b, s, h, 512) and (pages, page, 1, 584), layout v4, whose pages lie a multiple of 576
-    bytes apart. Without is_fp8_kvcache, which FlashMLA wants, k_cache is (pages, page, 1, 576) of bf16. indices
-    (b, s, topk) int32, attn_sink (h,) float32, topk_length (b,) int32, extra_k_cache, extra_indices_in_kvcache and
-    extra_topk_length: as of `sparse_mla_decode`. head_dim_v is 512; block_table and cache_seqlens are not looked at.
+    bytes apart, or (pages, page, 1, 528), layout v41, beside which extra_k_cache may have 288 bytes, layout v41_fp4.
+    Without is_fp8_kvcache, which FlashMLA wants, k_cache is (pages, page, 1, 576) of bf16. indices (b, s, topk) int32,
+    attn_sink (h,) float32, topk_length (b,) int32, extra_k_cache, extra_indices_in_kvcache and extra_topk_length: as of
+    `sparse_mla_decode`. head_dim_v is 512; block_table and cache_seqlens are not looked at.
 
     softmax_scale: factor on q·k, default (columns of q)^-1/2. tile_scheduler_metadata: of `get_mla_metadata`, whose
     calls must have equal shapes, or a tensor, which with num_splits is not looked at. Returns out (b, s, h, k) in q's
@@ -136,17 +137,20 @@ def flash_mla_with_kvcache(
     if is_fp8_kvcache:
         for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
             if cache is not None:
-                bytes_of(layout_of(_layout(q, True)), cache, name)
+                bytes_of(layout_of(_layout(q, True, cache)), cache, name)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     if indices is not None:
         if causal:
             raise UserError("causal was given with indices, which say themselves what is attended to: leave it out.")
         if head_dim_v != VALUES:
             raise UserError(f"head_dim_v is {head_dim_v}: sparse attention has {VALUES} columns of values.")
+        layout = _layout(q, is_fp8_kvcache, k_cache)
+        of_extra = None if extra_k_cache is None else _layout(q, is_fp8_kvcache, extra_k_cache)
+        beside_in("k_cache", layout, "extra_k_cache", of_extra)
         both = sparse_mla_decode(
-            q, k_cache, indices, layout=_layout(q, is_fp8_kvcache), scale=scale, topk_lens=topk_length,
-            sink=attn_sink, extra_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache,
-            extra_topk_lens=extra_topk_length, return_lse=True,
+            q, k_cache, indices, layout=layout, scale=scale, topk_lens=topk_length, sink=attn_sink,
+            extra_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache, extra_topk_lens=extra_topk_length,
+            extra_layout=of_extra, return_lse=True,
         )  # fmt: skip
     else:
         refused: dict[str, Any] = {
@@ -169,7 +173,7 @@ def flash_mla_with_kvcache(
                 raise UserError("causal is False: over an FP8 cache several query tokens are causal; pass causal=True.")
             if head_dim_v != VALUES:
                 raise UserError(f"head_dim_v is {head_dim_v}: FP8 caches have {VALUES} columns of values.")
-            both = packed_mla_decode(*given, layout=_layout(q, True), scale=scale, return_lse=True)
+            both = packed_mla_decode(*given, layout=_layout(q, True, k_cache), scale=scale, return_lse=True)
         else:
             both = mla_decode(*given, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True)
     assert isinstance(both, tuple)
@@ -186,14 +190,15 @@ def _tensor(name: str, value: Any, wanted: str) -> None:
         raise UserError(f"{name} is a {type(value).__name__}: pass {wanted}, or a tensor.")
 
 
-def _layout(q: torch.Tensor, is_fp8: bool) -> str:
-    """Of the cache that goes with q."""
+def _layout(q: torch.Tensor, is_fp8: bool, cache: torch.Tensor) -> str:
+    """Of a cache that goes with q: DeepSeek V4 and V4.1 have as many columns, and other bytes of a token."""
     if not is_fp8:
         return "bf16"
     named = {576: "v32", 512: "v4"}
     if q.shape[-1] not in named:
         raise UserError(f"q has {q.shape[-1]} columns: FP8 caches go with 576, of DeepSeek V3.2, or 512, of V4.")
-    return named[q.shape[-1]]
+    of_v41 = {layout_of(name).token_bytes: name for name in ("v41", "v41_fp4")}
+    return of_v41.get(cache.shape[-1], "v4") if q.shape[-1] == VALUES else named[q.shape[-1]]
 
 
 def _config(

@@ -131,11 +131,12 @@ def rope_append(
     A token whose slot is negative, or past the last row of the cache, is not written. Where the table has no row of a
     position, all turned columns of the token are NaN. So nothing is read or written outside of a tensor.
 
-    layout: of a packed cache, "v32", "v4" or "flat" (`mla_var3.packed_cache`): kv_cache is (pages, tokens of a page,
-    bytes of a token) of torch.uint8 or torch.float8_e4m3fn, whose pages may lie apart, by multiples of 16 bytes. Rows
-    are quantised and packed on their way, as `packed_cache.pack` does it with the rope columns rounded to bf16: a
-    column that is NaN or infinite becomes e4m3's NaN, and changes no other column. powers: whether scales are rounded
-    up to powers of two, as v4's always are. cache_scale: (1,) float32, the one scale of layout flat. bf16 alone.
+    layout: of a packed cache, any of `mla_var3.packed_cache` but "bf16", those for extra caches too: kv_cache is
+    (pages, tokens of a page, bytes of a token) of torch.uint8 or torch.float8_e4m3fn, whose pages may lie apart, by
+    multiples of 16 bytes. Rows are quantised and packed on their way, as `packed_cache.pack` does it with the rope
+    columns rounded to bf16: a column that is NaN or infinite becomes e4m3's NaN, and changes no other column (of e2m1,
+    those that share its scale become NaN too). powers: whether scales of v32 are rounded up to powers of two.
+    cache_scale: (1,) float32, the one scale of layout flat. bf16 alone.
 
     Raises `UserError` in one sentence for what does not fit.
     """

@@ -11,7 +11,7 @@ from mla_var3.errors import UserError
 from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, named_as, number, packed_pages, result
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import serve
-from mla_var3.packed_cache import VALUES, layout_of
+from mla_var3.packed_cache import VALUES, beside, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import SparseProblem, input_names
 
@@ -37,6 +37,7 @@ def sparse_mla_decode(
     extra_cache: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
     extra_topk_lens: torch.Tensor | None = None,
+    extra_layout: str | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -45,28 +46,34 @@ def sparse_mla_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token to the cached tokens that its indices name, in latent space.
 
-    q (b, s, h, columns) bf16, with 576 columns, and 512 in layout v4. kv_cache (pages, tokens of a page, bytes of a
-    token) of torch.uint8 or torch.float8_e4m3fn, in a layout of `mla_var3.packed_cache`: "v32", "v4" or "flat"; or
-    (pages, tokens of a page, 576) of bf16, layout "bf16". Another 8-bit dtype is refused, as codes are e4m3fn; int8 is
-    taken for bytes in v32 and v4. A dimension of size 1 in front of the last one is taken too. Pages may lie
+    q (b, s, h, columns) bf16, with 576 columns, and 512 in v4 and v41. kv_cache (pages, tokens of a page, bytes of a
+    token) of torch.uint8 or torch.float8_e4m3fn, in a layout of `mla_var3.packed_cache`: "v32", "v4", "v41",
+    "v41_planar" or "flat"; or (pages, tokens of a page, 576) of bf16, layout "bf16". Those of V4.1 are computed by
+    kernel="torch/sparse_mla" alone so far. Another 8-bit dtype is refused, as codes are e4m3fn; int8 is taken for bytes
+    in all but flat. A dimension of size 1 in front of the last one is taken too. Pages may lie
     further apart than they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of layout flat.
 
     indices (b, s, topk) int32: page · tokens of a page + row, in the whole cache. One that is negative, or outside the
     cache, names no token. topk_lens (b,) int32: only so many of a request's indices, from the left, are looked at. sink
     (h,) float32: a logit more in each head's softmax, without a value; lse is without it. extra_cache, extra_indices,
-    extra_topk_lens: another cache of the same layout, with pages of any size, that is attended to as well. Indices and
-    lengths may be int64: two small kernels bring each into int32, so that an index that names no token names none then
-    either, and lengths are at most topk.
+    extra_topk_lens: another cache, with pages of any size, that is attended to as well. extra_layout: of that one; the
+    same as layout by default, else "v41_fp4" beside v41, or "v41_fp4_planar" beside v41_planar. Indices and lengths may
+    be int64: two small kernels bring each into int32, so that an index that names no token names none then either, and
+    lengths are at most topk.
 
-    scale: factor on q·k; default 192^-1/2, that of decompressed heads with 128 + 64 columns, and 512^-1/2 in layout v4.
-    out, lse: where to write, (b, s, h, 512) bf16 and (b, h, s) float32. return_lse: also returns the natural
-    log-sum-exp of scale · q·k, with which results over parts of the indices can be merged. A query token without
-    tokens has out 0 and lse +inf; one with a score that is NaN has out and lse NaN. kernel, on: as of `mla_decode`.
+    scale: factor on q·k; default 192^-1/2, that of decompressed heads with 128 + 64 columns, and 512^-1/2 where keys
+    have 512 columns. out, lse: where to write, (b, s, h, 512) bf16 and (b, h, s) float32. return_lse: also returns the
+    natural log-sum-exp of scale · q·k, with which results over parts of the indices can be merged. A query token
+    without tokens has out 0 and lse +inf; one with a score that is NaN has out and lse NaN. kernel, on: as of
+    `mla_decode`.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the
     operator `torch.ops.mla_var3.sparse_mla_decode`, or `sparse_mla_decode_into` where out or lse is given.
     """
+    if extra_layout is not None and extra_cache is None:
+        raise UserError("extra_layout was given without extra_cache: leave it out.")
+    of_extra = beside_in("layout", layout, "extra_layout", extra_layout)
     inputs = _judged(q, layout, cache_scale, sink)
     b, s, h, _ = q.shape
     if (extra_cache is None) != (extra_indices is None):
@@ -86,7 +93,7 @@ def sparse_mla_decode(
             sizes += [0, 0, 0]
             continue
         name = f"{prefix}cache" if prefix else "kv_cache"
-        pages = inputs[f"{prefix}cache"] = packed_pages(name, cache, layout, q)
+        pages = inputs[f"{prefix}cache"] = packed_pages(name, cache, of_extra if prefix else layout, q)
         inputs[f"{prefix}indices"] = integers(f"{prefix}indices", chosen, (b, s, None), q, LEAST, MOST)
         if chosen.shape[2] < 1:
             raise UserError(f"{prefix}indices is {tuple(chosen.shape)}: give at least one index, -1 where none is.")
@@ -95,7 +102,7 @@ def sparse_mla_decode(
         sizes += [max(1, len(pages) * pages.shape[1] // max(b, 1)), chosen.shape[2], pages.shape[1]]
     problem = _sparse(
         max(b, 1), s, h, *sizes, layout, topk_lens is not None, sink is not None, extra_topk_lens is not None,
-        _scale(scale, layout),
+        _scale(scale, layout), of_extra if extra_cache is not None else "",
     )  # fmt: skip
     both = _computed("sparse_mla_decode", problem, inputs, out, lse, kernel, on)
     return both if return_lse else both[0]
@@ -120,7 +127,7 @@ def packed_mla_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over each request's cached tokens, as of `mla_decode`, where the cache is packed.
 
-    q (b, s, h, columns), kv_cache, layout ("v32", "v4" or "flat"), cache_scale, sink, scale, out, lse, return_lse,
+    q (b, s, h, columns), kv_cache, layout (all but "bf16"), cache_scale, sink, scale, out, lse, return_lse,
     kernel and on: as of `sparse_mla_decode`. page_table (b, width) int32: entry j of a request is the page of its
     tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read on the device, at most
     width · page; 0 is allowed. Both may be int64, as of `mla_decode`. Query token i sees keys 0 .. length - s + i:
@@ -133,6 +140,7 @@ def packed_mla_decode(
     """
     if layout == "bf16":
         raise UserError("layout bf16 is not packed: mla_decode takes such a cache.")
+    beside_in("layout", layout)
     inputs = _judged(q, layout, cache_scale, sink)
     b, s, h, _ = q.shape
     page = (pages := packed_pages("kv_cache", kv_cache, layout, q)).shape[1]
@@ -166,9 +174,20 @@ def _judged(
     return inputs
 
 
+def beside_in(name: str, layout: str, extra_name: str = "", extra: str | None = None) -> str:
+    """The layout of an extra cache, None for that of the cache. Raises `UserError`, with the name of the caller's
+    argument, where the two do not go together or the cache has a layout of extra caches alone."""
+    for part, other in ((name, ""), (extra_name, extra or "")):
+        try:
+            found = beside(layout, other).name
+        except UserError as error:
+            raise UserError(f"{part}: {error}") from None
+    return found
+
+
 def _scale(given: float | None, layout: str) -> float:
     if given is None:
-        return VALUES**-0.5 if layout == "v4" else 192.0**-0.5
+        return VALUES**-0.5 if layout_of(layout).columns == VALUES else 192.0**-0.5
     return number("scale", given)
 
 
@@ -215,10 +234,12 @@ def _sparse(
     sink: bool,
     extra_lengths: bool,
     scale: float,
+    extra_layout: str,
 ) -> SparseProblem:
     problem = SparseProblem(
         b=b, s=s, h=h, t=t, topk=topk, layout=layout, page=page, lengths=lengths, sink=sink, extra=extra,
         extra_t=extra_t, extra_page=extra_page, extra_lengths=extra_lengths, softmax_scale=scale,
+        extra_layout=extra_layout,
     )  # fmt: skip
     return _counted(problem)
 

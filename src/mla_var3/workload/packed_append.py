@@ -6,26 +6,26 @@
         codes, scales, plain        of token i in row slots[i] % page of page slots[i] // page of the cache
 
 The cache's row is what `packed_cache.pack` makes of the row that `rope` writes in bf16: the latent, and the rope
-columns, rotated and rounded to bf16. k is 512, and 448 in v4. Layouts are those of `mla_var3.packed_cache` but bf16,
-which is `rope`'s.
+columns, rotated and rounded to bf16. k is 512, and 448 where keys have 512 columns. Layouts are those of
+`mla_var3.packed_cache` but bf16, which is `rope`'s.
 
 The outputs beside out are views of a cache (`views`), each (pages, page, its columns):
 
-    codes     uint8: the bits of e4m3, of the latent
-    scales    int32, the bits of float32, in v32; uint8, ue8m0, in v4; no columns in flat
-    plain     bf16: the rope columns; in flat uint8, the bits of e4m3
+    codes     uint8: the bits of e4m3, or of two e2m1, of the latent
+    scales    int32, the bits of float32, in v32; uint8, ue8m0 or e4m3, elsewhere; no columns in flat
+    plain     bf16: the rope columns; in layouts without bf16 uint8, codes as of the latent
 
 Codes and scales are exact to the bit. Columns in bf16 are judged as in `rope`, against what they are before they are
 rounded: float32 is off by up to 2^-23 of the larger product, so where the exact value lies that close to the middle
 between two bf16 numbers, a right kernel may write either, and against the nearest one the other is off by 2^-7. That is
 1 in 10^5 of N(0, 1). Rows of other slots stay as they are, and so does v4's byte that nobody reads.
 
-Distributions of inputs are those of `rope`. The table of layout flat has quarter turns alone, which are exact in any
-precision: elsewhere a column that float32 rounds to the other side could get another code. Two are new:
+Distributions of inputs are those of `rope`. The table of layouts without bf16 has quarter turns alone, which are exact
+in any precision: elsewhere a column that float32 rounds to the other side could get another code. Two are new:
 
     tiny       2^-7 · N(0, 1): latents below the smallest scale
-    odd        NaN and infinities among latents, of layout flat among rope columns too: all the columns of a scale, some
-               of them, and none
+    odd        NaN and infinities among latents, of layouts without bf16 among rope columns too: all the columns of a
+               scale, some of them, and none
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.packed_cache import E4M3_MAX, LAYOUTS, Layout, fields, layout_of, new_cache, pack
+from mla_var3.packed_cache import E4M3_MAX, LAYOUTS, V41, Layout, fields, layout_of, new_cache, pack
 from mla_var3.workload import Bound, Case, Cost, Output, Workload, check_bound, rope
 from mla_var3.workload.rope import INDICES, RopeProblem
 
@@ -104,6 +104,11 @@ class PackedAppendProblem(RopeProblem):
         return layout_of(self.layout)
 
     @property
+    def v41(self) -> bool:
+        """Whether the cache has a layout of DeepSeek V4.1."""
+        return self.layout in V41
+
+    @property
     def label(self) -> str:
         return f"{self.layout}_{super().label}"
 
@@ -139,13 +144,15 @@ def make_inputs(
         for x in made[1:3]:
             x.mul_(2.0**-7)
     elif dist == "odd":
-        for x in made[1 : 3 if problem.layout == "flat" else 2]:
+        for x in made[1 : 2 if problem.cache.plain else 3]:
             _spoil(x)
-    if problem.layout != "flat":
+    if problem.cache.plain:
         return made
     quarters = torch.arange(problem.positions, device=device)[:, None] + torch.arange(problem.p // 2, device=device)
     turns = torch.tensor([1.0, 0.0, -1.0, 0.0], device=device)
     table = torch.cat([turns[quarters % 4], turns[(quarters + 3) % 4]], dim=1)
+    if problem.layout != "flat":
+        return *made[:5], table
     largest = _LARGEST * {"huge": rope.HUGE, "tiny": 2.0**-7}.get(dist, 1.0)
     return *made[:5], table, torch.full((1,), largest / E4M3_MAX, device=device)
 
@@ -170,12 +177,12 @@ def views(layout: Layout, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
     there = fields(layout, cache)
     assert there.codes is not None
-    if layout.name == "flat":
-        latent = layout.columns - ROPE
-        return there.codes[..., :latent], cache[..., :0], there.codes[..., latent:]
-    assert there.scales is not None and there.plain is not None
-    scales = there.scales.view(torch.int32) if layout.name == "v32" else there.scales
-    return there.codes, scales, there.plain
+    scales = cache[..., :0] if there.scales is None else there.scales
+    scales = scales.view(torch.int32) if scales.dtype == torch.float32 else scales
+    if there.plain is not None:
+        return there.codes, scales, there.plain
+    latent = (layout.columns - ROPE) * layout.bits // 8
+    return there.codes[..., :latent], scales, there.codes[..., latent:]
 
 
 def new_outputs(
@@ -204,7 +211,7 @@ def appended(problem: PackedAppendProblem, *inputs: Any, held: Sequence[torch.Te
     there = rope.written(slots, held[1].shape[0] * problem.page)
     at = (slots[there].long() // problem.page, slots[there].long() % problem.page)
     codes, scales, plain = views(problem.cache, packed)
-    if problem.layout != "flat":
+    if problem.cache.plain:
         plain = rows[: len(slots), :, problem.k :]
     found = []
     for values, before in zip((codes, scales, plain), held[1:], strict=True):

@@ -4,11 +4,13 @@ A program has one token and either `heads` of its query heads, or, first, its ke
 
     q       position → cosines, sines (float32)     x, y of a pair → x cos - y sin, y cos + x sin → out
     latent  columns that share a scale → largest finite magnitude / 448 → scale → column / scale → e4m3 → cache[slot]
-    rope    turned as q, rounded to bf16 → cache[slot]; of layout flat to e4m3 from there
+    rope    turned as q, rounded to bf16 → cache[slot]; of layout flat to e4m3 from there, of V4.1's as the latent
 
-e4m3 is made by integer arithmetic, so any device and Triton's interpreter give the same bits; NaN and infinities become
-its NaN. A key whose slot is outside of the cache is not stored; a position outside of the table turns by NaN. Runs on
-sm_80 and later. The base version; rotation as in rope_append.
+In layout v41_fp4 codes are e2m1, two in a byte, and a scale is the largest magnitude / 6, in e4m3. Both kinds of codes
+are made by integer arithmetic, so any device and Triton's interpreter give the same bits; NaN and infinities become
+e4m3's NaN, of the column or, where that is an e2m1, of its scale. A key whose slot is outside of the cache is not
+stored; a position outside of the table turns by NaN. Runs on sm_80 and later. The base version; rotation as in
+rope_append.
 """
 
 from __future__ import annotations
@@ -77,6 +79,47 @@ def e4m3(x):
     return tl.where(odd, NAN, sign | tl.where(size < 0.015625, small, large)).to(tl.uint8)
 
 
+@triton.jit
+def e2m1(x):
+    """uint32, the four bits of the nearest e2m1 (ties to even) of float32, at most 6; the sign of what becomes 0."""
+    sign = (x.to(tl.uint32, bitcast=True) >> 28) & 8
+    size = tl.minimum(tl.abs(x), 6.0)
+    # Below 1 codes are multiples of 0.5: adding 2^22 leaves just these in the mantissa.
+    small = (size + 4194304.0).to(tl.uint32, bitcast=True) & 0xF
+    bits = size.to(tl.uint32, bitcast=True)
+    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - (126 << 1)
+    return sign | tl.where(size < 1.0, small, large)
+
+
+@triton.jit
+def value_of(code):
+    """float32 of a positive e4m3, given as its bits in uint32."""
+    normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def coded(x, BITS: tl.constexpr, SCALE_MIN: tl.constexpr):
+    """Codes (tiles, bytes of a tile) and bits of the scales (tiles,), uint8, of columns (tiles, columns) in layouts of
+    V4.1: e4m3 and ue8m0, or two e2m1 in a byte and e4m3."""
+    TILES: tl.constexpr = x.shape[0]
+    TILE: tl.constexpr = x.shape[1]
+    largest = tl.max(tl.where(size_of(x) < INFINITE, tl.abs(x), 0.0), axis=1)
+    if BITS == 8:
+        least = tl.maximum(tl.div_rn(largest, tl.full([TILES], 448.0, tl.float32)), SCALE_MIN)
+        bits = (least.to(tl.uint32, bitcast=True) + 0x7FFFFF) >> 23
+        scales = (bits << 23).to(tl.float32, bitcast=True)
+        return e4m3(quotient(x, tl.broadcast_to(scales[:, None], (TILES, TILE)))), bits.to(tl.uint8)
+    else:
+        odd = tl.max((size_of(x) >= INFINITE).to(tl.int32), axis=1) > 0
+        exact = tl.div_rn(largest, tl.full([TILES], 6.0, tl.float32))
+        bits = e4m3(tl.minimum(tl.maximum(exact, 0.001953125), 448.0))
+        scales = value_of(bits.to(tl.uint32))
+        codes = e2m1(tl.div_rn(x, tl.broadcast_to(scales[:, None], (TILES, TILE))))
+        even, uneven = tl.split(tl.reshape(tl.where(odd[:, None], 0, codes), (TILES, TILE // 2, 2)))
+        return (even | (uneven << 4)).to(tl.uint8), tl.where(odd, NAN, bits).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["table_rows", "cache_rows"])
 def packed_append(
     Q,  # (n, H, COLUMNS), contiguous, global
@@ -108,6 +151,8 @@ def packed_append(
     TILE: tl.constexpr,  # columns that share a scale
     FLAT: tl.constexpr,
     POWERS: tl.constexpr,
+    V41: tl.constexpr,  # rope columns have scales as the latent
+    BITS: tl.constexpr,  # of a code
     SCALE_MIN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -130,26 +175,42 @@ def packed_append(
             x = e4m3(quotient(rounded(x, DTYPE, INTERPRET), scale + tl.zeros_like(x)))
             y = e4m3(quotient(rounded(y, DTYPE, INTERPRET), scale + tl.zeros_like(y)))
             store_pairs(to, written, x, y, P, INTERLEAVED)
+        elif V41:
+            x, y = rounded(x, DTYPE, INTERPRET), rounded(y, DTYPE, INTERPRET)
+            both = tl.join(x, y) if INTERLEAVED else tl.permute(tl.join(x, y), (0, 2, 1))
+            codes, bits = coded(tl.reshape(both, (P // TILE, TILE)), BITS, SCALE_MIN)
+            tile = tl.arange(0, P // TILE)
+            byte = tile[:, None] * (TILE * BITS // 8) + tl.arange(0, TILE * BITS // 8)[None, :]
+            inside = (tile < P) & written
+            tl.store(Plain + page * plain_page + at * PLAIN_ROW + byte, codes, mask=inside[:, None])
+            tl.store(Scales + page * scale_page + at * SCALE_ROW + K // TILE + tile, bits, mask=inside)
         else:
             put(to, written, x, y, DTYPE, P, INTERLEAVED, INTERPRET)
         tile = tl.arange(0, TILES)
         column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
         inside = (column < K) & written[:, None]
         latent = tl.load(Latent + token * K + column, mask=inside, other=0.0).to(tl.float32)
-        if FLAT:
-            scales = tl.zeros([TILES], tl.float32) + scale
-        else:
-            largest = tl.max(tl.where(size_of(latent) < INFINITE, tl.abs(latent), 0.0), axis=1)
-            scales = tl.maximum(tl.div_rn(largest, tl.full([TILES], 448.0, tl.float32)), SCALE_MIN)
-            if POWERS:
-                up = scales.to(tl.uint32, bitcast=True) + 0x7FFFFF
-                scales = ((up >> 23) << 23).to(tl.float32, bitcast=True)
-            bits = scales.to(tl.int32, bitcast=True)
-            bits = bits if Scales.dtype.element_ty == tl.int32 else (bits >> 23).to(tl.uint8)
+        if V41:
+            codes, bits = coded(latent, BITS, SCALE_MIN)
             there = (tile * TILE < K) & written
             tl.store(Scales + page * scale_page + at * SCALE_ROW + tile, bits, mask=there)
-        codes = e4m3(quotient(latent, tl.broadcast_to(scales[:, None], (TILES, TILE))))
-        tl.store(Codes + page * code_page + at * CODE_ROW + column, codes, mask=inside)
+            byte = tile[:, None] * (TILE * BITS // 8) + tl.arange(0, TILE * BITS // 8)[None, :]
+            tl.store(Codes + page * code_page + at * CODE_ROW + byte, codes, mask=there[:, None])
+        else:
+            if FLAT:
+                scales = tl.zeros([TILES], tl.float32) + scale
+            else:
+                largest = tl.max(tl.where(size_of(latent) < INFINITE, tl.abs(latent), 0.0), axis=1)
+                scales = tl.maximum(tl.div_rn(largest, tl.full([TILES], 448.0, tl.float32)), SCALE_MIN)
+                if POWERS:
+                    up = scales.to(tl.uint32, bitcast=True) + 0x7FFFFF
+                    scales = ((up >> 23) << 23).to(tl.float32, bitcast=True)
+                bits = scales.to(tl.int32, bitcast=True)
+                bits = bits if Scales.dtype.element_ty == tl.int32 else (bits >> 23).to(tl.uint8)
+                there = (tile * TILE < K) & written
+                tl.store(Scales + page * scale_page + at * SCALE_ROW + tile, bits, mask=there)
+            codes = e4m3(quotient(latent, tl.broadcast_to(scales[:, None], (TILES, TILE))))
+            tl.store(Codes + page * code_page + at * CODE_ROW + column, codes, mask=inside)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         row = token * H + head
@@ -170,7 +231,7 @@ class PackedAppendPlan(KernelPlan):
 
     workload = append.WORKLOAD
     tiling_type = PackedAppendTiling
-    requires = Requirement(archs=("sm_80+",), dtypes=("bf16",))
+    requires = Requirement(archs=("sm_80+",), dtypes=("bf16",), options=("v41",))
 
     def default_tiling(self) -> PackedAppendTiling:
         heads = min(16, 1 << (self.problem.h - 1).bit_length())
@@ -218,8 +279,9 @@ class PackedAppendPlan(KernelPlan):
             meta_fn=lambda t: {
                 "H": pd.h, "COLUMNS": pd.columns, "K": pd.k, "P": pd.p, "PAGE": pd.page, "CODE_ROW": rows[0],
                 "SCALE_ROW": rows[1], "PLAIN_ROW": rows[2], "TILES": 1 << (-(-pd.k // tile) - 1).bit_length(),
-                "TILE": tile, "FLAT": flat, "POWERS": pd.powers, "SCALE_MIN": SCALE_MIN, "INTERLEAVED": pd.interleaved,
-                "HEADS": t.heads, "INTERPRET": interpreted(packed_append),
+                "TILE": tile, "FLAT": flat, "POWERS": pd.powers, "V41": pd.v41, "BITS": pd.cache.bits,
+                "SCALE_MIN": SCALE_MIN, "INTERLEAVED": pd.interleaved, "HEADS": t.heads,
+                "INTERPRET": interpreted(packed_append),
             },
             options_fn=lambda t: {"num_warps": t.num_warps},
             signature_fn=lambda _: signature,

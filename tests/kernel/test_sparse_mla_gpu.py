@@ -26,6 +26,11 @@ PROBLEMS = [
     SparseProblem(b=4, h=8, t=4096, layout="bf16", lengths=True),
     SparseProblem(b=2, s=3, h=16, t=4096, page=61, lengths=True, sink=True),
     SparseProblem(b=2, s=2, h=128, t=4096, **V4),
+    SparseProblem(b=40, h=64, t=8192, contexts="half_short", strided=True),
+    SparseProblem(b=4, s=3, h=12, t=8192, contexts="lognormal:2", missing="scattered:0.2", strided=True, page=16),
+    SparseProblem(b=4, s=2, h=64, t=4096, contexts="short", extra_t=1024, strided=True, **V4),
+    SparseProblem(b=4, s=2, h=64, t=4096, layout="v41", topk=128, extra=512, extra_layout="v41_fp4", sink=True),
+    SparseProblem(b=4, h=16, t=4096, layout="v41_planar", page=61, lengths=True),
 ]
 DENSE = [
     SparseProblem(b=8, s=2, h=128, t=8192, lengths=True, paged=True),

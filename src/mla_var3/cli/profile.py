@@ -32,6 +32,7 @@ modes:
   ncu         every section of Nsight Compute, with source lines
   nsys        Nsight Systems' trace
   timeline    torch's profiler: kernels, overlap and gaps; needs no tool
+  trace       the timeline inside a kernel in CuTe DSL: what each warp does and waits for; a picture, a Chrome trace
 
 examples:
   mla-var3 profile cute-dsl/flash_mla --b 128

@@ -14,6 +14,7 @@ from mla_var3.record import as_ratio
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.lab.profiling.modes.event import Timing
+    from mla_var3.lab.profiling.modes.trace import Trace
     from mla_var3.lab.profiling.roofline import Roofline
     from mla_var3.toolchain.compiled import CompiledKernel
 
@@ -26,7 +27,8 @@ _GAP_SHARE = 0.02
 
 @dataclass
 class Facts:
-    """One kernel's. launches: of `calls` profiled calls, under ncu. spans: on the time axis."""
+    """One kernel's. launches: of `calls` profiled calls, under ncu. spans: on the time axis. trace: inside
+    its kernels."""
 
     label: str
     tiling: Mapping[str, Any]
@@ -35,6 +37,7 @@ class Facts:
     timing: Timing | None = None
     launches: Sequence[Launch] = ()
     spans: Sequence[Span] = ()
+    trace: Trace | None = None
     calls: int = 1
     notes: list[str] = field(default_factory=list)
     commands: list[Sequence[str]] = field(default_factory=list)
@@ -75,6 +78,7 @@ class Facts:
                 for one in self.launches
             ],
             "spans": [asdict(span) for span in self.spans],
+            "trace": None if self.trace is None else self.trace.to_record(),
             "calls": self.calls,
             "notes": self.notes,
         }
@@ -98,6 +102,8 @@ def findings(facts: Facts, device: Device) -> list[str]:
         found += _from_counters(facts, device)
     if facts.spans:
         found += _from_spans(facts)
+    if facts.trace is not None:
+        found += facts.trace.sentences()
     if facts.compiled is not None:
         found += [f"The binary: {warning}." for warning in dict.fromkeys(facts.compiled.warnings)]
     return found

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TOP_STALLS = 4
 MAX_ROWS = 60
+LEAST_SHARE = 0.5
 _NAME = 60
 _INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "UBLKCP", "LDGSTS", "LDL", "STL", "BAR", "total")
 
@@ -56,6 +57,7 @@ def render(request: Request, device: Device, facts: Sequence[Facts], folder: Pat
         ("Kernels of the call", _launches(facts)),
         ("Where the warps wait", _hot(main)),
         ("Time axis", _spans(main.spans)),
+        ("Inside the kernel", _inside(main)),
         ("Resources", _resources(facts)),
         ("Notes", [f"- {one.label}: {text}" for one in facts for text in dict.fromkeys(one.notes)]),
         ("Files", _files(facts, folder)),
@@ -181,6 +183,25 @@ def _spans(spans: Sequence[Span]) -> list[str]:
         *markdown(("operation", "stream", "start us", "us", "gap before us"), rows[:MAX_ROWS], 2),
         *(["", f"and {left} more: see facts.json"] if left > 0 else []),
     ]
+
+
+def _inside(facts: Facts) -> list[str]:
+    if facts.trace is None:
+        return []
+    from mla_var3.lab.profiling.modes.trace import READ, shares
+
+    rows = [
+        (f"{one.warpgroup} ({one.role})", one.name, f"{one.percent:.1f}", f"{one.count:,.0f}", f"{one.mean_us:.2f}")
+        for one in shares(facts.trace)
+        if one.percent >= LEAST_SHARE
+    ]
+    said = (
+        f"Of {facts.trace.main}: a mean over the warps of {len(facts.trace.read(facts.trace.main))} of its CTAs (at "
+        f"most {READ}, evenly spread), in one call with a cold L2. Time inside of a function that another row has "
+        f"counts there. Left out: below {LEAST_SHARE:g} %."
+    )
+    header = ("warpgroup", "function or wait", "% of its time", "times a warp", "us each")
+    return [*markdown(header, rows, 2), "", said]
 
 
 def _resources(facts: Sequence[Facts]) -> list[str]:

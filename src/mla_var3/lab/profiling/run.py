@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 #: Languages without a binary of ours to look into.
 #: Calls on a time axis: enough to see what stands between two of them.
 TIMELINE_CALLS = 5
-_FILES = {"ncu": "ncu.ncu-rep", "annotation": "counters.ncu-rep", "nsys": "nsys.nsys-rep", "timeline": "trace.json"}
+_FILES = {
+    "ncu": "ncu.ncu-rep",
+    "annotation": "counters.ncu-rep",
+    "nsys": "nsys.nsys-rep",
+    "timeline": "trace.json",
+    "trace": "trace.json",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,17 @@ def available(mode: str, device: Device | None) -> None:
         tools.need(mode)
 
 
+def takes(mode: str, kernel: KernelId) -> None:
+    """Raises `UserError` where a mode cannot look into kernels of that language."""
+    from mla_var3.lab.profiling.modes import trace
+
+    if mode == "trace" and kernel.language != trace.LANGUAGE:
+        raise UserError(
+            f"profile mode trace looks into kernels of {trace.LANGUAGE}, and {kernel.label} is none: --mode timeline "
+            "shows its kernels from outside, and --mode ncu where their warps wait."
+        )
+
+
 def profile(request: Request, detected: Device | None) -> Outcome:
     """Makes the profile that is asked for; detected: the GPU that is here.
 
@@ -63,6 +80,8 @@ def profile(request: Request, detected: Device | None) -> Outcome:
     device = _device(request, detected)
     runs = detected is not None and detected.key == device.key
     available(request.mode, detected if runs else None)
+    for kernel in filter(None, (request.kernel, request.baseline)):
+        takes(request.mode, kernel)
     plans = _plans(request, device)
     folder = folders.make(request)
     params: dict[str, Any] = {
@@ -160,7 +179,7 @@ def _one(
     if not runs:
         return
     mode = request.mode
-    if mode in ("event", "annotation", "timeline"):
+    if mode in ("event", "annotation", "timeline", "trace"):
         _in_process(request, plan, folder, facts)
     if mode in ("annotation", "ncu", "nsys"):
         _under_a_tool(request, kernel, plan, folder, facts)
@@ -214,7 +233,8 @@ def _in_process(request: Request, plan: KernelPlan, folder: Path, facts: Facts) 
     from mla_var3.lab.profiling.modes.event import time_call
     from mla_var3.lab.profiling.target import inputs_of
 
-    kernel = plan.plan(*inputs_of(plan))
+    inputs = inputs_of(plan)
+    kernel = plan.plan(*inputs)
     facts.timing = time_call(kernel)
     if request.mode == "timeline":
         from mla_var3.lab.profiling.modes import timeline
@@ -223,6 +243,16 @@ def _in_process(request: Request, plan: KernelPlan, folder: Path, facts: Facts) 
         path = folder / _FILES["timeline"]
         facts.spans = timeline.record(kernel, facts.calls, path)
         facts.files["Chrome trace (open it in Perfetto)"] = path
+    if request.mode == "trace":
+        from mla_var3.lab.profiling import picture
+        from mla_var3.lab.profiling.modes import trace
+
+        facts.trace = trace.record(plan, kernel, inputs)
+        facts.notes += facts.trace.notes
+        chrome, drawn = folder / _FILES["trace"], folder / picture.FILE
+        chrome.write_text(json.dumps(trace.chrome(facts.trace), separators=(",", ":")))
+        drawn.write_text(picture.draw(facts.trace))
+        facts.files |= {"Chrome trace (open it in Perfetto)": chrome, "picture": drawn}
     del kernel
     torch.cuda.empty_cache()  # the profiled process needs the room
 

@@ -162,3 +162,18 @@ def test_an_event_has_one_number() -> None:
 )
 def test_an_mbarrier_is_called_after_what_points_to_it(text: str, name: str) -> None:
     assert cute_trace._mbarrier_name(text) == name
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "name"),
+    [
+        (3, "", "HALF"),
+        (7, "", "barrier 7"),
+        (None, "cute.arch.barrier()", "CTA"),
+        (object(), "cute.arch.barrier(barrier_id=Barrier.HALF + self.me, number_of_threads=128)", "HALF + me"),
+        (object(), "named_sync(Barrier.HALF + other, THREADS)", "HALF + other"),
+        (object(), "anything(", "barrier"),
+    ],
+)
+def test_a_named_barrier_is_called_as_the_version_calls_it(number: Any, text: str, name: str) -> None:
+    assert cute_trace._barrier_name(__name__, number, text) == name

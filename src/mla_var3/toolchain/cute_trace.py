@@ -342,7 +342,7 @@ def _waiting(recorder: Recorder, function: Any, said: str) -> Any:
         where, text = _call_site(sys._getframe(1))
         name, left = said, -1
         if function.__name__ == "barrier":
-            name = f"{said} {_barrier_name(recorder._module, options.get('barrier_id'))}"
+            name = f"{said} {_barrier_name(recorder._module, options.get('barrier_id'), text)}"
         elif function.__name__ == "mbarrier_wait":
             name = f"{said} {_mbarrier_name(text)}"
         elif function.__name__ == "wait_group" and args:
@@ -381,12 +381,13 @@ def _is_in(module: str, packages: Sequence[str]) -> bool:
 
 
 # ---------------------------------------------------------------- names
-def _barrier_name(module: str | None, number: Any) -> str:
-    """Of a named barrier, from the `Barrier` enumeration of the kernel's module."""
+def _barrier_name(module: str | None, number: Any, text: str = "") -> str:
+    """Of a named barrier, from the `Barrier` enumeration of the kernel's module. text: of the line that waits."""
     if number is None:
         return "CTA"
-    if not isinstance(number, int):
-        return "barrier"
+    if not isinstance(number, int):  # known to the kernel only; `EVEN + me` of `Barrier.EVEN + self.me`
+        match = re.search(r"(?:barrier_id=|named_sync\()\s*([^,()]+)", text)
+        return match[1].replace("Barrier.", "").replace("self.", "").strip() if match else "barrier"
     names = {int(one): one.name for one in getattr(sys.modules.get(module or ""), "Barrier", ())}
     return names.get(number, f"barrier {number}")
 

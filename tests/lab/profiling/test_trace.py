@@ -82,6 +82,13 @@ def test_only_some_ctas_are_read_in_full() -> None:
     assert [cta.number for cta in found.read("flash")] == [0]
 
 
+def test_kernels_of_one_name_are_told_apart() -> None:
+    flash, combine, never = call()
+    found = decode([flash, combine, replace(never, kernel="flash"), replace(flash, kernel="combine")], EVENTS, CAPACITY)
+    assert sorted(found.kernels) == ["combine", "combine 2", "flash"]
+    assert [len(found.of(name)) for name in ("combine", "combine 2", "flash")] == [1, 2, 2]
+
+
 def test_a_call_that_stored_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="stored no time stamp"):
         decode([call()[2]], EVENTS, CAPACITY)

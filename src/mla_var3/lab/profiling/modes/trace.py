@@ -6,6 +6,7 @@ the ratio of the two times, taken in turn. The time stamps of one call, with a c
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,34 +147,41 @@ def decode(slots: Sequence[Slots], events: Sequence[Event], capacity: int, read:
     """
     import numpy as np
 
-    launched = [(one.kernel, _headers(one.words)) for one in slots]
-    launched = [(name, found) for name, found in launched if len(found["slot"])]
+    launched = [(one, found) for one in slots if len((found := _headers(one.words))["slot"])]
     if not launched:
         raise UserError("the traced copy stored no time stamp: its call launched no kernel in CuTe DSL.")
-    merged = {key: np.concatenate([found[key] for _, found in launched]) for key in launched[0][1]}
-    clocks = _Clocks(merged)
-    words = {one.kernel: one.words for one in slots}
+    clocks = _Clocks({key: np.concatenate([found[key] for _, found in launched]) for key in launched[0][1]})
     ctas: list[Cta] = []
     lost = 0
-    for kernel, found in launched:
-        numbers = np.unique(found["slot"][:, 0])
+    for (one, found), kernel in zip(launched, _names([one.kernel for one, _ in launched]), strict=True):
+        of_cta = found["slot"][:, 0]
+        numbers = np.unique(of_cta)
         wanted = {int(numbers[i]) for i in np.linspace(0, len(numbers) - 1, min(read, len(numbers))).astype(int)}
-        for number in numbers:
-            rows = np.flatnonzero(found["slot"][:, 0] == number)
-            sm = int(found["sm"][rows[0]])
-            places = [(int(found["slot"][i, 1]), clocks.us(sm, found["clock"][i]), clocks.us(sm, found["end_clock"][i]),
-                       int(found["used"][i])) for i in rows]  # fmt: skip
-            lost += sum(max(used - capacity, 0) for *_, used in places)
-            warps: tuple[Warp, ...] = ()
-            if int(number) in wanted:
-                warps = tuple(
-                    _warp(warp, begin, end, words[kernel][number, warp, HEADER : min(used, capacity)],
-                          lambda clock, sm=sm: clocks.us(sm, clock), events, max(used - capacity, 0))
-                    for warp, begin, end, used in places
-                )  # fmt: skip
-            begin, end = min(place[1] for place in places), max(place[2] for place in places)
-            ctas.append(Cta(kernel, int(number), sm, begin, end, warps))
+        for number in map(int, numbers):
+            warps = []
+            for row in np.flatnonzero(of_cta == number):
+                us = functools.partial(clocks.us, int(found["sm"][row]))
+                warp, used = int(found["slot"][row, 1]), int(found["used"][row])
+                begin, end = float(us(found["clock"][row])), float(us(found["end_clock"][row]))
+                # Without its events where only begin and end are asked for.
+                words = one.words[number, warp, HEADER : min(used, capacity) if number in wanted else HEADER]
+                warps.append(_warp(warp, begin, end, words, us, events, max(used - capacity, 0)))
+            lost += sum(warp.lost for warp in warps)
+            begin, end = min(warp.begin for warp in warps), max(warp.end for warp in warps)
+            ctas.append(
+                Cta(kernel, number, int(found["sm"][row]), begin, end, tuple(warps) if number in wanted else ())
+            )
     return Trace(tuple(ctas), clocks.rate * 1e3, lost, capacity)
+
+
+def _names(kernels: Sequence[str]) -> list[str]:
+    """Each name once: a second `absorb_gemm` is `absorb_gemm 2`."""
+    seen: dict[str, int] = {}
+    found = []
+    for kernel in kernels:
+        seen[kernel] = seen.get(kernel, 0) + 1
+        found.append(kernel if seen[kernel] == 1 else f"{kernel} {seen[kernel]}")
+    return found
 
 
 def _headers(words: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:

@@ -158,9 +158,9 @@ def test_the_picture_has_a_lane_for_each_warp_that_differs(traced: Trace) -> Non
     text = picture.draw(traced)
     root = ElementTree.fromstring(text)
     words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    # Two CTAs and a close look at one; four producers, and one consumer of four that do the same.
-    assert words.count("warp 0: load") == words.count("warp 3: load") == 3
-    assert words.count("warp 4: consume") == 3 and "warp 5: consume" not in words
+    # Of two CTAs four producers, and one consumer of four that do the same.
+    assert words.count("warp 0: load") == words.count("warp 3: load") == 2
+    assert words.count("warp 4: consume") == 2 and "warp 5: consume" not in words
     assert "flash (2)" in words and "combine (1)" in words and "wait empty" in words
     said = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(re.match(r"wait full: (1\.99|2\.0\d) us from", one) for one in said)
@@ -168,6 +168,15 @@ def test_the_picture_has_a_lane_for_each_warp_that_differs(traced: Trace) -> Non
     for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
         x, width = float(rect.get("x", "")), float(rect.get("width", ""))
         assert x >= 0 and width > 0 and x + width <= picture.LEFT + picture.WIDTH + 0.01
+
+
+def test_single_steps_of_a_long_cta_are_shown_at_its_begin_middle_and_end() -> None:
+    warp = Warp(0, 0.0, 100.0, (), ())
+    long = Trace((Cta("copy", 0, 0, 0.0, 100.0, (warp,)),), 1980.0)
+    assert picture.windows(long.ctas[0]) == [("its begin", 0.0), ("its middle", 47.0), ("its end", 94.0)]
+    text = picture.draw(long)
+    assert "CTA 0: 6 us at its middle" in text and text.count("warp 0: kernel") == 4
+    assert picture.windows(replace(long.ctas[0], end=17.0)) == []
 
 
 def test_what_is_innermost_leaves_no_gap(traced: Trace) -> None:

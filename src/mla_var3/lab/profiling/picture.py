@@ -14,14 +14,15 @@ FLYING = "products in flight"
 ELSEWHERE = "elsewhere"
 #: Narrower than this a step is shown as a part of what is around it.
 _FINEST = 0.5
-_LABELLED = 6.2  # pixels of a letter
-#: A span that shows single steps: as many of the smallest round number that holds a few passes of a main loop.
+_LABELLED = 5.6  # pixels of a letter
+#: A span in which single steps are seen: a few passes of a main loop.
 WINDOW_US = 6.0
 _MOST_CTA_ROWS = 160
 # Paul Tol's "muted" and "bright", without their greys, which are for waits.
 _RANGES = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#332288", "#88ccee", "#44aa99", "#117733",
            "#999933", "#ddcc77", "#cc6677", "#882255")  # fmt: skip
 _WAITS = ("#c8ccd1", "#aeb4bb", "#979ea6", "#dfe2e5", "#868d95", "#bcb6ad", "#d6d0c7", "#a39d94")
+_KERNELS = ("#5b7c99", "#8c6d46", "#6b8e5a", "#8a6a8e", "#4f8a8b", "#9a7b7b")
 _FIXED = {FLYING: "#1b7f3b", ELSEWHERE: "#f4e3c1"}
 
 Segment = tuple[float, float, str]
@@ -88,6 +89,15 @@ def shown(cta: Cta) -> list[Warp]:
     return found
 
 
+def windows(cta: Cta) -> list[tuple[str, float]]:
+    """(where, begin) of the spans of `WINDOW_US` in which single steps of a CTA are shown; none of a CTA that is
+    shorter than all of them, whose whole shows as much."""
+    if cta.end - cta.begin < 3 * WINDOW_US:
+        return []
+    middle = (cta.begin + cta.end - WINDOW_US) / 2
+    return [("its begin", cta.begin), ("its middle", middle), ("its end", cta.end - WINDOW_US)]
+
+
 def draw(trace: Trace) -> str:
     """The picture."""
     picture = _Picture(trace)
@@ -108,9 +118,9 @@ class _Picture:
             self._title(f"{cta.kernel}, CTA {cta.number} on SM {cta.sm}: the whole of it", 16)
             self._warps(cta, cta.begin, cta.end)
         last = trace.drawn()[-1]
-        middle, half = (last.begin + last.end) / 2, min(WINDOW_US, last.end - last.begin) / 2
-        self._title(f"{last.kernel}, CTA {last.number}: {2 * half:.1f} us in the middle of it", 16)
-        self._warps(last, middle - half, middle + half, labels=True)
+        for where, begin in windows(last):
+            self._title(f"{last.kernel}, CTA {last.number}: {WINDOW_US:g} us at {where}", 16)
+            self._warps(last, begin, begin + WINDOW_US, labels=True)
         self._legend()
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {self.y:.0f}" '
@@ -125,10 +135,9 @@ class _Picture:
         self.y += 20
 
     def _rect(self, x: float, width: float, height: float, what: str, said: str) -> None:
-        colour = self.colours.get(what, "#888888")
         self.parts.append(
-            f'<rect x="{LEFT + x:.2f}" y="{self.y:.1f}" width="{width:.2f}" height="{height:g}" fill="{colour}">'
-            f"<title>{escape(said)}</title></rect>"
+            f'<rect x="{LEFT + x:.5g}" y="{self.y:.5g}" width="{width:.4g}" height="{height:g}" '
+            f'fill="{self.colours[what]}"><title>{escape(said)}</title></rect>'
         )
 
     def _axis(self, begin: float, end: float) -> None:
@@ -230,5 +239,5 @@ def _colours(trace: Trace) -> dict[str, str]:
     found = {name: _RANGES[i % len(_RANGES)] for i, name in enumerate(n for n in names if n not in waits)}
     found |= {name: _WAITS[i % len(_WAITS)] for i, name in enumerate(n for n in names if n in waits)}
     found |= _FIXED
-    found |= {kernel: _RANGES[i % len(_RANGES)] for i, kernel in enumerate(trace.kernels) if kernel not in found}
+    found |= {kernel: _KERNELS[i % len(_KERNELS)] for i, kernel in enumerate(trace.kernels)}
     return found

@@ -26,8 +26,8 @@ BUFFER = 1 << 30  # bytes
 WARPGROUP = 4  # warps
 #: Rounds in which the kernel and its traced copy take turns, and calls of each in a round.
 ROUNDS, CALLS = 6, 5
-#: CTAs of a kernel whose warps are read in full, evenly spread, and those of them that are drawn and exported.
-READ, DRAWN = 24, 3
+#: CTAs of a kernel whose warps are read in full, evenly spread.
+READ = 24
 _SHARED = "mla_var3.kernel.cute_python"
 #: Code that versions share and that takes long enough to have a range; the leaf primitives do not.
 FUNCTIONS = tuple(f"{_SHARED}.{name}" for name in ("split_kv.walk", "split_kv.combine", "split_kv.rows"))
@@ -115,10 +115,10 @@ class Trace:
         return [cta for cta in self.of(kernel) if cta.warps]
 
     def drawn(self) -> list[Cta]:
-        """CTAs of the main kernel to look at: the first one, the one that ends first, and the one that ends last."""
-        some = self.read(self.main)
-        chosen = [some[0], min(some, key=lambda cta: cta.end), max(some, key=lambda cta: cta.end)]
-        return list(dict.fromkeys(chosen))[:DRAWN]
+        """CTAs of the main kernel to look at, of those that were read: the one that ends first, and the one that ends
+        last."""
+        ordered = sorted(self.read(self.main), key=lambda cta: cta.end)
+        return [ordered[0], *ordered[1:][-1:]]
 
     def sentences(self) -> list[str]:
         return sentences(self)

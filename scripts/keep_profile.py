@@ -3,9 +3,10 @@
     python scripts/keep_profile.py out/profiles/ncu/cute-dsl-flash_mla_v1/b128_s1_h128_t4096/20261121T134147Z \
         --to results/h200/profiles
 
-Of each folder report.md, params.json and facts.json are copied to <to>/<mode>/<kernel>/<problem>/. The raw report and
-the binaries stay behind (tens of MB). facts.json keeps the named figures, the stall reasons and the hottest lines of
-every launch, not its thousands of raw metrics. Paths of the machine are cut to their last part.
+Of each folder report.md, params.json and facts.json are copied to <to>/<mode>/<kernel>/<problem>/, and of a trace its
+picture. The raw report, the Chrome trace and the binaries stay behind (tens of MB). facts.json keeps the named figures,
+the stall reasons and the hottest lines of every launch, not its thousands of raw metrics. Paths of the machine are cut
+to their last part.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT = ("report.md", "params.json", "facts.json")
+PICTURE = "trace.svg"
 _PATH = re.compile(r"(?<![\w.:/-])/(?:[\w.+-]+/)+([\w.+-]+)")
 
 
@@ -48,6 +50,8 @@ def keep(folder: Path, to: Path) -> Path:
     params = json.loads((folder / "params.json").read_text())
     (target / "params.json").write_text(without_folders(json.dumps(params, indent=1)) + "\n")
     (target / "report.md").write_text(without_folders((folder / "report.md").read_text()))
+    if (folder / PICTURE).is_file():
+        (target / PICTURE).write_bytes((folder / PICTURE).read_bytes())
     return target
 
 

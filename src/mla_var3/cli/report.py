@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--languages", nargs=2, metavar="NAME", help="to compare (default cutile-dsl cute-dsl)")
     parser.add_argument("--compare", nargs=2, metavar="SET", help="two record files, folders, or sets of --show sets")
     parser.add_argument("--show", nargs="+", choices=SHOWS, default=[], help="tables on the terminal")
+    parser.add_argument(
+        "--profiles", nargs="+", metavar="DIR",
+        help="where the page looks for traces of profile --mode trace (default out/profiles and the shipped ones)",
+    )  # fmt: skip
     parser.add_argument("--data", metavar="FILE", help="every timed record as .csv or .parquet")
     parser.add_argument("--pictures", metavar="DIR", help="write pictures there")
     parser.add_argument(
@@ -95,11 +99,15 @@ def run(args: argparse.Namespace) -> int:
     elif args.picture:
         raise UserError("--picture says which pictures, and not where: add --pictures DIR.")
     if page:
+        from mla_var3.lab.report import traces
         from mla_var3.lab.report.page import write_page
 
         target = Path(args.out or DEFAULT_OUT)
         with doing("making the page"):
-            out = write_page(gathered, target, state=args.state, cell=args.cell and choice.cell, compare=sets)
+            drawn = traces.find(map(Path, args.profiles) if args.profiles else traces.default_folders())
+            out = write_page(
+                gathered, target, state=args.state, cell=args.cell and choice.cell, compare=sets, drawn=drawn
+            )  # fmt: skip
         if left := gathered.left():
             print(f"{left}: the end of the page, or --show left", file=sys.stderr)
         print(f"report: {out.resolve()} ({len(gathered.points)} measurements, {out.stat().st_size / 1e6:.1f} MB)")

@@ -42,6 +42,15 @@ def test_the_figures_stay_and_raw_metrics_binaries_and_folders_go(tmp_path: Path
     assert (below / "report.md").read_text() == "# ncu\nread with __init__.py; 3 TFLOP/s, FLOP/B\n"
 
 
+def test_a_trace_keeps_its_picture(tmp_path: Path) -> None:
+    folder = profile(tmp_path / "out")
+    (folder / "trace.svg").write_text("<svg/>")
+    (folder / "trace.json").write_text("{}")
+    kept = SCRIPT["keep"](folder, tmp_path / "kept")
+    assert sorted(p.name for p in kept.iterdir()) == ["facts.json", "params.json", "report.md", "trace.svg"]
+    assert (kept / "trace.svg").read_text() == "<svg/>"
+
+
 def test_a_folder_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"has no report\.md: give the folder of a finished profile"):
         SCRIPT["main"]([str(tmp_path), "--to", str(tmp_path / "kept")])

@@ -535,3 +535,40 @@ def test_without_chromium_the_reason_says_how_to_get_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(pictures, "PROGRAMS", ())
     with pytest.raises(RuntimeError, match=r"no Chromium here .*apt install chromium"), pictures.browser():
         pass
+
+
+# ---------------------------------------------------------------- inside a kernel
+def test_a_trace_is_drawn_in_the_page(open_page: Open, make: Any, tmp_path: Path) -> None:
+    from mla_var3.lab.report import traces
+
+    picture = (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9" width="9" height="9">'
+        '<rect x="1" y="1" width="5" height="5" fill="#4477aa"><title>exponentials: 0.35 us</title></rect></svg>'
+    )
+    share = {"warpgroup": 0, "role": "consume", "name": "wait full", "kind": "wait", "percent": 12.5, "count": 40.0,
+             "mean_us": 0.25}  # fmt: skip
+    some = [
+        traces.Drawn("cute-dsl/flash_mla_v23", cell, "h200", "now", [f"It is of {cell}."], [share], picture)
+        for cell in ("b1_s1_h128_t65536", "b128_s1_h64_t4096")
+    ]
+    path = write_page(arrange([make()]), tmp_path / "traced.html", drawn=some)
+    tab = open_page(path)
+    tab.locator("#part-inside").scroll_into_view_if_needed()
+    tab.evaluate("report.settled()")
+    tab.wait_for_selector("#inside svg rect", state="attached")
+    assert tab.locator("#inside svg rect title").text_content() == "exponentials: 0.35 us"
+    assert "b1_s1_h128_t65536" in tab.locator("#inside-said").inner_text()
+    tab.select_option("#trace", label="cute-dsl/flash_mla_v23 on b128_s1_h64_t4096, h200")
+    tab.evaluate("report.settled()")
+    assert "It is of b128_s1_h64_t4096." in tab.locator("#inside-said").inner_text()
+    row = tab.locator("#inside-table tbody tr").first.text_content()
+    assert "0 (consume)" in row and "wait full" in row and "12.5" in row
+
+
+def test_a_page_without_traces_says_how_to_make_one(open_page: Open, make: Any, tmp_path: Path) -> None:
+    tab = open_page(write_page(arrange([make()]), tmp_path / "none.html"))
+    tab.locator("#part-inside").scroll_into_view_if_needed()
+    tab.evaluate("report.settled()")
+    tab.wait_for_selector("#inside-said code")
+    assert "profile cute-dsl/flash_mla_v23 --mode trace" in tab.locator("#inside-said").inner_text()
+    assert not tab.locator("#trace").is_visible()

@@ -22,6 +22,7 @@ from mla_var3.lab import naming
 from mla_var3.lab.report import answers, charts, finder, legend, sources
 from mla_var3.lab.report import rows as rows_of
 from mla_var3.lab.report.gather import STATES, Gathered, Point, command
+from mla_var3.lab.report.traces import Drawn
 from mla_var3.workload import Problem
 
 SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.js")
@@ -59,21 +60,28 @@ def write_page(
     state: str = "burst",
     cell: str | None = None,
     compare: tuple[str, str] | None = None,
+    drawn: Sequence[Drawn] = (),
 ) -> Path:
-    """Writes the page to `out`. cell: opens with it. compare: names of two record sets.
+    """Writes the page to `out`. cell: opens with it. compare: names of two record sets. drawn: traces.
 
     Raises `UserError` when no record has a time, or the file cannot be written.
     """
-    text = page(gathered, state=state, cell=cell, compare=compare)
+    text = page(gathered, state=state, cell=cell, compare=compare, drawn=drawn)
     write_whole(out, text)
     return out
 
 
 def page(
-    gathered: Gathered, *, state: str = "burst", cell: str | None = None, compare: tuple[str, str] | None = None
+    gathered: Gathered,
+    *,
+    state: str = "burst",
+    cell: str | None = None,
+    compare: tuple[str, str] | None = None,
+    drawn: Sequence[Drawn] = (),
 ) -> str:
     """The page as text; see `write_page`."""
     data = page_data(gathered, state=state, cell=cell, compare=compare)
+    data["traces"] = [asdict(one) | {"title": one.title} for one in drawn]
     parts = {
         "CSS": asset("page.css"),
         "LICENCES": _escape(asset("licences.txt")),

@@ -19,7 +19,7 @@ const CELL_INDEX = new Map(DATA.cells.map((cell, index) => [cell.name, index]));
 const SELECTED = {
   device: DATA.devices.length ? DATA.devices[0].key : "", state: "burst", phase: "decode", geometry: "", dtype: "",
   languages: new Set(DATA.languages), designs: new Set(POINTS.map((p) => p.design)), cell: -1, design: "", record: "",
-  of: "", first: "", second: "", before: 0, after: 0,
+  of: "", first: "", second: "", before: 0, after: 0, trace: 0,
 };
 
 // ---------------------------------------------------------------- figures

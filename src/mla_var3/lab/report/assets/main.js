@@ -1,6 +1,6 @@
 "use strict";
 // Controls, and which part is drawn when: a part is drawn when it comes into view, and again when what it shows changes.
-const PARTS = { "part-find": async () => drawAnswer(), "part-map": drawMap, "part-cell": drawCell, "part-roofline": drawRoofline, "part-ladder": drawLadder,
+const PARTS = { "part-find": async () => drawAnswer(), "part-map": drawMap, "part-cell": drawCell, "part-roofline": drawRoofline, "part-inside": async () => drawInside(), "part-ladder": drawLadder,
   "part-languages": drawLanguages, "part-compare": drawCompare, "part-left": async () => drawLeft() };
 const stale = new Set(Object.keys(PARTS)), inView = new Set();
 const FIRST = "first part drawn";
@@ -84,6 +84,7 @@ function start() {
   choose("design", DATA.designs.map((d) => [d, d]), ["part-ladder"]);
   for (const id of ["first", "second"]) choose(id, languages.map((l) => [l, l]), ["part-languages"]);
   for (const id of ["before", "after"]) choose(id, DATA.sets.map((name, i) => [i, name]), ["part-compare"]);
+  choose("trace", DATA.traces.map((one, i) => [i, one.title]), ["part-inside"]);
   $("of").addEventListener("change", (event) => { SELECTED.of = event.target.value; drawAll(["part-roofline"]); });
   $("cell").addEventListener("change", (event) => go({ cell: DATA.cells[Number(event.target.value)].name }));
   options("find-model", [["", "any"], ...FINDER.models.map(([name, h]) => [name, `${name}: ${h} heads`])], "");

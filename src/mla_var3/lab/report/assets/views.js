@@ -253,6 +253,22 @@ async function drawCompare() {
 }
 
 // ---------------------------------------------------------------- left out
+// The picture of a trace is an SVG file that Python has looked through; as a part of the page it has the page's colours.
+function drawInside() {
+  const traces = DATA.traces;
+  $("trace").closest("label").hidden = !traces.length;
+  if (!traces.length) {
+    put("inside-said", element("p", {}, "No trace was found: ", element("code", {}, "mla-var3 profile cute-dsl/flash_mla_v23 --mode trace"),
+      " makes one on a GPU, and the next report shows it."));
+    return;
+  }
+  const one = traces[SELECTED.trace];
+  put("inside-said", element("ul", {}, ...one.said.map((text) => element("li", {}, text))));
+  put("inside", document.importNode(new DOMParser().parseFromString(one.picture, "image/svg+xml").documentElement, true));
+  put("inside-table", table([["warpgroup", (s) => `${s.warpgroup} (${s.role})`], ["function or wait", (s) => s.name],
+    ["% of its time", (s) => number(s.percent), "n"], ["times a warp", (s) => number(s.count, 0), "n"], ["µs each", (s) => number(s.mean_us, 2), "n"]],
+    one.shares.filter((s) => s.percent >= 0.5)));
+}
 function drawLeft() {
   put("left", DATA.left_out.length ? table([["how many", (l) => l.count, "n"], ["of what", (l) => l.what], ["why", (l) => l.why],
     ["for example", (l) => l.examples.join("; ") || "–"]], DATA.left_out) : element("p", {}, "Nothing: every record that was read is shown."));

@@ -125,9 +125,11 @@ def test_what_is_planned_meanwhile_comes_from_no_cache_and_goes_to_none(tmp_path
         made.append(device.key)
         return "traced"
 
-    with tracing(Recorder(BASE, 1 << 20)):
+    recorder = Recorder(BASE, 1 << 20)
+    with tracing(recorder):
         for _ in range(2):
             assert aot.compiled_host(plan, "rmsnorm", compile_fn, device=H200) == "traced"
+    assert recorder.compiled == ["traced", "traced"]
     assert made == ["h200", "h200"] and not list(tmp_path.iterdir()) and not plan.compiled
 
 

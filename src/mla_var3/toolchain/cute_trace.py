@@ -108,6 +108,7 @@ class Recorder:
     events: list[Event] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # kernels for which the buffer had no room
+    compiled: list[CompiledKernel] = field(default_factory=list)  # host functions of what was planned
     _numbers: dict[Event, int] = field(default_factory=dict)
     _module: str | None = None  # of the kernel that is being compiled
 
@@ -290,6 +291,7 @@ def tracing(recorder: Recorder) -> Iterator[Recorder]:
 def _compiling(recorder: Recorder, function: Any) -> Any:
     def compiled(plan: Any, name: str, compile_fn: Any, **options: Any) -> CompiledKernel:
         found: CompiledKernel = compile_fn(options.get("tiling") or plan.tiling, options.get("device") or plan.device)
+        recorder.compiled.append(found)
         return found
 
     return compiled

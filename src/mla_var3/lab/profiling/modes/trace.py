@@ -28,6 +28,8 @@ WARPGROUP = 4  # warps
 ROUNDS, CALLS = 6, 5
 #: CTAs of a kernel whose warps are read in full, evenly spread.
 READ = 24
+#: Steps of the global timer from which on they are worth a sentence.
+COARSE_NS = 100
 _SHARED = "mla_var3.kernel.cute_python"
 #: Code that versions share and that takes long enough to have a range; the leaf primitives do not.
 FUNCTIONS = tuple(f"{_SHARED}.{name}" for name in ("split_kv.walk", "split_kv.combine", "split_kv.rows"))
@@ -86,11 +88,12 @@ class Trace:
     """One call: the CTAs of its kernels, in microseconds from the first one's begin. lost: events without room.
 
     plain_us, traced_us: medians of the kernel and its traced copy, in turn. cycles: of the SM's clock, in a
-    microsecond.
+    microsecond. step_ns: in which the global timer moves, to which clocks of different SMs agree.
     """
 
     ctas: tuple[Cta, ...]
     cycles: float
+    step_ns: int = 1
     lost: int = 0
     capacity: int = 0
     plain_us: float | None = None
@@ -171,7 +174,7 @@ def decode(slots: Sequence[Slots], events: Sequence[Event], capacity: int, read:
             ctas.append(
                 Cta(kernel, number, int(found["sm"][row]), begin, end, tuple(warps) if number in wanted else ())
             )
-    return Trace(tuple(ctas), clocks.rate * 1e3, lost, capacity)
+    return Trace(tuple(ctas), clocks.rate * 1e3, clocks.step, lost, capacity)
 
 
 def _names(kernels: Sequence[str]) -> list[str]:
@@ -198,7 +201,7 @@ def _headers(words: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class _Clocks:
-    """Clocks of SMs on one axis. rate: cycles in a nanosecond.
+    """Clocks of SMs on one axis. rate: cycles in a nanosecond. step: of the global timer, in nanoseconds.
 
     The global timer is the same everywhere and moves in coarse steps. An SM's clock is fine and has its own zero. So
     the rate is that of all warps together, and an SM's zero is the median of what its warps' begins and ends say.
@@ -213,6 +216,7 @@ class _Clocks:
             raise UserError("the device's global timer did not move during the call: trace a larger problem.")
         self.rate = float(cycles.sum() / elapsed.sum())
         first = found["time"].min()
+        self.step = int(np.gcd.reduce(np.concatenate([found["time"], found["end_time"]]) - first))
         self._base: dict[int, tuple[int, float]] = {}
         for sm in np.unique(found["sm"]):
             rows = found["sm"] == sm
@@ -369,6 +373,11 @@ def sentences(trace: Trace) -> list[str]:
             f"Tracing costs: the traced copy takes {trace.traced_us:,.1f} us and the kernel {trace.plain_us:,.1f} us, "
             f"{cost:.2f} times as long, so that short steps are shown longer than they are."
         )
+    if trace.step_ns > COARSE_NS:
+        found.append(
+            f"The global timer moves in steps of {trace.step_ns:,} ns: times of different SMs agree to about that, and "
+            "times of one SM to a cycle of its clock."
+        )
     if trace.lost:
         found.append(
             f"{trace.lost:,} events found no room, which is {trace.capacity - HEADER:,} events a warp: the ends of "
@@ -398,6 +407,7 @@ def to_record(trace: Trace) -> dict[str, Any]:
         "lost": trace.lost,
         "capacity": trace.capacity,
         "mhz": trace.cycles,
+        "timer_step_ns": trace.step_ns,
     }
 
 
@@ -509,6 +519,9 @@ def record(plan: KernelPlan, kernel: Any, inputs: Sequence[Any]) -> Trace:
     same = all(torch.equal(a, b) for a, b in zip(kernel.output_tensors, traced.output_tensors, strict=True))
     if not same:
         notes.append("the traced copy's results differ from the kernel's in some bits")
+    spilled = sum(one.resources.spill_bytes for one in buffer.recorder.compiled)
+    if spilled:
+        notes.append(f"the traced copy spills {spilled:,} bytes of registers a thread (Resources are the kernel's own)")
     notes += [f"{name} was not traced: the buffer had no room" for name in dict.fromkeys(buffer.recorder.left_out)]
     plain, with_trace = (percentile(sorted(taken), 0.5) for taken in times)
     return dataclasses.replace(found, plain_us=plain, traced_us=with_trace, notes=tuple(notes))

@@ -342,6 +342,14 @@ def flying(cta: Cta) -> list[tuple[float, float]]:
     return union([span for warp in cta.warps if warp.number % WARPGROUP == 0 for span in warp.flying])
 
 
+def thirds(ctas: Sequence[Cta]) -> tuple[float, float, float]:
+    """Means over CTAs with products, in microseconds: from a CTA's begin to its first products, from these to the end
+    of its last ones, and from there to its end."""
+    rows = [(cta.begin, spans[0][0], spans[-1][1], cta.end) for cta in ctas if (spans := flying(cta))]
+    begin, first, last, end = (sum(row[i] for row in rows) / len(rows) for i in range(4))
+    return first - begin, last - first, end - last
+
+
 def sentences(trace: Trace) -> list[str]:
     """What fills the call: its kernels one behind the other, the main kernel's CTAs, and their warpgroups."""
     found: list[str] = []
@@ -357,9 +365,11 @@ def sentences(trace: Trace) -> list[str]:
     whole = sum(cta.end - cta.begin for cta in read)
     busy = sum(end - begin for cta in read for begin, end in flying(cta))
     if busy:
+        first, between, behind = thirds(read)
         found.append(
-            f"Products of {main} are in flight, or done and not yet waited for, in {100 * busy / whole:.0f} % of a "
-            "CTA's time."
+            f"A CTA of {main} takes {first + between + behind:,.1f} us in the mean: {first:,.1f} until its first "
+            f"products are issued, {between:,.1f} until it has waited for its last ones, and {behind:,.1f} behind that. "
+            f"Products are in flight, or done and not yet waited for, in {100 * busy / whole:.0f} % of its time."
         )
     for _, some in itertools.groupby(shares(trace), key=lambda one: one.warpgroup):
         rows = list(some)

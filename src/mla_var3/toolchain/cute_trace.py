@@ -15,6 +15,9 @@ instructions. One that finds no room is counted, and not stored.
     place 2, 3            its end: global timer, clock, places used and needed
     place 4 ..            events: clock; bits 0..15 number of the event, bit 30 a mark, bit 31 an end
 
+CuTe DSL has a tracer of its own (IKET). It tells 31 events of a kernel apart, of which a version here has more than a
+hundred, and it runs the program twice under a library that patches the machine code when it is loaded.
+
 Clocks are the low words of the SM's counter of cycles. A time stamp is taken where the warp issues it. ptxas keeps time
 stamps and memory operations in order, and may move arithmetic over a time stamp.
 """

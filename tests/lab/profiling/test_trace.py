@@ -146,7 +146,7 @@ def test_what_a_trace_says(traced: Trace) -> None:
         "flash: 2 CTAs from 0.0 to 13.0 us; the last one began at 3.0 us, and the first one ended at 10.0 us.",
         "combine: 1 CTAs from 15.0 to 16.0 us",
         "A CTA of flash takes 10.0 us in the mean: 4.5 until its first products are issued, 2.5 until it has waited",
-        "and 3.0 behind that.",
+        "and 3.0 behind.",
         "in flight, or done and not yet waited for, in 25 % of its time",
         "Warpgroup 0 (load) waits in 60 % of its time. Most: wait empty 60 %",
         "Warpgroup 1 (consume) waits in 40 % of its time.",

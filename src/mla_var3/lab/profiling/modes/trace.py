@@ -368,7 +368,7 @@ def sentences(trace: Trace) -> list[str]:
         first, between, behind = thirds(read)
         found.append(
             f"A CTA of {main} takes {first + between + behind:,.1f} us in the mean: {first:,.1f} until its first "
-            f"products are issued, {between:,.1f} until it has waited for its last ones, and {behind:,.1f} behind that. "
+            f"products are issued, {between:,.1f} until it has waited for its last ones, and {behind:,.1f} behind. "
             f"Products are in flight, or done and not yet waited for, in {100 * busy / whole:.0f} % of its time."
         )
     for _, some in itertools.groupby(shares(trace), key=lambda one: one.warpgroup):

@@ -7,6 +7,7 @@ import contextlib
 import re
 from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,19 +119,28 @@ def test_what_is_planned_meanwhile_comes_from_no_cache_and_goes_to_none(tmp_path
     from mla_var3.workload.norm import NormProblem
 
     made: list[str] = []
+    traced: Any = SimpleNamespace(handle=None)
     plan = get_plan(KernelId.parse("cute-dsl/rmsnorm"))(NormProblem(rows=64), None, H200)
     plan.compiled.folder = tmp_path
 
-    def compile_fn(tiling: Any, device: Device) -> str:
+    def compile_fn(tiling: Any, device: Device) -> Any:
         made.append(device.key)
-        return "traced"
+        return traced
 
     recorder = Recorder(BASE, 1 << 20)
     with tracing(recorder):
         for _ in range(2):
-            assert aot.compiled_host(plan, "rmsnorm", compile_fn, device=H200) == "traced"
-    assert recorder.compiled == ["traced", "traced"]
+            assert aot.compiled_host(plan, "rmsnorm", compile_fn, device=H200) is traced
+    assert recorder.compiled == [traced, traced]
     assert made == ["h200", "h200"] and not list(tmp_path.iterdir()) and not plan.compiled
+
+
+def test_a_traced_kernel_is_loaded_as_every_other_one_is() -> None:
+    plan: Any = SimpleNamespace(tiling=None, device=H200)
+    with tracing(Recorder(BASE, 1 << 20)) as recorder:
+        found = aot.compiled_host(plan, "small", lambda tiling, device: compiled())
+    assert callable(found.handle) and not hasattr(found.handle, "export_to_c")
+    assert found.code == recorder.compiled[0].code and "sum_of_many" in {event.name for event in recorder.events}
 
 
 def test_a_buffer_is_dealt_out_kernel_by_kernel() -> None:

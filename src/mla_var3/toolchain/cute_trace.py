@@ -31,12 +31,15 @@ import linecache
 import math
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
+from mla_var3.toolchain import loader
 
 if TYPE_CHECKING:
     from mla_var3.toolchain.compiled import CompiledKernel
@@ -295,7 +298,16 @@ def _compiling(recorder: Recorder, function: Any) -> Any:
     def compiled(plan: Any, name: str, compile_fn: Any, **options: Any) -> CompiledKernel:
         found: CompiledKernel = compile_fn(options.get("tiling") or plan.tiling, options.get("device") or plan.device)
         recorder.compiled.append(found)
-        return found
+        if not hasattr(found.handle, "export_to_c"):
+            return found
+        # Loaded as every other kernel is, from a library: what is called differs in its code alone.
+        with tempfile.TemporaryDirectory(prefix="trace-") as scratch:
+            library = Path(scratch) / "traced.so"
+            try:
+                loader.link(found.handle, name, library)
+            except loader.CannotLink:
+                return found
+            return replace(found, handle=loader.load(library, name))
 
     return compiled
 

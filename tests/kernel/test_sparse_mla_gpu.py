@@ -63,7 +63,7 @@ def test_right_in_every_case(kernel: Any, problem: SparseProblem) -> None:
 @pytest.mark.parametrize("problem", [*PROBLEMS, *DENSE], ids=lambda p: p.label)
 @pytest.mark.parametrize("heads", [0, 16, 32])
 def test_right_however_many_heads_a_query_tile_has(heads: int, problem: SparseProblem) -> None:
-    plan = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v1"), problem)(problem)
+    plan = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v2"), problem)(problem)
     if heads not in {tiling.heads for tiling in plan.autotune_configs()}:
         pytest.skip("as many are not tried for so few heads")
     report = check(plan.with_tiling(type(plan.tiling)(heads=heads)))

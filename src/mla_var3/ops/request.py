@@ -317,29 +317,35 @@ def bounds_of(problem: MlaProblem) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def narrowed(tensor: torch.Tensor, least: int = LEAST, most: int = MOST) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, least: int = LEAST, most: int = MOST, *, strided: bool = False) -> torch.Tensor:
     """An int32 or int64 tensor as a kernel reads it: int32. This is the one place where integers are narrowed.
 
     Values of int64 outside of least .. most become the nearer of the two, on the device, before they are narrowed: the
     lower half of 2^32 + 7 is 7, which would be another token, page or length. least and most: what lengths may be; for
     indices and pages all that an int32 holds, whose ends lie outside of every cache, as the value did. int32 is passed
-    on as it is. int64 costs two small kernels.
+    on as it is. int64 costs two small kernels. strided: the last dimension is contiguous, and the others may have any
+    strides.
     """
     import torch
 
     if tensor.dtype == torch.int64:
         tensor = tensor.clamp(least, most).to(torch.int32, memory_format=torch.contiguous_format)
+    if strided and (tensor.shape[-1] == 1 or tensor.stride(-1) == 1):
+        return plain_strides(tensor)
     return compact(tensor)
 
 
 def integers(
-    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor, least: int, most: int
-) -> torch.Tensor:
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor, least: int, most: int,
+    *, strided: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """An argument of int32 or int64, judged and `narrowed`. The others: as of `judge`. Raises `UserError`."""
     import torch
 
     is_long = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64
-    return narrowed(judge(name, tensor, shape, torch.int64 if is_long else torch.int32, like), least, most)
+    return narrowed(
+        judge(name, tensor, shape, torch.int64 if is_long else torch.int32, like), least, most, strided=strided
+    )
 
 
 def rows_of(tensor: torch.Tensor, step: int = 1) -> torch.Tensor:

@@ -8,19 +8,22 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, named_as, number, packed_pages, result
+from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, named_as, number, packed_pages, result, rows_of
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import serve
+from mla_var3.ops.ways import engine_of, serve, way_for
 from mla_var3.packed_cache import VALUES, beside, layout_of
 from mla_var3.runtime import limits
-from mla_var3.workload.sparse_decode import SparseProblem, input_names
+from mla_var3.workload.sparse_decode import STRIDED, SparseProblem, input_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
+    from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
+
+ROW_STEP = 8  # elements of bf16 in 16 bytes, of which the strides of q are multiples
 
 
 @traceable
@@ -94,7 +97,7 @@ def sparse_mla_decode(
             continue
         name = f"{prefix}cache" if prefix else "kv_cache"
         pages = inputs[f"{prefix}cache"] = packed_pages(name, cache, of_extra if prefix else layout, q)
-        inputs[f"{prefix}indices"] = integers(f"{prefix}indices", chosen, (b, s, None), q, LEAST, MOST)
+        inputs[f"{prefix}indices"] = integers(f"{prefix}indices", chosen, (b, s, None), q, LEAST, MOST, strided=True)
         if chosen.shape[2] < 1:
             raise UserError(f"{prefix}indices is {tuple(chosen.shape)}: give at least one index, -1 where none is.")
         if lens is not None:
@@ -144,7 +147,7 @@ def packed_mla_decode(
     inputs = _judged(q, layout, cache_scale, sink)
     b, s, h, _ = q.shape
     page = (pages := packed_pages("kv_cache", kv_cache, layout, q)).shape[1]
-    table = integers("page_table", page_table, (b, None), q, LEAST, MOST)
+    table = integers("page_table", page_table, (b, None), q, LEAST, MOST, strided=True)
     if table.shape[1] < 1:
         raise UserError(f"page_table is {tuple(table.shape)}: give it at least one column.")
     tokens = table.shape[1] * page
@@ -166,7 +169,7 @@ def _judged(
     judge("q", q, (None, None, None, layout_of(layout).columns), torch.bfloat16, q)
     if (cache_scale is None) == (layout == "flat"):
         raise UserError(f"layout {layout} {'needs' if layout == 'flat' else 'has no'} cache_scale, which is of flat.")
-    inputs = {"q": compact(q.detach())}
+    inputs = {"q": rows_of(q, ROW_STEP)}
     if cache_scale is not None:
         inputs["scale"] = compact(judge("cache_scale", cache_scale, (1,), torch.float32, q))
     if sink is not None:
@@ -207,8 +210,19 @@ def _computed(
     b, s, h, _ = q.shape
     target = result("out", out, (b, s, h, VALUES), q.dtype, q.device)
     sums = result("lse", lse, (b, h, s), torch.float32, q.device)
-    serve(function, problem, [inputs[name] for name in input_names(problem)], (target, sums), kernel, on)
+    given = [inputs[name] for name in input_names(problem)]
+    if b and not all(inputs[name].is_contiguous() for name in STRIDED if name in inputs):
+        device = engine_of(on, q, "q", function).hardware(q.device)
+        if not _reads_strides(problem, device, kernel):
+            given = [compact(x) if name in STRIDED else x for name, x in zip(input_names(problem), given, strict=True)]
+    serve(function, problem, given, (target, sums), kernel, on)
     return target, sums
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads_strides(problem: SparseProblem, device: Device | None, kernel: str | None) -> bool:
+    """Whether the version that computes a problem takes q, indices and page tables with gaps between their rows."""
+    return "strided" in way_for(problem, device, kernel=kernel).make(problem, device).requires.options
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

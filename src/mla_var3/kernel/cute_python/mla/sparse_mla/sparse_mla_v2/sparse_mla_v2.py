@@ -1,0 +1,2153 @@
+r"""Decode over packed FP8 caches for Hopper (sm_90a), by indices or by a page table: codes become A operands in
+registers; swapped operands, for any number of heads.
+
+    Sᵀ (64 tokens x n) = K · Qᵀ     softmax down the columns     Oᵀ (512 x n) += Vᵀ · P       n = 8 to 64 heads
+
+A cached token's bytes lie in shared memory as they do in the cache; no 16-bit copy of them is made there. KV tiles are
+on the M side of both products, so that a key is an A operand, which may come from registers: a warp reads codes in the
+order in which the MMA wants its fragments (`ldmatrix`; transposed for V) and widens them to fp16, which holds every
+e4m3. Shared memory is read twice for a tile and not written, and a token takes 656 bytes of it, not 1,152: three tiles
+fit beside the queries of 64 heads.
+
+A token's scales are split: 2^e, of its largest one, is kept apart, and each group of columns has a factor below 2 left.
+With 32 and 64 heads a tile the factor is rounded to fp16 and multiplied with the group's codes. With 8 and 16, scores
+and probabilities are fewer than codes: the group's share of a score is multiplied with it in fp32, and so is a copy of
+P for the group's values, and codes are only widened. 2^e goes into the scores in fp32, and into the probabilities: with
+x = log2 e · score + e,
+
+    P' = exp2(x - m)     out = Σ P' · (V · 2^-e) / Σ P' · 2^-e     m: a running maximum of x
+
+so keys and probabilities have fp16's 11 bits, and its range suffices whatever the scales are. Queries are fp16 as well:
+a query tile is multiplied by a power of two that brings its largest element below 2^15. Columns that are bf16 in the
+cache stay so for the scores, times 2^-e, beside queries in bf16. In v4 they are values too, and are rounded to fp16.
+
+A CTA has up to 64 heads of a query token, fewer where there are few requests (`SparseMlaV2Plan.default_tiling`), and
+goes through its worker's splits, one KV tile of 64 tokens at a time:
+
+    producer   four warps, each with 16 rows of every tile: index, two tiles ahead -> a bulk copy of each row
+    EVEN       scores of tiles 0, 2, ..;  Oᵀ_L += V_Lᵀ·P, columns 0..255, of all tiles
+    ODD        scores of tiles 1, 3, ..;  Oᵀ_R += V_Rᵀ·P, columns 256..511, of all tiles
+
+    EVEN   softmax S0, P0 -> smem | Oᵀ_L += V0_Lᵀ·P0 | S2ᵀ = K2·Qᵀ | wait P1 | Oᵀ_L += V1_Lᵀ·P1
+    ODD    S1ᵀ = K1·Qᵀ | wait P0 | Oᵀ_R += V0_Rᵀ·P0 | softmax S1, P1 -> smem | Oᵀ_R += V1_Rᵀ·P1
+
+Both run one copy of the code, half of it out of step, which halves what is fetched: a consumer's number is in addresses
+and barriers. Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are
+on the way into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
+
+An index that names no token stands for a row of zeros, and a word a tile says which scores are -inf.
+
+Cloned from sparse_mla_v1; what this version changes: nothing yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint8
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+
+from mla_var3.device import Device, Requirement
+from mla_var3.kernel.cute_python import decode_host, host
+from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
+from mla_var3.kernel.cute_python.prims.sync import named_sync, warp_arrive
+from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
+from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
+from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, Walk, begin, begin_filled
+from mla_var3.packed_cache import VALUES, layout_of
+from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
+from mla_var3.workload import sparse_decode
+
+if TYPE_CHECKING:
+    from mla_var3.workload.sparse_decode import SparseProblem
+
+HEADS = (8, 16, 32, 64)  # of a query tile
+FEW_HEADS = 16  # of a query tile, up to which scales are multiplied with sums and copies of P
+TOKENS = 64  # of a KV tile
+PANEL = 64  # columns
+CONSUMERS = 2
+CONSUMER_THREADS = CONSUMERS * WARPGROUP
+WARPS = WARPGROUP // 32
+PRODUCERS = 4  # warps
+THREADS = CONSUMER_THREADS + 32 * PRODUCERS
+ROWS = TOKENS // PRODUCERS  # of a tile, of each producer warp; two lanes each
+EVEN, ODD = 0, 1
+OWN, OTHER = 0, 1  # consumers, as one sees them
+HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
+MOST_STAGES = 8
+# us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile.
+TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (10.4, 1.51), 64: (14.5, 2.4)}
+COUNTING = 5.0  # us of an H200 that `count_tiles` and the search behind it take: estimated for 64 requests
+BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
+AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
+# Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
+# where they become fp16, they may be up to 4,094.
+LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
+MOST_EXPONENT = 126
+PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
+SAMPLES = 128  # tiles of all rows of indices that a CTA looks at before it counts them,
+SPREAD = 8  # at so many places of a row
+CHUNK = 6  # indices of a row that a thread reads together
+POLLS = 256  # of a CTA that waits for others' counts: some 200 us
+QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0
+    CONSUMERS = 1
+    SETUP = 2  # the CTA's mbarriers are made
+    EVEN = 3  # the warps of one consumer
+    ODD = 4
+    P_EVEN = 5  # P of an even tile is in shared memory
+    P_ODD = 6
+
+
+# ------------------------------------------------------------------------------------------------ what code is made for
+@dataclass(frozen=True)
+class Geometry:
+    """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
+    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, whether a page table
+    stands in place of indices, and whether tiles behind a row's last token are looked for (`count_tiles`)."""
+
+    h: int
+    n: int
+    s: int
+    layout: str
+    page: int
+    extra_page: int
+    lengths: bool
+    extra_lengths: bool
+    sink: bool
+    paged: bool = False
+    counts: bool = False
+
+    @property
+    def cache(self) -> Any:
+        """Of `packed_cache.LAYOUTS`."""
+        return layout_of(self.layout)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's thread and a consumer's. One and two times these are three times 168, which 384 threads are
+        compiled for: a CTA cannot take more than it was given."""
+        return (24, 240) if self.n == HEADS[-1] else (56, 224)
+
+    @property
+    def row_tiles(self) -> int:
+        """Query tiles of a query token."""
+        return -(-self.h // self.n)
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles of a request."""
+        return self.row_tiles * self.s
+
+    @property
+    def panels(self) -> int:
+        """64-column panels of a cached token: of codes, then of bf16."""
+        return self.cache.columns // PANEL
+
+    @property
+    def code_panels(self) -> int:
+        return self.cache.quantised // PANEL
+
+    @property
+    def plain_start(self) -> int:
+        """The first byte of a row's bf16 columns: behind its codes and, in v32, their scales."""
+        cache = self.cache
+        return cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
+
+    @property
+    def row_bytes(self) -> int:
+        """From one token of a page to the next."""
+        return self.plain_start + 2 * self.cache.plain
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next in shared memory: an odd multiple of 16, so that eight rows' 16 bytes lie in
+        different banks."""
+        return self.row_bytes + (16 if self.row_bytes % 32 == 0 else 0)
+
+    @property
+    def groups(self) -> int:
+        """Factors of a token: one for each scale, and in v4 one for its bf16 columns."""
+        return self.cache.scales + (1 if self.layout == "v4" else 0)
+
+    def group(self, panel: int) -> int:
+        """The factor that a panel's columns are multiplied with."""
+        if panel < self.code_panels and self.cache.tile:
+            return panel * PANEL // self.cache.tile
+        return self.cache.scales
+
+    def begins_group(self, panel: int) -> bool:
+        """Whether a panel's factor is another than that of the one before it."""
+        return panel > 0 and self.group(panel) != self.group(panel - 1)
+
+    def own_group(self, panel: int) -> int:
+        """The same of one of a consumer's own panels of V, among those of its own."""
+        return self.group(panel) if self.groups else 0
+
+    @property
+    def own_groups(self) -> int:
+        """Factors of a consumer's own panels of V."""
+        return self.groups // CONSUMERS
+
+    def is_mixed(self, panel: int) -> bool:
+        """Whether one of a consumer's own panels of V is codes in EVEN, and bf16 in ODD."""
+        return panel + HALF_PANELS >= self.code_panels
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether a group's factor is multiplied with its share of a score and with a probability for its values, and
+        not with its codes: of few heads these are fewer. Of 32 heads they are fewer too, but the copies of P would take
+        the shared memory of a tile, and so its bytes under way."""
+        return self.groups > 0 and self.n <= FEW_HEADS
+
+    @property
+    def copies(self) -> int:
+        """Of P: one for each factor that it is multiplied with."""
+        return self.groups if self.scales_sums else 1
+
+    @property
+    def code_factors(self) -> int:
+        """Factors of a token that its codes are multiplied with."""
+        return 0 if self.scales_sums else self.groups
+
+    @property
+    def least_exponent(self) -> int:
+        return LEAST_EXPONENT_V4 if self.layout == "v4" else LEAST_EXPONENT
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of shared memory, with a tile's factors and, in v4, its scales."""
+        return TOKENS * (self.stride + 2 * self.code_factors + (8 if self.layout == "v4" else 0))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of shared memory: Q, P of both consumers, exchange buffers; mbarriers and alignment take under 3 KiB."""
+        products = PANEL * self.panels + CONSUMERS * self.copies * TOKENS
+        return 3072 + 2 * self.n * products + 4 * self.n * (6 * WARPS + 1)
+
+    @property
+    def stages(self) -> int:
+        """Tiles in shared memory."""
+        most = Device.assumed().smem_per_block
+        return min((most - self.fixed_bytes) // self.stage_bytes, MOST_STAGES)
+
+    @property
+    def pairs(self) -> int:
+        """Columns of the accumulators that a thread holds, half of them: it holds two that lie next to each other."""
+        return self.n // 8
+
+    @property
+    def partials(self) -> Partials:
+        return Partials(self.tiles, self.n, VALUES)
+
+    @property
+    def as_long(self) -> bool:
+        """Whether all requests have as many tiles, whatever their indices are: no length has to be read."""
+        return not (self.lengths or self.extra_lengths or self.paged)
+
+    @property
+    def worth_counting(self) -> int:
+        """KV tiles of a worker that take as long as `count_tiles` and the search for splits that follows it."""
+        return math.ceil(COUNTING / TIMES[self.n][1])
+
+    @property
+    def merge(self) -> combine.Merge:
+        return combine.Merge(self.h, 1, self.s, self.partials, self.costs)
+
+    @property
+    def combines(self) -> bool:
+        """Whether a combine may be launched: it takes query rows to lie behind each other in their tiles, and knows no
+        scale of V."""
+        return (self.s == 1 or self.h % self.n == 0) and self.layout != "flat"
+
+    @property
+    def costs(self) -> Costs:
+        """In KV tiles, as dense decode's."""
+        return Costs(tokens=TOKENS, overhead=3, combine=1, listed=2, level=3)
+
+
+def shared_storage(geometry: Geometry) -> type:
+    """The CTA's shared memory."""
+
+    def array(kind: type, size: int) -> Any:
+        return cute.struct.MemRange[kind, size]
+
+    n, stages = geometry.n, geometry.stages
+    exchange = cute.struct.Align[array(Float32, CONSUMERS * WARPS * n), 16]  # a value of each warp and head
+    fields = {
+        "full": array(Int64, stages),  # mbarriers: the tile has been loaded
+        "empty": array(Int64, stages),  # mbarriers: it is no longer read
+        "query_full": array(Int64, 1),  # mbarrier: the query has been loaded
+        "query_empty": array(Int64, 1),  # mbarrier: its scores are made
+        "first": array(Int32, scheduler.FIRST_WORDS),
+        "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
+        "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
+        "exchange": exchange,  # maxima, then sums of P
+        "magnitudes": exchange,
+        "maxima": exchange,  # running maximum, of each warp
+        "moves": array(Int32, 1),  # how often the running maximum of a split has moved
+        "sinks": array(Float32, n if geometry.sink else 1),  # of the heads, times log2 e
+        "row_max": cute.struct.Align[array(Float32, n), 16],  # running maximum that both consumers share
+        "factors": cute.struct.Align[array(Float16, max(1, stages * geometry.code_factors * TOKENS)), 16],
+        "scales": cute.struct.Align[array(Int64, stages * TOKENS if geometry.layout == "v4" else 1), 16],
+        "query": cute.struct.Align[array(Float16, n * PANEL * geometry.panels), 1024],
+        "p": cute.struct.Align[array(Float16, CONSUMERS * geometry.copies * n * TOKENS), 1024],
+        "rows": cute.struct.Align[array(Uint8, stages * TOKENS * geometry.stride), 128],
+    }
+    # Not a class statement: postponed annotations are strings, and the struct wants types.
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def stage_at(stage: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32, Int32]:
+    """(stage, phase) `offset` tiles further on in the ring; offset <= stages."""
+    moved = stage + offset
+    wrapped = Int32(moved >= stages)
+    return moved - wrapped * stages, phase ^ wrapped
+
+
+# ------------------------------------------------------------------------------------------------ device: load
+class Cache(NamedTuple):
+    """A packed cache and what says which of its tokens are attended to."""
+
+    tokens: cute.Tensor  # (pages, page, bytes of a token) uint8, global memory; pages apart
+    indices: cute.Tensor  # (b, s, topk) int32, global memory; or the page table, (b, width)
+    lengths: cute.Tensor | None  # (b,) int32, global memory: indices that count; or cached tokens
+
+
+@cute.jit
+def count_of(cache: cutlass.Constexpr, request: Int32, token: Int32, geometry: cutlass.Constexpr) -> Int32:
+    """Indices of a query token that count; of a page table, cached tokens that it sees: up to itself."""
+    if cutlass.const_expr(geometry.paged):
+        count = cutlass.max(cache.lengths[request] - (geometry.s - 1) + token, 0)
+    else:
+        count = Int32(cache.indices.shape[2])
+        if cutlass.const_expr(cache.lengths is not None):
+            count = cutlass.max(cutlass.min(count, cache.lengths[request]), 0)
+    return count
+
+
+class Row(NamedTuple):
+    """A producer lane's row of a tile. index: as it is in memory (`read_row`), of a page table the page; or the cached
+    token, and -1 where none is named (`named`). is_extra: whether the tile is the extra cache's. left: indices from the
+    tile's first one on that count. there: whether there is a tile. first: the tile's first position. request: whose
+    tile it is. asks: whether the request's query is loaded behind the tile."""
+
+    index: Int32
+    is_extra: Boolean
+    left: Int32
+    there: Boolean
+    first: Int32
+    request: Int32
+    asks: Boolean
+
+
+class Progress(NamedTuple):
+    """Where a producer is: a split, and its tile. asks: the tile behind which the split's query is loaded. The tile
+    behind that one waits for the stage of the last tile but one of the split before, which is free when all scores of
+    that split are made, and so is the query's place."""
+
+    split: Split
+    tile: Int32
+    end: Int32  # of the split's tiles
+    asks: Int32
+
+
+@cute.jit
+def read_row(caches: cutlass.Constexpr, place: Progress, token: Int32, row: Int32, geometry: cutlass.Constexpr) -> Row:
+    """This lane's row of the tile at a place. The tiles of the extra cache follow the first one's. Only loads, which
+    nothing here waits for."""
+    there = scheduler.has_work(place.split) & (place.tile < place.end)
+    request = cutlass.select_(there, place.split.request, Int32(0))
+    number, count, is_extra = place.tile, count_of(caches[0], request, token, geometry), Boolean(False)
+    if cutlass.const_expr(geometry.paged):
+        source = caches[0].indices[request, None].iterator
+    else:
+        source, width = caches[0].indices[request, token, None].iterator, Int32(caches[0].indices.shape[2])
+    if cutlass.const_expr(len(caches) > 1):
+        of_first = scheduler.ceil_div(count, TOKENS)
+        is_extra = number >= of_first
+        behind = caches[1].indices[request, token, None].iterator
+        number = cutlass.select_(is_extra, number - of_first, number)
+        count = cutlass.select_(is_extra, count_of(caches[1], request, token, geometry), count)
+        width = cutlass.select_(is_extra, Int32(caches[1].indices.shape[2]), width)
+        address = cutlass.select_(is_extra, behind.toint(), source.toint())
+        source = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+    first = number * TOKENS
+    if cutlass.const_expr(geometry.paged):
+        # Entries behind a request's last token are not read.
+        at = cutlass.max(cutlass.min(first + row, cutlass.select_(there, count, Int32(0)) - 1), 0) // geometry.page
+    else:
+        # What counts is asked later (`named`), so that this load waits for no length.
+        at = cutlass.min(first + row, width - 1)
+    index = cute.make_tensor(source + at, cute.make_layout(1))[0]
+    return Row(index, is_extra, count - first, there, first, request, there & (place.tile == place.asks))
+
+
+@cute.jit
+def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.Constexpr) -> Row:
+    """The row with a cached token for its index."""
+    most, index = caches[0].tokens.shape[0] * caches[0].tokens.shape[1], found.index
+    if cutlass.const_expr(len(caches) > 1):
+        extra = caches[1].tokens.shape[0] * caches[1].tokens.shape[1]
+        most = cutlass.select_(found.is_extra, extra, most)
+    if cutlass.const_expr(geometry.paged):
+        index = index * geometry.page + (found.first + row) % geometry.page
+    is_token = (row < found.left) & (index >= 0) & (index < most)
+    index = cutlass.select_(is_token, index, Int32(-1))
+    return Row(index, found.is_extra, found.left, found.there, found.first, found.request, found.asks)
+
+
+@cute.jit
+def next_place(place: Progress, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
+    """The place of the tile behind one, perhaps of the worker's next split with tiles; by a whole warp."""
+    split, tile, end, asks = place
+    tile = tile + 1
+    searching = walk.has_work(split) & (tile >= end)
+    while searching:
+        split = walk.next_split(split)
+        tile, end, _ = walk.tiles_of(split)
+        asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
+        searching = walk.has_work(split) & (tile >= end)
+    return Progress(split, tile, end, asks)
+
+
+class Ctas(NamedTuple):
+    """The grid's CTAs. number: which of them one is."""
+
+    number: Int32
+    count: Int32
+
+
+class Begun(NamedTuple):
+    """What a producer begins with: its rows of the worker's first two tiles, and the place of the second one."""
+
+    first: Row
+    place: Progress
+    second: Row
+
+    @classmethod
+    def nothing(cls) -> Begun:
+        """Of a warp that loads nothing."""
+        zero, no = Int32(0), Boolean(False)
+        row = Row(zero, no, zero, no, zero, zero, no)
+        return cls(row, Progress(Split(zero, zero, zero, zero, zero), zero, zero, zero), row)
+
+
+def page_address(cache: Cache, index: Int32) -> Int64:
+    """Where the page of a cached token begins."""
+    tokens = cache.tokens
+    return tokens.iterator.toint() + Int64(index // tokens.shape[1]) * tokens.stride[0]
+
+
+def row_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
+    """Where a cached token's row begins."""
+    return page_address(cache, index) + index % cache.tokens.shape[1] * geometry.row_bytes
+
+
+def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
+    """Where a cached token's scales begin in v4: behind the rows of its page."""
+    page, each = cache.tokens.shape[1], geometry.cache.scales + geometry.cache.padding
+    return page_address(cache, index) + page * geometry.row_bytes + index % page * each
+
+
+def of_cache(caches: Any, found: Row, address: Any, geometry: Geometry) -> Int64:
+    """`address` of a row in the one cache or the other; where no token is named, that of the first one's token 0."""
+    at = [address(cache, cutlass.max(found.index, 0), geometry) for cache in caches]
+    return at[0] if len(at) == 1 else cutlass.select_(found.is_extra, at[1], at[0])
+
+
+@cute.jit
+def copy_row(
+    caches: cutlass.Constexpr, found: Row, storage: cutlass.Constexpr, stage: Int32, row: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Starts copying a cached token's row into a tile."""
+    full = (storage.full.data_ptr() + stage).toint()
+    source = of_cache(caches, found, row_address, geometry)
+    target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(geometry.row_bytes), full],
+    )
+    if cutlass.const_expr(geometry.layout == "v4"):
+        source = of_cache(caches, found, scale_address, geometry)
+        target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
+        cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
+
+
+@cute.jit
+def clear_row(storage: cutlass.Constexpr, stage: Int32, row: Int32, geometry: cutlass.Constexpr):
+    """Zeros in place of a row that no index names, by the row's two lanes. Nothing is read: a row of zeros in global
+    memory would be one that all CTAs copy at once, from the few L2 slices that have it, which then serve nothing
+    else."""
+    side, chunks = cute.arch.lane_idx() % 2, geometry.row_bytes // 16
+    # The second lane begins an odd multiple of 64 bytes behind the first one, at most half a row: so what eight lanes
+    # store together lies in different banks.
+    apart = (8 * chunks - 64) // 128 * 128 + 64
+    target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint() + side * apart
+    for chunk in cutlass.range(chunks - apart // 16, unroll=4):
+        cute.arch.inline_ptx(
+            "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[target + 16 * chunk, Int32(0)]
+        )
+    if cutlass.const_expr(geometry.layout == "v4"):
+        target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint() + 4 * side
+        cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[target, Int32(0)])
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads, in global memory."""
+
+    tma: cute.CopyAtom  # a query tile's columns of a panel
+    q: cute.Tensor  # TMA tensor (h, columns, s, b), bf16
+    caches: tuple[Cache, ...]  # the cache, and perhaps the extra one
+    lengths: cute.Tensor  # (b,) int32: 64 for each tile of a request's indices
+    counted: (
+        cute.Tensor | None
+    )  # (b + 2,) int32: the same up to the last tile that names a token, where it was counted;
+    # then how many CTAs have counted their share, and how many have read all: 0 before a launch and after it
+    sink: cute.Tensor | None  # (h,) fp32: a logit more in a head's softmax
+    flat: cute.Tensor | None  # (1,) fp32: the cache's scale
+
+    def counted_lengths(self) -> cute.Tensor:
+        """(b,) int32 of `counted`."""
+        return cute.make_tensor(self.counted.iterator, cute.make_layout((self.lengths.shape[0],)))
+
+
+@cute.jit
+def load(
+    inputs: Inputs,
+    storage: cutlass.Constexpr,
+    walk: cutlass.Constexpr,  # `Walk`
+    begun: Begun,
+    token: Int32,  # of the request's query tokens
+    row_tile: Int32,  # of the query token's
+    warp: Int32,  # 0..PRODUCERS-1
+    geometry: cutlass.Constexpr,
+):
+    """What a producer warp does, over all splits of the worker: 16 rows of every tile, and one of them the queries.
+    Indices are read two tiles ahead. Rows are not brought into L2 ahead of their copies: L2 would be asked for each
+    twice, and fetch whole lines of rows that end within one."""
+    tma, q, caches = inputs[:3]
+    row = producer_row(warp)
+    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+    valid = storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages)))
+    first, place, second = begun
+    first = named(first, caches, row, geometry)
+    stage, phase, parity = Int32(0), Int32(0), Int32(0)
+    blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
+    while first.there:
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+        votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
+        with cute.arch.elect_one():
+            valid[warp, stage] = votes
+            copied = Int32(cute.arch.popc(votes)) // 2 * geometry.row_bytes
+            if votes == -1:
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
+            else:
+                cute.arch.mbarrier_expect_tx(full + stage, copied)
+        if (cute.arch.lane_idx() % 2 == 0) & (first.index >= 0):
+            copy_row(caches, first, storage, stage, row, geometry)
+        of_stage = Int32(1) << stage
+        if votes != -1:
+            # Behind the copies, whose way is longer.
+            if (first.index < 0) & ((blank & of_stage) == 0):
+                clear_row(storage, stage, row, geometry)
+            cute.arch.sync_warp()
+            warp_arrive(full + stage)
+            # Ahead of copies into these rows, a round of the stages later.
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+        blank = cutlass.select_(first.index < 0, blank | of_stage, blank & ~of_stage)
+        if cutlass.const_expr(geometry.layout == "v4"):
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+        stage, phase = stage_at(stage, phase, 1, geometry.stages)
+        if (warp == 0) & first.asks:
+            cute.arch.mbarrier_wait(storage.query_empty.data_ptr(), parity)
+            parity = parity ^ 1
+            load_query(tma, q, storage, first.request, token, row_tile, geometry)
+        # Behind the copies, so that these wait for no index; the one read here is used a tile later.
+        first = named(second, caches, row, geometry)
+        place = next_place(place, walk, geometry)
+        second = read_row(caches, place, token, row, geometry)
+
+
+def producer_row(warp: Int32) -> Int32:
+    """A lane's row of a tile. warp: 0..PRODUCERS-1."""
+    return warp * ROWS + cute.arch.lane_idx() // 2
+
+
+@cute.jit
+def begin_loads(
+    inputs: Inputs, storage: cutlass.Constexpr, walk: cutlass.Constexpr, split: Split, token: Int32, row_tile: Int32,
+    warp: Int32, geometry: cutlass.Constexpr,
+) -> Begun:  # fmt: skip
+    """Starts loading the worker's first query, and a producer warp's indices of its first two tiles."""
+    caches, row = inputs.caches, producer_row(warp)
+    tile, end, _ = walk.tiles_of(split)
+    place = Progress(split, tile, end, Int32(-1))
+    if walk.has_work(split) & (tile >= end):
+        place = next_place(place, walk, geometry)
+    place = Progress(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
+    if (warp == 0) & walk.has_work(place.split):
+        load_query(inputs.tma, inputs.q, storage, place.split.request, token, row_tile, geometry)
+    first = read_row(caches, place, token, row, geometry)
+    place = next_place(place, walk, geometry)
+    return Begun(first, place, read_row(caches, place, token, row, geometry))
+
+
+@cute.jit
+def drop_query(storage: cutlass.Constexpr):
+    """Waits for a query that is not wanted, and makes its mbarrier as new; by the warp that has asked for it, in front
+    of a barrier of the CTA."""
+    full = storage.query_full.data_ptr()
+    cute.arch.mbarrier_wait(full, 0)
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx("mbarrier.inval.shared::cta.b64 [{$r0}];", read_only_args=[full.toint()])
+        cute.arch.mbarrier_init(full, 1)
+    cute.arch.mbarrier_init_fence()
+
+
+# ------------------------------------------------------------------------------------------------ device: short rows
+@cute.jit
+def is_hollow(cache: Cache, sample: Int32, geometry: cutlass.Constexpr) -> Boolean:
+    """Whether the first and the last index of a tile name no token. sample: 0..SAMPLES-1, which are spread over the
+    query tokens of all requests and over a row's tiles."""
+    all_rows, topk = cache.indices.shape[0] * geometry.s, cache.indices.shape[2]
+    tiles, row = scheduler.ceil_div(topk, TOKENS), sample * all_rows // SAMPLES
+    first = (tiles - 1 - sample % SPREAD * tiles // SPREAD) * TOKENS
+    of_row = cache.indices[row // geometry.s, row % geometry.s, None]
+    low, high = of_row[first], of_row[cutlass.min(first + TOKENS, topk) - 1]
+    most = cache.tokens.shape[0] * cache.tokens.shape[1]
+    return ((low < 0) | (low >= most)) & ((high < 0) | (high >= most))
+
+
+@cute.jit
+def count_hollow(hollow: Boolean) -> Int32:
+    """How many threads' samples are hollow; all threads of the CTA meet here."""
+    text = "{ .reg .pred in; setp.ne.b32 in, {$r0}, 0; "
+    text += f"barrier.cta.red.popc.aligned.u32 {{$w0}}, {int(Barrier.SETUP)}, {THREADS}, in; }}"
+    return cute.arch.make_warp_uniform(
+        cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(hollow)])
+    )
+
+
+def uniform(values: Any) -> Any:
+    """The same numbers, of which the compiler knows that they are equal in all threads of a warp: then it keeps them in
+    registers that the warp shares."""
+    return type(values)(*(cute.arch.make_warp_uniform(value) for value in values))
+
+
+@cute.jit
+def count_tiles(inputs: Inputs, memory: cute.Pointer, cta: Cta, ctas: cutlass.Constexpr, geometry: cutlass.Constexpr):
+    """Writes `Inputs.counted`: each request's tiles up to the last one of which any query token's indices name a token;
+    by all threads of all CTAs, each of which looks at every `ctas.count`-th request and then waits for the others.
+
+    A CTA that waits must not depend on one that may not be running: kernels that wait so on two streams could each hold
+    the multiprocessors that the other one needs. So it waits only so long, and then counts all requests by itself.
+    memory: (1,) int32, shared memory into which nothing is on its way."""
+    requests = inputs.caches[0].indices.shape[0]
+    arrived = inputs.counted.iterator + requests
+    count_requests(inputs, memory, ctas.number, ctas.count, cta, geometry)
+    if cta.thread == 0:
+        cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[arrived.toint()])
+        there, polls = Int32(0), Int32(0)
+        while (there < ctas.count) & (polls < POLLS):
+            there = cute.arch.inline_ptx(
+                "ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[arrived.toint()]
+            )
+            polls = polls + 1
+        memory[0] = there
+    cute.arch.sync_threads()
+    if memory[0] < ctas.count:
+        count_requests(inputs, memory, Int32(0), Int32(1), cta, geometry)
+    # Rows are copied there next.
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def count_requests(
+    inputs: Inputs, memory: cute.Pointer, first: Int32, apart: Int32, cta: Cta, geometry: cutlass.Constexpr
+):
+    """`count_tiles` of requests first, first + apart, ..; by all threads of a CTA."""
+    cache, topk = inputs.caches[-1], inputs.caches[-1].indices.shape[2]
+    most, tiles = cache.tokens.shape[0] * cache.tokens.shape[1], Int32(0)
+    for earlier in inputs.caches[:-1]:
+        tiles = tiles + scheduler.ceil_div(earlier.indices.shape[2], TOKENS)
+    values = cute.make_rmem_tensor(CHUNK, Int32)
+    for request in cutlass.range(first, cache.indices.shape[0], apart, unroll=1):
+        cute.arch.sync_threads()
+        if cta.thread == 0:
+            memory[0] = Int32(0)
+        cute.arch.sync_threads()
+        last = Int32(-1)
+        for token in cutlass.range(geometry.s, unroll=1):
+            of_row = cache.indices[request, token, None]
+            for start in cutlass.range(0, topk, CHUNK * THREADS, unroll=1):
+                for i in cutlass.range_constexpr(CHUNK):
+                    values[i] = of_row[cutlass.min(start + (i * THREADS + cta.thread), topk - 1)]
+                for i in cutlass.range_constexpr(CHUNK):
+                    at = start + (i * THREADS + cta.thread)
+                    is_token = (at < topk) & (values[i] >= 0) & (values[i] < most)
+                    last = cutlass.max(last, cutlass.select_(is_token, at, Int32(-1)))
+        last = Int32(cute.arch.warp_redux_sync(last, kind="max"))
+        if cta.lane == 0:
+            cute.arch.inline_ptx(
+                "red.shared.max.s32 [{$r0}], {$r1};",
+                read_only_args=[memory.toint(), scheduler.ceil_div(last + 1, TOKENS)],
+            )
+        cute.arch.sync_threads()
+        if cta.thread == 0:
+            inputs.counted[request] = (tiles + memory[0]) * TOKENS
+    # Behind the writes of this CTA, whose first thread tells the others of them.
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def leave(counted: cute.Tensor, ctas: cutlass.Constexpr):
+    """Takes the words of `count_tiles` back to 0 in the last CTA that calls it; by one thread of each CTA."""
+    requests = cute.size(counted) - 2
+    words = counted.iterator + requests
+    before = cute.arch.inline_ptx(
+        "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
+        read_only_args=[(words + 1).toint()],
+    )  # fmt: skip
+    if before == ctas.count - 1:
+        words[0], words[1] = Int32(0), Int32(0)
+
+
+# ------------------------------------------------------------------------------------------------ device: the query
+def query_tile(storage: Any, geometry: Geometry) -> cute.Tensor:
+    """Q in shared memory as it is loaded: (n, columns of all panels), bf16, swizzled as the products read it."""
+    layout = wgmma.k_major_layout(BFloat16, (geometry.n, PANEL * geometry.panels))
+    return wgmma.smem_view(cute.recast_ptr(storage.query.data_ptr(), dtype=BFloat16), 0, layout)
+
+
+@cute.jit
+def load_query(
+    tma: cute.CopyAtom,
+    q: cute.Tensor,  # TMA tensor (h, columns, s, b)
+    storage: cutlass.Constexpr,
+    request: Int32,
+    token: Int32,  # of the request's query tokens
+    row_tile: Int32,  # of the query token's
+    geometry: cutlass.Constexpr,
+):
+    """A warp's: starts the load of a query tile. Rows behind the last head are zeros."""
+    full = storage.query_full.data_ptr()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * geometry.n * PANEL * geometry.panels)
+    boxes, places = paged.boxes_of(tma, q[None, None, token, None], query_tile(storage, geometry), geometry.n)
+    for panel in cutlass.range(geometry.panels, unroll=1):
+        paged.load_box(tma, boxes[None, row_tile, panel, request], places[None, 0, panel], full)
+
+
+@cute.jit
+def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Float32:
+    """Makes a query tile what the products read, in place: columns that keys have as codes in fp16, in the order of
+    `key_words`, others in bf16, all divided by a power of two, which is returned: that of the largest number among
+    them, since a head that is inf or NaN must not take all others' columns below what fp16 holds. By both consumers,
+    who wait for each other in it."""
+    items = geometry.n * geometry.panels * (PANEL // MMA_K)
+    words, found = cute.make_rmem_tensor((4, 2), Int32), cute.make_rmem_tensor((4, 2), Int32)
+    most = Int32(0)  # two magnitudes' bits and 0x80 more, with which those of inf and NaN are negative
+    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=2):
+        copy_slice(storage, item, words, False, geometry)
+        for j in cutlass.range_constexpr(8):
+            most = cute.arch.inline_ptx(
+                "max.s16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32],
+                read_only_args=[most, (words[j] & 0x7FFF7FFF) + 0x00800080],
+            )  # fmt: skip
+    most = cutlass.max(most & 0xFFFF, (most >> 16) & 0xFFFF)
+    most = Int32(cute.arch.warp_redux_sync(most, kind="max"))
+    largest = storage.largest.get_tensor(cute.make_layout(CONSUMERS * WARPS))
+    largest[thread // 32] = most
+    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+    for i in cutlass.range_constexpr(CONSUMERS * WARPS):
+        most = cutlass.max(most, largest[i])
+    exponent = cutlass.max((most >> 7) - 128 - QUERY_EXPONENT, LEAST_EXPONENT)
+    factor = partials.power_of_two(-exponent)
+    pair = (127 - exponent) << 7
+    pair = pair | (pair << 16)
+    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=2):
+        copy_slice(storage, item, words, False, geometry)
+        if item // geometry.n < geometry.code_panels * (PANEL // MMA_K):
+            # Of 16 columns, the MMA's first eight are 0, 1, 4, 5, ..
+            for j in cutlass.range_constexpr(8):
+                found[j // 2, j % 2] = to_half(words[j], factor)
+        else:
+            for j in cutlass.range_constexpr(8):
+                found[j] = times_bf16(words[j], pair)
+        copy_slice(storage, item, found, True, geometry)
+    return partials.power_of_two(exponent)
+
+
+def copy_slice(storage: Any, item: Int32, words: cute.Tensor, stores: bool, geometry: Geometry) -> None:
+    """16 columns of a row of Q, (4, 2) words, from or to shared memory; neighbouring items are neighbouring rows."""
+    row, part = item % geometry.n, item // geometry.n
+    base = storage.query.data_ptr() + cute.assume(part // 4 * (geometry.n * PANEL), divby=geometry.n * PANEL)
+    for j in range(2):
+        place = chunk_place(base, row, part % 4 * 2 + j)
+        memory = cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4))
+        cute.autovec_copy(words[None, j], memory) if stores else cute.autovec_copy(memory, words[None, j])
+
+
+def chunk_place(panel: cute.Pointer, row: Int32, chunk: Any) -> cute.Pointer:
+    """Where 16 bytes of a panel's row lie: K-major with the 128-byte swizzle."""
+    return (panel + cute.assume(row * PANEL + (chunk ^ (row % 8)) * 8, divby=8)).align(16)
+
+
+# ------------------------------------------------------------------------------------------------ device: words
+def to_half(word: Int32, factor: Float32) -> Int32:
+    """Two bf16 times a factor, as two fp16."""
+    text = "{ .reg .b32 x, y; .reg .f32 f, g; shl.b32 x, {$r0}, 16; and.b32 y, {$r0}, 0xffff0000; mov.b32 f, x; "
+    text += "mov.b32 g, y; mul.f32 f, f, {$r1}; mul.f32 g, g, {$r1}; cvt.rn.f16x2.f32 {$w0}, g, f; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, factor])
+
+
+def times_bf16(word: Int32, factors: Int32) -> Int32:
+    """Two bf16 times two others."""
+    return cute.arch.inline_ptx(
+        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[word, factors]
+    )
+
+
+def times_half(word: Int32, factors: Int32) -> Int32:
+    """Two fp16 times two others."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[word, factors]
+    )
+
+
+def half_pair(value: Float32) -> Int32:
+    """A number in fp16, twice."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def permute(low: Int32, high: Int32, selector: int) -> Int32:
+    """Four of the eight bytes of two words (PTX `prmt`)."""
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector};", write_only_types=[Int32], read_only_args=[low, high]
+    )
+
+
+def widen(codes: Int32, factors: Int32 | None) -> tuple[Int32, Int32]:
+    """Four codes as two words of two fp16, in order, times two factors (fp16; None: 1)."""
+    text = "{ .reg .b16 c, d; .reg .b32 x, y; mov.b32 {c, d}, {$r0}; "
+    if factors is None:
+        text += "cvt.rn.f16x2.e4m3x2 {$w0}, c; cvt.rn.f16x2.e4m3x2 {$w1}, d; }"
+        return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[codes])
+    text += "cvt.rn.f16x2.e4m3x2 x, c; cvt.rn.f16x2.e4m3x2 y, d; "
+    text += "mul.rn.f16x2 {$w0}, x, {$r1}; mul.rn.f16x2 {$w1}, y, {$r1}; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[codes, factors])
+
+
+def code_words(found: tuple[Int32, ...], words: cute.Tensor, factors: cute.Tensor | None) -> None:
+    """(4, 2) words of an A operand from codes of two columns of a token, and of the next one: they become two tokens of
+    a column, and of the next."""
+    for m in range(4):
+        block, b = m // 2, m % 2
+        codes = permute(found[m], found[m], 0x3120)
+        pair = None if factors is None else factors[m]
+        words[2 * b, block], words[2 * b + 1, block] = widen(codes, pair)
+
+
+def load_matrices(address: Int32, transposed: bool = False) -> tuple[Int32, ...]:
+    """Four 8 x 8 matrices of 16-bit elements from shared memory, a word of each; a lane gives the address of a row."""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 "
+    text += "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[address])
+
+
+def a_operand(words: cute.Tensor, dtype: type) -> cute.Tensor:
+    """(4, k blocks) words as the A operand ((2, 2, 2), 1, k blocks) of an MMA."""
+    blocks = words.shape[1]
+    layout = cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8))
+    return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), layout)
+
+
+@cute.jit
+def issue(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,  # registers, (MMA, 1, 1)
+    frag_a: cute.Tensor,  # registers, (MMA, 1, BLOCKS)
+    frag_b: cute.Tensor,  # descriptors, (MMA, 1, K)
+    first_b: cutlass.Constexpr,
+    zero_init: cutlass.Constexpr = False,
+):
+    """Issues acc (+)= A · B[first_b ..] and commits it; waits for nothing."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
+    for i in cutlass.range_constexpr(BLOCKS):
+        cute.gemm(atom, acc, frag_a[None, None, i], frag_b[None, None, first_b + i], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+# ------------------------------------------------------------------------------------------------ device: one consumer
+class Registers(NamedTuple):
+    """What a consumer's thread keeps of a split. The code of both consumers shares it."""
+
+    acc_o: list[cute.Tensor]  # a (64, n) fp32 accumulator of each own panel of V
+    row_sum: cute.Tensor  # (n / 4,) fp32: this thread's share of the sums of the own P
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer:
+    """Views and registers of one consumer warpgroup. `me`: EVEN or ODD, the same in all threads of a warp: both run
+    the same code, which is fetched once. thread: 0..127."""
+
+    me: Any
+    geometry: Geometry
+    thread: Any
+    scale_log2: Any  # of a score in fp32
+    full: Any  # mbarriers, as in `shared_storage`
+    empty: Any
+    query_empty: Any
+    rows: Any  # shared memory
+    valid: Any  # (PRODUCERS, stages)
+    factors: Any  # [stage][group][4][16]: in lane % 4, of its tokens of each k block
+    scales: Any  # v4's
+    exchange: Any  # of this consumer: (WARPS, n)
+    maxima: Any  # of this warp: (n,), the running maximum of the columns,
+    shared_max: Any  # (n,), and what was last published
+    moves: Any  # (1,), shared memory: how often it was,
+    seen: Any  # (1,), and when this consumer last looked
+    mma_s: Any  # Sᵀ = K·Qᵀ in fp16,
+    mma_plain: Any  # in bf16
+    mma_o: Any  # Oᵀ += Vᵀ·P
+    frag_q: Any  # descriptors: Q, (MMA, 1, 4 · panels);
+    frag_plain: Any  # in bf16;
+    frag_p: Any  # (MMA, 1, 4): of the own P (OWN) and the other one's (OTHER), the copy for each own group of V
+    p_copy: Any
+    p_targets: Any  # where the own copies go
+    acc_s: Any  # (64, n) fp32 registers
+    factors_of_sums: Any  # (2, groups): of the thread's two tokens, where sums are multiplied with them
+    scaled: Any  # of the thread's two tokens: 2^e times scale_log2,
+    exponents: Any  # e, or -inf where an index names none,
+    weights: Any  # and 2^-e
+    acc_o: Any  # a (64, n) fp32 accumulator of each own panel of V, which both consumers' code shares,
+    row_sum: Any  # as this thread's share of the sums of the own P' · 2^-e
+
+    @classmethod
+    def make(cls, me, geometry, storage, thread, scale_log2, registers) -> Consumer:
+        """Views of a thread's part. registers: `Registers`."""
+        n, query, p = geometry.n, storage.query.data_ptr(), storage.p.data_ptr()
+        mma_s, mma_plain, mma_o = (
+            wgmma.make_mma(dtype, n, a_in_registers=True) for dtype in (Float16, BFloat16, Float16)
+        )
+        scores, plain, output = (mma.get_slice(thread) for mma in (mma_s, mma_plain, mma_o))
+        shape = (n, PANEL * geometry.panels)
+        of_half = wgmma.smem_view(query, 0, wgmma.k_major_layout(Float16, shape))
+        of_plain = wgmma.smem_view(cute.recast_ptr(query, dtype=BFloat16), 0, wgmma.k_major_layout(BFloat16, shape))
+        p_layout = wgmma.k_major_layout(Float16, (n, TOKENS))
+        # Stores a 64 x n accumulator with its 64 rows next to each other: as K-major n x 64.
+        store = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4 if n % 16 == 0 else 2), Float16)
+        p_copy = cute.make_tiled_copy_C(store, mma_s).get_slice(thread)
+
+        def place(maker, copy):
+            return cute.assume((maker * geometry.copies + copy) * (n * TOKENS), divby=n * TOKENS)
+
+        own = max(1, geometry.copies // CONSUMERS)  # copies that a consumer reads
+        first = me * own if geometry.copies > 1 else 0
+        reads = [[place(maker, first + i) for i in range(own)] for maker in (me, 1 - me)]
+        targets = [
+            wgmma.smem_view(p, place(me, i), wgmma.mn_major_layout(Float16, (TOKENS, n)))
+            for i in range(geometry.copies)
+        ]
+        return cls(
+            me=me,
+            geometry=geometry,
+            thread=thread,
+            scale_log2=scale_log2,
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            query_empty=storage.query_empty.data_ptr(),
+            rows=storage.rows.data_ptr(),
+            valid=storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages))),
+            factors=storage.factors.data_ptr(),
+            scales=storage.scales.data_ptr(),
+            exchange=storage.exchange.data_ptr() + cute.assume(me * (WARPS * n), divby=n),
+            maxima=storage.maxima.data_ptr() + cute.assume((me * WARPS + thread // 32) * n, divby=n),
+            shared_max=storage.row_max.data_ptr(),
+            moves=storage.moves.get_tensor(cute.make_layout(1)),
+            seen=cute.make_rmem_tensor(1, Int32),
+            mma_s=mma_s,
+            mma_plain=mma_plain,
+            mma_o=mma_o,
+            frag_q=mma_s.make_fragment_B(scores.partition_B(of_half)),
+            frag_plain=mma_plain.make_fragment_B(plain.partition_B(of_plain)),
+            frag_p=[
+                [mma_o.make_fragment_B(output.partition_B(wgmma.smem_view(p, at, p_layout))) for at in of_maker]
+                for of_maker in reads
+            ],
+            p_copy=p_copy,
+            p_targets=[p_copy.partition_D(target) for target in targets],
+            acc_s=cute.make_rmem_tensor(mma_s.partition_shape_C((TOKENS, n)), Float32),
+            factors_of_sums=cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Float32),
+            scaled=cute.make_rmem_tensor(2, Float32),
+            exponents=cute.make_rmem_tensor(2, Float32),
+            weights=cute.make_rmem_tensor(2, Float32),
+            acc_o=registers.acc_o,
+            row_sum=registers.row_sum,
+        )
+
+    def tile_rows(self, stage: Int32) -> cute.Pointer:
+        """Where a tile's rows begin."""
+        return self.rows + cute.assume(stage * (TOKENS * self.geometry.stride), divby=16)
+
+    # -------------------------------------------------------------------------------------------- factors
+    def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
+        """(e, the factor of each group, times 2^-e) of a token."""
+        geometry = self.geometry
+        if geometry.layout == "v32":
+            found = cute.make_rmem_tensor(geometry.cache.scales, Float32)
+            place = self.tile_rows(stage) + cute.assume(row * geometry.stride + geometry.cache.quantised, divby=16)
+            source = cute.recast_ptr(place.align(16), dtype=Float32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(geometry.cache.scales)), found)
+            top = cute.math.absf(found[0])
+            for g in range(1, geometry.cache.scales):
+                top = cute.arch.fmax(top, cute.math.absf(found[g]))
+            exponent = self.clamped((top.bitcast(Int32) >> 23) - 127)
+            inverse = partials.power_of_two(-exponent)
+            return exponent, [found[g] * inverse for g in range(geometry.cache.scales)]
+        found = cute.make_rmem_tensor(2, Int32)
+        place = cute.recast_ptr(self.scales + (stage * TOKENS + row), dtype=Int32)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), found)
+        values = [(found[g // 4] >> (g % 4 * 8)) & 255 for g in range(geometry.cache.scales)]
+        top = values[0]
+        for value in values[1:]:
+            top = cutlass.max(top, value)
+        exponent = self.clamped(top - 127)
+        # 2^(value - 127 - e): an exponent field of value - e, 0 or less where it is far below fp16's range.
+        factors = [(cutlass.max(value - exponent, 0) << 23).bitcast(Float32) for value in values]
+        return exponent, [*factors, partials.power_of_two(-exponent)]
+
+    def clamped(self, exponent: Int32) -> Int32:
+        return cutlass.min(cutlass.max(exponent, self.geometry.least_exponent), MOST_EXPONENT)
+
+    @cute.jit
+    def read_factors(self, stage: Int32, pairs: cute.Tensor, plain: cute.Tensor):
+        """Of the thread's two tokens of an own tile: what scores and probabilities are multiplied with; pairs (2,
+        groups): each factor in fp16, twice; plain (2,): 2^-e in bf16, twice. Where codes are multiplied with them, the
+        factors go to shared memory too, for the products with V."""
+        geometry = self.geometry
+        lane, warp = self.thread % 32, self.thread // 32
+        names = self.valid[warp, stage]
+        for r in cutlass.range_constexpr(2):
+            row = wgmma.acc_row(self.thread, r)
+            self.scaled[r], self.weights[r] = self.scale_log2, Float32(1.0)
+            exponent = Int32(0)
+            if cutlass.const_expr(geometry.groups > 0):
+                exponent, values = self.scales_of(stage, row)
+                self.scaled[r] = self.scale_log2 * partials.power_of_two(exponent)
+                self.weights[r] = partials.power_of_two(-exponent)
+                word = (127 - exponent) << 7
+                plain[r] = word | (word << 16)
+                for g in cutlass.range_constexpr(geometry.groups):
+                    if cutlass.const_expr(geometry.scales_sums):
+                        self.factors_of_sums[r, g] = values[g]
+                    else:
+                        pairs[r, g] = half_pair(values[g])
+            is_token = (names >> (lane // 4 * 2 + 16 * r)) & 1
+            self.exponents[r] = Float32(cutlass.select_(is_token > 0, Float32(exponent), -Float32.inf))
+        # Token 16 w + 8 r + a of the tile is in k block w; of the block's tokens, 2 i, 2 i + 1 and 8 behind are lane
+        # i's. Each of the four lanes that have a token stores every fourth factor.
+        base = self.factors + (stage * geometry.code_factors * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
+        for first in cutlass.range_constexpr(0, geometry.code_factors, 4):
+            place = base + (first + lane % 4) * TOKENS
+            for r in cutlass.range_constexpr(2):
+                low = cutlass.select_(lane % 2 > 0, pairs[r, first + 1], pairs[r, first])
+                high = cutlass.select_(lane % 2 > 0, pairs[r, first + 3], pairs[r, first + 2])
+                halves = cute.make_rmem_tensor(1, Int32)
+                halves[0] = cutlass.select_(lane % 4 > 1, high, low)
+                cute.make_tensor(place + 2 * r, cute.make_layout(1))[0] = cute.recast_tensor(halves, Float16)[0]
+
+    # -------------------------------------------------------------------------------------------- scores
+    def load_keys(self, address: Int32, panel: int, half: int) -> tuple[Int32, ...]:
+        """Half a panel's bytes. address: of the lane's row, and of 16 bytes in it."""
+        geometry = self.geometry
+        if panel < geometry.code_panels:
+            return load_matrices(address + (panel * PANEL + 32 * half))
+        start = geometry.plain_start + 2 * PANEL * (panel - geometry.code_panels) + 64 * half
+        return (*load_matrices(address + start), *load_matrices(address + (start + 32)))
+
+    def key_words(self, found: tuple[Int32, ...], panel: int, pairs: cute.Tensor, plain: cute.Tensor) -> cute.Tensor:
+        """Half a panel as an A operand. Of codes a lane has four neighbouring columns of a token and k block, which the
+        MMA takes for 2 i, 2 i + 1 and 8 behind: Q's columns lie that way too (`widen_query`). bf16 columns stay so."""
+        geometry, words = self.geometry, cute.make_rmem_tensor(cute.make_layout((4, BLOCKS)), Int32)
+        if panel >= geometry.code_panels:
+            for i in range(8):
+                words[i % 4, i // 4] = found[i] if geometry.scales_sums else times_bf16(found[i], plain[i % 2])
+            return a_operand(words, BFloat16)
+        for m in range(4):
+            factors = pairs[m % 2, geometry.group(panel)] if geometry.code_factors else None
+            block, r = m // 2, m % 2
+            words[r, block], words[2 + r, block] = widen(found[m], factors)
+        return a_operand(words, Float16)
+
+    def add_group(self, sums: cute.Tensor, panel: int, first: bool) -> None:
+        """acc_s (+)= the sums of a panel's group, times its factors."""
+        columns, part = wgmma.as_columns(self.acc_s), wgmma.as_columns(sums)
+        group = self.geometry.group(panel)
+        for r in range(2):
+            factor = self.factors_of_sums[r, group] if group < self.geometry.groups else self.weights[r]
+            for c in range(self.geometry.n // 4):
+                product = part[c, r] * factor
+                columns[c, r] = product if first else columns[c, r] + product
+
+    def issue_scores(self, stage: Int32, pairs: cute.Tensor, plain: cute.Tensor) -> None:
+        """acc_s = K·Qᵀ of an own tile; all products have ended."""
+        geometry, lane = self.geometry, self.thread % 32
+        row = self.thread // 32 * 16 + lane % 16
+        address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
+        parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
+        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
+        self.read_factors(stage, pairs, plain)
+        sums, ended = [self.acc_s], []  # ended: the groups' last panels
+        if geometry.scales_sums:
+            sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
+        for i, (panel, half) in enumerate(parts):
+            if i + AHEAD < len(parts):
+                found.append(self.load_keys(address, *parts[i + AHEAD]))
+            keys = self.key_words(found[i], panel, pairs, plain)
+            is_plain = panel >= geometry.code_panels
+            mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
+            is_next = geometry.scales_sums and half == 0 and geometry.begins_group(panel)
+            if is_next:
+                ended.append(panel - 1)
+            issue(mma, sums[len(ended) % len(sums)], keys, frag, 4 * panel + 2 * half, i == 0 or is_next)
+            if i > 0:
+                warpgroup.wait_group(1)
+            if is_next:
+                self.add_group(sums[(len(ended) - 1) % 2], panel - 1, len(ended) == 1)
+        warpgroup.wait_group(0)
+        if geometry.scales_sums:
+            self.add_group(sums[len(ended) % 2], geometry.panels - 1, not ended)
+
+    @cute.jit
+    def scores(self, stage: Int32, phase: Int32):
+        """Sᵀ = K·Qᵀ of an own tile, times the tokens' scales, plus their e: x."""
+        geometry = self.geometry
+        cute.arch.mbarrier_wait(self.full + stage, phase)
+        pairs = cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Int32)
+        plain = cute.make_rmem_tensor(2, Int32)
+        self.issue_scores(stage, pairs, plain)
+        columns = wgmma.as_columns(self.acc_s)
+        for c in cutlass.range_constexpr(geometry.n // 4):
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * self.scaled[r] + self.exponents[r]
+
+    # -------------------------------------------------------------------------------------------- softmax
+    @cute.jit
+    def read_max(self, row_max: cute.Tensor):
+        """(n / 4,) registers: the running maximum of the thread's columns."""
+        softmax.collect(row_max, self.maxima, 1, self.thread % 32, True)
+
+    @cute.jit
+    def write_max(self, row_max: cute.Tensor):
+        softmax.publish(row_max, self.maxima, self.thread % 32)
+        cute.arch.sync_warp()
+
+    def sync(self) -> None:
+        """All warps of this consumer meet."""
+        cute.arch.barrier(barrier_id=Barrier.EVEN + self.me, number_of_threads=WARPGROUP)
+
+    def any_thread(self, holds: Boolean) -> Boolean:
+        """`sync`, which returns whether `holds` in any thread."""
+        text = "{ .reg .pred in, any; setp.ne.b32 in, {$r0}, 0; "
+        text += f"barrier.cta.red.or.pred.aligned any, {{$r1}}, {WARPGROUP}, in; selp.b32 {{$w0}}, 1, 0, any; }}"
+        found = cute.arch.inline_ptx(
+            text, write_only_types=[Int32], read_only_args=[Int32(holds), Int32(Barrier.EVEN + self.me)]
+        )
+        return found != 0
+
+    @cute.jit
+    def exceeds(self, row_max: cute.Tensor) -> Boolean:
+        """Whether the running maximum of any column has to move; the same in all warps, which meet here."""
+        columns = wgmma.as_columns(self.acc_s)
+        most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
+        for c in cutlass.range_constexpr(1, self.geometry.n // 4):
+            most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
+        return self.any_thread(most > softmax.SLACK)
+
+    @cute.jit
+    def move_max(self, row_max: cute.Tensor):
+        """Moves the maximum of the columns that need it, publishes it to the other consumer, and rescales."""
+        columns = wgmma.as_columns(self.acc_s)
+        n, count = self.geometry.n, self.geometry.n // 4
+        lane, warp = self.thread % 32, self.thread // 32
+        best = cute.make_rmem_tensor(count, Float32)
+        for c in cutlass.range_constexpr(count):
+            best[c] = cute.arch.fmax(columns[c, 0], columns[c, 1])
+            for i in cutlass.range_constexpr(3):
+                best[c] = cute.arch.fmax(best[c], cute.arch.shuffle_sync_bfly(best[c], offset=4 << i))
+        softmax.publish(best, self.exchange + cute.assume(warp * n, divby=n), lane)
+        self.sync()
+        softmax.collect(best, self.exchange, WARPS, lane, True)
+        for c in cutlass.range_constexpr(count):
+            new = softmax.lazy_max(row_max[c], best[c])
+            best[c] = softmax.exp2(row_max[c] - new)
+            row_max[c] = new
+        moves, seen = self.moves, self.seen
+        seen[0] = seen[0] + 1
+        if warp == 0:
+            softmax.publish(row_max, self.shared_max, lane)
+            moves[0] = seen[0]
+        self.write_max(row_max)
+        self.rescale(best)
+
+    @cute.jit
+    def follow_max(self):
+        """Takes over the maximum that the other consumer has published, if it has moved."""
+        moves, seen = self.moves[0], self.seen
+        if moves != seen[0]:
+            seen[0] = moves
+            count = cutlass.const_expr(self.geometry.n // 4)
+            theirs, mine = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+            softmax.collect(theirs, self.shared_max, 1, self.thread % 32, True)
+            self.read_max(mine)
+            # As many barriers as the other one has passed in `move_max`: racecheck counts them (docs/debugging.md).
+            self.sync()
+            for c in cutlass.range_constexpr(count):
+                mine[c] = softmax.exp2(mine[c] - theirs[c])
+            self.write_max(theirs)
+            self.rescale(mine)
+
+    @cute.jit
+    def rescale(self, factor: cute.Tensor):
+        """Multiplies outputs and sums with the columns' factors."""
+        for c in cutlass.range_constexpr(self.geometry.n // 4):
+            self.row_sum[c] = self.row_sum[c] * factor[c]
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            wgmma.scale_columns(self.acc_o[i], factor)
+
+    # -------------------------------------------------------------------------------------------- values
+    def value_parts(self) -> list[tuple[int, int]]:
+        """(own panel, half of the tokens), in the order in which they are multiplied."""
+        return [(panel, half) for half in range(2) for panel in range(HALF_PANELS)]
+
+    def load_values(self, stage: Int32, panel: int, half: int) -> tuple[Int32, ...]:
+        """The bytes of 32 tokens in an own panel. Warp w has columns 16 w .. 16 w + 15: of codes a lane has two
+        neighbouring ones, of bf16 two that are eight apart."""
+        geometry, lane, warp = self.geometry, self.thread % 32, self.thread // 32
+        tile = self.tile_rows(stage).toint() + 32 * half * geometry.stride
+        address = tile + (lane * geometry.stride + (self.me * HALF_PANELS + panel) * PANEL + warp * 16)
+        if not geometry.is_mixed(panel):
+            return load_matrices(address, transposed=True)
+        # Four matrices of eight tokens and columns, for each of two k blocks; of codes only the first four are there.
+        row, column = lane // 16 * 8 + lane % 8, geometry.plain_start + warp * 32 + lane // 8 % 2 * 16
+        plain = tile + (row * geometry.stride + column)
+        first = load_matrices(cutlass.select_(self.me > 0, plain, address), transposed=True)
+        return (*first, *load_matrices(plain + MMA_K * geometry.stride, transposed=True))
+
+    def load_factors(self, stage: Int32, panel: int, half: int) -> cute.Tensor | None:
+        """(4,) words, of two tokens each: what 32 tokens' columns of an own panel are multiplied with."""
+        geometry = self.geometry
+        if not geometry.code_factors:
+            return None
+        factors = cute.make_rmem_tensor(4, Int32)
+        group = self.me * geometry.own_groups + geometry.own_group(panel)
+        token = (stage * geometry.code_factors + group) * TOKENS + self.thread % 4 * 16 + 8 * half
+        source = cute.recast_ptr((self.factors + cute.assume(token, divby=8)).align(16), dtype=Int32)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), factors)
+        return factors
+
+    def value_words(self, found: tuple[Int32, ...], panel: int, factors: cute.Tensor | None) -> cute.Tensor:
+        """32 tokens of an own panel, transposed, as an A operand: as rows a and a + 8 a lane's two columns."""
+        words = cute.make_rmem_tensor(cute.make_layout((4, BLOCKS)), Int32)
+        if self.geometry.is_mixed(panel):
+            self.mixed_words(found, words, factors)
+        else:
+            code_words(found, words, factors)
+        return a_operand(words, Float16)
+
+    @cute.jit
+    def mixed_words(self, found: cutlass.Constexpr, words: cute.Tensor, factors: cutlass.Constexpr):
+        """The words of a panel that is codes in EVEN, and bf16 in ODD."""
+        if self.me > 0:
+            for i in cutlass.range_constexpr(8):
+                word = to_half(found[i], Float32(1.0))
+                if cutlass.const_expr(factors is not None):
+                    word = times_half(word, factors[i // 2])
+                words[i] = word
+        else:
+            code_words(found, words, factors)
+
+    def begin_values(self, stage: Int32) -> list[Any]:
+        """Loads the bytes that `multiply` begins with."""
+        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
+
+    def begin_factors(self, stage: Int32) -> list[Any]:
+        """Loads the factors of these; who makes the tile's P has stored them."""
+        found: list[Any] = []
+        for _ in range(AHEAD):
+            found.append(self.next_factors(stage, found))
+        return found
+
+    def next_factors(self, stage: Int32, found: list[Any]) -> cute.Tensor | None:
+        """The factors of the part behind those found: the same as of one before it, or loaded."""
+        parts, group = self.value_parts(), self.geometry.own_group
+        panel, half = parts[len(found)]
+        for (other, of_half), factors in zip(parts, found, strict=False):
+            if of_half == half and group(other) == group(panel):
+                return factors
+        return self.load_factors(stage, panel, half)
+
+    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
+        """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
+        `begin_values` and `begin_factors`."""
+        parts, geometry = self.value_parts(), self.geometry
+        for i, (panel, half) in enumerate(parts):
+            if i + AHEAD < len(parts):
+                found.append(self.load_values(stage, *parts[i + AHEAD]))
+                factors.append(self.next_factors(stage, factors))
+            values = self.value_words(found[i], panel, factors[i])
+            copy = geometry.own_group(panel) if geometry.scales_sums else 0
+            issue(self.mma_o, self.acc_o[panel], values, self.frag_p[maker][copy], 2 * half)
+            if i > 0:
+                warpgroup.wait_group(1)
+        warp_arrive(self.empty + stage)
+        warpgroup.wait_group(0)
+
+    # -------------------------------------------------------------------------------------------- tiles
+    @cute.jit
+    def own_tile(self, stage: Int32):
+        """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
+        geometry = self.geometry
+        row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
+        self.read_max(row_max)
+        if self.exceeds(row_max):
+            self.move_max(row_max)
+        columns = wgmma.as_columns(self.acc_s)
+        for c in cutlass.range_constexpr(geometry.n // 4):
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = softmax.exp2(columns[c, r] - row_max[c])
+                self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
+        self.store_p()
+        cute.arch.fence_view_async_shared()
+        found, factors = self.begin_values(stage), self.begin_factors(stage)
+        # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
+        # warps comes before the arrival, and reports it where none does (docs/debugging.md).
+        self.sync()
+        cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
+        self.multiply(OWN, stage, found, factors)
+
+    def store_p(self) -> None:
+        """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
+        part = self.acc_s
+        for i, target in enumerate(self.p_targets):
+            if self.geometry.scales_sums:
+                part = cute.make_rmem_tensor(self.acc_s.layout, Float32)
+                columns, of_part = wgmma.as_columns(self.acc_s), wgmma.as_columns(part)
+                for c in range(self.geometry.n // 4):
+                    for r in range(2):
+                        of_part[c, r] = columns[c, r] * self.factors_of_sums[r, i]
+            cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
+
+    @cute.jit
+    def other_tile(self, stage: Int32, phase: Int32):
+        """This consumer's product with the V of a tile whose P the other one makes."""
+        cute.arch.mbarrier_wait(self.full + stage, phase)
+        found = self.begin_values(stage)
+        cute.arch.barrier(barrier_id=Barrier.P_ODD - self.me, number_of_threads=CONSUMER_THREADS)
+        factors = self.begin_factors(stage)
+        self.follow_max()
+        self.multiply(OTHER, stage, found, factors)
+
+    @cute.jit
+    def run(self, first: Int32, end: Int32, stage: Int32, phase: Int32):
+        """Tiles first..end-1 of a split. (stage, phase): of the first one. All registers are what a row without keys
+        has."""
+        stages = self.geometry.stages
+        row_max = cute.make_rmem_tensor(self.geometry.n // 4, Float32)
+        row_max.fill(softmax.NO_KEY)
+        self.write_max(row_max)
+        moves, seen = self.moves, self.seen
+        seen[0] = Int32(0)
+        # ODD reads it behind P0.
+        if (self.me == EVEN) & (self.thread < 32):
+            moves[0] = Int32(0)
+        own, own_phase = stage_at(stage, phase, self.me, stages)
+        for tile in cutlass.range(first + self.me, end + 1, CONSUMERS, unroll=1):
+            # Ahead of the other one's P, so that its softmax runs under these products.
+            if tile < end:
+                self.scores(own, own_phase)
+            # Behind its last scores, of which a consumer may have none, the query may be replaced.
+            if (tile + CONSUMERS >= end) & ((tile < end) | (tile == first + 1)):
+                warp_arrive(self.query_empty)
+            if tile > first:
+                self.other_tile(stage, phase)
+            if tile < end:
+                self.own_tile(own)
+            stage, phase = stage_at(own, own_phase, 1, stages)
+            own, own_phase = stage_at(stage, phase, 1, stages)
+        # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
+        # once more, where a tile is left over: twice in its own, where ODD has waited for its P.
+        if (self.me == ODD) & ((end - first) % 2 == 1):
+            self.sync()
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """Query token `token` of every request, as `split_kv.rows` has blocks of them; q, out and lse are those of b · s
+    requests of one token."""
+
+    token: Int32
+    s: int
+
+    def block(self, request: Int32) -> rows.Block:
+        return rows.Block(request * self.s + self.token, 1, request)
+
+
+# ------------------------------------------------------------------------------------------------ device: epilogue
+class Factors(NamedTuple):
+    """What scores and values are multiplied with. values: the scale of layout flat, else 1. scores: log2 e times those
+    of the softmax and of layout flat."""
+
+    values: Float32
+    scores: Float32
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The softmax of one head at a split's end; thread `number` of each consumer holds that head's.
+
+    A thread's accumulators have 16 of 64 heads. Worked out there, sums, reciprocal and log-sum-exp of a head would be
+    worked out by 32 threads of each consumer, in code that is 16 times as long.
+    """
+
+    number: Any  # thread of the consumer
+    maximum: Any  # (1,) registers
+    sums: Any  # (CONSUMERS,) registers: each one's sums of P, over all tokens
+
+    @classmethod
+    def make(cls, thread: Int32) -> Head:
+        return cls(thread % WARPGROUP, cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(CONSUMERS, Float32))
+
+    @cute.jit
+    def collect(self, row_sum: cute.Tensor, storage: cutlass.Constexpr, thread: Int32, n: cutlass.Constexpr):
+        """Adds up all threads' shares of the sums; row_sum is lost. The consumers meet here."""
+        exchange, maxima = storage.exchange.data_ptr(), storage.maxima.data_ptr()
+        publish_sums(row_sum, exchange + thread // 32 * n, thread % 32)
+        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+        if self.number < n:
+            self.maximum[0] = maxima[self.number]
+            for i in cutlass.range_constexpr(CONSUMERS):
+                self.sums[i] = of_warps(exchange + i * (WARPS * n), self.number, n)
+
+
+def of_warps(exchange: cute.Pointer, head: Int32, n: int) -> Float32:
+    """The sum of what the warps of a consumer have published of a head."""
+    values = [exchange[i * n + head] for i in range(WARPS)]
+    return (values[0] + values[1]) + (values[2] + values[3])
+
+
+def publish_sums(values: cute.Tensor, exchange: cute.Pointer, lane: Int32) -> None:
+    """`softmax.publish_sums`, which takes up to 32 columns, of all columns."""
+    count = min(cute.size(values), 8)
+    for i in range(cute.size(values) // count):
+        part = cute.make_tensor(values.iterator + i * count, cute.make_layout(count))
+        softmax.publish_sums(part, exchange + 4 * count * i, lane)
+
+
+def elements_of(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geometry) -> list[Int32]:
+    """16-bit elements, of a head's row, of a thread's two results in column c of a panel of its consumer's: they are
+    two neighbouring columns, or of a bf16 panel two that are eight apart."""
+    _, word = word_place(thread, c, panel, in_order)
+    elements = [2 * word, 2 * word + 1]
+    if geometry.is_mixed(panel):
+        me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
+        quad = (me * HALF_PANELS + panel) * 2 + warp // 2
+        for i in range(2):
+            pair = warp % 2 * 8 + 4 * i + lane // 8  # of the quad's 16
+            within = cutlass.select_(in_order, pair, pair % 4 * 4 + pair // 4)
+            plain = (quad * 16 + within) * 2 + lane // 4 % 2
+            elements[i] = cutlass.select_(me > 0, plain, elements[i])
+    return elements
+
+
+def word_place(thread: Int32, c: int, panel: int, in_order: Any) -> tuple[Int32, Int32]:
+    """(head of the query tile, word of its row) of a thread's two results in column c of a panel of its consumer's:
+    neighbouring columns, which are rows a and a + 8 of the MMA, a = lane / 4. in_order: the row has its columns in
+    order, else as `split_kv.partials` wants them: pairs of four blocks of eight beside each other."""
+    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
+    a, quad = lane // 4, (me * HALF_PANELS + panel) * 2 + warp // 2
+    within = cutlass.select_(in_order, warp % 2 * 8 + a, a % 4 * 4 + warp % 2 * 2 + a // 4)
+    return wgmma.acc_column(lane, c), quad * 16 + within
+
+
+@cute.jit
+def add_partial(
+    acc_o: cutlass.Constexpr,  # of this consumer
+    found: cutlass.Constexpr,  # `Head`
+    storage: cutlass.Constexpr,
+    results: Results,
+    tile: Int32,  # query tile of the request
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+    slot: Int32,
+):
+    """Adds a partial; behind a barrier of all consumers."""
+    outputs, stats = results.outputs, results.stats
+    n, count, layout = geometry.n, geometry.n // 4, geometry.partials
+    me, lane = thread // WARPGROUP, thread % 32
+    exchange = storage.exchange.data_ptr() + cute.assume(me * (WARPS * n), divby=n)
+    if found.number < n:
+        theirs_of = cute.make_rmem_tensor(partials.STATS, Float32)
+        cute.autovec_copy(layout.stats(stats.iterator, layout.row(slot, tile, found.number)), theirs_of)
+        top = cute.arch.fmax(found.maximum[0], cute.arch.fmax(theirs_of[0], theirs_of[2]))
+        older = softmax.exp2(found.maximum[0] - top)
+        found.maximum[0] = top
+        for i in cutlass.range_constexpr(CONSUMERS):
+            weight = softmax.exp2(theirs_of[2 * i] - top)
+            found.sums[i] = found.sums[i] * older + theirs_of[2 * i + 1] * weight
+            if me == i:
+                exchange[n + found.number] = weight
+        exchange[found.number] = older
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    mine, theirs = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+    softmax.collect(mine, exchange, 1, lane, False)
+    softmax.collect(theirs, exchange + n, 1, lane, False)
+    for c in cutlass.range_constexpr(count):
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            head, word = word_place(thread, c, i, Boolean(False))
+            source = layout.outputs(outputs.iterator, layout.row(slot, tile, head))
+            pair = cute.make_rmem_tensor(2, Float16)
+            if cutlass.const_expr(geometry.is_mixed(i)):
+                elements = elements_of(thread, c, i, Boolean(False), geometry)
+                for r in cutlass.range_constexpr(2):
+                    pair[r] = cute.make_tensor(source + elements[r], cute.make_layout(1))[0]
+            else:
+                source = source + cute.assume(2 * word, divby=2)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+            columns = wgmma.as_columns(acc_o[i])
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * mine[c] + Float32(pair[r]) * theirs[c]
+
+
+@cute.jit
+def weigh_whole(
+    found: cutlass.Constexpr,  # `Head`
+    weights: cute.Pointer,  # (n,) fp32, shared memory: what this consumer's outputs are to be multiplied with
+    sinks: cute.Pointer,  # shared memory
+    lse: cute.Tensor,
+    scale: Float32,  # of values
+    place: Int32,  # the query token's, of all requests
+    first_row: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """What outputs of a whole request are multiplied with: one over their sums, the sink's share among them. And its
+    log-sum-exp."""
+    if found.number < geometry.n:
+        total, maximum = found.sums[EVEN] + found.sums[ODD], found.maximum[0]
+        over = total
+        if cutlass.const_expr(geometry.sink):
+            over = total + softmax.exp2(sinks[found.number] - maximum)
+        weights[found.number] = cutlass.select_(total > 0.0, scale * cute.arch.rcp_approx(over), Float32(0.0))
+        head = first_row + found.number
+        if thread < WARPGROUP and head < geometry.h:
+            lse[place, head, 0] = softmax.natural_lse(total, maximum)
+
+
+@cute.jit
+def weigh_partial(
+    acc_o: cutlass.Constexpr, found: cutlass.Constexpr, weights: cute.Pointer, results: Results, slot: Int32,
+    tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """What outputs of a share of a request are multiplied with: a power of two (`split_kv.partials`). And its
+    statistics. weights: as of `weigh_whole`, the first row of an exchange buffer of the consumer's warps."""
+    n, count = geometry.n, geometry.n // 4
+    me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
+    magnitudes = cute.make_rmem_tensor(count, Float32)
+    magnitudes.fill(0.0)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        columns = wgmma.as_columns(acc_o[i])
+        for c in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                magnitudes[c] = magnitudes[c] + cute.math.absf(columns[c, r])
+    publish_sums(magnitudes, weights + warp * n, lane)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    if found.number < n:
+        exponent = partials.exponent_of(of_warps(weights, found.number, n))
+        weights[found.number] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+        own = cutlass.select_(me > 0, found.sums[ODD], found.sums[EVEN])
+        layout = geometry.partials
+        of_row = layout.stats(results.stats.iterator, layout.row(slot, tile, found.number))
+        partials.store_stats(of_row, me, found.maximum[0], own, exponent)
+
+
+@cute.jit
+def epilogue(
+    acc_o: cutlass.Constexpr,  # of this consumer
+    weights: cute.Pointer,  # (n,) fp32, shared memory; the consumer's threads have yet to meet
+    storage: cutlass.Constexpr,
+    results: Results,
+    token: Int32,  # the query token, of all requests
+    place: Place,  # where the results go
+    tile: Int32,  # query tile of the request
+    first_row: Int32,
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """Multiplies results with their weights and writes them. The same code for both consumers, so that there is half as
+    much to fetch."""
+    out, _, outputs, _ = results
+    slot, whole = place.slot, place.whole
+    n, count, layout = geometry.n, geometry.n // 4, geometry.partials
+    me, lane = thread // WARPGROUP, thread % 32
+    factor = cute.make_rmem_tensor(count, Float32)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    softmax.collect(factor, weights, 1, lane, False)
+    base = outputs.iterator.toint() + 2 * layout.row(slot, tile, Int32(0)) * layout.columns
+    if whole:
+        base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
+    heads = cutlass.min(geometry.h - first_row, n)
+    # Through shared memory, a panel at a time where the consumer's P was: rows are written 128 bytes at a time, and the
+    # next query may be loaded meanwhile.
+    exchange = cute.recast_ptr(storage.p.data_ptr(), dtype=Int32)
+    exchange = exchange + cute.assume(me * (geometry.copies * n * TOKENS // 2), divby=32)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        wgmma.scale_columns(acc_o[i], factor)
+        words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
+        if whole:
+            store_words(words, wgmma.to_dtype(acc_o[i], out.element_type))
+        else:
+            store_words(words, wgmma.to_dtype(acc_o[i], Float16))
+        if cutlass.const_expr(i > 0):
+            cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        _, word = word_place(thread, 0, i, whole)
+        for r in cutlass.range_constexpr(2):
+            # Heads r, r + 8, ..: behind the first one's place by as many rows.
+            row = wgmma.acc_column(lane, r)
+            if cutlass.const_expr(geometry.is_mixed(i)):
+                elements = [element % PANEL for element in elements_of(thread, 0, i, whole, geometry)]
+                places = [exchange.toint() + (4 * exchange_word(row, at // 2) + 2 * (at % 2)) for at in elements]
+            else:
+                place_of_row = exchange + exchange_word(row, word % PANEL_WORDS)
+            for c in cutlass.range_constexpr(r, count, 2):
+                both = permute(words[c - r], words[c - r + 1], 0x7632 if r else 0x5410)
+                below = c // 2 * 8 * PANEL_WORDS
+                if cutlass.const_expr(geometry.is_mixed(i)):
+                    for half in cutlass.range_constexpr(2):
+                        store_half(places[half] + 4 * below, both >> (16 * half))
+                else:
+                    place_of_row[below] = both
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        chunk = thread % 8
+        for row in cutlass.range(thread % WARPGROUP // 8, heads, WARPGROUP // 8, unroll=1):
+            vector = cute.make_rmem_tensor(4, Int32)
+            source = (exchange + cute.assume(exchange_word(row, 4 * chunk), divby=4)).align(16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vector)
+            target = base + Int64(row * (2 * VALUES) + ((me * HALF_PANELS + i) * PANEL + 8 * chunk) * 2)
+            target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
+
+
+def exchange_word(row: Int32, word: Any) -> Any:
+    """Where a word of a panel's results lies: 16-byte chunks of a row are permuted, so that neither the threads that
+    write nor those that read have a bank in common."""
+    return row * PANEL_WORDS + ((word // 4) ^ (row % 8)) * 4 + word % 4
+
+
+def store_half(address: Int32, word: Int32) -> None:
+    """The lower half of a word, to shared memory."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.shared.b16 [{$r0}], low; }"
+    cute.arch.inline_ptx(text, read_only_args=[address, word])
+
+
+@cute.jit
+def store_words(words: cute.Tensor, rounded: cute.Tensor):
+    """The 16-bit elements of an accumulator as words."""
+    words.store(cute.recast_tensor(rounded, Int32).load().reshape(words.shape))
+
+
+# ------------------------------------------------------------------------------------------------ device: consume
+@cute.jit
+def merge_all(
+    walk: cutlass.Constexpr,  # `Walk`
+    place: Place,
+    split: Split,
+    tiles: Tiles,
+    add: cutlass.Constexpr,  # `add_partial`, but for the slot
+    thread: Int32,  # 0..255
+) -> Place:
+    """`Walk.merge_all` with one branch around all that only a cut request needs."""
+    split_index, slot, whole = place
+    if (not whole) & (walk.line.lead > 0):
+        slot = scheduler.slot_of(walk.worker, split.request)
+        if walk.pool.combined == 0:
+            own = scheduler.split_index_of(walk.worker, split, tiles.of_request, walk.line)
+            walk.merge_tree(own, split.request, add, Group(Barrier.CONSUMERS, CONSUMER_THREADS), thread)
+            whole = own.index == 0
+    return Place(split_index, slot, whole)
+
+
+@cute.jit
+def consume(
+    storage: cutlass.Constexpr,
+    results: Results,
+    sink: cute.Tensor | None,
+    factors: cutlass.Constexpr,  # `Factors`
+    walk: cutlass.Constexpr,  # `Walk`
+    split: Split,
+    of_tile: cutlass.Constexpr,  # `rows.TileRows`
+    thread: Int32,  # 0..255
+    geometry: cutlass.Constexpr,
+):
+    """What the consumers do, over all splits of the worker."""
+    first_row, tile = of_tile.first_row, walk.tile
+    panel = wgmma.make_mma(Float16, geometry.n, a_in_registers=True).partition_shape_C((TOKENS, geometry.n))
+    acc_o = [cute.make_rmem_tensor(panel, Float32) for _ in range(HALF_PANELS)]
+    registers, found = Registers(acc_o, cute.make_rmem_tensor(geometry.n // 4, Float32)), Head.make(thread)
+    row_sum = registers.row_sum
+    add = functools.partial(add_partial, acc_o, found, storage, results, tile, thread, geometry)
+    me = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    if cutlass.const_expr(geometry.sink):
+        # Read once, as a split's end would wait for them.
+        if thread < geometry.n:
+            head = cutlass.min(first_row + thread, geometry.h - 1)
+            storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
+    stage, phase, parity = Int32(0), Int32(0), Int32(0)
+    walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
+    while walk.has_work(split):
+        tiles = walk.tiles_of(split)
+        first, end, _ = tiles
+        block = walk.queries.block(split.request)
+        if first < end:
+            cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity)
+            parity = parity ^ 1
+        # Said here, or the last split's results would keep their registers while the query is loaded.
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            acc_o[i].fill(0.0)
+        row_sum.fill(0.0)
+        walk.list_splits(split, tiles, thread)
+        if first < end:
+            of_query = widen_query(storage, thread, geometry)
+            cute.arch.fence_view_async_shared()
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
+            w.run(first, end, stage, phase)
+            moved = stage + (end - first)
+            phase = phase ^ (moved // geometry.stages & 1)
+            stage = moved % geometry.stages
+        following = walk.next_split(split)
+        if not walk.has_work(following):
+            cute.arch.griddepcontrol_launch_dependents()
+        if first < end:
+            place = walk.place_of(split, tiles)
+            found.collect(row_sum, storage, thread, geometry.n)
+            weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
+            place = merge_all(walk, place, split, tiles, add, thread)
+            if place.whole:
+                weigh_whole(
+                    found, weights, storage.sinks.data_ptr(), results.lse, factors.values, block.first, first_row,
+                    thread, geometry,
+                )  # fmt: skip
+            else:
+                weigh_partial(acc_o, found, weights, results, place.slot, tile, thread, geometry)
+            epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
+            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+            walk.publish_all(split, tiles, thread)
+        else:
+            rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
+        split = following
+
+
+# ------------------------------------------------------------------------------------------------ device: the kernels
+@cute.kernel
+def sparse_mla_v2(
+    inputs: Inputs,
+    results: Results,  # out (b · s, 1, h, 512), lse (b · s, h, 1)
+    flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
+    schedule: Schedule,
+    scale_log2: Float32,
+    pool: Pool,
+    least_hollow: Int32,  # samples (`is_hollow`) from which on tiles are counted; over SAMPLES: they never are
+    geometry: cutlass.Constexpr,
+):
+    """The CTA of a query tile (x) and worker (y, from the last one)."""
+    thread, _, _ = cute.arch.thread_idx()
+    tile, block, _ = cute.arch.block_idx()
+    worker = pool.workers - 1 - block  # a worker waits for later ones (README.md), which this way are launched first
+    lane = thread % 32
+    lengths = inputs.lengths
+    token, first_row = tile // geometry.row_tiles, tile % geometry.row_tiles * geometry.n
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    storage = SmemAllocator().allocate(shared_storage(geometry))
+    if warp == CONSUMERS * WARPS:
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(geometry.stages):
+                # In v4 each lane arrives once more, when its copies of scales have.
+                cute.arch.mbarrier_init(full + i, PRODUCERS * (33 if geometry.layout == "v4" else 1))
+                cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
+            cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
+            cute.arch.mbarrier_init(storage.query_empty.data_ptr(), CONSUMERS * WARPS)
+        cpasync.prefetch_descriptor(inputs.tma)
+        cute.arch.mbarrier_init_fence()
+    # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
+    cute.arch.griddepcontrol_wait()
+    queries, of_tile = Token(token, geometry.s), rows.TileRows(Int32(0), first_row, geometry.h, geometry.n)
+    cta, searcher = Cta(worker, tile, thread, warp, lane), CONSUMER_THREADS
+    row_tile, producer = first_row // geometry.n, warp - CONSUMERS * WARPS
+    begun = Begun.nothing()
+    if cutlass.const_expr(geometry.counts):
+        ctas = Ctas(block * geometry.tiles + tile, pool.workers * geometry.tiles)
+        walk, split = begin_filled(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
+        line, hollow = pool.filled, Boolean(False)
+        # The loads of a batch of full rows, as most are, begin while it is found out.
+        if producer >= 0:
+            begun = begin_loads(inputs, storage, walk, split, token, row_tile, producer, geometry)
+        elif thread < SAMPLES:
+            hollow = is_hollow(inputs.caches[-1], thread, geometry)
+        is_short = count_hollow(hollow) >= least_hollow
+        if is_short:
+            if producer == 0 and begun.first.there:
+                drop_query(storage)
+            count_tiles(inputs, storage.first.data_ptr(), cta, ctas, geometry)
+            split, line = scheduler.share_first(
+                storage.first.data_ptr(), worker, inputs.counted_lengths(), pool, warp == searcher // 32, lane,
+                geometry.merge.costs,
+            )  # fmt: skip
+            split, line = uniform(split), uniform(line)
+            if thread == searcher:
+                leave(inputs.counted, ctas)
+                if worker == 0 and tile == 0:
+                    combine.write_split_kind(schedule.table, line, Boolean(False), pool)
+            counted = Walk(
+                inputs.counted_lengths(), queries, pool, line, worker, tile, schedule.table, flags, geometry.merge
+            )
+            if producer >= 0:
+                begun = begin_loads(inputs, storage, counted, split, token, row_tile, producer, geometry)
+        address = cutlass.select_(is_short, inputs.counted.iterator.toint(), lengths.iterator.toint())
+        address = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+        lengths = cute.make_tensor(address, cute.make_layout((lengths.shape[0],)))
+        walk = Walk(lengths, queries, pool, line, worker, tile, schedule.table, flags, geometry.merge)
+    else:
+        if cutlass.const_expr(geometry.as_long):
+            walk, split = begin_filled(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
+        else:
+            walk, split = begin(
+                schedule, flags, lengths, queries, pool, cta, storage.first.data_ptr(), searcher, geometry.merge
+            )  # fmt: skip
+            split, walk = uniform(split), replace(walk, line=uniform(walk.line))
+        named_sync(Barrier.SETUP, THREADS)
+    flat_scale = Float32(1.0)
+    if cutlass.const_expr(geometry.layout == "flat"):
+        flat_scale = inputs.flat[0]
+    if warp >= CONSUMERS * WARPS:
+        cute.arch.setmaxregister_decrease(geometry.registers[0])
+        if cutlass.const_expr(not geometry.counts):
+            begun = begin_loads(inputs, storage, walk, split, token, row_tile, producer, geometry)
+        load(inputs, storage, walk, begun, token, row_tile, producer, geometry)
+    else:
+        cute.arch.setmaxregister_increase(geometry.registers[1])
+        factors = Factors(flat_scale, scale_log2 * flat_scale)
+        consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
+
+
+sparse_mla_v2.set_name_prefix("sparse_mla_v2", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+@cute.kernel
+def add_lengths(lengths: cute.Tensor, caches: tuple[Cache, ...], geometry: cutlass.Constexpr):
+    """lengths: (b,) int32, global memory: 64 for each tile of a request's indices of both caches; one CTA."""
+    thread, _, _ = cute.arch.thread_idx()
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+    for request in cutlass.range(thread, lengths.shape[0], CONSUMER_THREADS, unroll=1):
+        tiles = Int32(0)
+        for cache in caches:
+            tiles = tiles + scheduler.ceil_div(count_of(cache, request, Int32(0), geometry), TOKENS)
+        lengths[request] = tiles * TOKENS
+
+
+add_lengths.set_name_prefix("add_lengths", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+# ------------------------------------------------------------------------------------------------ host
+def make_query_tma(q: cute.Tensor, heads: int) -> tuple[Any, cute.Tensor]:
+    """(TMA atom, tensor (h, columns, s, b)) for boxes of `heads` heads x 64 columns of a query token. q: (b, s, h,
+    columns), columns contiguous and rows multiples of 16 bytes apart. A head past the last one reads zeros."""
+    b, s, h, columns = q.shape
+    of_request, of_token, of_head, _ = q.stride
+    # What a tensor says of the stride of a mode of size 1 means nothing.
+    of_head = of_head if h > 1 else columns
+    of_token = of_token if s > 1 else h * columns
+    of_request = cute.assume(cutlass.select_(b > 1, Int64(of_request), Int64(s * h * columns)), divby=paged.CHUNK)
+    view = cute.make_layout((h, columns, s, b), stride=(of_head, 1, of_token, of_request))
+    layout = wgmma.k_major_layout(q.element_type, (heads, PANEL))
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    return cpasync.make_tiled_tma_atom(load, cute.make_tensor(q.iterator, view), layout, (heads, PANEL), 1)
+
+
+@cute.jit
+def launch_sparse_mla_v2(
+    q: cute.Tensor,  # (b, s, h, columns) bf16, columns contiguous
+    cache: cute.Tensor,  # (pages, page, bytes of a token) uint8, contiguous within a page
+    indices: cute.Tensor,  # (b, s, topk) int32, or a page table (b, width); its last dimension contiguous
+    cache_lengths: cute.Tensor | None,  # (b,) int32
+    extra_cache: cute.Tensor | None,
+    extra_indices: cute.Tensor | None,
+    extra_lengths: cute.Tensor | None,
+    lengths: cute.Tensor,  # (b,) int32: 64 for each tile of a request's indices; written where it depends on lengths
+    counted: cute.Tensor | None,  # (b + 2,) int32, a workspace (`Inputs`), where tiles are counted
+    sink: cute.Tensor | None,
+    flat: cute.Tensor | None,
+    out: cute.Tensor,  # (b, s, h, 512) bf16
+    lse: cute.Tensor,  # (b, h, s) fp32
+    of_partials: cute.Tensor,  # `Partials.views`
+    flags: cute.Tensor,
+    words: cute.Tensor,  # `scheduler.schedule_in`
+    scale: Float32,
+    workers: Int32,
+    geometry: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Launches a CTA for each query tile and worker, as a programmatic dependent."""
+    b, s, h = q.shape[0], geometry.s, geometry.h
+    caches = (Cache(cache, indices, cache_lengths),)
+    if cutlass.const_expr(geometry.extra_page > 0):
+        caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths))
+    tokens = Int32(0)
+    if cutlass.const_expr(geometry.paged):
+        tokens = indices.shape[1] * geometry.page
+    else:
+        for each in caches:
+            tokens = tokens + scheduler.ceil_div(each.indices.shape[2], TOKENS) * TOKENS
+    if cutlass.const_expr(geometry.extra_page > 0 and (geometry.lengths or geometry.extra_lengths)):
+        add_lengths(lengths, caches, geometry).launch(
+            grid=(1, 1, 1), block=(CONSUMER_THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    def by_token(tensor: cute.Tensor) -> cute.Tensor:
+        width = tensor.shape[3]
+        layout = cute.make_layout((b * s, 1, h, width), stride=(h * width, h * width, width, 1))
+        return cute.make_tensor(tensor.iterator, layout)
+
+    of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
+    schedule = scheduler.schedule_in(words, workers, False)
+    results = Results(by_token(out), of_lse, *geometry.partials.views(of_partials))
+    if cutlass.const_expr(geometry.combines):
+        pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
+    else:
+        pool = scheduler.make_merged_pool(b, tokens, workers, geometry.costs)
+    tma, q_boxes = make_query_tma(q, geometry.n)
+    inputs, least_hollow, of_splits = Inputs(tma, q_boxes, caches, lengths, counted, sink, flat), Int32(0), lengths
+    if cutlass.const_expr(geometry.counts):
+        # Samples stand for the tiles of the last cache, as many of each worker's as are worth it.
+        tiles = b * scheduler.ceil_div(caches[-1].indices.shape[2], TOKENS)
+        least_hollow = cutlass.min(scheduler.ceil_div(geometry.worth_counting * SAMPLES * workers, tiles), SAMPLES + 1)
+        of_splits = inputs.counted_lengths()
+    factor = scale * math.log2(math.e)
+    sparse_mla_v2(inputs, results, flags, schedule, factor, pool, least_hollow, geometry).launch(
+        grid=(geometry.tiles, workers, 1),
+        block=(THREADS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=True,
+    )  # fmt: skip
+    if cutlass.const_expr(geometry.combines):
+        of_token = Results(out, lse, results.outputs, results.stats)
+        ctas = 2 * workers * geometry.tiles
+        combine.launch(of_token, schedule.table, of_splits, None, pool, ctas, geometry.merge, stream, sink)
+
+
+# ------------------------------------------------------------------------------------------------ plan
+def takes(pd: SparseProblem) -> Verdict:
+    """Whether this version computes a problem."""
+    if pd.layout == "bf16":
+        return Verdict.no("layout bf16 has no codes to widen: use sparse_mla")
+    return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class SparseMlaV2Tiling(Tiling):
+    """heads: of a query tile, 8, 16, 32 or 64; 0: the least that holds all, or 64. workers: CTAs for each query tile of
+    a request; 0: as many as fill the device. counts: whether tiles behind the last token that a request's indices name
+    are looked for, and dealt to nobody; indices without lengths alone can be counted."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("workers",)
+
+    heads: int = 0
+    workers: int = 0
+    counts: bool = False
+
+    def geometry(self, pd: SparseProblem) -> Geometry:
+        """What the code is made for."""
+        n = self.heads or next((n for n in HEADS if n >= pd.h), HEADS[-1])
+        return Geometry(
+            pd.h,
+            n,
+            pd.s,
+            pd.layout,
+            pd.page,
+            pd.extra_page,
+            pd.lengths,
+            pd.extra_lengths,
+            pd.sink,
+            pd.paged,
+            self.counts,
+        )
+
+    def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
+        if not 0 <= self.workers <= scheduler.MOST_WORKERS:
+            return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
+        if self.heads not in (0, *HEADS):
+            return Verdict.no(f"heads = {self.heads} must be 0 or one of {', '.join(map(str, HEADS))}")
+        geometry = self.geometry(pd)
+        if self.counts and not geometry.as_long:
+            return Verdict.no("counts is for indices without lengths: leave it False where lengths say what counts")
+        if device is not None and geometry.tiles > device.num_sms:
+            return Verdict.no(
+                f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "
+                f"{device.key}: workers wait for each other and must all be running"
+            )
+        if not (counted := limits.sparse_sizes(pd)):
+            return counted
+        workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
+        tokens = sum(-(-each // TOKENS) * TOKENS for each in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
+        return decode_host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
+
+
+class SparseMlaV2Plan(KernelPlan):
+    """One compiled kernel a problem class; b, numbers of tokens and indices, and workers are arguments."""
+
+    workload = sparse_decode.WORKLOAD
+    tiling_type = SparseMlaV2Tiling
+    tiling: SparseMlaV2Tiling
+    uses = (
+        "adaptive-tiles", "dependent-launch", "device-tile-scheduler", "fast-exp2-softmax", "loading/packed-fp8-keys",
+        "split-kv", "swapped-operands", "two-warpgroup-output",
+    )  # fmt: skip
+    requires = Requirement(
+        archs=("sm_90a",),
+        dtypes=("bf16",),
+        features=("wgmma", "setmaxnreg"),
+        problem=takes,
+        options=("paged", "strided"),
+    )
+
+    def default_tiling(self) -> Tiling:
+        """Fewer heads a tile where query tiles of all heads would leave most multiprocessors with a KV tile or none:
+        more CTAs read the same tokens then, and each has less to begin and end."""
+        return min(self.autotune_configs(), key=self._time)
+
+    def _counting(self, tiling: SparseMlaV2Tiling) -> SparseMlaV2Tiling:
+        """The tiling with `counts` where workers have tiles enough that it is worth looking for those to leave out."""
+        geometry = tiling.geometry(self.problem)
+        return replace(tiling, counts=geometry.as_long and self._tiles(geometry) >= 2 * geometry.worth_counting)
+
+    def autotune_configs(self) -> list[Tiling]:
+        most = SparseMlaV2Tiling().geometry(self.problem).n
+        fewer = [n for n in HEADS if 16 <= n < most]
+        tilings = [self._counting(SparseMlaV2Tiling(heads=n)) for n in (0, *reversed(fewer))]
+        return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)] or tilings[:1]
+
+    def _time(self, tiling: SparseMlaV2Tiling) -> float:
+        """About how long a call takes, in us."""
+        geometry = tiling.geometry(self.problem)
+        begin, each = TIMES[geometry.n]
+        return begin + each * max(1.0, self._tiles(geometry))
+
+    def _tiles(self, geometry: Geometry) -> float:
+        """KV tiles of a CTA, on average."""
+        pd, sms = self.problem, (self.device or Device.assumed()).num_sms
+        of_request = sum(-(-tokens // TOKENS) for tokens in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
+        return pd.b * geometry.tiles * of_request / sms
+
+    def workers(self) -> int:
+        """Workers of a query tile: the tiling's, or those that fill the device."""
+        return self.tiling.workers or max(1, host.target(self).num_sms // self.tiling.geometry(self.problem).tiles)
+
+    def plan(self, *inputs: Any) -> CuteKernel:
+        import torch
+
+        self.require()
+        pd, geometry, workers = self.problem, self.tiling.geometry(self.problem), self.workers()
+        given = sparse_decode.named(pd, *inputs)
+        q = given["q"]
+        b = q.shape[0]
+        outputs = sparse_decode.new_outputs(pd, q)
+        names = ("cache", "page_table", "seq_lens") if pd.paged else ("cache", "indices", "lengths")
+        parts = [[given.get(f"{prefix}{name}") for name in names] for prefix in ("", "extra_")]
+        if pd.paged or (pd.lengths and not pd.extra):
+            lengths = parts[0][2]
+        else:
+            tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
+            lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
+        spaces = decode_host.workspaces(q, geometry.partials, b, workers)
+        counted = q.new_zeros(b + 2, dtype=torch.int32) if geometry.counts else None
+        flat = given["scale"] if pd.layout == "flat" else None
+        arguments = (
+            q, *parts[0], *parts[1], lengths, counted, given.get("sink"), flat, *outputs, *spaces, pd.scale, workers
+        )  # fmt: skip
+        return self._make(arguments, inputs, outputs, (*spaces, lengths, *([] if counted is None else [counted])))
+
+    def plan_empty(self) -> CuteKernel:
+        self.require()
+        return self._make((), (), ())
+
+    def _make(self, given: Any, inputs: Any, outputs: Any, workspaces: Any = ()) -> CuteKernel:
+        pd, geometry, kind = self.problem, self.tiling.geometry(self.problem), host.element_type(self.problem.dtype)
+
+        def cache(page: int) -> Any:
+            row, apart = pd.cache.token_bytes, cute.sym_int64(divisibility=16)
+            return make_fake_tensor(Uint8, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
+
+        def indices(b: Any) -> Any:
+            shape = (b,) if pd.paged else (b, pd.s)
+            strides = [cute.sym_int64() for _ in shape]
+            return make_fake_tensor(Int32, (*shape, *host.symbols(1)), (*strides, 1), assumed_align=4)
+
+        def queries(b: Any) -> Any:
+            strides = [cute.sym_int64(divisibility=paged.CHUNK) for _ in range(3)]
+            return make_fake_tensor(kind, (b, pd.s, pd.h, pd.columns), (*strides, 1), assumed_align=16)
+
+        def arguments() -> tuple[Any, ...]:
+            (b,) = host.symbols(1)
+            extra = pd.extra > 0
+            return (
+                queries(b),
+                cache(pd.page),
+                indices(b),
+                host.fake(Int32, b, align=4) if pd.lengths or pd.paged else None,
+                cache(pd.extra_page) if extra else None,
+                indices(b) if extra else None,
+                host.fake(Int32, b, align=4) if pd.extra_lengths else None,
+                host.fake(Int32, b, align=4),
+                host.fake(Int32, *host.symbols(1), align=4) if geometry.counts else None,
+                host.fake(Float32, pd.h, align=4) if pd.sink else None,
+                host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
+                host.fake(kind, b, pd.s, pd.h, VALUES),
+                host.fake(Float32, b, pd.h, pd.s, align=4),
+                *decode_host.fake_workspaces(),
+                Float32(1.0),
+                Int32(1),
+                geometry,
+            )
+
+        return host.stage(
+            self, sparse_mla_v2, launch_sparse_mla_v2, "sparse_mla_v2", arguments, given, inputs, outputs, workspaces
+        )

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from mla_var3 import workload
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu
 from mla_var3.lab.sweep import run as sweep
-from mla_var3.lab.sweep.plan import chosen_kernels, expand, find_targets
+from mla_var3.lab.sweep.plan import chosen_kernels, expand, expand_cells, find_targets, kernels_of
 from mla_var3.measure import cell
 from mla_var3.record import Record
 from mla_var3.toolchain import source
@@ -31,6 +32,31 @@ def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
     assert not any("flash_attention" in label or "mla_var6_plus" in label for label in decode)
     assert labels("experiment=prefill") >= {"peer/fa4", "peer/cudnn_sdpa"}
     assert "peer/fa4" in labels("experiment=decode", "kernels=peer/fa4,torch/flash_mla")
+
+
+def test_an_experiment_of_several_workloads_has_each_cell_with_versions_of_its_own() -> None:
+    config = sweep_config.compose(["experiment=nightly"])
+    cells = expand_cells(config)
+    assert len(cells) == 40 and {cell.workload for cell in cells} == set(workload.names())
+    kernels = chosen_kernels(config)
+    assert {"peer/flash_mla_lib", "peer/fa4", "peer/torch_compile_rmsnorm", "peer/torch_compile_merge_partials"} <= {
+        k.label for k in kernels
+    }
+    of_cell = {cell: [k.label for k in kernels_of(config, kernels, cell)] for cell in cells}
+    assert of_cell[cells[0]] == ["peer/flash_mla_lib", "peer/fa3_qv"]
+    (norm, *_) = (cell for cell in cells if cell.workload == "norm")
+    assert set(of_cell[norm]) == {f"peer/{name}_rmsnorm" for name in ("flashinfer", "quack", "torch_compile")}
+    # With a wildcard, versions of every workload that a cell or a grid names, each where it computes what is asked for.
+    words = ["experiment=mla_var6_plus", "kernels=*/mla_var6_plus*,torch/*,cutile-dsl/flash_attention*"]
+    mixed = sweep_config.compose(words)
+    labels = {k.label for k in chosen_kernels(mixed)}
+    assert {"cutile-dsl/mla_var6_plus", "torch/flash_mla"} <= labels
+    assert not {"torch/rmsnorm", "cutile-dsl/flash_attention"} & labels
+    both = expand_cells(mixed)
+    first, last = both[0], both[-1]
+    assert (first.workload, last.workload) == ("decode", "mixed")
+    assert [k.label for k in kernels_of(mixed, chosen_kernels(mixed), first)] == ["torch/flash_mla"]
+    assert [k.label for k in kernels_of(mixed, chosen_kernels(mixed), last)] == ["cutile-dsl/mla_var6_plus"]
 
 
 def asked(*words: str) -> list[tuple[str, dict[str, Any]]]:

@@ -221,24 +221,36 @@ def select_kernels(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list
 
 
 def chosen_kernels(config: SweepConfig) -> list[KernelId]:
-    """Versions that the configuration names. Of those that only a wildcard names, the ones that compute what the
-    experiment asks for: a prefill kernel has no place in a table of decode cells."""
+    """Versions that the configuration names. Of those that only a wildcard names, the ones that compute what one of the
+    experiment's cells asks for: a prefill kernel has no place in a table of decode cells."""
     if config.experiment.boundaries:
         return [KernelId.parse(label) for label in dict.fromkeys(itertools.chain(*_lacking(config).values()))]
     patterns = config.kernels.patterns
     kernels = select_kernels(patterns, config.kernels.exclude)
+    wanted = {None, *_workloads(config)}
     fitting = [
         k for k in kernels
-        if k.label in patterns or k.module_name in patterns or _workload(k) in (None, config.experiment.workload)
+        if k.label in patterns or k.module_name in patterns or _workload(k) in wanted
     ]  # fmt: skip
     return fitting or kernels
 
 
+def _workloads(config: SweepConfig) -> set[str]:
+    """The workloads of an experiment's cells."""
+    experiment = config.experiment
+    grids = experiment.grid if isinstance(experiment.grid, list | tuple) else [experiment.grid or {}]
+    named = [cell.get("workload", experiment.workload) for cell in experiment.cells]
+    named += [name for grid in grids for name in grid.get("workload", [experiment.workload]) if grid]
+    return {*map(str, named), *([experiment.workload] if experiment.draw else [])}
+
+
 def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: Problem) -> list[KernelId]:
     """Those of the versions that `kernels.only` does not keep out of this cell; of the dispatcher's boundaries, the two
-    that meet there."""
+    that meet there. In an experiment of several workloads a version stays out of the cells of another one."""
     if config.experiment.boundaries:
         return [k for k in kernels if k.label in _lacking(config).get(problem, ())]
+    if len(_workloads(config)) > 1:
+        kernels = [k for k in kernels if _workload(k) in (None, problem.workload)]
     cell = problem.to_record()
 
     def stays(kernel: KernelId) -> bool:

@@ -4,6 +4,8 @@
 The pages cite no records: a test makes them again from the files that they name, and compares.
 
 scripts/results_pages.py            # after a sweep: name its file in `FILES`
+
+The board of dates names none: it has a row for each file of `experiment=nightly` in `results/`.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mla_var3 import workload
 from mla_var3.catalogue import registry, spoken
 from mla_var3.device import Device
 from mla_var3.lab.devlog.segments import without_comments
 from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, problem_label, summary
 from mla_var3.lab.devlog.values import STATES
-from mla_var3.record import Record, load
+from mla_var3.record import Record, as_ratio, geometric_mean, load
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,6 +93,20 @@ OVER_GPUS = {
     "h200": ("h200/2026-11-26-context_parallel-four.jsonl", "h200/2026-11-26-context_parallel.jsonl"),
     "h100": ("h100/2026-11-25-context_parallel.jsonl",),
 }
+
+#: The record files that the board of dates has a row for each of.
+NIGHTLY = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-nightly.jsonl"
+BOARD = (
+    "One row a date: how the kernels that the dispatcher picks compare with the fastest library of the same run, in "
+    "the 40 cells of `experiment=nightly`. A figure is the geometric mean, over the cells of a workload, of the "
+    "library's time over ours, in burst with a cold L2, so above 1 the kernel here is faster. Contenders of a cell "
+    "took turns in one process. The number behind a mean is that of its cells, those in which a library was timed. A "
+    "percentage stands where no library computes a workload, and is the geometric mean of the shares of the cells' "
+    "limits; it is no part of the column `all`. The column `cells` says in how many cells a kernel of this project "
+    "passed its check and was timed. Each time is the median of three samples, so a mean of few cells may differ by a "
+    "few per cent from one date to the next: `mla-var3 bench KERNEL --against COMMIT` measures with care whether a "
+    "version lost."
+)
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 METHOD = (
@@ -219,6 +236,51 @@ def gpus_page(device: str) -> str:
     return text
 
 
+def board() -> str:
+    """The text of the page of dates: a row a nightly run, a column a workload, the newest run first."""
+    files = sorted((ROOT / "results").glob(f"*/{NIGHTLY}"), key=lambda p: (p.name, p.parent.name), reverse=True)
+    names = sorted(workload.names(), key=lambda name: (name != workload.DEFAULT, name))
+    header = ["date", "card", "commit", "cells", "all", *names]
+    rows = [board_row(load([file]).records, file.name[:10], names) for file in files]
+    table = "\n".join(f"| {' | '.join(some)} |" for some in (header, ["---"] * len(header), *rows))
+    shown = f"{table}\n\nThe records of a row are those of `results/CARD/DATE-nightly.jsonl`." if rows else NO_RUN
+    return f"{HEAD}\n# Board of dates\n\n{BOARD}\n\n{shown}\n"
+
+
+NO_RUN = "No run is recorded yet: `mla-var3 sweep experiment=nightly` measures one."
+
+
+def board_row(records: Sequence[Record], date: str, names: Sequence[str]) -> list[str]:
+    """A run's row of the board: date, card, commit, cells, and a figure for all workloads and for each of `names`."""
+    ratios: dict[str, list[float]] = {name: [] for name in names}
+    shares: dict[str, list[float]] = {name: [] for name in names}
+    told = spoken.cells(spoken.speaking(records, aside=True))
+    passed = 0
+    for block in told.values():
+        found = spoken.answer(block, "burst")
+        if found is None or found.ours is None:
+            continue
+        passed += 1
+        name = str(found.ours.problem.get("workload", workload.DEFAULT))
+        if found.of_one_run and found.ratio is not None:
+            ratios[name].append(found.ratio)
+        share = found.ours.of_limit("burst")
+        shares[name] += [] if share is None else [share]
+
+    def figure(some: Sequence[float]) -> str:
+        return f"{as_ratio(geometric_mean(some), 4)} ({len(some)})" if some else "-"
+
+    def of(name: str) -> str:
+        mean = geometric_mean(shares[name])
+        return f"{100 * mean:.0f} %" if mean is not None and not ratios[name] else figure(ratios[name])
+
+    commits = sorted({r.source.commit[:7] for r in records if r.source.commit})
+    cards = ", ".join(sorted({r.device for r in records}))
+    cells = f"{passed} of {len(spoken.cells(records))}"
+    everywhere = [ratio for some in ratios.values() for ratio in some]
+    return [date, cards, ", ".join(commits) or "-", cells, figure(everywhere), *map(of, names)]
+
+
 def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
@@ -234,6 +296,7 @@ def index() -> str:
     return (
         f"{HEAD}\n# Results\n\nEach page is made from record files in `results/`, which it names, and a test makes it "
         f"again and compares.\n\n{method}\n\n{rows}{others}{several}"
+        "- [Board of dates](board.md): A row a date, a column a workload, against the fastest library.\n"
     )
 
 
@@ -242,7 +305,7 @@ def pages() -> dict[str, str]:
     of_experiments = {f"{name}.md": page(name) for name in WHAT}
     further = {f"{name}.md": device_page(name) for name in OTHERS}
     several = {f"{name}-several.md": gpus_page(name) for name in OVER_GPUS}
-    return {"README.md": index(), **of_experiments, **further, **several}
+    return {"README.md": index(), "board.md": board(), **of_experiments, **further, **several}
 
 
 def main() -> int:

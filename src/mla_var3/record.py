@@ -36,6 +36,7 @@ Status = Literal["passed", "incorrect", "infeasible", "skipped", "failed", "comp
 ASIDE = {
     "context_parallel": "times several GPUs beside one",
     "host_cost": "times few calls, for what launches cost the host",
+    "nightly": "takes few samples, for the board of dates",
     "one_turn": "gives each contender one hot turn, so that their order decides",
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mla_var3.record import load
+from mla_var3.record import ASIDE, load
 
 
 @pytest.fixture
@@ -61,6 +61,52 @@ def test_a_figure_that_is_not_the_records_is_noticed(
     changed = [line for line in pages_module.page("decode").splitlines() if line not in before.splitlines()]
     assert sum("b128_s1_h128_t4096 | cute-dsl" in line for line in changed) == 2
     assert any(line.startswith("Geometric mean") for line in changed)
+
+
+def test_the_board_has_a_row_a_nightly_run_and_a_mean_a_workload(
+    pages_module: Any, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of measured records of three workloads: one with libraries, one without, and one whose kernel failed."""
+    told = load([repo_root / "results" / "h200" / "2026-11-27-decode.jsonl"]).records
+    one = next(r for r in told if r.problem_label == "b128_s1_h64_t4096" and r.kernel.design == "flash_mla_lib")
+    block = [r for r in told if r.run == one.run]
+    alone = load([repo_root / "results" / "h200" / "2026-11-26-packed_append.jsonl"]).records
+    made = [r for r in alone if r.problem == alone[0].problem]
+    lost = load([repo_root / "results" / "h200" / "2026-11-26-merge.jsonl"]).records[0]
+    gone = {"status": "failed", "reason": "the device context is gone", "time_us": None, "host_us": None}
+    lost = lost.model_copy(update=gone)
+    monkeypatch.setattr(pages_module, "ROOT", tmp_path)
+    assert pages_module.board().rstrip().endswith(pages_module.NO_RUN)
+
+    def write(date: str, scale: float) -> None:
+        path = tmp_path / "results" / "h200" / f"{date}-nightly.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records = [json.loads(r.to_json()) for r in [*block, *made, lost]]
+        for record in records:
+            if record["kernel"]["language"] == "peer":
+                record["time_us"]["burst"]["median"] *= scale
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    write("2026-01-01", 1.0)
+    write("2026-01-02", 1.5)
+    (tmp_path / "results" / "h200" / "2026-01-02-nightly-first.jsonl").write_text("not a record\n")  # no row
+    table = [line for line in pages_module.board().splitlines() if line.startswith("|")]
+    header, _, second, first = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    rows = [dict(zip(header, cells, strict=True)) for cells in (first, second)]
+    assert [row["date"] for row in rows] == ["2026-01-01", "2026-01-02"]
+    ours = min(r.in_a_step("burst") for r in block if r.kernel.language != "peer")
+    library = min(r.in_a_step("burst") for r in block if r.kernel.language == "peer")
+    for row, scale in zip(rows, (1.0, 1.5), strict=True):
+        mean = float(row["decode"].removesuffix(" (1)"))
+        assert mean == pytest.approx(scale * library / ours, rel=0.01) and row["all"] == row["decode"]
+        share = max(r.of_limit("burst") for r in made)
+        assert row["packed_append"] == f"{100 * share:.0f} %"
+        assert row["merge"] == "-" and row["cells"] == "2 of 3" and row["card"] == "h200"
+
+
+def test_a_nightly_run_says_nothing_of_who_is_fastest() -> None:
+    """It takes few samples every night: pages and the README are of the experiments that they name."""
+    assert "nightly" in ASIDE
 
 
 def test_several_gpus_are_faster_where_the_model_says_so_and_peer_stores_the_fastest(

@@ -34,6 +34,7 @@ Status = Literal["passed", "incorrect", "infeasible", "skipped", "failed", "comp
 
 #: Experiments that are not for who is fastest, and why: no table of the fastest counts their records.
 ASIDE = {
+    "against": "times two states of the code beside each other, in burst alone",
     "context_parallel": "times several GPUs beside one",
     "host_cost": "times few calls, for what launches cost the host",
     "nightly": "takes few samples, for the board of dates",

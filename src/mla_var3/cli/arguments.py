@@ -124,6 +124,11 @@ def problem_for(args: argparse.Namespace, kernels: Sequence[KernelId], **default
     return plan.problem_for(kernels, workload, _asked(args, workload), defaults)
 
 
+def says_problem(args: argparse.Namespace) -> bool:
+    """Whether an option of `add_problem` was given."""
+    return bool(given_fields(args)) or any(value is not None for value in (args.page, args.lengths, args.model))
+
+
 def _asked(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """Fields of a problem that options set."""
     fields = given_fields(args)

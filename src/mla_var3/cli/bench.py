@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import argparse
 import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mla_var3.cli.arguments import add_kernels, add_problem, add_tiling, by_workload, problem_for, tiling_fields
+from mla_var3 import paths
+from mla_var3.cli.arguments import (
+    add_kernels,
+    add_problem,
+    add_tiling,
+    by_workload,
+    doing,
+    problem_for,
+    says_problem,
+    tiling_fields,
+    usable,
+)
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import check_folder
 from mla_var3.workload import DEFAULT
 
-HELP = "time kernels on one problem, or --calibrate to measure the limits of this GPU"
+if TYPE_CHECKING:
+    from mla_var3.record import Record
+
+HELP = "time kernels on one problem, or one --against older code; --calibrate measures the limits of this GPU"
 EPILOG = """\
 examples:
   mla-var3 bench cute-dsl/flash_mla triton/flash_mla --b 128 --h 128 --t 4096
   mla-var3 bench '*' --b 1 --t 65536 --preset fast
+  mla-var3 bench cute-dsl/flash_mla_v23 --b 128 --h 64 --against HEAD     is what I changed slower? 1 if it is
   mla-var3 bench --calibrate"""
 
 
@@ -26,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", action="store_true", help="measure this GPU's limits instead of kernels")
     parser.add_argument("--preset", default="standard", help="standard, or fast: about half a second a kernel")
     parser.add_argument("--tune", action="store_true", help="try the version's tilings first")
+    parser.add_argument(
+        "--against", metavar="WHAT",
+        help="compare one kernel with the code of a commit, in turn on this GPU, or with a record, by its id or file: "
+        "the exit status is 1 where it is slower beyond noise",
+    )  # fmt: skip
     parser.add_argument(
         "--results-dir", default="results", metavar="DIR", help="records go to DIR/<device>/<date>-bench.jsonl"
     )
@@ -38,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     kernels = select_kernels(args.kernels) if args.kernels else []  # a wrong name is told before a GPU is looked for
     detected = Device.detect()
+    if args.against is not None:
+        return _against(args, detected)
     if detected is None:
         raise UserError(
             "bench needs a GPU and there is none here: `mla-var3 compile` and `mla-var3 check` work without."
@@ -76,6 +101,41 @@ def run(args: argparse.Namespace) -> int:
         )
         Sweep(config, Local(detected)).run()
     return 0
+
+
+def _against(args: argparse.Namespace, detected: Device | None) -> int:
+    """One sentence on standard output, progress on standard error; 1 where the kernel lost beyond noise."""
+    from mla_var3.lab import against
+    from mla_var3.measure.settings import BenchSettings
+    from mla_var3.record import RecordStore, load
+    from mla_var3.workload import problem_from_record
+
+    if args.calibrate or args.tune:
+        raise UserError("--against compares one kernel as it is: leave --calibrate and --tune out.")
+    kernels = usable(args.kernels) if args.kernels else []
+    if len(kernels) != 1:
+        raise UserError(f"--against compares one kernel, and {len(kernels)} are named: name one.")
+    (kernel,) = kernels
+    check_folder(args.results_dir, "--results-dir")
+    folders = dict.fromkeys(p.resolve() for p in (Path(args.results_dir), paths.shipped_results_dir()) if p.is_dir())
+    with doing("reading records"):
+        pool = load(folders).records
+    problem = problem_for(args, kernels) if says_problem(args) else None
+    other = against.find(args.against, kernel, problem, detected, pool)
+    if problem is None:
+        problem = problem_for(args, kernels) if other.record is None else problem_from_record(other.record.problem)
+    tiling = tiling_fields(args.tiling) or against.asked(other.record)
+
+    def keep(record: Record) -> None:
+        name = f"{datetime.now(UTC):%Y-%m-%d}-{against.EXPERIMENT}.jsonl"
+        RecordStore(Path(args.results_dir) / record.device / name).append(record)
+
+    lost, sentence = against.answer(
+        kernel, other, problem, tiling, detected, BenchSettings.of({"preset": args.preset}), pool, keep,
+        lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    print(sentence)
+    return 1 if lost else 0
 
 
 def _calibrate(device: Device, preset: str) -> int:

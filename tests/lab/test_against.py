@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -241,34 +242,72 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_regression_planted_in_a_clone_is_named(repo_root: Path, tmp_path: Path) -> None:
-    """Takes seconds: four workers start, each with the sources of its side. A version that waits is timed by the host's
-    clock; in the clone it is then made to wait half as long again."""
-    clone = tmp_path / "clone"
+WHO = {f"GIT_{role}_{what}": "a@b" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+
+
+def cloned(repo_root: Path, clone: Path, files: dict[str, str]) -> dict[str, str]:
+    """Makes a repository of its own of the sources and `files`, committed; returns the environment to run it in."""
     left = shutil.ignore_patterns("__pycache__", "*.pyc")
     shutil.copytree(repo_root / "src" / "mla_var3", clone / "src" / "mla_var3", ignore=left)
     shutil.copytree(repo_root / "conf", clone / "conf")
-    version = clone / "src/mla_var3/kernel/torch/mla/planted/planted/planted.py"
-    version.parent.mkdir(parents=True)
-    version.write_text(FAKE)
-    who = {f"GIT_{role}_{what}": "a@b" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    for name, text in files.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text(text)
     path = os.pathsep.join([str(clone / "src"), str(repo_root / "tests" / "measure")])
-    env = {**os.environ, **who, "PYTHONPATH": path}
+    env = {**os.environ, **WHO, "PYTHONPATH": path}
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "before"]):
         subprocess.run(["git", *words], cwd=clone, env=env, check=True, capture_output=True)
+    return env
 
-    def bench() -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-c", RUN, "bench", "torch/planted", "--b", "1", "--t", "64", "--against", "HEAD"]
-        return subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True, timeout=120)
 
-    version.write_text(FAKE.replace("400e-6", "600e-6"))
-    done = bench()
+def test_a_regression_planted_in_a_clone_is_named(repo_root: Path, tmp_path: Path) -> None:
+    """Takes seconds: four workers start, each with the sources of its side. A version that waits is timed by the host's
+    clock; in the clone it is then made to wait half as long again."""
+    name = "src/mla_var3/kernel/torch/mla/planted/planted/planted.py"
+    env = cloned(repo_root, tmp_path, {name: FAKE})
+    (tmp_path / name).write_text(FAKE.replace("400e-6", "600e-6"))
+    words = [sys.executable, "-c", RUN, "bench", "torch/planted", "--b", "1", "--t", "64", "--against", "HEAD"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("torch/planted on b1_s1_h128_t64 takes 1.")
     assert "times as long as at commit " in done.stdout and ", a loss beyond noise (95 % interval 1." in done.stdout
-    records = load(next((clone / "results" / "h200").glob("*-against.jsonl"))).records
+    records = load(next((tmp_path / "results" / "h200").glob("*-against.jsonl"))).records
     there = [r for r in records if r.source.dirty is False]
     assert len(records) == 4 and len(there) == 2 and len({r.source.hash for r in records}) == 2
     assert {r.source.hash for r in there} != {"unknown"}
     assert all(r.median("burst") > 550 for r in records if r not in there)
     assert all(r.median("burst") < 550 for r in there), "the other side ran this side's code"
+
+
+#: What a norm does of its row, and the same a few times more, which changes no result.
+SUM = "    factor = tl.rsqrt(tl.sum(h * h, 0) / WIDTH + eps)\n"
+AGAIN = SUM + "    for _ in range(8):\n        factor = tl.rsqrt(tl.sum(h * h + 0.0 * factor, 0) / WIDTH + eps)\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_regression_planted_in_a_clone_is_named_on_a_gpu(repo_root: Path, tmp_path: Path) -> None:
+    """About three minutes: twice five pairs of runs of Triton's norm, as it is and with sums that it does not need."""
+    name = "src/mla_var3/kernel/triton/norm/rmsnorm/rmsnorm/rmsnorm.py"
+    env = cloned(repo_root, tmp_path, {})
+    text = (tmp_path / name).read_text()
+    assert text.count(SUM) == 1
+    words = ["-m", "mla_var3.cli", "bench", "triton/rmsnorm", "--rows", "128", "--preset", "fast", "--against", "HEAD"]
+
+    def bench() -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+        )
+        print(done.stdout)
+        return done
+
+    same = bench()
+    assert same.returncode in (0, 1), same.stderr
+    found = re.search(r"takes ([\d.]+) times as long as at commit .* both run the same machine code", same.stdout)
+    assert found and 0.97 < float(found[1]) < 1.03
+    (tmp_path / name).write_text(text.replace(SUM, AGAIN))
+    planted = bench()
+    assert planted.returncode == 1, planted.stdout + planted.stderr
+    assert ", a loss beyond noise (95 % interval 1." in planted.stdout
+    assert "the same machine code" not in planted.stdout

@@ -68,6 +68,10 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     for name, text in SIZES.items():
         spelled = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
         group.add_argument(*spelled, type=int, metavar="N", help=text)
+    group.add_argument(
+        "--batch", metavar="WORD", dest="problem", action=Field, default="",
+        help="b, s and t in one word, as vLLM's benchmark has it: 128q1s1k, or 2q1k_32q1s1k",
+    )  # fmt: skip
     group.add_argument("--lengths", metavar="L", help="ragged, normal, edges (':SEED' may follow), or a list: 70,0,128")
     group.add_argument("--causal", action="store_true", default=None, help="query token i sees keys 0 .. t - s + i")
     group.add_argument("--page", metavar="N", help="tokens a cache page, or 'contiguous'")
@@ -99,12 +103,16 @@ def add_tiling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiling", metavar="K=V,...", default="", help="knobs that differ from the default tiling")
 
 
-def given_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of a problem that the options of `add_problem` set, lengths and page as they are written apart."""
-    from mla_var3.lab.naming import SIZES
+def given_fields(args: argparse.Namespace, workload: Workload | None = None) -> dict[str, Any]:
+    """Fields of a problem that the options of `add_problem` set, lengths and page as they are written apart; workload:
+    whose fields a batch is to have."""
+    from mla_var3.lab.naming import SIZES, with_batch
 
     named = {name: value for name in (*SIZES, "causal", "dtype") if (value := getattr(args, name)) is not None}
-    return {**named, **fields_of(args.problem, "--problem")}
+    fields = {**named, **fields_of(args.problem, "--problem")}
+    if "batch" in fields and args.lengths is not None:
+        raise UserError(f"batch {fields['batch']!r} says the lengths: leave --lengths out.")
+    return with_batch(fields, None if workload is None else workload.problem)
 
 
 def problem_of(args: argparse.Namespace, workload: Workload | None = None, **defaults: Any) -> Any:
@@ -131,7 +139,7 @@ def says_problem(args: argparse.Namespace) -> bool:
 
 def _asked(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """Fields of a problem that options set."""
-    fields = given_fields(args)
+    fields = given_fields(args, workload)
     if args.page is not None:
         fields["page"] = None if args.page in ("contiguous", "none") else _integer("--page", args.page)
     if args.lengths is not None:

@@ -209,7 +209,7 @@ def _problem(args: argparse.Namespace, kernel: KernelId, where: str) -> Any:
     workload = workload_of([kernel])
     fields: dict[str, Any] = {}
     if workload.name != DEFAULT or where == "cpu":
-        fields = workload.sample(where == "cpu", given_fields(args))
+        fields = workload.sample(where == "cpu", given_fields(args, workload))
     if workload.name == DEFAULT:
         fields.pop("h", None)  # all heads, also on a CPU: a version may go wrong in its second tile of them
     return problem_for(args, [kernel], **fields)

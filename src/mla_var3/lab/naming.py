@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mla_var3.errors import UserError
 from mla_var3.packed_cache import LAYOUTS
-from mla_var3.workload import DEFAULT, Problem
+from mla_var3.workload import DEFAULT, MOST_LISTED, Problem
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.gemm import SIDES
 
@@ -100,6 +102,88 @@ def options(problem: Problem) -> list[str]:
         else:
             others.append(f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}")
     return [*words, *(["--problem", ",".join(others)] if others else []), *last]
+
+
+# ---------------------------------------------------------------- a batch in one word
+#: Fields that a batch says.
+BATCH = ("b", "s", "t", "lengths", "queries")
+_SEGMENT = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
+
+
+def batch_fields(text: Any) -> dict[str, Any]:
+    """Fields of a batch in the grammar of vLLM's attention benchmark: segments `COUNTqTOKENSsLENGTH`, joined by `_`.
+
+    COUNT requests (1 where it is left out) of TOKENS query tokens and LENGTH tokens in all, the new ones among them.
+    LENGTH left out is a prompt's, as many as TOKENS. `k` behind a number is 1024 times it: `128q1s1k` are 128 requests
+    that decode over 1024 tokens, `2q1k_32q1s1k` two prompts beside 32 decodes. Requests that differ become lists,
+    `lengths` and `queries`. With several query tokens attention is causal, as it is there. Raises `UserError`.
+    """
+    example = "write it as 128q1s1k, with `_` between groups of requests that differ"
+    groups = []
+    for segment in str(text).split("_"):
+        match = _SEGMENT.fullmatch(segment)
+        if match is None:
+            raise UserError(f"batch {text!r}: {segment!r} is not [COUNT]qTOKENS[sLENGTH]: {example}.")
+        count, tokens, length = (int(n) if n else None for n in match.group(1, 2, 4))
+        tokens = (tokens or 0) * (1024 if match[3] else 1)
+        length = tokens if length is None else length * (1024 if match[5] else 1)
+        count = 1 if count is None else count
+        if not count or not tokens:
+            raise UserError(f"batch {text!r}: {segment!r} has no {'query tokens' if count else 'requests'}: {example}.")
+        if tokens > length:
+            raise UserError(
+                f"batch {text!r}: {segment!r} has {tokens} query tokens and a sequence of {length}, which counts them: "
+                "give a sequence that is as long."
+            )
+        groups.append((count, tokens, length))
+    b = sum(count for count, *_ in groups)
+    s, t = (max(group[i] for group in groups) for i in (1, 2))
+    fields: dict[str, Any] = {"b": b, "s": s, "t": t, **({"causal": True} if s > 1 else {})}
+    if b > MOST_LISTED and len(groups) > 1:
+        raise UserError(f"batch {text!r} lists {b:,} requests: give at most {MOST_LISTED:,}.")
+    if len({tokens for _, tokens, _ in groups}) > 1:
+        fields["queries"] = [tokens for count, tokens, _ in groups for _ in range(count)]
+    if len({length for *_, length in groups}) > 1:
+        fields["lengths"] = [length for count, _, length in groups for _ in range(count)]
+    return fields
+
+
+def with_batch(fields: Mapping[str, Any], kind: type[Problem] | None = None) -> dict[str, Any]:
+    """Fields of a problem with what their `batch` says in its place; without one as they are.
+
+    kind: of the problem. One without a field for query tokens takes one a request, one without cached tokens prompts;
+    other fields that it lacks, and fields that the batch says too, are a `UserError`.
+    """
+    if "batch" not in fields:
+        return dict(fields)
+    others = {name: value for name, value in fields.items() if name != "batch"}
+    if twice := [name for name in BATCH if name in others]:
+        raise UserError(f"batch {fields['batch']!r} says {', '.join(BATCH)}: leave {' and '.join(twice)} out.")
+    said = batch_fields(fields["batch"])
+    if kind is not None:
+        known = kind.fields()
+        if "t" not in known and said["s"] == said["t"] and "lengths" not in said:
+            del said["t"]
+        if "s" not in known and said["s"] == 1:
+            del said["s"]
+        if "causal" not in known:
+            said.pop("causal", None)
+        if lacking := [name for name in said if name not in known]:
+            names = {
+                "b": "requests",
+                "s": "several query tokens",
+                "t": "cached tokens",
+                "queries": "query tokens that differ",
+            }
+            what = ", ".join(names.get(name, name) for name in lacking)
+            raise UserError(
+                f"batch {fields['batch']!r}: workload {kind.workload} does not take {what}: give its own fields."
+            )
+        if "lengths" in said and "queries" not in known:
+            raise UserError(
+                f"batch {fields['batch']!r}: workload {kind.workload} takes no list of lengths: give requests alike."
+            )
+    return {**said, **others}
 
 
 # ---------------------------------------------------------------- the table

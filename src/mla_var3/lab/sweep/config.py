@@ -186,7 +186,7 @@ def typed(cfg: Any) -> SweepConfig:
     kind = workload.get(config.experiment.workload).problem
     known = kind.fields()
     for name in config.problem:
-        if name not in known:
+        if name not in (*known, "batch"):
             raise UserError(f"there is no key 'problem.{name}': {nearest(str(name), known)}.")
     for index, rule in enumerate(config.kernels.only):
         if not isinstance(rule, dict) or not isinstance(rule.get("kernels"), str) or len(rule) < 2:

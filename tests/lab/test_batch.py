@@ -126,3 +126,14 @@ def test_cells_grids_and_overrides_take_it() -> None:
     assert cells("experiment.cells=[{h: 16}, {h: 64}]", "problem.batch=8q1s1k") == [(8, 1, 1024, 16), (8, 1, 1024, 64)]
     with pytest.raises(UserError, match="leave t out"):
         cells("experiment.cells=[{t: 16}]", "problem.batch=8q1s1k")
+
+
+def test_the_scripts_of_the_file_contract_take_it() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from mla_var3.lab import contract
+
+    made = contract.of_design("torch/flash_mla", fields={"batch": "2q3s70", "h": 4}, device="cpu")
+    q, _, _, lengths, *_ = made.get_inputs()
+    assert tuple(q.shape[:3]) == (2, 3, 4) and lengths.tolist() == [70, 70]
+    with pytest.raises(UserError, match="leave b out"):
+        contract.of_design("torch/flash_mla", fields={"batch": "2q3s70", "b": 4}, device="cpu")

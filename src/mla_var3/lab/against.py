@@ -184,7 +184,9 @@ def checked_out(commit: str) -> Iterator[Path]:
         try:
             done = subprocess.run(words, cwd=paths.repo_root(), capture_output=True, timeout=120, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise UserError(f"--against: git has no sources of commit {commit[:7]} here: {error}.") from error
+            raise UserError(
+                f"--against: git cannot give src and conf of commit {commit[:7]}: name a commit that has both."
+            ) from error
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
             tar.extractall(folder, filter="data")
         yield Path(folder)

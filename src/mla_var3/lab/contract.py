@@ -126,6 +126,7 @@ def of_design(
     from mla_var3.catalogue import registry
     from mla_var3.check.judge import check
     from mla_var3.device import Device
+    from mla_var3.lab.naming import with_batch
     from mla_var3.lab.sweep.cpu import use_interpreter
     from mla_var3.lab.sweep.plan import problem_for
 
@@ -140,8 +141,8 @@ def of_design(
         use_interpreter(version.language, label)
     plan_type = registry.get_plan(version)
     if problem is None:
-        given = dict(fields or {})
         workload = plan_type.workload
+        given = with_batch(fields or {}, workload.problem)
         problem = problem_for([version], workload, given, workload.sample(small, given))
     plan = plan_type(problem, None, hardware)
     plan.require()
@@ -430,6 +431,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     problem = parser.add_argument_group("problem of a design")
     for name in ("b", "s", "t", "h", "k", "p", "d", "n", "page"):
         problem.add_argument(f"--{name}", type=int, metavar="N")
+    problem.add_argument("--batch", metavar="WORD", help="b, s and t in one word, as vLLM's benchmark has it: 128q1s1k")
     problem.add_argument("--dtype", choices=("bf16", "fp16", "fp32"))
     problem.add_argument("--causal", action="store_true", default=None)
     parser.add_argument(
@@ -453,7 +455,8 @@ def _run(
 
 
 def _target(args: argparse.Namespace) -> Contract:
-    fields = {x: getattr(args, x) for x in ("b", "s", "t", "h", "k", "p", "d", "n", "page", "dtype", "causal")}
+    names = ("b", "s", "t", "batch", "h", "k", "p", "d", "n", "page", "dtype", "causal")
+    fields = {x: getattr(args, x) for x in names}
     fields = {name: value for name, value in fields.items() if value is not None}
     path = Path(args.target)
     if path.suffix == ".py" or path.exists():

@@ -21,6 +21,7 @@ from mla_var3.errors import UserError, install
 from mla_var3.lab import bundle
 from mla_var3.toolchain import aot, loader
 from mla_var3.toolchain.bundle import close_bundle, open_bundle
+from mla_var3.workload import get
 from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -242,6 +243,21 @@ def test_it_holds_what_the_check_of_a_problem_plans(tmp_path: Path, monkeypatch:
     assert plan.num_splits(problem.b, problem.max_pages) == 1
     bundle.make_bundle(tmp_path / "b", ["cute-dsl/flash_mla"], [problem], workers=1, progress=False)
     assert names == {"flash_mla", "combine"}
+
+
+def test_of_an_experiment_of_several_workloads_each_version_has_its_own_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(bundle, "_tilings", lambda name, problem, *of: asked.append((name, problem.workload)) or [])
+    monkeypatch.setattr(bundle, "_make", lambda *of: None)
+    versions = ["cute-dsl/merge_partials", "cute-dsl/rmsnorm"]
+    problems = [get(name).problem() for name in ("norm", "merge", "decode")]
+    bundle.make_bundle(tmp_path, versions, problems)
+    assert asked == [("cute-dsl/merge_partials", "merge"), ("cute-dsl/rmsnorm", "norm")]
+    asked.clear()
+    bundle.make_bundle(tmp_path, versions, problems[:1])  # of one workload, the others say why they are refused
+    assert asked == [(version, "norm") for version in versions]
 
 
 def test_what_an_older_source_left_is_removed(folder: Path) -> None:

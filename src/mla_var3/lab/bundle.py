@@ -84,6 +84,7 @@ def make_bundle(
     device = Device.get(device) if isinstance(device, str) else device
     groups: dict[tuple[str, str, str], BundleJob] = {}
     refused: list[tuple[str, str]] = []
+    workloads = {problem.workload for problem in problems}
     for kernel in kernels:
         name = kernel.label if isinstance(kernel, KernelId) else kernel
         language = _language(name)
@@ -91,6 +92,9 @@ def make_bundle(
             refused.append((name, f"bundles hold kernels of {LANGUAGE}; this one is {language}"))
             continue
         for problem in problems:
+            # Of an experiment of several workloads, each version has cells of its own.
+            if len(workloads) > 1 and plan_of(name).workload.name != problem.workload:
+                continue
             for tiling in _tilings(name, problem, device, tilings, refused):
                 add(groups, name, problem, tiling, device, Path(folder) / "objects")
     return _make(Path(folder), list(groups.values()), refused, device, workers, progress)

@@ -54,6 +54,7 @@ def times(record: Record, factor: float, **changes: Any) -> Record:
         ((1.05, 0.96, 1.04, 0.97, 1.03), "no loss beyond noise"),
         ((0.95, 0.951, 0.949, 0.95, 0.95), "a gain beyond noise"),
         ((1.0, 1.0, 1.0, 1.0, 1.0), "no loss beyond noise"),
+        ((1.0009, 1.0009, 1.0009, 1.0009, 1.0009), "no loss beyond noise"),  # less than counts
     ],
 )
 def test_a_loss_stands_out_of_the_spread_of_the_pairs(told: Record, factors: Sequence[float], verdict: str) -> None:

@@ -50,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the exit status is 1 where it is slower beyond noise",
     )  # fmt: skip
     parser.add_argument(
-        "--results-dir", default="results", metavar="DIR", help="records go to DIR/<device>/<date>-bench.jsonl"
-    )
+        "--results-dir", default="results", metavar="DIR",
+        help="records go to DIR/<device>/<date>-bench.jsonl, those of --against to <date>-against.jsonl",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def test_runs_take_turns_and_every_other_pair_is_reversed(
     monkeypatch.setattr(against, "checked_out", lambda commit: Out())
     kept: list[Record] = []
     lost, sentence = against.answer(
-        V23, against.Other("at commit c0ffee", V23, "c0ffee"), problem_from_record(told.problem), None, H200,
+        V23, against.Other(V23, "c0ffee"), problem_from_record(told.problem), None, H200,
         BenchSettings(), [], kept.append, lambda line: None,
     )  # fmt: skip
     where = [name for name, *_ in seen]
@@ -117,7 +117,7 @@ def test_a_version_without_a_time_is_lost_and_older_code_without_one_is_a_mistak
         return wrong if ("there" if len(of) > 5 else "here") in lacking else times(told, 1.3)
 
     monkeypatch.setattr(against, "measure", measured)
-    other = against.Other("at commit 1234567", V23, against._git("rev-parse", "HEAD") or "")
+    other = against.Other(V23, against._git("rev-parse", "HEAD") or "")
     if not other.commit:
         pytest.skip("this is no checkout of git")
 
@@ -129,8 +129,42 @@ def test_a_version_without_a_time_is_lost_and_older_code_without_one_is_a_mistak
     lacking.symmetric_difference_update({"here", "there"})
     with pytest.raises(UserError, match=r"at commit [0-9a-f]{7} was not timed on b128_s1_h64_t4096: out is off"):
         answered(other)
-    lost, sentence = answered(replace(other, name="in record x", record=told))
-    assert lost and "takes 1.300 times as long as in record x, a loss" in sentence and "by shares" in sentence
+    named = f"record {told.id} of {told.at[:10]}"
+    lost, sentence = answered(replace(other, record=told))
+    assert lost and f"takes 1.300 times as long as in {named}, a loss" in sentence and "by shares" in sentence
+    # Where it runs, it is measured again: the record only names it.
+    lacking.clear()
+    lost, sentence = answered(replace(other, record=told))
+    assert not lost and f"at commit {other.commit[:7]}, the code of {named}, no loss" in sentence
+    _, sentence = answered(against.Other(KernelId.parse("peer/flash_mla_lib"), other.commit))
+    assert f"as long as peer/flash_mla_lib at commit {other.commit[:7]}, no loss" in sentence
+
+
+def test_the_code_of_a_record_is_built_where_its_commit_is_here_and_says_all(told: Record) -> None:
+    head = against._git("rev-parse", "HEAD")
+    if head is None:
+        pytest.skip("this is no checkout of git")
+    problem = problem_from_record(told.problem)
+    for source, commit in (
+        ({"commit": head, "hash": "0", "dirty": False}, head),
+        ({"commit": head, "hash": "0", "dirty": True}, ""),  # the commit is not all of it
+        ({"commit": head, "hash": "0"}, ""),
+        ({"commit": "0" * 40, "hash": "0", "dirty": False}, ""),
+    ):
+        record = times(told, 1.0, source=source)
+        found = against.find(record.id, V23, problem, H200, [record])
+        assert (found.commit, found.record, found.kernel) == (commit, record, V23)
+    assert against.find("HEAD", V23, problem, H200, []) == against.Other(V23, head)
+    with against.checked_out(head) as root:
+        assert (root / "src" / "mla_var3" / "lab" / "bundle.py").is_file() and (root / "conf" / "sweep.yaml").is_file()
+    assert not root.exists()
+
+
+def test_knobs_that_a_record_was_asked_for_with_are_asked_for_again(told: Record) -> None:
+    assert against.asked(None) is against.asked(times(told, 1.0, requested="default")) is None
+    assert against.asked(times(told, 1.0, requested={"workers": 4})) == {"workers": 4}
+    for chosen in ("tuned", "dispatch"):
+        assert against.asked(times(told, 1.0, requested=chosen)) == told.tiling
 
 
 # ---------------------------------------------------------------- by records

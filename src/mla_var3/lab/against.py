@@ -57,12 +57,20 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Other:
-    """What a version is compared with. commit: whose code is to be built, or "". record: of its time, or None."""
+    """What a version is compared with: another version, or the same one, as it was. commit: whose code is to be built,
+    or "". record: of its time, or None."""
 
-    name: str
     kernel: KernelId
     commit: str = ""
     record: Record | None = None
+
+    def words(self, kernel: KernelId, *, built: bool) -> str:
+        """What follows "as long as" in a sentence about `kernel`. built: measured now, at the commit."""
+        whose = "" if self.kernel == kernel else f"{self.kernel.label} "
+        named = "" if self.record is None else f"record {self.record.id} of {self.record.at[:10]}"
+        if not built:
+            return f"{whose}in {named}"
+        return f"{whose}at commit {self.commit[:7]}" + (f", the code of {named}" if named else "")
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ def find(what: str, kernel: KernelId, problem: Problem | None, device: Device | 
     Raises `UserError` where `what` is none of them.
     """
     if Path(what).exists():
-        return _of_record(_newest(what, kernel, problem, device), kernel)
+        return _of_record(_newest(what, kernel, problem, device))
     if re.fullmatch(r"[0-9a-f]{12}", what) and (found := next((r for r in pool if r.id == what), None)) is not None:
         if problem is not None and found.problem != problem.to_record():
             raise UserError(
@@ -111,14 +119,14 @@ def find(what: str, kernel: KernelId, problem: Problem | None, device: Device | 
             )
         if found.median(STATE) is None:
             raise UserError(f"--against {what}: that record has no time in {STATE}: name one that has.")
-        return _of_record(found, kernel)
+        return _of_record(found)
     commit = _git("rev-parse", "--verify", "--quiet", f"{what}^{{commit}}")
     if commit is None:
         raise UserError(
             f"--against {what!r} is no record file, no record's id and no commit here: give one, as HEAD~1 or "
             "results/h200/2026-11-27-decode.jsonl."
         )
-    return Other(f"at commit {commit[:7]}", kernel, commit)
+    return Other(kernel, commit)
 
 
 def _newest(file: str, kernel: KernelId, problem: Problem | None, device: Device | None) -> Record:
@@ -142,10 +150,8 @@ def _newest(file: str, kernel: KernelId, problem: Problem | None, device: Device
     return max(mine, key=lambda r: r.at)
 
 
-def _of_record(record: Record, kernel: KernelId) -> Other:
-    whose = "" if record.kernel.label == kernel.label else f"{record.kernel.label} "
-    name = f"{whose}in record {record.id} of {record.at[:10]}"
-    return Other(name, KernelId.from_record(record.kernel.model_dump()), _buildable(record), record)
+def _of_record(record: Record) -> Other:
+    return Other(KernelId.from_record(record.kernel.model_dump()), _buildable(record), record)
 
 
 def _buildable(record: Record) -> str:
@@ -157,12 +163,13 @@ def _buildable(record: Record) -> str:
 
 
 def asked(record: Record | None) -> dict[str, Any] | None:
-    """The knobs that a record's contender was asked for with; None for the default tiling."""
+    """The knobs that a record's contender was asked for with, or that a search or the dispatcher gave it; None for the
+    default tiling."""
     if record is None:
         return None
     if isinstance(record.requested, Mapping):
         return dict(record.requested) or None
-    return dict(record.tiling or {}) or None if record.requested == TUNED else None
+    return dict(record.tiling or {}) or None if record.requested in (TUNED, spoken.DISPATCH) else None
 
 
 # ---------------------------------------------------------------- the other code
@@ -306,7 +313,7 @@ def answer(
     cell = problem.label
     if device is None:
         compared = by_shares(_recorded(kernel, other, problem, pool), _record_of(other), pool)
-        return compared.lost, compared.sentence(kernel.label, cell, other.name)
+        return compared.lost, compared.sentence(kernel.label, cell, other.words(kernel, built=False))
     if other.commit:
         try:
             now, then = in_turn(kernel, other, problem, tiling, device, settings, keep, tell)
@@ -318,7 +325,7 @@ def answer(
             tell(f"{failed} So the record itself is compared.")
         else:
             compared = paired(now, then)
-            return compared.lost, compared.sentence(kernel.label, cell, other.name)
+            return compared.lost, compared.sentence(kernel.label, cell, other.words(kernel, built=True))
     then_record = _record_of(other)
     if then_record.device != device.key:
         raise UserError(
@@ -330,14 +337,14 @@ def answer(
     if record.median(STATE) is None:
         return True, f"{kernel.label} here was not timed on {cell}: {record.reason}"
     compared = by_shares(record, then_record, pool)
-    return compared.lost, compared.sentence(kernel.label, cell, other.name)
+    return compared.lost, compared.sentence(kernel.label, cell, other.words(kernel, built=False))
 
 
 def _record_of(other: Other) -> Record:
     if other.record is None:
         raise UserError(
-            f"--against: the code {other.name} is measured beside this one, which needs a GPU, and there is none here; "
-            "a record of it can be compared with a record of this code."
+            f"--against: the code at commit {other.commit[:7]} is measured beside this one, which needs a GPU, and "
+            "there is none here; a record of it can be compared with a record of this code."
         )
     return other.record
 

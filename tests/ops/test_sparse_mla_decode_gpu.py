@@ -249,3 +249,41 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     inputs = (queries[:1, None], cache, pages[None], lens, *([] if scale is None else [scale]))
     found = packed_mla_decode(*inputs[:4], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
     right(dense_problem, found, inputs, "flashmla")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_ASKED)
+def test_strides_are_read_and_not_copied(layout: str) -> None:
+    """Views as FlashMLA's own test makes them, traced calls too: the profile has kernels of the version only."""
+    extra = {"topk": 128, "extra": 512, "extra_page": 64, "sink": True} if layout == "v4" else {}
+    problem = SparseProblem(b=8, s=2, h=64, t=4096, layout=layout, strided=True, **extra)
+    inputs = make_inputs(problem, "cuda", seed=3)
+    assert not inputs[0].is_contiguous()
+    right(problem, attend(problem, inputs), inputs, "flashmla")
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        attend(problem, inputs)
+        torch.cuda.synchronize()
+    names = {event.name for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA}
+    assert names and all("sparse_mla" in name or "combine" in name for name in names), names
+
+
+def test_a_captured_call_follows_rows_that_become_short_and_full_again() -> None:
+    """Between replays indices turn to -1, so that fewer tiles are dealt out, and back."""
+    problem = SparseProblem(b=140, h=64, t=4096, topk=1024)
+    inputs = make_inputs(problem, "cuda", seed=4)
+    indices = inputs[input_names(problem).index("indices")]
+    full = indices.clone()
+    results = attend(problem, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attend(problem, inputs)
+    rng = torch.Generator().manual_seed(5)
+    for share in (0.0, 0.5, 0.0, 0.9, 1.0, 0.3, 0.0):
+        indices.copy_(full)
+        for request, left in enumerate((torch.rand(problem.b, generator=rng) * (1 - share) * 1024).long().tolist()):
+            if share:
+                indices[request, :, left:] = -1
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        right(problem, results, inputs, "flashmla")

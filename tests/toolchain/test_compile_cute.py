@@ -20,7 +20,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from mla_var3.toolchain import resources
+from mla_var3.toolchain import resources, sass, spills
 from mla_var3.toolchain.cute import compile_cute, fake_stream, load_cute
 
 H200 = Device.get("h200")
@@ -178,11 +178,25 @@ def test_too_much_shared_memory_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This static loop")
-def test_spills_are_found_and_equal_ptxas_s_own_count() -> None:
+def test_spills_are_found_and_equal_ptxas_s_own_count(tmp_path: Path) -> None:
     args = [vector(), vector(), cutlass.Int32(1), fake_stream()]
-    made = compile_cute(launch_spilling, args, device=H200)
-    said = compile_cute(launch_spilling, args, device=H200, remarks=True)
-    assert made.resources == said.resources
+    made = compile_cute(launch_spilling, args, device=H200, out_dir=tmp_path, keep=("cubin",), name="plain")
+    kinds = ("cubin", "sass", "remarks")
+    said = compile_cute(
+        launch_spilling, args, device=H200, out_dir=tmp_path, keep=kinds, name="lines", options="--generate-line-info"
+    )
+    # Source lines change no code, so that they are those of the kernel that is timed.
+    assert made.resources == said.resources and made.code == said.code
+    remarks = said.artefacts["remarks"].read_text()
+    assert re.search(r"[1-9]\d* bytes spill stores", remarks) and f"{__file__}:" in remarks and "\x1b" not in remarks
+    assert [*sass.source_lines(made.artefacts["cubin"]).values()] == [{}]
+    ((kernel, lines),) = sass.source_lines(said.artefacts["cubin"]).items()
+    assert said.resources.code_bytes == 16 * said.resources.instructions["total"] == 16 * len(lines)
+    found = spills.of(sass.functions(said.artefacts["sass"].read_text())[kernel], lines)
+    assert sum(one.width for one in found) == said.resources.spill_bytes == said.resources.spill_loop_bytes
+    assert {one.file for one in found} == {__file__}
+    text = Path(__file__).read_text().split("\n")
+    assert any("values[(i * 7 + 3) % SLOTS]" in text[one.line - 1] for one in found)
     assert made.resources.spill_bytes > 2000
     assert made.resources.instructions["STL"] > 100
     assert re.search(r"spills registers: [\d,]+ bytes", made.warnings[0])

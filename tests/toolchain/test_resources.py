@@ -11,7 +11,7 @@ import pytest
 
 from mla_var3.device import Device
 from mla_var3.errors import Infeasible, UserError
-from mla_var3.toolchain import resources, sass
+from mla_var3.toolchain import resources, sass, spills
 from mla_var3.toolchain.compiled import Resources
 
 H200, B200, RTX = Device.get("h200"), Device.get("b200"), Device.get("rtx5090")
@@ -50,7 +50,7 @@ def test_counts_by_group_and_function() -> None:
     }
     assert {k: n for k, n in second.items() if n} == {"UTCMMA": 1, "total": 2}
     assert set(sass.HEADLINE) < set(first)
-    assert sass.spill_bytes(parts["first"]) == 8 + 4 + 16
+    assert [(one.stores, one.width) for one in spills.of(parts["first"])] == [(True, 8), (True, 4), (False, 16)]
 
 
 def test_ptxas_remarks() -> None:
@@ -85,7 +85,9 @@ def test_a_good_kernel_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("taken", "device", "words"),
     [
-        (replace(FINE, spill_bytes=4096), H200, "spills registers: 4,096 bytes"),
+        (replace(FINE, spill_bytes=4096), H200, "LDL), none of them in the loop of products"),
+        (replace(FINE, spill_bytes=4096, spill_loop_bytes=96), H200, "LDL), 96 bytes of them in the loop of products"),
+        (replace(FINE, spill_bytes=4096, spill_loop_bytes=4096), H200, "spills registers: 4,096 bytes of local-memory"),
         (replace(FINE, stack_bytes=64), H200, "uses 64 bytes of stack a thread"),
         (replace(FINE, instructions={"HMMA": 9, "UTMALDG": 1}), H200, "9 HMMA and no warpgroup (HGMMA)"),
         (replace(FINE, instructions={"HMMA": 9, "HGMMA": 4, "UTMALDG": 1}), H200, "9 HMMA beside 4 warpgroup (HGMMA)"),

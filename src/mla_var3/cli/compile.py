@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="a key of `mla-var3 list devices` (default: what is here, else h200)",
     )
-    parser.add_argument("--keep", default="", metavar="KIND,...", help="keep artefacts: ptx, cubin, sass, tileir, mlir")
+    parser.add_argument(
+        "--keep", default="", metavar="KIND,...", help="keep artefacts: ptx, cubin, sass, tileir, mlir, remarks"
+    )
     parser.add_argument(
         "--out", default="out/compile", metavar="DIR", help="where kept artefacts go (default out/compile)"
     )

@@ -101,7 +101,7 @@ def toolchain() -> dict[str, str]:
 @functools.cache
 def _installed() -> Mapping[str, str]:
     found = installed(PACKAGES)
-    recipe = ("cute", "digest", "loader", "resources", "sass")
+    recipe = ("cute", "digest", "loader", "loops", "resources", "sass", "spills")
     here = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in recipe]
     found["recipe"] = hashlib.sha256(b"".join(here)).hexdigest()[:12]
     found["tvm-ffi-abi"] = loader.tvm_ffi_abi()

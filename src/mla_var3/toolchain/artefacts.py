@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mla_var3.errors import UserError, nearest
 
-# Kind -> file ending. No language makes all of them.
+# Kind -> file ending. No language makes all of them; remarks are what CuTe DSL's compiler says of each kernel.
 KINDS: Mapping[str, str] = {
     "ptx": ".ptx",
     "cubin": ".cubin",
@@ -18,6 +18,7 @@ KINDS: Mapping[str, str] = {
     "ttgir": ".ttgir",
     "tileir": ".tileirbc",
     "object": ".o",
+    "remarks": ".remarks.txt",
 }
 DEFAULT = ("ptx", "cubin", "sass", "tileir")
 

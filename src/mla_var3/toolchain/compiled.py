@@ -13,15 +13,20 @@ from mla_var3.toolchain.digest import Code
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes. Bytes, per block (shared memory) or per thread (registers, spills, stack)."""
+    """What a compiled kernel takes. Bytes, per block (shared memory) or per thread (registers, spills, stack).
+
+    spill_loop_bytes: those of `spill_bytes` in the loops of products (`toolchain.spills`). code_bytes: of machine code.
+    """
 
     registers: int = 0
     smem_static: int = 0
     smem_dynamic: int = 0
     spill_bytes: int = 0
+    spill_loop_bytes: int = 0
     stack_bytes: int = 0
     threads: int = 0
     ctas_per_sm: int = 0
+    code_bytes: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
 
     @property

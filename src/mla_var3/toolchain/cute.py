@@ -25,6 +25,7 @@ _SMEM_SLOT = re.compile(
     r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, "
     r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>\n\s*llvm\.store (%\w+), \1 : i64"
 )
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _LAUNCHED = re.compile(r"llvm\.mlir\.addressof @(\w+) : !llvm\.ptr")
 
 
@@ -43,23 +44,22 @@ def compile_cute(
     out_dir: Path | None = None,
     keep: Sequence[str] = (),
     name: str | None = None,
-    remarks: bool = False,
     options: str = "",
 ) -> CompiledKernel:
     """Compiles a `@cute.jit` host function for `device`; `handle` of the result is the callable (TVM-FFI).
 
     fake_args: every argument, made with `cutlass.cute.runtime.make_fake_tensor` and its kin; the stream is
     `fake_stream()`, and is then left out in calls. out_dir, keep: see `artefacts.wanted`; kinds ptx, cubin, sass, mlir,
-    object (for `load_cute`). remarks: take spill bytes from ptxas itself, at about twice the compile time, instead of
-    from the code; the two agree except for arrays indexed at run time. options: further ones of `cute.compile`.
-    A host function that launches several kernels gives one stage each.
+    object (for `load_cute`), remarks. The last one are ptxas's own words, at about twice the compile time; spill bytes
+    are then taken from them instead of from the code, and the two agree except for arrays indexed at run time. options:
+    further ones of `cute.compile`. A host function that launches several kernels gives one stage each.
     """
     import cutlass.cute as cute
 
     name = name or str(getattr(host_fn, "__name__", "kernel"))
     kinds = artefacts.wanted(out_dir, keep)
     start = time.perf_counter()
-    said = io.StringIO()
+    said, remarks = io.StringIO(), "remarks" in kinds
     with tempfile.TemporaryDirectory(prefix="cute-") as scratch:
         flags = f"--gpu-arch {device.arch} --enable-tvm-ffi --keep-cubin --dump-dir {scratch}"
         flags += (" --keep-ptx" if "ptx" in kinds else "") + (" remarks{ptx}" if remarks else "")
@@ -71,8 +71,10 @@ def compile_cute(
     ir = str(compiled.ir_module)
     dynamic, unknown = _dynamic_smem(ir)
     launch, order = digest.host_function(ir)
-    found = resources.read(cubin, device, sass=text, smem_dynamic=dynamic, remarks=said.getvalue())
-    kept = artefacts.save(name, out_dir, kinds, {"ptx": ptx, "cubin": cubin, "sass": text, "mlir": ir})
+    told = _COLOURS.sub("", said.getvalue())
+    found = resources.read(cubin, device, sass=text, smem_dynamic=dynamic, remarks=told)
+    made = {"ptx": ptx, "cubin": cubin, "sass": text, "mlir": ir, "remarks": told}
+    kept = artefacts.save(name, out_dir, kinds, made)
     if out_dir is not None and "object" in kinds:
         kept["object"] = artefacts.path_of(out_dir, name, "object")
         compiled.export_to_c(str(kept["object"]), function_name=_symbol(name))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mla_var3.errors import Infeasible
 from mla_var3.toolchain import sass as sass_
+from mla_var3.toolchain import spills
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
 
 if TYPE_CHECKING:
@@ -49,18 +50,22 @@ def read(
     """
     code = sass_.functions(sass_.disassemble(cubin) if sass is None else sass)
     said = parse_ptxas(remarks)
+    sizes = sass_.code_sizes(cubin)
     found: dict[str, Resources] = {}
     for name, used in sass_.usage(cubin).items():
         text = code.get(name, "")
+        spilled = spills.of(text)
         dynamic = smem_dynamic.get(name, 0) if isinstance(smem_dynamic, Mapping) else smem_dynamic
         found[name] = Resources(
             registers=used.registers,
             smem_static=used.smem_static,
             smem_dynamic=dynamic,
-            spill_bytes=said.get(name, sass_.spill_bytes(text)),
+            spill_bytes=said.get(name, sum(one.width for one in spilled)),
+            spill_loop_bytes=sum(one.width for one in spilled if one.place == spills.LOOP),
             stack_bytes=used.stack_bytes,
             threads=used.threads,
             ctas_per_sm=device.ctas_per_sm(used.registers, used.smem_static + dynamic, used.threads),
+            code_bytes=sizes.get(name, 0),
             instructions=sass_.count_instructions(text),
         )
     return found
@@ -98,12 +103,20 @@ def problems(resources: Resources, device: Device) -> list[str]:
     if r.spill_bytes:
         found.append(
             f"spills registers: {r.spill_bytes:,} bytes of local-memory stores and loads "
-            f"({count.get('STL', 0)} STL, {count.get('LDL', 0)} LDL)"
+            f"({count.get('STL', 0)} STL, {count.get('LDL', 0)} LDL){_in_the_loop(r)}"
         )
     elif r.stack_bytes:
         found.append(f"uses {r.stack_bytes:,} bytes of stack a thread without spilling: a call or a run-time index")
     found += _slow_paths(count, device)
     return found
+
+
+def _in_the_loop(r: Resources) -> str:
+    """How much of the spills is in the loop of products, where that is not all."""
+    if r.spill_loop_bytes == r.spill_bytes:
+        return ""
+    some = f"{r.spill_loop_bytes:,} bytes" if r.spill_loop_bytes else "none"
+    return f", {some} of them in the loop of products"
 
 
 def _slow_paths(count: Mapping[str, int], device: Device) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import re
 import shutil
 import subprocess
@@ -40,6 +41,10 @@ _ALSO = re.compile(
 )
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.[A-Za-z0-9_]+)*)", re.MULTILINE)
 _FUNCTION = re.compile(r"^\s*Function : (\S+)", re.MULTILINE)
+#: What `nvdisasm -g` prints: the section of a kernel, where the next instructions are from, an instruction's address.
+_SECTION = re.compile(r"\.text\.(\S+):$")
+_MARK = re.compile(r'\s*//## File "([^"]+)", line (\d+)')
+_AT = re.compile(r"\s+/\*([0-9a-f]{4,})\*/")
 _WIDTHS = {"64": 8, "128": 16, "U8": 1, "S8": 1, "U16": 2, "S16": 2}
 # From compute capability 9.0 on, the static size in a cubin includes the 1 KB that CUDA keeps for itself in a block.
 _SYSTEM_SMEM = 1024
@@ -69,32 +74,33 @@ def tool(name: str) -> Path:
     raise UserError(f"{name} is missing: pip install triton brings it, or put a CUDA toolkit's bin folder on PATH.")
 
 
-def _cuobjdump(cubin: bytes | Path, *options: str) -> str:
+def _with_file(cubin: bytes | Path, name: str, *options: str) -> str:
+    """What a tool prints of a cubin."""
     if isinstance(cubin, bytes):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            return _cuobjdump(Path(file.name), *options)
+            return _with_file(Path(file.name), name, *options)
     if not cubin.is_file():
         raise UserError(f"there is no cubin at {cubin}.")
-    done = subprocess.run([tool("cuobjdump"), *options, cubin], capture_output=True, text=True, check=False)
+    done = subprocess.run([tool(name), *options, cubin], capture_output=True, text=True, check=False)
     if done.returncode:
         if (full := no_space()) is not None:  # the tool only says that it cannot read what it could not write
             raise UserError(full)
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise UserError(f"cuobjdump cannot read the cubin: {said[-1] if said else f'exit status {done.returncode}'}.")
+        raise UserError(f"{name} cannot read the cubin: {said[-1] if said else f'exit status {done.returncode}'}.")
     return done.stdout
 
 
 def disassemble(cubin: bytes | Path) -> str:
     """The SASS of every kernel in a cubin, as cuobjdump writes it."""
-    return _cuobjdump(cubin, "-sass")
+    return _with_file(cubin, "cuobjdump", "-sass")
 
 
 def usage(cubin: bytes | Path) -> dict[str, Usage]:
     """Registers, stack, static shared memory and threads of every kernel in a cubin, by mangled name."""
-    listing = _cuobjdump(cubin, "-res-usage")
-    elf = _cuobjdump(cubin, "-elf")
+    listing = _with_file(cubin, "cuobjdump", "-res-usage")
+    elf = _with_file(cubin, "cuobjdump", "-elf")
     reserved = _SYSTEM_SMEM if ".nv.shared.reserved" in elf else 0
     found: dict[str, Usage] = {}
     for match in re.finditer(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", listing):
@@ -152,13 +158,31 @@ def count_instructions(sass: str) -> dict[str, int]:
     return dict(counts)
 
 
-def spill_bytes(sass: str) -> int:
-    """Bytes of spill stores and loads in the code, as `ptxas -v` adds them up.
+def width(modifiers: str) -> int:
+    """Bytes that a load or store with these modifiers (".LU.64") moves for a thread."""
+    return next((_WIDTHS[m] for m in modifiers.split(".") if m in _WIDTHS), 4)
 
-    Read off the local-memory instructions, so an array that is indexed at run time counts as well.
-    """
-    total = 0
-    for opcode, modifiers in _opcodes(sass):
-        if opcode in ("STL", "LDL"):
-            total += next((_WIDTHS[m] for m in modifiers.split(".") if m in _WIDTHS), 4)
-    return total
+
+def source_lines(cubin: bytes | Path) -> dict[str, dict[int, tuple[str, int]]]:
+    """Kernel name -> address of each instruction -> (file, line) that the compiler ascribes it to; without entries for
+    what has none, as all of a binary without line information."""
+    found: dict[str, dict[int, tuple[str, int]]] = {}
+    here: dict[int, tuple[str, int]] = {}
+    place: tuple[str, int] | None = None
+    for line in _with_file(cubin, "nvdisasm", "-g", "-c").splitlines():
+        if (section := _SECTION.match(line)) is not None:
+            here, place = found.setdefault(section[1], {}), None
+        elif (mark := _MARK.match(line)) is not None:
+            place = (mark[1], int(mark[2]))
+        elif place is not None and (instruction := _AT.match(line)) is not None:
+            here[int(instruction[1], 16)] = place
+    return found
+
+
+def code_sizes(cubin: bytes | Path) -> dict[str, int]:
+    """Bytes of machine code of every kernel in a cubin, by mangled name."""
+    from elftools.elf.elffile import ELFFile
+
+    data = cubin if isinstance(cubin, bytes) else cubin.read_bytes()
+    sections = ELFFile(io.BytesIO(data)).iter_sections()
+    return {s.name.removeprefix(".text."): int(s["sh_size"]) for s in sections if s.name.startswith(".text.")}

@@ -12,9 +12,10 @@ from diagnosis_fakes import WIDE, record
 from mla_var3 import cli
 from mla_var3.catalogue import jobs
 from mla_var3.catalogue.registry import KernelId
-from mla_var3.lab.diagnosis import compare, loops
+from mla_var3.lab.diagnosis import compare
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.versions import Version, records_of
+from mla_var3.toolchain import loops
 
 V0, V21 = KernelId("cute-dsl", "mla", "flash_mla", 0), KernelId("cute-dsl", "mla", "flash_mla", 23)
 

@@ -12,8 +12,8 @@ from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
     from mla_var3.lab.diagnosis.evidence import Record
-    from mla_var3.lab.diagnosis.loops import Instruction, Loop
     from mla_var3.lab.diagnosis.versions import Version
+    from mla_var3.toolchain.loops import Instruction, Loop
 
 _CONTEXT = 3
 #: Instructions of a loop that get a row: so many of a kind, or fewer where the versions differ.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.lab.diagnosis import loops
 from mla_var3.lab.diagnosis.evidence import Evidence, Record, load_records, of_kernel
 from mla_var3.lab.diagnosis.profiles import Profile, known
 from mla_var3.record import ASIDE
 from mla_var3.record import Record as Stored
+from mla_var3.toolchain import loops
 from mla_var3.workload import Problem
 
 if TYPE_CHECKING:

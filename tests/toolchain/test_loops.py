@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from mla_var3.lab.diagnosis import loops
+from listings import HGMMA, listing
 
-
-def listing(*lines: str, name: str = "kernel") -> str:
-    """A listing as cuobjdump writes it, an instruction every 16 bytes."""
-    rows = [f"        /*{16 * i:04x}*/                   {text} ;  /* 0x00 */" for i, text in enumerate(lines)]
-    return "\n".join(["code for sm_90a", f"\t\tFunction : {name}", *rows])
+from mla_var3.toolchain import loops
 
 
 def found(*lines: str) -> list[tuple[int, int, int]]:
     """(head, back-edge, products) of each loop, addresses counted in instructions."""
     made = loops.loops(loops.instructions(listing(*lines)))
     return [(x.start // 16, x.end // 16, x.tensor) for x in made]
-
-
-HGMMA = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"
 
 
 def test_a_line_is_read_with_its_guard_opcode_and_target() -> None:

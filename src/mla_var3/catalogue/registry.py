@@ -302,10 +302,20 @@ def source_files(kernel: KernelId) -> list[Path]:
     return source.import_closure(kernel.path)
 
 
-def parts(kernel: KernelId) -> list[KernelId]:
-    """The versions that a pipeline's plan declares as its `parts`, read without importing it; none of any other."""
+def _said(kernel: KernelId, name: str) -> list[str]:
+    """What the version's plan declares under a name, read without importing it."""
     said = [one for one in source.declarations(kernel.path) if one.get("peer", kernel.design) == kernel.design]
-    return sorted({KernelId.parse(label) for one in said for label in one.get("parts", ())})
+    return [value for one in said for value in one.get(name, ())]
+
+
+def parts(kernel: KernelId) -> list[KernelId]:
+    """The versions that a pipeline's plan declares as its `parts`; none of any other."""
+    return sorted({KernelId.parse(label) for label in _said(kernel, "parts")})
+
+
+def uses(kernel: KernelId) -> list[str]:
+    """The techniques that the version states to have: names of pages in docs/knowledge/optimizations."""
+    return _said(kernel, "uses")
 
 
 def source_hash(kernel: KernelId) -> str:

@@ -44,10 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the diagnosis; 0. Raises `UserError` where nothing is known by that name."""
+    from mla_var3.lab.diagnosis import spilled
     from mla_var3.lab.diagnosis.verdict import diagnose
 
     with doing("reading records and profiles"):
-        diagnosis = diagnose(evidence_of(args))
+        evidence = evidence_of(args)
+    if evidence.resources.get("spill_bytes"):
+        with doing("looking for the source lines that spill"):
+            spilled.locate(evidence)
+    diagnosis = diagnose(evidence)
     if args.json:
         print(json.dumps(to_record(diagnosis), indent=2))
         return 0
@@ -128,6 +133,9 @@ def lines(d: Diagnosis, most: int | None = SHOWN) -> list[str]:
     if hot:
         found += ["", "Where warps wait most:"]
         found += [f"  {h.share:4.1f} %  {h.where}  {h.source}  ({h.stall})" for h in hot[:5]]
+    found += where_it_spills(e)
+    if e.uses:
+        found += ["", f"It states that it has: {', '.join(e.uses)}. These are not suggested."]
     found += _entries("What has helped before", d.optimizations, most)
     found += _entries("What to look out for", d.anti_patterns, most)
     said = devlog_says(e)
@@ -138,6 +146,29 @@ def lines(d: Diagnosis, most: int | None = SHOWN) -> list[str]:
         found += [f"  - {line}" for line in d.open]
     found += ["", f"From: {'; '.join(e.sources) or 'nothing recorded'}."]
     found += [f"Note: {note}." for note in e.notes]
+    return found
+
+
+#: Source lines of spills that are named for each place.
+_SPILLING = 5
+
+
+def where_it_spills(e: Evidence) -> list[str]:
+    """Bytes of spills by place and source line, where they were located."""
+    from mla_var3.lab.diagnosis import spilled
+
+    if not e.spills:
+        return []
+    found = ["", "Where it spills:"]
+    for place, size, rows in spilled.by_place(e.spills):
+        found.append(f"  {size:,} B {spilled.WORDS[place]}")
+        for width, where, text in rows[:_SPILLING]:
+            found.append(f"    {width:4,} B  {where or 'no source line in the binary'}  {text}".rstrip())
+        if len(rows) > _SPILLING:
+            rest = rows[_SPILLING:]
+            found.append(f"    {sum(row[0] for row in rest):4,} B  on {len(rest)} more lines")
+    if e.short_of_registers:
+        found.append(f"  The compiler runs short of registers at {', '.join(e.short_of_registers)}.")
     return found
 
 
@@ -218,6 +249,8 @@ def to_record(d: Diagnosis) -> dict[str, Any]:
         "times": [{**asdict(time), "percent_of_limit": time.share} for time in e.times],
         "readings": [asdict(row) for row in readings(e)],
         "signs": [asdict(sign) for sign in d.signs],
+        "spills": None if e.spills is None else [asdict(one) for one in e.spills],
+        "uses": list(e.uses),
         "optimizations": [entry(one) for one in d.optimizations],
         "anti_patterns": [entry(one) for one in d.anti_patterns],
         "open": list(d.open),

@@ -11,8 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mla_var3.toolchain import sass as sass_
+from mla_var3.toolchain.compiled import CompiledKernel
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;", re.MULTILINE)
 _WORDS = re.compile(r"(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)\s*(.*)", re.DOTALL)
@@ -146,6 +148,21 @@ def main_function(sass: str) -> tuple[str, str]:
 
     best = max(parts, key=weight)
     return best, parts[best]
+
+
+def main_code(compiled: CompiledKernel) -> tuple[str, str, Mapping[str, Path]] | None:
+    """(name, SASS, artefacts) of the kernel of a call with the most products; None where no SASS was kept."""
+    best: tuple[tuple[int, int], str, str, Mapping[str, Path]] | None = None
+    for stage in compiled.stages or (compiled,):
+        kept = {**compiled.artefacts, **stage.artefacts}
+        if "sass" not in kept:
+            continue
+        name, text = main_function(kept["sass"].read_text(encoding="utf-8"))
+        code = instructions(text)
+        weight = (sum(one.is_tensor for one in code), len(code))
+        if best is None or weight > best[0]:
+            best = (weight, name, text, kept)
+    return None if best is None else best[1:]
 
 
 # ---------------------------------------------------------------- control flow

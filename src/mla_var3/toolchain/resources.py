@@ -61,7 +61,7 @@ def read(
             smem_static=used.smem_static,
             smem_dynamic=dynamic,
             spill_bytes=said.get(name, sum(one.width for one in spilled)),
-            spill_loop_bytes=sum(one.width for one in spilled if one.place == spills.LOOP),
+            spill_loop_bytes=spills.bytes_in(spilled, spills.LOOP),
             stack_bytes=used.stack_bytes,
             threads=used.threads,
             ctas_per_sm=device.ctas_per_sm(used.registers, used.smem_static + dynamic, used.threads),

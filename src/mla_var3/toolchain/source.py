@@ -15,7 +15,7 @@ from mla_var3.errors import UserError
 
 _PREFIX = "mla_var3.kernel."
 #: What a plan's class may say of itself to who does not import it, as literals.
-DECLARED = ("peer", "parts")
+DECLARED = ("peer", "parts", "uses")
 _PLANS = re.compile(r"^    workload = (\w+)\.WORKLOAD$", re.MULTILINE)
 
 

@@ -6,7 +6,7 @@ that, which goes through splits or requests, costs it once for each of these, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mla_var3.toolchain import loops, sass
@@ -18,7 +18,7 @@ PLACES = (LOOP, AROUND, OUTSIDE) = ("loop", "around", "outside")
 @dataclass(frozen=True)
 class Spill:
     """A store to local memory or a load from it. width: bytes of a thread. place: one of `PLACES`. file, line: in the
-    source, "" and 0 where the binary does not say."""
+    source, "" and 0 where the binary does not say. near: the line is that of code just before it."""
 
     address: int
     stores: bool
@@ -26,6 +26,7 @@ class Spill:
     place: str
     file: str = ""
     line: int = 0
+    near: bool = False
 
 
 def of(code: str, lines: Mapping[int, tuple[str, int]] | None = None) -> list[Spill]:
@@ -51,3 +52,8 @@ def of(code: str, lines: Mapping[int, tuple[str, int]] | None = None) -> list[Sp
         )
         for one in found
     ]  # fmt: skip
+
+
+def bytes_in(found: Iterable[Spill], place: str) -> int:
+    """Bytes of the spills at a place."""
+    return sum(one.width for one in found if one.place == place)

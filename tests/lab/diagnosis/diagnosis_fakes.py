@@ -17,6 +17,8 @@ from mla_var3.lab.diagnosis.profiles import Profile
 from mla_var3.workload.decode import MlaProblem
 
 KERNEL = KernelId("cute-dsl", "mla", "flash_mla", 23)
+#: A version that states no technique that it has.
+PLAIN = KernelId("cute-dsl", "mla", "flash_mla", 0)
 WIDE = MlaProblem(b=128, h=128, t=4096)
 FEW = MlaProblem(b=128, h=8, t=4096)
 #: A pipelined kernel with warpgroup products, of which each case changes what it is about.
@@ -88,11 +90,17 @@ def params(problem: MlaProblem = WIDE) -> dict[str, Any]:
     }
 
 
-def evidence(problem: MlaProblem = WIDE, record: Mapping[str, Any] | None = None, **changes: Any) -> Evidence:
+def evidence(
+    problem: MlaProblem = WIDE,
+    record: Mapping[str, Any] | None = None,
+    *,
+    kernel: KernelId = PLAIN,
+    **changes: Any,
+) -> Evidence:
     """Evidence of one synthetic profile. changes: of `facts`."""
     one = facts(problem, **changes)
-    profile = Profile(Path("synthetic"), KERNEL, problem, one, params(problem))
-    return Evidence(KERNEL, problem, "h200", one["tiling"], profile, record, sources=["SYNTHETIC"])
+    profile = Profile(Path("synthetic"), kernel, problem, one, params(problem))
+    return Evidence(kernel, problem, "h200", one["tiling"], profile, record, sources=["SYNTHETIC"])
 
 
 def write_profile(folder: Path, problem: MlaProblem = WIDE, **changes: Any) -> Path:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diagnosis_fakes import FEW, evidence, record
+from diagnosis_fakes import FEW, KERNEL, evidence, record
 
+from mla_var3.cli.diagnose import lines
 from mla_var3.lab.diagnosis import signs
-from mla_var3.lab.diagnosis.verdict import Diagnosis, command, diagnose
+from mla_var3.lab.diagnosis.verdict import REASON, Diagnosis, command, diagnose
+from mla_var3.toolchain.spills import Spill
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.mixed import MixedProblem
 
@@ -27,7 +29,7 @@ def test_a_spilling_kernel() -> None:
             time_us=520.0,
             figures={"tensor": 36.0, "dram": 26.0, "l2": 41.0},
             stalls={"long_scoreboard": 34.0, "lg_throttle": 14.0},
-            resources={"registers": 168, "spill_bytes": 1808, "stack_bytes": 904},
+            resources={"registers": 168, "spill_bytes": 1808, "spill_loop_bytes": 1600, "stack_bytes": 904},
             instructions={"STL": 226, "LDL": 226},
         )
     )
@@ -37,6 +39,53 @@ def test_a_spilling_kernel() -> None:
     assert d.reason.startswith("latency-bound: it spills registers")
     assert {"anti-patterns/register-ceiling.md", "anti-patterns/carried-over-tiles.md"} <= set(paths(d.anti_patterns))
     assert "optimizations/two-warpgroup-output.md" in paths(d.optimizations)
+
+
+SPILLING: dict[str, Any] = {"registers": 168, "spill_bytes": 140, "stack_bytes": 24}
+REGISTERS = {"anti-patterns/register-ceiling.md", "anti-patterns/carried-over-tiles.md"}
+
+
+def test_spills_outside_of_the_loop_of_products_are_a_remark_and_no_reason() -> None:
+    stalls = {"long_scoreboard": 37.0, "lg_throttle": 5.0}
+    inside = diagnose(evidence(stalls=stalls, resources={**SPILLING, "spill_loop_bytes": 140}))
+    assert first(inside).key == "spills" and first(inside).settled
+    assert "140 bytes of it in the loop of products; warps wait 42 %" in first(inside).text
+    assert set(paths(inside.anti_patterns)) >= REGISTERS
+    assert "optimizations/two-warpgroup-output.md" in paths(inside.optimizations)
+    outside = diagnose(evidence(stalls=stalls, resources={**SPILLING, "spill_loop_bytes": 0}))
+    assert "spills" not in outside.reason
+    (sign,) = (s for s in outside.signs if "spill" in s.key)
+    assert sign.key == "spills outside" and "none of them in the loop of products" in sign.text
+    assert "42 %" not in sign.text and sign.weight < REASON and outside.signs[-1] == sign
+    assert not REGISTERS & set(paths(outside.anti_patterns))
+    assert "optimizations/two-warpgroup-output.md" not in paths(outside.optimizations)
+
+
+def test_where_an_older_record_spills_is_asked_for_until_it_is_located() -> None:
+    e = evidence(resources=SPILLING)
+    d = diagnose(e)
+    assert next(s for s in d.signs if s.key == "spills").settled is False
+    assert any(line.startswith("where it spills, in the loop of products or not: mla-var3 diagnose") for line in d.open)
+    e.spills = (Spill(0x10, True, 136, "around"), Spill(0x20, False, 4, "loop"))
+    d = diagnose(e)
+    assert "4 bytes of it in the loop of products" in next(s for s in d.signs if s.key == "spills").text
+    assert not any(line.startswith("where it spills") for line in d.open)
+
+
+def test_techniques_that_a_version_states_to_have_are_not_suggested_to_it() -> None:
+    slow: dict[str, Any] = {"time_us": 320.0, "figures": {"tensor": 60.0, "l2_hit": 14.0}}
+    plain, with_them = diagnose(evidence(**slow)), diagnose(evidence(kernel=KERNEL, **slow))
+    assert with_them.evidence.uses and not plain.evidence.uses
+    stated = {f"optimizations/{name}.md" for name in with_them.evidence.uses}
+    assert {"optimizations/seesaw-schedule.md", "optimizations/clusters-multicast.md"} <= set(
+        paths(plain.optimizations)
+    )
+    assert not stated & set(paths(with_them.optimizations))
+    assert set(paths(with_them.optimizations)) == set(paths(plain.optimizations)) - stated
+    # Anti-patterns are no techniques: they stay.
+    assert paths(with_them.anti_patterns) == paths(plain.anti_patterns)
+    said = "\n".join(lines(with_them))
+    assert "It states that it has: clusters-multicast," in said and "It states" not in "\n".join(lines(plain))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +212,7 @@ def test_traffic_that_need_not_be() -> None:
 
 
 def test_the_command_names_the_problem() -> None:
-    assert command(evidence(FEW)) == "cute-dsl/flash_mla_v23 --b 128 --h 8"
+    assert command(evidence(FEW, kernel=KERNEL)) == "cute-dsl/flash_mla_v23 --b 128 --h 8"
     assert "--lengths ragged:1" in command(evidence(RAGGED)) and "--t 16384" in command(evidence(RAGGED))
     listed = MlaProblem(t=[3, 70], causal=True, page=None)  # type: ignore[arg-type]
     assert command(evidence(listed)).endswith("--b 2 --t 70 --causal --page contiguous --lengths 3,70")

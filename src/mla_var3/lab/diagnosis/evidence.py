@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,14 @@ from mla_var3.lab.knowledge import find as knowledge
 from mla_var3.lab.knowledge.triggers import Facts
 from mla_var3.record import ASIDE
 from mla_var3.record import Record as Model
+from mla_var3.toolchain import spills
 from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.lab.diagnosis.profiles import Profile
     from mla_var3.toolchain.compiled import CompiledKernel
+    from mla_var3.toolchain.spills import Spill
 
 Record = Mapping[str, Any]
 
@@ -45,7 +47,9 @@ class Time:
 class Evidence:
     """profile, record, compiled: whichever there is; what stands in several is taken from the first of them.
 
-    planned: FLOPs and bytes of the problem, where it was planned for this.
+    planned: FLOPs and bytes of the problem, where it was planned for this. spills: of its main kernel, with their
+    source lines, where they were located (`spilled.locate`); short_of_registers: lines at which the compiler says that
+    they run out.
     sources: one sentence for each, with what they were made of. notes: what does not fit together.
     """
 
@@ -57,6 +61,8 @@ class Evidence:
     record: Record | None = None
     compiled: CompiledKernel | None = None
     planned: tuple[int, int] | None = None
+    spills: tuple[Spill, ...] | None = None
+    short_of_registers: tuple[str, ...] = ()
     sources: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -108,7 +114,17 @@ class Evidence:
         if self.compiled is not None:
             return self.compiled.to_record()
         of_profile = self.profile.facts.get("resources") if self.profile else None
-        return of_profile or (self.record or {}).get("resources") or {}
+        known = of_profile or (self.record or {}).get("resources") or {}
+        if not known or "spill_loop_bytes" in known:
+            return known
+        # Of what was recorded before that was counted: nothing of nothing, else what was located.
+        where: Sequence[Spill] | None = () if not known.get("spill_bytes") else self.spills
+        return known if where is None else {**known, "spill_loop_bytes": spills.bytes_in(where, spills.LOOP)}
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Techniques that the version states to have: names of pages in docs/knowledge/optimizations."""
+        return tuple(registry.uses(self.kernel))
 
     @property
     def instructions(self) -> Mapping[str, int]:

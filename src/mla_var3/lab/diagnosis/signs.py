@@ -35,16 +35,28 @@ def spills(e: Evidence) -> Iterator[Sign]:
     if not taken:
         return
     spilled, registers = taken.get("spill_bytes", 0), taken.get("registers", 0)
-    if spilled:
+    inside = taken.get("spill_loop_bytes")
+    told = (
+        f"{spilled:,} bytes a thread of local-memory traffic in the code ({count.get('STL', 0)} STL, "
+        f"{count.get('LDL', 0)} LDL) at {registers} registers"
+    )
+    if spilled and inside == 0:
+        yield Sign(
+            "spills outside",
+            "it spills registers outside of its loop of products",
+            f"{told}, none of them in the loop of products: they cost a fixed time for each split or CTA",
+            24,
+        )
+    elif spilled:
         wait = sum(e.stalls.get(name, 0.0) for name in ("lg_throttle", "long_scoreboard"))
         felt = f"; warps wait {wait:.0f} % of their time for global and local memory" if wait >= 10 else ""
+        where = "" if inside is None else f", {inside:,} bytes of it in the loop of products"
         yield Sign(
             "spills",
             "it spills registers",
-            f"{spilled:,} bytes a thread of local-memory traffic in the code ({count.get('STL', 0)} STL, "
-            f"{count.get('LDL', 0)} LDL) at {registers} registers{felt}",
-            92 if wait >= 20 or spilled >= 512 else 60,
-            settled=wait >= 10 or not e.stalls,
+            f"{told}{where}{felt}",
+            92 if wait >= 20 or (inside or spilled) >= 512 else 60,
+            settled=inside is not None and (wait >= 10 or not e.stalls),
         )
     elif registers >= 255:
         yield Sign(

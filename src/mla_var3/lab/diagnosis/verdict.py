@@ -6,7 +6,7 @@ unit reaches 60 %, warps wait for latencies. In between the kernel leans on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,8 @@ _UNITS = {
 class Diagnosis:
     """kind: compute, memory, latency or unknown. because: the sentence that carries it. measured: by counters.
 
-    signs: what stands out. optimizations, anti_patterns: entries of the knowledge base whose triggers fit. open: what
-    is not known, and how to get it.
+    signs: what stands out. optimizations, anti_patterns: entries of the knowledge base whose triggers fit; techniques
+    that the version states to have (`KernelPlan.uses`) are not among them. open: what is not known, and how to get it.
     """
 
     evidence: Evidence
@@ -77,10 +77,15 @@ def diagnose(evidence: Evidence, index: dict[str, Any] | None = None) -> Diagnos
         because,
         measured,
         tuple(signs),
-        tuple(one for one in entries if one.entry["kind"] == "optimization"),
+        tuple(one for one in entries if one.entry["kind"] == "optimization" and technique(one) not in evidence.uses),
         tuple(one for one in entries if one.entry["kind"] == "anti-pattern"),
         tuple(_open(evidence)),
     )
+
+
+def technique(found: Found) -> str:
+    """What versions call an optimization in `uses`: `loading/page-wise-tma` of its page."""
+    return str(found.entry["path"]).removeprefix("optimizations/").removesuffix(".md")
 
 
 def _language(name: str) -> str | None:
@@ -162,6 +167,8 @@ def _asked(evidence: Evidence) -> Iterator[tuple[str, str]]:
     elif not {"conflicts", "balance"} & evidence.figures.keys():
         what = "bank conflicts and the balance of the SMs, which older profiles lack"
         yield what, f"mla-var3 profile {ask} --mode ncu"
+    if evidence.resources.get("spill_bytes") and "spill_loop_bytes" not in evidence.resources:
+        yield "where it spills, in the loop of products or not", f"mla-var3 diagnose {ask}"
     if not (evidence.record or {}).get("time_us"):
         yield "the time on a cool and a hot chip beside the limits of the same run, and power", f"mla-var3 bench {ask}"
 
@@ -206,7 +213,7 @@ def readings(evidence: Evidence) -> list[Reading]:
         if device is not None and threads:
             most = f"of {device.max_registers(threads)} that {threads} threads can have"
         rows.append(Reading("registers a thread", f"{taken['registers']}", most))
-        rows.append(Reading("spills", f"{taken['spill_bytes']:,} B", "local-memory loads and stores in the code"))
+        rows.append(Reading("spills", f"{taken['spill_bytes']:,} B", _of_spills(taken)))
         rows.append(Reading("blocks an SM", f"{taken['ctas_per_sm']}", f"{taken.get('smem', 0) / 1024:.0f} KiB each"))
     for state in ("burst", "sustained"):
         clock, watts = evidence.reading("clocks", state), evidence.reading("power", state)
@@ -217,6 +224,13 @@ def readings(evidence: Evidence) -> list[Reading]:
             limit = ((evidence.record or {}).get("environment") or {}).get("power_limit_w")
             rows.append(Reading(f"power, {state}", f"{watts:,.0f} W", f"limit {limit:,.0f} W" if limit else ""))
     return rows
+
+
+def _of_spills(taken: Mapping[str, Any]) -> str:
+    inside = taken.get("spill_loop_bytes")
+    if not taken["spill_bytes"] or inside is None:
+        return "local-memory loads and stores in the code"
+    return f"local-memory loads and stores in the code, {inside:,} B in the loop of products"
 
 
 def _beside(key: str, evidence: Evidence) -> str:

@@ -114,20 +114,11 @@ def _version(
     if result.compiled is None:
         raise UserError(f"{kernel.label} on {problem.label} does not compile: {result.error}")
     whole = result.compiled
-    best: tuple[tuple[int, int], str, str, Path] | None = None
-    for stage in whole.stages or (whole,):
-        path = stage.artefacts.get("sass") or whole.artefacts.get("sass")
-        if path is None:
-            continue
-        name, text = loops.main_function(path.read_text(encoding="utf-8"))
-        code = loops.instructions(text)
-        weight = (sum(one.is_tensor for one in code), len(code))
-        if best is None or weight > best[0]:
-            best = (weight, name, text, path)
-    if best is None:
+    found = loops.main_code(whole)
+    if found is None:
         return Version(kernel, tiling, evidence, whole, why="the compiler left no SASS")
-    _, name, text, path = best
-    return Version(kernel, tiling, evidence, whole, name, tuple(loops.inner_loops(text)), path)
+    name, text, kept = found
+    return Version(kernel, tiling, evidence, whole, name, tuple(loops.inner_loops(text)), kept["sass"])
 
 
 def records_of(

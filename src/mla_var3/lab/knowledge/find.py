@@ -184,4 +184,6 @@ def _resources(resources: Mapping[str, Any] | None) -> dict[str, float]:
     if not resources:
         return {}
     plain = {k: float(v) for k, v in resources.items() if isinstance(v, (int, float))}
+    if plain.get("spill_bytes") == 0:  # older records do not say of what spills where it does
+        plain["spill_loop_bytes"] = 0.0
     return plain | {k: float(v) for k, v in (resources.get("instructions") or {}).items()}

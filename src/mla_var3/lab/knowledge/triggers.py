@@ -33,9 +33,11 @@ _RESOURCES = (
     "smem_static",
     "smem_dynamic",
     "spill_bytes",
+    "spill_loop_bytes",
     "stack_bytes",
     "threads",
     "ctas_per_sm",
+    "code_bytes",
 )
 _TIMES = ("of_limit", "of_matmul", "of_read", "burst", "sustained", "host", "limit")
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.cli.arguments import add_problem, doing, given_fields, problem_for
 from mla_var3.errors import UserError
+from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
-    from mla_var3.lab.diagnosis.evidence import Evidence
+    from mla_var3.lab.diagnosis.evidence import Evidence, Record
     from mla_var3.lab.diagnosis.verdict import Diagnosis
     from mla_var3.lab.knowledge.find import Found
 
@@ -27,6 +29,8 @@ examples:
 Counters come from profiles, times from records; what only a profile could tell is said, with the command that makes
 one. Entries of docs/knowledge are listed by their own trigger conditions, those that most facts speak for first."""
 
+#: Experiments that are named.
+EXPERIMENTS = 3
 #: Entries of each kind that are shown without --all.
 SHOWN = 5
 
@@ -45,14 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the diagnosis; 0. Raises `UserError` where nothing is known by that name."""
     from mla_var3.lab.diagnosis import spilled
+    from mla_var3.lab.diagnosis.evidence import load_records
     from mla_var3.lab.diagnosis.verdict import diagnose
 
     with doing("reading records and profiles"):
-        evidence = evidence_of(args)
+        records = functools.cache(load_records)
+        evidence = evidence_of(args, records)
     if evidence.resources.get("spill_bytes"):
         with doing("looking for the source lines that spill"):
             spilled.locate(evidence)
-    diagnosis = diagnose(evidence)
+    diagnosis = diagnose(evidence, records=records())
     if args.json:
         print(json.dumps(to_record(diagnosis), indent=2))
         return 0
@@ -61,14 +67,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def evidence_of(args: argparse.Namespace) -> Evidence:
-    """What the first argument means: an existing path, a kernel's label, else a record's id."""
+def evidence_of(args: argparse.Namespace, records: Callable[[], Sequence[Record]]) -> Evidence:
+    """What the first argument means: an existing path, a kernel's label, else a record's id. records: reads them, which
+    takes seconds; a mistake is told before."""
     from mla_var3.lab.diagnosis import evidence as found
 
     what, path = str(args.what), Path(args.what)
     if path.exists():
         _no_problem(args, "the folder of a profile")
-        return found.of_profile(path)
+        return found.of_profile(path, records())
     if "/" in what and not re.match(r"\.{0,2}/|.*/.*/", what):
         from mla_var3.catalogue.registry import KernelId
 
@@ -76,10 +83,11 @@ def evidence_of(args: argparse.Namespace) -> Evidence:
         from mla_var3.device import Device
 
         kernel = KernelId.parse(what)
-        return found.of_kernel(kernel, problem_for(args, [kernel]) if _given(args) else None, Device.get(device).key)
+        problem = problem_for(args, [kernel]) if _given(args) else None
+        return found.of_kernel(kernel, problem, Device.get(device).key, records())
     if re.fullmatch(r"[0-9a-f]{6,}", what):
         _no_problem(args, "a record")
-        return found.of_record(what, alone=args.alone)
+        return found.of_record(what, records(), alone=args.alone)
     raise UserError(
         f"{what!r} is no folder here, no kernel (language/design[_vN]) and no record's id (6 or more hex digits)."
     )
@@ -133,6 +141,7 @@ def lines(d: Diagnosis, most: int | None = SHOWN) -> list[str]:
     if hot:
         found += ["", "Where warps wait most:"]
         found += [f"  {h.share:4.1f} %  {h.where}  {h.source}  ({h.stall})" for h in hot[:5]]
+    found += next_experiments(d)
     found += where_it_spills(e)
     if e.uses:
         found += ["", f"It states that it has: {', '.join(e.uses)}. These are not suggested."]
@@ -147,6 +156,22 @@ def lines(d: Diagnosis, most: int | None = SHOWN) -> list[str]:
     found += ["", f"From: {'; '.join(e.sources) or 'nothing recorded'}."]
     found += [f"Note: {note}." for note in e.notes]
     return found
+
+
+def next_experiments(d: Diagnosis) -> list[str]:
+    """What to try, the first line first: the gain that is predicted, and the records that it rests on."""
+    from mla_var3.lab.diagnosis.experiments import can_change
+
+    found = []
+    for one in d.experiments[:EXPERIMENTS]:
+        bound, left = "at most " if one.at_most else "", "" if one.us is None else f", to {one.us:,.1f} us"
+        first, *others = one.records
+        found.append(f"  - {one.what}")
+        found.append(f"      predicted: {bound}{as_ratio(one.gain)}x in {one.state}{left}")
+        found.append(f"      rests on record {first} (beside {', '.join(others)}): {one.why}")
+    if not found and d.evidence.share is not None and can_change(d.evidence):
+        found = ["  - no record predicts a gain of 1 % or more for this problem"]
+    return ["", "Next experiment:", *found] if found else []
 
 
 #: Source lines of spills that are named for each place.
@@ -251,6 +276,7 @@ def to_record(d: Diagnosis) -> dict[str, Any]:
         "signs": [asdict(sign) for sign in d.signs],
         "spills": None if e.spills is None else [asdict(one) for one in e.spills],
         "uses": list(e.uses),
+        "experiments": [asdict(one) for one in d.experiments],
         "optimizations": [entry(one) for one in d.optimizations],
         "anti_patterns": [entry(one) for one in d.anti_patterns],
         "open": list(d.open),

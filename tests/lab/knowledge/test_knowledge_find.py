@@ -13,6 +13,7 @@ from mla_var3.errors import UserError
 from mla_var3.lab.knowledge import find, index, triggers
 from mla_var3.lab.knowledge.check import check
 from mla_var3.lab.knowledge.triggers import Facts
+from mla_var3.workload import problem_from_record
 
 RESULTS = Path(__file__).resolve().parents[3] / "results" / "h200" / "2026-11-21-decode-earlier.jsonl"
 
@@ -116,6 +117,25 @@ def test_the_best_comes_first(project: Path, entry: Path) -> None:
     assert find.find(built, find.facts_of_words("memory", []), arch="sm_80") == []
     assert len(find.find(built, find.facts_of_words("memory", []), kind="optimization")) == 2
     assert [one.entry["title"] for one in find.find(built, words=["SWIZZLE"])] == ["Another page"]
+
+
+def test_the_index_has_what_evidence_measured(project: Path, entry: Path) -> None:
+    """Pairs of the evidence, one with the optimization and one without; not of libraries, nor of other sections."""
+    (file,) = (project / "results" / "h200").iterdir()
+    first = json.loads(file.read_text())
+    slow = {**first, "id": "0123456789ab", "time_us": {"burst": {**first["time_us"]["burst"], "median": 470.9}}}
+    library = {**slow, "id": "0123456789ac", "kernel": {**first["kernel"], "language": "peer", "version": 0}}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (first, slow, library)))
+    entry.write_text(entry.read_text().replace("stands alone.", "stands alone, 2.00x and 2.00x."))
+    rows = "".join(f"022ea24da681 vs {other} burst.speedup\n" for other in ("0123456789ab", "0123456789ac"))
+    entry.with_suffix(".records").write_text(f"[Evidence]\n> It takes\n022ea24da681 burst\n{rows}")
+    failures, pages = check(project)
+    assert failures == []
+    (built,) = index.build(pages, project)["entries"]
+    (gain,) = built["gains"]
+    assert (gain["record"], gain["over"], gain["state"]) == ("022ea24da681", "0123456789ab", "burst")
+    assert gain["speedup"] == pytest.approx(2.0, abs=0.01) and gain["bound"] == "compute" and gain["device"] == "h200"
+    assert problem_from_record(gain["problem"]).to_record() == problem_from_record(first["problem"]).to_record()
 
 
 def test_the_verb(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,14 @@ unit reaches 60 %, warps wait for latencies. In between the kernel leans on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mla_var3.catalogue.retired import where_is
 from mla_var3.lab import naming
-from mla_var3.lab.diagnosis.evidence import Evidence
+from mla_var3.lab.diagnosis.evidence import Evidence, Record
+from mla_var3.lab.diagnosis.experiments import Experiment, suggest
 from mla_var3.lab.diagnosis.signs import SIGNS, Sign
 from mla_var3.lab.knowledge.find import Found, find
 
@@ -37,7 +38,8 @@ class Diagnosis:
     """kind: compute, memory, latency or unknown. because: the sentence that carries it. measured: by counters.
 
     signs: what stands out. optimizations, anti_patterns: entries of the knowledge base whose triggers fit; techniques
-    that the version states to have (`KernelPlan.uses`) are not among them. open: what is not known, and how to get it.
+    that the version states to have (`KernelPlan.uses`) are not among them. experiments: what to try next. open: what is
+    not known, and how to get it.
     """
 
     evidence: Evidence
@@ -47,6 +49,7 @@ class Diagnosis:
     signs: tuple[Sign, ...]
     optimizations: tuple[Found, ...]
     anti_patterns: tuple[Found, ...]
+    experiments: tuple[Experiment, ...]
     open: tuple[str, ...]
 
     @property
@@ -60,8 +63,11 @@ class Diagnosis:
         return f"{head}: {'; '.join(titles) or 'nothing in what is known stands out'}."
 
 
-def diagnose(evidence: Evidence, index: dict[str, Any] | None = None) -> Diagnosis:
-    """Judges; index: of the knowledge base, by default the repository's, else the package's."""
+def diagnose(
+    evidence: Evidence, index: dict[str, Any] | None = None, records: Iterable[Record] | None = None
+) -> Diagnosis:
+    """Judges; index: of the knowledge base, by default the repository's, else the package's. records: that predict what
+    an experiment gains, by default none beside the index."""
     from mla_var3.lab.knowledge.find import load_index
 
     kind, because, measured = bottleneck(evidence)
@@ -71,14 +77,16 @@ def diagnose(evidence: Evidence, index: dict[str, Any] | None = None) -> Diagnos
     entries = find(
         known, evidence.facts, language=_language(evidence.kernel.language), arch=device.arch if device else None
     )
+    techniques = [one for one in entries if one.entry["kind"] == "optimization" and technique(one) not in evidence.uses]
     return Diagnosis(
         evidence,
         kind,
         because,
         measured,
         tuple(signs),
-        tuple(one for one in entries if one.entry["kind"] == "optimization" and technique(one) not in evidence.uses),
+        tuple(techniques),
         tuple(one for one in entries if one.entry["kind"] == "anti-pattern"),
+        tuple(suggest(evidence, techniques, records or ())),
         tuple(_open(evidence)),
     )
 

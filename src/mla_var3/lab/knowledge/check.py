@@ -13,6 +13,7 @@ from mla_var3.lab.devlog.evidence import SUFFIX
 from mla_var3.lab.devlog.segments import Finding
 from mla_var3.lab.knowledge import triggers
 from mla_var3.lab.knowledge.blocks import blocks
+from mla_var3.lab.knowledge.gains import measured
 from mla_var3.lab.knowledge.index import written_lines
 from mla_var3.lab.knowledge.page import FOLDER, Page, Section, paragraphs, read
 
@@ -100,7 +101,7 @@ def check(root: Path) -> tuple[list[str], list[Page]]:
 
 
 def check_page(page: Page, records: Mapping[str, Mapping[str, Any]], root: Path, labels: set[str]) -> list[Finding]:
-    """Everything that is wrong with one page but its links."""
+    """Everything that is wrong with one page but its links. Notes what an optimization's evidence measured."""
     from mla_var3.lab.devlog import named
     from mla_var3.lab.devlog.citations import check_text
 
@@ -110,6 +111,8 @@ def check_page(page: Page, records: Mapping[str, Mapping[str, Any]], root: Path,
     if page.kind == "reference":
         for section in page.sections:
             findings += _basis(page, section)
+    if page.kind == "optimization":
+        page.gains = measured(page.evidence, records)
     return findings
 
 

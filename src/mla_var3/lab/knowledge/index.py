@@ -39,6 +39,7 @@ def build(pages: Sequence[Page], root: Path) -> dict[str, Any]:
                 "applies": [trigger.to_json() for trigger in triggers.parse(meta["applies"])],
                 "metrics": dict(meta["metrics"]),
                 "records": sorted(page.evidence.ids),
+                "gains": page.gains,
                 "sources": urls,
             }
         )

@@ -67,6 +67,7 @@ class Page:
     summary: str = ""
     evidence: Evidence = field(default_factory=Evidence)
     cited: set[int] = field(default_factory=set)
+    gains: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def kind(self) -> str:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from mla_var3 import paths
 from mla_var3 import record as records
 from mla_var3.errors import UserError
-from mla_var3.record import Record, RecordStore, finished_keys, load, record_key, to_frame
+from mla_var3.record import Record, RecordStore, code_bytes, finished_keys, load, record_key, to_frame
 from mla_var3.workload.decode import MlaProblem
 
 FIXED = (
@@ -232,6 +232,15 @@ def test_failed_points_are_not_finished() -> None:
     failed = point(status="failed", reason="crash", time_us=None, host_us=None, key="b")
     assert finished_keys([point(key="a"), failed, point(key=None)]) == {"a"}
     assert finished_keys([failed], retry=()) == {"b"}
+
+
+def test_the_size_of_code_is_as_recorded_or_follows_from_its_instructions() -> None:
+    assert code_bytes({"code_bytes": 136832, "instructions": {"total": 1}}) == 136832
+    assert code_bytes({"instructions": {"HGMMA": 3, "total": 8552}}) == 136832
+    assert code_bytes({"registers": 3}) is None and code_bytes(None) is None
+    frame = to_frame([point(resources={"instructions": {"total": 4}}, compile_seconds=2.5), point(resources=None)])
+    assert frame["code_bytes"][0] == 64 and frame["code_bytes"].isna()[1]
+    assert frame["compile_seconds"][0] == 2.5 and frame["compile_seconds"].isna()[1]
 
 
 def test_the_frame_is_flat() -> None:

@@ -145,7 +145,8 @@ class Record(_Part):
     overlap_us: how much of a call ran beside the one before it, where that had to be prevented.
     code: what ran (`mla_var3.toolchain.digest.Code.to_record`): its digest, and what that is made of.
     model_us: what a call was predicted to take before it was timed, where something predicts it.
-    seconds: of each phase. warnings: what the compiler said. Unknown names are kept.
+    seconds: of each phase. compile_seconds: that the compiler took when it made the code, which a cache may have had
+    since; not there where nobody knows. warnings: what the compiler said. Unknown names are kept.
     tuning: {from_cache, tried, trials}, a trial with tiling, status, reason and time_us (`runtime.autotune.Trial`).
     """
 
@@ -182,6 +183,7 @@ class Record(_Part):
     beside_us: dict[str, Times] | None = None
     timeline: list[Span] | None = None
     seconds: dict[str, float] | None = None
+    compile_seconds: float | None = None
     warnings: list[str] | None = None
     tuning: dict[str, Any] | None = None
 
@@ -275,6 +277,19 @@ def work_of(flops: int | None, bytes_: int | None, problem: Mapping[str, Any]) -
         return flops, bytes_
     cost = problem_from_record(problem).cost()
     return cost.flops, cost.bytes
+
+
+#: Bytes of a machine instruction, of every architecture since Volta.
+_INSTRUCTION = 16
+
+
+def code_bytes(resources: Mapping[str, Any] | None) -> int | None:
+    """Bytes of machine code of the kernel that resources are of: as recorded, of older records by the number of its
+    instructions; None where neither is known."""
+    known = resources or {}
+    total = (known.get("instructions") or {}).get("total")
+    found = known.get("code_bytes", None if total is None else _INSTRUCTION * total)
+    return None if found is None else int(found)
 
 
 def as_ratio(ratio: float | None, digits: int = 3) -> str:
@@ -458,8 +473,8 @@ def _why(error: ValidationError) -> str:
 
 def to_frame(records: Iterable[Record]) -> pd.DataFrame:
     """A table with one row a record and flat columns: nested names joined by `_` (`time_us_burst_median`,
-    `kernel_language`, `problem_b`). Lists become JSON text. Derived columns: `label`, `problem_label`, and for each
-    state `ratio_<state>` (time over limit), `tflops_<state>` and `gbps_<state>`.
+    `kernel_language`, `problem_b`). Lists become JSON text. Derived columns: `label`, `problem_label`, `code_bytes` of
+    the main kernel, and for each state `ratio_<state>` (time over limit), `tflops_<state>` and `gbps_<state>`.
     """
     import pandas as pd
 
@@ -476,6 +491,7 @@ def _row(record: Record) -> dict[str, Any]:
     if isinstance(data["problem"].get("lengths"), dict):
         data["problem"]["lengths"] = json.dumps(data["problem"]["lengths"], sort_keys=True)
     row.update(_flat("", data))
+    row["code_bytes"] = code_bytes(record.resources)
     for state in ("burst", "sustained"):
         stats = getattr(record.time_us, state, None) if record.time_us else None
         share = record.of_limit(state)

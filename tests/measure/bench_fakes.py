@@ -72,7 +72,10 @@ class FakePlan(KernelPlan):
 
     def compiled_kernel(self, device: Device) -> CompiledKernel:
         return CompiledKernel(
-            "fake", device.arch, Resources(registers=100, smem_dynamic=1000, instructions={"HGMMA": 4})
+            "fake",
+            device.arch,
+            Resources(registers=100, smem_dynamic=1000, instructions={"HGMMA": 4}),
+            seconds=12.3456,
         )
 
 

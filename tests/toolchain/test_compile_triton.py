@@ -50,6 +50,15 @@ def test_gemm(tmp_path: Path) -> None:
     assert set(made.artefacts) == {"ptx", "ttgir", "cubin"}
 
 
+def test_what_tritons_cache_had_says_nothing_of_the_time_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    first, second = compiled((16, 32, 32)), compiled((16, 32, 32))
+    assert first.seconds and first.seconds > 0.01 and second.seconds is None
+    assert first.resources == second.resources and triton.knobs.compilation.listener is None
+
+
 def test_rows_below_a_warpgroup_fall_back() -> None:
     made = compiled((16, 64, 64))
     assert made.resources.instructions["HGMMA"] == 0 < made.resources.instructions["HMMA"]

@@ -52,7 +52,7 @@ EXIT_POISONED = 3
 _PR_SET_PDEATHSIG = 1
 
 #: What `info` events say that belongs in the record of a contender however it ends.
-KEPT = ("tiling", "resources", "code", "error", "warnings", "tuning")
+KEPT = ("tiling", "resources", "compile_seconds", "code", "error", "warnings", "tuning")
 TIMED = ("host_us", "launches", "plan_us", "cross_check_us", "overlap_us", "with_schedule_us", "beside_us", "timeline")
 
 
@@ -318,6 +318,8 @@ class Worker:
                 self.info(contender, warnings=[f"not compiled for its resources: {error}"])
                 return
             found = {"resources": compiled.to_record(), "warnings": list(compiled.warnings)}
+            if compiled.seconds is not None:
+                found["compile_seconds"] = round(compiled.seconds, 3)
             if compiled.code is not None:
                 found["code"] = compiled.code.to_record()
             self._resources[key] = found

@@ -208,11 +208,9 @@ def load_or_compile(
 
     source: of the version: its file, or a hash. compile_fn returns a `CompiledKernel` whose handle is what
     `cute.compile` made with TVM-FFI; it is kept under the key of the other arguments. Two processes that want the same
-    compile it once. `seconds` of the result is what this call took. A cache that cannot be written costs a warning, a
-    damaged entry is made again. Where the compiler is missing and no bundle has the function, raises `UserError` that
-    says what differs.
+    compile it once. A cache that cannot be written costs a warning, a damaged entry is made again. Where the compiler
+    is missing and no bundle has the function, raises `UserError` that says what differs.
     """
-    start = time.perf_counter()
     cache = cache if cache is not None else CompileCache()
     if isinstance(source, Path):
         source = source_of_file(source)
@@ -222,7 +220,7 @@ def load_or_compile(
     if not cache.making:
         found = _from_bundles(key)
         if found is not None:
-            return replace(found, seconds=time.perf_counter() - start)
+            return found
         if not loader.compiler_here():
             raise UserError(_why_missing(key))
     elif not loader.compiler_here():
@@ -241,7 +239,7 @@ def load_or_compile(
         entry = read_entry(store.folder / f"{key.stem}.json")
         assert entry is not None
         cache.entries.append(entry)
-    return replace(found, seconds=time.perf_counter() - start)
+    return found
 
 
 # ---------------------------------------------------------------- source
@@ -423,7 +421,7 @@ def to_json(compiled: CompiledKernel) -> dict[str, Any]:
         "arch": compiled.arch,
         "resources": compiled.resources.to_record(),
         "warnings": list(compiled.warnings),
-        "seconds": round(compiled.seconds, 3),
+        "seconds": compiled.seconds and round(compiled.seconds, 3),
         "stages": [to_json(stage) for stage in compiled.stages],
         "code": compiled.code.to_record() if compiled.code else None,
     }
@@ -436,7 +434,7 @@ def from_json(data: Mapping[str, Any]) -> CompiledKernel:
     stages = tuple(from_json(stage) for stage in data["stages"])
     code = Code.from_record(data["code"]) if data.get("code") else None
     return CompiledKernel(
-        data["name"], data["arch"], resources, {}, stages, tuple(data["warnings"]), float(data["seconds"]), code
+        data["name"], data["arch"], resources, {}, stages, tuple(data["warnings"]), data["seconds"], code
     )
 
 

@@ -43,7 +43,8 @@ class CompiledKernel:
     """What came out of a compiler for one architecture.
 
     artefacts: what was kept, by kind (ptx, cubin, sass, tileir, mlir, object). stages: of a pipeline, in order.
-    warnings: broken limits and slow paths, one sentence each. code: of the whole call, None where a stage's is not
+    warnings: broken limits and slow paths, one sentence each. seconds: that the compiler took when it made this, also
+    where a cache has it from then; None where that is not known. code: of the whole call, None where a stage's is not
     known. handle: the loaded function, where the language gives one; not kept when pickled.
     """
 
@@ -53,7 +54,7 @@ class CompiledKernel:
     artefacts: dict[str, Path] = field(default_factory=dict)
     stages: tuple[CompiledKernel, ...] = ()
     warnings: tuple[str, ...] = ()
-    seconds: float = 0.0
+    seconds: float | None = None
     code: Code | None = None
     handle: Any = field(default=None, compare=False, repr=False)
 
@@ -82,6 +83,7 @@ class CompiledKernel:
 
         main = max(stages, key=weight)
         warnings = tuple(w for c in stages for w in c.warnings)
-        seconds = sum(c.seconds for c in stages)
+        took = [c.seconds for c in stages if c.seconds is not None]
+        seconds = sum(took) if stages and len(took) == len(stages) else None
         code = Code.of_stages([stage.code for stage in stages])
         return cls(name, arch, main.resources, dict(main.artefacts), tuple(stages), warnings, seconds, code)

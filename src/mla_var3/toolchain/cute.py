@@ -65,6 +65,7 @@ def compile_cute(
         flags += (" --keep-ptx" if "ptx" in kinds else "") + (" remarks{ptx}" if remarks else "")
         with _bare_argv(), contextlib.redirect_stderr(said) if remarks else contextlib.nullcontext():
             compiled = cute.compile(host_fn, *fake_args, options=f"{flags} {options}".strip())
+        seconds = time.perf_counter() - start
         cubin = bytes(compiled.__cubin__)
         ptx = compiled.__ptx__ if "ptx" in kinds else None
     text = sass.disassemble(cubin)
@@ -91,7 +92,7 @@ def compile_cute(
         whole,
         artefacts=kept,
         stages=whole.stages if len(stages) > 1 else (),
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
         code=digest.of_cubin(cubin, device.arch, digest.hash_of(launch), order, toolchain("cute-dsl")),
         handle=compiled,
     )

@@ -51,6 +51,7 @@ def compile_cutile(
         export_kernel(kernel, [signature], cubin, gpu_code=gpu_code, output_format="cubin")
     except FileNotFoundError as missing:
         raise UserError(f"cuTile's compiler is missing ({missing}): {install('cutile')}.") from missing
+    seconds = time.perf_counter() - start
     bytecode = None
     if "tileir" in kinds:
         tileir = io.BytesIO()
@@ -62,7 +63,7 @@ def compile_cutile(
     resources.require(taken, device)
     warnings = tuple(resources.problems(taken, device))
     code = code_of(name, *tile_ir(kernel, signature, gpu_code), device)
-    made = CompiledKernel(name, device.arch, taken, kept, (), warnings, time.perf_counter() - start, code)
+    made = CompiledKernel(name, device.arch, taken, kept, (), warnings, seconds, code)
     if not kinds:
         _READ[key] = made
     return made

@@ -39,6 +39,9 @@ def test_two_versions_in_cute_dsl(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert status == 0
     # Two consumer warpgroups, each with its loop of 44 products or a little more.
     assert row(out, "HGMMA")[0] == "176"
+    sizes = [int(cell.replace(",", "")) for cell in row(out, "machine code (bytes)")[:2]]
+    assert sizes[0] < sizes[1] == 16 * int(row(out, "total")[1].replace(",", ""))
+    assert all(float(cell) > 0.5 for cell in row(out, "compiling all kernels (s)")[:2])
     assert "Other code: 1 and 6 kernels; launch" in out or "Other code: 2 and 6 kernels; launch" in out
     assert row(out, "code")[0] != row(out, "code")[1]
     folder = tmp_path / "cute-dsl-flash_mla--cute-dsl-flash_mla_v23" / "b128_s1_h128_t4096"

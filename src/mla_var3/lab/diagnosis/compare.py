@@ -86,9 +86,12 @@ def _resources(versions: Sequence[Version]) -> list[str]:
     for key, title in (
         ("registers", "registers a thread"), ("threads", "threads a block"), ("smem", "shared memory (bytes)"),
         ("spill_bytes", "spills (bytes)"), ("stack_bytes", "stack (bytes)"), ("ctas_per_sm", "blocks an SM"),
+        ("code_bytes", "machine code (bytes)"),
     ):  # fmt: skip
         values = [one.get(key) for one in taken]
         rows.append((title, *("-" if x is None else f"{x:,}" for x in values), _change(*values)))
+    took = [None if v.compiled is None else v.compiled.seconds for v in versions]
+    rows.append(("compiling all kernels (s)", *("-" if x is None else f"{x:.1f}" for x in took), _change(*took)))
     stages = [
         ", ".join(s.name for s in v.compiled.stages) if v.compiled and v.compiled.stages else "1" for v in versions
     ]

@@ -23,6 +23,7 @@ from mla_var3.lab.report import answers, charts, finder, legend, sources
 from mla_var3.lab.report import rows as rows_of
 from mla_var3.lab.report.gather import STATES, Gathered, Point, command
 from mla_var3.lab.report.traces import Drawn
+from mla_var3.record import code_bytes
 from mla_var3.workload import Problem
 
 SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.js")
@@ -32,7 +33,7 @@ COLUMNS = (
     "id", "at", "newest", "device", "set", "cell", "kernel", "name", "language", "design", "version",
     "today", "fixed", "run", "burst", "sustained", "step", "burst_limit", "sustained_limit", "bound", "rates",
     "flops", "bytes", "host", "plan", "cross", "beside", "timeline", "error", "lse", "tiling", "asked", "resources",
-    "method", "environment", "clocks", "source", "hash", "experiment", "command",
+    "compile", "method", "environment", "clocks", "source", "hash", "experiment", "command",
 )  # fmt: skip
 
 
@@ -253,6 +254,7 @@ def _point(p: Point) -> dict[str, Any]:
         "error": _finite(r.error.out) if r.error else None,
         "lse": _finite(r.error.lse) if r.error and r.error.lse is not None else None,
         "tiling": " ".join(f"{k}={v}" for k, v in (r.tiling or {}).items()), "asked": _asked(r.requested),
+        "compile": r.compile_seconds,
         "clocks": _clocks(r.environment), "source": _source(p), "hash": r.source.hash, "experiment": r.experiment,
         "command": command(r, p.problem),
     }  # fmt: skip
@@ -341,12 +343,13 @@ def _resources(p: Point) -> dict[str, Any] | None:
         return (
             f"{name}{stage.get('registers')} registers × {stage.get('threads')} threads, "
             f"{stage.get('smem')} bytes shared, {stage.get('spill_bytes')} spilled, "
-            f"{stage.get('ctas_per_sm')} blocks/SM"
+            f"{stage.get('ctas_per_sm')} blocks/SM, {code_bytes(stage)} bytes of code"
         )
 
     return {
         **{name: used.get(name) for name in ("registers", "smem", "spill_bytes", "ctas_per_sm")},
         "total": counts.get("total"),
+        "code": code_bytes(used),
         "mix": list(mix.values()) or None,
         "instructions": ", ".join(f"{name} {n}" for name, n in counts.items() if n),
         "text": "; ".join(line(stage) for stage in stages),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from mla_var3.catalogue import registry, spoken
 from mla_var3.lab.naming import cell_name, words
 from mla_var3.names import by_number
-from mla_var3.record import as_ratio, geometric_mean
+from mla_var3.record import as_ratio, code_bytes, geometric_mean
 from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ def plain(value: Any, digits: int = 1) -> str:
     return (
         f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
     )
+
+
+def kib(size: int | None) -> str:
+    """Bytes in KiB."""
+    return plain(None if size is None else size / 1024)
 
 
 def _esc(text: str) -> str:
@@ -215,7 +220,7 @@ def versus(records: Sequence[Record], first: str, second: str) -> Table:
 # ---------------------------------------------------------------- compiled
 @dataclass(frozen=True)
 class Compiled:
-    """A row of the resources table. resources: as in a record. seconds: of compiling."""
+    """A row of the resources table. resources: as in a record. seconds: of compiling, None where not known."""
 
     kernel: str
     cell: str
@@ -236,7 +241,7 @@ def resources(records: Sequence[Record | Compiled], device: Device | None = None
     table = new_table(
         title or "Compiled",
         ["kernel", "cell", *([] if device is not None else ["device"])],
-        ["regs", "smem KiB", "spill B", "stack B", "CTAs/SM", *INSTRUCTIONS, "s"],
+        ["regs", "smem KiB", "spill B", "stack B", "CTAs/SM", *INSTRUCTIONS, "code KiB", "compile s"],
         ["notes"],
     )
     for row in rows:
@@ -255,6 +260,7 @@ def resources(records: Sequence[Record | Compiled], device: Device | None = None
             plain(used.get("stack_bytes")),
             plain(used.get("ctas_per_sm")),
             *[plain(counts.get(name, 0)) for name in INSTRUCTIONS],
+            kib(code_bytes(used)),
             plain(row.seconds),
             " ".join(map(str, numbers)),
         )
@@ -274,7 +280,8 @@ def _registers(used: Mapping[str, Any], device: Device | None) -> str:
 def _limits_text(device: Device) -> str:
     return (
         f"Limits of {device.key}: {device.max_regs_per_thread} registers a thread (after the slash: at most for its "
-        f"threads), {device.smem_per_block / 1024:.0f} KiB of shared memory a block. A pipeline has a row a kernel."
+        f"threads), {device.smem_per_block / 1024:.0f} KiB of shared memory a block. A call of several kernels "
+        "has a row for each, and in the row of its first one the time in which all of them compile."
     )
 
 
@@ -300,6 +307,7 @@ def _stages(row: Compiled | None) -> list[Compiled]:
             row,
             kernel=f"{row.kernel}: {name}" + (f" {names[:i].count(name) + 1}" if names.count(name) > 1 else ""),
             resources=stage,
+            seconds=None if i else row.seconds,
             warnings=stage.get("warnings") or [],
         )
         for i, (name, stage) in enumerate(zip(names, stages, strict=True))
@@ -309,10 +317,8 @@ def _stages(row: Compiled | None) -> list[Compiled]:
 def _compiled(record: Record) -> Compiled | None:
     if record.resources is None:
         return None
-    seconds = (record.seconds or {}).get("compile")
-    return Compiled(
-        spoken.name(record), record.problem_label, record.device, record.resources, seconds, record.warnings or []
-    )
+    took, said = record.compile_seconds, record.warnings or []
+    return Compiled(spoken.name(record), record.problem_label, record.device, record.resources, took, said)
 
 
 # ---------------------------------------------------------------- limits

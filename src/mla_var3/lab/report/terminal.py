@@ -10,8 +10,8 @@ from mla_var3.lab.report import answers, sources
 from mla_var3.lab.report.answers import Comparison, Ladder, Pick, Winner, instruction_mix
 from mla_var3.lab.report.gather import STATES, LeftOut, Point, command
 from mla_var3.lab.report.rows import way
-from mla_var3.lab.report.tables import new_table, plain
-from mla_var3.record import as_ratio, geometric_mean
+from mla_var3.lab.report.tables import kib, new_table, plain
+from mla_var3.record import as_ratio, code_bytes, geometric_mean
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +71,7 @@ def cell(points: Sequence[Point], device: str, state: str) -> Table:
     """Every contender of a cell, fastest first: times with p10 and p90, the limit of its run, error, resources."""
     ordered = sorted(points, key=lambda p: (p.us(state), p.name))
     right = [f"{s} {what}" for s in STATES for what in ("us", "p10", "p90", "limit us", "% of limit")]
-    right += ["error", "regs", "smem KiB", "spill B", "CTAs/SM"]
+    right += ["error", "regs", "smem KiB", "spill B", "CTAs/SM", "code KiB", "compile s"]
     table = new_table(f"{ordered[0].cell} on {device}: fastest in {state} first", ["contender"], right, ["tiling"])
     for p in ordered:
         numbers = []
@@ -86,6 +86,8 @@ def cell(points: Sequence[Point], device: str, state: str) -> Table:
             plain(smem / 1024 if smem is not None else None),
             plain(used.get("spill_bytes")),
             plain(used.get("ctas_per_sm")),
+            kib(code_bytes(used)),
+            plain(p.record.compile_seconds),
         ]
         table.add_row(_name(p), *numbers, _escape(" ".join(f"{k}={v}" for k, v in (p.record.tiling or {}).items())))
     lines = [f"{p.name} [{p.record.id}]: {command(p.record, p.problem)}" for p in ordered]
@@ -121,7 +123,7 @@ def ladder(found: Sequence[Ladder], entries: Mapping[str, Entry]) -> Table:
 
 def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, state: str) -> list[Table]:
     """Two languages on the same cells: times and resources; then instructions and lines of code of the versions."""
-    pairs = ["registers", "smem KiB", "spill B", "CTAs/SM", "instructions"]
+    pairs = ["registers", "smem KiB", "spill B", "CTAs/SM", "instructions", "code KiB", "compile s"]
     table = new_table(
         f"{first} against {second}, {state}: the fastest of each",
         ["cell"],
@@ -142,7 +144,8 @@ def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, sta
                 used.get("ctas_per_sm"),
                 total,
             )
-            values.append([plain(v) for v in shown])
+            more = [kib(code_bytes(used)), plain(p.record.compile_seconds)]
+            values.append([*(plain(v) for v in shown), *more])
             versions.setdefault(p.record.kernel.label, p)
         both = [f"{x} / {y}" for x, y in zip(*values, strict=True)]
         times = [plain(a.us(state)), plain(b.us(state)), as_ratio(b.faster(a, state))]

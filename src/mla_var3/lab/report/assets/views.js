@@ -113,6 +113,7 @@ async function drawCell() {
     ["host µs", (p) => number(p.host), "n"], ["error of out", (p) => p.error == null ? "–" : p.error.toExponential(1), "n"],
     ["registers", (p) => resource(p, "registers"), "n"], ["shared KiB", (p) => resource(p, "smem") == null ? null : number(resource(p, "smem") / 1024), "n"],
     ["spills B", (p) => resource(p, "spill_bytes"), "n"], ["blocks/SM", (p) => resource(p, "ctas_per_sm"), "n"],
+    ["code KiB", (p) => resource(p, "code") == null ? null : number(resource(p, "code") / 1024), "n"], ["compile s", (p) => number(p.compile), "n"],
     ["measured", (p) => element("span", { class: "name" }, p.at.slice(0, 10))],
   ], [...here].sort((a, b) => (us(a) ?? Infinity) - (us(b) ?? Infinity)), { caption: "A contender's name opens its record.", mark: (p) => p === best ? "best" : "" }));
   drawRecord();
@@ -139,7 +140,7 @@ function drawRecord() {
     ["error", p.error == null ? null : `out ${p.error.toExponential(2)} (relative Frobenius)` + (p.lse == null ? "" : `, lse ${p.lse.toExponential(2)} (largest)`)],
     ["parts by themselves", p.beside], ["kernels of a call", p.timeline == null ? null : stacked(p.timeline)],
     ["tiling", p.tiling], ["asked for", p.asked], ["planning", p.plan == null ? null : `${micros(p.plan)} µs to bind to other tensors`],
-    ["resources", r ? r.text : "not recorded"], ["instructions", r ? r.instructions : null], ["how it was timed", p.method == null ? null : DATA.methods[p.method]],
+    ["resources", r ? r.text : "not recorded"], ["compiling", p.compile == null ? null : `${number(p.compile)} s`], ["instructions", r ? r.instructions : null], ["how it was timed", p.method == null ? null : DATA.methods[p.method]],
     ["where", DATA.environments[p.environment]], ["clocks", p.clocks], ["source", p.source], ["when", p.at], ["experiment", p.experiment], ["set", p.set_name],
   ]), element("p", {}, "Measure it again:"), element("pre", {}, p.command));
 }

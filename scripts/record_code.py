@@ -109,7 +109,7 @@ def wanted() -> Iterator[Call]:
         yield Call(label, get(workload).problem(**fields).to_record(), tiling, "h200", kernels)
     for record in load([paths.shipped_results_dir()]).records:
         code = record.code or {}
-        if code.get("kernels") and record.kernel.label in here:
+        if code.get("kernels") and record.time_us and record.kernel.label in here:
             many, by = len(code["kernels"]), code.get("toolchain") or {}
             call = Call(record.kernel.label, record.problem, record.tiling, record.device, many, by)
             if call.taken():

@@ -22,7 +22,9 @@ from mla_var3.workload import problem_from_record
 from mla_var3.workload.decode import MlaProblem
 
 RECORDS = load([paths.shipped_results_dir()]).records
-KNOWN = {line.kernel for line in ledger.lines()} | {r.kernel.label for r in RECORDS if (r.code or {}).get("kernels")}
+KNOWN = {line.kernel for line in ledger.lines()} | {
+    r.kernel.label for r in RECORDS if r.time_us and (r.code or {}).get("kernels")
+}
 #: A version that no record has timed yet owes no line.
 VERSIONS = [k for k in registry.all_kernels() if k.language in GENERATES and k.label in KNOWN]
 

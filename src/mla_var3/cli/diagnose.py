@@ -27,7 +27,9 @@ examples:
   mla-var3 diagnose results/h200/profiles/ncu/triton-flash_mla    a profile
   mla-var3 diagnose 022ea24da681                                  a record
 Counters come from profiles, times from records; what only a profile could tell is said, with the command that makes
-one. Entries of docs/knowledge are listed by their own trigger conditions, those that most facts speak for first."""
+one. Where registers are spilled is told by loop and source line: the version is compiled once more for that, and kept.
+The next experiment has the gain that records predict. Entries of docs/knowledge are listed by their own trigger
+conditions, those that most facts speak for first; what a version states that it has is not among them."""
 
 #: Experiments that are named.
 EXPERIMENTS = 3

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.cli.arguments import add_problem, doing, given_fields, problem_for
 from mla_var3.errors import UserError
-from mla_var3.record import as_ratio
 
 if TYPE_CHECKING:
     from mla_var3.lab.diagnosis.evidence import Evidence, Record
@@ -163,6 +162,7 @@ def lines(d: Diagnosis, most: int | None = SHOWN) -> list[str]:
 def next_experiments(d: Diagnosis) -> list[str]:
     """What to try, the first line first: the gain that is predicted, and the records that it rests on."""
     from mla_var3.lab.diagnosis.experiments import can_change
+    from mla_var3.record import as_ratio
 
     found = []
     for one in d.experiments[:EXPERIMENTS]:

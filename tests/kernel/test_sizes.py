@@ -115,8 +115,8 @@ REFUSED: list[tuple[str, Problem, dict[str, Any], str]] = [
     ("cutile-dsl/sparse_mla", SparseProblem(b=35_000, s=2, h=16), {}, "70,000 query tokens of q"),
     ("cute-dsl/flash_mla_v23", MlaProblem(b=70_000, h=128), {}, "the partial results of 70,000 requests"),
     ("cute-dsl/sparse_mla", SparseProblem(b=70_000, layout="bf16"), {}, "the partial results of 70,000 requests"),
-    ("cute-dsl/sparse_mla_v1", SparseProblem(b=70_000), {}, "the partial results of 70,000 requests"),
-    ("cute-dsl/sparse_mla_v1", SparseProblem(b=70_000, paged=True), {}, "the partial results of 70,000 requests"),
+    ("cute-dsl/sparse_mla_v2", SparseProblem(b=70_000), {}, "the partial results of 70,000 requests"),
+    ("cute-dsl/sparse_mla_v2", SparseProblem(b=70_000, paged=True), {}, "the partial results of 70,000 requests"),
     ("cute-dsl/flash_mla", MlaProblem(b=70_000, h=128), {"num_splits": 2}, "num_splits = 2"),
     *(
         (f"cute-dsl/flash_mla_v{n}", MlaProblem(b=512, h=h, t=1 << 20), {"split_tokens": 64}, "fixed_split: splits of")

@@ -197,14 +197,14 @@ def test_an_a100_cannot_run_it_in_triton() -> None:
     assert "sm_89 or later" in reason
 
 
-@pytest.mark.parametrize("heads", [16, 64])
-def test_keys_in_registers_are_read_before_they_are_written_again(heads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "heads"), [(1, 64), (2, 16), (2, 64)])
+def test_keys_in_registers_are_read_before_they_are_written_again(version: int, heads: int, tmp_path: Path) -> None:
     """A operands are widened while products read the ones before: ptxas has to leave those alone until a wait, and to
     keep the loop's registers in registers. Both consumers run one copy of the loop: 36 products of a tile's scores, and
     twice the 16 of its values."""
     from reading_sass import overwritten_in_groups
 
-    plan = plan_type("cute-dsl/sparse_mla_v1")(SparseProblem(b=128, h=heads, sink=True), None, H200)
+    plan = plan_type(f"cute-dsl/sparse_mla_v{version}")(SparseProblem(b=128, h=heads, sink=True), None, H200)
     made = plan.plan_empty().compile(tmp_path, H200, ("sass",))
     sass = made.artefacts["sass"].read_text()
     assert made.resources.spill_bytes <= 96 and made.resources.instructions["HGMMA"] == 68
@@ -214,7 +214,7 @@ def test_keys_in_registers_are_read_before_they_are_written_again(heads: int, tm
 
 
 def test_query_tiles_have_fewer_heads_where_there_are_few_requests() -> None:
-    plan = plan_type("cute-dsl/sparse_mla_v1")
+    plan = plan_type("cute-dsl/sparse_mla_v2")
     heads = {b: plan(SparseProblem(b=b, h=128), None, H200).tiling.heads for b in (1, 8, 128)}
     assert heads == {1: 16, 8: 32, 128: 0}
     of_twenty = plan(SparseProblem(b=1, h=20), None, H200)
@@ -223,15 +223,25 @@ def test_query_tiles_have_fewer_heads_where_there_are_few_requests() -> None:
     assert "0 or one of 8, 16, 32, 64" in wrong.reason
 
 
+def test_tiles_are_counted_where_workers_have_many_and_no_lengths_say_what_counts() -> None:
+    plan = plan_type("cute-dsl/sparse_mla_v2")
+    counts = {b: plan(SparseProblem(b=b, h=64), None, H200).tiling.counts for b in (1, 64, 128, 256)}
+    assert counts == {1: False, 64: False, 128: True, 256: True}
+    for problem in (SparseProblem(b=256, h=64, lengths=True), SparseProblem(b=256, h=64, t=4096, paged=True)):
+        made = plan(problem, None, H200)
+        assert not made.tiling.counts
+        assert "leave it False" in made.tiling_type(counts=True).validate(problem, H200).reason
+
+
 def test_a_cache_of_bf16_has_no_codes() -> None:
-    reason = plan_type("cute-dsl/sparse_mla_v1")(SparseProblem(layout="bf16"), None, H200).supported().reason
+    reason = plan_type("cute-dsl/sparse_mla_v2")(SparseProblem(layout="bf16"), None, H200).supported().reason
     assert "use sparse_mla" in reason
 
 
 def test_sparse_decode_is_served_by_it_and_dense_decode_is_not() -> None:
     from mla_var3.dispatch import selection
 
-    first = "triton/sparse_mla" if registry.missing("cute-dsl") else "cute-dsl/sparse_mla_v1"
+    first = "triton/sparse_mla" if registry.missing("cute-dsl") else "cute-dsl/sparse_mla_v2"
     for problem in (SparseProblem(b=128), SparseProblem(**V4)):
         assert selection.choose(problem, H200).kernel.label == first
     dense = selection.choose(SparseProblem(b=128, h=16, t=4096, paged=True), H200).kernel

@@ -1,1 +1,1 @@
-"""Version 1: packed caches widened on their way into the A operand's registers, any number of heads."""
+"""Version 2: rows that no index names are zeroed in place, tiles behind a row's last token go to nobody, strides."""

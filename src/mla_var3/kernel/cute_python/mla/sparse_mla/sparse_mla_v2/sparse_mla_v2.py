@@ -35,9 +35,16 @@ Both run one copy of the code, half of it out of step, which halves what is fetc
 and barriers. Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are
 on the way into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
 
-An index that names no token stands for a row of zeros, and a word a tile says which scores are -inf.
+An index that names no token stands for a row of zeros, and a word a tile says which scores are -inf. Against version 1:
 
-Cloned from sparse_mla_v1; what this version changes: nothing yet.
+- Such a row is zeroed where it lies in shared memory (`clear_row`), behind the copies of the tile's other rows. Version
+  1 copied a row of zeros from global memory. All CTAs copied the same 656 bytes, which lie in six lines of L2, and the
+  slices that have them served nothing else meanwhile: a missing index cost more than a token.
+- Where workers have many tiles (`SparseMlaV2Tiling.counts`), a call looks at a sample of its indices while its first
+  loads are on their way (`is_hollow`). If tiles at the ends of rows are empty, the CTAs count each request's tiles up
+  to the last token (`count_tiles`), and the tile scheduler deals out those.
+- q, indices and page tables are read with the strides that they have.
+- A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 """
 
 from __future__ import annotations
@@ -89,6 +96,7 @@ MOST_STAGES = 8
 # us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile.
 TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (10.4, 1.51), 64: (14.5, 2.4)}
 COUNTING = 5.0  # us of an H200 that `count_tiles` and the search behind it take: estimated for 64 requests
+COUNTED_FROM = 24  # KV tiles of a worker from which on `counts` is the default: a look at a sample takes 1 to 5 us
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
 AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
 # Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
@@ -2057,7 +2065,7 @@ class SparseMlaV2Plan(KernelPlan):
     def _counting(self, tiling: SparseMlaV2Tiling) -> SparseMlaV2Tiling:
         """The tiling with `counts` where workers have tiles enough that it is worth looking for those to leave out."""
         geometry = tiling.geometry(self.problem)
-        return replace(tiling, counts=geometry.as_long and self._tiles(geometry) >= 2 * geometry.worth_counting)
+        return replace(tiling, counts=geometry.as_long and self._tiles(geometry) >= COUNTED_FROM)
 
     def autotune_configs(self) -> list[Tiling]:
         most = SparseMlaV2Tiling().geometry(self.problem).n

@@ -223,16 +223,6 @@ def test_query_tiles_have_fewer_heads_where_there_are_few_requests() -> None:
     assert "0 or one of 8, 16, 32, 64" in wrong.reason
 
 
-def test_tiles_are_counted_where_workers_have_many_and_no_lengths_say_what_counts() -> None:
-    plan = plan_type("cute-dsl/sparse_mla_v2")
-    counts = {b: plan(SparseProblem(b=b, h=64), None, H200).tiling.counts for b in (1, 64, 128, 256)}
-    assert counts == {1: False, 64: False, 128: True, 256: True}
-    for problem in (SparseProblem(b=256, h=64, lengths=True), SparseProblem(b=256, h=64, t=4096, paged=True)):
-        made = plan(problem, None, H200)
-        assert not made.tiling.counts
-        assert "leave it False" in made.tiling_type(counts=True).validate(problem, H200).reason
-
-
 def test_a_cache_of_bf16_has_no_codes() -> None:
     reason = plan_type("cute-dsl/sparse_mla_v2")(SparseProblem(layout="bf16"), None, H200).supported().reason
     assert "use sparse_mla" in reason

@@ -31,7 +31,7 @@ PROBLEMS = [
     SparseProblem(b=4, s=2, h=64, t=4096, contexts="short", extra_t=1024, strided=True, **V4),
     SparseProblem(b=4, s=2, h=64, t=4096, layout="v41", topk=128, extra=512, extra_layout="v41_fp4", sink=True),
     SparseProblem(b=4, h=16, t=4096, layout="v41_planar", page=61, lengths=True),
-    # Enough tiles of each worker that those behind the last token are counted where rows are short.
+    # Many tiles of each worker, so that rows without a token meet every stage.
     SparseProblem(b=140, h=64, t=4096, topk=512),
     SparseProblem(b=130, s=2, h=16, t=4096, topk=500, page=16, strided=True),
     SparseProblem(b=70, s=2, h=64, t=4096, layout="v4", topk=128, page=256, extra=512, extra_page=64, sink=True),

@@ -268,7 +268,7 @@ def test_strides_are_read_and_not_copied(layout: str) -> None:
 
 
 def test_a_captured_call_follows_rows_that_become_short_and_full_again() -> None:
-    """Between replays indices turn to -1, so that fewer tiles are dealt out, and back."""
+    """Between replays indices turn to -1 and back: rows that were zeroed in shared memory hold tokens again."""
     problem = SparseProblem(b=140, h=64, t=4096, topk=1024)
     inputs = make_inputs(problem, "cuda", seed=4)
     indices = inputs[input_names(problem).index("indices")]

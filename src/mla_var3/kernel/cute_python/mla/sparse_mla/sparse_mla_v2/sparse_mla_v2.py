@@ -40,9 +40,6 @@ An index that names no token stands for a row of zeros, and a word a tile says w
 - Such a row is zeroed where it lies in shared memory (`clear_row`), behind the copies of the tile's other rows. Version
   1 copied a row of zeros from global memory. All CTAs copied the same 656 bytes, which lie in six lines of L2, and the
   slices that have them served nothing else meanwhile: a missing index cost more than a token.
-- Where workers have many tiles (`SparseMlaV2Tiling.counts`), a call looks at a sample of its indices while its first
-  loads are on their way (`is_hollow`). If tiles at the ends of rows are empty, the CTAs count each request's tiles up
-  to the last token (`count_tiles`), and the tile scheduler deals out those.
 - q, indices and page tables are read with the strides that they have.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 """
@@ -71,7 +68,7 @@ from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
 from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split
-from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, Walk, begin, begin_filled
+from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, begin, begin_filled
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import sparse_decode
@@ -95,8 +92,6 @@ HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
 MOST_STAGES = 8
 # us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile.
 TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (10.4, 1.51), 64: (14.5, 2.4)}
-COUNTING = 5.0  # us of an H200 that `count_tiles` and the search behind it take: estimated for 64 requests
-COUNTED_FROM = 24  # KV tiles of a worker from which on `counts` is the default: a look at a sample takes 1 to 5 us
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
 AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
 # Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
@@ -104,10 +99,6 @@ AHEAD = 2  # of which bytes are on the way into registers in front of the one th
 LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
 MOST_EXPONENT = 126
 PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
-SAMPLES = 128  # tiles of all rows of indices that a CTA looks at before it counts them,
-SPREAD = 8  # at so many places of a row
-CHUNK = 6  # indices of a row that a thread reads together
-POLLS = 256  # of a CTA that waits for others' counts: some 200 us
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
 
 
@@ -127,8 +118,8 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
-    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, whether a page table
-    stands in place of indices, and whether tiles behind a row's last token are looked for (`count_tiles`)."""
+    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, and whether a page table
+    stands in place of indices."""
 
     h: int
     n: int
@@ -140,7 +131,6 @@ class Geometry:
     extra_lengths: bool
     sink: bool
     paged: bool = False
-    counts: bool = False
 
     @property
     def cache(self) -> Any:
@@ -268,11 +258,6 @@ class Geometry:
     def as_long(self) -> bool:
         """Whether all requests have as many tiles, whatever their indices are: no length has to be read."""
         return not (self.lengths or self.extra_lengths or self.paged)
-
-    @property
-    def worth_counting(self) -> int:
-        """KV tiles of a worker that take as long as `count_tiles` and the search for splits that follows it."""
-        return math.ceil(COUNTING / TIMES[self.n][1])
 
     @property
     def merge(self) -> combine.Merge:
@@ -435,26 +420,12 @@ def next_place(place: Progress, walk: cutlass.Constexpr, geometry: cutlass.Const
     return Progress(split, tile, end, asks)
 
 
-class Ctas(NamedTuple):
-    """The grid's CTAs. number: which of them one is."""
-
-    number: Int32
-    count: Int32
-
-
 class Begun(NamedTuple):
     """What a producer begins with: its rows of the worker's first two tiles, and the place of the second one."""
 
     first: Row
     place: Progress
     second: Row
-
-    @classmethod
-    def nothing(cls) -> Begun:
-        """Of a warp that loads nothing."""
-        zero, no = Int32(0), Boolean(False)
-        row = Row(zero, no, zero, no, zero, zero, no)
-        return cls(row, Progress(Split(zero, zero, zero, zero, zero), zero, zero, zero), row)
 
 
 def page_address(cache: Cache, index: Int32) -> Int64:
@@ -525,16 +496,8 @@ class Inputs(NamedTuple):
     q: cute.Tensor  # TMA tensor (h, columns, s, b), bf16
     caches: tuple[Cache, ...]  # the cache, and perhaps the extra one
     lengths: cute.Tensor  # (b,) int32: 64 for each tile of a request's indices
-    counted: (
-        cute.Tensor | None
-    )  # (b + 2,) int32: the same up to the last tile that names a token, where it was counted;
-    # then how many CTAs have counted their share, and how many have read all: 0 before a launch and after it
     sink: cute.Tensor | None  # (h,) fp32: a logit more in a head's softmax
     flat: cute.Tensor | None  # (1,) fp32: the cache's scale
-
-    def counted_lengths(self) -> cute.Tensor:
-        """(b,) int32 of `counted`."""
-        return cute.make_tensor(self.counted.iterator, cute.make_layout((self.lengths.shape[0],)))
 
 
 @cute.jit
@@ -617,127 +580,6 @@ def begin_loads(
     first = read_row(caches, place, token, row, geometry)
     place = next_place(place, walk, geometry)
     return Begun(first, place, read_row(caches, place, token, row, geometry))
-
-
-@cute.jit
-def drop_query(storage: cutlass.Constexpr):
-    """Waits for a query that is not wanted, and makes its mbarrier as new; by the warp that has asked for it, in front
-    of a barrier of the CTA."""
-    full = storage.query_full.data_ptr()
-    cute.arch.mbarrier_wait(full, 0)
-    with cute.arch.elect_one():
-        cute.arch.inline_ptx("mbarrier.inval.shared::cta.b64 [{$r0}];", read_only_args=[full.toint()])
-        cute.arch.mbarrier_init(full, 1)
-    cute.arch.mbarrier_init_fence()
-
-
-# ------------------------------------------------------------------------------------------------ device: short rows
-@cute.jit
-def is_hollow(cache: Cache, sample: Int32, geometry: cutlass.Constexpr) -> Boolean:
-    """Whether the first and the last index of a tile name no token. sample: 0..SAMPLES-1, which are spread over the
-    query tokens of all requests and over a row's tiles."""
-    all_rows, topk = cache.indices.shape[0] * geometry.s, cache.indices.shape[2]
-    tiles, row = scheduler.ceil_div(topk, TOKENS), sample * all_rows // SAMPLES
-    first = (tiles - 1 - sample % SPREAD * tiles // SPREAD) * TOKENS
-    of_row = cache.indices[row // geometry.s, row % geometry.s, None]
-    low, high = of_row[first], of_row[cutlass.min(first + TOKENS, topk) - 1]
-    most = cache.tokens.shape[0] * cache.tokens.shape[1]
-    return ((low < 0) | (low >= most)) & ((high < 0) | (high >= most))
-
-
-@cute.jit
-def count_hollow(hollow: Boolean) -> Int32:
-    """How many threads' samples are hollow; all threads of the CTA meet here."""
-    text = "{ .reg .pred in; setp.ne.b32 in, {$r0}, 0; "
-    text += f"barrier.cta.red.popc.aligned.u32 {{$w0}}, {int(Barrier.SETUP)}, {THREADS}, in; }}"
-    return cute.arch.make_warp_uniform(
-        cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(hollow)])
-    )
-
-
-def uniform(values: Any) -> Any:
-    """The same numbers, of which the compiler knows that they are equal in all threads of a warp: then it keeps them in
-    registers that the warp shares."""
-    return type(values)(*(cute.arch.make_warp_uniform(value) for value in values))
-
-
-@cute.jit
-def count_tiles(inputs: Inputs, memory: cute.Pointer, cta: Cta, ctas: cutlass.Constexpr, geometry: cutlass.Constexpr):
-    """Writes `Inputs.counted`: each request's tiles up to the last one of which any query token's indices name a token;
-    by all threads of all CTAs, each of which looks at every `ctas.count`-th request and then waits for the others.
-
-    A CTA that waits must not depend on one that may not be running: kernels that wait so on two streams could each hold
-    the multiprocessors that the other one needs. So it waits only so long, and then counts all requests by itself.
-    memory: (1,) int32, shared memory into which nothing is on its way."""
-    requests = inputs.caches[0].indices.shape[0]
-    arrived = inputs.counted.iterator + requests
-    count_requests(inputs, memory, ctas.number, ctas.count, cta, geometry)
-    if cta.thread == 0:
-        cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[arrived.toint()])
-        there, polls = Int32(0), Int32(0)
-        while (there < ctas.count) & (polls < POLLS):
-            there = cute.arch.inline_ptx(
-                "ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[arrived.toint()]
-            )
-            polls = polls + 1
-        memory[0] = there
-    cute.arch.sync_threads()
-    if memory[0] < ctas.count:
-        count_requests(inputs, memory, Int32(0), Int32(1), cta, geometry)
-    # Rows are copied there next.
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_threads()
-
-
-@cute.jit
-def count_requests(
-    inputs: Inputs, memory: cute.Pointer, first: Int32, apart: Int32, cta: Cta, geometry: cutlass.Constexpr
-):
-    """`count_tiles` of requests first, first + apart, ..; by all threads of a CTA."""
-    cache, topk = inputs.caches[-1], inputs.caches[-1].indices.shape[2]
-    most, tiles = cache.tokens.shape[0] * cache.tokens.shape[1], Int32(0)
-    for earlier in inputs.caches[:-1]:
-        tiles = tiles + scheduler.ceil_div(earlier.indices.shape[2], TOKENS)
-    values = cute.make_rmem_tensor(CHUNK, Int32)
-    for request in cutlass.range(first, cache.indices.shape[0], apart, unroll=1):
-        cute.arch.sync_threads()
-        if cta.thread == 0:
-            memory[0] = Int32(0)
-        cute.arch.sync_threads()
-        last = Int32(-1)
-        for token in cutlass.range(geometry.s, unroll=1):
-            of_row = cache.indices[request, token, None]
-            for start in cutlass.range(0, topk, CHUNK * THREADS, unroll=1):
-                for i in cutlass.range_constexpr(CHUNK):
-                    values[i] = of_row[cutlass.min(start + (i * THREADS + cta.thread), topk - 1)]
-                for i in cutlass.range_constexpr(CHUNK):
-                    at = start + (i * THREADS + cta.thread)
-                    is_token = (at < topk) & (values[i] >= 0) & (values[i] < most)
-                    last = cutlass.max(last, cutlass.select_(is_token, at, Int32(-1)))
-        last = Int32(cute.arch.warp_redux_sync(last, kind="max"))
-        if cta.lane == 0:
-            cute.arch.inline_ptx(
-                "red.shared.max.s32 [{$r0}], {$r1};",
-                read_only_args=[memory.toint(), scheduler.ceil_div(last + 1, TOKENS)],
-            )
-        cute.arch.sync_threads()
-        if cta.thread == 0:
-            inputs.counted[request] = (tiles + memory[0]) * TOKENS
-    # Behind the writes of this CTA, whose first thread tells the others of them.
-    cute.arch.sync_threads()
-
-
-@cute.jit
-def leave(counted: cute.Tensor, ctas: cutlass.Constexpr):
-    """Takes the words of `count_tiles` back to 0 in the last CTA that calls it; by one thread of each CTA."""
-    requests = cute.size(counted) - 2
-    words = counted.iterator + requests
-    before = cute.arch.inline_ptx(
-        "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
-        read_only_args=[(words + 1).toint()],
-    )  # fmt: skip
-    if before == ctas.count - 1:
-        words[0], words[1] = Int32(0), Int32(0)
 
 
 # ------------------------------------------------------------------------------------------------ device: the query
@@ -1783,6 +1625,12 @@ def consume(
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernels
+def uniform(values: Any) -> Any:
+    """The same numbers, of which the compiler knows that they are equal in all threads of a warp: then it keeps them in
+    registers that the warp shares."""
+    return type(values)(*(cute.arch.make_warp_uniform(value) for value in values))
+
+
 @cute.kernel
 def sparse_mla_v2(
     inputs: Inputs,
@@ -1791,7 +1639,6 @@ def sparse_mla_v2(
     schedule: Schedule,
     scale_log2: Float32,
     pool: Pool,
-    least_hollow: Int32,  # samples (`is_hollow`) from which on tiles are counted; over SAMPLES: they never are
     geometry: cutlass.Constexpr,
 ):
     """The CTA of a query tile (x) and worker (y, from the last one)."""
@@ -1819,55 +1666,20 @@ def sparse_mla_v2(
     queries, of_tile = Token(token, geometry.s), rows.TileRows(Int32(0), first_row, geometry.h, geometry.n)
     cta, searcher = Cta(worker, tile, thread, warp, lane), CONSUMER_THREADS
     row_tile, producer = first_row // geometry.n, warp - CONSUMERS * WARPS
-    begun = Begun.nothing()
-    if cutlass.const_expr(geometry.counts):
-        ctas = Ctas(block * geometry.tiles + tile, pool.workers * geometry.tiles)
+    if cutlass.const_expr(geometry.as_long):
         walk, split = begin_filled(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
-        line, hollow = pool.filled, Boolean(False)
-        # The loads of a batch of full rows, as most are, begin while it is found out.
-        if producer >= 0:
-            begun = begin_loads(inputs, storage, walk, split, token, row_tile, producer, geometry)
-        elif thread < SAMPLES:
-            hollow = is_hollow(inputs.caches[-1], thread, geometry)
-        is_short = count_hollow(hollow) >= least_hollow
-        if is_short:
-            if producer == 0 and begun.first.there:
-                drop_query(storage)
-            count_tiles(inputs, storage.first.data_ptr(), cta, ctas, geometry)
-            split, line = scheduler.share_first(
-                storage.first.data_ptr(), worker, inputs.counted_lengths(), pool, warp == searcher // 32, lane,
-                geometry.merge.costs,
-            )  # fmt: skip
-            split, line = uniform(split), uniform(line)
-            if thread == searcher:
-                leave(inputs.counted, ctas)
-                if worker == 0 and tile == 0:
-                    combine.write_split_kind(schedule.table, line, Boolean(False), pool)
-            counted = Walk(
-                inputs.counted_lengths(), queries, pool, line, worker, tile, schedule.table, flags, geometry.merge
-            )
-            if producer >= 0:
-                begun = begin_loads(inputs, storage, counted, split, token, row_tile, producer, geometry)
-        address = cutlass.select_(is_short, inputs.counted.iterator.toint(), lengths.iterator.toint())
-        address = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
-        lengths = cute.make_tensor(address, cute.make_layout((lengths.shape[0],)))
-        walk = Walk(lengths, queries, pool, line, worker, tile, schedule.table, flags, geometry.merge)
     else:
-        if cutlass.const_expr(geometry.as_long):
-            walk, split = begin_filled(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
-        else:
-            walk, split = begin(
-                schedule, flags, lengths, queries, pool, cta, storage.first.data_ptr(), searcher, geometry.merge
-            )  # fmt: skip
-            split, walk = uniform(split), replace(walk, line=uniform(walk.line))
-        named_sync(Barrier.SETUP, THREADS)
+        walk, split = begin(
+            schedule, flags, lengths, queries, pool, cta, storage.first.data_ptr(), searcher, geometry.merge
+        )  # fmt: skip
+        split, walk = uniform(split), replace(walk, line=uniform(walk.line))
+    named_sync(Barrier.SETUP, THREADS)
     flat_scale = Float32(1.0)
     if cutlass.const_expr(geometry.layout == "flat"):
         flat_scale = inputs.flat[0]
     if warp >= CONSUMERS * WARPS:
         cute.arch.setmaxregister_decrease(geometry.registers[0])
-        if cutlass.const_expr(not geometry.counts):
-            begun = begin_loads(inputs, storage, walk, split, token, row_tile, producer, geometry)
+        begun = begin_loads(inputs, storage, walk, split, token, row_tile, producer, geometry)
         load(inputs, storage, walk, begun, token, row_tile, producer, geometry)
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
@@ -1920,7 +1732,6 @@ def launch_sparse_mla_v2(
     extra_indices: cute.Tensor | None,
     extra_lengths: cute.Tensor | None,
     lengths: cute.Tensor,  # (b,) int32: 64 for each tile of a request's indices; written where it depends on lengths
-    counted: cute.Tensor | None,  # (b + 2,) int32, a workspace (`Inputs`), where tiles are counted
     sink: cute.Tensor | None,
     flat: cute.Tensor | None,
     out: cute.Tensor,  # (b, s, h, 512) bf16
@@ -1962,14 +1773,8 @@ def launch_sparse_mla_v2(
     else:
         pool = scheduler.make_merged_pool(b, tokens, workers, geometry.costs)
     tma, q_boxes = make_query_tma(q, geometry.n)
-    inputs, least_hollow, of_splits = Inputs(tma, q_boxes, caches, lengths, counted, sink, flat), Int32(0), lengths
-    if cutlass.const_expr(geometry.counts):
-        # Samples stand for the tiles of the last cache, as many of each worker's as are worth it.
-        tiles = b * scheduler.ceil_div(caches[-1].indices.shape[2], TOKENS)
-        least_hollow = cutlass.min(scheduler.ceil_div(geometry.worth_counting * SAMPLES * workers, tiles), SAMPLES + 1)
-        of_splits = inputs.counted_lengths()
-    factor = scale * math.log2(math.e)
-    sparse_mla_v2(inputs, results, flags, schedule, factor, pool, least_hollow, geometry).launch(
+    inputs = Inputs(tma, q_boxes, caches, lengths, sink, flat)
+    sparse_mla_v2(inputs, results, flags, schedule, scale * math.log2(math.e), pool, geometry).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -1979,7 +1784,7 @@ def launch_sparse_mla_v2(
     if cutlass.const_expr(geometry.combines):
         of_token = Results(out, lse, results.outputs, results.stats)
         ctas = 2 * workers * geometry.tiles
-        combine.launch(of_token, schedule.table, of_splits, None, pool, ctas, geometry.merge, stream, sink)
+        combine.launch(of_token, schedule.table, lengths, None, pool, ctas, geometry.merge, stream, sink)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1993,30 +1798,18 @@ def takes(pd: SparseProblem) -> Verdict:
 @dataclass(frozen=True)
 class SparseMlaV2Tiling(Tiling):
     """heads: of a query tile, 8, 16, 32 or 64; 0: the least that holds all, or 64. workers: CTAs for each query tile of
-    a request; 0: as many as fill the device. counts: whether tiles behind the last token that a request's indices name
-    are looked for, and dealt to nobody; indices without lengths alone can be counted."""
+    a request; 0: as many as fill the device."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers",)
 
     heads: int = 0
     workers: int = 0
-    counts: bool = False
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
         n = self.heads or next((n for n in HEADS if n >= pd.h), HEADS[-1])
         return Geometry(
-            pd.h,
-            n,
-            pd.s,
-            pd.layout,
-            pd.page,
-            pd.extra_page,
-            pd.lengths,
-            pd.extra_lengths,
-            pd.sink,
-            pd.paged,
-            self.counts,
+            pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged
         )
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
@@ -2025,8 +1818,6 @@ class SparseMlaV2Tiling(Tiling):
         if self.heads not in (0, *HEADS):
             return Verdict.no(f"heads = {self.heads} must be 0 or one of {', '.join(map(str, HEADS))}")
         geometry = self.geometry(pd)
-        if self.counts and not geometry.as_long:
-            return Verdict.no("counts is for indices without lengths: leave it False where lengths say what counts")
         if device is not None and geometry.tiles > device.num_sms:
             return Verdict.no(
                 f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "
@@ -2062,28 +1853,19 @@ class SparseMlaV2Plan(KernelPlan):
         more CTAs read the same tokens then, and each has less to begin and end."""
         return min(self.autotune_configs(), key=self._time)
 
-    def _counting(self, tiling: SparseMlaV2Tiling) -> SparseMlaV2Tiling:
-        """The tiling with `counts` where workers have tiles enough that it is worth looking for those to leave out."""
-        geometry = tiling.geometry(self.problem)
-        return replace(tiling, counts=geometry.as_long and self._tiles(geometry) >= COUNTED_FROM)
-
     def autotune_configs(self) -> list[Tiling]:
         most = SparseMlaV2Tiling().geometry(self.problem).n
         fewer = [n for n in HEADS if 16 <= n < most]
-        tilings = [self._counting(SparseMlaV2Tiling(heads=n)) for n in (0, *reversed(fewer))]
+        tilings = [SparseMlaV2Tiling(heads=n) for n in (0, *reversed(fewer))]
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)] or tilings[:1]
 
     def _time(self, tiling: SparseMlaV2Tiling) -> float:
         """About how long a call takes, in us."""
-        geometry = tiling.geometry(self.problem)
-        begin, each = TIMES[geometry.n]
-        return begin + each * max(1.0, self._tiles(geometry))
-
-    def _tiles(self, geometry: Geometry) -> float:
-        """KV tiles of a CTA, on average."""
-        pd, sms = self.problem, (self.device or Device.assumed()).num_sms
+        pd, geometry = self.problem, tiling.geometry(self.problem)
+        sms = (self.device or Device.assumed()).num_sms
         of_request = sum(-(-tokens // TOKENS) for tokens in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
-        return pd.b * geometry.tiles * of_request / sms
+        begin, each = TIMES[geometry.n]
+        return begin + each * max(1.0, pd.b * geometry.tiles * of_request / sms)
 
     def workers(self) -> int:
         """Workers of a query tile: the tiling's, or those that fill the device."""
@@ -2106,12 +1888,11 @@ class SparseMlaV2Plan(KernelPlan):
             tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
             lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
         spaces = decode_host.workspaces(q, geometry.partials, b, workers)
-        counted = q.new_zeros(b + 2, dtype=torch.int32) if geometry.counts else None
         flat = given["scale"] if pd.layout == "flat" else None
         arguments = (
-            q, *parts[0], *parts[1], lengths, counted, given.get("sink"), flat, *outputs, *spaces, pd.scale, workers
+            q, *parts[0], *parts[1], lengths, given.get("sink"), flat, *outputs, *spaces, pd.scale, workers
         )  # fmt: skip
-        return self._make(arguments, inputs, outputs, (*spaces, lengths, *([] if counted is None else [counted])))
+        return self._make(arguments, inputs, outputs, (*spaces, lengths))
 
     def plan_empty(self) -> CuteKernel:
         self.require()
@@ -2145,7 +1926,6 @@ class SparseMlaV2Plan(KernelPlan):
                 indices(b) if extra else None,
                 host.fake(Int32, b, align=4) if pd.extra_lengths else None,
                 host.fake(Int32, b, align=4),
-                host.fake(Int32, *host.symbols(1), align=4) if geometry.counts else None,
                 host.fake(Float32, pd.h, align=4) if pd.sink else None,
                 host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
                 host.fake(kind, b, pd.s, pd.h, VALUES),

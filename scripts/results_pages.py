@@ -53,7 +53,8 @@ WHAT = {
         "padded to 64 for it. FlashAttention-3 and FlashInfer read the same tokens from a bf16 cache, through a page "
         "table of single tokens, and take no attention sinks: the cells in which they stand are without sinks, all "
         "others have them, and a name may stand once for each. No cell here has contexts that are shorter than the "
-        "number of indices, where the remaining indices are -1: FlashMLA is faster there."
+        "number of indices, where the remaining indices are -1: `experiment=sparse_served` and `sparse_missing` have "
+        "such cells."
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
@@ -101,11 +102,11 @@ BOARD = (
     "the 40 cells of `experiment=nightly`. A figure is the geometric mean, over the cells of a workload, of the "
     "library's time over ours, in burst with a cold L2, so above 1 the kernel here is faster. Contenders of a cell "
     "took turns in one process. The number behind a mean is that of its cells, those in which a library was timed. A "
-    "percentage stands where no library computes a workload, and is the geometric mean of the shares of the cells' "
-    "limits; it is no part of the column `all`. The column `cells` says in how many cells a kernel of this project "
+    "percentage stands where no library was timed for a workload, and is the geometric mean of the shares of the "
+    "cells' limits; it is no part of the column `all`. The column `cells` says in how many cells a kernel of this project "
     "passed its check and was timed. Each time is the median of three samples, so a mean of few cells may differ by a "
-    "few per cent from one date to the next: `mla-var3 bench KERNEL --against COMMIT` measures with care whether a "
-    "version lost."
+    "few per cent from one date to the next: `mla-var3 bench KERNEL --against COMMIT`, with the options "
+    "of the cell that moved, measures with care whether a version lost."
 )
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"

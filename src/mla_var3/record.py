@@ -39,6 +39,7 @@ ASIDE = {
     "host_cost": "times few calls, for what launches cost the host",
     "nightly": "takes few samples, for the board of dates",
     "one_turn": "gives each contender one hot turn, so that their order decides",
+    "sparse_sub": "takes few samples of a form of a version that was given up",
 }
 
 #: What `record_key` may say in place of a tiling.

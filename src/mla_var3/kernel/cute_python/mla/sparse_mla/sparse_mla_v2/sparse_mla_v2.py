@@ -35,11 +35,14 @@ Both run one copy of the code, half of it out of step, which halves what is fetc
 and barriers. Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are
 on the way into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
 
-An index that names no token stands for a row of zeros, and a word a tile says which scores are -inf. Against version 1:
+An index that names no token stands for a row of zeros, and a word of each producer warp says which of its 16 scores of
+a tile are -inf. Against version 1:
 
-- Such a row is zeroed where it lies in shared memory (`clear_row`), behind the copies of the tile's other rows. Version
-  1 copied a row of zeros from global memory. All CTAs copied the same 656 bytes, which lie in six lines of L2, and the
-  slices that have them served nothing else meanwhile: a missing index cost more than a token.
+- Such a row is zeroed where it lies in shared memory (`clear_row`), while the copies of the tile's other rows are under
+  way. Version 1 copied a row of zeros from global memory, all CTAs the same 656 bytes, and these copies queued up: a
+  missing index cost more than a token. A bit for each stage says that a row holds zeros already. A fence of the lanes
+  that stored zeros stands in front of later bulk copies into these rows, which write through another proxy.
+- The load of an index waits for no length; an index behind the length is ignored a tile later.
 - q, indices and page tables are read with the strides that they have.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 """
@@ -473,8 +476,7 @@ def copy_row(
 @cute.jit
 def clear_row(storage: cutlass.Constexpr, stage: Int32, row: Int32, geometry: cutlass.Constexpr):
     """Zeros in place of a row that no index names, by the row's two lanes. Nothing is read: a row of zeros in global
-    memory would be one that all CTAs copy at once, from the few L2 slices that have it, which then serve nothing
-    else."""
+    memory would be one that all CTAs copy at once, and requests for one line of L2 queue up."""
     side, chunks = cute.arch.lane_idx() % 2, geometry.row_bytes // 16
     # The second lane begins an odd multiple of 64 bytes behind the first one, at most half a row: so what eight lanes
     # store together lies in different banks.

@@ -103,9 +103,9 @@ BOARD = (
     "library's time over ours, in burst with a cold L2, so above 1 the kernel here is faster. Contenders of a cell "
     "took turns in one process. The number behind a mean is that of its cells, those in which a library was timed. A "
     "percentage stands where no library was timed for a workload, and is the geometric mean of the shares of the "
-    "cells' limits; it is no part of the column `all`. The column `cells` says in how many cells a kernel of this project "
-    "passed its check and was timed. Each time is the median of three samples, so a mean of few cells may differ by a "
-    "few per cent from one date to the next: `mla-var3 bench KERNEL --against COMMIT`, with the options "
+    "cells' limits; it is no part of the column `all`. The column `cells` says in how many cells a kernel of this "
+    "project passed its check and was timed. Each time is the median of three samples, so a mean of few cells may "
+    "differ by a few per cent from one date to the next: `mla-var3 bench KERNEL --against COMMIT`, with the options "
     "of the cell that moved, measures with care whether a version lost."
 )
 

@@ -1067,7 +1067,7 @@ def launch_sparse_mla(
 def takes(pd: SparseProblem) -> Verdict:
     """Whether this version computes a problem."""
     if pd.layout != "bf16":
-        return Verdict.no(f"layout {pd.layout} is packed: use sparse_mla_v1")
+        return Verdict.no(f"layout {pd.layout} is packed: use sparse_mla_v2")
     return Verdict.yes()
 
 

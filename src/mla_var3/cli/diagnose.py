@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.cli.arguments import add_problem, doing, given_fields, problem_for
+from mla_var3.cli.arguments import add_problem, doing, problem_for, says_problem
 from mla_var3.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def evidence_of(args: argparse.Namespace, records: Callable[[], Sequence[Record]
         from mla_var3.device import Device
 
         kernel = KernelId.parse(what)
-        problem = problem_for(args, [kernel]) if _given(args) else None
+        problem = problem_for(args, [kernel]) if says_problem(args) else None
         return found.of_kernel(kernel, problem, Device.get(device).key, records())
     if re.fullmatch(r"[0-9a-f]{6,}", what):
         _no_problem(args, "a record")
@@ -101,13 +101,8 @@ def _here() -> str:
     return detected.key if detected is not None and detected.known else "h200"
 
 
-def _given(args: argparse.Namespace) -> bool:
-    """Whether an option says something about the problem."""
-    return bool(given_fields(args)) or any(value is not None for value in (args.page, args.lengths, args.model))
-
-
 def _no_problem(args: argparse.Namespace, what: str) -> None:
-    if _given(args):
+    if says_problem(args):
         raise UserError(f"{what} has its own problem: leave out --b and the others, or name a kernel.")
 
 

@@ -6,8 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from mla_var3 import paths
-from mla_var3.cli.arguments import add_problem, by_workload, doing, experiment_cells, problem_for, problem_of, usable
+from mla_var3.cli.arguments import (
+    add_problem,
+    by_workload,
+    doing,
+    experiment_cells,
+    problem_for,
+    problem_of,
+    says_problem,
+    usable,
+)
 from mla_var3.errors import UserError
 from mla_var3.files import check_file, check_folder, write_whole
 
@@ -40,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    from mla_var3.cli.arguments import says_problem
     from mla_var3.lab.export import flashinfer_bench
 
     if args.device is not None:
@@ -66,16 +73,15 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
-    from mla_var3.cli.arguments import says_problem
     from mla_var3.lab.export import cudnn_frontend
+    from mla_var3.lab.report.gather import default_files
     from mla_var3.record import load
 
     if args.experiment is not None or says_problem(args):
         raise UserError("cudnn-frontend's table is of records: leave --experiment and the options of a problem out.")
     check_file(args.out, "--out")
-    shipped = [p for p in dict.fromkeys((Path("results").resolve(), paths.shipped_results_dir())) if p.is_dir()]
     with doing("reading records"):
-        records = load(args.what or shipped).records
+        records = load(args.what or default_files()).records
     if args.device is not None:
         records = [r for r in records if r.device == args.device]
     text, rows, left = cudnn_frontend.table(records)

@@ -120,7 +120,7 @@ def find(what: str, kernel: KernelId, problem: Problem | None, device: Device | 
         if found.median(STATE) is None:
             raise UserError(f"--against {what}: that record has no time in {STATE}: name one that has.")
         return _of_record(found)
-    commit = _git("rev-parse", "--verify", "--quiet", f"{what}^{{commit}}")
+    commit = _commit(what)
     if commit is None:
         raise UserError(
             f"--against {what!r} is no record file, no record's id and no commit here: give one, as HEAD~1 or "
@@ -138,15 +138,17 @@ def _newest(file: str, kernel: KernelId, problem: Problem | None, device: Device
         on = f" on {device.key}" if device is not None else ""
         raise UserError(f"--against {file} has no time of {kernel.label}{on}: {nearest(kernel.label, labels)}.")
     cells = sorted({r.problem_label for r in mine})
-    if problem is not None:
+    if problem is None:
+        if len(cells) > 1:
+            raise UserError(
+                f"--against {file} has {kernel.label} on {len(cells)} problems: say which, for example by --b."
+            )
+    else:
         mine = [r for r in mine if r.problem == problem.to_record()]
-    elif len(cells) > 1:
-        raise UserError(f"--against {file} has {kernel.label} on {len(cells)} problems: say which, for example by --b.")
-    if not mine:
-        assert problem is not None
-        raise UserError(
-            f"--against {file} has no time of {kernel.label} on {problem.label}: {nearest(problem.label, cells)}."
-        )
+        if not mine:
+            raise UserError(
+                f"--against {file} has no time of {kernel.label} on {problem.label}: {nearest(problem.label, cells)}."
+            )
     return max(mine, key=lambda r: r.at)
 
 
@@ -159,7 +161,12 @@ def _buildable(record: Record) -> str:
     commit = record.source.commit
     if not commit or record.source.dirty is not False:
         return ""
-    return _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") or ""
+    return _commit(commit) or ""
+
+
+def _commit(name: str) -> str | None:
+    """The commit that a name means in this repository; None where it means none."""
+    return _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
 
 
 def asked(record: Record | None) -> dict[str, Any] | None:
@@ -392,11 +399,12 @@ def by_shares(now: Record, then: Record, pool: Sequence[Record]) -> Comparison:
     # What is compared says nothing of noise.
     others_ran = [r for r in pool if r.id not in (now.id, then.id)]
     differ = runs_differ(others_ran, now.kernel.label, same_card=same_card)
-    cards = "one card" if same_card else "two cards"
-    agree = f"where 19 of 20 repeated runs of one code on {cards} agree within {100 * ((differ or 1) - 1):.1f} %"
     if differ is None:
         differ = spoken.RUNS_DIFFER
         agree = f"where runs of one code were seen to differ by up to {100 * (differ - 1):.0f} %"
+    else:
+        cards = "one card" if same_card else "two cards"
+        agree = f"where 19 of 20 repeated runs of one code on {cards} agree within {100 * (differ - 1):.1f} %"
     shares = f"{100 * mine:.1f} % and {100 * others:.1f} %"
     how = f"by shares of each run's limit, {shares}, {agree}{_same_code(now, then)}"
     return Comparison(ratio, ratio / differ, ratio * differ, how)
@@ -413,17 +421,17 @@ def runs_differ(pool: Sequence[Record], label: str, *, same_card: bool) -> float
 
 def _gaps(pool: Sequence[Record], same_card: bool) -> list[float]:
     """Logarithms of how far the shares of two runs of one code on one problem are apart."""
-    groups: dict[tuple[str, ...], list[Record]] = {}
+    groups: dict[tuple[str, ...], list[tuple[str, str, float]]] = {}  # chip, run and share of each record
     for r in pool:
-        digest, chip = (r.code or {}).get("digest"), r.environment.get("chip")
-        if digest and chip and r.of_limit(STATE) is not None:
+        digest, chip, share = (r.code or {}).get("digest"), r.environment.get("chip"), r.of_limit(STATE)
+        if digest and chip and share is not None:
             key = (r.device, r.kernel.label, digest, json.dumps([r.problem, r.tiling], sort_keys=True))
-            groups.setdefault(key, []).append(r)
+            groups.setdefault(key, []).append((chip, r.run, share))
     return [
-        abs(math.log((a.of_limit(STATE) or 0.0) / (b.of_limit(STATE) or 0.0)))
+        abs(math.log(a / b))
         for some in groups.values()
-        for a, b in itertools.combinations(some, 2)
-        if a.run != b.run and (a.environment["chip"] == b.environment["chip"]) == same_card
+        for (chip, run, a), (other_chip, other_run, b) in itertools.combinations(some, 2)
+        if run != other_run and (chip == other_chip) == same_card
     ]
 
 

@@ -317,12 +317,7 @@ class Worker:
                 # A compiler that is missing on this machine does not make the kernel wrong.
                 self.info(contender, warnings=[f"not compiled for its resources: {error}"])
                 return
-            found = {"resources": compiled.to_record(), "warnings": list(compiled.warnings)}
-            if compiled.seconds is not None:
-                found["compile_seconds"] = round(compiled.seconds, 3)
-            if compiled.code is not None:
-                found["code"] = compiled.code.to_record()
-            self._resources[key] = found
+            found = self._resources[key] = compiled.outcome()
         self.info(contender, **found)
         smem, room = found["resources"]["smem"], self.device.smem_per_block
         if smem > room:

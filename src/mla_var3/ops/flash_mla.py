@@ -40,6 +40,9 @@ R = TypeVar("R")
 
 ROWS = 64  # query rows of FlashMLA's tile
 FIELDS = 8  # int32 numbers that FlashMLA's scheduler keeps for each of its parts
+#: Layouts of FP8 caches: by the columns of q, and of DeepSeek V4.1 by the bytes of a token.
+_OF_COLUMNS = {576: "v32", 512: "v4"}
+_OF_V41 = {layout_of(name).token_bytes: name for name in ("v41", "v41_fp4")}
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -134,18 +137,18 @@ def flash_mla_with_kvcache(
     found = _config(q, k_cache, causal, is_fp8_kvcache, indices, extra_k_cache, extra_indices_in_kvcache)
     if meta is not None and meta.have_initialized:
         _same_group(meta.config or found, found)
+    caches = {"k_cache": k_cache, "extra_k_cache": extra_k_cache}
+    layouts = {name: _layout(q, is_fp8_kvcache, cache) for name, cache in caches.items() if cache is not None}
     if is_fp8_kvcache:
-        for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
-            if cache is not None:
-                bytes_of(layout_of(_layout(q, True, cache)), cache, name)
+        for name, of_cache in layouts.items():
+            bytes_of(layout_of(of_cache), caches[name], name)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
     if indices is not None:
         if causal:
             raise UserError("causal was given with indices, which say themselves what is attended to: leave it out.")
         if head_dim_v != VALUES:
             raise UserError(f"head_dim_v is {head_dim_v}: sparse attention has {VALUES} columns of values.")
-        layout = _layout(q, is_fp8_kvcache, k_cache)
-        of_extra = None if extra_k_cache is None else _layout(q, is_fp8_kvcache, extra_k_cache)
+        layout, of_extra = layouts["k_cache"], layouts.get("extra_k_cache")
         beside_in("k_cache", layout, "extra_k_cache", of_extra)
         both = sparse_mla_decode(
             q, k_cache, indices, layout=layout, scale=scale, topk_lens=topk_length, sink=attn_sink,
@@ -173,7 +176,7 @@ def flash_mla_with_kvcache(
                 raise UserError("causal is False: over an FP8 cache several query tokens are causal; pass causal=True.")
             if head_dim_v != VALUES:
                 raise UserError(f"head_dim_v is {head_dim_v}: FP8 caches have {VALUES} columns of values.")
-            both = packed_mla_decode(*given, layout=_layout(q, True, k_cache), scale=scale, return_lse=True)
+            both = packed_mla_decode(*given, layout=layouts["k_cache"], scale=scale, return_lse=True)
         else:
             both = mla_decode(*given, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True)
     assert isinstance(both, tuple)
@@ -194,11 +197,9 @@ def _layout(q: torch.Tensor, is_fp8: bool, cache: torch.Tensor) -> str:
     """Of a cache that goes with q: DeepSeek V4 and V4.1 have as many columns, and other bytes of a token."""
     if not is_fp8:
         return "bf16"
-    named = {576: "v32", 512: "v4"}
-    if q.shape[-1] not in named:
+    if q.shape[-1] not in _OF_COLUMNS:
         raise UserError(f"q has {q.shape[-1]} columns: FP8 caches go with 576, of DeepSeek V3.2, or 512, of V4.")
-    of_v41 = {layout_of(name).token_bytes: name for name in ("v41", "v41_fp4")}
-    return of_v41.get(cache.shape[-1], "v4") if q.shape[-1] == VALUES else named[q.shape[-1]]
+    return _OF_V41.get(cache.shape[-1], "v4") if q.shape[-1] == VALUES else _OF_COLUMNS[q.shape[-1]]
 
 
 def _config(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.ops.request import (
+    VECTOR,
     compact,
     dtype_name,
     judge,
@@ -230,9 +231,9 @@ def absorb_gemm(
     judge("x", x, (n, h, d if side == "q" else k), None, x)
     columns = k if side == "q" else d
     made = torch.empty((n, h, columns), dtype=x.dtype, device=x.device) if out is None else out
-    target = require_rows("out", judge("out", made, (n, h, columns), x.dtype, x), _VECTOR)
+    target = require_rows("out", judge("out", made, (n, h, columns), x.dtype, x), VECTOR)
     problem = _gemm(side, max(n, 1), h, k, d, dtype_name(x.dtype, "x"))
-    serve("absorb_gemm", problem, (rows_of(x, _VECTOR), weight), (target,), kernel, on, first="x")
+    serve("absorb_gemm", problem, (rows_of(x, VECTOR), weight), (target,), kernel, on, first="x")
     return made
 
 
@@ -243,7 +244,6 @@ def require_side(side: str) -> None:
 
 
 # ---------------------------------------------------------------- in common
-_VECTOR = 8  # elements of 16 bits in 16 bytes
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

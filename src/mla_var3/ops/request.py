@@ -26,6 +26,7 @@ _PAGE_ALIGNMENT = 16  # bytes: what it assumes of the step between pages
 #: What an int32 holds.
 LEAST, MOST = -(1 << 31), (1 << 31) - 1
 _ROW_ALIGNMENT = 16  # bytes: what kernels that read rows as vectors assume of where these begin
+VECTOR = _ROW_ALIGNMENT // 2  # elements of 16 bits in a vector
 #: Bytes that an address must be a multiple of, by the bytes of an element: rows of 16-bit values are read as vectors.
 _NEEDED = {2: 16, 4: 4}
 
@@ -403,11 +404,20 @@ def plain_strides(tensor: torch.Tensor) -> torch.Tensor:
     told strides wants multiples of 16 bytes."""
     if 1 not in tensor.shape:
         return tensor
+    given = tensor.stride()
+    plain = _plain(tensor.shape, given)
+    return tensor if plain == given else tensor.as_strided(tensor.shape, plain)
+
+
+# Every call with one query token asks it of each of its tensors, of the same few shapes.
+@functools.lru_cache(maxsize=4096)
+def _plain(shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+    """Given strides, with those of a contiguous tensor in dimensions of size 1."""
     strides, apart = list[int](), 1
-    for size, given in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        strides.insert(0, apart if size == 1 else given)
+    for size, step in zip(reversed(shape), reversed(given), strict=True):
+        strides.insert(0, apart if size == 1 else step)
         apart = max(apart, strides[0] * size)
-    return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
+    return tuple(strides)
 
 
 def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:

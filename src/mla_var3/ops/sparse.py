@@ -8,7 +8,19 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.ops.request import LEAST, MOST, compact, integers, judge, named_as, number, packed_pages, result, rows_of
+from mla_var3.ops.request import (
+    LEAST,
+    MOST,
+    VECTOR,
+    compact,
+    integers,
+    judge,
+    named_as,
+    number,
+    packed_pages,
+    result,
+    rows_of,
+)
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import engine_of, serve, way_for
 from mla_var3.packed_cache import VALUES, beside, layout_of
@@ -22,8 +34,6 @@ if TYPE_CHECKING:
 
     from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
-
-ROW_STEP = 8  # elements of bf16 in 16 bytes, of which the strides of q are multiples
 
 
 @traceable
@@ -172,7 +182,7 @@ def _judged(
     judge("q", q, (None, None, None, layout_of(layout).columns), torch.bfloat16, q)
     if (cache_scale is None) == (layout == "flat"):
         raise UserError(f"layout {layout} {'needs' if layout == 'flat' else 'has no'} cache_scale, which is of flat.")
-    inputs = {"q": rows_of(q, ROW_STEP)}
+    inputs = {"q": rows_of(q, VECTOR)}
     if cache_scale is not None:
         inputs["scale"] = compact(judge("cache_scale", cache_scale, (1,), torch.float32, q))
     if sink is not None:
@@ -180,6 +190,7 @@ def _judged(
     return inputs
 
 
+@functools.lru_cache(maxsize=256)
 def beside_in(name: str, layout: str, extra_name: str = "", extra: str | None = None) -> str:
     """The layout of an extra cache, None for that of the cache. Raises `UserError`, with the name of the caller's
     argument, where the two do not go together or the cache has a layout of extra caches alone."""

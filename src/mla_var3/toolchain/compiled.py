@@ -70,6 +70,15 @@ class CompiledKernel:
             ]
         return data
 
+    def outcome(self) -> dict[str, Any]:
+        """Fields of a record that this gives, without those that are not known."""
+        found: dict[str, Any] = {"resources": self.to_record(), "warnings": list(self.warnings)}
+        if self.seconds is not None:
+            found["compile_seconds"] = round(self.seconds, 3)
+        if self.code is not None:
+            found["code"] = self.code.to_record()
+        return found
+
     @classmethod
     def of_stages(cls, name: str, arch: str, stages: Sequence[CompiledKernel]) -> CompiledKernel:
         """A pipeline's: the resources of its main stage, and all warnings.

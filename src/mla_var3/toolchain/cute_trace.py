@@ -195,6 +195,17 @@ def _assembly(text: str) -> Any:
     )
 
 
+def _linear(to: str, index: str) -> str:
+    """A three-dimensional index as one number, x fastest; takes the registers a and b."""
+    return f"""mov.u32 {to}, %{index}.z;
+mov.u32 a, %n{index}.y;
+mov.u32 b, %{index}.y;
+mad.lo.u32 {to}, {to}, a, b;
+mov.u32 a, %n{index}.x;
+mov.u32 b, %{index}.x;
+mad.lo.u32 {to}, {to}, a, b;"""
+
+
 def _begin_text(region: Region, base: int, capacity: int) -> str:
     """Declares the registers, and writes the begin. Lanes that store nothing count from `ASIDE` on."""
     return f"""
@@ -203,21 +214,9 @@ def _begin_text(region: Region, base: int, capacity: int) -> str:
 .reg .pred active;
 .reg .b32 a, b, c, slot, lane, sm, clk;
 .reg .b64 at, time;
-mov.u32 slot, %ctaid.z;
-mov.u32 a, %nctaid.y;
-mov.u32 b, %ctaid.y;
-mad.lo.u32 slot, slot, a, b;
-mov.u32 a, %nctaid.x;
-mov.u32 b, %ctaid.x;
-mad.lo.u32 slot, slot, a, b;
+{_linear("slot", "ctaid")}
 setp.lt.u32 active, slot, {region.ctas};
-mov.u32 c, %tid.z;
-mov.u32 a, %ntid.y;
-mov.u32 b, %tid.y;
-mad.lo.u32 c, c, a, b;
-mov.u32 a, %ntid.x;
-mov.u32 b, %tid.x;
-mad.lo.u32 c, c, a, b;
+{_linear("c", "tid")}
 and.b32 lane, c, 31;
 setp.eq.and.u32 active, lane, 0, active;
 shr.u32 c, c, 5;

@@ -130,7 +130,11 @@ def inner_loops(sass: str) -> list[Loop]:
     A warp-specialised kernel has one for each role that multiplies. Without any product in a loop: the largest
     innermost loops, so that a join or a copy has one too.
     """
-    every = loops(instructions(sass))
+    return innermost(loops(instructions(sass)))
+
+
+def innermost(every: Sequence[Loop]) -> list[Loop]:
+    """Of a kernel's loops those that `inner_loops` gives."""
     multiplying = [loop for loop in every if loop.tensor]
     pool = multiplying or every
     heads = {loop.start: {one.address for one in loop.body} for loop in pool}

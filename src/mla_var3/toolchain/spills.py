@@ -35,11 +35,12 @@ def of(code: str, lines: Mapping[int, tuple[str, int]] | None = None) -> list[Sp
     A kernel without a product in any loop has no loop that its time is spent in: all of its spills count as in it. An
     array that is indexed at run time lies in local memory too and counts as spilled, as in `Resources.spill_bytes`.
     """
-    found = [one for one in loops.instructions(code) if one.name in ("STL", "LDL")]
+    every = loops.instructions(code)
+    found = [one for one in every if one.name in ("STL", "LDL")]
     if not found:
         return []
-    multiplying = [loop for loop in loops.loops(loops.instructions(code)) if loop.tensor]
-    inner = {one.address for loop in loops.inner_loops(code) if loop.tensor for one in loop.body}
+    multiplying = [loop for loop in loops.loops(every) if loop.tensor]
+    inner = {one.address for loop in loops.innermost(multiplying) for one in loop.body}
     outer = {one.address for loop in multiplying for one in loop.body}
 
     def place(address: int) -> str:

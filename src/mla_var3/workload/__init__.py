@@ -22,7 +22,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 from mla_var3.errors import UserError, nearest
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: Dtypes of problems, as torch calls them.
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 #: The workload of a record whose problem names none: the first one there was.
 DEFAULT = "decode"
@@ -108,7 +109,7 @@ class Problem(ABC):
     def torch_dtype(self) -> Any:
         import torch
 
-        return getattr(torch, _TORCH_DTYPES[self.dtype])
+        return getattr(torch, TORCH_DTYPES[self.dtype])
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other fields."""
@@ -163,7 +164,7 @@ def check_bound(name: str, tensor: Any, shape: tuple[int, ...], dtype: str) -> N
 
     if tuple(tensor.shape) != shape:
         raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
-    if tensor.dtype != getattr(torch, _TORCH_DTYPES.get(dtype, dtype)):
+    if tensor.dtype != getattr(torch, TORCH_DTYPES.get(dtype, dtype)):
         raise UserError(f"cannot bind: {name} is {tensor.dtype}, and this kernel was planned for {dtype}.")
 
 

@@ -279,20 +279,25 @@ class SparseProblem(Problem):
         rng.shuffle(is_short)
         return tuple(rng.randint(1, most) if x else rng.randint(min(most + 1, self.t), self.t) for x in is_short)
 
+    @property
+    def omission(self) -> tuple[str, float]:
+        """(kind, share) of the indices that `missing` leaves out; ("", 0.0) where it leaves out none."""
+        kind, _, share = self.missing.partition(":")
+        return kind, float(share or 0)
+
     def empty_rows(self) -> frozenset[tuple[int, int]]:
         """(request, query token) of those whose indices all name none, where `missing` is of rows."""
-        kind, _, share = self.missing.partition(":")
+        kind, share = self.omission
         if kind != "rows":
             return frozenset()
         rows = self.b * self.s
-        chosen = random.Random(self.missing).sample(range(rows), round(float(share) * rows))
+        chosen = random.Random(self.missing).sample(range(rows), round(share * rows))
         return frozenset(divmod(row, self.s) for row in chosen)
 
     def filled(self, part: Part) -> tuple[int, ...]:
         """How many indices of each query token of a request name a token of one cache and count, rows that are empty
         apart."""
-        kind, _, text = self.missing.partition(":")
-        share = float(text or 0)
+        kind, share = self.omission
         if kind == "end":
             return tuple(min(n, part.topk - round(share * part.topk)) for n in part.there)
         if kind == "scattered":
@@ -318,13 +323,8 @@ class SparseProblem(Problem):
 
     def to_record(self) -> dict[str, Any]:
         data = super().to_record()
-        for name in (
-            "paged",
-            "contexts",
-            "missing",
-            "strided",
-            "extra_layout",
-        ):  # records from before these fields stay as they are
+        # Records from before these fields stay as they are.
+        for name in ("paged", "contexts", "missing", "strided", "extra_layout"):
             if data[name] == getattr(SparseProblem, name):
                 del data[name]
         return data
@@ -431,6 +431,8 @@ class Part:
         return tuple(min(length, tokens) for length, tokens in zip(self.lens, contexts, strict=True))
 
 
+#: Fields of a problem whose indices may be any.
+_ANY: dict[str, Any] = {"contexts": "full", "missing": ""}
 #: Inputs that are views with gaps between their rows where a problem is strided.
 STRIDED = ("q", "indices", "extra_indices", "page_table")
 
@@ -605,7 +607,7 @@ class _Drawn:
         """(b, s, topk) bool: those that the problem's `missing` leaves out."""
         import torch
 
-        kind, _, share = self.problem.missing.partition(":")
+        kind, share = self.problem.omission
         b, s, topk = self.part.b, self.problem.s, self.part.topk
         if kind == "rows":
             rows = torch.zeros((b, s, 1), dtype=torch.bool, device=self.device)
@@ -613,10 +615,12 @@ class _Drawn:
                 rows[i, j] = True
             return rows.expand(b, s, topk)
         if kind == "end":
-            return torch.arange(topk, device=self.device).expand(b, s, topk) >= topk - round(float(share) * topk)
+            return torch.arange(topk, device=self.device).expand(b, s, topk) >= topk - round(share * topk)
         size = TILE if kind == "tiles" else 1
         whole = torch.tensor([n // size for n in self.part.there], device=self.device).view(b, 1, 1)
-        fewer = torch.tensor([round(float(share) * (n // size)) for n in self.part.there], device=self.device)
+        kept = self.problem.filled(self.part)
+        omitted = [(n - left) // size for n, left in zip(self.part.there, kept, strict=True)]
+        fewer = torch.tensor(omitted, device=self.device)
         units = torch.rand((b, s, -(-topk // size)), device=self.device, generator=self.generator)
         units[torch.arange(units.shape[-1], device=self.device).expand_as(units) >= whole] = 2.0
         chosen = units.argsort(-1).argsort(-1) < fewer.view(b, 1, 1)
@@ -1030,7 +1034,7 @@ def rebound(problem: SparseProblem, *inputs: Any) -> SparseProblem:
 
     if problem.paged:
         return problem.replace(b=b, t=given["page_table"].shape[1] * problem.page, lengths=False)
-    sizes = {"t": tokens("cache"), "topk": given["indices"].shape[2], "contexts": "full", "missing": ""}
+    sizes = {"t": tokens("cache"), "topk": given["indices"].shape[2], **_ANY}
     if problem.extra:
         sizes |= {"extra_t": tokens("extra_cache"), "extra": given["extra_indices"].shape[2]}
     return problem.replace(b=b, **sizes)
@@ -1048,7 +1052,7 @@ def _check_strides(name: str, tensor: torch.Tensor) -> None:
 
 def as_bound(problem: SparseProblem) -> SparseProblem:
     """What `rebound` makes of the problem's own inputs: cached tokens fill their pages, and any index may name one."""
-    sizes: dict[str, Any] = {"t": -(-problem.t // problem.page) * problem.page, "contexts": "full", "missing": ""}
+    sizes: dict[str, Any] = {"t": -(-problem.t // problem.page) * problem.page, **_ANY}
     if problem.paged:
         sizes["lengths"] = False
     if problem.extra:

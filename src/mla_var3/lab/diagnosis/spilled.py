@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from mla_var3.catalogue import registry
@@ -105,15 +105,13 @@ def by_place(found: Iterable[Spill]) -> Iterator[tuple[str, int, list[tuple[int,
     """(place, bytes, [(bytes, file:line, its text)]) of the places that spill, most bytes first in each."""
     some = list(found)
     for place in spills.PLACES:
-        mine = [one for one in some if one.place == place]
-        if mine:
-            yield place, sum(one.width for one in mine), sorted(_lines(mine), key=lambda row: -row[0])
-
-
-def _lines(found: list[Spill]) -> Iterator[tuple[int, str, str]]:
-    ordered = sorted(found, key=_where)
-    for where, group in groupby(ordered, key=_where):
-        yield sum(one.width for one in group), *where
+        rows: Counter[tuple[str, str]] = Counter()
+        for one in some:
+            if one.place == place:
+                rows[_where(one)] += one.width
+        if rows:
+            ordered = sorted(rows.items(), key=lambda row: (-row[1], row[0]))
+            yield place, rows.total(), [(width, *where) for where, width in ordered]
 
 
 def _where(spill: Spill) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.catalogue import spoken
 from mla_var3.device import Device
 from mla_var3.errors import UserError
-from mla_var3.workload import problem_from_record
+from mla_var3.workload import TORCH_DTYPES, problem_from_record
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import PrefillProblem
 
@@ -28,7 +28,6 @@ COLUMNS = (
     "tflops", "gbps", "sol_pct", "num_iterations", "success", "error_message", "gpu_name", "backend_detail",
     "cudnn_backend_version",
 )  # fmt: skip
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 STATE = "burst"
 
 
@@ -88,7 +87,7 @@ def _shape(problem: Any) -> dict[str, Any] | None:
         page, model = None, _model(problem.h, 512, problem.p)
     else:
         return None
-    dtype = DTYPES[problem.dtype]
+    dtype = TORCH_DTYPES[problem.dtype]
     return {
         **of, **widths, "model_name": model, "data_type": dtype, "kv_cache_dtype": dtype, "batch_size": problem.b,
         "q_tokens": problem.s, "num_q_heads": problem.h, "page_size": page,

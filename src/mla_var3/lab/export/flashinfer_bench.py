@@ -26,6 +26,7 @@ from mla_var3.catalogue import registry
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
 from mla_var3.lab.export import references
+from mla_var3.workload import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from mla_var3.catalogue.registry import KernelId
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from mla_var3.workload.norm import NormProblem
 
 AUTHOR = "mla_var3"
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: Names of workloads are from this namespace, so that the same problem has the same one in every export.
 _SPACE = uuid.UUID("6d6c615f-7661-5233-8000-000000000000")
 
@@ -95,7 +95,7 @@ def _dtype(problem: Problem) -> str:
 # ---------------------------------------------------------------- the forms
 def _decode(pd: MlaProblem) -> Form:
     _refuse(pd, "h_kv", "strided_pages", "queries", "tree")
-    dtype, page = DTYPES[pd.dtype], pd.page_size
+    dtype, page = TORCH_DTYPES[pd.dtype], pd.page_size
     masked = "_causal" if pd.causal else ""
     call = f"decode(q, kv_cache, page_table, seq_lens, scale, k={pd.k}, causal={pd.causal})"
 
@@ -141,7 +141,7 @@ def _decode(pd: MlaProblem) -> Form:
 
 
 def _norm(pd: NormProblem) -> Form:
-    dtype = DTYPES[pd.dtype]
+    dtype = TORCH_DTYPES[pd.dtype]
     const, rows = {"width": pd.width}, ("num_rows", "width")
     inputs: dict[str, Spec] = {"x": (rows, dtype), "weight": (("width",), dtype)}
     outputs: dict[str, Spec] = {"out": (rows, dtype)}
@@ -177,7 +177,7 @@ def _norm(pd: NormProblem) -> Form:
 
 
 def _gemm(pd: GemmProblem) -> Form:
-    dtype = DTYPES[pd.dtype]
+    dtype = TORCH_DTYPES[pd.dtype]
     before, after = ("head_dim", "latent_columns") if pd.side == "q" else ("latent_columns", "head_dim")
     return Form(
         name=f"absorb_gemm_{pd.side}_h{pd.h}_d{pd.d}_k{pd.k}{_dtype(pd)}",
@@ -198,7 +198,7 @@ def _gemm(pd: GemmProblem) -> Form:
 
 
 def _merge(pd: MergeProblem) -> Form:
-    dtype = DTYPES[pd.dtype]
+    dtype = TORCH_DTYPES[pd.dtype]
     return Form(
         name=f"merge_partials_n{pd.parts}_k{pd.k}{_dtype(pd)}",
         op_type="merge_state",

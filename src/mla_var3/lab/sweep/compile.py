@@ -122,13 +122,9 @@ def outcome_of(job: CompileJob) -> dict[str, Any]:
         return {"status": _STATUS.get(type(error).__name__, "failed"), "reason": str(error)}
     except Exception as error:
         return {"status": "failed", "reason": f"compiling failed: {mistakes.sentence(error)}"}
-    outcome: dict[str, Any] = {"status": "compiled", "reason": "", "resources": compiled.to_record()}
-    if compiled.seconds is not None:
-        outcome["compile_seconds"] = round(compiled.seconds, 3)
-    if compiled.code is not None:
-        outcome["code"] = compiled.code.to_record()
+    outcome = compiled.outcome()
     seconds = {"compile": round(time.perf_counter() - start, 3)}
-    return outcome | {"warnings": list(compiled.warnings), "seconds": seconds}
+    return {"status": "compiled", "reason": "", **outcome, "seconds": seconds}
 
 
 def store(job: StoredJob, outcome: dict[str, Any]) -> list[Record]:

@@ -91,6 +91,11 @@ def problem_for(
     return first
 
 
+def _grids(experiment: Any) -> Sequence[Any]:
+    """The grids of an experiment, of which one may stand without a list."""
+    return experiment.grid if isinstance(experiment.grid, list | tuple) else [experiment.grid or {}]
+
+
 def expand_cells(config: SweepConfig) -> list[Problem]:
     """The experiment's problems, in order, each once: its cells, then its grid, under the model and `problem.*`."""
     experiment = config.experiment
@@ -101,8 +106,7 @@ def expand_cells(config: SweepConfig) -> list[Problem]:
                 f"experiment.cells[{index}] = {cell!r} is not a mapping: write {{b: 1, s: 1, h: 128, t: 4096}}."
             )
         cells.append(cell)
-    grids = experiment.grid if isinstance(experiment.grid, list | tuple) else [experiment.grid or {}]
-    for grid in grids:
+    for grid in _grids(experiment):
         if not isinstance(grid, Mapping):
             raise UserError(f"experiment.grid has {grid!r}, which is not a mapping: write {{h: [16, 128], b: [1]}}.")
         for name, values in grid.items():
@@ -240,9 +244,8 @@ def chosen_kernels(config: SweepConfig) -> list[KernelId]:
 def _workloads(config: SweepConfig) -> set[str]:
     """The workloads of an experiment's cells."""
     experiment = config.experiment
-    grids = experiment.grid if isinstance(experiment.grid, list | tuple) else [experiment.grid or {}]
     named = [cell.get("workload", experiment.workload) for cell in experiment.cells]
-    named += [name for grid in grids for name in grid.get("workload", [experiment.workload]) if grid]
+    named += [name for grid in _grids(experiment) for name in grid.get("workload", [experiment.workload]) if grid]
     return {*map(str, named), *([experiment.workload] if experiment.draw else [])}
 
 

@@ -43,6 +43,9 @@ def blocks(page: Path) -> dict[str, str]:
 ROOT = Path(__file__).resolve().parent.parent
 README, CONTRIBUTING = blocks(ROOT / "README.md"), blocks(ROOT / "CONTRIBUTING.md")
 
+#: Packages may come by PYTHONPATH too: behind the copy's sources.
+INHERITED = "".join(f":{part}" for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part)
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -94,7 +97,8 @@ def shell(tmp_path: Path) -> Shell:
     )
     make = f"{make} -n" if make != "''" else 'grep -q "^$1:" Makefile && echo'
     venv = (
-        'mkdir -p .venv/bin && echo "export PATH=$PWD/.venv/bin:\\$PATH PYTHONPATH=$PWD/src" > .venv/bin/activate && '
+        f'mkdir -p .venv/bin && echo "export PATH=$PWD/.venv/bin:\\$PATH PYTHONPATH=$PWD/src{INHERITED}" '
+        "> .venv/bin/activate && "
         "printf '#!/bin/bash\\nexec %s %s \"$@\"\\n' "
         f'{python} "$PWD/tests/pasted_command.py" > .venv/bin/mla-var3 && chmod +x .venv/bin/mla-var3'
     )
@@ -122,7 +126,9 @@ def in_checkout(shell: Shell, **env: str) -> Shell:
 def active(shell: Shell) -> Shell:
     """The shell with the copy's .venv active."""
     path = f"{shell.copy}/.venv/bin:{shell.env['PATH']}"
-    return Shell(shell.copy, shell.folder, {**shell.env, "PATH": path, "PYTHONPATH": str(shell.copy / "src")})
+    return Shell(
+        shell.copy, shell.folder, {**shell.env, "PATH": path, "PYTHONPATH": f"{shell.copy / 'src'}{INHERITED}"}
+    )
 
 
 def said(ran: list[Ran], begin: str) -> Ran:

@@ -288,8 +288,9 @@ def cloned(repo_root: Path, clone: Path, files: dict[str, str]) -> dict[str, str
     for name, text in files.items():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         (clone / name).write_text(text)
-    path = os.pathsep.join([str(clone / "src"), str(repo_root / "tests" / "measure")])
-    env = {**os.environ, **WHO, "PYTHONPATH": path}
+    # Packages may come by PYTHONPATH too; the checkout's own sources lie behind the clone's.
+    path = [str(clone / "src"), str(repo_root / "tests" / "measure"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, **WHO, "PYTHONPATH": os.pathsep.join(path)}
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "before"]):
         subprocess.run(["git", *words], cwd=clone, env=env, check=True, capture_output=True)
     return env

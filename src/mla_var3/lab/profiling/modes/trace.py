@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +64,7 @@ class Warp:
     @property
     def role(self) -> str:
         """The function in which it spent most of its time, of those that the kernel itself calls."""
-        times: dict[str, float] = {}
-        for step in self.steps:
-            if step.depth == 0 and step.event.kind == RANGE:
-                times[step.event.name] = times.get(step.event.name, 0.0) + step.end - step.begin
-        return max(times, key=lambda name: times[name], default="kernel")
+        return role_of([self])
 
 
 @dataclass(frozen=True)
@@ -282,6 +278,15 @@ def _warp(
     return Warp(number, begin, end, tuple(steps), tuple(flying), lost)
 
 
+def role_of(warps: Iterable[Warp]) -> str:
+    """The function in which these warps together spent most of their time, of those that the kernel itself calls."""
+    times: dict[str, float] = {}
+    for step in (step for warp in warps for step in warp.steps):
+        if step.depth == 0 and step.event.kind == RANGE:
+            times[step.event.name] = times.get(step.event.name, 0.0) + step.end - step.begin
+    return max(times, key=lambda name: times[name], default="kernel")
+
+
 # ---------------------------------------------------------------- what fills the time
 @dataclass(frozen=True)
 class Share:
@@ -302,12 +307,10 @@ def shares(trace: Trace, kernel: str | None = None) -> list[Share]:
     ctas = trace.read(kernel or trace.main)
     sums: dict[tuple[int, str, str], list[float]] = {}
     total: dict[int, float] = {}
-    warps: dict[int, int] = {}
-    roles: dict[int, str] = {}
+    members: dict[int, list[Warp]] = {}
     for warp in (warp for cta in ctas for warp in cta.warps):
         group = warp.number // WARPGROUP
-        roles.setdefault(group, warp.role)
-        warps[group] = warps.get(group, 0) + 1
+        members.setdefault(group, []).append(warp)
         total[group] = total.get(group, 0.0) + warp.end - warp.begin
         left = warp.end - warp.begin
         for step in warp.steps:
@@ -316,9 +319,17 @@ def shares(trace: Trace, kernel: str | None = None) -> list[Share]:
             row[1] += 1
             left -= step.own_us
         sums.setdefault((group, "elsewhere", RANGE), [0.0, 0])[0] += left
+    # Of all its warps: the first one of a producer warpgroup may have nothing to load.
+    roles = {group: role_of(them) for group, them in members.items()}
     found = [
         Share(
-            group, roles[group], name, kind, 100 * us / total[group], count / warps[group], us / count if count else 0.0
+            group,
+            roles[group],
+            name,
+            kind,
+            100 * us / total[group],
+            count / len(members[group]),
+            us / count if count else 0.0,
         )
         for (group, name, kind), (us, count) in sums.items()
         if total[group]

@@ -4,6 +4,7 @@ not meet it."""
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -197,7 +198,7 @@ def test_an_a100_cannot_run_it_in_triton() -> None:
     assert "sm_89 or later" in reason
 
 
-@pytest.mark.parametrize(("version", "heads"), [(1, 64), (2, 16), (2, 64)])
+@pytest.mark.parametrize(("version", "heads"), [(1, 64), (2, 16), (2, 48), (2, 64)])
 def test_keys_in_registers_are_read_before_they_are_written_again(version: int, heads: int, tmp_path: Path) -> None:
     """A operands are widened while products read the ones before: ptxas has to leave those alone until a wait, and to
     keep the loop's registers in registers. Both consumers run one copy of the loop: 36 products of a tile's scores, and
@@ -219,8 +220,74 @@ def test_query_tiles_have_fewer_heads_where_there_are_few_requests() -> None:
     assert heads == {1: 16, 8: 32, 128: 0}
     of_twenty = plan(SparseProblem(b=1, h=20), None, H200)
     assert of_twenty.tiling.geometry(of_twenty.problem).tiles == 2
-    wrong = plan.tiling_type(heads=24).validate(of_twenty.problem, H200)
-    assert "0 or one of 8, 16, 32, 64" in wrong.reason
+    wrong = plan.tiling_type(heads=20).validate(of_twenty.problem, H200)
+    assert "0 or one of 8, 16, 24, 32, 40, 48, 56, 64" in wrong.reason
+    wrong = plan.tiling_type(split_tokens=100).validate(of_twenty.problem, H200)
+    assert wrong.reason == "split_tokens = 100 is not a multiple of 64"
+
+
+#: Heads of published models with MLA, whole and after tensor parallelism.
+HEADS = (6, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128)
+
+
+def test_query_tiles_have_less_than_eight_rows_without_a_head() -> None:
+    geometry = plan_type("cute-dsl/sparse_mla_v2").tiling_type().geometry
+    tiles = {}
+    for h in range(1, 200):
+        made = geometry(SparseProblem(h=h))
+        assert made.row_tiles == -(-h // 64) and 0 <= made.row_tiles * made.n - h < 8 * made.row_tiles, h
+        tiles[h] = (made.row_tiles, made.n)
+    assert [tiles[h] for h in HEADS] == [
+        (1, 8), (1, 8), (1, 16), (1, 16), (1, 24), (1, 32), (1, 40), (1, 48), (1, 64), (2, 48), (2, 64)
+    ]  # fmt: skip
+
+
+def test_more_heads_are_not_expected_to_take_less_time() -> None:
+    """Which query tiles a call has is decided by the expected time, and that by padding too."""
+    plan = plan_type("cute-dsl/sparse_mla_v2")
+
+    def expected(h: int, **fields: int) -> float:
+        made = plan(SparseProblem(h=h, **fields), None, H200)
+        return float(made._time(made.tiling))
+
+    for b in (1, 2, 4, 8, 16, 32, 128, 256):
+        for s in range(1, 9):
+            times = [expected(h, b=b, s=s) for h in HEADS]
+            assert all(less <= 1.02 * more for less, more in itertools.pairwise(times)), (b, s, times)
+    assert expected(96, b=128, s=2) <= 0.85 * expected(128, b=128, s=2)
+
+
+def test_tiles_of_powers_of_two_are_those_of_the_records() -> None:
+    """Calls of these heads have the query tiles that were measured."""
+    plan = plan_type("cute-dsl/sparse_mla_v2")
+    for h in (8, 16, 32, 64, 128):
+        tried = [tiling.heads for tiling in plan(SparseProblem(h=h), None, H200).autotune_configs()]
+        assert tried == [0, *(n for n in (32, 16) if n < min(h, 64))], h
+
+
+@pytest.mark.parametrize(("h", "s"), [(12, 2), (6, 8), (40, 3), (72, 2), (128, 2), (16, 1)])
+def test_a_combine_finds_the_rows_of_a_query_token(h: int, s: int) -> None:
+    """Whose tiles end with rows without a head where the heads fill none."""
+    for n in (0, 16, 32):
+        geometry = plan_type("cute-dsl/sparse_mla_v2").tiling_type(heads=n).geometry(SparseProblem(h=h, s=s))
+        merge, found = geometry.merge, []
+        for of_request in range(merge.all_rows):
+            of_head, row = divmod(of_request, merge.rows)
+            tile = of_head * (geometry.tiles // merge.h_kv) + row // geometry.n
+            found.append((tile, row % geometry.n))
+        wanted = [(token * geometry.row_tiles + head // geometry.n, head % geometry.n)
+                  for token in range(s) for head in range(h)]  # fmt: skip
+        assert found == wanted and geometry.combines
+
+
+def test_what_is_refused_of_fixed_splits_is_named_by_the_argument() -> None:
+    tiling = plan_type("cute-dsl/sparse_mla_v2").tiling_type(split_tokens=64)
+    reason = tiling.validate(SparseProblem(b=4096, h=128, topk=2048), H200).reason
+    assert reason.startswith(
+        "fixed_split: splits of 64 tokens, of 4,096 requests with room for 2,048 tokens in indices"
+    )
+    reason = tiling.validate(SparseProblem(b=4096, h=128, t=4096, paged=True), H200).reason
+    assert "take longer splits, fewer columns of page_table, or fewer requests" in reason
 
 
 def test_a_cache_of_bf16_has_no_codes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mla_var3.catalogue import registry
@@ -11,6 +13,7 @@ from mla_var3.ops import fixed
 from mla_var3.ops.fixed import fixed_choice
 from mla_var3.ops.ways import way_for
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 H200 = Device.get("h200")
 BATCHES = ((1, 64), (2, 131072), (256, 700), (64, 8192))
@@ -78,6 +81,51 @@ def test_where_no_version_has_the_knob_requests_stay_whole(only: None) -> None:
 def test_a_device_without_a_version_is_unsupported(only: None) -> None:
     with pytest.raises(Unsupported, match="no version takes"):
         fixed_choice(MlaProblem(h=3), 4096, Device.get("a100"))
+
+
+#: Classes of sparse decode and of dense decode over packed caches; the last one has no version with the knob.
+SPARSE: list[dict[str, Any]] = [
+    {"h": 128},
+    {"h": 96, "s": 2, "sink": True},
+    {"h": 12, "s": 3, "lengths": True},
+    {"h": 16, "layout": "flat"},
+    {"h": 64, "s": 2, "layout": "v4", "extra": 512, "sink": True, "extra_lengths": True},
+    {"h": 40, "s": 4, "paged": True},
+    {"h": 8, "layout": "v4", "paged": True},
+    {"h": 16, "layout": "bf16"},
+]
+
+
+@pytest.mark.parametrize("fields", SPARSE, ids=lambda f: SparseProblem(**f).problem_class().key())
+def test_sparse_decode_takes_a_version_by_its_class(fields: dict[str, Any]) -> None:
+    """Free splits have query tiles of other heads where there are few requests, and the mode may not."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    of_bf16, plans = fields.get("layout") == "bf16", []
+    for b, tokens in BATCHES:
+        sizes = {} if fields.get("paged") else {"topk": min(tokens, 2048)}
+        problem = SparseProblem(b=b, t=tokens, **sizes, **fields)
+        way = way_for(problem, H200, fixed_split=512)
+        plans.append(way.make(problem, H200))
+        assert plans[-1].feasible() and not hasattr(plans[-1].plan_empty(), "stages")
+        assert way.key[0].label == ("triton/sparse_mla" if of_bf16 else "cute-dsl/sparse_mla_v2")
+    assert len({plan.tiling for plan in plans}) == 1
+    tiling = plans[0].tiling.to_record()
+    assert tiling["num_splits" if of_bf16 else "split_tokens"] == (1 if of_bf16 else 512)
+    if not of_bf16:
+        assert plans[0].tiling.geometry(plans[0].problem) == plans[-1].tiling.geometry(plans[-1].problem)
+
+
+def test_query_tiles_of_fixed_splits_are_those_of_a_full_chip() -> None:
+    """However short the splits are: 8 tiles of 16 heads would read each token 8 times."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    for tokens in (64, 4096):
+        choice = fixed_choice(SparseProblem(b=1, h=128, topk=64), tokens, H200)
+        assert choice.knobs == {"heads": 0, "workers": 0, "split_tokens": tokens}
+
+
+def test_a_version_and_a_fixed_split_are_refused_together() -> None:
+    with pytest.raises(UserError, match="fixed_split chooses its own version: give it, or kernel, not both"):
+        way_for(SparseProblem(), H200, fixed_split=64, kernel="cute-dsl/sparse_mla_v2")
 
 
 @pytest.mark.parametrize("tokens", [0, 100, -64, True, 64.0, "64"])

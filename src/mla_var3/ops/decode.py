@@ -92,8 +92,6 @@ def mla_decode(
     target = result("out", out, (*tokens, h, head_dim_v), q.dtype, q.device)
     sums = result("lse", lse, (tokens[0], h, *tokens[1:]), torch.float32, q.device)
     if len(q) and len(seq_lens):
-        if fixed_split is not None and kernel is not None:
-            raise UserError("fixed_split chooses its own version: give it, or kernel, not both.")
         way = way_for(problem, served.hardware(q.device), fixed_split=fixed_split, kernel=kernel)
         cache = kv_cache.detach()
         if problem.strided_pages or cache.dim() == 3:

@@ -10,6 +10,10 @@ The version, its knobs and with them every sum follow from the problem class, th
 from b, the lengths or the page table's width. Versions of the second kind are taken only where none of the first is
 there: a long request then keeps one query tile's CTA busy for all of its tokens.
 
+In sparse decode a request's length is the number of its indices, those that name no token among them: as many as the
+caller's lengths say, or all that a row has room for. With an extra cache a split may have indices of both, those of the
+extra one behind the others, each filled up to a KV tile.
+
 What it costs: splits never become shorter to fill a chip, so a few long requests leave most SMs idle; and the
 partial results have room for every split that the page table could hold. `mla-var3 sweep experiment=fixed_split`
 measures it.
@@ -22,19 +26,23 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Unsupported, UserError, Verdict
-from mla_var3.workload.decode import of_class
+from mla_var3.workload import decode, sparse_decode
+from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.dispatch import Choice
     from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.workload.decode import MlaProblem
+    from mla_var3.workload.sparse_decode import SparseProblem
 
 SPLIT_TOKENS = 4096
 STEP = 64  # tokens of a KV tile
+SPARSE_TOKENS = 2048  # indices of a query token that a choice for sparse decode is made for, at least
 
 
-def fixed_choice(problem: MlaProblem, split_tokens: int, device: Device, name: str = "split_tokens") -> Choice:
+def fixed_choice(
+    problem: MlaProblem | SparseProblem, split_tokens: int, device: Device, name: str = "split_tokens"
+) -> Choice:
     """The version and knobs that compute a problem's class in splits of so many tokens. name: what the caller calls
     that number. Raises `Unsupported` when no version can."""
     whole = isinstance(split_tokens, int) and not isinstance(split_tokens, bool)
@@ -42,7 +50,7 @@ def fixed_choice(problem: MlaProblem, split_tokens: int, device: Device, name: s
         raise UserError(
             f"{name} = {split_tokens!r} is not a whole number of KV tiles: give a multiple of {STEP} tokens."
         )
-    if problem.packed:
+    if isinstance(problem, MlaProblem) and problem.packed:
         raise UserError(f"{name} is for requests with equally many query tokens: leave it or cu_seqlens_q out.")
     return _choice(problem.problem_class(), split_tokens, device)
 
@@ -52,7 +60,12 @@ def _choice(problem_class: Any, split_tokens: int, device: Device) -> Choice:
     """The fastest one where as many splits as fill the device are a request each."""
     from mla_var3.dispatch import choose
 
-    problem = of_class(problem_class, b=max(1, device.num_sms), t=split_tokens)
+    b = max(1, device.num_sms)
+    problem: MlaProblem | SparseProblem
+    if isinstance(problem_class, sparse_decode.SparseClass):
+        problem = sparse_decode.of_class(problem_class, b, max(split_tokens, SPARSE_TOKENS))
+    else:
+        problem = decode.of_class(problem_class, b=b, t=split_tokens)
 
     def splits(plan_type: type[KernelPlan], plan: KernelPlan) -> Verdict:
         return splits_by_length(plan_type, plan, split_tokens)
@@ -61,7 +74,11 @@ def _choice(problem_class: Any, split_tokens: int, device: Device) -> Choice:
         choice, knob = choose(problem, device, accepts=splits), ("split_tokens", split_tokens)
     except Unsupported:
         choice, knob = choose(problem, device, accepts=leaves_whole), ("num_splits", 1)
-    others = tuple(pair for pair in choice.tiling if pair[0] != knob[0])
+    others: Any = choice.tiling
+    if isinstance(problem, sparse_decode.SparseProblem):
+        # Defaults of its versions look at the batch: those of this one stay.
+        others = choice.plan(problem, device).tiling.to_record().items()
+    others = tuple(pair for pair in others if pair[0] != knob[0])
     return dataclasses.replace(choice, tiling=(*others, knob))
 
 

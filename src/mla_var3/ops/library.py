@@ -53,11 +53,11 @@ _ARGUMENTS = (
 _SPARSE = (
     "Tensor q, Tensor kv_cache, Tensor indices, *, str layout='v32', float? scale=None, Tensor? cache_scale=None, "
     "Tensor? topk_lens=None, Tensor? sink=None, Tensor? extra_cache=None, Tensor? extra_indices=None, "
-    "Tensor? extra_topk_lens=None, str? extra_layout=None, str? version=None"
+    "Tensor? extra_topk_lens=None, str? extra_layout=None, int? fixed_split=None, str? version=None"
 )
 _PACKED = (
     "Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, *, str layout='v32', float? scale=None, "
-    "Tensor? cache_scale=None, Tensor? sink=None, str? version=None"
+    "Tensor? cache_scale=None, Tensor? sink=None, int? fixed_split=None, str? version=None"
 )
 _PRODUCT = "Tensor x, Tensor weight, str side, *, str? version=None"
 SCHEMAS = {

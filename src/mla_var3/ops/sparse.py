@@ -54,6 +54,7 @@ def sparse_mla_decode(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    fixed_split: int | None = None,
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +83,12 @@ def sparse_mla_decode(
     natural log-sum-exp of scale · q·k, with which results over parts of the indices can be merged. A query token
     without tokens has out 0 and lse +inf; one with a score that is NaN has out and lse NaN. kernel, on: as of
     `mla_decode`.
+
+    fixed_split: indices of a split, a multiple of 64, for results that do not depend on the rest of the batch, as of
+    `mla_decode`. A request has the same bits alone, in any batch and at any place in it, whenever its query, its indices
+    and how many of them count are the same; what counts is topk_lens, or where that is left out all that a row has room
+    for. So with topk_lens rows may be of any width. With an extra cache both caches' indices, each filled up to a
+    multiple of 64, lie behind each other.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the
@@ -114,13 +121,15 @@ def sparse_mla_decode(
         if chosen.shape[2] < 1:
             raise UserError(f"{prefix}indices is {tuple(chosen.shape)}: give at least one index, -1 where none is.")
         if lens is not None:
-            inputs[f"{prefix}lengths"] = integers(f"{prefix}topk_lens", lens, (b,), q, 0, chosen.shape[2])
+            lens = integers(f"{prefix}topk_lens", lens, (b,), q, 0, chosen.shape[2])
+            # Partial results have room for as many splits as a row of indices has.
+            inputs[f"{prefix}lengths"] = lens if fixed_split is None else lens.clamp(max=chosen.shape[2])
         sizes += [max(1, len(pages) * pages.shape[1] // max(b, 1)), chosen.shape[2], pages.shape[1]]
     problem = _sparse(
         max(b, 1), s, h, *sizes, layout, topk_lens is not None, sink is not None, extra_topk_lens is not None,
         _scale(scale, layout), of_extra if extra_cache is not None else "",
     )  # fmt: skip
-    both = _computed("sparse_mla_decode", problem, inputs, out, lse, kernel, on)
+    both = _computed("sparse_mla_decode", problem, inputs, out, lse, fixed_split, kernel, on)
     return both if return_lse else both[0]
 
 
@@ -138,13 +147,14 @@ def packed_mla_decode(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    fixed_split: int | None = None,
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q over each request's cached tokens, as of `mla_decode`, where the cache is packed.
 
     q (b, s, h, columns), kv_cache, layout (all but "bf16"), cache_scale, sink, scale, out, lse, return_lse,
-    kernel and on: as of `sparse_mla_decode`. page_table (b, width) int32: entry j of a request is the page of its
+    kernel and on: as of `sparse_mla_decode`. fixed_split: as of `mla_decode`. page_table (b, width) int32: entry j of a request is the page of its
     tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read on the device, at most
     width · page; 0 is allowed. Both may be int64, as of `mla_decode`. Query token i sees keys 0 .. length - s + i:
     several query tokens are causal, at the end of each request.
@@ -169,7 +179,7 @@ def packed_mla_decode(
     lengths = integers("seq_lens", seq_lens, (b,), q, 0, tokens)
     inputs |= {"cache": pages, "page_table": table, "seq_lens": lengths}
     problem = _dense(max(b, 1), s, h, tokens, page, layout, sink is not None, _scale(scale, layout))
-    both = _computed("packed_mla_decode", problem, inputs, out, lse, kernel, on)
+    both = _computed("packed_mla_decode", problem, inputs, out, lse, fixed_split, kernel, on)
     return both if return_lse else both[0]
 
 
@@ -214,6 +224,7 @@ def _computed(
     inputs: Mapping[str, torch.Tensor],
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
+    fixed_split: int | None,
     kernel: str | None,
     on: Engine | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,16 +238,17 @@ def _computed(
     given = [inputs[name] for name in input_names(problem)]
     if b and not all(inputs[name].is_contiguous() for name in STRIDED if name in inputs):
         device = engine_of(on, q, "q", function).hardware(q.device)
-        if not _reads_strides(problem, device, kernel):
+        if not _reads_strides(problem, device, fixed_split, kernel):
             given = [compact(x) if name in STRIDED else x for name, x in zip(input_names(problem), given, strict=True)]
-    serve(function, problem, given, (target, sums), kernel, on)
+    serve(function, problem, given, (target, sums), kernel, on, fixed_split=fixed_split)
     return target, sums
 
 
 @functools.lru_cache(maxsize=4096)
-def _reads_strides(problem: SparseProblem, device: Device | None, kernel: str | None) -> bool:
+def _reads_strides(problem: SparseProblem, device: Device | None, fixed_split: int | None, kernel: str | None) -> bool:
     """Whether the version that computes a problem takes q, indices and page tables with gaps between their rows."""
-    return "strided" in way_for(problem, device, kernel=kernel).make(problem, device).requires.options
+    way = way_for(problem, device, fixed_split=fixed_split, kernel=kernel)
+    return "strided" in way.make(problem, device).requires.options
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

@@ -13,6 +13,7 @@ from mla_var3.errors import UserError
 from mla_var3.ops.engine import Way, engine
 from mla_var3.ops.fixed import fixed_choice
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,13 +34,14 @@ def serve(
     kernel: str | None,
     on: Engine | None,
     *,
+    fixed_split: int | None = None,
     first: str = "q",
 ) -> None:
     """Computes the problem of a call of `function`, unless it has no token. first: what the function calls the first
     of its inputs."""
     served = engine_of(on, inputs[0], first, function)
     if len(inputs[0]):
-        way = way_for(problem, served.hardware(inputs[0].device), kernel=kernel)
+        way = way_for(problem, served.hardware(inputs[0].device), fixed_split=fixed_split, kernel=kernel)
         served.run(way, problem, inputs, outputs)
 
 
@@ -55,12 +57,14 @@ def engine_of(on: Engine | None, tensor: torch.Tensor, name: str, function: str)
 def way_for(
     problem: Problem, device: Device | None, *, fixed_split: int | None = None, kernel: str | None = None
 ) -> Way:
-    """How a problem is computed on a device: the dispatcher's pick, a named version, or for a problem of decode one
-    with splits of a fixed length."""
+    """How a problem is computed on a device: the dispatcher's pick, a named version, or for a problem of decode, sparse
+    decode among it, one with splits of a fixed length."""
     if device is None:
         raise UserError("there is no GPU here that a version is written for.")
     if fixed_split is not None:
-        assert isinstance(problem, MlaProblem)  # `mla_decode` alone has the argument
+        if kernel is not None:
+            raise UserError("fixed_split chooses its own version: give it, or kernel, not both.")
+        assert isinstance(problem, MlaProblem | SparseProblem)  # no function of others has the argument
         choice = fixed_choice(problem, fixed_split, device, "fixed_split")
     elif kernel is not None:
         choice = _named(kernel)

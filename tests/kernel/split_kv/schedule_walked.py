@@ -153,6 +153,7 @@ KNOWN = {
     "shares of unlike lengths": Batch((8192, 100, 0, 4000), 8192, 66),
     "splits of 128 tokens": Batch((0, 1, 128, 129, 5000), 8192, 13, fixed=2),
     "splits of 128 tokens that fill all page tables": Batch((64 * 7,) * 3, 64 * 7, 5, fixed=2),
+    "splits of 128 tokens where workers could merge a tree": Batch((64 * 7, 0, 300), 64 * 7, 5, fixed=2, joined=True),
     "workers merge two or three splits": Batch((3000,) * 30, 3000, 20),
     "workers merge shares of rows": Batch((*(60,) * 20, 30_000), 30_000, 24),
     "two long ones behind each other": Batch((*(60,) * 20, 30_000, 29_000, 0, 60), 30_000, 24),
@@ -192,7 +193,8 @@ def batches(draw: Any, most_workers: int = 264, hundreds: bool = True) -> Batch:
     fixed = draw(st.just(0) | st.just(0) | st.integers(1, 40))
     room_left = draw(st.sampled_from([0, 0, 1, 500, 20_000]))
     # Of flash_mla's versions, of the sparse ones, and of those where they are told to launch no combine.
-    combines, joined = (True, False) if fixed else draw(st.sampled_from([(True, False), (True, True), (False, True)]))
+    of_sparse = [(True, True)] if fixed else [(True, True), (False, True)]
+    combines, joined = draw(st.sampled_from([(True, False), *of_sparse]))
     return Batch(tuple(lengths), max(1, max(lengths) + room_left), workers, fixed, costs, combines, joined)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from schedule_properties import (
     CHECKS,
     check_even,
@@ -16,7 +19,20 @@ from schedule_properties import (
     check_workspaces,
     how_of,
 )
-from schedule_walked import KNOWN, Batch, BeginShares, Deal, Listed, MergeShare, NoKeys, Partial, Take, batches
+from schedule_walked import (
+    KNOWN,
+    Batch,
+    BeginShares,
+    Deal,
+    Listed,
+    MergeShare,
+    NoKeys,
+    Output,
+    Partial,
+    Take,
+    Tiles,
+    batches,
+)
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -68,3 +84,50 @@ def test_workers_do_not_wait_in_a_circle(batch: Batch) -> None:
 @given(batches())
 def test_workspaces_hold_what_is_written_and_mergers_read_that(batch: Batch) -> None:
     check_workspaces(Deal(batch))
+
+
+# ------------------------------------------------------------------------------------------------ fixed splits
+def sums_of(deal: Deal) -> list[Any]:
+    """What decides the order of each request's sums: tiles of its splits, in which of its slots each partial lies or
+    that it is the output, and how many of them the combine adds up."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    bases = {step.request: step.base for steps in deal.all_steps for step in steps if isinstance(step, Listed)}
+    for steps in deal.all_steps:
+        tiles = None
+        for step in steps:
+            if isinstance(step, Tiles):
+                tiles = step
+            elif isinstance(step, Output | Partial):
+                assert tiles is not None and tiles.request == step.request
+                slot = step.slot - bases[step.request] if isinstance(step, Partial) else None
+                found[step.request].append((tiles.first, tiles.end, slot))
+            elif isinstance(step, NoKeys):
+                found[step.request].append("no keys")
+            elif isinstance(step, Listed):
+                found[step.request].append(step.count)
+            else:
+                pytest.fail(f"{step}: workers of fixed splits wait for nobody")
+    return [sorted(found[request], key=str) for request in range(len(deal.batch.lengths))]
+
+
+@MANY
+@given(batches(hundreds=False), st.data())
+def test_fixed_splits_of_a_request_are_the_same_in_any_batch(batch: Batch, data: Any) -> None:
+    """Others in another order, fewer and more of them, room for more tokens, and any number of workers."""
+    batch = replace(batch, fixed=batch.fixed or data.draw(st.integers(1, 9)), combines=True)
+    wanted, requests = sums_of(Deal(batch)), range(len(batch.lengths))
+    kept = data.draw(st.lists(st.sampled_from(requests), min_size=1, max_size=12))
+    padding = data.draw(st.lists(st.integers(0, 3_000), max_size=5))
+    lengths = (*(batch.lengths[i] for i in kept), *padding)
+    tokens = max(*lengths, 1) + data.draw(st.sampled_from([0, 64, 5_000]))
+    other = replace(batch, lengths=lengths, tokens=tokens, workers=data.draw(st.integers(1, 140)))
+    assert sums_of(Deal(other))[: len(kept)] == [wanted[i] for i in kept]
+
+
+def test_free_splits_of_a_request_depend_on_the_batch() -> None:
+    """Or the test above would hold of anything."""
+    alone, beside = (Deal(Batch(lengths, 5_000, 13, joined=True)) for lengths in ((5_000,), (5_000,) * 3))
+    tiles = [
+        [step for steps in deal.all_steps for step in steps if isinstance(step, Tiles)] for deal in (alone, beside)
+    ]
+    assert len({step for step in tiles[0] if step.request == 0} & set(tiles[1])) < len(tiles[0])

@@ -422,10 +422,12 @@ def picked(word: str, problem: Problem, device: Device, asked: Mapping[str, Any]
     from mla_var3.dispatch import choose
     from mla_var3.ops.fixed import SPLIT_TOKENS, fixed_choice
     from mla_var3.workload.decode import MlaProblem
+    from mla_var3.workload.sparse_decode import SparseProblem
 
     try:
         if word == FIXED_SPLIT:
-            if not isinstance(problem, MlaProblem) or problem.workload != workload.DEFAULT:
+            is_decode = isinstance(problem, MlaProblem) and problem.workload == workload.DEFAULT
+            if not is_decode and not isinstance(problem, SparseProblem):
                 return None  # no other has splits that can be fixed
             choice = fixed_choice(problem, (asked or {}).get("split_tokens", SPLIT_TOKENS), device)
         else:

@@ -79,7 +79,7 @@ from mla_var3.workload import sparse_decode
 if TYPE_CHECKING:
     from mla_var3.workload.sparse_decode import SparseProblem
 
-HEADS = (8, 16, 32, 64)  # of a query tile
+HEADS = tuple(range(8, 65, 8))  # of a query tile: what the N side of an MMA may have, up to what registers hold
 FEW_HEADS = 16  # of a query tile, up to which scales are multiplied with sums and copies of P
 TOKENS = 64  # of a KV tile
 PANEL = 64  # columns
@@ -93,8 +93,12 @@ EVEN, ODD = 0, 1
 OWN, OTHER = 0, 1  # consumers, as one sees them
 HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
 MOST_STAGES = 8
-# us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile.
-TIMES = {8: (7.9, 1.1), 16: (7.9, 1.17), 32: (10.4, 1.51), 64: (14.5, 2.4)}
+# us of an H200, for a query tile of so many heads: begin and end of a call, and each KV tile. Of 8, 16, 32 and 64 they
+# are measured, and those between lie on the lines between them.
+TIMES = {
+    8: (7.9, 1.1), 16: (7.9, 1.17), 24: (9.15, 1.34), 32: (10.4, 1.51), 40: (11.4, 1.73), 48: (12.5, 1.96),
+    56: (13.5, 2.18), 64: (14.5, 2.4),
+}  # fmt: skip
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
 AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
 # Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
@@ -144,7 +148,7 @@ class Geometry:
     def registers(self) -> tuple[int, int]:
         """Of a producer's thread and a consumer's. One and two times these are three times 168, which 384 threads are
         compiled for: a CTA cannot take more than it was given."""
-        return (24, 240) if self.n == HEADS[-1] else (56, 224)
+        return (24, 240) if self.n > 48 else (56, 224)
 
     @property
     def row_tiles(self) -> int:
@@ -238,9 +242,9 @@ class Geometry:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of shared memory: Q, P of both consumers, exchange buffers; mbarriers and alignment take under 3 KiB."""
+        """Of shared memory: Q, P of both consumers, exchange buffers; mbarriers and alignment take under 2 KiB."""
         products = PANEL * self.panels + CONSUMERS * self.copies * TOKENS
-        return 3072 + 2 * self.n * products + 4 * self.n * (6 * WARPS + 1)
+        return 2048 + 2 * self.n * products + 4 * self.n * (6 * WARPS + 1)
 
     @property
     def stages(self) -> int:
@@ -263,14 +267,23 @@ class Geometry:
         return not (self.lengths or self.extra_lengths or self.paged)
 
     @property
+    def padded(self) -> bool:
+        """Whether there are rows without a head between those of one query token and of the next."""
+        return self.s > 1 and self.h % self.n > 0
+
+    @property
     def merge(self) -> combine.Merge:
+        """A combine takes the rows of a request and kv head to lie behind each other in their tiles. Where that holds
+        for each query token by itself, its heads are to the combine those of a kv head of its own."""
+        if self.padded:
+            return combine.Merge(self.s * self.h, self.s, 1, self.partials, self.costs)
         return combine.Merge(self.h, 1, self.s, self.partials, self.costs)
 
     @property
     def combines(self) -> bool:
-        """Whether a combine may be launched: it takes query rows to lie behind each other in their tiles, and knows no
-        scale of V."""
-        return (self.s == 1 or self.h % self.n == 0) and self.layout != "flat"
+        """Whether a combine may be launched where the scheduler chooses the splits. In layout flat workers merge them,
+        and multiply with the scale of V once."""
+        return self.layout != "flat"
 
     @property
     def costs(self) -> Costs:
@@ -1315,11 +1328,13 @@ def of_warps(exchange: cute.Pointer, head: Int32, n: int) -> Float32:
 
 
 def publish_sums(values: cute.Tensor, exchange: cute.Pointer, lane: Int32) -> None:
-    """`softmax.publish_sums`, which takes up to 32 columns, of all columns."""
-    count = min(cute.size(values), 8)
-    for i in range(cute.size(values) // count):
-        part = cute.make_tensor(values.iterator + i * count, cute.make_layout(count))
-        softmax.publish_sums(part, exchange + 4 * count * i, lane)
+    """`softmax.publish_sums`, which takes a power of two of columns, up to 32, of all columns."""
+    first, size = 0, cute.size(values)
+    while first < size:
+        count = min(8, 1 << ((size - first).bit_length() - 1))
+        part = cute.make_tensor(values.iterator + first, cute.make_layout(count))
+        softmax.publish_sums(part, exchange + 4 * first, lane)
+        first += count
 
 
 def elements_of(thread: Int32, c: int, panel: int, in_order: Any, geometry: Geometry) -> list[Int32]:
@@ -1424,11 +1439,12 @@ def weigh_whole(
 
 @cute.jit
 def weigh_partial(
-    acc_o: cutlass.Constexpr, found: cutlass.Constexpr, weights: cute.Pointer, results: Results, slot: Int32,
-    tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
+    acc_o: cutlass.Constexpr, found: cutlass.Constexpr, weights: cute.Pointer, results: Results, scale: Float32,
+    slot: Int32, tile: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """What outputs of a share of a request are multiplied with: a power of two (`split_kv.partials`). And its
-    statistics. weights: as of `weigh_whole`, the first row of an exchange buffer of the consumer's warps."""
+    """What outputs of a share of a request are multiplied with: a power of two (`split_kv.partials`), and of layout
+    flat `scale`. And its statistics. weights: as of `weigh_whole`, the first row of an exchange buffer of the
+    consumer's warps."""
     n, count = geometry.n, geometry.n // 4
     me, lane, warp = thread // WARPGROUP, thread % 32, thread // 32 % WARPS
     magnitudes = cute.make_rmem_tensor(count, Float32)
@@ -1441,8 +1457,11 @@ def weigh_partial(
     publish_sums(magnitudes, weights + warp * n, lane)
     cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
     if found.number < n:
-        exponent = partials.exponent_of(of_warps(weights, found.number, n))
-        weights[found.number] = partials.power_of_two(partials.TARGET_EXPONENT - exponent)
+        magnitude, factor = of_warps(weights, found.number, n), Float32(1.0)
+        if cutlass.const_expr(geometry.layout == "flat"):
+            magnitude, factor = magnitude * cute.math.absf(scale), scale
+        exponent = partials.exponent_of(magnitude)
+        weights[found.number] = factor * partials.power_of_two(partials.TARGET_EXPONENT - exponent)
         own = cutlass.select_(me > 0, found.sums[ODD], found.sums[EVEN])
         layout = geometry.partials
         of_row = layout.stats(results.stats.iterator, layout.row(slot, tile, found.number))
@@ -1617,7 +1636,9 @@ def consume(
                     thread, geometry,
                 )  # fmt: skip
             else:
-                weigh_partial(acc_o, found, weights, results, place.slot, tile, thread, geometry)
+                # A combine knows no scale; workers that merge multiply their sum with it.
+                scale = cutlass.select_(walk.pool.combined > 0, factors.values, Float32(1.0))
+                weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
             epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             walk.publish_all(split, tiles, thread)
@@ -1743,6 +1764,7 @@ def launch_sparse_mla_v2(
     words: cute.Tensor,  # `scheduler.schedule_in`
     scale: Float32,
     workers: Int32,
+    fixed: Int32,  # KV tiles of a split, or 0: the scheduler chooses
     geometry: cutlass.Constexpr,
     stream: CUstream,
 ):
@@ -1770,10 +1792,10 @@ def launch_sparse_mla_v2(
     of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
     schedule = scheduler.schedule_in(words, workers, False)
     results = Results(by_token(out), of_lse, *geometry.partials.views(of_partials))
-    if cutlass.const_expr(geometry.combines):
-        pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
-    else:
-        pool = scheduler.make_merged_pool(b, tokens, workers, geometry.costs)
+    pool = scheduler.make_pool(b, tokens, workers, fixed, Int32(scheduler.OWN), geometry.costs)
+    if cutlass.const_expr(not geometry.combines):
+        if fixed == 0:
+            pool = scheduler.make_merged_pool(b, tokens, workers, geometry.costs)
     tma, q_boxes = make_query_tma(q, geometry.n)
     inputs = Inputs(tma, q_boxes, caches, lengths, sink, flat)
     sparse_mla_v2(inputs, results, flags, schedule, scale * math.log2(math.e), pool, geometry).launch(
@@ -1783,10 +1805,17 @@ def launch_sparse_mla_v2(
         stream=stream,
         use_pdl=True,
     )  # fmt: skip
-    if cutlass.const_expr(geometry.combines):
-        of_token = Results(out, lse, results.outputs, results.stats)
-        ctas = 2 * workers * geometry.tiles
-        combine.launch(of_token, schedule.table, lengths, None, pool, ctas, geometry.merge, stream, sink)
+    if cutlass.const_expr(geometry.padded):
+        # As `Geometry.merge` has it: heads of all query tokens behind each other, and of a query token by itself.
+        out = cute.make_tensor(
+            out.iterator, cute.make_layout((b, 1, s * h, VALUES), stride=(s * h * VALUES, VALUES, VALUES, 1))
+        )
+        lse = cute.make_tensor(lse.iterator, cute.make_layout((b, (h, s), 1), stride=(h * s, (s, 1), 1)))
+        if cutlass.const_expr(sink is not None):
+            sink = cute.make_tensor(sink.iterator, cute.make_layout(((h, s),), stride=((1, 0),)))
+    of_token = Results(out, lse, results.outputs, results.stats)
+    ctas = 2 * workers * geometry.tiles
+    combine.launch(of_token, schedule.table, lengths, None, pool, ctas, geometry.merge, stream, sink)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1799,17 +1828,21 @@ def takes(pd: SparseProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class SparseMlaV2Tiling(Tiling):
-    """heads: of a query tile, 8, 16, 32 or 64; 0: the least that holds all, or 64. workers: CTAs for each query tile of
-    a request; 0: as many as fill the device."""
+    """heads: of a query tile, a multiple of 8 up to 64; 0: the least with which there are as few query tiles as with
+    64. workers: CTAs for each query tile of a request; 0: as many as fill the device. split_tokens: indices of a split
+    (cached tokens, of a page table), a multiple of 64, so that a request's splits depend on nothing but how many it
+    has; 0: the scheduler splits requests as it fills the device."""
 
-    launch_fields: ClassVar[tuple[str, ...]] = ("workers",)
+    launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
     heads: int = 0
     workers: int = 0
+    split_tokens: int = 0
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
-        n = self.heads or next((n for n in HEADS if n >= pd.h), HEADS[-1])
+        each = -(-pd.h // -(-pd.h // HEADS[-1]))  # heads of a query tile, if all have as many
+        n = self.heads or next(n for n in HEADS if n >= each)
         return Geometry(
             pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged
         )
@@ -1819,6 +1852,8 @@ class SparseMlaV2Tiling(Tiling):
             return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
         if self.heads not in (0, *HEADS):
             return Verdict.no(f"heads = {self.heads} must be 0 or one of {', '.join(map(str, HEADS))}")
+        if self.split_tokens < 0 or self.split_tokens % TOKENS:
+            return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         geometry = self.geometry(pd)
         if device is not None and geometry.tiles > device.num_sms:
             return Verdict.no(
@@ -1829,11 +1864,12 @@ class SparseMlaV2Tiling(Tiling):
             return counted
         workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
         tokens = sum(-(-each // TOKENS) * TOKENS for each in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
-        return decode_host.schedule_sizes(pd.b, tokens, workers, 0, geometry.partials, geometry.costs)
+        fixed, rows_of = self.split_tokens // TOKENS, "page_table" if pd.paged else "indices"
+        return decode_host.schedule_sizes(pd.b, tokens, workers, fixed, geometry.partials, geometry.costs, rows_of)
 
 
 class SparseMlaV2Plan(KernelPlan):
-    """One compiled kernel a problem class; b, numbers of tokens and indices, and workers are arguments."""
+    """One compiled kernel a problem class; b, numbers of tokens and indices, workers and split_tokens are arguments."""
 
     workload = sparse_decode.WORKLOAD
     tiling_type = SparseMlaV2Tiling
@@ -1857,7 +1893,9 @@ class SparseMlaV2Plan(KernelPlan):
 
     def autotune_configs(self) -> list[Tiling]:
         most = SparseMlaV2Tiling().geometry(self.problem).n
-        fewer = [n for n in HEADS if 16 <= n < most]
+        # Those that halve 64, and those that fill their tiles but for less than one of 16 rows.
+        rounded = -(-self.problem.h // 16) * 16
+        fewer = [n for n in HEADS if 16 <= n < most and (64 % n == 0 or rounded % n == 0)]
         tilings = [SparseMlaV2Tiling(heads=n) for n in (0, *reversed(fewer))]
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)] or tilings[:1]
 
@@ -1884,15 +1922,17 @@ class SparseMlaV2Plan(KernelPlan):
         outputs = sparse_decode.new_outputs(pd, q)
         names = ("cache", "page_table", "seq_lens") if pd.paged else ("cache", "indices", "lengths")
         parts = [[given.get(f"{prefix}{name}") for name in names] for prefix in ("", "extra_")]
+        widths = [part[1].shape[-1] * (pd.page if pd.paged else 1) for part in parts if part[1] is not None]
+        tiles, fixed = sum(-(-width // TOKENS) for width in widths), self.tiling.split_tokens // TOKENS
         if pd.paged or (pd.lengths and not pd.extra):
             lengths = parts[0][2]
         else:
-            tiles = sum(-(-part[1].shape[2] // TOKENS) for part in parts if part[1] is not None)
             lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
-        spaces = decode_host.workspaces(q, geometry.partials, b, workers)
+        slots = scheduler.most_slots(b, workers, tiles, fixed)
+        spaces = decode_host.workspaces(q, geometry.partials, b, workers, slots)
         flat = given["scale"] if pd.layout == "flat" else None
         arguments = (
-            q, *parts[0], *parts[1], lengths, given.get("sink"), flat, *outputs, *spaces, pd.scale, workers
+            q, *parts[0], *parts[1], lengths, given.get("sink"), flat, *outputs, *spaces, pd.scale, workers, fixed
         )  # fmt: skip
         return self._make(arguments, inputs, outputs, (*spaces, lengths))
 
@@ -1935,6 +1975,7 @@ class SparseMlaV2Plan(KernelPlan):
                 *decode_host.fake_workspaces(),
                 Float32(1.0),
                 Int32(1),
+                Int32(0),
                 geometry,
             )
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla as api  # noqa: E402
-from mla_var3.ops import packed_mla_decode, sparse_mla_decode  # noqa: E402
+from mla_var3.ops import packed_mla_decode, sparse_mla_decode, ways  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem, input_names, make_inputs, reference  # noqa: E402
 
 SPARSE = "torch/sparse_mla"
@@ -206,6 +206,7 @@ class Spy(CpuEngine):
     """Keeps what it is asked to compute on, and computes nothing."""
 
     def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None) -> None:
+        self.way, self.problem = way, problem
         self.given = dict(zip(input_names(problem), inputs, strict=True))
 
 
@@ -234,6 +235,40 @@ def test_a_query_whose_rows_are_not_16_bytes_apart_is_copied() -> None:
     assert torch.equal(engine.given["q"], given["q"]) and engine.given["q"].is_contiguous()
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_a_fixed_split_counts_no_more_indices_than_a_row_has(long: bool) -> None:
+    """A length may be that of the context; its partial results would lie behind the memory for them."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    engine, problem = Spy(), SparseProblem(b=3, s=2, h=8, t=256, topk=100, lengths=True)
+    given = call_of(problem, dist="holes")
+    lens = torch.tensor([7, 100, 5000], dtype=torch.int64 if long else torch.int32)
+    sparse_mla_decode(**{**given, "topk_lens": lens}, fixed_split=64, on=engine)
+    assert engine.given["lengths"].tolist() == [7, 100, 100]
+    (kernel, tiling), problem = engine.way.key, engine.problem
+    assert kernel.label == "cute-dsl/sparse_mla_v2" and dict(tiling)["split_tokens"] == 64
+    assert (problem.b, problem.topk, problem.lengths) == (3, 100, True)
+
+
+@pytest.mark.parametrize("function", [sparse_mla_decode, packed_mla_decode])
+def test_a_fixed_split_that_cannot_be_is_refused(function: Any) -> None:
+    given = call_of((PROBLEMS if function is sparse_mla_decode else DENSE)["v32"])
+    with pytest.raises(UserError, match="fixed_split = 100 is not a whole number of KV tiles: give a multiple of 64"):
+        function(**given, fixed_split=100, on=CpuEngine())
+    with pytest.raises(UserError, match="fixed_split chooses its own version: give it, or kernel, not both"):
+        function(**given, fixed_split=64, kernel=SPARSE, on=CpuEngine())
+
+
+def test_operators_pass_a_fixed_split_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    engine = Spy()
+    monkeypatch.setattr(ways, "engine", lambda: engine)
+    for function, problem in ((sparse_mla_decode, PROBLEMS["v4"]), (packed_mla_decode, DENSE["flat"])):
+        given = call_of(problem)
+        step = functools.partial(function, layout=problem.layout, fixed_split=128, return_lse=True)
+        torch.compile(step, backend="eager", fullgraph=True)(**given)
+        assert dict(engine.way.key[1])["split_tokens"] == 128
+
+
 def test_no_request_is_no_call() -> None:
     engine = CpuEngine()
     q, cache = torch.empty(0, 1, 4, 576).bfloat16(), torch.empty(1, 64, 656, dtype=torch.uint8)
@@ -252,7 +287,14 @@ from mla_var3.check.judge import compare
 from mla_var3.ops import packed_mla_decode, sparse_mla_decode
 from mla_var3.workload.sparse_decode import WORKLOAD, bounds, make_inputs, reference
 
-engine = CpuEngine()
+used = []
+
+class Noting(CpuEngine):
+    def run(self, way, *given, **options):
+        used.append(way)
+        super().run(way, *given, **options)
+
+engine = Noting()
 
 def right(problem, given, dist, seed):
     found = (packed_mla_decode if problem.paged else sparse_mla_decode)(
@@ -279,6 +321,25 @@ cache = given["kv_cache"]
 longer = torch.cat([cache, cache.new_zeros(1, *cache.shape[1:])])
 sparse_mla_decode(**{**given, "kv_cache": longer}, scale=0.3, kernel="triton/sparse_mla", on=engine)
 right(problem, {**given, "kv_cache": longer[:-1]}, "holes", 2)
+
+# Of a layout that no version splits by a request's own length a version computes each request in one piece: the same
+# bits where requests change places, are fewer, and are more, and of rows that have room for more indices.
+engine.forget()
+given = call_of(PROBLEMS["bf16"], seed=3, dist="normal")
+own = [name for name in given if name not in ("kv_cache", "extra_cache")]
+
+def of(requests, width=0):
+    some = {name: x[requests] if name in own else x for name, x in given.items()}
+    if width:
+        some["indices"] = torch.nn.functional.pad(some["indices"], (0, width), value=7)
+    return sparse_mla_decode(**some, layout="bf16", scale=0.3, return_lse=True, fixed_split=64, on=engine)
+
+whole, used = of([0, 1, 2]), []
+assert whole[0].isfinite().all() and len({x.sum().item() for x in whole[1]}) == 3
+for requests in ([0], [1], [2], [2, 0, 1], [1, 2], [2, 2, 1, 0, 0, 1, 2]):
+    for width in (0, 30):
+        assert all(torch.equal(x, y[requests]) for x, y in zip(of(requests, width), whole)), (requests, width)
+assert {way.key[0].label for way in used} == {"triton/sparse_mla"}
 print("followed")
 """
 

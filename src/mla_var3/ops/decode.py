@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_var3.errors import UserError
 from mla_var3.ops.engine import DecodeSchedule
 from mla_var3.ops.request import as_bytes, as_pages, bounds_of, compact, narrowed, problem_of, result
 from mla_var3.ops.tracing import traceable

@@ -85,10 +85,10 @@ def sparse_mla_decode(
     `mla_decode`.
 
     fixed_split: indices of a split, a multiple of 64, for results that do not depend on the rest of the batch, as of
-    `mla_decode`. A request has the same bits alone, in any batch and at any place in it, whenever its query, its indices
-    and how many of them count are the same; what counts is topk_lens, or where that is left out all that a row has room
-    for. So with topk_lens rows may be of any width. With an extra cache both caches' indices, each filled up to a
-    multiple of 64, lie behind each other.
+    `mla_decode`. A request has the same bits alone, in any batch and at any place in it, whenever its query, its
+    indices and how many of them count are the same. As many count as topk_lens says, and all that a row has room for
+    where that is left out, so that with topk_lens rows may be of any width. With an extra cache the indices of both,
+    each filled up to a multiple of 64, lie behind each other.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the
@@ -154,10 +154,10 @@ def packed_mla_decode(
     """Attention of q over each request's cached tokens, as of `mla_decode`, where the cache is packed.
 
     q (b, s, h, columns), kv_cache, layout (all but "bf16"), cache_scale, sink, scale, out, lse, return_lse,
-    kernel and on: as of `sparse_mla_decode`. fixed_split: as of `mla_decode`. page_table (b, width) int32: entry j of a request is the page of its
-    tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read on the device, at most
-    width · page; 0 is allowed. Both may be int64, as of `mla_decode`. Query token i sees keys 0 .. length - s + i:
-    several query tokens are causal, at the end of each request.
+    kernel and on: as of `sparse_mla_decode`. fixed_split: as of `mla_decode`. page_table (b, width) int32: entry j of a
+    request is the page of its tokens j·page ..; entries past the last token are not read. seq_lens (b,) int32, read on
+    the device, at most width · page; 0 is allowed. Both may be int64, as of `mla_decode`. Query token i sees keys
+    0 .. length - s + i: several query tokens are causal, at the end of each request.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out (b, s, h, 512), or (out, lse). Raises `UserError` in one sentence for what does not fit. To

@@ -31,6 +31,10 @@ PROBLEMS = [
     SparseProblem(b=4, s=2, h=64, t=4096, contexts="short", extra_t=1024, strided=True, **V4),
     SparseProblem(b=4, s=2, h=64, t=4096, layout="v41", topk=128, extra=512, extra_layout="v41_fp4", sink=True),
     SparseProblem(b=4, h=16, t=4096, layout="v41_planar", page=61, lengths=True),
+    # Query tiles of 48, 40 and 24 heads, and such with rows without a head between query tokens.
+    SparseProblem(b=70, s=2, h=96, t=4096, topk=512, sink=True),
+    SparseProblem(b=5, s=2, h=40, t=4096, extra_lengths=True, **V4),
+    SparseProblem(b=4, s=3, h=22, t=4096, topk=512, page=16, sink=True, lengths=True),
     # Many tiles of each worker, so that rows without a token meet every stage.
     SparseProblem(b=140, h=64, t=4096, topk=512),
     SparseProblem(b=130, s=2, h=16, t=4096, topk=500, page=16, strided=True),
@@ -65,7 +69,7 @@ def test_right_in_every_case(kernel: Any, problem: SparseProblem) -> None:
 
 
 @pytest.mark.parametrize("problem", [*PROBLEMS, *DENSE], ids=lambda p: p.label)
-@pytest.mark.parametrize("heads", [0, 16, 32])
+@pytest.mark.parametrize("heads", [0, 16, 24, 32])
 def test_right_however_many_heads_a_query_tile_has(heads: int, problem: SparseProblem) -> None:
     plan = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v2"), problem)(problem)
     if heads not in {tiling.heads for tiling in plan.autotune_configs()}:

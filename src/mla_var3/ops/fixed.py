@@ -63,7 +63,9 @@ def _choice(problem_class: Any, split_tokens: int, device: Device) -> Choice:
     b = max(1, device.num_sms)
     problem: MlaProblem | SparseProblem
     if isinstance(problem_class, sparse_decode.SparseClass):
-        problem = sparse_decode.of_class(problem_class, b, max(split_tokens, SPARSE_TOKENS))
+        fields, tokens = vars(problem_class), max(split_tokens, SPARSE_TOKENS)
+        indices = {} if problem_class.paged else {"topk": tokens, "extra": tokens if problem_class.extra_page else 0}
+        problem = sparse_decode.SparseProblem(**fields, b=b, t=tokens, **indices)
     else:
         problem = decode.of_class(problem_class, b=b, t=split_tokens)
 

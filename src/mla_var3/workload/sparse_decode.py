@@ -82,7 +82,6 @@ row may have one key alone, so rows have `decode.DOMINATED`'s bound. Two things 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections.abc import Iterator, Mapping
@@ -1069,13 +1068,6 @@ def small(problem: SparseProblem) -> SparseProblem:
 
 #: Query heads of published models with sparse attention, or that may have it, whole and after tensor parallelism.
 HEADS = (*decode.SERVED_HEADS, 96, 48, 24, 6)
-
-
-def of_class(kind: SparseClass, b: int, tokens: int) -> SparseProblem:
-    """A problem of a class. tokens: that each request has, and as many indices into each cache."""
-    fields = {field.name: getattr(kind, field.name) for field in dataclasses.fields(kind)}
-    indices = {} if kind.paged else {"topk": tokens, "extra": tokens if kind.extra_page else 0}
-    return SparseProblem(**fields, b=b, t=tokens, **indices)
 
 
 def draw(rng: random.Random) -> dict[str, Any]:

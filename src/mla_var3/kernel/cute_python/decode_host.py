@@ -22,20 +22,19 @@ if TYPE_CHECKING:
 
 
 def schedule_sizes(
-    requests: int, tokens: int, workers: int, fixed: int, partials: Partials, costs: scheduler.Costs,
-    rows_of: str = "page_table",
-) -> Verdict:  # fmt: skip
+    requests: int, tokens: int, workers: int, fixed: int, partials: Partials, costs: scheduler.Costs
+) -> Verdict:
     """Whether 32 bits count what the scheduler does and the workspace of partials. requests: scheduled ones, blocks
     of packed queries. tokens: that the page table, or the indices, of a request have room for. fixed: of
-    `scheduler.Pool`, in KV tiles. rows_of: what has these tokens' room, by the name of the caller's argument."""
+    `scheduler.Pool`, in KV tiles."""
     units = -(-tokens // costs.tokens)
     slots = scheduler.most_slots(requests, workers, units, fixed)
     words = slots * partials.tiles * partials.rows * partials.row_words
     if fixed and words > limits.MOST:
         return Verdict.no(
             f"fixed_split: splits of {fixed * costs.tokens:,} tokens, of {requests:,} requests with room for "
-            f"{tokens:,} tokens in {rows_of}, take a workspace of {words:,} float32, and 32 bits count "
-            f"{limits.MOST:,}: take longer splits, fewer columns of {rows_of}, or fewer requests in a call"
+            f"{tokens:,} tokens in page_table, take a workspace of {words:,} float32, and 32 bits count "
+            f"{limits.MOST:,}: take longer splits, fewer columns of page_table, or fewer requests in a call"
         )
     # The scheduler rounds the points of the line up to a multiple of the workers, and its model adds a split's overhead
     # and a merge, a tree of two levels at most, to the tiles of one worker.

@@ -1864,8 +1864,9 @@ class SparseMlaV2Tiling(Tiling):
             return counted
         workers = self.workers or (max(1, device.num_sms // geometry.tiles) if device is not None else 1)
         tokens = sum(-(-each // TOKENS) * TOKENS for each in ((pd.t,) if pd.paged else (pd.topk, pd.extra)))
-        fixed, rows_of = self.split_tokens // TOKENS, "page_table" if pd.paged else "indices"
-        return decode_host.schedule_sizes(pd.b, tokens, workers, fixed, geometry.partials, geometry.costs, rows_of)
+        fixed = self.split_tokens // TOKENS
+        sizes = decode_host.schedule_sizes(pd.b, tokens, workers, fixed, geometry.partials, geometry.costs)
+        return sizes if sizes or pd.paged else Verdict.no(sizes.reason.replace("page_table", "indices"))
 
 
 class SparseMlaV2Plan(KernelPlan):

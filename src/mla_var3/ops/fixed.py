@@ -63,9 +63,11 @@ def _choice(problem_class: Any, split_tokens: int, device: Device) -> Choice:
     b = max(1, device.num_sms)
     problem: MlaProblem | SparseProblem
     if isinstance(problem_class, sparse_decode.SparseClass):
-        fields, tokens = vars(problem_class), max(split_tokens, SPARSE_TOKENS)
-        indices = {} if problem_class.paged else {"topk": tokens, "extra": tokens if problem_class.extra_page else 0}
-        problem = sparse_decode.SparseProblem(**fields, b=b, t=tokens, **indices)
+        tokens = max(split_tokens, SPARSE_TOKENS)
+        sizes = {"b": b, "t": tokens}
+        if not problem_class.paged:
+            sizes |= {"topk": tokens, "extra": tokens if problem_class.extra_page else 0}
+        problem = sparse_decode.SparseProblem(**{**vars(problem_class), **sizes})
     else:
         problem = decode.of_class(problem_class, b=b, t=split_tokens)
 

@@ -426,9 +426,10 @@ def picked(word: str, problem: Problem, device: Device, asked: Mapping[str, Any]
 
     try:
         if word == FIXED_SPLIT:
-            is_decode = isinstance(problem, MlaProblem) and problem.workload == workload.DEFAULT
-            if not is_decode and not isinstance(problem, SparseProblem):
+            if not isinstance(problem, MlaProblem | SparseProblem):
                 return None  # no other has splits that can be fixed
+            if isinstance(problem, MlaProblem) and problem.workload != workload.DEFAULT:
+                return None
             choice = fixed_choice(problem, (asked or {}).get("split_tokens", SPLIT_TOKENS), device)
         else:
             choice = choose(problem, device)

@@ -4,6 +4,7 @@ not meet it."""
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -240,6 +241,17 @@ def test_query_tiles_have_less_than_eight_rows_without_a_head() -> None:
     assert [tiles[h] for h in HEADS] == [
         (1, 8), (1, 8), (1, 16), (1, 16), (1, 24), (1, 32), (1, 40), (1, 48), (1, 64), (2, 48), (2, 64)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["v32", "v4", "flat"])
+def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None:
+    """A CTA that takes too much compiles, and fails when it is launched."""
+    tiling = plan_type("cute-dsl/sparse_mla_v2").tiling_type
+    source = importlib.import_module(tiling.__module__)
+    for n in source.HEADS:
+        geometry = tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, sink=True))
+        size = source.shared_storage(geometry).size_in_bytes()
+        assert size <= geometry.fixed_bytes + geometry.stages * geometry.stage_bytes <= H200.smem_per_block, n
 
 
 def test_more_heads_are_not_expected_to_take_less_time() -> None:

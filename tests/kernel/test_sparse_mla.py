@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
 from mla_var3.device import Device
+from mla_var3.packed_cache import LAYOUTS, unpack
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.sparse_decode import CASES, SparseProblem
 
@@ -199,17 +200,32 @@ def test_an_a100_cannot_run_it_in_triton() -> None:
     assert "sm_89 or later" in reason
 
 
-@pytest.mark.parametrize(("version", "heads"), [(1, 64), (2, 16), (2, 48), (2, 64)])
-def test_keys_in_registers_are_read_before_they_are_written_again(version: int, heads: int, tmp_path: Path) -> None:
+#: DeepSeek V4.1's caches: codes of e4m3 and of e2m1.
+V41 = {"layout": "v41", "topk": 128, "page": 256, "extra": 512, "extra_page": 64, "extra_layout": "v41_fp4"}
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "products"),
+    [
+        (1, {"h": 64}, 68),
+        (2, {"h": 16}, 68),
+        (2, {"h": 48}, 68),
+        (2, {"h": 64}, 68),
+        (2, {"h": 64, **V41}, 96),
+    ],
+)
+def test_keys_in_registers_are_read_before_they_are_written_again(
+    version: int, fields: dict[str, Any], products: int, tmp_path: Path
+) -> None:
     """A operands are widened while products read the ones before: ptxas has to leave those alone until a wait, and to
     keep the loop's registers in registers. Both consumers run one copy of the loop: 36 products of a tile's scores, and
-    twice the 16 of its values."""
+    twice the 16 of its values; in V4.1 twice 32 of its scores, as the factors of the two kinds of codes differ."""
     from reading_sass import overwritten_in_groups
 
-    plan = plan_type(f"cute-dsl/sparse_mla_v{version}")(SparseProblem(b=128, h=heads, sink=True), None, H200)
+    plan = plan_type(f"cute-dsl/sparse_mla_v{version}")(SparseProblem(b=128, sink=True, **fields), None, H200)
     made = plan.plan_empty().compile(tmp_path, H200, ("sass",))
     sass = made.artefacts["sass"].read_text()
-    assert made.resources.spill_bytes <= 96 and made.resources.instructions["HGMMA"] == 68
+    assert made.resources.spill_bytes <= 96 and made.resources.instructions["HGMMA"] == products
     assert overwritten_in_groups(sass) == []
     early = sass.replace("WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x2")
     assert len(overwritten_in_groups(early)) > 50
@@ -300,6 +316,44 @@ def test_what_is_refused_of_fixed_splits_is_named_by_the_argument() -> None:
     )
     reason = tiling.validate(SparseProblem(b=4096, h=128, t=4096, paged=True), H200).reason
     assert "take longer splits, fewer columns of page_table, or fewer requests" in reason
+
+
+def test_e2m1_codes_become_e4m3_codes_of_64_times_their_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PTX's `prmt` on Python's integers, which know no 32 bits."""
+    module = sys.modules[plan_type("cute-dsl/sparse_mla_v2").__module__]
+
+    def permute(low: int, high: int, selector: int) -> int:
+        source = ((high & 0xFFFFFFFF) << 32 | low & 0xFFFFFFFF).to_bytes(8, "little")
+        places = [selector >> 4 * i & 15 for i in range(4)]
+        assert all(place < 8 for place in places), "it would replicate a sign"
+        return int.from_bytes(bytes(source[place] for place in places), "little")
+
+    monkeypatch.setattr(module, "permute", permute)
+    monkeypatch.setattr(module, "select_bytes", permute)
+    # Every code at every place, beside others.
+    codes = torch.tensor(
+        [(16 * (5 * i + 3) + i + 7 * j) % 256 for i in range(256) for j in range(4)], dtype=torch.uint8
+    )
+    made = []
+    for word in codes.view(torch.int32).tolist():
+        made += [byte for part in module.e4m3_of_e2m1(word) for byte in (part & 0xFFFFFFFF).to_bytes(4, "little")]
+    scales = torch.full((1, 1, 32), 0x38, dtype=torch.uint8)  # 1 in e4m3
+    cache = torch.cat([codes.view(-1, 1, 256), scales.expand(4, 1, 32)], dim=2)
+    values = unpack(LAYOUTS["v41_fp4"], cache).flatten()
+    found = torch.tensor(made, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    assert torch.equal(found, 64 * values) and torch.equal(found.signbit(), values.signbit())
+    assert len(set(codes.tolist())) == 256
+
+
+def test_v41_is_served_on_hopper_by_version_2_alone() -> None:
+    from mla_var3.dispatch import selection
+
+    for fields in (V41, {"layout": "v41_planar", "paged": True, "t": 512}):
+        problem = SparseProblem(b=4, h=64, **fields)
+        if registry.missing("cute-dsl") is None:
+            assert selection.choose(problem, H200).kernel.label == "cute-dsl/sparse_mla_v2"
+        refused = [one for one in selection.survey(problem, H200) if one.choice.label != "cute-dsl/sparse_mla_v2"]
+        assert refused and not any(one.verdict for one in refused)
 
 
 def test_a_cache_of_bf16_has_no_codes() -> None:

@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mla_var3.catalogue import registry
-from mla_var3.check.judge import check
-from mla_var3.workload.sparse_decode import SparseProblem, make_inputs
+from mla_var3.check.judge import check, compare
+from mla_var3.packed_cache import fields, unpack
+from mla_var3.workload.sparse_decode import WORKLOAD, SparseProblem, bounds, input_names, make_inputs, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +36,23 @@ PROBLEMS = [
     SparseProblem(b=70, s=2, h=96, t=4096, topk=512, sink=True),
     SparseProblem(b=5, s=2, h=40, t=4096, extra_lengths=True, **V4),
     SparseProblem(b=4, s=3, h=22, t=4096, topk=512, page=16, sink=True, lengths=True),
+    SparseProblem(b=3, s=2, h=128, t=4096, layout="v41", topk=300, page=3, extra=200, strided=True),
+    SparseProblem(
+        b=70,
+        s=2,
+        h=8,
+        t=4096,
+        layout="v41_planar",
+        topk=128,
+        page=256,
+        extra=500,
+        extra_layout="v41_fp4_planar",
+        extra_page=5,
+        lengths=True,
+        extra_lengths=True,
+        contexts="short",
+        extra_t=1024,
+    ),
     # Many tiles of each worker, so that rows without a token meet every stage.
     SparseProblem(b=140, h=64, t=4096, topk=512),
     SparseProblem(b=130, s=2, h=16, t=4096, topk=500, page=16, strided=True),
@@ -46,7 +64,11 @@ DENSE = [
     SparseProblem(b=3, s=4, h=8, t=5000, page=61, lengths=True, paged=True),
     SparseProblem(b=40, h=64, t=3000, layout="v4", page=256, lengths=True, sink=True, paged=True),
     SparseProblem(b=5, s=3, h=20, t=3000, layout="flat", page=1, lengths=True, paged=True),
+    SparseProblem(b=40, h=64, t=3000, layout="v41", page=64, lengths=True, paged=True),
+    SparseProblem(b=5, s=2, h=16, t=3000, layout="v41_planar", page=7, lengths=True, sink=True, paged=True),
 ]
+#: Caches of DeepSeek V4.1, with codes of both kinds.
+V41 = SparseProblem(b=4, h=64, t=2048, layout="v41", topk=128, page=16, extra=320, extra_layout="v41_fp4", extra_page=7)
 
 
 def plan_of(kernel: Any) -> Any:
@@ -98,6 +120,68 @@ def test_a_graph_replays_with_other_inputs(kernel: Any, problem: SparseProblem, 
     torch.cuda.synchronize()
     replayed = [x.clone() for x in call.output_tensors]
     assert all(torch.equal(x, y) for x, y in zip(replayed, call(), strict=True))
+
+
+def answers(problem: SparseProblem, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Of version 2."""
+    call = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v2"), problem)(problem).plan(*inputs)
+    call()
+    torch.cuda.synchronize()
+    return call.output_tensors
+
+
+@pytest.mark.parametrize("planar", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_every_code_and_scale_of_v41_is_read(extra: bool, planar: bool) -> None:
+    """Each query token attends to one token, whose columns are out. Tokens have all codes; e2m1 ones all e4m3 scales
+    but NaN, of both signs; e4m3 ones scales that are up to 22 powers apart. fp16 has no factor below 2^-14, so a scale
+    that is 18 powers or more below a token's largest counts as 0."""
+    sizes = {"t": 4, "extra_t": 4, "page": 4, "extra_page": 4, "topk": 1, "extra": 1}
+    problem = V41.replace(b=64, s=4, **sizes)
+    if planar:
+        problem = problem.replace(layout="v41_planar", extra_layout="v41_fp4_planar")
+    part, other = problem.parts[extra], problem.parts[not extra]
+    named = dict(zip(input_names(problem), make_inputs(problem, "cuda", poison=False), strict=True))
+    named["q"].zero_()
+    cache, tokens = named[f"{part.prefix}cache"], torch.arange(256, device="cuda").view(256, 1)
+    views, groups = fields(part.layout, cache), torch.arange(part.layout.scales, device="cuda")
+    codes = torch.arange(part.layout.code_bytes, device="cuda") + 3 * tokens
+    scales = (tokens + groups) % 256 if extra else 80 + tokens // 2 + groups * (tokens % 4) % 23
+    if extra:
+        scales = scales.where(scales % 128 != 127, 7)
+    else:
+        codes = codes.where(codes % 128 != 127, 56)
+    views.codes.copy_(codes.to(torch.uint8).view_as(views.codes))
+    views.scales.copy_(scales.to(torch.uint8).view_as(views.scales))
+    named[f"{part.prefix}indices"].copy_(tokens.view(64, 4, 1))
+    named[f"{other.prefix}indices"].fill_(-1)
+    out, _ = answers(problem, tuple(named.values()))
+    wanted = unpack(part.layout, cache).view(256, len(groups), -1)
+    if not extra:
+        low = scales < scales.amax(1, keepdim=True) - 17
+        assert bool(low.any())
+        wanted = wanted.masked_fill(low.unsqueeze(-1), 0.0)
+    wanted = wanted.view(64, 4, 1, 512).expand(64, 4, 64, 512)
+    assert torch.equal(wanted, wanted.bfloat16().double()) and torch.equal(out.double(), wanted)
+
+
+@pytest.mark.parametrize(("extra", "byte"), [(False, 255), (True, 0x7F), (True, 0xFF)])
+def test_a_scale_of_v41_that_is_nan_makes_its_query_token_nan(extra: bool, byte: int) -> None:
+    inputs = make_inputs(V41, "cuda", seed=3)
+    named, part = dict(zip(input_names(V41), inputs, strict=True)), V41.parts[extra]
+    scales = fields(part.layout, named[f"{part.prefix}cache"]).scales
+    spoilt = []
+    for request, place in ((1, 0), (3, part.topk - 1)):
+        token = int(named[f"{part.prefix}indices"][request, 0, place])
+        scales[token // part.page, token % part.page, (5 * request) % part.layout.scales] = byte
+        spoilt.append(request)
+    out, lse = answers(V41, inputs)
+    for request in range(V41.b):
+        assert bool(out[request].isnan().all()) == (request in spoilt)
+        assert bool(lse[request].isnan().all()) == (request in spoilt)
+    wanted = reference(V41, *inputs)
+    verdict = compare(WORKLOAD, (out, lse), wanted, bounds("flashmla"))
+    assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)

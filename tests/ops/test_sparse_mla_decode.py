@@ -400,8 +400,8 @@ def test_flash_mla_s_call_names_caches_that_do_not_go_together() -> None:
             )
 
 
-@pytest.mark.parametrize("kernel", [None, "cute-dsl/sparse_mla_v2", "triton/sparse_mla", "cutile-dsl/sparse_mla"])
-def test_versions_that_do_not_read_v41_say_so(kernel: str | None) -> None:
+@pytest.mark.parametrize("kernel", ["cute-dsl/sparse_mla_v1", "triton/sparse_mla", "cutile-dsl/sparse_mla"])
+def test_versions_that_do_not_read_v41_say_so(kernel: str) -> None:
     problem = PROBLEMS["v41_fp4"]
     with pytest.raises(
         UserError, match=r"the kernel knows no cache of DeepSeek V4\.1; the problem's has a layout of it"

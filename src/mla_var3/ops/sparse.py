@@ -62,9 +62,9 @@ def sparse_mla_decode(
 
     q (b, s, h, columns) bf16, with 576 columns, and 512 in v4 and v41. kv_cache (pages, tokens of a page, bytes of a
     token) of torch.uint8 or torch.float8_e4m3fn, in a layout of `mla_var3.packed_cache`: "v32", "v4", "v41",
-    "v41_planar" or "flat"; or (pages, tokens of a page, 576) of bf16, layout "bf16". Those of V4.1 are computed by
-    kernel="torch/sparse_mla" alone so far. Another 8-bit dtype is refused, as codes are e4m3fn; int8 is taken for bytes
-    in all but flat. A dimension of size 1 in front of the last one is taken too. Pages may lie
+    "v41_planar" or "flat"; or (pages, tokens of a page, 576) of bf16, layout "bf16". Those of V4.1 are taken on
+    Hopper, and elsewhere by kernel="torch/sparse_mla" alone. Another 8-bit dtype is refused, as codes are e4m3fn; int8
+    is taken for bytes in all but flat. A dimension of size 1 in front of the last one is taken too. Pages may lie
     further apart than they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of layout flat.
 
     q and indices may have any strides of batch, token and head, with columns beside each other and rows of q multiples

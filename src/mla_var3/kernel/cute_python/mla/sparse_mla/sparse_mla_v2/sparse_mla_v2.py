@@ -21,6 +21,12 @@ so keys and probabilities have fp16's 11 bits, and its range suffices whatever t
 a query tile is multiplied by a power of two that brings its largest element below 2^15. Columns that are bf16 in the
 cache stay so for the scores, times 2^-e, beside queries in bf16. In v4 they are values too, and are rounded to fp16.
 
+Layouts of V4.1 have 16 scales a token, powers of two, or 32 of e4m3 beside e2m1. Codes are multiplied with them however
+many heads there are. A power of two is made where it is used: one byte permutation makes it of a word with four of them
+(`power_factors`). sm_90 converts no e2m1. The warp that makes a token's scores first turns its 256 bytes into 512 bytes
+of e4m3 in place (`expand`): three bits of each code select one of eight bytes, since 2^6 times an e2m1 is an e4m3. All
+that follows reads such a tile like any other. An e2m1 times an e4m3 scale has six significant bits, and fp16 holds it.
+
 A CTA has up to 64 heads of a query token, fewer where there are few requests (`SparseMlaV2Plan.default_tiling`), and
 goes through its worker's splits, one KV tile of 64 tokens at a time:
 
@@ -105,6 +111,14 @@ AHEAD = 2  # of which bytes are on the way into registers in front of the one th
 # where they become fp16, they may be up to 4,094.
 LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
 MOST_EXPONENT = 126
+# In layouts of V4.1 e is as many below the exponent of a token's largest scale: of fp16's range, e4m3 codes leave room
+# above, and smaller scales have it below.
+LIFT = 3
+# The same below that of the largest scale of e2m1 codes, which are at most 6, not 448.
+LIFT_FP4 = 9
+# e2m1 codes become e4m3 codes of 2^6 times their value: these are the bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6.
+E2M1_EXPONENT = 6
+E2M1_BYTES = (0x6C686000, 0x7C787470)
 PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
 
@@ -138,11 +152,28 @@ class Geometry:
     extra_lengths: bool
     sink: bool
     paged: bool = False
+    extra_layout: str = ""
 
     @property
     def cache(self) -> Any:
         """Of `packed_cache.LAYOUTS`."""
         return layout_of(self.layout)
+
+    @property
+    def extra(self) -> Any:
+        """The same of the extra cache."""
+        return layout_of(self.extra_layout or self.layout)
+
+    @property
+    def fine(self) -> bool:
+        """Whether 64 columns have several scales, as in the layouts of V4.1. Their codes are multiplied with them,
+        however few heads there are."""
+        return 0 < self.cache.tile < PANEL
+
+    @property
+    def fp4(self) -> bool:
+        """Whether the codes of the extra cache are e2m1."""
+        return bool(self.extra.bits == 4)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -177,8 +208,9 @@ class Geometry:
 
     @property
     def row_bytes(self) -> int:
-        """From one token of a page to the next."""
-        return self.plain_start + 2 * self.cache.plain
+        """Of a row in shared memory, and but for V4.1 from one token of a page to the next. There a row is 512 bytes of
+        codes and then its scales; e2m1 codes come into the second half of these 512 bytes (`expand`)."""
+        return self.plain_start + 2 * self.cache.plain + (self.groups if self.fine else 0)
 
     @property
     def stride(self) -> int:
@@ -189,10 +221,14 @@ class Geometry:
     @property
     def groups(self) -> int:
         """Factors of a token: one for each scale, and in v4 one for its bf16 columns."""
+        if self.fine:
+            return max(self.cache.scales, self.extra.scales)
         return self.cache.scales + (1 if self.layout == "v4" else 0)
 
     def group(self, panel: int) -> int:
-        """The factor that a panel's columns are multiplied with."""
+        """The factor that a panel's columns are multiplied with; where they have several, the first one."""
+        if self.fine:
+            return panel * self.groups // self.panels
         if panel < self.code_panels and self.cache.tile:
             return panel * PANEL // self.cache.tile
         return self.cache.scales
@@ -219,7 +255,7 @@ class Geometry:
         """Whether a group's factor is multiplied with its share of a score and with a probability for its values, and
         not with its codes: of few heads these are fewer. Of 32 heads they are fewer too, but the copies of P would take
         the shared memory of a tile, and so its bytes under way."""
-        return self.groups > 0 and self.n <= FEW_HEADS
+        return self.groups > 0 and self.n <= FEW_HEADS and not self.fine
 
     @property
     def copies(self) -> int:
@@ -461,6 +497,30 @@ def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
     return page_address(cache, index) + page * geometry.row_bytes + index % page * each
 
 
+def codes_address(cache: Cache, index: Int32, layout: Any) -> Int64:
+    """Where a cached token's codes begin in a layout of V4.1."""
+    each = layout.code_bytes if layout.planar else layout.token_bytes
+    return page_address(cache, index) + index % cache.tokens.shape[1] * each
+
+
+def scales_address(cache: Cache, index: Int32, layout: Any) -> Int64:
+    """Where its scales do in a planar one: behind the codes of its page."""
+    page = cache.tokens.shape[1]
+    return page_address(cache, index) + page * layout.code_bytes + index % page * layout.scales
+
+
+def of_either(found: Row, of_main: Any, of_extra: Any, geometry: Geometry) -> Any:
+    """What holds of a row of the cache, or of one of an extra cache of another layout."""
+    return cutlass.select_(found.is_extra, of_extra, of_main) if geometry.fp4 else of_main
+
+
+def token_bytes(found: Row, geometry: Geometry) -> Any:
+    """Of a row, copied."""
+    if not geometry.fine:
+        return geometry.row_bytes
+    return of_either(found, Int32(geometry.cache.token_bytes), Int32(geometry.extra.token_bytes), geometry)
+
+
 def of_cache(caches: Any, found: Row, address: Any, geometry: Geometry) -> Int64:
     """`address` of a row in the one cache or the other; where no token is named, that of the first one's token 0."""
     at = [address(cache, cutlass.max(found.index, 0), geometry) for cache in caches]
@@ -474,16 +534,43 @@ def copy_row(
 ):  # fmt: skip
     """Starts copying a cached token's row into a tile."""
     full = (storage.full.data_ptr() + stage).toint()
-    source = of_cache(caches, found, row_address, geometry)
-    target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source, Int32(geometry.row_bytes), full],
-    )
+    if cutlass.const_expr(geometry.fine):
+        target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
+        copy_fine_row(caches, found, target, full, geometry)
+    else:
+        source = of_cache(caches, found, row_address, geometry)
+        target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
+        copy_bytes(target, source, Int32(geometry.row_bytes), full)
     if cutlass.const_expr(geometry.layout == "v4"):
         source = of_cache(caches, found, scale_address, geometry)
         target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
         cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
+
+
+def copy_bytes(target: Int32, source: Int64, size: Int32, full: Int32) -> None:
+    """Starts a bulk copy into shared memory, which arrives at the mbarrier `full`. All but that at multiples of 16."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, size, full],
+    )
+
+
+def copy_fine_row(caches: Any, found: Row, target: Int32, full: Int32, geometry: Geometry) -> None:
+    """The same of a layout of V4.1: codes end and scales begin at byte 512 of a row, whatever their bits are."""
+    layouts, index = (geometry.cache, geometry.extra), cutlass.max(found.index, 0)
+
+    def of_row(address: Any) -> Any:
+        at = [address(cache, index, layout) for cache, layout in zip(caches, layouts, strict=False)]
+        return at[0] if len(at) == 1 else cutlass.select_(found.is_extra, at[1], at[0])
+
+    def size(layout: Any) -> Int32:
+        return Int32(layout.code_bytes if layout.planar else layout.token_bytes)
+
+    begin = of_either(found, Int32(0), Int32(VALUES - geometry.extra.code_bytes), geometry)
+    copy_bytes(target + begin, of_row(codes_address), of_either(found, *map(size, layouts), geometry), full)
+    if geometry.cache.planar:
+        scales = of_either(found, *(Int32(layout.scales) for layout in layouts), geometry)
+        copy_bytes(target + VALUES, of_row(scales_address), scales, full)
 
 
 @cute.jit
@@ -541,8 +628,8 @@ def load(
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
         with cute.arch.elect_one():
-            valid[warp, stage] = votes
-            copied = Int32(cute.arch.popc(votes)) // 2 * geometry.row_bytes
+            valid[warp, stage] = named_word(votes, first, geometry)
+            copied = Int32(cute.arch.popc(votes)) // 2 * token_bytes(first, geometry)
             if votes == -1:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
             else:
@@ -571,6 +658,12 @@ def load(
         first = named(second, caches, row, geometry)
         place = next_place(place, walk, geometry)
         second = read_row(caches, place, token, row, geometry)
+
+
+def named_word(votes: Int32, found: Row, geometry: Geometry) -> Int32:
+    """What consumers read of 16 rows. votes: two bits a row, whether its index names a token. Where caches differ in
+    their codes, every other bit says which cache the tile is of: the word is negative for e2m1."""
+    return of_either(found, votes & 0x55555555, votes | -0x55555556, geometry) if geometry.fp4 else votes
 
 
 def producer_row(warp: Int32) -> Int32:
@@ -712,6 +805,45 @@ def permute(low: Int32, high: Int32, selector: int) -> Int32:
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {selector};", write_only_types=[Int32], read_only_args=[low, high]
     )
+
+
+def select_bytes(low: Any, high: Any, selector: Int32) -> Int32:
+    """`permute` by a selector that a register holds, in its lower half."""
+    words = [Int32(low), Int32(high), selector]
+    return cute.arch.inline_ptx("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=words)
+
+
+def larger_halves(a: Int32, b: Int32) -> Int32:
+    """The larger ones of two pairs of unsigned numbers of 16 bits."""
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def largest_byte(words: list[Int32]) -> Int32:
+    """Of the bytes of words, unsigned: in the upper byte of 16 bits the lower one does not decide."""
+    upper, lower = words[0], words[0] << 8
+    for word in words[1:]:
+        upper, lower = larger_halves(upper, word), larger_halves(lower, word << 8)
+    both = larger_halves(upper, lower)
+    return cutlass.max((both >> 24) & 255, (both >> 8) & 255)
+
+
+def e4m3_pair(word: Int32, half: int, factors: Int32) -> Int32:
+    """Two of a word's four e4m3, the lower or upper ones, as two fp16 times two others."""
+    text = "{ .reg .b16 c, d; .reg .b32 x; mov.b32 {c, d}, {$r0}; "
+    text += f"cvt.rn.f16x2.e4m3x2 x, {'d' if half else 'c'}; mul.rn.f16x2 {{$w0}}, x, {{$r1}}; }}"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, factors])
+
+
+def e4m3_of_e2m1(word: Int32) -> tuple[Int32, Int32]:
+    """Eight e2m1 as eight e4m3 of 2^6 times their value, in order. The three bits of a magnitude select one of eight
+    bytes; signs come from the word itself and, for even columns, from it four bits further left."""
+    magnitudes, left = word & 0x77777777, word << 4
+    found = []
+    for half, order in enumerate((0x5140, 0x7362)):
+        selector = magnitudes >> 16 if half else magnitudes
+        signs = permute(left, word, order) & -0x7F7F7F80
+        found.append(select_bytes(*E2M1_BYTES, selector) | signs)
+    return found[0], found[1]
 
 
 def widen(codes: Int32, factors: Int32 | None) -> tuple[Int32, Int32]:
@@ -947,6 +1079,143 @@ class Consumer:
                 halves[0] = cutlass.select_(lane % 4 > 1, high, low)
                 cute.make_tensor(place + 2 * r, cute.make_layout(1))[0] = cute.recast_tensor(halves, Float16)[0]
 
+    # -------------------------------------------------------------------------------------------- of V4.1
+    @cute.jit
+    def expand(self, stage: Int32):
+        """Makes e4m3 codes of the e2m1 codes of the warp's 16 rows of an own tile, in place: 256 bytes become 512. Two
+        lanes have a row and every other 16 bytes of it. All are read before any is written."""
+        lane, warp = self.thread % 32, self.thread // 32
+        row = self.tile_rows(stage).toint() + (warp * 16 + lane % 16) * self.geometry.stride + lane // 16 * 16
+        words = cute.make_rmem_tensor((4, 8), Int32)
+        for i in cutlass.range_constexpr(8):
+            found = cute.arch.inline_ptx(
+                "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4,
+                read_only_args=[row + (VALUES // 2 + 32 * i)],
+            )  # fmt: skip
+            for j in cutlass.range_constexpr(4):
+                words[j, i] = found[j]
+        cute.arch.sync_warp()
+        target = row + lane // 16 * 16
+        for i in cutlass.range_constexpr(8):
+            for j in cutlass.range_constexpr(0, 4, 2):
+                made = (*e4m3_of_e2m1(words[j, i]), *e4m3_of_e2m1(words[j + 1, i]))
+                cute.arch.inline_ptx(
+                    "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[target + (64 * i + 8 * j), *made],
+                )
+        cute.arch.sync_warp()
+
+    def scale_words(self, stage: Int32, row: Int32, layout: Any) -> list[Int32]:
+        """The scales of a token, four in a word."""
+        found = cute.make_rmem_tensor(layout.scales // 4, Int32)
+        place = self.tile_rows(stage) + cute.assume(row * self.geometry.stride + VALUES, divby=16)
+        source = cute.recast_ptr(place.align(16), dtype=Int32)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(layout.scales // 4)), found)
+        return [found[i] for i in range(layout.scales // 4)]
+
+    def power_factors(self, stage: Int32, names: Int32) -> Any:
+        """Reads the ue8m0 scales of the thread's two tokens, and stores their factors for the products with V. Returns
+        what gives the factors of half a panel: of the two tokens in its first k block, then in its second one."""
+        geometry, lane, kept = self.geometry, self.thread % 32, []
+        for r in range(2):
+            found = self.scale_words(stage, wgmma.acc_row(self.thread, r), geometry.cache)
+            top = largest_byte(found)
+            exponent = self.clamped(top - (127 + LIFT))
+            number = cutlass.select_(top == 255, Float32(math.nan), Float32(exponent))
+            self.set_exponent(r, exponent, number, names)
+            # 2^(scale - 127 - e) has this exponent field in fp16, 0 and so the number 0 where it is below 2^-14. Four
+            # fields as bytes, which are the upper ones of fp16 but for the lowest bits: two at a time in 16 bits each.
+            below = exponent + (127 - 15)
+            below = below | (below << 16)
+            fields = []
+            for word in found:
+                even = larger_halves(word & 0x00FF00FF, below) - below
+                odd = larger_halves((word >> 8) & 0x00FF00FF, below) - below
+                fields.append((even | (odd << 8)) << 2)
+            kept.append(fields)
+            each = geometry.groups // geometry.cache.scales
+            for i, word in enumerate(fields):
+                half = select_bytes(word, 0, lane % 4 * 16 + 4)
+                for j in range(each):
+                    self.store_factor(stage, r, (4 * i + lane % 4) * each + j, half)
+
+        def of_half_panel(i: int) -> list[Int32]:
+            selector = 0x0404 | i % 4 << 4 | i % 4 << 12
+            return [permute(kept[r][i // 4], Int32(0), selector) for r in range(2)] * BLOCKS
+
+        return of_half_panel
+
+    def e4m3_factors(self, stage: Int32, names: Int32) -> Any:
+        """The same of e4m3 scales, each of which has one k block's columns."""
+        geometry, lane, kept = self.geometry, self.thread % 32, []
+        for r in range(2):
+            found = self.scale_words(stage, wgmma.acc_row(self.thread, r), geometry.extra)
+            # The exponent field of the largest one, at least 1 as all subnormal numbers have it.
+            field = cutlass.max(largest_byte([word & 0x7F7F7F7F for word in found]) >> 3, 1)
+            exponent = field - (7 + LIFT_FP4)
+            self.set_exponent(r, exponent, Float32(exponent), names)
+            power = (15 - E2M1_EXPONENT - exponent) << 10  # 2^(-6 - e) in fp16
+            power = power | (power << 16)
+            kept.append((found, power))
+            for i in range(0, len(found), 2):
+                # A scale of one word, and of the next one.
+                both = select_bytes(found[i], found[i + 1], lane % 4 * 17 + 0x40)
+                both = e4m3_pair(both, 0, power)
+                self.store_factor(stage, r, 4 * i + lane % 4, both)
+                self.store_factor(stage, r, 4 * i + 4 + lane % 4, both >> 16)
+
+        def of_half_panel(i: int) -> list[Int32]:
+            both = [e4m3_pair(found[i // 2], i % 2, power) for found, power in kept]
+            return [permute(pair, pair, order) for order in (0x1010, 0x3232) for pair in both]
+
+        return of_half_panel
+
+    def set_exponent(self, r: int, exponent: Int32, number: Float32, names: Int32) -> None:
+        """Keeps e of one of the thread's two tokens; number: e, or NaN."""
+        is_token = (names >> (self.thread % 32 // 4 * 2 + 16 * r)) & 1
+        self.scaled[r] = self.scale_log2 * partials.power_of_two(exponent)
+        self.weights[r] = partials.power_of_two(-exponent)
+        self.exponents[r] = cutlass.select_(is_token > 0, number, Float32(-math.inf))
+
+    def store_factor(self, stage: Int32, r: int, group: Int32, half: Int32) -> None:
+        """Stores the factor of one of the thread's two tokens, in the lower half of a word, where `load_factors` reads
+        it: as `read_factors` does."""
+        geometry, lane, warp = self.geometry, self.thread % 32, self.thread // 32
+        place = (stage * geometry.code_factors + group) * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2 + 2 * r
+        store_half((self.factors + place).toint(), half)
+
+    def issue_fine(self, stage: Int32, names: Int32, layout: Any) -> None:
+        """`issue_scores` of an own tile in a layout of V4.1, e2m1 codes expanded. names: `named_word`."""
+        lane, parts = self.thread % 32, [(i // 2, i % 2) for i in range(2 * self.geometry.panels)]
+        row = self.thread // 32 * 16 + lane % 16
+        address = self.tile_rows(stage).toint() + (row * self.geometry.stride + lane // 16 * 16)
+        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
+        factors = self.e4m3_factors(stage, names) if layout.bits == 4 else self.power_factors(stage, names)
+        for i in range(len(parts)):
+            if i + AHEAD < len(parts):
+                found.append(self.load_keys(address, *parts[i + AHEAD]))
+            words, pairs = cute.make_rmem_tensor(cute.make_layout((4, BLOCKS)), Int32), factors(i)
+            for m in range(4):
+                words[m % 2, m // 2], words[2 + m % 2, m // 2] = widen(found[i][m], pairs[m])
+            issue(self.mma_s, self.acc_s, a_operand(words, Float16), self.frag_q, 2 * i, i == 0)
+            if i > 0:
+                warpgroup.wait_group(1)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def fine_scores(self, stage: Int32):
+        """acc_s = K·Qᵀ of an own tile, by the layout that it has."""
+        geometry = self.geometry
+        names = cute.arch.make_warp_uniform(self.valid[self.thread // 32, stage])
+        if cutlass.const_expr(geometry.fp4):
+            if names < 0:
+                self.expand(stage)
+                self.issue_fine(stage, names, geometry.extra)
+            else:
+                self.issue_fine(stage, names, geometry.cache)
+        else:
+            self.issue_fine(stage, names, geometry.cache)
+
     # -------------------------------------------------------------------------------------------- scores
     def load_keys(self, address: Int32, panel: int, half: int) -> tuple[Int32, ...]:
         """Half a panel's bytes. address: of the lane's row, and of 16 bytes in it."""
@@ -1014,9 +1283,12 @@ class Consumer:
         """Sᵀ = K·Qᵀ of an own tile, times the tokens' scales, plus their e: x."""
         geometry = self.geometry
         cute.arch.mbarrier_wait(self.full + stage, phase)
-        pairs = cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Int32)
-        plain = cute.make_rmem_tensor(2, Int32)
-        self.issue_scores(stage, pairs, plain)
+        if cutlass.const_expr(geometry.fine):
+            self.fine_scores(stage)
+        else:
+            pairs = cute.make_rmem_tensor(cute.make_layout((2, max(1, geometry.groups))), Int32)
+            plain = cute.make_rmem_tensor(2, Int32)
+            self.issue_scores(stage, pairs, plain)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1132,6 +1404,8 @@ class Consumer:
             return None
         factors = cute.make_rmem_tensor(4, Int32)
         group = self.me * geometry.own_groups + geometry.own_group(panel)
+        if geometry.fine:  # the warp's 16 columns of the panel are one scale's
+            group = group + self.thread // 32 * (geometry.groups // geometry.panels) // WARPS
         token = (stage * geometry.code_factors + group) * TOKENS + self.thread % 4 * 16 + 8 * half
         source = cute.recast_ptr((self.factors + cute.assume(token, divby=8)).align(16), dtype=Int32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), factors)
@@ -1233,8 +1507,10 @@ class Consumer:
     def other_tile(self, stage: Int32, phase: Int32):
         """This consumer's product with the V of a tile whose P the other one makes."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
-        found = self.begin_values(stage)
+        # Who makes P has expanded e2m1 codes before.
+        early = [] if self.geometry.fp4 else self.begin_values(stage)
         cute.arch.barrier(barrier_id=Barrier.P_ODD - self.me, number_of_threads=CONSUMER_THREADS)
+        found = self.begin_values(stage) if self.geometry.fp4 else early
         factors = self.begin_factors(stage)
         self.follow_max()
         self.multiply(OTHER, stage, found, factors)
@@ -1844,8 +2120,9 @@ class SparseMlaV2Tiling(Tiling):
         each = -(-pd.h // -(-pd.h // HEADS[-1]))  # heads of a query tile, if all have as many
         n = self.heads or next(n for n in HEADS if n >= each)
         return Geometry(
-            pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged
-        )
+            pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
+            pd.extra_layout,
+        )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
         if not 0 <= self.workers <= scheduler.MOST_WORKERS:
@@ -1884,7 +2161,7 @@ class SparseMlaV2Plan(KernelPlan):
         dtypes=("bf16",),
         features=("wgmma", "setmaxnreg"),
         problem=takes,
-        options=("paged", "strided"),
+        options=("paged", "strided", "v41"),
     )
 
     def default_tiling(self) -> Tiling:
@@ -1944,8 +2221,8 @@ class SparseMlaV2Plan(KernelPlan):
     def _make(self, given: Any, inputs: Any, outputs: Any, workspaces: Any = ()) -> CuteKernel:
         pd, geometry, kind = self.problem, self.tiling.geometry(self.problem), host.element_type(self.problem.dtype)
 
-        def cache(page: int) -> Any:
-            row, apart = pd.cache.token_bytes, cute.sym_int64(divisibility=16)
+        def cache(page: int, layout: Any) -> Any:
+            row, apart = layout.token_bytes, cute.sym_int64(divisibility=16)
             return make_fake_tensor(Uint8, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
 
         def indices(b: Any) -> Any:
@@ -1962,10 +2239,10 @@ class SparseMlaV2Plan(KernelPlan):
             extra = pd.extra > 0
             return (
                 queries(b),
-                cache(pd.page),
+                cache(pd.page, geometry.cache),
                 indices(b),
                 host.fake(Int32, b, align=4) if pd.lengths or pd.paged else None,
-                cache(pd.extra_page) if extra else None,
+                cache(pd.extra_page, geometry.extra) if extra else None,
                 indices(b) if extra else None,
                 host.fake(Int32, b, align=4) if pd.extra_lengths else None,
                 host.fake(Int32, b, align=4),

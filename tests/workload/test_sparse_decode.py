@@ -660,6 +660,7 @@ def test_a_problem_is_recorded_and_bound_as_it_is() -> None:
     assert V32.replace(contexts="uniform:0", missing="end:0") == V32.replace(contexts="uniform")
     assert DENSE[0].problem_class() == DENSE[0].replace(b=1, t=9, lengths=False).problem_class()
     assert DENSE[0].label == "v32_b5_s3_h3_t70"
+    assert FP4.label.startswith("v41_planar+v41_fp4_planar_b"), "another problem than with two caches of one layout"
     assert DENSE[2].input_bytes() == (
         66 * 576 + 4 * (66 + 2) + 2 * 2 * 3 * 576 * 2 + 2 * 2 * 3 * (1024 + 4)
     )  # fmt: skip

@@ -308,7 +308,8 @@ class SparseProblem(Problem):
 
     @property
     def label(self) -> str:
-        text = f"{self.layout}_b{self.b}_s{self.s}_h{self.h}"
+        layouts = "+".join(filter(None, (self.layout, self.extra_layout)))
+        text = f"{layouts}_b{self.b}_s{self.s}_h{self.h}"
         if self.paged:
             return f"{text}_t{self.t}"
         text += f"_top{self.topk}" + (f"+{self.extra}" if self.extra else "")

@@ -40,7 +40,8 @@ OPTIONS: Mapping[str, str] = {
     "packed": "the kernel takes requests with equally many query tokens; the problem's are packed",
     "paged": "the kernel takes indices; the problem has a page table",
     "v41": "the kernel knows no cache of DeepSeek V4.1; the problem's has a layout of it",
-    "strided": "the kernel reads contiguous q and indices; the problem's rows lie further apart",
+    "strided": "the kernel reads contiguous q, indices and page tables; the problem's rows lie further apart",
+    "strided_out": "the kernel writes contiguous results; the problem's rows of out and lse lie further apart",
     "tree": "the kernel takes no mask but the causal one; the problem has a tree's",
 }
 

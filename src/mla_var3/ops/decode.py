@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mla_var3.ops.engine import DecodeSchedule
-from mla_var3.ops.request import as_bytes, as_pages, bounds_of, compact, narrowed, problem_of, result
+from mla_var3.ops.request import (
+    VECTOR,
+    as_bytes,
+    as_pages,
+    bounds_of,
+    compact,
+    narrowed,
+    problem_of,
+    result,
+    rows_of,
+)
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import engine_of, way_for
+from mla_var3.ops.ways import compute, engine_of, way_for
 
 if TYPE_CHECKING:
     import torch
@@ -88,21 +98,29 @@ def mla_decode(
     )  # fmt: skip
     served = engine_of(on, q, "q", "mla_decode")
     *tokens, h, _ = q.shape
-    target = result("out", out, (*tokens, h, head_dim_v), q.dtype, q.device)
-    sums = result("lse", lse, (tokens[0], h, *tokens[1:]), torch.float32, q.device)
+    target = result("out", out, (*tokens, h, head_dim_v), q.dtype, q.device, strided=True)
+    sums = result("lse", lse, (tokens[0], h, *tokens[1:]), torch.float32, q.device, strided=True)
     if len(q) and len(seq_lens):
         way = way_for(problem, served.hardware(q.device), fixed_split=fixed_split, kernel=kernel)
-        cache = kv_cache.detach()
+        cache = kv_cache.detach() if kv_cache.requires_grad else kv_cache
         if problem.strided_pages or cache.dim() == 3:
             cache = as_pages(cache)
-        bounds = bounds_of(problem)
-        table, lengths = narrowed(page_table, *bounds["page_table"]), narrowed(seq_lens, *bounds["seq_lens"])
-        inputs: tuple[torch.Tensor, ...] = (compact(q.detach()), cache, table, lengths)
+        bounds, rows = bounds_of(problem), q.detach() if q.requires_grad else q
+        in_line = rows.is_contiguous()
+        rows = compact(rows) if in_line else rows_of(rows, VECTOR)
+        table = narrowed(page_table, *bounds["page_table"], strided=True)
+        lengths = narrowed(seq_lens, *bounds["seq_lens"])
+        inputs: tuple[torch.Tensor, ...] = (rows, cache, table, lengths)
         if cu_seqlens_q is not None:
             inputs = (*inputs, narrowed(cu_seqlens_q, *bounds["cu_seqlens_q"]))
         if mask is not None:
             inputs = (*inputs, as_bytes(mask))
-        served.run(way, problem, inputs, (target, sums), schedule)
+        apart_out = not ((out is None or out.is_contiguous()) and (lse is None or lse.is_contiguous()))
+        if in_line and not apart_out and table.is_contiguous():
+            served.run(way, problem, inputs, (target, sums), schedule)
+        else:
+            apart = [i for i in (0, 2) if not inputs[i].is_contiguous()]
+            compute(served, way, problem, inputs, (target, sums), apart, apart_out, schedule)
     return (target, sums) if return_lse else target
 
 

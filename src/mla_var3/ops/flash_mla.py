@@ -110,6 +110,9 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention, dense or, with indices, sparse.
 
@@ -126,8 +129,9 @@ def flash_mla_with_kvcache(
     `sparse_mla_decode`. head_dim_v is 512; block_table and cache_seqlens are not looked at.
 
     softmax_scale: factor on q·k, default (columns of q)^-1/2. tile_scheduler_metadata: of `get_mla_metadata`, whose
-    calls must have equal shapes, or a tensor, which with num_splits is not looked at. Returns out (b, s, h, k) in q's
-    dtype and the natural log-sum-exp (b, h, s) in float32, without the sink; a row without keys has out 0 and +inf.
+    calls must have equal shapes, or a tensor, which with num_splits is not looked at. out, lse: where to write, as of
+    `mla_decode`; vLLM's FlashMLA has `out`. Returns out (b, s, h, k) in q's dtype and the natural log-sum-exp (b, h, s)
+    in float32, without the sink; a row without keys has out 0 and +inf.
     """
     meta = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
     if meta is None:
@@ -153,7 +157,7 @@ def flash_mla_with_kvcache(
         both = sparse_mla_decode(
             q, k_cache, indices, layout=layout, scale=scale, topk_lens=topk_length, sink=attn_sink,
             extra_cache=extra_k_cache, extra_indices=extra_indices_in_kvcache, extra_topk_lens=extra_topk_length,
-            extra_layout=of_extra, return_lse=True,
+            extra_layout=of_extra, return_lse=True, out=out, lse=lse,
         )  # fmt: skip
     else:
         refused: dict[str, Any] = {
@@ -176,9 +180,12 @@ def flash_mla_with_kvcache(
                 raise UserError("causal is False: over an FP8 cache several query tokens are causal; pass causal=True.")
             if head_dim_v != VALUES:
                 raise UserError(f"head_dim_v is {head_dim_v}: FP8 caches have {VALUES} columns of values.")
-            both = packed_mla_decode(*given, layout=layouts["k_cache"], scale=scale, return_lse=True)
+            layout = layouts["k_cache"]
+            both = packed_mla_decode(*given, layout=layout, scale=scale, return_lse=True, out=out, lse=lse)
         else:
-            both = mla_decode(*given, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True)
+            both = mla_decode(
+                *given, scale=scale, causal=causal, head_dim_v=head_dim_v, return_lse=True, out=out, lse=lse
+            )
     assert isinstance(both, tuple)
     if meta is not None and not meta.have_initialized:
         _fill(meta, found, q)

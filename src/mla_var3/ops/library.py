@@ -60,13 +60,14 @@ _PACKED = (
     "Tensor? cache_scale=None, Tensor? sink=None, int? fixed_split=None, str? version=None"
 )
 _PRODUCT = "Tensor x, Tensor weight, str side, *, str? version=None"
+# Not named out: dynamo wants such an argument contiguous, and these may be slices.
 SCHEMAS = {
     "mla_decode": f"mla_decode({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
-    "mla_decode_into": f"mla_decode_into({_ARGUMENTS}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "mla_decode_into": f"mla_decode_into({_ARGUMENTS}, Tensor(a!) target, Tensor(b!) lse) -> ()",
     "sparse_mla_decode": f"sparse_mla_decode({_SPARSE}) -> (Tensor out, Tensor lse)",
-    "sparse_mla_decode_into": f"sparse_mla_decode_into({_SPARSE}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "sparse_mla_decode_into": f"sparse_mla_decode_into({_SPARSE}, Tensor(a!) target, Tensor(b!) lse) -> ()",
     "packed_mla_decode": f"packed_mla_decode({_PACKED}) -> (Tensor out, Tensor lse)",
-    "packed_mla_decode_into": f"packed_mla_decode_into({_PACKED}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "packed_mla_decode_into": f"packed_mla_decode_into({_PACKED}, Tensor(a!) target, Tensor(b!) lse) -> ()",
     "rmsnorm": (
         "rmsnorm(Tensor x, Tensor weight, Tensor? second_weight=None, Tensor? residual=None, *, float eps=1e-6, "
         "str? version=None) -> (Tensor out, Tensor second, Tensor new_residual)"
@@ -77,7 +78,6 @@ SCHEMAS = {
         "Tensor(a!) out, Tensor(b!) kv_cache) -> ()"
     ),
     "absorb_gemm": f"absorb_gemm({_PRODUCT}) -> Tensor",
-    # Not named out: dynamo wants such an argument contiguous, and this one is mostly a slice.
     "absorb_gemm_into": f"absorb_gemm_into({_PRODUCT}, Tensor(a!) target) -> ()",
     "merge_partials": "merge_partials(Tensor partials, Tensor lse, *, str? version=None) -> (Tensor out, Tensor total)",
 }
@@ -113,7 +113,7 @@ def _call_attention(
         like_out, like_lse = _shapes(q, given.get("cu_seqlens_q"), given.get("head_dim_v", width))
         out = q.new_empty(like_out) if out is None else out
         lse = q.new_empty(like_lse, dtype=torch.float32) if lse is None else lse
-        _call(f"{name}_into", **given, out=out, lse=lse)
+        _call(f"{name}_into", **given, target=out, lse=lse)
     return (out, lse) if return_lse else out
 
 
@@ -160,8 +160,8 @@ def _attention(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callab
     def run(*args: Any, version: str | None = None, **options: Any) -> Any:
         return compute(*args, return_lse=True, kernel=version, **options)
 
-    def into(*args: Any, **options: Any) -> None:
-        run(*args, **options)
+    def into(*args: Any, target: torch.Tensor, **options: Any) -> None:
+        run(*args, out=target, **options)
 
     return run, into
 

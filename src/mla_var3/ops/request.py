@@ -331,7 +331,7 @@ def narrowed(tensor: torch.Tensor, least: int = LEAST, most: int = MOST, *, stri
 
     if tensor.dtype == torch.int64:
         tensor = tensor.clamp(least, most).to(torch.int32, memory_format=torch.contiguous_format)
-    if strided and (tensor.shape[-1] == 1 or tensor.stride(-1) == 1):
+    if strided and not tensor.is_contiguous() and (tensor.shape[-1] == 1 or tensor.stride(-1) == 1):
         return plain_strides(tensor)
     return compact(tensor)
 
@@ -420,8 +420,12 @@ def _plain(shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
-    """A tensor for a result: the caller's, when it fits, or a new one."""
+def result(
+    name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: Any, device: Any, *, strided: bool = False
+) -> torch.Tensor:
+    """A tensor for a result: the caller's, when it fits, or a new one. strided: the caller's may have any strides with
+    which no element lies over another; of 16-bit values columns lie beside each other, and rows multiples of 16 bytes
+    apart."""
     import torch
 
     if given is None:
@@ -433,6 +437,15 @@ def result(name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype:
             f"{name} is {tuple(given.shape)} {given.dtype} on {given.device}: pass {shape} {dtype} on {device}."
         )
     needed = _NEEDED[given.element_size()]
-    if not given.is_contiguous() or given.data_ptr() % needed:
+    if not given.data_ptr() % needed and given.is_contiguous():
+        return given
+    if not strided:
         raise UserError(f"{name} must be contiguous and start at a multiple of {needed} bytes.")
+    if needed == _ROW_ALIGNMENT:
+        require_rows(name, given, VECTOR)
+    elif given.data_ptr() % needed or not _in_rows(given.unsqueeze(-1), 1):
+        raise UserError(
+            f"{name} has strides {tuple(given.stride())} and starts at {given.data_ptr():#x}: it must start at a "
+            f"multiple of {needed} bytes, with no element over another."
+        )
     return given

@@ -22,7 +22,7 @@ from mla_var3.ops.request import (
     rows_of,
 )
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import engine_of, serve, way_for
+from mla_var3.ops.ways import serve
 from mla_var3.packed_cache import VALUES, beside, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import STRIDED, SparseProblem, input_names
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
 
 
@@ -231,24 +230,16 @@ def _computed(
     """(out, lse), the caller's or new ones."""
     import torch
 
-    q = inputs["q"]
+    q, names = inputs["q"], input_names(problem)
     b, s, h, _ = q.shape
-    target = result("out", out, (b, s, h, VALUES), q.dtype, q.device)
-    sums = result("lse", lse, (b, h, s), torch.float32, q.device)
-    given = [inputs[name] for name in input_names(problem)]
-    if b and not all(inputs[name].is_contiguous() for name in STRIDED if name in inputs):
-        device = engine_of(on, q, "q", function).hardware(q.device)
-        if not _reads_strides(problem, device, fixed_split, kernel):
-            given = [compact(x) if name in STRIDED else x for name, x in zip(input_names(problem), given, strict=True)]
-    serve(function, problem, given, (target, sums), kernel, on, fixed_split=fixed_split)
+    target = result("out", out, (b, s, h, VALUES), q.dtype, q.device, strided=True)
+    sums = result("lse", lse, (b, h, s), torch.float32, q.device, strided=True)
+    apart = [i for i, name in enumerate(names) if name in STRIDED and not inputs[name].is_contiguous()]
+    serve(
+        function, problem, [inputs[name] for name in names], (target, sums), kernel, on, fixed_split=fixed_split,
+        apart=apart, apart_out=not (target.is_contiguous() and sums.is_contiguous()),
+    )  # fmt: skip
     return target, sums
-
-
-@functools.lru_cache(maxsize=4096)
-def _reads_strides(problem: SparseProblem, device: Device | None, fixed_split: int | None, kernel: str | None) -> bool:
-    """Whether the version that computes a problem takes q, indices and page tables with gaps between their rows."""
-    way = way_for(problem, device, fixed_split=fixed_split, kernel=kernel)
-    return "strided" in way.make(problem, device).requires.options
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mla_var3.errors import UserError
 from mla_var3.ops.engine import Way, engine
 from mla_var3.ops.fixed import fixed_choice
+from mla_var3.ops.request import compact, plain_strides
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.sparse_decode import SparseProblem
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from mla_var3.device import Device
     from mla_var3.dispatch import Choice
-    from mla_var3.ops.engine import Engine
+    from mla_var3.ops.engine import DecodeSchedule, Engine
     from mla_var3.workload import Problem
 
 
@@ -36,13 +37,61 @@ def serve(
     *,
     fixed_split: int | None = None,
     first: str = "q",
+    apart: Sequence[int] = (),
+    apart_out: bool = False,
 ) -> None:
     """Computes the problem of a call of `function`, unless it has no token. first: what the function calls the first
-    of its inputs."""
+    of its inputs. apart, apart_out: as of `compute`."""
     served = engine_of(on, inputs[0], first, function)
     if len(inputs[0]):
         way = way_for(problem, served.hardware(inputs[0].device), fixed_split=fixed_split, kernel=kernel)
-        served.run(way, problem, inputs, outputs)
+        compute(served, way, problem, inputs, outputs, apart, apart_out)
+
+
+def compute(
+    served: Engine,
+    way: Way,
+    problem: Problem,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    apart: Sequence[int] = (),
+    apart_out: bool = False,
+    schedule: DecodeSchedule | None = None,
+) -> None:
+    """Runs a version on tensors whose rows may lie apart. This is the one place where such tensors are copied, for a
+    version that does not read or write them.
+
+    apart: places of inputs with gaps between their rows that versions may read. apart_out: whether outputs have such.
+    Others are as the version takes them.
+    """
+    if apart or apart_out:
+        device = served.hardware(inputs[0].device)
+        problem, copies_in, copies_out = _taken(way, problem, device, bool(apart), apart_out)
+        if copies_in:
+            inputs = [compact(x) if i in apart else x for i, x in enumerate(inputs)]
+        if copies_out:
+            import torch
+
+            made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in outputs]
+            served.run(way, problem, inputs, made, schedule)
+            for target, value in zip(outputs, made, strict=True):
+                target.copy_(value)
+            return
+        if apart_out:
+            outputs = [plain_strides(x) for x in outputs]
+    served.run(way, problem, inputs, outputs, schedule)
+
+
+@functools.lru_cache(maxsize=4096)
+def _taken(
+    way: Way, problem: Problem, device: Device | None, apart: bool, apart_out: bool
+) -> tuple[Problem, bool, bool]:
+    """(problem, copies of inputs, copies of outputs) for tensors that lie apart: the problem whose class has the code
+    for those that the version takes, and whether the others have to be copied."""
+    plan = way.make(problem, device)
+    reads, writes = (name in plan.requires.options for name in ("strided", "strided_out"))
+    fields = {"strided": apart and reads and not plan.reads_any_strides, "strided_out": apart_out and writes}
+    return problem.replace(**fields), apart and not reads, apart_out and not writes
 
 
 def engine_of(on: Engine | None, tensor: torch.Tensor, name: str, function: str) -> Engine:

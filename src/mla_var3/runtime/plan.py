@@ -42,6 +42,9 @@ class KernelPlan(ABC):
     uses: ClassVar[tuple[str, ...]] = ()
     deterministic: ClassVar[bool] = True
     graph_capturable: ClassVar[bool] = True
+    #: Whether the code for inputs with gaps between their rows (option "strided") is that for contiguous ones, as where
+    #: TMA descriptors carry the strides: a call's problem need not say then which it has.
+    reads_any_strides: ClassVar[bool] = False
     #: Labels of the versions that a pipeline is made of, with whichever tiling. The source hash of the pipeline covers
     #: them; the registry reads them without running the file, so that they stand there as a literal.
     parts: ClassVar[tuple[str, ...]] = ()

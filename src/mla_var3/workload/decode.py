@@ -97,6 +97,8 @@ if TYPE_CHECKING:
 
     InputSet = tuple[torch.Tensor, ...]
 
+#: What problems may have and most have not: records leave it out where it is false.
+_FLAGS = ("strided_pages", "tree", "strided", "strided_out")
 LENGTH_NAMES = ("uniform", "ragged", "normal", "lognormal", "bimodal", "one_long", "mostly_empty", "edges")
 
 
@@ -116,12 +118,17 @@ class DecodeClass:
     strided_pages: bool
     packed: bool = False
     tree: bool = False
+    strided: bool = False
+    strided_out: bool = False
 
     def key(self) -> str:
         """A short file-name-safe string, equal exactly for equal classes."""
         page = "contig" if self.page is None else f"pg{self.page}"
         mask = "causal" if self.causal else "full"
-        options = {"strided": self.strided_pages, "packed": self.packed, "tree": self.tree}
+        options = {
+            "strided": self.strided_pages, "packed": self.packed, "tree": self.tree, "apart": self.strided,
+            "outapart": self.strided_out,
+        }  # fmt: skip
         more = "".join(f"_{name}" for name, is_so in options.items() if is_so)
         return f"s{self.s}_h{self.h}_kv{self.h_kv}_k{self.k}_p{self.p}_d{self.d}_{mask}_{page}_{self.dtype}{more}"
 
@@ -140,7 +147,8 @@ class MlaProblem(Problem):
     queries: query tokens of each request where they differ: a list of b counts; {"chunks": n, "tokens": m}: m for each
     of the first n requests, s for the others; or {"total": n}, spread evenly; s is then the most of a request. causal
     is at the end of each. tree: a mask says which of the newest s tokens a query token sees (not causal, not with
-    queries).
+    queries). strided: q and the page table are views with gaps between their rows, whose columns lie side by side.
+    strided_out: so are out and lse, the latter with gaps between its columns too.
     """
 
     workload: ClassVar[str] = "decode"
@@ -161,6 +169,8 @@ class MlaProblem(Problem):
     strided_pages: bool = False
     queries: Any = None
     tree: bool = False
+    strided: bool = False
+    strided_out: bool = False
 
     def __post_init__(self) -> None:
         t: Any = self.t
@@ -180,7 +190,7 @@ class MlaProblem(Problem):
         if self.page is not None:
             check_integer("page", self.page, 1)
         check_dtype(self.dtype)
-        for name in ("causal", "strided_pages", "tree"):
+        for name in ("causal", *_FLAGS):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
         if self.strided_pages and self.page is None:
@@ -385,7 +395,7 @@ class MlaProblem(Problem):
             del data["queries"]
         else:
             data["queries"] = list(self.queries) if isinstance(self.queries[0], int) else dict(self.queries)
-        for name in ("strided_pages", "tree"):
+        for name in _FLAGS:
             if not data[name]:
                 del data[name]
         return data
@@ -475,7 +485,8 @@ def make_inputs(
     poison: NaN in the cache's unreferenced pages and after each request's last token, and `GARBAGE_PAGE` in unused
         page-table entries. Without it those hold finite random values, and 0.
     spare_pages: pages beside those of `problem.num_pages`; with shuffling they lie between the others.
-    With `problem.strided_pages` as much room as a page takes lies behind each page, NaN with poison.
+    With `problem.strided_pages` as much room as a page takes lies behind each page, NaN with poison. With
+        `problem.strided` q and the page table are as `apart` makes them, around NaN and `GARBAGE_PAGE` with poison.
     Raises `UserError` for an unknown distribution.
     """
     import torch
@@ -521,11 +532,14 @@ def make_inputs(
         _stretch(problem, q, kv_cache, table)
 
     if problem.strided_pages:
-        apart = kv_cache.new_full((num_pages, 2, *kv_cache.shape[1:]), math.nan if poison else 0.0)
-        apart[:, 0] = kv_cache
-        kv_cache = apart[:, 0]
+        wide = kv_cache.new_full((num_pages, 2, *kv_cache.shape[1:]), math.nan if poison else 0.0)
+        wide[:, 0] = kv_cache
+        kv_cache = wide[:, 0]
 
     page_table = table.to(torch.int32).to(device)
+    if problem.strided:
+        q = apart(q, math.nan if poison else 0.0)
+        page_table = apart(page_table, GARBAGE_PAGE if poison else 0)
     seq_lens = lens.to(torch.int32).to(device)
     inputs: tuple[torch.Tensor, ...] = (q, kv_cache, page_table, seq_lens)
     if problem.packed:
@@ -534,6 +548,33 @@ def make_inputs(
     if problem.tree:
         inputs = (*inputs, _trees(problem.b, problem.s, seed).to(device))
     return inputs
+
+
+#: Elements by which strided tensors are longer in their last dimension; they have one more in each of the others.
+APART = 128
+
+
+def apart(tensor: torch.Tensor, between: float) -> torch.Tensor:
+    """The same values, as a view of a larger tensor that holds `between` everywhere else."""
+    *others, last = tensor.shape
+    memory = tensor.new_full((*(size + 1 for size in others), last + APART), between)
+    view = memory[tuple(slice(size) for size in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+def new_outputs(problem: MlaProblem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) for the queries q, uninitialised."""
+    import torch
+
+    tokens, *more, h, _ = q.shape
+    made = q.new_empty((tokens, *more, h, problem.k)), q.new_empty((tokens, h, *more), dtype=torch.float32)
+    return between_others(*made) if problem.strided_out else made
+
+
+def between_others(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of larger tensors with the shapes of these; of lse columns lie apart too."""
+    return apart(out, math.nan), apart(lse.unsqueeze(-1), math.nan)[..., 0]
 
 
 def _trees(b: int, s: int, seed: int) -> torch.Tensor:

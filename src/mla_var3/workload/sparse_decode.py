@@ -124,11 +124,13 @@ class SparseClass:
     paged: bool = False
     strided: bool = False
     extra_layout: str = ""
+    strided_out: bool = False
 
     def key(self) -> str:
         options = {"lengths": self.lengths, "sink": self.sink, "xlengths": self.extra_lengths, "strided": self.strided}
         more = "".join(f"_{name}" for name, is_so in options.items() if is_so)
         more += f"_{self.extra_layout}" if self.extra_layout else ""
+        more += "_outapart" if self.strided_out else ""
         kind = "dense" if self.paged else "sparse"
         return f"{kind}_{self.layout}_s{self.s}_h{self.h}_pg{self.page}_x{self.extra_page}{more}"
 
@@ -141,8 +143,6 @@ MEDIAN = 1024
 MISSING = ("end", "scattered", "tiles", "rows")
 #: Indices of a tile, of which "tiles" leaves out whole ones.
 TILE = 64
-#: Elements by which strided tensors are longer in their last dimension; they have one more in each of the others.
-APART = 128
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,7 @@ class SparseProblem(Problem):
     "end:0.25"; "" for none. end: the last ones of every row. scattered: any of those that would name a token and count.
     tiles: whole tiles of 64 of these. rows: all of a row, in that share of the rows.
     strided: whether q, indices and the page table are views with gaps between their rows; columns lie side by side.
+    strided_out: whether out and lse are, the latter with gaps between its columns too.
     """
 
     workload: ClassVar[str] = "sparse_decode"
@@ -191,6 +192,7 @@ class SparseProblem(Problem):
     missing: str = ""
     strided: bool = False
     extra_layout: str = ""
+    strided_out: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -199,7 +201,7 @@ class SparseProblem(Problem):
             extra_layout = beside(self.layout, self.extra_layout).name
         except UserError as error:
             raise UserError(f"problem.{'extra_' * bool(self.extra_layout)}layout: {error}") from None
-        for name in ("lengths", "sink", "extra_lengths", "paged", "strided"):
+        for name in ("lengths", "sink", "extra_lengths", "paged", "strided", "strided_out"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
         if self.paged:
@@ -319,13 +321,13 @@ class SparseProblem(Problem):
         lengths = self.lengths and not self.paged  # a page table always comes with lengths
         return SparseClass(
             self.s, self.h, self.layout, self.page, lengths, self.sink, self.extra_page, self.extra_lengths,
-            self.paged, self.strided, self.extra_layout,
+            self.paged, self.strided, self.extra_layout, self.strided_out,
         )  # fmt: skip
 
     def to_record(self) -> dict[str, Any]:
         data = super().to_record()
         # Records from before these fields stay as they are.
-        for name in ("paged", "contexts", "missing", "strided", "extra_layout"):
+        for name in ("paged", "contexts", "missing", "strided", "extra_layout", "strided_out"):
             if data[name] == getattr(SparseProblem, name):
                 del data[name]
         return data
@@ -371,7 +373,7 @@ class SparseProblem(Problem):
 
     def room(self, *shape: int) -> int:
         """Elements of the memory that q, indices or a page table of this shape lie in."""
-        return math.prod((*(size + 1 for size in shape[:-1]), shape[-1] + APART) if self.strided else shape)
+        return math.prod((*(size + 1 for size in shape[:-1]), shape[-1] + decode.APART) if self.strided else shape)
 
 
 def _spec(
@@ -537,17 +539,8 @@ def make_inputs(
         made["sink"] = torch.where(odd == 0, math.inf, torch.where(odd == 1, -math.inf, sink))
     if problem.strided:
         between = math.nan if poison else 0.0
-        made |= {name: _strided(made[name], between if name == "q" else 0) for name in STRIDED if name in made}
+        made |= {name: decode.apart(made[name], between if name == "q" else 0) for name in STRIDED if name in made}
     return tuple(made[name] for name in input_names(problem))
-
-
-def _strided(tensor: torch.Tensor, between: float) -> torch.Tensor:
-    """The same values, as a view of a larger tensor that holds `between` everywhere else."""
-    *others, last = tensor.shape
-    memory = tensor.new_full((*(size + 1 for size in others), last + APART), between)
-    view = memory[tuple(slice(size) for size in tensor.shape)]
-    view.copy_(tensor)
-    return view
 
 
 class _Drawn:
@@ -795,7 +788,8 @@ def new_outputs(problem: SparseProblem, q: torch.Tensor) -> tuple[torch.Tensor, 
     import torch
 
     b, s, h, _ = q.shape
-    return q.new_empty((b, s, h, VALUES)), q.new_empty((b, h, s), dtype=torch.float32)
+    made = q.new_empty((b, s, h, VALUES)), q.new_empty((b, h, s), dtype=torch.float32)
+    return decode.between_others(*made) if problem.strided_out else made
 
 
 def reference(problem: SparseProblem, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

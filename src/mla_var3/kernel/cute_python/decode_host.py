@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8
+from cutlass.cute.runtime import make_fake_tensor
 
 from mla_var3.errors import Verdict
 from mla_var3.kernel.cute_python import host
@@ -14,6 +16,7 @@ from mla_var3.kernel.cute_python.split_kv.launch import Version, launch_decode
 from mla_var3.kernel.cute_python.split_kv.partials import Partials
 from mla_var3.runtime import CuteKernel, limits
 from mla_var3.runtime.plan import require_int32
+from mla_var3.workload import decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,14 +116,30 @@ def fake_workspaces() -> Workspaces:
     return Workspaces(host.fake(Float32, partial_words), host.fake(Int32, flags, align=4), host.fake(Int32, words))
 
 
+def fake_apart(kind: Any, *sizes: Any, align: int = 16, columns: bool = True) -> Any:
+    """A tensor without memory whose strides are given at the call, multiples of `align` bytes. columns: but for the
+    last one, whose elements lie side by side."""
+    step = 8 * align // kind.width
+    strides = [cute.sym_int64(divisibility=step) for _ in sizes[columns:]] + [1] * columns
+    return make_fake_tensor(kind, sizes, tuple(strides), assumed_align=align)
+
+
+def fake_results(kind: Any, out: Sequence[Any], lse: Sequence[Any], strided: bool) -> tuple[Any, Any]:
+    """out, whose columns are contiguous, and lse without memory, of these shapes. strided: with any strides."""
+    if strided:
+        return fake_apart(kind, *out), fake_apart(Float32, *lse, align=4, columns=False)
+    return host.fake(kind, *out), host.fake(Float32, *lse, align=4)
+
+
 def decode_kernel(
     plan: KernelPlan, name: str, version: Version, inputs: Sequence[Any], workers: int, fixed: int
 ) -> DecodeKernel:
     """The kernel of an absorbed decode version, made and launched by `split_kv.launch.launch_decode`.
 
     name: what compiled code is kept under. inputs: q (b, s, h, k + p), kv_cache (pages, page, h_kv, k + p), page_table
-    (b, width) int32, seq_lens (b,) int32, contiguous, but for the pages of a `strided_pages` problem, whose stride is
-    given at the call; without them the kernel only compiles. Of a packed problem q is (tokens, h, k + p), out and lse
+    (b, width) int32, seq_lens (b,) int32; without them the kernel only compiles. They are contiguous, but for the pages
+    of a `strided_pages` problem, and q and page_table of a `strided` one, whose strides are given at the call; so are
+    those of out and lse of a `strided_out` problem. Of a packed problem q is (tokens, h, k + p), out and lse
     likewise, and cu_seqlens_q (b + 1,) int32 a fifth input; where the problem has a tree that is the mask, (b, s, s)
     uint8; of others it is None. workers, fixed: of `scheduler.Pool`.
     """
@@ -136,14 +155,14 @@ def decode_kernel(
             fifth = host.fake(Int32, offsets, align=4)
         if pd.tree:
             fifth = host.fake(Uint8, b, pd.s, pd.s, align=1)
+        given_as = fake_apart if pd.strided else host.fake
         return (
-            host.fake(kind, *rows_of_all, pd.k + pd.p),
+            given_as(kind, *rows_of_all, pd.k + pd.p),
             host.fake_cache(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, pd.strided_pages),
-            host.fake(Int32, b, width, align=4),
+            given_as(Int32, b, width, align=4),
             host.fake(Int32, b, align=4),
             fifth,
-            host.fake(kind, *rows_of_all, pd.k),
-            host.fake(Float32, *per_row, align=4),
+            *fake_results(kind, (*rows_of_all, pd.k), per_row, pd.strided_out),
             *spaces,
             Float32(1.0),
             Int32(1),
@@ -157,18 +176,14 @@ def decode_kernel(
         return DecodeKernel(
             version.kernel, None, (), (), plan.tiling, compile_fn=compile_fn, name=name, plan=plan, schedule=None
         )
-    import torch
-
     q, cache, page_table, seq_lens, *more = inputs
     require_int32(page_table=page_table, seq_lens=seq_lens)
     requests, width = page_table.shape
-    per_row = (q.shape[0], pd.h, pd.s)
     if pd.packed:
         require_int32(cu_seqlens_q=more[0])
-        per_row = (q.shape[0], pd.h)
         requests = rows.most_blocks(len(q), requests, geometry.s)
     slots = scheduler.most_slots(requests, workers, -(-width * pd.page_size // geometry.costs.tokens), fixed)
-    outputs = q.new_empty((*q.shape[:-1], pd.k)), q.new_empty(per_row, dtype=torch.float32)
+    outputs = decode.new_outputs(pd, q)
     spaces = workspaces(q, geometry.partials, requests, workers, slots, pd.packed)
     given = (q, cache, page_table, seq_lens, more[0] if more else None, *outputs, *spaces, pd.scale, workers, fixed)
     call = host.compiled(plan, name, compile_fn)

@@ -24,10 +24,10 @@ from mla_var3.kernel.cute_python.split_kv.partials import Results
 class Inputs(NamedTuple):
     """What a decode kernel reads, in global memory."""
 
-    q: cute.Tensor  # (b, s, h, k + p) 16-bit, contiguous; packed (tokens, 1, h, k + p)
+    q: cute.Tensor  # (b, s, h, k + p) 16-bit, columns contiguous; packed (tokens, 1, h, k + p)
     tma: Any  # TMA copy of a box of the cache: some tokens of a page, 64 columns; None where rows are gathered
     cache: cute.Tensor  # TMA tensor of the cache, (page, k + p, h_kv, num_pages); where rows are gathered, the cache
-    page_table: cute.Tensor  # (b, max_pages) int32, contiguous
+    page_table: cute.Tensor  # (b, max_pages) int32, entries of a row contiguous
     seq_lens: cute.Tensor  # (b,) int32; packed, the blocks' keys
     mask: Any  # (b, s, s) uint8, or None: whether a query token sees each of the newest s keys
 

@@ -82,8 +82,8 @@ class Partials:
 
 
 class Results(NamedTuple):
-    """What attention and combine write, in global memory. out: (b, s, h, k) 16-bit, contiguous. lse: (b, h, s) fp32,
-    natural log. outputs, stats: fp16 and fp32, `Partials`."""
+    """What attention and combine write, in global memory. out: (b, s, h, k) 16-bit, columns contiguous. lse: (b, h, s)
+    fp32, natural log. outputs, stats: fp16 and fp32, `Partials`."""
 
     out: cute.Tensor
     lse: cute.Tensor

@@ -64,11 +64,39 @@ class TileRows:
     height: int
 
 
+def has_strides(tensor: cute.Tensor) -> bool:
+    """Whether a tensor (b, s, h, columns) is one of a strided call: its strides are given at the call, while those of a
+    contiguous one follow from its sizes."""
+    return not isinstance(tensor.stride[2], int)
+
+
 def row_offset(tensor: cute.Tensor, request: Int32, kv_head: Int32, row: Int32, group: int) -> Int64:
-    """Where a row of a contiguous (b, s, h, columns) tensor begins, in elements."""
+    """Where a row of a (b, s, h, columns) tensor begins, in elements: in a strided one anywhere, at a multiple of 16
+    bytes."""
     _, s, h, columns = tensor.shape
     token, head = row // group, kv_head * group + row % group
+    if has_strides(tensor):
+        return cute.assume(Int64(cute.crd2idx((request, token, head, 0), tensor.layout)), divby=CHUNK)
     return cute.assume(Int64(request) * (s * h * columns) + (token * h + head) * columns, divby=CHUNK)
+
+
+def by_token(tensor: cute.Tensor, b: Any) -> cute.Tensor:
+    """A (b, s, h, columns) tensor as one of b · s requests of a query token, (b · s, 1, h, columns)."""
+    _, s, h, columns = tensor.shape
+    if has_strides(tensor):
+        of_request, of_token, of_head, _ = tensor.stride
+        layout = cute.make_layout(((s, b), 1, h, columns), stride=((of_token, of_request), of_token, of_head, 1))
+    else:
+        layout = cute.make_layout((b * s, 1, h, columns), stride=(h * columns, h * columns, columns, 1))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def lse_by_token(lse: cute.Tensor, b: Any) -> cute.Tensor:
+    """A (b, h, s) tensor as (b · s, h, 1)."""
+    _, h, s = lse.shape
+    of_request, of_head, of_token = lse.stride
+    layout = cute.make_layout(((s, b), h, 1), stride=((of_token, of_request), of_head, 0))
+    return cute.make_tensor(lse.iterator, layout)
 
 
 def copy_chunk(target: cute.Pointer, source: cute.Pointer, filled: Int32) -> None:
@@ -151,16 +179,18 @@ WARP = 32
 
 
 def packed(tensor: cute.Tensor) -> cute.Tensor:
-    """A contiguous (tokens, h, columns) tensor as one of requests with a query token each, (tokens, 1, h, columns)."""
+    """A (tokens, h, columns) tensor as one of requests with a query token each, (tokens, 1, h, columns)."""
     tokens, h, columns = tensor.shape
-    layout = cute.make_layout((tokens, 1, h, columns), stride=(h * columns, h * columns, columns, 1))
+    apart = tensor.stride[0]
+    layout = cute.make_layout((tokens, 1, h, columns), stride=(apart, apart, tensor.stride[1], 1))
     return cute.make_tensor(tensor.iterator, layout)
 
 
 def packed_lse(lse: cute.Tensor, block: int) -> cute.Tensor:
-    """A contiguous (tokens, h) tensor as (first token, h, token behind it)."""
+    """A (tokens, h) tensor as (first token, h, token behind it)."""
     tokens, h = lse.shape
-    return cute.make_tensor(lse.iterator, cute.make_layout((tokens, h, block), stride=(h, 1, h)))
+    apart = lse.stride[0]
+    return cute.make_tensor(lse.iterator, cute.make_layout((tokens, h, block), stride=(apart, lse.stride[1], apart)))
 
 
 def most_blocks(query_tokens: int, requests: int, tokens: int) -> int:

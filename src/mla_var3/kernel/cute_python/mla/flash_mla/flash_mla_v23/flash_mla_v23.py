@@ -1273,7 +1273,7 @@ class FlashMlaV23Plan(KernelPlan):
     )  # fmt: skip
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
-        options=("strided_pages", "packed", "tree"),
+        options=("strided_pages", "packed", "tree", "strided", "strided_out"),
     )  # fmt: skip
 
     def default_tiling(self) -> Tiling:

@@ -1099,7 +1099,7 @@ class FlashMlaV24Plan(KernelPlan):
         dtypes=("bf16", "fp16"),
         features=("wgmma", "tma"),
         problem=takes,
-        options=("strided_pages", "packed", "tree"),
+        options=("strided_pages", "packed", "tree", "strided", "strided_out"),
     )
 
     def default_tiling(self) -> Tiling:

@@ -941,7 +941,7 @@ def consume(
 # ------------------------------------------------------------------------------------------------ device: the kernels
 @cute.kernel
 def sparse_mla(
-    q: cute.Tensor,  # (b · s, 1, h, columns) bf16, global memory, contiguous
+    q: cute.Tensor,  # (b · s, 1, h, columns) bf16, global memory, columns contiguous
     caches: cutlass.Constexpr | tuple[Cache, ...],  # the cache, and perhaps the extra one
     lengths: cute.Tensor,  # (b,) int32, global memory: 64 for each tile of a request's indices
     sink: cute.Tensor | None,  # (h,) fp32, global memory
@@ -1006,7 +1006,7 @@ add_lengths.set_name_prefix("add_lengths", remove_cutlass_symbol=True, keep_mang
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
 def launch_sparse_mla(
-    q: cute.Tensor,  # (b, s, h, columns) bf16, contiguous
+    q: cute.Tensor,  # (b, s, h, columns) bf16, columns contiguous, as are those of out and of indices
     cache: cute.Tensor,  # (pages, page, columns) bf16, contiguous within a page
     indices: cute.Tensor,  # (b, s, topk) int32
     cache_lengths: cute.Tensor | None,  # (b,) int32
@@ -1026,7 +1026,7 @@ def launch_sparse_mla(
     stream: CUstream,
 ):
     """Launches a CTA for each query tile and worker, as a programmatic dependent."""
-    b, s, h = q.shape[0], geometry.s, geometry.h
+    b = q.shape[0]
     caches = (Cache(cache, indices, cache_lengths),)
     if cutlass.const_expr(geometry.extra_page > 0):
         caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths))
@@ -1036,20 +1036,15 @@ def launch_sparse_mla(
     if cutlass.const_expr(geometry.extra_page > 0 and (geometry.lengths or geometry.extra_lengths)):
         add_lengths(lengths, caches).launch(grid=(1, 1, 1), block=(CONSUMERS, 1, 1), stream=stream, use_pdl=True)
 
-    def by_token(tensor: cute.Tensor) -> cute.Tensor:
-        width = tensor.shape[3]
-        layout = cute.make_layout((b * s, 1, h, width), stride=(h * width, h * width, width, 1))
-        return cute.make_tensor(tensor.iterator, layout)
-
-    of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
+    of_lse = rows.lse_by_token(lse, b)
     schedule = scheduler.schedule_in(words, workers, False)
-    results = Results(by_token(out), of_lse, *geometry.partials.views(of_partials))
+    results = Results(rows.by_token(out, b), of_lse, *geometry.partials.views(of_partials))
     if cutlass.const_expr(geometry.combines):
         pool = scheduler.make_pool(b, tokens, workers, Int32(0), Int32(scheduler.OWN), geometry.costs)
     else:
         pool = scheduler.make_merged_pool(b, tokens, workers, geometry.costs)
     sparse_mla(
-        by_token(q), caches, lengths, sink, results, flags, schedule, scale * math.log2(math.e), pool, geometry
+        rows.by_token(q, b), caches, lengths, sink, results, flags, schedule, scale * math.log2(math.e), pool, geometry
     ).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
@@ -1113,7 +1108,10 @@ class SparseMlaPlan(KernelPlan):
     workload = sparse_decode.WORKLOAD
     tiling_type = SparseMlaTiling
     tiling: SparseMlaTiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "setmaxnreg"), problem=takes)
+    requires = Requirement(
+        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "setmaxnreg"), problem=takes,
+        options=("strided", "strided_out"),
+    )  # fmt: skip
 
     def default_tiling(self) -> Tiling:
         return SparseMlaTiling()
@@ -1158,15 +1156,17 @@ class SparseMlaPlan(KernelPlan):
             kind, row, apart = host.element_type(pd.dtype), pd.columns, cute.sym_int64(divisibility=8)
             return make_fake_tensor(kind, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
 
+        fake = decode_host.fake_apart if pd.strided else host.fake
+
         def indices(b: Any) -> Any:
-            return host.fake(Int32, b, pd.s, *host.symbols(1), align=4)
+            return fake(Int32, b, pd.s, *host.symbols(1), align=4)
 
         def arguments() -> tuple[Any, ...]:
             (b,) = host.symbols(1)
             extra = pd.extra > 0
             kind = host.element_type(pd.dtype)
             return (
-                host.fake(kind, b, pd.s, pd.h, pd.columns),
+                fake(kind, b, pd.s, pd.h, pd.columns),
                 cache(pd.page),
                 indices(b),
                 host.fake(Int32, b, align=4) if pd.lengths else None,
@@ -1175,8 +1175,7 @@ class SparseMlaPlan(KernelPlan):
                 host.fake(Int32, b, align=4) if pd.extra_lengths else None,
                 host.fake(Int32, b, align=4),
                 host.fake(Float32, pd.h, align=4) if pd.sink else None,
-                host.fake(kind, b, pd.s, pd.h, VALUES),
-                host.fake(Float32, b, pd.h, pd.s, align=4),
+                *decode_host.fake_results(kind, (b, pd.s, pd.h, VALUES), (b, pd.h, pd.s), pd.strided_out),
                 *decode_host.fake_workspaces(),
                 Float32(1.0),
                 Int32(1),

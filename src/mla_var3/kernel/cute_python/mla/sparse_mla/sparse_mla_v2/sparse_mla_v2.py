@@ -1790,6 +1790,11 @@ def epilogue(
             source = (exchange + cute.assume(exchange_word(row, 4 * chunk), divby=4)).align(16)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vector)
             target = base + Int64(row * (2 * VALUES) + ((me * HALF_PANELS + i) * PANEL + 8 * chunk) * 2)
+            if cutlass.const_expr(rows.has_strides(out)):
+                further = cutlass.select_(
+                    whole, 2 * (Int64(out.stride[2]) - VALUES), Int64(0)
+                )  # than in a contiguous out
+                target = target + row * further
             target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
 
@@ -2015,7 +2020,7 @@ def launch_sparse_mla_v2(
     lengths: cute.Tensor,  # (b,) int32: 64 for each tile of a request's indices; written where it depends on lengths
     sink: cute.Tensor | None,
     flat: cute.Tensor | None,
-    out: cute.Tensor,  # (b, s, h, 512) bf16
+    out: cute.Tensor,  # (b, s, h, 512) bf16, columns contiguous
     lse: cute.Tensor,  # (b, h, s) fp32
     of_partials: cute.Tensor,  # `Partials.views`
     flags: cute.Tensor,
@@ -2027,7 +2032,7 @@ def launch_sparse_mla_v2(
     stream: CUstream,
 ):
     """Launches a CTA for each query tile and worker, as a programmatic dependent."""
-    b, s, h = q.shape[0], geometry.s, geometry.h
+    b = q.shape[0]
     caches = (Cache(cache, indices, cache_lengths),)
     if cutlass.const_expr(geometry.extra_page > 0):
         caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths))
@@ -2042,14 +2047,9 @@ def launch_sparse_mla_v2(
             grid=(1, 1, 1), block=(CONSUMER_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
-    def by_token(tensor: cute.Tensor) -> cute.Tensor:
-        width = tensor.shape[3]
-        layout = cute.make_layout((b * s, 1, h, width), stride=(h * width, h * width, width, 1))
-        return cute.make_tensor(tensor.iterator, layout)
-
-    of_lse = cute.make_tensor(lse.iterator, cute.make_layout(((s, b), h, 1), stride=((1, h * s), s, 0)))
+    of_lse = rows.lse_by_token(lse, b)
     schedule = scheduler.schedule_in(words, workers, False)
-    results = Results(by_token(out), of_lse, *geometry.partials.views(of_partials))
+    results = Results(rows.by_token(out, b), of_lse, *geometry.partials.views(of_partials))
     pool = scheduler.make_pool(b, tokens, workers, fixed, Int32(scheduler.OWN), geometry.costs)
     if cutlass.const_expr(not geometry.combines):
         if fixed == 0:
@@ -2143,8 +2143,9 @@ class SparseMlaV2Plan(KernelPlan):
         dtypes=("bf16",),
         features=("wgmma", "setmaxnreg"),
         problem=takes,
-        options=("paged", "strided", "v41"),
+        options=("paged", "strided", "strided_out", "v41"),
     )
+    reads_any_strides = True
 
     def default_tiling(self) -> Tiling:
         """Fewer heads a tile where query tiles of all heads would leave most multiprocessors with a KV tile or none:
@@ -2209,18 +2210,13 @@ class SparseMlaV2Plan(KernelPlan):
 
         def indices(b: Any) -> Any:
             shape = (b,) if pd.paged else (b, pd.s)
-            strides = [cute.sym_int64() for _ in shape]
-            return make_fake_tensor(Int32, (*shape, *host.symbols(1)), (*strides, 1), assumed_align=4)
-
-        def queries(b: Any) -> Any:
-            strides = [cute.sym_int64(divisibility=paged.CHUNK) for _ in range(3)]
-            return make_fake_tensor(kind, (b, pd.s, pd.h, pd.columns), (*strides, 1), assumed_align=16)
+            return decode_host.fake_apart(Int32, *shape, *host.symbols(1), align=4)
 
         def arguments() -> tuple[Any, ...]:
             (b,) = host.symbols(1)
             extra = pd.extra > 0
             return (
-                queries(b),
+                decode_host.fake_apart(kind, b, pd.s, pd.h, pd.columns),
                 cache(pd.page, geometry.cache),
                 indices(b),
                 host.fake(Int32, b, align=4) if pd.lengths or pd.paged else None,
@@ -2230,8 +2226,7 @@ class SparseMlaV2Plan(KernelPlan):
                 host.fake(Int32, b, align=4),
                 host.fake(Float32, pd.h, align=4) if pd.sink else None,
                 host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
-                host.fake(kind, b, pd.s, pd.h, VALUES),
-                host.fake(Float32, b, pd.h, pd.s, align=4),
+                *decode_host.fake_results(kind, (b, pd.s, pd.h, VALUES), (b, pd.h, pd.s), pd.strided_out),
                 *decode_host.fake_workspaces(),
                 Float32(1.0),
                 Int32(1),

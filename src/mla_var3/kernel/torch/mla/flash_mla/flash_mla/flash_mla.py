@@ -35,7 +35,9 @@ class FlashMlaPlan(KernelPlan):
 
     workload = decode.WORKLOAD
     tiling_type = FlashMlaTiling
-    requires = Requirement(archs=(), dtypes=("bf16", "fp16", "fp32"), options=("strided_pages", "packed", "tree"))
+    requires = Requirement(
+        archs=(), dtypes=("bf16", "fp16", "fp32"), options=("strided_pages", "packed", "tree", "strided", "strided_out")
+    )
     graph_capturable = False
 
     def default_tiling(self) -> FlashMlaTiling:
@@ -49,14 +51,11 @@ class FlashMlaPlan(KernelPlan):
         return decode.reference(self.problem, *inputs)
 
     def plan(self, *inputs: torch.Tensor) -> TorchKernel:
-        q = inputs[0]
-        out = q.new_empty((*q.shape[:-1], self.problem.k))
-        lse = q.new_empty(q.shape[:2] if self.problem.packed else (len(q), q.shape[2], q.shape[1]), dtype=torch.float32)
         return TorchKernel(
             self.flash_mla,
             name="flash_mla",
             input_tensors=inputs,
-            output_tensors=(out, lse),
+            output_tensors=decode.new_outputs(self.problem, inputs[0]),
             tiling=self.tiling,
             plan=self,
         )

@@ -42,8 +42,9 @@ def given(seed: int = 0) -> tuple[Any, ...]:
 def test_arguments_have_flash_mlas_names_order_and_defaults() -> None:
     found = inspect.signature(api.flash_mla_with_kvcache).parameters
     plain = {name: ... if p.default is inspect.Parameter.empty else p.default for name, p in found.items()}
-    assert list(plain.items()) == list(PARAMETERS.items())
-    assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in found.values())
+    assert list(plain.items()) == [*PARAMETERS.items(), ("out", None), ("lse", None)]
+    own = {name for name, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert own == {"out", "lse"}, "what FlashMLA has not cannot be taken for what it has"
 
 
 @pytest.mark.parametrize("arguments", [(), (torch.zeros(2, dtype=torch.int32), 128, 1)])

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla, library, mla_decode, tracing  # noqa: E402
 from mla_var3.ops.engine import Engine  # noqa: E402
-from mla_var3.workload.decode import MlaProblem, fifth_input, make_inputs  # noqa: E402
+from mla_var3.workload.decode import MlaProblem, apart, fifth_input, make_inputs  # noqa: E402
 
 RAGGED = MlaProblem(h=4, causal=True, s=2, t=1, lengths=[70, 0, 129], b=3)
 PROBLEMS = {
@@ -67,8 +67,8 @@ def test_only_what_writes_into_the_callers_tensors_declares_it() -> None:
         for name in library.SCHEMAS
     }
     assert {name: names for name, names in written.items() if names} == {
-        "mla_decode_into": {"out", "lse"}, "sparse_mla_decode_into": {"out", "lse"},
-        "packed_mla_decode_into": {"out", "lse"},
+        "mla_decode_into": {"target", "lse"}, "sparse_mla_decode_into": {"target", "lse"},
+        "packed_mla_decode_into": {"target", "lse"},
         "rope_append": {"out", "kv_cache"}, "absorb_gemm_into": {"target"},
     }  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_torchs_own_check_passes(on_cpu: CpuEngine, name: str) -> None:
     given, options = call_of(PROBLEMS[name])
     torch.library.opcheck(OPS.mla_decode.default, given, of_op(options))
     out, lse = mla_decode(*given, return_lse=True, on=on_cpu, **options)
-    into = {"out": torch.zeros_like(out), "lse": torch.zeros_like(lse)}
+    into = {"target": torch.zeros_like(out), "lse": torch.zeros_like(lse)}
     torch.library.opcheck(OPS.mla_decode_into.default, given, {**of_op(options), **into})
     OPS.mla_decode_into(*given, **of_op(options), **into)
     assert same(into.values(), (out, lse)) and same(OPS.mla_decode(*given, **of_op(options)), (out, lse))
@@ -141,6 +141,21 @@ def test_a_compiled_function_writes_into_the_callers_tensors(on_cpu: CpuEngine, 
 
     assert torch.equal(traced(step)(targets, *given), wanted["out"] + 1)
     assert all(torch.equal(target, wanted[name]) for name, target in targets.items())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_a_compiled_function_reads_and_writes_strides(on_cpu: CpuEngine, backend: str) -> None:
+    """Views go to the operator as they are, and what lies between the rows of results stays."""
+    problem = RAGGED.replace(strided=True)
+    given, options = call_of(problem)
+    assert not given[0].is_contiguous() and not given[2].is_contiguous()
+    wanted = mla_decode(*given, return_lse=True, on=on_cpu, **options)
+    found = [apart(torch.zeros_like(x), 7.0, 8) for x in wanted]
+    step = traced(lambda out, lse, *given: mla_decode(*given, **options, out=out, lse=lse) + 1, backend)
+    assert torch.equal(step(*found, *given), wanted[0] + 1)
+    for x, y in zip(found, wanted, strict=True):
+        room = x.new_empty(0).set_(x.untyped_storage())
+        assert torch.equal(x, y) and int((room == 7).sum()) == room.numel() - x.numel()
 
 
 def test_queries_that_want_a_gradient_give_results_that_have_none(on_cpu: CpuEngine) -> None:

@@ -44,7 +44,7 @@ def test_torchs_own_check_passes(problem: MlaProblem) -> None:
     given, options = call_of(problem)
     torch.library.opcheck(torch.ops.mla_var3.mla_decode.default, given, options)
     out, lse = mla_decode(*given, return_lse=True, **options)
-    into = {"out": torch.zeros_like(out), "lse": torch.zeros_like(lse)}
+    into = {"target": torch.zeros_like(out), "lse": torch.zeros_like(lse)}
     torch.library.opcheck(torch.ops.mla_var3.mla_decode_into.default, given, {**options, **into})
 
 

@@ -121,7 +121,7 @@ def test_dense_function_and_operator_give_the_oracle_s_results(on_cpu: CpuEngine
     first = [given.pop(name) for name in ("q", "kv_cache", "page_table", "seq_lens")]
     into = torch.ops.mla_var3.packed_mla_decode_into
     out.zero_()
-    into(*first, **given, **options, version=SPARSE, out=out, lse=lse)
+    into(*first, **given, **options, version=SPARSE, target=out, lse=lse)
     assert same((out, lse), wanted) and same(PACKED_OP(*first, **given, **options, version=SPARSE), wanted)
     torch.library.opcheck(PACKED_OP.default, tuple(first), {**given, **options, "version": SPARSE})
 
@@ -363,7 +363,7 @@ def test_torchs_own_check_passes(on_cpu: CpuEngine, name: str) -> None:
     torch.library.opcheck(OP.default, first, named)
     out, lse = (torch.zeros_like(x) for x in OP(*first, **named))
     into = torch.ops.mla_var3.sparse_mla_decode_into
-    torch.library.opcheck(into.default, first, {**named, "out": out, "lse": lse})
+    torch.library.opcheck(into.default, first, {**named, "target": out, "lse": lse})
 
 
 def test_fake_tensors_and_a_trace(on_cpu: CpuEngine) -> None:

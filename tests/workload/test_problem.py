@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from mla_var3 import workload
 from mla_var3.errors import UserError
+from mla_var3.workload import decode
 from mla_var3.workload.decode import MOST_DRAWN, SERVED_HEADS, MlaProblem, draw
 from mla_var3.workload.mixed import MixedProblem
 from mla_var3.workload.prefill import PrefillProblem
@@ -104,6 +106,31 @@ def test_pages_apart_are_another_class_and_only_then_in_a_record() -> None:
         MlaProblem(page=None, strided_pages=True)
     with pytest.raises(UserError, match="strided_pages = 2 is not a boolean"):
         MlaProblem(strided_pages=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"b": 2}, {"b": 2, "s": 3, "tree": True}, {"b": 3, "queries": [2, 0, 1], "causal": True}]
+)
+def test_strided_tensors_are_another_class_and_only_then_in_a_record(fields: dict[str, Any]) -> None:
+    plain = MlaProblem(h=16, t=70, **fields)
+    for names, key in ((["strided"], "_apart"), (["strided_out"], "_outapart")):
+        other = plain.replace(**dict.fromkeys(names, True))
+        assert not {"strided", "strided_out"} & set(plain.to_record())
+        assert MlaProblem.from_record(other.to_record()) == other
+        assert other.problem_class().key() == plain.problem_class().key() + key
+        assert other.cost() == plain.cost()
+    torch = pytest.importorskip("torch")
+    both = plain.replace(strided=True, strided_out=True)
+    one, other = decode.make_inputs(plain), decode.make_inputs(both)
+    for name, x, y in zip(("q", "cache", "page_table", "seq_lens", "fifth"), one, other, strict=False):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+        assert y.is_contiguous() != (name in ("q", "page_table")) and y.stride(-1) == 1
+    made = [*other, *decode.new_outputs(both, other[0])]
+    assert not made[-1].is_contiguous() and not made[-2].is_contiguous() and made[-1].stride(-1) > 1
+    fifth = 0 if len(other) == 4 else other[4].untyped_storage().nbytes()
+    assert both.input_bytes() == sum(x.untyped_storage().nbytes() for x in made) - fifth > plain.input_bytes()
+    with pytest.raises(UserError, match="strided_out = 1 is not a boolean"):
+        MlaProblem(strided_out=1)  # type: ignore[arg-type]
 
 
 def test_public_figures_of_a_cell() -> None:

@@ -20,8 +20,8 @@ from mla_var3.errors import UserError, Verdict
 from mla_var3.packed_cache import LAYOUTS, fields, unpack
 from mla_var3.runtime import KernelPlan, TorchKernel
 from mla_var3.runtime.types import Tiling
+from mla_var3.workload.decode import APART
 from mla_var3.workload.sparse_decode import (
-    APART,
     CASES,
     CONTEXTS,
     DISTRIBUTIONS,
@@ -318,6 +318,15 @@ def test_strided_inputs_are_the_same_values_further_apart(problem: SparseProblem
     ]
     more = problem.replace(strided=True).input_bytes() - problem.input_bytes()
     assert more == bytes_of[1] - bytes_of[0] > 0
+
+
+def test_strided_results_take_the_memory_that_a_problem_says() -> None:
+    made = new_outputs(problem := V4.replace(strided_out=True), make_inputs(problem)[0])
+    assert [tuple(x.shape) for x in made] == [tuple(x.shape) for x in new_outputs(V4, make_inputs(V4)[0])]
+    assert not any(x.is_contiguous() for x in made) and made[1].stride(-1) > 1
+    assert problem.output_bytes() == sum(x.untyped_storage().nbytes() for x in made) > V4.output_bytes()
+    assert problem.problem_class().key() == V4.problem_class().key() + "_outapart"
+    assert "strided_out" not in V4.to_record() and SparseProblem.from_record(problem.to_record()) == problem
 
 
 def test_scales_codes_and_subnormals() -> None:

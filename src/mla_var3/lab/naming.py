@@ -248,6 +248,7 @@ def _digest(value: Any) -> str:
 
 def _decode_detail(p: MlaProblem) -> str:
     text = ("_strided" if p.strided_pages else "") + (_digest(p.query_lens) if p.packed else "")
+    text += ("_apart" if p.strided else "") + ("_outapart" if p.strided_out else "")
     text += _left_out("d", "softmax_scale")(p)
     return text + ("" if p.lengths == "uniform" else _digest(json.dumps(p.to_record()["lengths"], sort_keys=True)))
 
@@ -258,6 +259,8 @@ def _decode_words(p: MlaProblem) -> str:
     text += f" on {p.h_kv} caches" if p.h_kv != 1 else ""
     text += ", causal" if p.causal else ""
     text += f" at the most, {p.query_tokens} in all" if p.packed else ", a tree's mask" if p.tree else ""
+    text += ", q and page table strided" if p.strided else ""
+    text += ", out and lse strided" if p.strided_out else ""
     return text if p.lengths == "uniform" else f"{text}, lengths {json.dumps(p.to_record()['lengths'])[:80]}"
 
 
@@ -273,21 +276,23 @@ def _sparse_words(p: Any) -> str:
     text += f" in layout {p.extra_layout}" if p.extra_layout else ""
     text += f", contexts {p.contexts}" if p.contexts != "full" else ""
     text += f", missing {p.missing}" if p.missing else ""
-    return f"{text}, layout {p.layout}" + (", q and indices strided" if p.strided else "")
+    text += f", layout {p.layout}" + (", q and indices strided" if p.strided else "")
+    return text + (", out and lse strided" if p.strided_out else "")
 
 
 def _sparse_panel(p: Any) -> str:
     chosen = "dense" if p.paged else f"top {p.topk}" + (f" + {p.extra}" if p.extra else "")
     chosen += f", contexts {p.contexts}" if p.contexts != "full" else ""
     chosen += f", missing {p.missing}" if p.missing else ""
-    chosen += "".join(f", {name}" for name in ("lengths", "sink", "extra_lengths", "strided") if getattr(p, name))
+    flags = ("lengths", "sink", "extra_lengths", "strided", "strided_out")
+    chosen += "".join(f", {name}" for name in flags if getattr(p, name))
     layouts = f"{p.layout} + {p.extra_layout}" if p.extra_layout else p.layout
     return f"{layouts}, {p.h} heads × {p.s}, {chosen}"
 
 
 def _sparse_detail(p: Any) -> str:
     extra = ("extra_t", "extra_page", "extra_lengths", "extra_layout")
-    names = ("page", "lengths", "sink", *extra, "softmax_scale", "strided")
+    names = ("page", "lengths", "sink", *extra, "softmax_scale", "strided", "strided_out")
     text = _left_out(*(names if p.paged else ("t", *names)))(p)  # a page table's t is in the label
     _, _, seed = p.contexts.partition(":")  # the name in front of it is in the label
     return text + (f"_seed{seed}" if seed else "") + (f"_{p.missing.replace(':', '')}" if p.missing else "")

@@ -436,15 +436,21 @@ class MlaProblem(Problem):
         return Cost(pairs * 2 * (2 * self.k + self.p) * self.h, columns * self.element_bytes, pairs)
 
     # ---------------------------------------------------------------- memory
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        """Sizes of q in front of its columns."""
+        return (self.query_tokens, self.h) if self.packed else (self.b, self.s, self.h)
+
     def output_bytes(self) -> int:
-        return self.query_tokens * self.h * (self.k * self.element_bytes + 4)
+        out, lse = room(self.strided_out, *self._rows, self.k), room(self.strided_out, *self._rows, 1, more=1)
+        return out * self.element_bytes + 4 * lse
 
     def input_bytes(self) -> int:
         """Device memory of one input set with its outputs, pages that no request uses included."""
         cache = self.num_pages * self.page_size * self.h_kv * (self.k + self.p) * (1 + self.strided_pages)
-        rows = self.query_tokens * self.h
-        tables = 4 * (rows + self.b * (self.max_pages + 1))
-        return (cache + rows * (2 * self.k + self.p)) * self.element_bytes + tables
+        q = room(self.strided, *self._rows, self.k + self.p)
+        tables = 4 * (room(self.strided, self.b, self.max_pages) + self.b)
+        return (cache + q) * self.element_bytes + tables + self.output_bytes()
 
 
 # ---------------------------------------------------------------- inputs
@@ -554,13 +560,18 @@ def make_inputs(
 APART = 128
 
 
-def apart(tensor: torch.Tensor, between: float) -> torch.Tensor:
-    """The same values, as a view of a larger tensor that holds `between` everywhere else."""
+def apart(tensor: torch.Tensor, between: float, more: int = APART) -> torch.Tensor:
+    """The same values, as a view of a larger tensor (`room`) that holds `between` everywhere else."""
     *others, last = tensor.shape
-    memory = tensor.new_full((*(size + 1 for size in others), last + APART), between)
+    memory = tensor.new_full((*(size + 1 for size in others), last + more), between)
     view = memory[tuple(slice(size) for size in tensor.shape)]
     view.copy_(tensor)
     return view
+
+
+def room(strided: bool, *shape: int, more: int = APART) -> int:
+    """Elements of the memory that a tensor of this shape lies in, strided or contiguous."""
+    return math.prod((*(size + 1 for size in shape[:-1]), shape[-1] + more) if strided else shape)
 
 
 def new_outputs(problem: MlaProblem, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -574,7 +585,7 @@ def new_outputs(problem: MlaProblem, q: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def between_others(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of larger tensors with the shapes of these; of lse columns lie apart too."""
-    return apart(out, math.nan), apart(lse.unsqueeze(-1), math.nan)[..., 0]
+    return apart(out, math.nan), apart(lse.unsqueeze(-1), math.nan, 1)[..., 0]
 
 
 def _trees(b: int, s: int, seed: int) -> torch.Tensor:

@@ -82,6 +82,7 @@ row may have one key alone, so rows have `decode.DOMINATED`'s bound. Two things 
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Iterator, Mapping
@@ -359,21 +360,20 @@ class SparseProblem(Problem):
         return Cost(2 * pairs * self.h * (self.columns + VALUES), moved + rows, pairs)
 
     def output_bytes(self) -> int:
-        return self.b * self.s * self.h * (VALUES * self.element_bytes + 4)
+        rows = self.b, self.s, self.h
+        out, lse = decode.room(self.strided_out, *rows, VALUES), decode.room(self.strided_out, *rows, 1, more=1)
+        return out * self.element_bytes + 4 * lse
 
     def input_bytes(self) -> int:
         """Device memory of one input set with its outputs, tokens that nobody attends to included."""
         caches = sum(part.pages * part.layout.page_bytes(part.page) for part in self.parts)
-        rows = [self.room(self.b, self.s, part.topk) + self.b * part.has_lengths for part in self.parts]
+        room = functools.partial(decode.room, self.strided)
+        rows = [room(self.b, self.s, part.topk) + self.b * part.has_lengths for part in self.parts]
         if self.paged:
-            rows = [self.room(self.b, self.parts[0].pages // self.b) + self.b]
+            rows = [room(self.b, self.parts[0].pages // self.b) + self.b]
         indices = 4 * sum(rows)
-        q = self.room(self.b, self.s, self.h, self.columns) * self.element_bytes
+        q = room(self.b, self.s, self.h, self.columns) * self.element_bytes
         return caches + indices + q + 4 * self.h * self.sink + self.output_bytes()
-
-    def room(self, *shape: int) -> int:
-        """Elements of the memory that q, indices or a page table of this shape lie in."""
-        return math.prod((*(size + 1 for size in shape[:-1]), shape[-1] + decode.APART) if self.strided else shape)
 
 
 def _spec(

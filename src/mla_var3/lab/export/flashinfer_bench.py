@@ -94,7 +94,7 @@ def _dtype(problem: Problem) -> str:
 
 # ---------------------------------------------------------------- the forms
 def _decode(pd: MlaProblem) -> Form:
-    _refuse(pd, "h_kv", "strided_pages", "queries", "tree")
+    _refuse(pd, "h_kv", "strided_pages", "queries", "tree", "strided", "strided_out")
     dtype, page = TORCH_DTYPES[pd.dtype], pd.page_size
     masked = "_causal" if pd.causal else ""
     call = f"decode(q, kv_cache, page_table, seq_lens, scale, k={pd.k}, causal={pd.causal})"

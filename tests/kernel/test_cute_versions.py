@@ -139,11 +139,16 @@ def test_machine_code_of_small_pages(label: str, page: int, tmp_path: Path) -> N
     assert [line for line in loop if re.search(r"\b(NANOSLEEP|LDL|STL)\b", line)] == []
 
 
-def test_pages_that_lie_apart_change_the_host_function_alone() -> None:
+def test_pages_that_lie_apart_change_the_host_function_alone_and_strides_no_product() -> None:
+    """Without a GPU nothing else compiles code that reads and writes strides."""
     h200, kernel = Device.get("h200"), registry.KernelId.parse("cute-dsl/flash_mla_v24")
-    problems = [MlaProblem(h=16), MlaProblem(h=16, strided_pages=True)]
-    codes = [registry.get_plan(kernel)(pd, None, h200).plan_empty().compile(None, h200).code for pd in problems]
-    assert codes[0].kernels == codes[1].kernels and codes[0].launch != codes[1].launch
+    strided = {"strided": True, "strided_out": True}
+    problems = [MlaProblem(h=16), MlaProblem(h=16, strided_pages=True), MlaProblem(h=16, **strided)]
+    made = [registry.get_plan(kernel)(pd, None, h200).plan_empty().compile(None, h200) for pd in problems]
+    plain, apart, of_rows = (x.code for x in made)
+    assert plain.kernels == apart.kernels and plain.launch != apart.launch
+    assert of_rows.kernels != plain.kernels and [x.name for x in of_rows.kernels] == [x.name for x in plain.kernels]
+    assert made[2].resources.spill_bytes == made[0].resources.spill_bytes == 0
 
 
 @pytest.mark.parametrize("label", ["cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"])

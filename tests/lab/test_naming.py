@@ -24,6 +24,8 @@ DECODE: list[dict[str, Any]] = [
     {"lengths": [70, 0, 128], "b": 3, "softmax_scale": 0.25},
     {"b": 2, "s": 3, "tree": True, "strided_pages": True},
     {"b": 2, "queries": [3, 5], "causal": True},
+    {"b": 2, "queries": [3, 5], "causal": True, "strided": True},
+    {"b": 128, "t": 4096, "strided_out": True},
     {"b": 9, "queries": {"total": 40}},
 ]
 

@@ -50,6 +50,7 @@ ROWS: dict[str, list[Cell]] = {
     "pages of 2 to 15": pages(*range(2, 16)),
     "pages of any other number": pages(17, 24, 63, 65, 100),
     "pages further apart than they are long": here(*({"strided_pages": True, "page": n} for n in (1, 16, 64, 128))),
+    "strided views without a copy ([strides](#strides))": here({"strided": True}, {"strided_out": True, "s": 2}),
     "512 + 64 columns": widths((512, 64)),
     "256 + 64": widths((256, 64)),
     "512 + 32, 256 + 32": widths((512, 32), (256, 32)),

@@ -66,8 +66,9 @@ def sparse_mla_decode(
     is taken for bytes in all but flat. A dimension of size 1 in front of the last one is taken too. Pages may lie
     further apart than they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of layout flat.
 
-    q and indices may have any strides of batch, token and head, with columns beside each other and rows of q multiples
-    of 16 bytes apart. Others, and those of calls that a version computes which reads none, are copied first.
+    q and indices may have any strides of request, token and head, with columns beside each other and rows of q
+    multiples of 16 bytes apart; so may out, and lse may have any, none of its elements over another. Copies are made of
+    a q whose rows lie otherwise or over each other, and for versions that read or write no strides.
 
     indices (b, s, topk) int32: page · tokens of a page + row, in the whole cache. One that is negative, or outside the
     cache, names no token. topk_lens (b,) int32: only so many of a request's indices, from the left, are looked at. sink

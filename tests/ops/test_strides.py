@@ -103,7 +103,7 @@ def test_results_are_those_of_contiguous_tensors(name: str) -> None:
 
 READS = {
     "torch/flash_mla": True, "cute-dsl/flash_mla_v23": True, "cute-dsl/flash_mla_v24": True,
-    "cute-dsl/flash_mla": False, "triton/flash_mla": False, "torch/sparse_mla": True, "cute-dsl/sparse_mla": True,
+    "cute-dsl/flash_mla": True, "triton/flash_mla": False, "torch/sparse_mla": True, "cute-dsl/sparse_mla": True,
     "cute-dsl/sparse_mla_v2": True, "triton/sparse_mla": False,
 }  # fmt: skip
 

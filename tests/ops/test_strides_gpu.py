@@ -30,6 +30,8 @@ DENSE = [
     MlaProblem(b=4, h=128, causal=True, t=1, lengths=[300, 65, 20, 9000], queries=[1, 70, 0, 4]),
     MlaProblem(b=2, h=16, s=4, t=1, lengths=[300, 5000], tree=True),
     MlaProblem(b=3, h=16, t=1, lengths=[700, 0, 9000], page=1),
+    MlaProblem(b=3, s=2, h=64, t=1, lengths=[700, 0, 9000], k=384),
+    MlaProblem(b=150, h=16, t=130, k=128),
 ]
 PACKED = [
     SparseProblem(b=8, s=2, h=64, t=4096, layout="bf16", topk=512),
@@ -57,7 +59,7 @@ def call(problem: Any, inputs: tuple[Any, ...], **options: Any) -> Any:
     options = {"return_lse": True, "scale": 0.05, **options}
     if isinstance(problem, MlaProblem):
         fifth = {k: x.bool() if k == "mask" else x for k, x in decode.fifth_input(*inputs).items()}
-        return mla_decode(*inputs[:4], causal=problem.causal, **fifth, **options)
+        return mla_decode(*inputs[:4], causal=problem.causal, head_dim_v=problem.k, **fifth, **options)
     names = {"cache": "kv_cache", "lengths": "topk_lens", "extra_lengths": "extra_topk_lens"}
     given = {names.get(k, k): x for k, x in sparse_decode.named(problem, *inputs).items()}
     function = packed_mla_decode if problem.paged else sparse_mla_decode

@@ -61,9 +61,9 @@ def mla_decode(
     that is outside of the cache is the caller's mistake, of either type: what is read then is undefined.
 
     q and page_table may have any strides of request, token and head, with columns beside each other and rows of q
-    multiples of 16 bytes apart; so may out, and lse may have any, none of its elements over another. The versions that
-    are picked on Hopper for 512 or 256 latent columns read and write such views as they are. Copies are made for other
-    versions, of a q whose rows lie otherwise or over each other, and of seq_lens and cu_seqlens_q with gaps.
+    multiples of 16 bytes apart; so may out, and lse may have any, none of its elements over another. The versions in
+    CuTe DSL, which are picked on Hopper, read and write such views as they are. Copies are made for other versions, of
+    a q whose rows lie otherwise or over each other, and of seq_lens and cu_seqlens_q with gaps.
 
     scale: factor on q·k, any finite number; default (128 + p)^-1/2, that of decompressed heads with 128 + p columns
     (FlashMLA's default is another: (k + p)^-1/2). With one of 0 or below most versions copy q first. causal: query

@@ -167,8 +167,10 @@ class Engine:
         outputs: Sequence[torch.Tensor],
         schedule: DecodeSchedule | None = None,
     ) -> None:
-        """Computes a problem on the inputs of its workload into its outputs. Of decode all are contiguous but a cache
-        of `strided_pages`; of others tensors may have strides, and a kernel serves calls with the same ones and shapes.
+        """Computes a problem on the inputs of its workload into its outputs. A problem of decode says which of its
+        tensors have strides (`strided`, `strided_out`), which kernels are given at each launch, and a kernel serves
+        caches of `strided_pages` as far apart as its own; of others a kernel serves calls with the same strides and
+        shapes.
 
         schedule: for calls that share one. Never waits for the device. The first call for a way and shapes plans, and
         compiles what is in no cache. Raises `UserError` when that would happen in a capture, and for a schedule that

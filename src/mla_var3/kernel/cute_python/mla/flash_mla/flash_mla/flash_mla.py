@@ -45,7 +45,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Requirement
-from mla_var3.kernel.cute_python import host
+from mla_var3.kernel.cute_python import decode_host, host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL, PANEL_BYTES, PANEL_ELEMENTS, TOKENS
 from mla_var3.kernel.cute_python.prims.sync import named_arrive, named_sync, warp_arrive
@@ -188,8 +188,8 @@ class Place(NamedTuple):
 class Outputs(NamedTuple):
     """What the kernel writes, in global memory. The partials are unused with one split."""
 
-    out: cute.Tensor  # (b, s, h, k) 16-bit, contiguous
-    lse: cute.Tensor  # (b, h, s) fp32, contiguous
+    out: cute.Tensor  # (b, s, h, k) 16-bit, columns contiguous
+    lse: cute.Tensor  # (b, h, s) fp32
     partial_out: cute.Tensor  # (splits, b, h_kv, rows, k) fp32, contiguous
     partial_lse: cute.Tensor  # (splits, b, h_kv, rows) fp32, log2 domain
 
@@ -536,7 +536,7 @@ class Consumer:
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 def row_vector(tensor: cute.Tensor, request: Int32, kv_head: Int32, row: Int32, group: int) -> cute.Tensor:
-    """A row of a contiguous (b, s, h, columns) tensor in global memory, (columns,)."""
+    """A row of a (b, s, h, columns) tensor in global memory, (columns,)."""
     start = tensor.iterator + rows.row_offset(tensor, request, kv_head, row, group)
     return cute.make_tensor(start, cute.make_layout(tensor.shape[3]))
 
@@ -671,7 +671,7 @@ def flash_mla(
     q: cute.Tensor,  # (b, s, h, k + p) 16-bit, global memory, contiguous
     tma: cute.CopyAtom,  # one 64 x 64 box of the cache
     cache: cute.Tensor,  # TMA tensor (page, k + p, h_kv, num_pages)
-    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, contiguous
+    page_table: cute.Tensor,  # (b, max_pages) int32, global memory, entries of a row contiguous
     seq_lens: cute.Tensor,  # (b,) int32, global memory
     outputs: Outputs,
     scale_log2: Float32,
@@ -752,8 +752,8 @@ flash_mla.set_name_prefix("flash_mla", remove_cutlass_symbol=True, keep_mangled_
 def combine(
     partial_out: cute.Tensor,  # (splits, b, h_kv, rows, k) fp32, global memory, contiguous
     partial_lse: cute.Tensor,  # (splits, b, h_kv, rows) fp32, log2 domain, global memory, contiguous
-    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, contiguous
-    lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory, contiguous
+    out: cute.Tensor,  # (b, s, h, k) 16-bit, global memory, columns contiguous
+    lse: cute.Tensor,  # (b, h, s) fp32, natural log, global memory
 ):
     """The CTA of a query row, kv head and request (x); a thread has four columns.
 
@@ -912,8 +912,9 @@ class FlashMlaPlan(KernelPlan):
     tiling_type = FlashMlaTiling
     tiling: FlashMlaTiling
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes
-    )
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        options=("strided", "strided_out"),
+    )  # fmt: skip
 
     def default_tiling(self) -> Tiling:
         return FlashMlaTiling()
@@ -946,15 +947,13 @@ class FlashMlaPlan(KernelPlan):
 
     @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel | KernelPipeline:
-        import torch
-
         self.require()
         q, _, page_table, seq_lens = inputs
         require_int32(page_table=page_table, seq_lens=seq_lens)
-        pd, b = self.problem, q.shape[0]
-        splits = self.num_splits(b, page_table.shape[1])
-        outputs = q.new_empty((b, pd.s, pd.h, pd.k)), q.new_empty((b, pd.h, pd.s), dtype=torch.float32)
-        return self._make(inputs, outputs, self.partials(q, splits if splits > 1 else 0), splits)
+        splits = self.num_splits(q.shape[0], page_table.shape[1])
+        return self._make(
+            inputs, decode.new_outputs(self.problem, q), self.partials(q, splits if splits > 1 else 0), splits
+        )
 
     def plan_empty(self) -> CuteKernel | KernelPipeline:
         self.require()
@@ -974,15 +973,18 @@ class FlashMlaPlan(KernelPlan):
                 host.fake(Float32, count, b, pd.h_kv, pd.rows, align=4),
             )
 
+        def results(b: Any) -> tuple[Any, Any]:
+            return decode_host.fake_results(kind, (b, pd.s, pd.h, pd.k), (b, pd.h, pd.s), pd.strided_out)
+
         def arguments() -> tuple[Any, ...]:
             b, pages, width = host.symbols(3)
+            given_as = decode_host.fake_apart if pd.strided else host.fake
             return (
-                host.fake(kind, b, pd.s, pd.h, pd.k + pd.p),
+                given_as(kind, b, pd.s, pd.h, pd.k + pd.p),
                 host.fake(kind, pages, pd.page_size, pd.h_kv, pd.k + pd.p, align=128),
-                host.fake(Int32, b, width, align=4),
+                given_as(Int32, b, width, align=4),
                 host.fake(Int32, b, align=4),
-                host.fake(kind, b, pd.s, pd.h, pd.k),
-                host.fake(Float32, b, pd.h, pd.s, align=4),
+                *results(b),
                 *partial_arguments(b),
                 Float32(1.0),
                 Int32(1),
@@ -991,11 +993,7 @@ class FlashMlaPlan(KernelPlan):
 
         def combine_arguments() -> tuple[Any, ...]:
             (b,) = host.symbols(1)
-            return (
-                *partial_arguments(b),
-                host.fake(kind, b, pd.s, pd.h, pd.k),
-                host.fake(Float32, b, pd.h, pd.s, align=4),
-            )
+            return *partial_arguments(b), *results(b)
 
         given = (*inputs, *outputs, *partials, pd.scale, splits) if inputs else ()
         main = host.stage(

@@ -58,8 +58,8 @@ def compiled() -> None:
 def call(problem: Any, inputs: tuple[Any, ...], **options: Any) -> Any:
     options = {"return_lse": True, "scale": 0.05, **options}
     if isinstance(problem, MlaProblem):
-        fifth = {k: x.bool() if k == "mask" else x for k, x in decode.fifth_input(*inputs).items()}
-        return mla_decode(*inputs[:4], causal=problem.causal, head_dim_v=problem.k, **fifth, **options)
+        options |= {"causal": problem.causal, "head_dim_v": problem.k, **decode.fifth_input(*inputs)}
+        return mla_decode(*inputs[:4], **options)
     names = {"cache": "kv_cache", "lengths": "topk_lens", "extra_lengths": "extra_topk_lens"}
     given = {names.get(k, k): x for k, x in sparse_decode.named(problem, *inputs).items()}
     function = packed_mla_decode if problem.paged else sparse_mla_decode
@@ -67,9 +67,12 @@ def call(problem: Any, inputs: tuple[Any, ...], **options: Any) -> Any:
 
 
 def made(problem: Any, seed: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The same inputs, contiguous and strided, the latter around NaN."""
+    """The same inputs, contiguous and strided, the latter around NaN; a tree's mask as `mla_decode` takes it."""
     make = decode.make_inputs if isinstance(problem, MlaProblem) else sparse_decode.make_inputs
-    return make(problem, "cuda", seed=seed), make(problem.replace(strided=True), "cuda", seed=seed)
+    both = make(problem, "cuda", seed=seed), make(problem.replace(strided=True), "cuda", seed=seed)
+    if isinstance(problem, MlaProblem) and problem.tree:
+        both = (*both[0][:4], both[0][4].bool()), (*both[1][:4], both[1][4].bool())
+    return both
 
 
 def views(problem: Any, q: Any) -> tuple[Any, Any]:

@@ -18,6 +18,12 @@ def own_knobs(plan_type: Any, asked: Mapping[str, Any] | None) -> dict[str, Any]
     return {name: value for name, value in (asked or {}).items() if name in names}
 
 
+def same_knobs(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two tilings, of records, profiles or plans, agree in the knobs that both have: a version may have got
+    knobs since, or lost some, and a record may name none."""
+    return all(other[name] == value for name, value in (one or {}).items() if name in other) if other else True
+
+
 def knobs(tiling: Tiling, asked: Mapping[str, Any]) -> Tiling:
     """`tiling` with other values; a value of another type than the field's is a `UserError`."""
     values = {}

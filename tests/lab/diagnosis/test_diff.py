@@ -15,6 +15,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.lab.diagnosis import compare
 from mla_var3.lab.diagnosis.evidence import Evidence
 from mla_var3.lab.diagnosis.versions import Version, records_of
+from mla_var3.lab.knobs import same_knobs
 from mla_var3.toolchain import loops
 
 V0, V21 = KernelId("cute-dsl", "mla", "flash_mla", 0), KernelId("cute-dsl", "mla", "flash_mla", 23)
@@ -170,3 +171,11 @@ def test_records_of_one_run_come_before_newer_ones_of_two() -> None:
     a, b, same = records_of(versions, [old[0], newer], WIDE, "h200")
     assert (a and a["id"], b and b["id"], same) == ("aaaaaa000001", "bbbbbb000002", False)
     assert records_of(versions, [newer], WIDE, "h100") == (None, None, False)
+
+
+def test_knobs_that_both_have_decide() -> None:
+    """Of records, profiles and plans alike: a version gets knobs and loses some."""
+    assert same_knobs({"n": 8}, {"n": 8}) and not same_knobs({"n": 8}, {"n": 16})
+    assert same_knobs({"n": 8}, {"n": 8, "newer": 1}) and same_knobs({"n": 8, "gone": 2}, {"n": 8})
+    assert not same_knobs({"n": 8, "gone": 2}, {"n": 9, "newer": 1})
+    assert same_knobs(None, {"n": 8}) and same_knobs({"n": 8}, None) and same_knobs({}, {})

@@ -12,6 +12,7 @@ from mla_var3.catalogue import registry, spoken
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
 from mla_var3.lab.diagnosis import profiles
+from mla_var3.lab.knobs import same_knobs
 from mla_var3.lab.knowledge import find as knowledge
 from mla_var3.lab.knowledge.triggers import Facts
 from mla_var3.record import ASIDE
@@ -256,10 +257,8 @@ def record_of(
         and record.get("experiment") not in ASIDE
     ]
     if tiling:
-        mine = [r for r in cell if KernelId.from_record(r["kernel"]) == kernel]
-        # Of a record's knobs, those that the version still has.
-        knobs = [r for r in mine if {k: v for k, v in (r.get("tiling") or {}).items() if k in tiling} == dict(tiling)]
-        return max(knobs, key=lambda r: str(r["at"]), default=None)
+        mine = [r for r in cell if KernelId.from_record(r["kernel"]) == kernel and same_knobs(r.get("tiling"), tiling)]
+        return max(mine, key=lambda r: str(r["at"]), default=None)
     told = {id(model := Model.model_validate(r)): (model, r) for r in cell}
     speaking = [told[id(m)] for m in spoken.speaking(model for model, _ in told.values())]
     own = [(model, r) for model, r in speaking if model.kernel.label == kernel.label]
@@ -286,7 +285,8 @@ def of_record(identity: str, records: Iterable[Record] | None = None, *, alone: 
         raise UserError(f"{error}: give a kernel, a record's id, or the folder of a profile.") from error
     kernel = KernelId.from_record(record["kernel"])
     problem, device = problem_from_record(record["problem"]), str(record["device"])
-    profile = None if alone else _same_knobs(profiles.known(kernel, problem, device), record.get("tiling"))
+    found = [] if alone else profiles.known(kernel, problem, device)
+    profile = next((p for p in found if same_knobs(p.facts.get("tiling"), record.get("tiling"))), None)
     return _joined(kernel, problem, device, profile, record)
 
 
@@ -323,10 +323,6 @@ def of_kernel(
 
 def _cell(record: Record) -> str:
     return problem_from_record(record["problem"]).label
-
-
-def _same_knobs(found: list[Profile], tiling: Mapping[str, Any] | None) -> Profile | None:
-    return next((p for p in found if tiling is None or dict(p.facts.get("tiling") or {}) == dict(tiling)), None)
 
 
 def _joined(

@@ -11,6 +11,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
 from mla_var3.lab.diagnosis.evidence import Evidence, Record, load_records, of_kernel
 from mla_var3.lab.diagnosis.profiles import Profile, known
+from mla_var3.lab.knobs import same_knobs
 from mla_var3.record import ASIDE
 from mla_var3.record import Record as Stored
 from mla_var3.toolchain import loops
@@ -103,7 +104,7 @@ def _version(
     records: Iterable[Record], retiled: bool, profile: Profile | None,
 ) -> Version:  # fmt: skip
     evidence = of_kernel(kernel, problem, device.key, records, compile_it=False, profile=profile)
-    if retiled and evidence.tiling and dict(evidence.tiling) != dict(tiling):
+    if retiled and not same_knobs(evidence.tiling, tiling):
         evidence = Evidence(kernel, problem, device.key, tiling)
         evidence.notes.append(f"what is recorded of {kernel.label} is of other knobs, and left out")
     if result is None:
@@ -127,7 +128,7 @@ def records_of(
     """The newest timed record of each, of one run where there is one that timed both; the last says whether it is."""
     mine: list[list[Record]] = []
     for version in versions:
-        wanted, knobs = problem.to_record(), dict(version.tiling)
+        wanted, tiling = problem.to_record(), version.tiling
         mine.append(
             sorted(
                 (
@@ -135,7 +136,7 @@ def records_of(
                     for r in records
                     if r["device"] == device and r.get("time_us") and dict(r["problem"]) == wanted
                     and KernelId.from_record(r["kernel"]) == version.kernel
-                    and (_same(r.get("tiling"), knobs) if knobs else not r.get("picked_by"))
+                    and (same_knobs(r.get("tiling"), tiling) if tiling else not r.get("picked_by"))
                     and r.get("experiment") not in ASIDE
                 ),
                 key=lambda r: str(r["at"]),
@@ -148,9 +149,3 @@ def records_of(
             if run and run == other:
                 return first, second, True
     return next(iter(mine[0]), None), next(iter(mine[1]), None), False
-
-
-def _same(recorded: Mapping[str, Any] | None, knobs: Mapping[str, Any]) -> bool:
-    """Whether a record's knobs are these, of those that the version still has; it may have got new ones since, or may
-    record none."""
-    return all(knobs[name] == value for name, value in (recorded or {}).items() if name in knobs)

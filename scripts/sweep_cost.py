@@ -123,9 +123,8 @@ def compiling(how: str, kernels: str) -> dict[str, Any]:
 def in_a_process(*words: str) -> dict[str, Any]:
     """One measurement, with memory, caches and a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="sweep-cost-") as folder:
-        path = os.pathsep.join([str(paths.import_root()), os.environ.get("PYTHONPATH", "")])
         caches = dict.fromkeys(("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_TILE_CACHE_DIR"), f"{folder}/cache")
-        env = {**os.environ, "PYTHONPATH": path, **caches}
+        env = {**os.environ, "PYTHONPATH": paths.python_path(), **caches}
         env.pop("RAY_ADDRESS", None)
         command = [sys.executable, str(Path(__file__).resolve()), "--one", *words]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)

@@ -26,6 +26,18 @@ from mla_var3.record import load
 from mla_var3.workload import problem_from_record
 
 
+def test_a_process_finds_the_package_first_and_what_was_on_the_path_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(paths.import_root())
+    several = os.pathsep.join(("/a", root, "", "/b"))
+    for before, wanted in ((None, [root]), ("", [root]), ("/a", [root, "/a"]), (several, [root, "/a", "/b"])):
+        if before is None:
+            monkeypatch.delenv("PYTHONPATH", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONPATH", before)
+        assert paths.python_path().split(os.pathsep) == wanted
+    assert paths.python_path(Path("/other/src")).split(os.pathsep) == ["/other/src", "/a", root, "/b"]
+
+
 def _run(code_or_args: list[str], cwd: Path, pythonpath: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(pythonpath)}
     return subprocess.run(

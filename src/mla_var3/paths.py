@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -13,8 +14,16 @@ def package() -> Path:
 
 
 def import_root() -> Path:
-    """What a process that is started from here needs on its PYTHONPATH."""
+    """The folder that this package is imported from."""
     return _PACKAGE.parent
+
+
+def python_path(source: Path | None = None) -> str:
+    """PYTHONPATH of a process that imports the package as it lies in `source`, by default as it is imported here: that
+    folder in front of what is on the path already."""
+    first = str(source or import_root())
+    others = (part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != first)
+    return os.pathsep.join((first, *others))
 
 
 def repo_root() -> Path | None:

@@ -228,9 +228,7 @@ def _hash_there(root: Path, kernel: KernelId) -> str:
 
 
 def _env(root: Path) -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH")
-    source = str(root / "src")
-    return {**os.environ, "PYTHONPATH": source if not inherited else os.pathsep.join((source, inherited))}
+    return {**os.environ, "PYTHONPATH": paths.python_path(root / "src")}
 
 
 # ---------------------------------------------------------------- measuring
@@ -247,7 +245,7 @@ def measure(
     from mla_var3.measure.cell import Contender, measure_cell
 
     if root is not None:
-        env = {**dict(settings.worker_env), "PYTHONPATH": _env(root)["PYTHONPATH"]}
+        env = {**dict(settings.worker_env), "PYTHONPATH": paths.python_path(root / "src")}
         settings = replace(settings, worker_env=tuple(env.items()), commit=commit)
     (record,) = measure_cell(problem, [Contender(kernel, tiling)], device, settings, experiment=EXPERIMENT)
     if root is None:

@@ -195,10 +195,7 @@ def _compilers(device: Device) -> Iterator[Finding]:
     from mla_var3.catalogue.registry import missing
     from mla_var3.lab.doctor_probe import PROBES
 
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(paths.import_root()), os.environ.get("PYTHONPATH", "")]),
-    }
+    env = {**os.environ, "PYTHONPATH": paths.python_path()}
     running = {}
     for language in PROBES:
         reason = missing(language)

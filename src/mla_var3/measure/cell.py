@@ -369,10 +369,7 @@ def _kind(slot: _Slot) -> tuple[Any, ...]:
 
 def _environment(settings: BenchSettings) -> dict[str, str]:
     """The caller's, with this package importable whatever put it on the path."""
-    source = str(paths.import_root())
-    inherited = os.environ.get("PYTHONPATH")
-    path = source if not inherited else os.pathsep.join((source, inherited))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **dict(settings.worker_env)}
+    return {**os.environ, "PYTHONPATH": paths.python_path(), "PYTHONUNBUFFERED": "1", **dict(settings.worker_env)}
 
 
 def _ending(code: int) -> str:

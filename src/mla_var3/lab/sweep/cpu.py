@@ -91,7 +91,7 @@ def _run_process(
     tell: Callable[[str], None],
 ) -> Iterator[CpuResult]:
     env = {**os.environ, **interpreter(language).env, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    env["PYTHONPATH"] = os.pathsep.join([str(paths.import_root()), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = paths.python_path()
     jobs = [{"kernel": k.to_record(), "problem": p.to_record(), "asked": dict(asked)} for k, p in work]
     tell(f"running {len(work)} small problems with {interpreter(language).name}")
     process = subprocess.Popen(

@@ -53,10 +53,9 @@ class Hand:
         if announced is not None:
             return announced
         # In a process that ends: a CUDA context here would take memory from what is measured.
-        path = os.pathsep.join([str(paths.import_root()), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run(
             [sys.executable, "-c", _DETECT],
-            env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=_DETECT_S, check=True,
+            env={**os.environ, "PYTHONPATH": paths.python_path()}, capture_output=True, timeout=_DETECT_S, check=True,
         )  # fmt: skip
         found: Device | None = pickle.loads(done.stdout)
         return found

@@ -126,10 +126,7 @@ def target_command(job: Path) -> list[str]:
 
 def target_env(*, line_info: bool) -> dict[str, str]:
     """Its environment: this package importable, and kernels compiled with source lines where that is an option."""
-
-    source = str(paths.import_root())
-    others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != source]
-    env = {"PYTHONPATH": os.pathsep.join([source, *others])}
+    env = {"PYTHONPATH": paths.python_path()}
     if line_info:
         # cuTile and Triton always write them; CuTe's SASS has come out the same with and without.
         env["CUTE_DSL_LINEINFO"] = "1"

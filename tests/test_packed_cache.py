@@ -339,6 +339,8 @@ def test_which_layouts_an_extra_cache_may_have() -> None:
         ("v4", "v41_fp4", "v41_fp4 does not go beside layout v4: it has layout v4"),
         ("v41", "v41_fp4_planar", "does not go beside layout v41"),
         ("v41", "v3", "'v3' is unknown"),
+        (["v41"], "", r"layout \['v41'\] is unknown"),
+        ("v41", ["v41"], r"layout \['v41'\] is unknown"),
     ):
         with pytest.raises(UserError, match=words):
             beside(main, extra)

@@ -127,7 +127,7 @@ V41 = tuple(name for name in LAYOUTS if name.startswith("v41"))
 
 def layout_of(name: Any) -> Layout:
     """A layout by its name; a `UserError` names the nearest."""
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise UserError(f"cache layout {name!r} is unknown: {nearest(str(name), LAYOUTS)}.")
     return LAYOUTS[name]
 

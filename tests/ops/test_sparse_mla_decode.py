@@ -417,6 +417,11 @@ def test_versions_that_do_not_read_v41_say_so(kernel: str) -> None:
     ("changes", "sentence"),
     [
         ({"layout": "v33"}, "cache layout 'v33' is unknown"),
+        ({"layout": ["v32"]}, "^layout is a list: pass the name of a layout, as v32"),
+        (
+            {"extra_layout": ["v32"], "extra_cache": torch.zeros(1, 4, 656, dtype=torch.uint8)},
+            "^extra_layout is a list: pass the name",
+        ),
         ({"layout": "v4"}, r"q is \(3, 2, 5, 576\) .* pass \(any, any, any, 512\)"),
         ({"q": torch.zeros(3, 2, 5, 576)}, "pass .* torch.bfloat16"),
         ({"kv_cache": torch.zeros(2, 4, 584, dtype=torch.uint8)}, r"^kv_cache: a cache of layout v32 is \(pages, page"),

@@ -200,10 +200,18 @@ def _judged(
     return inputs
 
 
-@functools.lru_cache(maxsize=256)
 def beside_in(name: str, layout: str, extra_name: str = "", extra: str | None = None) -> str:
     """The layout of an extra cache, None for that of the cache. Raises `UserError`, with the name of the caller's
     argument, where the two do not go together or the cache has a layout of extra caches alone."""
+    try:
+        return _beside_in(name, layout, extra_name, extra)
+    except TypeError:  # a list, say, which has no hash
+        wrong, value = (name, layout) if not isinstance(layout, str) else (extra_name, extra)
+        raise UserError(f"{wrong} is a {type(value).__name__}: pass the name of a layout, as v32.") from None
+
+
+@functools.lru_cache(maxsize=256)
+def _beside_in(name: str, layout: str, extra_name: str, extra: str | None) -> str:
     for part, other in ((name, ""), (extra_name, extra or "")):
         try:
             found = beside(layout, other).name

@@ -81,7 +81,7 @@ class PackedAppendProblem(RopeProblem):
     powers: bool = True
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
         if self.layout == "bf16":
             raise UserError("problem.layout = 'bf16' has no codes: workload rope appends to such a cache.")

@@ -196,12 +196,13 @@ class SparseProblem(Problem):
     strided_out: bool = False
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
-        try:
-            extra_layout = beside(self.layout, self.extra_layout).name
-        except UserError as error:
-            raise UserError(f"problem.{'extra_' * bool(self.extra_layout)}layout: {error}") from None
+        for field, extra in (("layout", ""), ("extra_layout", self.extra_layout)):
+            try:
+                extra_layout = beside(self.layout, extra).name
+            except UserError as error:
+                raise UserError(f"problem.{field}: {error}") from None
         for name in ("lengths", "sink", "extra_lengths", "paged", "strided", "strided_out"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")

@@ -194,6 +194,12 @@ def test_a_kernel_for_pages_apart_may_be_bound_to_any_and_another_only_to_contig
     assert oracle.rebound(problem, *plain) == oracle.as_bound(problem)
     with pytest.raises(UserError, match="kv_cache is not contiguous, and this kernel was planned for one that is"):
         oracle.rebound(problem, *apart)
+    strided = problem.replace(strided=True)
+    q, cache, table, lens = make_inputs(strided)
+    assert oracle.rebound(strided, q, cache, table, lens) == oracle.as_bound(strided) == oracle.rebound(strided, *plain)
+    for name, given in (("q", (q, *plain[1:])), ("page_table", (*plain[:2], table, lens))):
+        with pytest.raises(UserError, match=f"{name} is not contiguous, and this kernel was planned"):
+            oracle.rebound(problem, *given)
 
 
 def test_seeds_repeat_and_differ():

@@ -1041,10 +1041,15 @@ def rebound(problem: MlaProblem, *inputs: Any) -> MlaProblem:
             raise UserError(
                 f"cannot bind: {name} is {found}, and this kernel was planned for {want}; plan a new kernel."
             )
-    if not problem.strided_pages and not kv_cache.is_contiguous():
-        raise UserError(
-            "cannot bind: kv_cache is not contiguous, and this kernel was planned for one that is; plan a new kernel."
-        )
+    for what, x, may_be_apart in (
+        ("q", q, problem.strided), ("kv_cache", kv_cache, problem.strided_pages),
+        ("page_table", page_table, problem.strided),
+    ):  # fmt: skip
+        if not may_be_apart and not x.is_contiguous():
+            raise UserError(
+                f"cannot bind: {what} is not contiguous, and this kernel was planned for one that is; plan a new "
+                "kernel."
+            )
     if kv_cache.dtype != q.dtype or kv_cache.shape[3] != width:
         raise UserError("cannot bind: q and kv_cache differ in dtype or width; give both as the problem says.")
     if page_table.shape[0] != b or tuple(seq_lens.shape) != (b,):

@@ -1791,9 +1791,8 @@ def epilogue(
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vector)
             target = base + Int64(row * (2 * VALUES) + ((me * HALF_PANELS + i) * PANEL + 8 * chunk) * 2)
             if cutlass.const_expr(rows.has_strides(out)):
-                further = cutlass.select_(
-                    whole, 2 * (Int64(out.stride[2]) - VALUES), Int64(0)
-                )  # than in a contiguous out
+                # How much further apart rows are than in a contiguous out.
+                further = cutlass.select_(whole, 2 * (Int64(out.stride[2]) - VALUES), Int64(0))
                 target = target + row * further
             target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
@@ -2032,7 +2031,7 @@ def launch_sparse_mla_v2(
     stream: CUstream,
 ):
     """Launches a CTA for each query tile and worker, as a programmatic dependent."""
-    b = q.shape[0]
+    b, s, h = q.shape[0], geometry.s, geometry.h
     caches = (Cache(cache, indices, cache_lengths),)
     if cutlass.const_expr(geometry.extra_page > 0):
         caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths))
@@ -2065,10 +2064,15 @@ def launch_sparse_mla_v2(
     )  # fmt: skip
     if cutlass.const_expr(geometry.padded):
         # As `Geometry.merge` has it: heads of all query tokens behind each other, and of a query token by itself.
-        out = cute.make_tensor(
-            out.iterator, cute.make_layout((b, 1, s * h, VALUES), stride=(s * h * VALUES, VALUES, VALUES, 1))
+        of_rows = cute.make_layout((b, 1, s * h, VALUES), stride=(s * h * VALUES, VALUES, VALUES, 1))
+        if cutlass.const_expr(rows.has_strides(out)):
+            of_request, of_token, of_head, _ = out.stride
+            of_rows = cute.make_layout((b, 1, (h, s), VALUES), stride=(of_request, VALUES, (of_head, of_token), 1))
+        out = cute.make_tensor(out.iterator, of_rows)
+        of_request, of_head, of_token = lse.stride
+        lse = cute.make_tensor(
+            lse.iterator, cute.make_layout((b, (h, s), 1), stride=(of_request, (of_head, of_token), 1))
         )
-        lse = cute.make_tensor(lse.iterator, cute.make_layout((b, (h, s), 1), stride=(h * s, (s, 1), 1)))
         if cutlass.const_expr(sink is not None):
             sink = cute.make_tensor(sink.iterator, cute.make_layout(((h, s),), stride=((1, 0),)))
     of_token = Results(out, lse, results.outputs, results.stats)

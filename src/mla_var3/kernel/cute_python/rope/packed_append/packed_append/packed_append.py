@@ -14,7 +14,11 @@ A warp has an item: of one token either 4 · `heads` query heads, or its key. Qu
 
 Infinities of columns that become e4m3 are NaN to the maximum, which passes over NaN, and to the conversion, which keeps
 it as the code 0x7F and would cut infinities to 448. Scales that are powers of two have an exact reciprocal; others
-divide, rounded once. Runs on sm_90a. The base version: rope_append with bytes for a row of the cache.
+divide, rounded once. In the layouts of V4.1 rope columns, rounded to bf16, become codes like those of the latent, with
+scales of their own; in FP4 codes are e2m1, with scales that are e4m3, NaN where one of their columns is not finite.
+sm_90 has no conversion to e2m1: it is made of roundings to whole numbers (`e2m1_codes`).
+
+Runs on sm_90a. The base version: rope_append with bytes for a row of the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, ROPE, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
-from mla_var3.packed_cache import E4M3_MAX, SCALE_MIN, layout_of
+from mla_var3.packed_cache import E2M1_MAX, E2M1_SCALE_MIN, E4M3_MAX, E4M3_NAN, SCALE_MIN, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import packed_append as append
 
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from mla_var3.workload.packed_append import PackedAppendProblem
 
 STEP = WARP * VECTOR  # columns of latent that a warp's vectors have
+INFINITE = 0x7F80  # bits of the magnitude of infinity in bf16
 MOST_HEADS = 8  # of a lane
 FEW, SOME = 8192, 65536  # heads of all tokens
 
@@ -71,6 +76,17 @@ class Geometry:
     def lanes(self) -> int:
         """That share a scale in each 256 columns; 0 where the whole cache has one."""
         return layout_of(self.layout).tile // VECTOR
+
+    @property
+    def rope_scales(self) -> int:
+        """Scales in front of those of rope columns; 0 where these have none."""
+        cache = layout_of(self.layout)
+        return 0 if cache.plain or not cache.tile else self.latent // cache.tile
+
+    @property
+    def fp4(self) -> bool:
+        """Whether codes are e2m1."""
+        return layout_of(self.layout).bits == 4
 
     @property
     def chunks(self) -> int:
@@ -176,6 +192,54 @@ def e4m3_codes(vector: cute.Tensor, scale: Float32, power: cutlass.Constexpr) ->
 
 
 @cute.jit
+def e4m3_scale(vector: cute.Tensor, lanes: cutlass.Constexpr) -> Int32:
+    """The bits of the e4m3 scale of (VECTOR,) elements and those of the other lanes of an aligned group, of e2m1 codes:
+    the largest magnitude over 6, or NaN where one of them is not finite. Magnitudes are compared by their bits, where
+    NaN and infinities are above all others."""
+    words, most = cute.recast_tensor(vector, Int32), Int32(0)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        for half in cutlass.range_constexpr(2):
+            most = cutlass.max(most, (words[i] >> (16 * half)) & 0x7FFF)
+    for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+        most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << step))
+    scale = cute.arch.fmax(quotient(float_of(most << 16), Float32(E2M1_MAX)), Float32(E2M1_SCALE_MIN))
+    bits = cute.arch.inline_ptx(
+        "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, {$r1}, {$r0}; cvt.u32.u16 {$w0}, pair; }",
+        write_only_types=[Int32],
+        read_only_args=[scale, Float32(0.0)],
+    )
+    return cutlass.select_(most < INFINITE, bits, Int32(E4M3_NAN))
+
+
+@cute.jit
+def e2m1_codes(vector: cute.Tensor, bits: Int32) -> Uint32:
+    """The codes of (VECTOR,) elements over their scale, the even ones in the lower halves of bytes; 0 where it is NaN.
+    bits: of the e4m3 scale. e2m1 has whole numbers of halves below 2, of ones below 4, and of twos up to 6: these are 0
+    to 4, 2 to 4, and 2 to 3, to which 0, 2 and 4 are added."""
+    scale = cute.arch.inline_ptx(
+        "{ .reg .b16 pair, low, high; .reg .b32 both; cvt.u16.u32 pair, {$r0}; cvt.rn.f16x2.e4m3x2 both, pair; "
+        "mov.b32 {low, high}, both; cvt.f32.f16 {$w0}, low; }",
+        write_only_types=[Float32],
+        read_only_args=[bits],
+    )
+    found = Int32(0)
+    for i in cutlass.range_constexpr(VECTOR):
+        over = quotient(Float32(vector[i]), scale)
+        size = cute.arch.fmin(cute.arch.fmax(over, -over), Float32(E2M1_MAX))
+        small, large = size < 2.0, size >= 4.0
+        unit = cutlass.select_(small, Float32(2.0), cutlass.select_(large, Float32(0.5), Float32(1.0)))
+        more = cutlass.select_(small, Int32(0), cutlass.select_(large, Int32(4), Int32(2)))
+        found = found | (rounded(size * unit) + more | ((bits_of(over) >> 28) & 8)) << (4 * i)
+    return Uint32(cutlass.select_(bits != E4M3_NAN, found, Int32(0)))
+
+
+@cute.jit
+def rounded(x: Float32) -> Int32:
+    """The nearest whole number, ties to even."""
+    return cute.arch.inline_ptx("cvt.rni.s32.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+@cute.jit
 def row_of(part: cute.Tensor, slot: Any, alignment: cutlass.Constexpr, shape: cutlass.Constexpr):
     """Where a slot's row begins in a part of the cache, (pages, page, its columns), at a multiple of `alignment`
     elements."""
@@ -185,17 +249,61 @@ def row_of(part: cute.Tensor, slot: Any, alignment: cutlass.Constexpr, shape: cu
 
 @cute.jit
 def store_codes(codes: cute.Tensor, target: cute.Pointer):
-    """Eight of them, 8 bytes aligned."""
-    into = cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(VECTOR // 4))
+    """Eight of them, aligned to the bytes that they take: 8, or 4 of e2m1."""
+    into = cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(cute.size(codes)))
     cute.autovec_copy(codes, into)
 
 
 class Cache(NamedTuple):
     """The parts of a packed cache, in global memory."""
 
-    codes: cute.Tensor  # (pages, page, latent) uint8, rows at multiples of 8 bytes
+    codes: cute.Tensor  # (pages, page, bytes of the latent's codes) uint8, rows at multiples of 8 bytes
     scales: cute.Tensor  # (pages, page, scales) int32 or uint8; (1,) float32 of layout flat
-    plain: cute.Tensor  # (pages, page, ROPE) bf16, or uint8 of layout flat, rows at multiples of 8 elements
+    plain: cute.Tensor  # (pages, page, ROPE) bf16, or codes in uint8, rows at multiples of 8 elements
+
+
+@cute.jit
+def store_quantised(
+    vector: cute.Tensor, target: cute.Pointer, scale: Any, to_scale: cute.Pointer, lane: Int32,
+    shape: cutlass.Constexpr,
+):  # fmt: skip
+    """A lane's codes of a layout of V4.1 and, by the first lane of those that share one, their scale: bits of e4m3, or
+    a power of two in float32."""
+    if cutlass.const_expr(shape.fp4):
+        codes, bits = cute.make_rmem_tensor(1, Uint32), scale
+        codes[0] = e2m1_codes(vector, scale)
+        store_codes(codes, target)
+    else:
+        bits = bits_of(scale) >> 23
+        store_codes(e4m3_codes(vector, scale, True), target)
+    if lane % shape.lanes == 0:
+        cute.make_tensor(to_scale, cute.make_layout(1))[0] = bits.to(Uint8)
+
+
+@cute.jit
+def append_v41(latent: cute.Tensor, rope_: cute.Tensor, cache: Cache, slot: Any, lane: Int32, shape: cutlass.Constexpr):
+    """Quantises and stores a key in a layout of V4.1. latent (VECTOR, count) and rope_ (VECTOR,): the lane's columns;
+    those of rope_ are the same in lanes LANES apart."""
+    codes, scales, plain = cache
+    count = cutlass.const_expr(latent.shape[1])
+    parts = [latent[None, i] for i in range(count)] + [rope_]
+    # Shuffles, so all lanes take part, whether the key is stored or not.
+    if cutlass.const_expr(shape.fp4):
+        shared = [e4m3_scale(part, shape.lanes) for part in parts]
+    else:
+        largest = [quotient(largest_of(part, shape.lanes), Float32(E4M3_MAX)) for part in parts]
+        shared = [power_above(cute.arch.fmax(x, Float32(SCALE_MIN))) for x in largest]
+    if slot >= 0 and Int64(slot) < Int64(codes.shape[0]) * shape.page:
+        step = cutlass.const_expr(VECTOR // 2 if shape.fp4 else VECTOR)  # bytes of a lane's codes
+        column, group = cute.assume(lane * step, divby=step), lane // shape.lanes
+        to_codes, to_scales = row_of(codes, slot, step, shape), row_of(scales, slot, 1, shape)
+        for i in cutlass.range_constexpr(count):
+            if lane * VECTOR + i * STEP < shape.latent:
+                to_scale = to_scales + (i * (WARP // shape.lanes) + group)
+                store_quantised(parts[i], to_codes + column + i * WARP * step, shared[i], to_scale, lane, shape)
+        if lane < LANES:
+            to_plain, to_scale = row_of(plain, slot, step, shape) + column, to_scales + (shape.rope_scales + group)
+            store_quantised(rope_, to_plain, shared[count], to_scale, lane, shape)
 
 
 @cute.jit
@@ -211,7 +319,6 @@ def append_key(
     shape: cutlass.Constexpr,
 ):
     """An item of a key: the first lanes turn its rope, and all of them quantise the latent."""
-    codes, scales, plain = cache
     count = cutlass.const_expr(-(-shape.latent // STEP))
     place = lane % LANES  # the other lanes load the same and store nothing
     from_rope = rope_.iterator + cute.assume(Int64(token) * rope_.stride[0], divby=VECTOR)
@@ -230,6 +337,17 @@ def append_key(
     turns = load_turns(table, position, place, shape)
     cute.arch.sync_warp()
     turn(end, turns, shape)
+    if cutlass.const_expr(shape.rope_scales > 0):
+        append_v41(held, end, cache, slot, lane, shape)
+    else:
+        append_split(held, end, cache, slot, lane, shape)
+
+
+@cute.jit
+def append_split(held: cute.Tensor, end: cute.Tensor, cache: Cache, slot: Any, lane: Int32, shape: cutlass.Constexpr):
+    """Quantises and stores a key whose rope columns have no scale of their own. held, end: as of `append_v41`."""
+    codes, scales, plain = cache
+    count, column = cutlass.const_expr(-(-shape.latent // STEP)), cute.assume(lane * VECTOR, divby=VECTOR)
     # Shuffles, so all lanes take part, whether the key is stored or not.
     shared = cute.make_rmem_tensor(count, Float32)
     for i in cutlass.range_constexpr(count):
@@ -329,7 +447,7 @@ class PackedAppendPlan(KernelPlan):
 
     workload = append.WORKLOAD
     tiling_type = PackedAppendTiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes)
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes, options=("v41",))
 
     def default_tiling(self) -> PackedAppendTiling:
         # As in rope_append: as many warps as there can be, or many heads, of which four have one row of the table.
@@ -384,15 +502,18 @@ class PackedAppendPlan(KernelPlan):
             n, rows, pages = host.symbols(3)
             into = cute.sym_int32(divisibility=VECTOR)
             layout, latent = pd.cache, geometry.latent
-            row = layout.token_bytes if pd.layout == "v32" else layout.quantised + 2 * layout.plain
-            if pd.layout == "flat":
-                scales, plain = host.fake(Float32, 1, align=4), part(Uint8, pages, ROPE, row, 16)
-            else:
+            row = layout.code_bytes + 2 * layout.plain if layout.planar else layout.token_bytes
+            if layout.plain:
                 plain = part(kind, pages, ROPE, row // 2, VECTOR)
-                if pd.layout == "v32":
-                    scales = part(Int32, pages, layout.scales, row // 4, 4)
-                else:
-                    scales = part(Uint8, pages, layout.scales, layout.scales + layout.padding, 1)
+            else:
+                plain = part(Uint8, pages, ROPE * layout.bits // 8, row, 16)
+            if pd.layout == "flat":
+                scales = host.fake(Float32, 1, align=4)
+            elif pd.layout == "v32":
+                scales = part(Int32, pages, layout.scales, row // 4, 4)
+            else:
+                apart = layout.scales + layout.padding if layout.planar else row
+                scales = part(Uint8, pages, layout.scales, apart, 1)
             return (
                 strided(n, pd.h, pd.columns),
                 strided(n, pd.k),
@@ -401,7 +522,7 @@ class PackedAppendPlan(KernelPlan):
                 host.fake(index, n, align=4 if pd.index == "int32" else 8),
                 host.fake(Float32, rows, pd.p),
                 strided(n, pd.h, into),
-                part(Uint8, pages, latent, row, 16),
+                part(Uint8, pages, latent * layout.bits // 8, row, 16),
                 scales,
                 plain,
                 geometry,

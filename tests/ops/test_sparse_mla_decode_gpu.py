@@ -37,7 +37,7 @@ SIZES = [(512, 64, 2), (512, 64, 64), (512, 64, 69), (1024, 576, 2), (1024, 576,
          (2046, 2048, 576)]  # fmt: skip
 APPENDED = [
     PackedAppendProblem(tokens=96, h=64, page=16, rest=0, positions=128, layout=layout)
-    for layout in ("v32", "v4", "flat")
+    for layout in ("v32", "v4", "flat", "v41", "v41_planar")
 ]
 LAYOUTS_ASKED = ("v32", "v4")
 DENSE_PAGES = (1, 2, 61, 64, 576)
@@ -47,6 +47,8 @@ CAPTURED = SparseProblem(
 CAPTURED_DENSE = SparseProblem(
     b=9, h=16, t=3000, layout="flat", lengths=True, sink=True, softmax_scale=0.04, paged=True
 )  # fmt: skip
+#: DeepSeek V4.1's caches: FP8, and FP4 beside it.
+V41 = {"layout": "v41", "topk": 128, "extra": 512, "extra_page": 64, "extra_layout": "v41_fp4", "sink": True}
 #: Its pages lie a token apart.
 APART = SparseProblem(b=4, s=2, h=64, t=1024, topk=576, page=61, softmax_scale=192**-0.5)
 FLASH_MLA = {
@@ -251,11 +253,10 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     right(dense_problem, found, inputs, "flashmla")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_ASKED)
-def test_strides_are_read_and_not_copied(layout: str) -> None:
+@pytest.mark.parametrize("fields", [{}, {**V41, "layout": "v4", "extra_layout": ""}, V41], ids=["v32", "v4", "v41"])
+def test_strides_are_read_and_not_copied(fields: dict[str, Any]) -> None:
     """Views as FlashMLA's own test makes them, traced calls too: the profile has kernels of the version only."""
-    extra = {"topk": 128, "extra": 512, "extra_page": 64, "sink": True} if layout == "v4" else {}
-    problem = SparseProblem(b=8, s=2, h=64, t=4096, layout=layout, strided=True, **extra)
+    problem = SparseProblem(b=8, s=2, h=64, t=4096, strided=True, **fields)
     inputs = make_inputs(problem, "cuda", seed=3)
     assert not inputs[0].is_contiguous()
     right(problem, attend(problem, inputs), inputs, "flashmla")
@@ -267,11 +268,34 @@ def test_strides_are_read_and_not_copied(layout: str) -> None:
     assert names and all("sparse_mla" in name or "combine" in name for name in names), names
 
 
-def test_a_captured_call_follows_rows_that_become_short_and_full_again() -> None:
+@pytest.mark.parametrize("planar", [False, True])
+def test_a_traced_call_with_caches_of_v41_gives_the_same_bits(planar: bool) -> None:
+    layouts = {"layout": "v41_planar", "extra_layout": "v41_fp4_planar"} if planar else {}
+    problem = SparseProblem(b=5, s=2, h=16, t=600, page=16, strided=True, **{**V41, **layouts})
+    inputs = make_inputs(problem, "cuda", seed=6)
+    given = dict(zip(input_names(problem), inputs, strict=True))
+    given["kv_cache"] = given.pop("cache")
+    names = list(given)
+
+    def step(*x: Any) -> Any:
+        options = dict(zip(names, x, strict=True))
+        layouts = {"layout": problem.layout, "extra_layout": problem.extra_layout}
+        return sparse_mla_decode(**options, **layouts, return_lse=True)
+
+    both = step(*given.values())
+    right(problem, both, inputs, "flashmla")
+    traced = torch.compile(step, backend="eager", fullgraph=True)(*given.values())
+    assert all(same_bits(a, b) for a, b in zip(traced, both, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("indices", {"topk": 1024}), ("extra_indices", {**V41, "extra": 1024})], ids=["v32", "v41"]
+)
+def test_a_captured_call_follows_rows_that_become_short_and_full_again(name: str, fields: dict[str, Any]) -> None:
     """Between replays indices turn to -1 and back: rows that were zeroed in shared memory hold tokens again."""
-    problem = SparseProblem(b=140, h=64, t=4096, topk=1024)
+    problem = SparseProblem(b=140, h=64, t=4096, **fields)
     inputs = make_inputs(problem, "cuda", seed=4)
-    indices = inputs[input_names(problem).index("indices")]
+    indices = inputs[input_names(problem).index(name)]
     full = indices.clone()
     results = attend(problem, inputs)
     graph = torch.cuda.CUDAGraph()

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.packed_cache import (  # noqa: E402
     LAYOUTS,
+    NO_ROPE,
     V41,
     beside,
     bytes_of,
@@ -74,8 +75,12 @@ def token_of(name: str, memory: bytes, page: int, page_bytes: int, token: int, s
             halves = [memory[at + i // 2] >> 4 * (i % 2) & 15 for i in range(512)]
             return [e2m1(half) * e4m3(memory[scales_at + i // 16]) for i, half in enumerate(halves)]
         return [e4m3(memory[at + i]) * ue8m0(memory[scales_at + i // 32]) for i in range(512)]
-    if name == "flat":
-        return [e4m3(memory[begin + 576 * row + i]) * scale for i in range(576)]
+    if name.startswith("flat"):
+        columns = 512 if name.endswith("no_rope") else 576
+        return [e4m3(memory[begin + columns * row + i]) * scale for i in range(columns)]
+    if name == "v32_no_rope":
+        scales = struct.unpack("<4f", memory[begin + 528 * row + 512 : begin + 528 * row + 528])
+        return [e4m3(memory[begin + 528 * row + i]) * scales[i // 128] for i in range(512)]
     at = begin + 1152 * row
     return [bf16(memory[at + 2 * i : at + 2 * i + 2]) for i in range(576)]
 
@@ -88,7 +93,7 @@ def memory_of(cache: Any) -> bytes:
 def scales_of(name: str, cache: Any) -> Any:
     """(pages, page, scales) float64, one by one."""
     scales = fields(LAYOUTS[name], cache).scales
-    if name == "v32":
+    if name.startswith("v32"):
         return scales.double()
     read = e4m3 if "fp4" in name else ue8m0
     return torch.tensor([read(x) for x in scales.flatten().tolist()], dtype=torch.float64).view(scales.shape)
@@ -104,7 +109,7 @@ def values_of(name: str, pages: int = 3, page: int = 5, seed: int = 0) -> Any:
 
 
 def packed(name: str, values: Any, **options: Any) -> tuple[Any, Any]:
-    scale = flat_scale(values) if name == "flat" else None
+    scale = flat_scale(values) if LAYOUTS[name].one_scale else None
     return pack(LAYOUTS[name], values, scale=scale, **options), scale
 
 
@@ -120,6 +125,8 @@ def packed(name: str, values: Any, **options: Any) -> tuple[Any, Any]:
         ("v41_fp4", 512, 288),
         ("v41_planar", 512, 528),
         ("v41_fp4_planar", 512, 288),
+        ("v32_no_rope", 512, 528),
+        ("flat_no_rope", 512, 512),
     ],
 )
 def test_what_a_token_takes(name: str, columns: int, size: int) -> None:
@@ -162,7 +169,7 @@ def test_every_byte_is_read_as_described(name: str, page: int) -> None:
             fields(layout, cache).scales.copy_(torch.randn((2, page, 4), generator=generator))
         elif name == "v4":
             fields(layout, cache).scales.clamp_(max=254)
-    scale = torch.tensor([0.37]) if name == "flat" else None
+    scale = torch.tensor([0.37]) if LAYOUTS[name].one_scale else None
     memory, found = memory_of(cache), unpack(layout, cache, scale).flatten(0, 1)
     tokens = sorted({0, page - 1, page, 2 * page - 1})
     expected = [token_of(name, memory, page, size, t, 0.0 if scale is None else float(scale)) for t in tokens]
@@ -354,8 +361,8 @@ def test_what_is_packed_is_within_half_a_step_and_packs_again_to_the_same(name: 
     wanted = values.double()
     assert torch.equal(found[..., layout.quantised :], wanted[..., layout.quantised :])
     if layout.quantised:
-        scales = scale.double() if name == "flat" else scales_of(name, cache)
-        steps = scales if name == "flat" else scales.repeat_interleave(layout.tile, -1)
+        scales = scale.double() if layout.one_scale else scales_of(name, cache)
+        steps = scales if layout.one_scale else scales.repeat_interleave(layout.tile, -1)
         x, y = found[..., : layout.quantised], wanted[..., : layout.quantised]
         # Half a unit in the last of four bits (of two, in e2m1), or of the subnormals' step. The scale of e2m1 columns
         # is rounded, and may cut the largest of them.
@@ -394,7 +401,7 @@ def test_packing_into_pages_that_lie_apart(name: str) -> None:
 def test_nan_and_infinities_are_nan_in_their_place_alone(name: str, value: float, powers: bool) -> None:
     """Every other byte is that of a cache with 0 in their place."""
     layout, values = LAYOUTS[name], values_of(name)
-    options = {"scale": torch.full((1,), 0.25)} if name == "flat" else {"powers": powers or name != "v32"}
+    options = {"scale": torch.full((1,), 0.25)} if layout.one_scale else {"powers": powers or layout.scale_bytes != 4}
     places = [(0, 0, 0), (0, 0, 5), (1, 2, layout.quantised - 1), (2, 4, 200)] if layout.quantised else []
     values[2, 1, : layout.quantised] = 0.0
     odd = values.clone()
@@ -435,17 +442,17 @@ def test_the_scale_of_a_whole_cache_is_that_of_its_finite_values() -> None:
 OTHERS = ("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "bool", "int8")
 
 
-@pytest.mark.parametrize("name", ["v32", "v4", "flat", *V41])
+@pytest.mark.parametrize("name", ["v32", "v4", "flat", *V41, *NO_ROPE])
 def test_codes_of_another_float8_are_refused_by_name(name: str) -> None:
     layout, values = LAYOUTS[name], values_of(name)
     cache, scale = packed(name, values)
-    for dtype in (torch.uint8, torch.float8_e4m3fn, *([torch.int8] if name != "flat" else [])):
+    for dtype in (torch.uint8, torch.float8_e4m3fn, *([] if LAYOUTS[name].one_scale else [torch.int8])):
         assert torch.equal(unpack(layout, cache.view(dtype), scale), unpack(layout, cache, scale))
         assert bytes_of(layout, cache.view(dtype)).dtype == torch.uint8
         into = cache.clone().view(dtype)
         assert pack(layout, values, scale=scale, out=into) is into
     for other in OTHERS:
-        if (other == "int8" and name != "flat") or not hasattr(torch, other):
+        if (other == "int8" and not LAYOUTS[name].one_scale) or not hasattr(torch, other):
             continue
         given = cache.view(getattr(torch, other))
         for call in (

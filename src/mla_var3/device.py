@@ -40,6 +40,7 @@ OPTIONS: Mapping[str, str] = {
     "packed": "the kernel takes requests with equally many query tokens; the problem's are packed",
     "paged": "the kernel takes indices; the problem has a page table",
     "v41": "the kernel knows no cache of DeepSeek V4.1; the problem's has a layout of it",
+    "no_rope": "the kernel reads caches with rope columns; the problem's has none",
     "strided": "the kernel reads contiguous q, indices and page tables; the problem's rows lie further apart",
     "strided_out": "the kernel writes contiguous results; the problem's rows of out and lse lie further apart",
     "tree": "the kernel takes no mask but the causal one; the problem has a tree's",

@@ -7,6 +7,9 @@
     flat   576 bytes a token: 576 e4m3 columns. One float32 scale for the whole cache is kept beside it
     bf16   1152 bytes a token: 576 bf16 columns
 
+    v32_no_rope     528 bytes a token: 512 e4m3 columns | 4 float32 scales, each of 128 columns
+    flat_no_rope    512 bytes a token: 512 e4m3 columns. One float32 scale for the whole cache is kept beside it
+
     v41             528 bytes a token: 512 e4m3 columns | 16 ue8m0 scales, each of 32 columns
     v41_fp4         288 bytes a token: 512 e2m1 columns, two in a byte, the even one in its low half | 32 e4m3 scales,
                     each of 16 columns. For the extra cache beside one of layout v41 alone
@@ -18,6 +21,8 @@ A cached column is its e4m3 or e2m1 code times the scale that it shares; bf16 co
 of a token are its latent, the value of attention; all of them are the key. v32 is what DeepSeek V3.2 and v4 what
 DeepSeek V4 attend to sparsely. DeepSeek V4.1 quantises the rope columns too, which are the last 64 of its 512. FlashMLA
 reads its tokens as in v41 and v41_fp4; SGLang's pool keeps the same bytes of a page in the order of the planar layouts.
+Models without rope columns, as GLM-5.3-Flash, have a latent alone: SGLang caches it as in v32_no_rope, and vLLM, for
+FlashInfer, as in flat_no_rope.
 
 NaN and infinities. e4m3 has one NaN of either sign and no infinity. A column that is NaN, +inf or -inf is cached as the
 code 0x7F, which reads as NaN, in every layout with e4m3 columns: an infinity is not cut to 448, so that it stays
@@ -93,6 +98,11 @@ class Layout:
         return self.quantised // self.tile if self.tile else 0
 
     @property
+    def one_scale(self) -> bool:
+        """Whether the whole cache has one scale, which is kept beside it."""
+        return self.quantised > 0 and not self.tile
+
+    @property
     def has_powers(self) -> bool:
         """Whether scales are ue8m0, which has powers of two alone."""
         return self.scale_bytes == 1 and self.bits == 8
@@ -119,10 +129,13 @@ LAYOUTS = {
         _FP4,
         replace(_V41, name="v41_planar", planar=True, alignment=512, beside=("v41_fp4_planar",)),
         replace(_FP4, name="v41_fp4_planar", planar=True, alignment=256),
+        Layout("v32_no_rope", quantised=512, plain=0, tile=128, scale_bytes=4),
+        Layout("flat_no_rope", quantised=512, plain=0),
     )
 }
-#: Those of V4.1, which versions take only if they say so.
+#: Those of V4.1, and those of models without rope columns, which versions take only if they say so.
 V41 = tuple(name for name in LAYOUTS if name.startswith("v41"))
+NO_ROPE = tuple(name for name in LAYOUTS if name.endswith("no_rope"))
 
 
 def layout_of(name: Any) -> Layout:
@@ -217,7 +230,7 @@ def fields(layout: Layout, cache: torch.Tensor) -> Fields:
         """`width` bytes of each token, `apart` bytes from one to the next, from byte `begin` of the page on."""
         return cache.as_strided((pages, page, width), (cache.stride(0), apart, 1), cache.storage_offset() + begin)
 
-    if layout.name == "flat":
+    if layout.one_scale:
         return Fields(cache, None, None)
     scale_bytes, plain = layout.scales * layout.scale_bytes, 2 * layout.plain
     if layout.planar:
@@ -251,7 +264,7 @@ def pack(
     pages, page, columns = values.shape
     if columns != layout.columns:
         raise UserError(f"tokens of layout {layout.name} have {layout.columns} columns; these have {columns}.")
-    if (scale is None) == (layout.name == "flat"):
+    if (scale is None) == layout.one_scale:
         wanted = "needs its one scale" if scale is None else "has scales of its own: leave scale out"
         raise UserError(f"layout {layout.name} {wanted}.")
     if layout.scale_bytes == 1 and not powers:

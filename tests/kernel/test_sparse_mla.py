@@ -33,6 +33,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "flat": {**SMALL, "layout": "flat", "sink": True},
     "bf16": {**SMALL, "layout": "bf16", "lengths": True},
 }
+#: Caches that most versions do not take.
+NO_ROPE: dict[str, dict[str, Any]] = {
+    "v32_no_rope": {**SMALL, "layout": "v32_no_rope", "lengths": True},
+    "flat_no_rope": {**SMALL, "s": 2, "layout": "flat_no_rope"},
+}
 DENSE: dict[str, dict[str, Any]] = {
     "dense v32": {"b": 2, "h": 5, "t": 96, "s": 2, "page": 7, "paged": True},
     "dense v4": {"b": 2, "h": 5, "t": 96, "layout": "v4", "page": 16, "lengths": True, "sink": True, "paged": True},
@@ -50,7 +55,9 @@ def plan_type(label: str) -> Any:
 
 
 def cases_of(name: str) -> set[str]:
-    lacking = {"bf16": {"scales", "codes", "subnormal"}, "flat": {"extra"}}.get(name.removeprefix("dense "), set())
+    lacking = {"bf16": {"scales", "codes", "subnormal"}, "flat": {"extra"}, "flat_no_rope": {"extra"}}.get(
+        name.removeprefix("dense "), set()
+    )
     of_indices = {"holes", "none", "duplicates", "tail", "tiles", "rows", "contexts", "extra"}
     return set(CASES) - ONLY_ON_A_GPU - lacking - (of_indices if name in DENSE else set())
 
@@ -58,12 +65,12 @@ def cases_of(name: str) -> set[str]:
 @pytest.mark.parametrize(
     ("label", "name"),
     [
-        *(("torch/sparse_mla", name) for name in (*PROBLEMS, *DENSE)),
+        *(("torch/sparse_mla", name) for name in (*PROBLEMS, *NO_ROPE, *DENSE)),
         *(("cutile-dsl/sparse_mla", name) for name in PROBLEMS),
     ],
 )
 def test_right_on_a_cpu(label: str, name: str) -> None:
-    report = check(plan_type(label), SparseProblem(**{**PROBLEMS, **DENSE}[name]), device="cpu", seeds=[5])
+    report = check(plan_type(label), SparseProblem(**{**PROBLEMS, **NO_ROPE, **DENSE}[name]), device="cpu", seeds=[5])
     assert report.ok, report.reason
     assert {case.name for case in report.cases} == cases_of(name)
 
@@ -345,11 +352,11 @@ def test_e2m1_codes_become_e4m3_codes_of_64_times_their_value(monkeypatch: pytes
     assert len(set(codes.tolist())) == 256
 
 
-def test_v41_is_served_on_hopper_by_version_2_alone() -> None:
+def test_newer_layouts_are_served_on_hopper_by_version_2_alone() -> None:
     from mla_var3.dispatch import selection
 
-    for fields in (V41, {"layout": "v41_planar", "paged": True, "t": 512}):
-        problem = SparseProblem(b=4, h=64, **fields)
+    for fields in (V41, {"layout": "v41_planar", "paged": True, "t": 512}, *NO_ROPE.values()):
+        problem = SparseProblem(**{**fields, "b": 4, "h": 64})
         if registry.missing("cute-dsl") is None:
             assert selection.choose(problem, H200).kernel.label == "cute-dsl/sparse_mla_v2"
         refused = [one for one in selection.survey(problem, H200) if one.choice.label != "cute-dsl/sparse_mla_v2"]

@@ -53,6 +53,9 @@ PROBLEMS = [
         contexts="short",
         extra_t=1024,
     ),
+    SparseProblem(b=3, s=2, h=64, t=4096, layout="v32_no_rope", topk=2176, strided=True),
+    SparseProblem(b=40, h=8, t=4096, layout="v32_no_rope", topk=500, page=61, extra=300, lengths=True),
+    SparseProblem(b=4, h=16, t=4096, layout="flat_no_rope", topk=700, sink=True),
     # Many tiles of each worker, so that rows without a token meet every stage.
     SparseProblem(b=140, h=64, t=4096, topk=512),
     SparseProblem(b=130, s=2, h=16, t=4096, topk=500, page=16, strided=True),
@@ -64,6 +67,7 @@ DENSE = [
     SparseProblem(b=3, s=4, h=8, t=5000, page=61, lengths=True, paged=True),
     SparseProblem(b=40, h=64, t=3000, layout="v4", page=256, lengths=True, sink=True, paged=True),
     SparseProblem(b=5, s=3, h=20, t=3000, layout="flat", page=1, lengths=True, paged=True),
+    SparseProblem(b=3, s=2, h=64, t=3000, layout="flat_no_rope", page=64, lengths=True, paged=True),
     SparseProblem(b=40, h=64, t=3000, layout="v41", page=64, lengths=True, paged=True),
     SparseProblem(b=5, s=2, h=16, t=3000, layout="v41_planar", page=7, lengths=True, sink=True, paged=True),
 ]

@@ -279,7 +279,7 @@ def test_flash_mla_names_its_own_arguments(given: dict[str, Any], changes: dict[
 def test_no_tokens_pack_to_a_cache_without_tokens(name: str, shape: tuple[int, int]) -> None:
     layout = packed_cache.layout_of(name)
     values = torch.randn(*shape, layout.columns)
-    scale = packed_cache.flat_scale(values) if name == "flat" else None
+    scale = packed_cache.flat_scale(values) if layout.one_scale else None
     cache = packed_cache.pack(layout, values, scale=scale)
     assert cache.shape[:2] == shape and packed_cache.unpack(layout, cache, scale).shape == values.shape
     assert packed_cache.flat_scale(values).item() == pytest.approx(packed_cache.SCALE_MIN)

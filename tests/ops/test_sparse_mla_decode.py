@@ -38,6 +38,7 @@ PROBLEMS = {
         "bf16": {"layout": "bf16", "lengths": True, "extra": 8, "extra_page": 3},
         "v41": {"layout": "v41", "page": 2, "lengths": True},
         "v41_fp4": {**V4, "layout": "v41", "extra_layout": "v41_fp4"},
+        "v32_no_rope": {"layout": "v32_no_rope", "page": 8},
         "v41_planar": {**V4, "layout": "v41_planar", "extra_layout": "v41_fp4_planar", "extra_lengths": True},
     }.items()
 }
@@ -154,7 +155,7 @@ def test_flash_mla_s_dense_call_takes_packed_caches(on_cpu: CpuEngine, name: str
     assert not fresh.have_initialized
 
 
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in ("flat", "v41_planar")])
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in ("flat", "v41_planar", "v32_no_rope")])
 def test_flash_mla_s_call_gives_the_same(on_cpu: CpuEngine, name: str) -> None:
     """As its own test calls it: caches of four dimensions, FP8 types, no page table, lengths that change."""
     problem = PROBLEMS[name]
@@ -304,8 +305,8 @@ def right(problem, given, dist, seed):
     verdict = compare(WORKLOAD, found, wanted, bounds(dist))
     assert verdict.ok, f"{problem.label} {dist}: {verdict.reason}"
 
-# Layouts of DeepSeek V4.1 are none that Triton's version takes.
-taken = [problem for problem in (*PROBLEMS.values(), *DENSE.values()) if not problem.v41]
+# Layouts of DeepSeek V4.1 and without rope columns are none that Triton's version takes.
+taken = [problem for problem in (*PROBLEMS.values(), *DENSE.values()) if not problem.v41 and not problem.no_rope]
 for problem in taken:
     kept = []  # so that the second call's tensors lie elsewhere
     for seed, dist in enumerate(("empty", "unseen") if problem.paged else ("none", "holes")):
@@ -456,6 +457,12 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], sentence: str) -> N
     given = {**call_of(PROBLEMS["v32"]), "on": CpuEngine(), **changes}
     with pytest.raises(UserError, match=sentence):
         sparse_mla_decode(**given)
+
+
+def test_models_without_rope_columns_have_no_default_scale() -> None:
+    given = call_of(PROBLEMS["v32_no_rope"])
+    with pytest.raises(UserError, match=r"^scale has no default in layout v32_no_rope: pass that"):
+        sparse_mla_decode(**given, layout="v32_no_rope", on=CpuEngine())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from mla_var3.check.judge import compare, untouched
 from mla_var3.errors import UserError
 from mla_var3.lab.naming import cell_name
-from mla_var3.packed_cache import LAYOUTS, new_cache, pack
+from mla_var3.packed_cache import LAYOUTS, NO_ROPE, new_cache, pack
 from mla_var3.workload import rope
 from mla_var3.workload.packed_append import (
     CASES,
@@ -120,7 +120,7 @@ def test_every_layout_has_its_views() -> None:
         "v41": (448, 16, 64), "v41_planar": (448, 16, 64),
         "v41_fp4": (224, 32, 32), "v41_fp4_planar": (224, 32, 32),
     }  # fmt: skip
-    assert {*widths_of, "bf16"} == {*LAYOUTS}
+    assert {*widths_of, "bf16", *NO_ROPE} == {*LAYOUTS}
     for name, widths in widths_of.items():
         cache = new_cache(LAYOUTS[name], 3, 4)
         found = views(LAYOUTS[name], cache)
@@ -150,7 +150,8 @@ def test_records_and_binding_keep_the_layout() -> None:
     ("fields", "word"),
     [({"layout": "v33"}, "v32"), ({"layout": "bf16"}, "workload rope"), ({"k": 256}, "512 latent"), ({"p": 32}, "rope"),
      ({"layout": "v4", "powers": False}, "powers"),
-     ({"layout": "v41", "powers": False}, "powers"), ({"layout": "v41_fp4", "k": 256}, "448 latent"),
+     ({"layout": "v41", "powers": False}, "powers"), ({"layout": "flat_no_rope"}, "has no rope columns.*pack"),
+     ({"layout": "v41_fp4", "k": 256}, "448 latent"),
      ({"dtype": "fp16"}, "bf16"), ({"powers": 1}, "boolean")],
 )  # fmt: skip
 def test_problems_that_make_no_sense_are_refused(fields: dict[str, Any], word: str) -> None:

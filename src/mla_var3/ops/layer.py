@@ -191,7 +191,7 @@ def _packed(
         raise UserError(f"latent and rope have {columns} columns: tokens of layout {layout} have {made.columns}.")
     if layout == "bf16":
         raise UserError("layout bf16 is that of a cache without scales: leave layout out.")
-    if (scale is None) == (layout == "flat"):
+    if (scale is None) == made.one_scale:
         raise UserError(f"layout {layout} {'needs' if scale is None else 'has no'} cache_scale, which is of flat.")
     if scale is not None:
         judge("cache_scale", scale, (1,), torch.float32, q)

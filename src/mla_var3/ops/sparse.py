@@ -23,7 +23,7 @@ from mla_var3.ops.request import (
 )
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import serve
-from mla_var3.packed_cache import VALUES, beside, layout_of
+from mla_var3.packed_cache import NO_ROPE, VALUES, beside, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import STRIDED, SparseProblem, input_names
 
@@ -59,12 +59,13 @@ def sparse_mla_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token to the cached tokens that its indices name, in latent space.
 
-    q (b, s, h, columns) bf16, with 576 columns, and 512 in v4 and v41. kv_cache (pages, tokens of a page, bytes of a
-    token) of torch.uint8 or torch.float8_e4m3fn, in a layout of `mla_var3.packed_cache`: "v32", "v4", "v41",
-    "v41_planar" or "flat"; or (pages, tokens of a page, 576) of bf16, layout "bf16". Those of V4.1 are taken on
-    Hopper, and elsewhere by kernel="torch/sparse_mla" alone. Another 8-bit dtype is refused, as codes are e4m3fn; int8
-    is taken for bytes in all but flat. A dimension of size 1 in front of the last one is taken too. Pages may lie
-    further apart than they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of layout flat.
+    q (b, s, h, columns) bf16, with 576 columns, and 512 in v4, v41 and without rope columns. kv_cache (pages, tokens of
+    a page, bytes of a token) of torch.uint8 or torch.float8_e4m3fn, in a layout of `mla_var3.packed_cache`: "v32",
+    "v4", "v41", "v41_planar", "flat", "v32_no_rope" or "flat_no_rope"; or (pages, tokens of a page, 576) of bf16,
+    layout "bf16". Those of V4.1 and without rope columns are taken on Hopper, and elsewhere by
+    kernel="torch/sparse_mla" alone. Another 8-bit dtype is refused, as codes are e4m3fn; int8 is taken for bytes in all
+    but the flat ones. A dimension of size 1 in front of the last one is taken too. Pages may lie further apart than
+    they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of the flat layouts.
 
     q and indices may have any strides of request, token and head, with columns beside each other and rows of q
     multiples of 16 bytes apart; so may out, and lse may have any, none of its elements over another. Copies are made of
@@ -79,10 +80,10 @@ def sparse_mla_decode(
     lengths are at most topk.
 
     scale: factor on q·k; default 192^-1/2, that of decompressed heads with 128 + 64 columns, and 512^-1/2 where keys
-    have 512 columns. out, lse: where to write, (b, s, h, 512) bf16 and (b, h, s) float32. return_lse: also returns the
-    natural log-sum-exp of scale · q·k, with which results over parts of the indices can be merged. A query token
-    without tokens has out 0 and lse +inf; one with a score that is NaN has out and lse NaN. kernel, on: as of
-    `mla_decode`.
+    have 512 columns. In layouts without rope columns it has to be given, as their models have heads of various widths.
+    out, lse: where to write, (b, s, h, 512) bf16 and (b, h, s) float32. return_lse: also returns the natural
+    log-sum-exp of scale · q·k, with which results over parts of the indices can be merged. A query token without tokens
+    has out 0 and lse +inf; one with a score that is NaN has out and lse NaN. kernel, on: as of `mla_decode`.
 
     fixed_split: indices of a split, a multiple of 64, for results that do not depend on the rest of the batch, as of
     `mla_decode`. A request has the same bits alone, in any batch and at any place in it, whenever its query, its
@@ -104,8 +105,8 @@ def sparse_mla_decode(
         raise UserError(f"{given} was given without {missing}: give both, or neither.")
     if extra_topk_lens is not None and extra_indices is None:
         raise UserError("extra_topk_lens was given without extra_cache: leave it out.")
-    if extra_cache is not None and layout == "flat":
-        raise UserError("extra_cache is for caches that hold their scales: layout flat has one beside its cache.")
+    if extra_cache is not None and layout_of(layout).one_scale:
+        raise UserError(f"extra_cache is for caches that hold their scales: layout {layout} has one beside its cache.")
     sizes: list[int] = []
     cache: Any
     chosen: Any
@@ -190,8 +191,8 @@ def _judged(
     import torch
 
     judge("q", q, (None, None, None, layout_of(layout).columns), torch.bfloat16, q)
-    if (cache_scale is None) == (layout == "flat"):
-        raise UserError(f"layout {layout} {'needs' if layout == 'flat' else 'has no'} cache_scale, which is of flat.")
+    if (cache_scale is None) == (one := layout_of(layout).one_scale):
+        raise UserError(f"layout {layout} {'needs' if one else 'has no'} cache_scale, which is of flat.")
     inputs = {"q": rows_of(q, VECTOR)}
     if cache_scale is not None:
         inputs["scale"] = compact(judge("cache_scale", cache_scale, (1,), torch.float32, q))
@@ -222,6 +223,8 @@ def _beside_in(name: str, layout: str, extra_name: str, extra: str | None) -> st
 
 def _scale(given: float | None, layout: str) -> float:
     if given is None:
+        if layout in NO_ROPE:
+            raise UserError(f"scale has no default in layout {layout}: pass that of the model's decompressed heads.")
         return VALUES**-0.5 if layout_of(layout).columns == VALUES else 192.0**-0.5
     return number("scale", given)
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.packed_cache import E4M3_MAX, LAYOUTS, V41, Layout, fields, layout_of, new_cache, pack
+from mla_var3.packed_cache import E4M3_MAX, LAYOUTS, NO_ROPE, V41, Layout, fields, layout_of, new_cache, pack
 from mla_var3.workload import Bound, Case, Cost, Output, Workload, check_bound, rope
 from mla_var3.workload.rope import INDICES, RopeProblem
 
@@ -85,6 +85,11 @@ class PackedAppendProblem(RopeProblem):
             raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
         if self.layout == "bf16":
             raise UserError("problem.layout = 'bf16' has no codes: workload rope appends to such a cache.")
+        if self.layout in NO_ROPE:
+            raise UserError(
+                f"problem.layout = {self.layout!r} has no rope columns, which are turned here: write such a cache with "
+                "mla_var3.packed_cache.pack."
+            )
         latent = self.cache.columns - ROPE
         if self.k not in (latent, type(self).k):
             raise UserError(f"problem.k = {self.k}: tokens of layout {self.layout} have {latent} latent columns.")

@@ -92,6 +92,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mla_var3.errors import UserError, nearest
 from mla_var3.packed_cache import (
     LAYOUTS,
+    NO_ROPE,
     V41,
     VALUES,
     Layout,
@@ -217,8 +218,10 @@ class SparseProblem(Problem):
             check_integer(name, getattr(self, name), 0)
         if self.dtype != "bf16":
             raise UserError(f"problem.dtype = {self.dtype!r} is not taken: q and the caches' plain columns are bf16.")
-        if self.extra and self.layout == "flat":
-            raise UserError("problem.extra is for caches that hold their scales; layout flat has one beside its cache.")
+        if self.extra and self.cache.one_scale:
+            raise UserError(
+                f"problem.extra is for caches that hold their scales; layout {self.layout} has one beside its cache."
+            )
         for name in ("extra_lengths", "extra_layout"):
             if getattr(self, name) and not self.extra:
                 raise UserError(f"problem.{name} is for an extra cache: give extra, the indices into it.")
@@ -243,6 +246,11 @@ class SparseProblem(Problem):
     def v41(self) -> bool:
         """Whether a cache has a layout of DeepSeek V4.1."""
         return self.layout in V41
+
+    @property
+    def no_rope(self) -> bool:
+        """Whether the cache has a latent alone."""
+        return self.layout in NO_ROPE
 
     @property
     def columns(self) -> int:
@@ -447,7 +455,7 @@ def input_names(problem: SparseProblem) -> tuple[str, ...]:
         "indices": not problem.paged,
         "page_table": problem.paged,
         "seq_lens": problem.paged,
-        "scale": problem.layout == "flat",
+        "scale": problem.cache.one_scale,
         "lengths": problem.lengths and not problem.paged,
         "sink": problem.sink,
     }
@@ -648,7 +656,7 @@ class _Drawn:
         whole.fill_((math.nan if layout.name == "bf16" else 255) if poison else 0)
         normal = dist == "normal"
         scale = None
-        if layout.name == "flat":
+        if layout.one_scale:
             largest = 6.0 if normal else 1.0 if dist not in DOMINANT else 4.0
             if dist == "extremes":
                 largest = decode.EXACT / (_PATTERN_COLUMNS * _LARGE * (abs(self.problem.scale) or 1.0))
@@ -740,6 +748,8 @@ class _Drawn:
         self, cache: torch.Tensor, chosen: torch.Tensor, columns: torch.Tensor, scale: torch.Tensor | None
     ) -> None:
         """Gives the last columns of chosen tokens these values."""
+        import torch
+
         layout, width = self.part.layout, _PATTERN_COLUMNS
         views = fields(layout, cache)
         where = chosen.view(self.part.pages, self.part.page)
@@ -751,6 +761,8 @@ class _Drawn:
             assert scale is not None
             views.codes[..., -width:][where] = quantised(columns, scale)
             return
+        # Columns in front of these that share their scale become 0.
+        columns = torch.nn.functional.pad(columns, (-width % layout.tile, 0))
         codes, scales = encoded(layout, columns)
         views.codes[..., -len(codes) :][where] = codes
         views.scales[..., -len(scales) :][where] = scales
@@ -928,7 +940,7 @@ def _cases(problem: SparseProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("in_place", uneven, "flashmla", then=uneven.replace(lengths=False) if own.paged else uneven)
     yield Case("few_planned", own.replace(b=1), "normal", planned=True)
     yield Case("lengths", uneven.replace(lengths=True, sink=True), "last", planned=True)
-    if problem.layout != "flat" and not problem.paged:
+    if not problem.cache.one_scale and not problem.paged:
         sizes = {"extra": 77 if on_gpu else 13, "extra_t": 300 if on_gpu else 40}
         given = uneven.replace(
             **sizes,

@@ -165,6 +165,11 @@ class Geometry:
         return layout_of(self.extra_layout or self.layout)
 
     @property
+    def float_scales(self) -> bool:
+        """Whether scales are float32, which lie behind a row's codes."""
+        return bool(self.cache.scale_bytes == 4)
+
+    @property
     def fine(self) -> bool:
         """Whether 64 columns have several scales, as in the layouts of V4.1. Their codes are multiplied with them,
         however few heads there are."""
@@ -204,7 +209,7 @@ class Geometry:
     def plain_start(self) -> int:
         """The first byte of a row's bf16 columns: behind its codes and, in v32, their scales."""
         cache = self.cache
-        return cache.quantised + (cache.scales * cache.scale_bytes if self.layout == "v32" else 0)
+        return cache.quantised + (cache.scales * cache.scale_bytes if self.float_scales else 0)
 
     @property
     def row_bytes(self) -> int:
@@ -319,7 +324,7 @@ class Geometry:
     def combines(self) -> bool:
         """Whether a combine may be launched where the scheduler chooses the splits. In layout flat workers merge them,
         and multiply with the scale of V once."""
-        return self.layout != "flat"
+        return not self.cache.one_scale
 
     @property
     def costs(self) -> Costs:
@@ -999,7 +1004,7 @@ class Consumer:
     def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
         """(e, the factor of each group, times 2^-e) of a token."""
         geometry = self.geometry
-        if geometry.layout == "v32":
+        if geometry.float_scales:
             found = cute.make_rmem_tensor(geometry.cache.scales, Float32)
             place = self.tile_rows(stage) + cute.assume(row * geometry.stride + geometry.cache.quantised, divby=16)
             source = cute.recast_ptr(place.align(16), dtype=Float32)
@@ -1717,7 +1722,7 @@ def weigh_partial(
     cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
     if found.number < n:
         magnitude, factor = of_warps(weights, found.number, n), Float32(1.0)
-        if cutlass.const_expr(geometry.layout == "flat"):
+        if cutlass.const_expr(geometry.cache.one_scale):
             magnitude, factor = magnitude * cute.math.absf(scale), scale
         exponent = partials.exponent_of(magnitude)
         weights[found.number] = factor * partials.power_of_two(partials.TARGET_EXPONENT - exponent)
@@ -1961,7 +1966,7 @@ def sparse_mla_v2(
         split, walk = uniform(split), replace(walk, line=uniform(walk.line))
     named_sync(Barrier.SETUP, THREADS)
     flat_scale = Float32(1.0)
-    if cutlass.const_expr(geometry.layout == "flat"):
+    if cutlass.const_expr(geometry.cache.one_scale):
         flat_scale = inputs.flat[0]
     if warp >= CONSUMERS * WARPS:
         cute.arch.setmaxregister_decrease(geometry.registers[0])
@@ -2147,7 +2152,7 @@ class SparseMlaV2Plan(KernelPlan):
         dtypes=("bf16",),
         features=("wgmma", "setmaxnreg"),
         problem=takes,
-        options=("paged", "strided", "strided_out", "v41"),
+        options=("no_rope", "paged", "strided", "strided_out", "v41"),
     )
     reads_any_strides = True
 
@@ -2195,7 +2200,7 @@ class SparseMlaV2Plan(KernelPlan):
             lengths = torch.full((b,), tiles * TOKENS, dtype=torch.int32, device=q.device)
         slots = scheduler.most_slots(b, workers, tiles, fixed)
         spaces = decode_host.workspaces(q, geometry.partials, b, workers, slots)
-        flat = given["scale"] if pd.layout == "flat" else None
+        flat = given["scale"] if pd.cache.one_scale else None
         arguments = (
             q, *parts[0], *parts[1], lengths, given.get("sink"), flat, *outputs, *spaces, pd.scale, workers, fixed
         )  # fmt: skip
@@ -2229,7 +2234,7 @@ class SparseMlaV2Plan(KernelPlan):
                 host.fake(Int32, b, align=4) if pd.extra_lengths else None,
                 host.fake(Int32, b, align=4),
                 host.fake(Float32, pd.h, align=4) if pd.sink else None,
-                host.fake(Float32, 1, align=4) if pd.layout == "flat" else None,
+                host.fake(Float32, 1, align=4) if pd.cache.one_scale else None,
                 *decode_host.fake_results(kind, (b, pd.s, pd.h, VALUES), (b, pd.h, pd.s), pd.strided_out),
                 *decode_host.fake_workspaces(),
                 Float32(1.0),

@@ -36,7 +36,7 @@ class SparseMlaPlan(KernelPlan):
 
     workload = sparse_decode.WORKLOAD
     tiling_type = SparseMlaTiling
-    requires = Requirement(archs=(), dtypes=("bf16",), options=("paged", "strided", "strided_out", "v41"))
+    requires = Requirement(archs=(), dtypes=("bf16",), options=("no_rope", "paged", "strided", "strided_out", "v41"))
     graph_capturable = False
 
     def default_tiling(self) -> SparseMlaTiling:

@@ -43,6 +43,8 @@ OPTIONS: Mapping[str, str] = {
     "no_rope": "the kernel reads caches with rope columns; the problem's has none",
     "strided": "the kernel reads contiguous q, indices and page tables; the problem's rows lie further apart",
     "strided_out": "the kernel writes contiguous results; the problem's rows of out and lse lie further apart",
+    "strided_kv": "the kernel reads contiguous k and v; the problem's are views of one tensor",
+    "grouped": "the kernel has as many heads of keys as of queries; the problem's share them",
     "tree": "the kernel takes no mask but the causal one; the problem has a tree's",
 }
 

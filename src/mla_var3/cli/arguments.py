@@ -139,15 +139,15 @@ def says_problem(args: argparse.Namespace) -> bool:
 
 def _asked(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """Fields of a problem that options set."""
+    from mla_var3.lab.naming import model_dims
+
     fields = given_fields(args, workload)
     if args.page is not None:
         fields["page"] = None if args.page in ("contiguous", "none") else _integer("--page", args.page)
     if args.lengths is not None:
         fields |= _lengths(args.lengths)
-    known = workload.problem.fields()
     # A problem's own heads and widths are those of the default model.
-    model = {name: value for name, value in (_model(args.model) if args.model else {}).items() if name in known}
-    return {**model, **fields}
+    return {**(model_dims(_model(args.model), workload.problem) if args.model else {}), **fields}
 
 
 def _model(name: str) -> dict[str, Any]:

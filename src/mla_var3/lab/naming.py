@@ -29,7 +29,7 @@ SIZES = {
     "s": "query tokens of each request",
     "t": "cached tokens of each request",
     "h": "query heads",
-    "h_kv": "latent caches",
+    "h_kv": "latent caches, or heads of keys",
     "k": "latent columns",
     "p": "rope columns",
     "d": "head dim",
@@ -86,7 +86,7 @@ def options(problem: Problem) -> list[str]:
     record, changed = problem.to_record(), _changed(problem, *problem.fields())
     words, others, last = list[str](), list[str](), list[str]()
     for name in problem.fields():
-        if name not in changed and name != "b":
+        if (name not in changed and name != "b") or name not in record:
             continue
         value = record[name]
         if name in SIZES or name == "dtype":
@@ -95,9 +95,9 @@ def options(problem: Problem) -> list[str]:
             words.append("--causal")
         elif name == "page":
             words += ["--page", "contiguous" if value is None else str(value)]
-        elif name == "lengths" and isinstance(value, dict):
+        elif name == "lengths" and isinstance(value, dict) and "name" in value:
             last = ["--lengths", f"{value['name']}:{value['seed']}"]
-        elif name == "lengths" and isinstance(value, list):
+        elif name == "lengths" and isinstance(value, list) and isinstance(value[0], int):
             last = ["--lengths", ",".join(map(str, value))]
         else:
             others.append(f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}")
@@ -184,6 +184,13 @@ def with_batch(fields: Mapping[str, Any], kind: type[Problem] | None = None) -> 
                 f"batch {fields['batch']!r}: workload {kind.workload} takes no list of lengths: give requests alike."
             )
     return {**said, **others}
+
+
+def model_dims(model: Mapping[str, Any], kind: type[Problem]) -> dict[str, Any]:
+    """What a file of conf/model says of the fields of a problem. Its h_kv counts latent caches: of a problem without
+    latents every head has its own keys."""
+    known = kind.fields()
+    return {name: x for name, x in model.items() if name in known and (name != "h_kv" or "k" in known)}
 
 
 # ---------------------------------------------------------------- the table
@@ -303,6 +310,19 @@ def _rope_words(p: Any) -> str:
     return f"{_count(p.tokens, 'token')}, {_count(p.h, 'head')}, {pairs}"
 
 
+def _prefill_words(p: Any) -> str:
+    text = f"{_count(p.b, 'prompt')} of {_count(p.s, 'token')}"
+    text += f" behind a prefix, {_count(p.t, 'key')}" if p.t > p.s else f", {_count(p.t, 'key')}" if p.t < p.s else ""
+    text += f", {_count(p.h, 'head')}" + (f" on {p.h_kv} of keys" if p.grouped else "")
+    text += ", causal" if p.causal else ""
+    return text if p.uniform else f"{text}, lengths {json.dumps(p.to_record()['lengths'])[:80]}"
+
+
+def _prefill_detail(p: Any) -> str:
+    text = (f"_p{p.p}_d{p.d}" if _changed(p, "p", "d") else "") + _left_out("softmax_scale")(p)
+    return text if p.uniform else text + _digest(json.dumps(p.to_record()["lengths"], sort_keys=True))
+
+
 _OF_ROPE = ("p", "columns", "rest", "page", "positions", "index")
 
 _DECODE = Naming(
@@ -330,13 +350,12 @@ NAMING = {
         phase=lambda p: "decode",
     ),
     "prefill": Naming(
-        words=lambda p: f"{_count(p.b, 'prompt')} of {_count(p.s, 'token')}, {_count(p.h, 'head')}"
-        + (", causal" if p.causal else ""),
+        words=_prefill_words,
         geometry=lambda p: f"heads {p.d + p.p}/{p.d}",
-        panel=lambda p: f"{p.h} heads, prompt{_unusual(p)}",
+        panel=lambda p: f"{p.h} heads, {'prompt' if p.s == p.t else 'chunk'}{_unusual(p)}",
         place=("b", "s"),
         rank=lambda p: (p.s * p.h, p.h, p.s, p.causal, p.b, p.t),
-        detail=lambda p: (f"_p{p.p}_d{p.d}" if _changed(p, "p", "d") else "") + _left_out("softmax_scale")(p),
+        detail=_prefill_detail,
     ),
     "layer": Naming(
         words=lambda p: f"{_count(p.b, 'request')} of {_count(p.t, 'cached token')}, {_count(p.h, 'head')}, "

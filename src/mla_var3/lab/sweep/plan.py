@@ -21,7 +21,7 @@ from mla_var3.catalogue.retired import where_is
 from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
 from mla_var3.lab.knobs import knobs, own_knobs
-from mla_var3.lab.naming import with_batch
+from mla_var3.lab.naming import model_dims, with_batch
 from mla_var3.toolchain import mistakes
 from mla_var3.workload import Problem, Workload
 
@@ -190,7 +190,7 @@ def _problem(config: SweepConfig, fields: dict[str, Any]) -> Problem:
     """The problem of a cell, over the model's dims: of the experiment's workload unless the cell names its own."""
     kind = workload.get(str(fields.pop("workload", config.experiment.workload))).problem
     fields = with_batch(fields, kind)
-    fields = {**{name: value for name, value in vars(config.model).items() if name in kind.fields()}, **fields}
+    fields = {**model_dims(vars(config.model), kind), **fields}
     if fields.get("page") in ("contiguous", "none", 0):
         fields["page"] = None
     problem: Problem = kind.from_record(fields)

@@ -39,12 +39,13 @@ import cuda.tile as ct
 
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cutile.prims.handles import ct_dtype, handle, signature
-from mla_var3.runtime import CtKernel, KernelPlan, Tiling, Verdict, limits
+from mla_var3.runtime import CtKernel, KernelPipeline, KernelPlan, LibraryCall, Tiling, Verdict, limits
 from mla_var3.runtime.scaling import any_scale
 from mla_var3.workload import prefill
 
 if TYPE_CHECKING:
-    from mla_var3.workload.decode import MlaProblem
+    from mla_var3.runtime.base import BaseKernel
+    from mla_var3.workload.prefill import PrefillProblem
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -84,7 +85,7 @@ class FlashAttentionTiling(Tiling):
     occupancy: int = 1
     num_ctas: int = 1
 
-    def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
+    def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         shape = (self.tile_m, self.tile_n, self.num_warpgroups, self.occupancy)
         # Other shapes compile, but to code that spills, waits for every product or has fewer CTAs an SM than it should.
         if shape not in SHAPES:
@@ -202,11 +203,11 @@ def flash_attention(
 
 
 # ------------------------------------------------------------------------------------------------ host
-def takes(pd: MlaProblem) -> Verdict:
+def takes(pd: PrefillProblem) -> Verdict:
     if (pd.d, pd.p) != (VALUE, ROPE):
         return Verdict.no(f"written for heads of 128 + 64 and 128 columns; the problem has d = {pd.d}, p = {pd.p}.")
-    if pd.t < 1:
-        return Verdict.no("there is nothing to attend to: t = 0.")
+    if not pd.uniform or pd.s != pd.t:
+        return Verdict.no(f"written for whole prompts of one length; the problem is {pd.label}.")
     return limits.all_of(
         limits.grid(pd.b, "requests of q"),
         limits.grid(pd.h, "heads of q"),
@@ -216,7 +217,11 @@ def takes(pd: MlaProblem) -> Verdict:
 
 # ------------------------------------------------------------------------------------------------ plan
 class FlashAttentionPlan(KernelPlan):
-    """Prefill attention in cuTile, base version: inputs (q, k, v), outputs (out (b, s, h, 128), lse (b, h, s))."""
+    """Prefill attention in cuTile, base version: inputs and outputs of `workload.prefill`, of whole prompts alike.
+
+    Packed tensors of these are tensors (b, s, h, columns), so that no offset is read. The kernel writes the LSE prompt by
+    prompt, (b, h, s): where there are several, torch copies it into (h, b · s) behind the kernel.
+    """
 
     workload = prefill.WORKLOAD
     tiling_type = FlashAttentionTiling
@@ -240,19 +245,17 @@ class FlashAttentionPlan(KernelPlan):
         return [x for x in tilings if x.validate(self.problem, self.device)]
 
     def _attention(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> CtKernel:
-        """The kernel on (q, k, v) and (out, lse). Without tensors it compiles only."""
+        """The kernel on the inputs and (out, lse (b, h, s)). Without tensors it compiles only."""
         pd, ti = self.problem, self.tiling
         constants = [pd.h, pd.causal, ti.tile_m, ti.tile_n, ti.k_columns, ti.v_columns]
 
         def grid(_: Any) -> tuple[int, ...]:
-            b, s, h = inputs[0].shape[:3] if inputs else (pd.b, pd.s, pd.h)
-            return (-(-s // ti.tile_m), h, b)
+            return (-(-pd.s // ti.tile_m), pd.h, pd.b)
 
         def args(_: Any) -> tuple[Any, ...]:
             names = ("q", "k", "v", "out", "lse")
-            handles = [handle(x, name) for x, name in zip((*inputs, *outputs), names, strict=True)]
-            q, k, _v = inputs
-            return (*handles, pd.scale * LOG2E, q.shape[0], q.shape[1], k.shape[1], *constants)
+            handles = [handle(x, name) for x, name in zip((*inputs[:3], *outputs), names, strict=True)]
+            return (*handles, pd.scale * LOG2E, pd.b, pd.s, pd.t, *constants)
 
         def describe(_: Any) -> Any:
             io = ct_dtype(pd.dtype)
@@ -276,15 +279,26 @@ class FlashAttentionPlan(KernelPlan):
         )
 
     @any_scale(0)
-    def plan(self, *inputs: Any) -> CtKernel:
+    def plan(self, *inputs: Any) -> BaseKernel:
         import torch
 
         self.require()
-        q, _, v = inputs
-        b, s, h, _ = q.shape
-        out = torch.empty((b, s, h, v.shape[-1]), dtype=q.dtype, device=q.device)
-        lse = torch.empty((b, h, s), dtype=torch.float32, device=q.device)
-        return self._attention(inputs, (out, lse))
+        pd, (q, _, v, *_) = self.problem, inputs
+        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
+        lse = torch.empty((pd.b, pd.h, pd.s), dtype=torch.float32, device=q.device)
+        if pd.b == 1:
+            return self._attention(inputs, (out, lse[0]))
+        packed = torch.empty((pd.h, pd.b, pd.s), dtype=torch.float32, device=q.device)
+        attention = self._attention(inputs, (out, lse))
+        order = LibraryCall(lambda: packed.copy_(lse.transpose(0, 1)), name="lse_order", input_tensors=(lse,))
+        return KernelPipeline(
+            [attention, order],
+            name="flash_attention",
+            output_tensors=(out, packed.view(pd.h, -1)),
+            workspace_tensors=(lse,),
+            tiling=self.tiling,
+            plan=self,
+        )
 
     def plan_empty(self) -> CtKernel:
         self.require()

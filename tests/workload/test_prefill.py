@@ -256,9 +256,10 @@ class AlignedAtTheStart(OraclePlan):
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         q, k, v, of_q, of_k = inputs
-        if self.problem.causal and self.problem.b > 1:
-            of_k = torch.minimum(of_k, of_q)
-        return prefill_reference(q, k, v, of_q, of_k, scale=self.problem.scale, causal=self.problem.causal)
+        seen = torch.minimum(of_q.diff(), of_k.diff())
+        kept = torch.cat([begin + torch.arange(n) for begin, n in zip(of_k.tolist(), seen.tolist(), strict=False)])
+        ends = torch.cat([of_k[:1], seen.cumsum(0)])
+        return prefill_reference(q, k[kept], v[kept], of_q, ends, scale=self.problem.scale, causal=True)
 
 
 class WritesBehind(OraclePlan):

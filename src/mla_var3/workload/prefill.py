@@ -16,7 +16,7 @@ Where t = s keys are the prompt's own; where t > s, the lengths of prefixes are 
 
 Distributions of inputs: normal; flashmla (N(0, 1) / 10, clamped); nan, which is flashmla with a query row of the first
 request and the first key of the last one NaN, in one head each; extremes, with logits of ±`decode.EXACT`; neighbours,
-which is flashmla with every third request NaN in all of its queries, keys and values. Error bounds are those of decoding
+which is flashmla with every other request NaN in all of its queries, keys and values. Error bounds are those of decoding
 on the same values.
 """
 
@@ -393,7 +393,7 @@ def _disturb(problem: PrefillProblem, dist: str, q: Any, k: Any, v: Any, of_q: l
     elif dist == "extremes":
         stretch(q, k, [begin for begin, end in itertools.pairwise(of_k) if end > begin], problem.scale)
     else:
-        for i in range(0, problem.b, 3):
+        for i in range(0, problem.b, 2):
             q[of_q[i] : of_q[i + 1]] = math.nan
             k[of_k[i] : of_k[i + 1]] = math.nan
             v[of_k[i] : of_k[i + 1]] = math.nan
@@ -487,10 +487,12 @@ QUICK = ("own", "short", "normal", "bound", "ragged", "chunks")
 #: Cases that hold this project's kernels to what it promises; other libraries promise other things.
 PROMISED = (*decode.PROMISED, "behind", "neighbours")
 
-#: Lengths around tiles of 64 and 128, out of order, and empty requests first, last and in a row.
+#: Lengths around tiles of 64 and 128, out of order, and empty requests first, last and in a row; few for a CPU.
 _RAGGED = (0, 129, 1, 64, 0, 0, 63, 200, 128, 127, 65, 0)
+_RAGGED_CPU = (0, 67, 1, 0, 0, 16, 0)
 #: (query tokens, keys) of chunks: of one token and of tiles, behind prefixes; more queries than keys; one side empty.
 _CHUNKS = ((1, 129), (64, 64), (65, 300), (0, 77), (33, 0), (128, 257), (10, 4), (0, 0), (70, 6), (5, 5))
+_CHUNKS_CPU = ((1, 33), (16, 67), (0, 7), (5, 0), (9, 4), (5, 5))
 
 
 def _cases(problem: PrefillProblem, on_gpu: bool) -> Iterator[Case]:
@@ -503,16 +505,18 @@ def _cases(problem: PrefillProblem, on_gpu: bool) -> Iterator[Case]:
     s = min(problem.s, 1000 if on_gpu else 97)
     yield Case("normal", heads.replace(b=1, s=s, t=s), "normal", planned=True)
     yield Case("bound", own.replace(b=1) if own.uniform else own, "normal")
-    yield Case("ragged", _of_lengths(heads, _RAGGED), "normal", planned=True)
-    yield Case("chunks", _of_lengths(heads, _CHUNKS), "normal", planned=True)
+    prompts, chunks = (_RAGGED, _CHUNKS) if on_gpu else (_RAGGED_CPU, _CHUNKS_CPU)
+    ragged = _of_lengths(heads, prompts)
+    yield Case("ragged", ragged, "normal", planned=True)
+    yield Case("chunks", _of_lengths(heads, chunks), "normal", planned=True)
     for shared in (2, 4):
         grouped = heads.replace(h=4, h_kv=4 // shared)
-        yield Case("shared", _of_lengths(grouped, (129, 1, 64)), "normal", planned=True)
-    yield Case("strided", _of_lengths(heads, _RAGGED).replace(strided_kv=True), "normal", planned=True)
-    turned = _of_lengths(heads, tuple(reversed(_RAGGED)))
-    yield Case("in_place", _of_lengths(heads, _RAGGED), "normal", planned=True, then=turned)
-    yield Case("behind", _of_lengths(heads, _CHUNKS), "normal", planned=True, alter=_longer)
-    yield Case("neighbours", _of_lengths(heads, _RAGGED[1:]), "neighbours", planned=True)
+        yield Case("shared", _of_lengths(grouped, chunks[:3]), "normal", planned=True)
+    yield Case("strided", ragged.replace(strided_kv=True), "normal", planned=True)
+    turned = _of_lengths(heads, prompts[::-1])
+    yield Case("in_place", ragged, "normal", planned=True, then=turned)
+    yield Case("behind", _of_lengths(heads, chunks), "normal", planned=True, alter=_longer)
+    yield Case("neighbours", _of_lengths(heads, prompts[1:]), "neighbours", planned=True)
     few = heads.replace(b=2, s=129 if on_gpu else 97)
     few = few.replace(t=few.s)
     for dist in ("nan", "extremes"):

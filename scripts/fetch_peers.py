@@ -33,7 +33,9 @@ cudnn_sdpa, cublas_bmm, torch_compile_rmsnorm, torch_compile_rope_append,
 torch_compile_merge_partials, torch_compile_mla_layer                      nothing: they are in torch
 flash_mla_layer                                                            nothing: flash_mla_lib, or flash_mla_vllm
 flash_mla_sparse, fa3_sparse, flashinfer_sparse            nothing: flash_mla_lib; fa3_qv; flashinfer_fa3
-flashinfer_rmsnorm, flashinfer_rope_append   nothing: pip install flashinfer-python, which compiles on the GPU machine
+fa3                                                        nothing: fa3_qv
+flashinfer_rmsnorm, flashinfer_rope_append, flashinfer_ragged
+                                             nothing: pip install flashinfer-python, which compiles on the GPU machine
 
 Those that need nvcc or a checkout are left out, with the reason, when it is not there and nobody named them.
 
@@ -122,9 +124,11 @@ SOURCES: dict[str, Source] = {
     "flash_mla_layer": Source(),
     "flash_mla_sparse": Source(),
     "fa3_sparse": Source(),
+    "fa3": Source(),
     "flashinfer_sparse": Source(),
     "flashinfer_rmsnorm": Source(),
     "flashinfer_rope_append": Source(),
+    "flashinfer_ragged": Source(),
 }
 
 

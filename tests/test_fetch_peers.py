@@ -231,9 +231,11 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "flash_mla_layer",
         "flash_mla_sparse",
         "fa3_sparse",
+        "fa3",
         "flashinfer_sparse",
         "flashinfer_rmsnorm",
         "flashinfer_rope_append",
+        "flashinfer_ragged",
     ]
     assert "no-such-nvcc" in result["flashinfer_fa3"]
     assert "name it with --flash-mla" in result["flash_mla_lib"]

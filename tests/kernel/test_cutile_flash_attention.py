@@ -72,6 +72,10 @@ def test_problems_that_it_does_not_take_say_why() -> None:
     for options, words in (
         ({"s": 64, "d": 64}, "the problem has d = 64, p = 64"),
         ({"s": 1 << 20}, "offsets are 32 bits"),
+        ({"s": 64, "t": 90}, "written for whole prompts of one length; the problem is b1_s64_h128_t90"),
+        ({"b": 2, "s": 64, "lengths": "normal"}, "whole prompts of one length; the problem is b2_s64_h128_t64_normal"),
+        ({"s": 64, "h_kv": 16}, "as many heads of keys as of queries"),
+        ({"s": 64, "strided_kv": True}, "reads contiguous k and v"),
     ):
         verdict = FlashAttentionPlan(PrefillProblem(**options)).supported()
         assert not verdict and words in verdict.reason
@@ -100,15 +104,15 @@ def test_both_loops_are_right_in_the_interpreter(interpreted: Any, tiling: Flash
 
     problem = PrefillProblem(b=1, s=300, h=2, causal=causal, dtype="fp16")
     plan = FlashAttentionPlan(problem, tiling, H200)
-    q, k, v = make_inputs(problem, seed=3)
-    kernel = plan.plan(q, k, v)
+    q, k, v, *offsets = make_inputs(problem, seed=3)
+    kernel = plan.plan(q, k, v, *offsets)
     for x in kernel.output_tensors:
         x.fill_(float("nan"))
-    report = compare(plan.workload, kernel(), plan.reference_fn(q, k, v), bounds_for("normal"))
+    report = compare(plan.workload, kernel(), plan.reference_fn(q, k, v, *offsets), bounds_for("normal"))
     assert report.ok, report.reason
     # With a last key that weighs more, the other mask would give something else.
     k[:, -1] *= 8.0
-    wrong, _ = prefill_reference(q, k, v, scale=problem.scale, causal=not causal)
+    wrong, _ = prefill_reference(q, k, v, *offsets, scale=problem.scale, causal=not causal)
     assert not torch.allclose(kernel()[0].double(), wrong.double(), atol=0.05)
 
 

@@ -81,12 +81,12 @@ def test_each_workload_takes_of_a_word_what_it_has() -> None:
         return with_batch({"batch": word, **others}, get(workload).problem)
 
     assert of("layer", "8q1s1k") == {"b": 8, "t": 1024}
-    assert of("prefill", "2q1k") == {"b": 2, "s": 1024, "causal": True}
-    assert of("prefill", "2q1k", causal=False) == {"b": 2, "s": 1024, "causal": False}
+    assert of("prefill", "2q1k") == {"b": 2, "s": 1024, "t": 1024, "causal": True}
+    assert of("prefill", "2q1k", causal=False) == {"b": 2, "s": 1024, "t": 1024, "causal": False}
     assert of("sparse_decode", "8q2s1k", h=64) == {"b": 8, "s": 2, "t": 1024, "h": 64}
     for workload, word, sentence in (
         ("layer", "8q2s1k", "workload layer does not take several query tokens"),
-        ("prefill", "8q1s1k", "workload prefill does not take cached tokens"),
+        ("prefill", "8q1s1k_2q64", "workload prefill does not take query tokens that differ"),
         ("norm", "8q1s1k", "workload norm does not take requests"),
         ("sparse_decode", "8q1s1k_q1s2k", "sparse_decode takes no list of lengths: give requests alike"),
     ):

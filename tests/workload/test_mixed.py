@@ -39,7 +39,10 @@ def test_without_old_tokens_it_is_attention_over_heads(causal: bool) -> None:
     problem = SMALL.replace(n=90, causal=causal)
     inputs = make_inputs(problem, seed=2)
     _, q, *_, k, v, _ = inputs
-    want = prefill_reference(q, k, v, scale=problem.scale, causal=causal)
+    of_q, of_k = (torch.arange(len(x) + 1, dtype=torch.int32) * x.shape[1] for x in (q, k))
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = prefill_reference(*packed, of_q, of_k, scale=problem.scale, causal=causal)
+    want = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     for x, y in zip(reference(problem, inputs), want, strict=True):
         torch.testing.assert_close(x, y.double(), rtol=1e-6, atol=1e-6)
 

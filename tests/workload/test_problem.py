@@ -11,6 +11,7 @@ import yaml
 
 from mla_var3 import workload
 from mla_var3.errors import UserError
+from mla_var3.lab.naming import model_dims
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MOST_DRAWN, SERVED_HEADS, MlaProblem, draw
 from mla_var3.workload.mixed import MixedProblem
@@ -255,6 +256,6 @@ def test_problems_have_the_default_models_heads_and_widths(repo_root: Path) -> N
     said = yaml.safe_load((repo_root / "conf" / "model" / "deepseek-v3.yaml").read_text())
     for name in workload.names():
         problem = workload.get(name).problem()
-        same = {field: getattr(problem, field) for field in said if field in problem.fields()}
+        same = {field: getattr(problem, field) for field in model_dims(said, type(problem))}
         assert same == {field: said[field] for field in same}, name
         assert same or name == "norm", name  # which has no heads

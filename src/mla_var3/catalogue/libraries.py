@@ -202,6 +202,10 @@ def _flashinfer_rmsnorm() -> Library | None:
     ) or _installed("flashinfer_rmsnorm", "package", "flashinfer", "norm.py", "flashinfer-python")  # fmt: skip
 
 
+def _flashinfer_ragged() -> Library | None:
+    return _installed("flashinfer_ragged", "package", "flashinfer", "prefill.py", "flashinfer-python")
+
+
 def _flashinfer_rope_append() -> Library | None:
     return _installed("flashinfer_rope_append", "package", "flashinfer", "rope.py", "flashinfer-python")
 
@@ -237,6 +241,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "fa3_qv": _fa3_qv,
     "flashinfer_fa3": _flashinfer("fa3"),
     "flashinfer_fa2": _flashinfer("fa2"),
+    "fa3": _also("fa3", _fa3_qv),
     "fa4": _fa4,
     "cudnn_sdpa": _in_torch("cudnn_sdpa", "cuDNN"),
     "cublas_bmm": _in_torch("cublas_bmm", "cuBLAS"),
@@ -252,6 +257,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "quack_rmsnorm": _quack_rmsnorm,
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
     "flashinfer_rope_append": _flashinfer_rope_append,
+    "flashinfer_ragged": _flashinfer_ragged,
 }
 
 # What is missing, and how to get it: the two halves of the sentence.
@@ -293,10 +299,15 @@ _HOW: dict[str, tuple[str, str]] = {
         "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
         f"run {FETCH} fa3_qv, or pip install vllm",
     ),
+    "fa3": (
+        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
+        f"run {FETCH} fa3_qv, or pip install vllm",
+    ),
     "flashinfer_sparse": ("FlashInfer", f"pip install flashinfer-python, or run {FETCH} flashinfer_fa3"),
     "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
     "flashinfer_rope_append": ("FlashInfer's package", "pip install flashinfer-python"),
+    "flashinfer_ragged": ("FlashInfer's package", "pip install flashinfer-python"),
 }
 
 PEERS: tuple[str, ...] = tuple(_LOOK)

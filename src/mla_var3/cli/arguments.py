@@ -72,7 +72,11 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         "--batch", metavar="WORD", dest="problem", action=Field, default="",
         help="b, s and t in one word, as vLLM's benchmark has it: 128q1s1k, or 2q1k_32q1s1k",
     )  # fmt: skip
-    group.add_argument("--lengths", metavar="L", help="ragged, normal, edges (':SEED' may follow), or a list: 70,0,128")
+    group.add_argument(
+        "--lengths",
+        metavar="L",
+        help="ragged, normal, edges (':SEED' may follow), or a list: 70,0,128, of prompts also QUERIES:KEYS",
+    )
     group.add_argument("--causal", action="store_true", default=None, help="query token i sees keys 0 .. t - s + i")
     group.add_argument("--page", metavar="N", help="tokens a cache page, or 'contiguous'")
     group.add_argument("--dtype", metavar="D", help="bf16 (default), fp16 or fp32")
@@ -186,6 +190,9 @@ def _integer(name: str, text: str) -> int:
 
 
 def _lengths(text: str) -> dict[str, Any]:
+    if ":" in text and re.fullmatch(r"[\d\s,:]+", text):
+        pairs = [[_integer("--lengths", n.strip()) for n in part.split(":")] for part in text.split(",")]
+        return {"b": len(pairs), "lengths": [pair[0] if len(pair) == 1 else pair for pair in pairs]}
     if re.fullmatch(r"[-+\d\s,.]+", text):
         lengths = [_integer("--lengths", part.strip()) for part in text.split(",")]
         if min(lengths) < 0:

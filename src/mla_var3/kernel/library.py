@@ -171,12 +171,14 @@ class PeerDecodePlan(PeerMixin, KernelPlan):
 
 
 class PeerPrefillPlan(PeerMixin, KernelPlan):
-    """A peer of the decompressed form: inputs (q, k, v), outputs (out, lse)."""
+    """A peer of the decompressed form: inputs (q, k, v, cu_seqlens_q, cu_seqlens_k), outputs (out, lse).
+
+    The longest request is asked of the device when a call is planned, as a server knows it on the host.
+    """
 
     workload = prefill.WORKLOAD
     tiling_type = NoKnobs
-    plans_lengths = False
-    leaves_out = prefill.PROMISED
+    leaves_out = ("in_place", *prefill.PROMISED)
 
 
 class PeerSparsePlan(PeerMixin, KernelPlan):
@@ -243,6 +245,31 @@ def natural_lse(lse: Any, *, base2: bool = False) -> Any:
     if base2:
         lse = lse * LN2
     return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def prefill_lse(lse: Any, *, base2: bool = False) -> Any:
+    """A float32 log-sum-exp with base e, and -inf for a row without keys (some libraries write +inf)."""
+    if base2:
+        lse = lse * LN2
+    return lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+def longest(cu_seqlens: Any) -> int:
+    """Tokens of the longest request. Waits for the device."""
+    return int(cu_seqlens.diff().max())
+
+
+def value_columns(dk: int, d: int) -> int:
+    """Columns of values that FlashAttention and FlashInfer take with keys of dk: 128 beside 192, else as many as
+    keys."""
+    return d if (dk, d) == (192, 128) else dk
+
+
+def padded_values(v: Any, columns: int) -> Any:
+    """Values with columns of zeros behind theirs, as many as `columns` in all; themselves where they are as wide."""
+    import torch
+
+    return v if v.shape[-1] == columns else torch.nn.functional.pad(v, (0, columns - v.shape[-1]))
 
 
 def page_indices(page_table: Any, seq_lens: Any, page: int) -> tuple[Any, Any, Any]:

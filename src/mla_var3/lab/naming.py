@@ -97,8 +97,8 @@ def options(problem: Problem) -> list[str]:
             words += ["--page", "contiguous" if value is None else str(value)]
         elif name == "lengths" and isinstance(value, dict) and "name" in value:
             last = ["--lengths", f"{value['name']}:{value['seed']}"]
-        elif name == "lengths" and isinstance(value, list) and isinstance(value[0], int):
-            last = ["--lengths", ",".join(map(str, value))]
+        elif name == "lengths" and isinstance(value, list):
+            last = ["--lengths", ",".join(str(x) if isinstance(x, int) else ":".join(map(str, x)) for x in value)]
         else:
             others.append(f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}")
     return [*words, *(["--problem", ",".join(others)] if others else []), *last]

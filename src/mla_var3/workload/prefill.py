@@ -7,17 +7,17 @@ keys of d + p columns and values of d columns (192 and 128 in DeepSeek's models,
     →   out (n, h, d) in the inputs' dtype, lse (h, n) float32: the natural log-sum-exp of scale · q·k
 
 Request i has the rows cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1 of q, and those of cu_seqlens_k of k and v. causal:
-its query token i sees the keys 0 .. t - s + i, so that a chunk of s < t tokens sees the prefix and itself. Where a query
-sees no key, out is 0 and lse is -inf. Rows behind the last request, from cu_seqlens_q[b] on, are not written; rows of k
-and v from cu_seqlens_k[b] on are nobody's, and may hold anything.
+its query token i sees the keys 0 .. t - s + i, so that a chunk of s < t tokens sees the prefix and itself. Where a
+query sees no key, out is 0 and lse is -inf. Rows behind the last request, from cu_seqlens_q[b] on, are not written;
+rows of k and v from cu_seqlens_k[b] on are nobody's, and may hold anything.
 
 `lengths` says how unequal requests are: s and t are then their means, and b · s and b · t the tokens of all, exactly.
 Where t = s keys are the prompt's own; where t > s, the lengths of prefixes are drawn like those of chunks.
 
 Distributions of inputs: normal; flashmla (N(0, 1) / 10, clamped); nan, which is flashmla with a query row of the first
 request and the first key of the last one NaN, in one head each; extremes, with logits of ±`decode.EXACT`; neighbours,
-which is flashmla with every other request NaN in all of its queries, keys and values. Error bounds are those of decoding
-on the same values.
+which is flashmla with every other request NaN in all of its queries, keys and values. Error bounds are those of
+decoding on the same values.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PrefillProblem(Problem):
 
     s: query tokens of a request. t: its keys, None for as many. Both are means where requests differ. h: query heads.
     h_kv: heads of keys and values, each shared by h / h_kv query heads, None for h. d: columns of a value. p: columns
-    that a key has beyond these (rope). causal: the mask is aligned at the end. dtype: bf16, fp16 or fp32. softmax_scale:
-    factor on q·k, None for (d + p)^-1/2; compiled code does not depend on it.
+    that a key has beyond these (rope). causal: the mask is aligned at the end. dtype: bf16, fp16 or fp32.
+    softmax_scale: factor on q·k, None for (d + p)^-1/2; compiled code does not depend on it.
     lengths: "uniform" (all s and t), a mapping {"name": ..., "seed": int} of a name of `LENGTH_NAMES`, or a list with a
     pair [queries, keys] for each request, a number alone being a whole prompt; {"queries": n, "keys": m} are lengths
     that nobody knows, of n and m tokens in all, which are then taken to be spread evenly.

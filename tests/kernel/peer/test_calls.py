@@ -20,7 +20,7 @@ from mla_var3.check.judge import check
 from mla_var3.errors import UserError
 from mla_var3.kernel import library as wrapping
 from mla_var3.kernel.peer import mla_flashinfer
-from mla_var3.workload import sparse_decode
+from mla_var3.workload import prefill, sparse_decode
 from mla_var3.workload.decode import PROMISED, MlaProblem, make_inputs, mla_decode_reference
 from mla_var3.workload.sparse_decode import SparseProblem
 
@@ -50,6 +50,17 @@ def _attend(q: Any, cache: Any, table: Any, lens: Any, scale: float, causal: boo
     return out.to(q.dtype), lse.masked_fill(lse == float("inf"), float("-inf"))
 
 
+def _prefill(
+    q: Any, k: Any, v: Any, out: Any, of_q: Any, of_k: Any, longest: tuple[int, int], scale: float, causal: bool
+) -> list[Any]:
+    """FlashAttention's varlen entry: values are as wide as keys, or 128 beside 192."""
+    assert v.shape[-1] == k.shape[-1] or (k.shape[-1], v.shape[-1]) == (192, 128)
+    assert longest == (int(of_q.diff().max()), int(of_k.diff().max()))
+    result, lse = prefill.prefill_reference(q, k, v, of_q, of_k, scale=scale, causal=causal)
+    out.copy_(result)
+    return [out, lse.float()]
+
+
 @pytest.fixture(scope="module")
 def extensions() -> dict[str, list[Any]]:
     """Imitations of the two extensions, registered once; what they were called with."""
@@ -66,6 +77,8 @@ def extensions() -> dict[str, list[Any]]:
         q_v, out, starts, lens, longest_q, table = rest[2], rest[3], rest[4], rest[8], rest[9], rest[11]
         scale, causal, metadata = rest[20], rest[21], rest[26]
         calls["fa3"].append(rest)
+        if q_v is None:
+            return _prefill(q, k, v, out, starts, rest[5], (longest_q, rest[10]), scale, causal)
         assert metadata is not None and bool((metadata == 77).all()), "the schedule of plan() comes back"
         assert starts.tolist() == list(range(0, q.shape[0] + 1, longest_q))
         b = len(lens)
@@ -217,6 +230,97 @@ def test_fa3_sparse(
         attended = [i for i in indices[: given["lengths"][row // 2]].tolist() if 0 <= i < tokens]
         assert table[row, : lens[row]].tolist() == attended
         assert set(table[row, lens[row] :].tolist()) <= {0}
+
+
+# ---------------------------------------------------------------- prefill
+PROMPTS = (
+    prefill.PrefillProblem(b=2, s=70, h=2, causal=True, dtype="fp16"),
+    prefill.PrefillProblem(b=4, h=4, h_kv=2, causal=True, lengths=((7, 90), (0, 3), (5, 0), (33, 33)), d=64, p=32),
+    prefill.PrefillProblem(b=3, h=2, lengths=(50, 0, 9), d=128, p=128),
+)
+
+
+def _prefills(name: str, problem: prefill.PrefillProblem) -> None:
+    plan_type = _plan_type(name)
+    report = check(plan_type, problem, device="cpu", cases=["own", "ragged", "chunks"], seeds=[3])
+    assert report.ok and len(report.cases) == 3, report.reason
+
+
+@pytest.mark.parametrize("problem", PROMPTS, ids=lambda p: p.label)
+def test_fa3(
+    extensions: Any, fetched: Callable[..., Path], problem: prefill.PrefillProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    _prefills("fa3", problem)
+    strided = problem.replace(strided_kv=True)
+    _plan_type("fa3")(strided).plan(*prefill.make_inputs(strided))()
+    assert tuple(extensions["fa3"][-1][9:11]) == problem.longest
+
+
+@pytest.mark.parametrize("problem", PROMPTS, ids=lambda p: p.label)
+@pytest.mark.parametrize("newer", [False, True])
+def test_fa4(problem: prefill.PrefillProblem, newer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def packed(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        softmax_scale: Any = None, causal: Any = None, out: Any = None, lse: Any = None,
+    ) -> None:  # fmt: skip
+        seen.append(q.dim())
+        if q.dim() == 4:
+            b, s = q.shape[:2]
+            offsets = [torch.arange(b + 1) * x.shape[1] for x in (q, k)]
+            flat = [x.flatten(0, 1) for x in (q, k, v)]
+            found, own = prefill.prefill_reference(*flat, *offsets, scale=softmax_scale, causal=causal)
+            out.copy_(found.view(out.shape))
+            lse.copy_(own.view(-1, b, s).transpose(0, 1))
+            return
+        lse.copy_(_prefill(
+            q, k, v, out, cu_seqlens_q, cu_seqlens_k,
+            (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max())), softmax_scale, causal,
+        )[1])  # fmt: skip
+
+    def with_longest(
+        *given: Any, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **rest: Any
+    ) -> None:
+        assert (max_seqlen_q is None) == (given[0].dim() == 4)
+        packed(*given, **rest)
+
+    module = types.ModuleType("flash_attn.cute.interface")
+    module._flash_attn_fwd = with_longest if newer else packed  # type: ignore[attr-defined]
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    library = libraries.Library("fa4", "package", tmp_path, "4.0.0", "an imitation")
+    monkeypatch.setitem(libraries._LOOK, "fa4", lambda: library)
+    _prefills("fa4", problem)
+    assert set(seen) == {3, 4} if problem.uniform else {3}
+
+
+@pytest.mark.parametrize("problem", PROMPTS, ids=lambda p: p.label)
+def test_flashinfer_ragged(problem: prefill.PrefillProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapper:
+        def __init__(self, workspace: Any, layout: str, backend: str) -> None:
+            assert workspace.dtype == torch.uint8 and (layout, backend) == ("NHD", "fa3")
+
+        def plan(self, qo_indptr: Any, kv_indptr: Any, heads: int, kv_heads: int, dk: int, **options: Any) -> None:
+            self.offsets, self.heads, self.options = (qo_indptr, kv_indptr), (heads, kv_heads, dk), options
+
+        def run(self, q: Any, k: Any, v: Any, *, out: Any, lse: Any, return_lse: bool) -> None:
+            assert return_lse and (q.shape[1], k.shape[1], q.shape[2]) == self.heads
+            assert out.shape[-1] == v.shape[-1] == self.options["head_dim_vo"]
+            scale, causal = self.options["sm_scale"], self.options["causal"]
+            longest = tuple(int(x.diff().max()) for x in self.offsets)
+            _, natural = _prefill(q, k, v, out, *self.offsets, longest, scale, causal)  # type: ignore[arg-type]
+            lse.copy_(natural.t() * 1.4426950408889634)
+
+    module = types.ModuleType("flashinfer")
+    module.BatchPrefillWithRaggedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    library = libraries.Library("flashinfer_ragged", "package", tmp_path, "0.7", "an imitation")
+    monkeypatch.setitem(libraries._LOOK, "flashinfer_ragged", lambda: library)
+    _prefills("flashinfer_ragged", problem)
 
 
 class _SparseLibrary:

@@ -19,7 +19,7 @@ from mla_var3.workload.prefill import PrefillProblem
 from mla_var3.workload.sparse_decode import SparseProblem
 
 PEERS = [k for k in registry.all_kernels() if k.language == "peer"]
-PREFILL = ("fa4", "cudnn_sdpa")
+PREFILL = ("fa3", "fa4", "cudnn_sdpa", "flashinfer_ragged")
 #: Peers that do not attend, and their workloads.
 OTHERS = {
     **dict.fromkeys(("torch_compile_rmsnorm", "quack_rmsnorm", "flashinfer_rmsnorm"), "norm"),
@@ -190,6 +190,31 @@ def test_a_sparse_problem_is_taken_or_refused(
     assert bool(verdict) == (not words)
     assert words in verdict.reason
     assert not words or verdict.reason.startswith(f"peer/{name} takes")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "words"),
+    [
+        ("fa3", {"t": 300, "lengths": "normal", "h_kv": 2, "strided_kv": True, "d": 256, "p": 0}, ""),
+        ("fa3", {"d": 256}, "takes keys of up to 256 columns, a multiple of 8; the problem has 320"),
+        ("fa4", {"lengths": "lognormal", "h_kv": 2}, ""),
+        ("fa4", {"d": 60, "p": 0}, "the problem has 60"),
+        ("cudnn_sdpa", {}, ""),
+        ("cudnn_sdpa", {"lengths": "normal"}, "takes requests of one length; the problem's differ"),
+        ("cudnn_sdpa", {"t": 300}, "the problem has 128 queries and 300 keys"),
+        ("cudnn_sdpa", {"t": 300, "causal": False}, ""),
+        ("flashinfer_ragged", {"lengths": "normal", "h_kv": 2}, ""),
+    ],
+)
+def test_a_prompt_is_taken_or_refused(
+    name: str, problem: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(libraries._LOOK, name, lambda: libraries.Library(name, "package", Path(), "1", "an imitation"))
+    fields = {"b": 2, "s": 128, "h": 4, "causal": True, **problem}
+    verdict = registry.get_plan(registry.KernelId("peer", "mla", name)).requires.accepts(
+        PrefillProblem(**fields)  # type: ignore[arg-type]
+    )
+    assert bool(verdict) == (not words) and words in verdict.reason
 
 
 def test_one_library_is_behind_two_peers(fetched: Callable[..., Path], nothing_installed: None) -> None:

@@ -1,15 +1,16 @@
-"""FlashAttention: the third with a second query part, dense (`fa3_qv`) and sparse (`fa3_sparse`), out of a vllm wheel;
-the fourth, for prefill (`fa4`)."""
+"""FlashAttention: the third with a second query part, dense (`fa3_qv`) and sparse (`fa3_sparse`), and for prefill
+(`fa3`), out of a vllm wheel; the fourth, for prefill (`fa4`)."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Device, Requirement
-from mla_var3.errors import UserError
+from mla_var3.errors import UserError, Verdict
 from mla_var3.kernel.library import (
     LATENT,
     ROPE,
@@ -20,14 +21,21 @@ from mla_var3.kernel.library import (
     in_bf16,
     is_here,
     load_extension,
+    longest,
     named_arguments,
     natural_lse,
+    padded_values,
+    prefill_lse,
     single_pages,
     takes_bf16,
     takes_decode,
+    value_columns,
 )
 from mla_var3.packed_cache import VALUES
 from mla_var3.workload import sparse_decode
+
+if TYPE_CHECKING:
+    from mla_var3.workload.prefill import PrefillProblem
 
 #: Query rows of one of FlashAttention-3's blocks.
 TILE_M = 64
@@ -195,16 +203,83 @@ class Fa3SparsePlan(PeerSparsePlan):
         return replace(found, read=read)
 
 
+def takes_heads(peer: str) -> Any:
+    """A predicate: keys have at most 256 columns, and the library is here."""
+
+    def verdict(problem: PrefillProblem) -> Verdict:
+        if (columns := problem.d + problem.p) > 256 or columns % 8:
+            return Verdict.no(
+                f"peer/{peer} takes keys of up to 256 columns, a multiple of 8; the problem has {columns}"
+            )
+        return is_here(peer)(problem)
+
+    return verdict
+
+
+class Fa3Plan(PeerPrefillPlan):
+    """FlashAttention-3 for prefill: its varlen entry, out of a vllm wheel.
+
+    Packed tensors as they are, with both cu_seqlens and both longest lengths; k and v may be views with strides. A call
+    is the library's scheduling kernel over the lengths and the attention. It writes into our `out` and allocates the
+    log-sum-exp. Values narrower than keys it takes as 128 beside 192 only: others are padded with zeros ahead of the
+    call, which is not timed. Hopper only.
+    """
+
+    peer = "fa3"
+    requires = Requirement(archs=("sm_90a",), problem=takes_heads("fa3"), options=("strided_kv", "grouped"))
+    allocates = True
+
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        q, k, v, of_q, of_k = inputs
+        columns = value_columns(q.shape[-1], v.shape[-1])
+        out = q.new_empty((*q.shape[:2], columns))
+        attend = load_extension(library, "_vllm_fa3_C").fwd.default
+        arguments = named_arguments(
+            attend,
+            {
+                "q": q,
+                "k": k,
+                "v": padded_values(v, columns),
+                "out": out,
+                "cu_seqlens_q": of_q,
+                "cu_seqlens_k": of_k,
+                "max_seqlen_q": longest(of_q),
+                "max_seqlen_k": longest(of_k),
+                "softmax_scale": self.problem.scale,
+                "is_causal": self.problem.causal,
+                "window_size_left": -1,
+                "window_size_right": -1,
+                "softcap": 0.0,
+                "is_rotary_interleaved": True,
+                "num_splits": 1,
+                "sm_margin": 0,
+                "cp_world_size": 1,
+                "cp_rank": 0,
+            },
+        )
+        last = [out.new_empty((q.shape[1], q.shape[0])).float()]
+
+        def call() -> None:
+            last[0] = attend(*arguments)[1]
+
+        return Attached(
+            call, lambda: (out[..., : v.shape[-1]], prefill_lse(last[0])), keep=inputs, outputs=(out,), made=last
+        )
+
+
 class Fa4Plan(PeerPrefillPlan):
     """FlashAttention-4, the one in CuTe DSL, for prefill.
 
     Package flash-attn-4 of github.com/Dao-AILab/flash-attention. It compiles its kernel when it first meets a kind of
     input (seconds), then keeps it for the process. `out` and `lse` are ours, so a call allocates nothing. On Hopper it
-    has no absorbed form: it takes part in `prefill` only.
+    has no absorbed form: it takes part in `prefill` only. Requests that are all alike are given as tensors (b, s, ...),
+    which is its faster way; others packed, with both cu_seqlens. Values are padded as for `fa3`.
     """
 
     peer = "fa4"
-    requires = Requirement(archs=("sm_90a", "sm_100a", "sm_103a"), problem=is_here("fa4"))
+    requires = Requirement(
+        archs=("sm_90a", "sm_100a", "sm_103a"), problem=takes_heads("fa4"), options=("strided_kv", "grouped")
+    )
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         import torch
@@ -212,13 +287,25 @@ class Fa4Plan(PeerPrefillPlan):
         forward = getattr(import_module("flash_attn.cute.interface"), "_flash_attn_fwd", None)
         if forward is None:
             raise UserError(f"flash-attn-4 {library.version} has no _flash_attn_fwd: install another release.")
-        q, k, v = inputs
-        b, s, h, _ = q.shape
-        out = q.new_empty((b, s, h, v.shape[-1]))
-        lse = torch.empty((b, h, s), dtype=torch.float32, device=q.device)
-        scale, causal = self.problem.scale, self.problem.causal
+        pd, (q, k, v, of_q, of_k) = self.problem, inputs
+        values = padded_values(v, value_columns(q.shape[-1], v.shape[-1]))
+        out = q.new_empty((*q.shape[:2], values.shape[-1]))
+        options: dict[str, Any] = {"softmax_scale": pd.scale, "causal": pd.causal}
+        if pd.uniform:
+            q, k, values, shaped = (x.unflatten(0, (pd.b, -1)) for x in (q, k, values, out))
+            lse = torch.empty((pd.b, pd.h, pd.s), dtype=torch.float32, device=q.device)
+        else:
+            lengths = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+            lengths |= {"max_seqlen_q": longest(of_q), "max_seqlen_k": longest(of_k)}
+            known = inspect.signature(forward).parameters
+            options |= {name: x for name, x in lengths.items() if name in known or name.startswith("cu_")}
+            shaped, lse = out, torch.empty((pd.h, len(q)), dtype=torch.float32, device=q.device)
 
         def call() -> None:
-            forward(q, k, v, softmax_scale=scale, causal=causal, out=out, lse=lse)
+            forward(q, k, values, **options, out=shaped, lse=lse)
 
-        return Attached(call, lambda: (out, natural_lse(lse)), outputs=(out, lse))
+        def read() -> tuple[Any, ...]:
+            packed = lse.transpose(0, 1).flatten(1) if pd.uniform else lse
+            return out[..., : v.shape[-1]], prefill_lse(packed)
+
+        return Attached(call, read, keep=inputs, outputs=(out, lse))

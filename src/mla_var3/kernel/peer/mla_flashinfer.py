@@ -1,5 +1,5 @@
 """FlashInfer's `BatchMLAPagedAttentionWrapper`: dense with backends fa2 and fa3 (`flashinfer_fa2`, `flashinfer_fa3`),
-and sparse (`flashinfer_sparse`).
+and sparse (`flashinfer_sparse`); its ragged prefill (`flashinfer_ragged`).
 
     plan():  lengths and page ids go to the host, the library balances the splits there and copies its schedule back
     call:    one persistent kernel (attention, then the merge of the splits)
@@ -30,13 +30,18 @@ from mla_var3.kernel.library import (
     ROPE,
     Attached,
     PeerDecodePlan,
+    PeerPrefillPlan,
     PeerSparsePlan,
     in_bf16,
+    is_here,
     natural_lse,
+    padded_values,
     page_indices,
+    prefill_lse,
     single_pages,
     takes_bf16,
     takes_decode,
+    value_columns,
 )
 from mla_var3.workload import sparse_decode
 from mla_var3.workload.decode import ROUNDED_ONCE_MORE
@@ -245,3 +250,39 @@ class FlashInferSparsePlan(FlashInferCalls, PeerSparsePlan):
         q = given["q"]
         cache = in_bf16(self.problem.cache, given["cache"]).view(-1, 1, q.shape[3])
         return self.attached(library, q, cache, *single_pages(given), causal=False)
+
+
+class FlashInferRaggedPlan(PeerPrefillPlan):
+    """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` for prefill, with its backend for Hopper.
+
+    plan(): lengths go to the host, and the library deals tiles to CTAs there. A call is one kernel, which writes into
+    our `out` and `lse`. It is the installed package, which compiles its kernel when it first meets head dims (nvcc).
+    Values narrower than keys it takes as 128 beside 192 only: others are padded with zeros ahead of the call.
+    """
+
+    peer = "flashinfer_ragged"
+    requires = Requirement(archs=("sm_90a",), problem=is_here("flashinfer_ragged"), options=("grouped",))
+
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        import torch
+
+        pd, (q, k, v, of_q, of_k) = self.problem, inputs
+        columns = value_columns(q.shape[-1], v.shape[-1])
+        values = padded_values(v, columns)
+        wrapper = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(
+            torch.empty(_FLOAT_BYTES, dtype=torch.uint8, device=q.device), "NHD", backend="fa3"
+        )
+        wrapper.plan(
+            of_q, of_k, pd.h, pd.h_kv, q.shape[-1], head_dim_vo=columns, causal=pd.causal, sm_scale=pd.scale,
+            q_data_type=q.dtype, kv_data_type=k.dtype,
+        )  # fmt: skip
+        out = q.new_empty((*q.shape[:2], columns))
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+        def call() -> None:
+            wrapper.run(q, k, values, out=out, lse=lse, return_lse=True)
+
+        def read() -> tuple[Any, ...]:
+            return out[..., : v.shape[-1]], prefill_lse(lse, base2=True).t()
+
+        return Attached(call, read, keep=(wrapper, *inputs), outputs=(out, lse))

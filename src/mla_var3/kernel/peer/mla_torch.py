@@ -3,14 +3,29 @@ layer (`torch_compile_mla_layer`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Requirement
-from mla_var3.kernel.library import Attached, NoKnobs, PeerMixin, PeerPrefillPlan, compiled, is_here, natural_lse
+from mla_var3.errors import Verdict
+from mla_var3.kernel.library import Attached, NoKnobs, PeerMixin, PeerPrefillPlan, compiled, is_here, prefill_lse
 from mla_var3.kernel.torch.prims.layer import decode_step
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.workload import layer
+
+if TYPE_CHECKING:
+    from mla_var3.workload.prefill import PrefillProblem
+
+
+def takes(problem: PrefillProblem) -> Verdict:
+    if not problem.uniform:
+        return Verdict.no("peer/cudnn_sdpa takes requests of one length; the problem's differ")
+    if problem.causal and problem.s != problem.t:
+        return Verdict.no(
+            "peer/cudnn_sdpa aligns a causal mask at the start; "
+            f"the problem has {problem.s} queries and {problem.t} keys"
+        )
+    return is_here("cudnn_sdpa")(problem)
 
 
 class CudnnSdpaPlan(PeerPrefillPlan):
@@ -18,28 +33,28 @@ class CudnnSdpaPlan(PeerPrefillPlan):
 
     That is `scaled_dot_product_attention` with the cuDNN backend; the operator behind it is called directly, because it
     also returns the log-sum-exp. It takes views (b, h, s, columns) of our tensors, makes its plan when it first meets a
-    shape, and allocates its outputs in every call.
+    shape, and allocates its outputs in every call. It knows no packed requests.
     """
 
     peer = "cudnn_sdpa"
-    requires = Requirement(archs=("sm_80+",), problem=is_here("cudnn_sdpa"))
+    requires = Requirement(archs=("sm_80+",), problem=takes, options=("strided_kv",))
     allocates = True
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
         import torch
 
-        q, k, v = (x.transpose(1, 2) for x in inputs)
-        b, h, s, _ = q.shape
+        pd = self.problem
+        q, k, v = (x.unflatten(0, (pd.b, -1)).transpose(1, 2) for x in inputs[:3])
         attend = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-        scale, causal = self.problem.scale, self.problem.causal
-        last = [q.new_empty((b, h, s, v.shape[-1])), q.new_empty((b, h, s), dtype=torch.float32)]
+        last = [q.new_empty((pd.b, pd.h, pd.s, pd.d)), q.new_empty((pd.b, pd.h, pd.s), dtype=torch.float32)]
 
         def call() -> None:
             # bias, with log-sum-exp, dropout, causal, without a debug mask
-            last[:] = attend(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+            last[:] = attend(q, k, v, None, True, 0.0, pd.causal, False, scale=pd.scale)[:2]
 
         def read() -> tuple[Any, ...]:
-            return last[0].transpose(1, 2), natural_lse(last[1].reshape(b, h, s).float())
+            lse = last[1].reshape(pd.b, pd.h, pd.s).float()
+            return last[0].transpose(1, 2).flatten(0, 1), prefill_lse(lse.transpose(0, 1).flatten(1))
 
         return Attached(call, read, made=last)
 

@@ -81,9 +81,9 @@ def _shape(problem: Any) -> dict[str, Any] | None:
         widths = {"head_dim_qk": problem.k + problem.p, "head_dim_vo": problem.k}
         of = {"phase": "generation", "kind": "mla_absorbed", "kv_len": problem.t, "num_kv_heads": problem.h_kv}
         page, model = problem.page, _model(problem.h, problem.k, problem.p)
-    elif type(problem) is PrefillProblem:
+    elif type(problem) is PrefillProblem and problem.uniform:
         widths = {"head_dim_qk": problem.d + problem.p, "head_dim_vo": problem.d}
-        of = {"phase": "context", "kind": "gqa", "kv_len": problem.s, "num_kv_heads": problem.h}
+        of = {"phase": "context", "kind": "gqa", "kv_len": problem.t, "num_kv_heads": problem.h_kv}
         page, model = None, _model(problem.h, 512, problem.p)
     else:
         return None

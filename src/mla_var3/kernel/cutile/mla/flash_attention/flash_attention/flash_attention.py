@@ -219,8 +219,8 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionPlan(KernelPlan):
     """Prefill attention in cuTile, base version: inputs and outputs of `workload.prefill`, of whole prompts alike.
 
-    Packed tensors of these are tensors (b, s, h, columns), so that no offset is read. The kernel writes the LSE prompt by
-    prompt, (b, h, s): where there are several, torch copies it into (h, b · s) behind the kernel.
+    Packed tensors of these are tensors (b, s, h, columns), so that no offset is read. The kernel writes the LSE prompt
+    by prompt, (b, h, s): where there are several, torch copies it into (h, b · s) behind the kernel.
     """
 
     workload = prefill.WORKLOAD

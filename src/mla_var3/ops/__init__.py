@@ -3,9 +3,10 @@
     from mla_var3.ops import mla_decode
     out = mla_decode(q, kv_cache, page_table, seq_lens, causal=True)
 
-`packed_mla_decode` does so over packed caches, and `sparse_mla_decode` attends to the tokens of one that indices name.
-`rmsnorm`, `rope_append` and `absorb_gemm` are the kernels around them. `mla_var3.ops.flash_mla` has attention under
-FlashMLA's names. docs/serving.md says how to use them.
+`mla_prefill` attends from prompts and chunks of prompts over decompressed heads; `flash_attn_varlen_func` is it with
+flash_attn's arguments. `packed_mla_decode` decodes over packed caches, and `sparse_mla_decode` attends to the tokens of
+one that indices name. `rmsnorm`, `rope_append` and `absorb_gemm` are the kernels around them. `mla_var3.ops.flash_mla`
+has attention under FlashMLA's names. docs/serving.md says how to use them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from mla_var3.ops.decode import compile_for, mla_decode
 from mla_var3.ops.engine import DecodeSchedule
 from mla_var3.ops.layer import absorb_gemm, rmsnorm, rope_append
 from mla_var3.ops.library import register_with_torch
+from mla_var3.ops.prefill import flash_attn_varlen_func, mla_prefill
 from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
 
 __all__ = [
     "DecodeSchedule",
     "absorb_gemm",
     "compile_for",
+    "flash_attn_varlen_func",
     "merge_partials",
     "mla_decode",
     "mla_decode_cp",
+    "mla_prefill",
     "packed_mla_decode",
     "rmsnorm",
     "rope_append",

@@ -48,10 +48,12 @@ class Scheduled(Protocol):
 
 @dataclass(frozen=True)
 class Way:
-    """How a problem is computed. make(problem, device): the plan; equal keys for equal code and knobs."""
+    """How a problem is computed. make(problem, device): the plan; equal keys for equal code and knobs. any_size: a
+    kernel serves all problems of its class, scale and device, as of `KernelPlan.any_size`."""
 
     key: Any
     make: Callable[[Any, Device | None], KernelPlan] = field(compare=False)
+    any_size: bool = False
 
 
 @dataclass
@@ -182,7 +184,9 @@ class Engine:
             # A problem of decode holds all shapes but the number of pages of the cache, which is no part of any plan.
             key: tuple[Any, ...] = (way.key, problem, device.index)
             # What is planned may depend on strides, and of a cache under indices on the tokens that it has.
-            if problem.workload != "decode":
+            if way.any_size:
+                key = (way.key, problem.problem_class(), getattr(problem, "scale", None), device.index)
+            elif problem.workload != "decode":
                 key = (*key, *((x.shape, x.stride()) for x in (*inputs, *outputs)))
             elif not inputs[1].is_contiguous():
                 key = (*key, inputs[1].stride(0))

@@ -6,6 +6,8 @@
     torch.ops.mla_var3.sparse_mla_decode_into    writes into the caller's out and lse
     torch.ops.mla_var3.packed_mla_decode         (out, lse) as new tensors
     torch.ops.mla_var3.packed_mla_decode_into    writes into the caller's out and lse
+    torch.ops.mla_var3.mla_prefill        (out, lse) as new tensors
+    torch.ops.mla_var3.mla_prefill_into   writes into the caller's out and lse
     torch.ops.mla_var3.rmsnorm            (out, second, new residual), without columns where not asked for
     torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
@@ -13,8 +15,9 @@
     torch.ops.mla_var3.merge_partials     (out, lse) as new tensors
 
 `mla_var3.ops.tracing` says which calls of a function go through its operator, and is given the way there here.
-`flash_mla.flash_mla_with_kvcache` calls `mla_decode`, `packed_mla_decode` or `sparse_mla_decode`, so it is traced into
-their operators. Nothing here has a gradient: tensors are detached, as in an eager call.
+`flash_mla.flash_mla_with_kvcache` calls `mla_decode`, `packed_mla_decode` or `sparse_mla_decode`, and
+`flash_attn_varlen_func` calls `mla_prefill`, so they are traced into these operators. Nothing here has a gradient:
+tensors are detached, as in an eager call.
 
 Operators exist once torch is imported, whichever of torch and this package comes first, so that a compiled or exported
 program finds them. Importing this package does not import torch.
@@ -31,6 +34,7 @@ from mla_var3.ops import flash_mla
 from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import LATENT, mla_decode
 from mla_var3.ops.layer import absorb_gemm, require_side, rmsnorm, rope_append
+from mla_var3.ops.prefill import mla_prefill, require_no_gradient
 from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
 from mla_var3.ops.tracing import eager, through
 from mla_var3.packed_cache import VALUES
@@ -59,6 +63,10 @@ _PACKED = (
     "Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, *, str layout='v32', float? scale=None, "
     "Tensor? cache_scale=None, Tensor? sink=None, int? fixed_split=None, str? version=None"
 )
+_PROMPTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, float? scale=None, bool causal=True, "
+    "str? version=None"
+)
 _PRODUCT = "Tensor x, Tensor weight, str side, *, str? version=None"
 # Not named out: dynamo wants such an argument contiguous, and these may be slices.
 SCHEMAS = {
@@ -68,6 +76,8 @@ SCHEMAS = {
     "sparse_mla_decode_into": f"sparse_mla_decode_into({_SPARSE}, Tensor(a!) target, Tensor(b!) lse) -> ()",
     "packed_mla_decode": f"packed_mla_decode({_PACKED}) -> (Tensor out, Tensor lse)",
     "packed_mla_decode_into": f"packed_mla_decode_into({_PACKED}, Tensor(a!) target, Tensor(b!) lse) -> ()",
+    "mla_prefill": f"mla_prefill({_PROMPTS}) -> (Tensor out, Tensor lse)",
+    "mla_prefill_into": f"mla_prefill_into({_PROMPTS}, Tensor(a!) target, Tensor(b!) lse) -> ()",
     "rmsnorm": (
         "rmsnorm(Tensor x, Tensor weight, Tensor? second_weight=None, Tensor? residual=None, *, float eps=1e-6, "
         "str? version=None) -> (Tensor out, Tensor second, Tensor new_residual)"
@@ -126,6 +136,29 @@ def _shapes(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None, head_dim_v: int)
     return (b, s, h, head_dim_v), (b, h, s)
 
 
+def _call_prefill(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    **given: Any,
+) -> Any:
+    import torch
+
+    require_no_gradient(q=q, k=k, v=v)
+    if out is None and lse is None:
+        out, lse = _call("mla_prefill", q=q, k=k, v=v, **given)
+    else:
+        n, h, _ = q.shape
+        out = q.new_empty((n, h, v.shape[2])) if out is None else out
+        lse = q.new_empty((h, n), dtype=torch.float32) if lse is None else lse
+        _call("mla_prefill_into", q=q, k=k, v=v, **given, target=out, lse=lse)
+    return (out, lse) if return_lse else out
+
+
 def _call_rmsnorm(**given: Any) -> Any:
     out, second, summed = _call("rmsnorm", **given)
     if given.get("residual") is not None:
@@ -145,6 +178,7 @@ through.update(
     mla_decode=functools.partial(_call_attention, "mla_decode"),
     sparse_mla_decode=functools.partial(_call_attention, "sparse_mla_decode"),
     packed_mla_decode=functools.partial(_call_attention, "packed_mla_decode"),
+    mla_prefill=_call_prefill,
     rmsnorm=_call_rmsnorm,
     rope_append=functools.partial(_call, "rope_append"),
     absorb_gemm=_call_absorb_gemm,
@@ -187,6 +221,15 @@ def _fake_over_packed(q: torch.Tensor, *args: Any, **options: Any) -> tuple[torc
 
     out, lse = _shapes(q, None, VALUES)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
+
+
+def _fake_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    n, h, _ = q.shape
+    return q.new_empty((n, h, v.shape[2])), q.new_empty((h, n), dtype=torch.float32)
 
 
 def _rmsnorm(
@@ -260,6 +303,7 @@ def register() -> None:
     decode, decode_into = _attention(mla_decode)
     sparse, sparse_into = _attention(sparse_mla_decode)
     packed, packed_into = _attention(packed_mla_decode)
+    prefill, prefill_into = _attention(mla_prefill)
     library = torch.library.Library(NAMESPACE, "DEF")
     _registered.append(library)
     functions: dict[str, tuple[Any, Any]] = {
@@ -269,6 +313,8 @@ def register() -> None:
         "sparse_mla_decode_into": (sparse_into, _fake_into),
         "packed_mla_decode": (packed, _fake_over_packed),
         "packed_mla_decode_into": (packed_into, _fake_into),
+        "mla_prefill": (prefill, _fake_prefill),
+        "mla_prefill_into": (prefill_into, _fake_into),
         "rmsnorm": (_rmsnorm, _fake_rmsnorm),
         "rope_append": (_rope_append, _fake_into),
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),

@@ -49,6 +49,10 @@ class KernelPlan(ABC):
     #: them; the registry reads them without running the file, so that they stand there as a literal.
     parts: ClassVar[tuple[str, ...]] = ()
 
+    #: Whether a kernel that is planned for some tensors serves others of its problem class, of any sizes and strides,
+    #: once its own are pointed at their memory: it reads shapes when it launches, and no workspace depends on them.
+    any_size: ClassVar[bool] = False
+
     #: Whether tensors are pointed at other memory between launches, so that what is planned must read addresses then.
     late_tensors: bool = False
 

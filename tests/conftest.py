@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,3 +43,14 @@ def _plain_output() -> Iterable[None]:
         patch.setenv("NO_COLOR", "1")
         patch.setenv("COLUMNS", "200")
         yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads of torch that wait for each other make small products slower by far where other programs run."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

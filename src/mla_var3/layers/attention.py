@@ -5,11 +5,14 @@
                                                  → rope → rotate ┴→ pages[slots]
     decode    absorbed:      [q · W_UK | q_rope] over the cached rows, then · W_UV; on a GPU by `rmsnorm`,
                              `absorb_gemm`, `rope_append` and `mla_decode` of `mla_var3.ops`
-    prefill   decompressed:  [latent · W_UKᵀ | rope] and latent · W_UVᵀ of every head, then attention of torch
+    prefill   decompressed:  [latent · W_UKᵀ | rope] and latent · W_UVᵀ of every head, then `mla_prefill`, for the
+                             prompts and chunks of a step in one call; requests of few new tokens, which decode or
+                             speculate beside them, are absorbed
     → o_proj → (tokens, hidden)
 
 Both are the same function (DeepSeek-V2, arXiv 2405.04434, section 2.1). Absorbed attention reads each cached row once
 for all heads, which decode wants; decompressed heads take about a third of its multiplications, which prefill wants.
+`mla_var3.ops.chunk_prefill` says from how many new tokens of a request on.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from mla_var3.layers.checkpoint import judge_names, prepare
 from mla_var3.layers.config import read_config
 from mla_var3.layers.rope import Rope, softmax_scale
 from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append
+from mla_var3.ops.chunk_prefill import absorbed, decompressed, way_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -165,9 +169,10 @@ class MlaAttention(nn.Module):
         latent, rope = self._call("kv_a_proj_with_mqa", hidden).split([shape.k, shape.p], -1)
         rotated = self.rope.rotate(rope[:, None], angles)[:, 0]
         rows = torch.cat([self._call("kv_a_layernorm", latent), rotated], -1)
-        attend = self._absorbed if step.decode else self._decompressed
         pages.view(-1, self.columns).index_copy_(0, step.slots, rows)
-        return self._call("o_proj", attend(q_nope, q_rope, pages, step).flatten(1))
+        if step.decode:
+            return self._call("o_proj", self._absorbed(q_nope, q_rope, pages, step).flatten(1))
+        return self._call("o_proj", self._prompts(torch.cat([q_nope, q_rope], -1), pages, step).flatten(1))
 
     def _by_kernels(self, hidden: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         """A decode step without a copy: each kernel writes its columns of what the next one reads."""
@@ -290,25 +295,41 @@ class MlaAttention(nn.Module):
             out = decode_on_cpu(q, pages, step, self.shape.k, self.scale)
         return torch.einsum("bhk,hvk->bhv", out, w_uv)
 
-    def _decompressed(
-        self, q_nope: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, step: Step
-    ) -> torch.Tensor:
-        """(tokens, h, v) of new tokens (tokens, h, d), (tokens, h, p), so many of each request."""
-        shape = self.shape
-        out = []
-        for i, new in enumerate(torch.cat([q_nope, q_rope], -1).split(step.counts)):
-            rows = cached_rows(pages, step, i)
-            kv = self._call("kv_b_proj", rows[:, : shape.k]).view(len(rows), shape.h, -1)
-            k_nope, values = kv.split([shape.d, shape.v], -1)
-            keys = torch.cat([k_nope, rows[:, None, shape.k :].expand(-1, shape.h, -1)], -1)
-            q, k, v = (x.transpose(0, 1)[None] for x in (new, keys, values))  # (1, h, tokens, columns)
-            if len(new) == len(rows):
-                attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-            else:  # torch's causal mask lets the first query see the first key; here the last one sees the last
-                seen = torch.ones(len(new), len(rows), dtype=torch.bool, device=q.device).tril(len(rows) - len(new))
-                attended = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)
-            out.append(attended[0].transpose(0, 1))
-        return torch.cat(out)
+    def _prompts(self, q: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
+        """(tokens, h, v) of new tokens (tokens, h, d + p), of some requests many."""
+        few, many = self._by_way(q, step)
+        if not few:
+            return self._decompressed(q, pages, step)
+        if not many:
+            return self._absorbed_chunks(q, pages, step)
+        out = q.new_empty((len(q), self.shape.h, self.shape.v))
+        for requests, attend in ((few, self._absorbed_chunks), (many, self._decompressed)):
+            part, places = step.only(requests)
+            out[places] = attend(q[places], pages, part)
+        return out
+
+    def _by_way(self, q: torch.Tensor, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Requests that are absorbed, and those that are decompressed. Absorbed are on a GPU those of few new tokens
+        behind a prefix, where `kv_b_proj` is its weight's product."""
+        shape, kv_b = self.shape, self.kv_b_proj
+        takes = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and shape.d == shape.v
+        if not takes or added(kv_b) or kv_b.bias is not None or type(kv_b._parameters.get("weight")) not in PLAIN:
+            return (), tuple(range(len(step.counts)))
+        groups: tuple[list[int], list[int]] = ([], [])
+        for i, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
+            absorbs = length > count and way_of(count, shape.k, shape.d, shape.v) == "absorb"
+            groups[not absorbs].append(i)
+        return tuple(groups[0]), tuple(groups[1])
+
+    def _absorbed_chunks(self, q: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
+        weight, lens = self.kv_b_proj.weight.detach(), step.seq_lens
+        return absorbed(q, pages, step.page_table, lens, step.offsets, weight, self.scale, causal=True)[0]
+
+    def _decompressed(self, q: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
+        return decompressed(
+            q, pages, step.page_table, step.seq_lens, step.offsets, lambda latents: self._call("kv_b_proj", latents),
+            self.shape.k, step.prefix_tokens, self.scale,
+        )[0]  # fmt: skip
 
 
 def added(module: nn.Module) -> str | None:

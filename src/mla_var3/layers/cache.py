@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,9 +35,46 @@ class Step:
     positions: torch.Tensor
     slots: torch.Tensor
     decode: bool = field(init=False)
+    _parts: dict[tuple[int, ...], tuple[Step, torch.Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decode", all(count == 1 for count in self.counts))
+
+    @functools.cached_property
+    def offsets(self) -> torch.Tensor:
+        """(b + 1,) int32: where each request's new tokens begin, and the end."""
+        import torch
+
+        with torch.inference_mode(False):
+            starts = [0, *itertools.accumulate(self.counts)]
+            return torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of all requests before their new ones."""
+        return sum(self.lengths) - sum(self.counts)
+
+    def only(self, requests: tuple[int, ...]) -> tuple[Step, torch.Tensor]:
+        """The step of some of its requests, by their numbers from 0, and the places of their new tokens, (tokens,)
+        int64; made once for all layers."""
+        import torch
+
+        if requests not in self._parts:
+            starts = [0, *itertools.accumulate(self.counts)]
+            places = [at for i in requests for at in range(starts[i], starts[i + 1])]
+            with torch.inference_mode(False):
+                rows = torch.tensor(requests, device=self.seq_lens.device)
+                index = torch.tensor(places, device=self.seq_lens.device)
+                part = Step(
+                    counts=tuple(self.counts[i] for i in requests),
+                    lengths=tuple(self.lengths[i] for i in requests),
+                    page_table=self.page_table[rows],
+                    seq_lens=self.seq_lens[rows],
+                    positions=self.positions[index],
+                    slots=self.slots[index],
+                )
+            self._parts[requests] = part, index
+        return self._parts[requests]
 
 
 @dataclass

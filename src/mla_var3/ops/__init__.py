@@ -11,6 +11,7 @@ has attention under FlashMLA's names. docs/serving.md says how to use them.
 
 from __future__ import annotations
 
+from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials, mla_decode_cp
 from mla_var3.ops.decode import compile_for, mla_decode
 from mla_var3.ops.engine import DecodeSchedule
@@ -25,6 +26,7 @@ __all__ = [
     "compile_for",
     "flash_attn_varlen_func",
     "merge_partials",
+    "mla_chunk_prefill",
     "mla_decode",
     "mla_decode_cp",
     "mla_prefill",

@@ -8,6 +8,7 @@
     torch.ops.mla_var3.packed_mla_decode_into    writes into the caller's out and lse
     torch.ops.mla_var3.mla_prefill        (out, lse) as new tensors
     torch.ops.mla_var3.mla_prefill_into   writes into the caller's out and lse
+    torch.ops.mla_var3.mla_chunk_prefill  (out, lse) as new tensors
     torch.ops.mla_var3.rmsnorm            (out, second, new residual), without columns where not asked for
     torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
@@ -31,6 +32,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.ops import flash_mla
+from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import LATENT, mla_decode
 from mla_var3.ops.layer import absorb_gemm, require_side, rmsnorm, rope_append
@@ -78,6 +80,10 @@ SCHEMAS = {
     "packed_mla_decode_into": f"packed_mla_decode_into({_PACKED}, Tensor(a!) target, Tensor(b!) lse) -> ()",
     "mla_prefill": f"mla_prefill({_PROMPTS}) -> (Tensor out, Tensor lse)",
     "mla_prefill_into": f"mla_prefill_into({_PROMPTS}, Tensor(a!) target, Tensor(b!) lse) -> ()",
+    "mla_chunk_prefill": (
+        "mla_chunk_prefill(Tensor q, Tensor kv_cache, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, "
+        "Tensor kv_b, *, SymInt prefix_tokens, float? scale=None, str? way=None) -> (Tensor out, Tensor lse)"
+    ),
     "rmsnorm": (
         "rmsnorm(Tensor x, Tensor weight, Tensor? second_weight=None, Tensor? residual=None, *, float eps=1e-6, "
         "str? version=None) -> (Tensor out, Tensor second, Tensor new_residual)"
@@ -159,6 +165,15 @@ def _call_prefill(
     return (out, lse) if return_lse else out
 
 
+def _call_chunk_prefill(
+    *, return_lse: bool = False, version: None = None, q: torch.Tensor, kv_cache: torch.Tensor, kv_b: torch.Tensor,
+    **given: Any,
+) -> Any:  # fmt: skip
+    require_no_gradient(q=q, kv_cache=kv_cache, kv_b=kv_b)
+    both = _call("mla_chunk_prefill", q=q, kv_cache=kv_cache, kv_b=kv_b, **given)
+    return both if return_lse else both[0]
+
+
 def _call_rmsnorm(**given: Any) -> Any:
     out, second, summed = _call("rmsnorm", **given)
     if given.get("residual") is not None:
@@ -179,6 +194,7 @@ through.update(
     sparse_mla_decode=functools.partial(_call_attention, "sparse_mla_decode"),
     packed_mla_decode=functools.partial(_call_attention, "packed_mla_decode"),
     mla_prefill=_call_prefill,
+    mla_chunk_prefill=_call_chunk_prefill,
     rmsnorm=_call_rmsnorm,
     rope_append=functools.partial(_call, "rope_append"),
     absorb_gemm=_call_absorb_gemm,
@@ -230,6 +246,27 @@ def _fake_prefill(
 
     n, h, _ = q.shape
     return q.new_empty((n, h, v.shape[2])), q.new_empty((h, n), dtype=torch.float32)
+
+
+def _chunk_prefill(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = eager(mla_chunk_prefill)(*args, return_lse=True, **options)
+    return out, lse.contiguous()  # as the fake one
+
+
+def _fake_chunk_prefill(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kv_b: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    n, h, columns = q.shape
+    d = columns - (kv_cache.shape[-1] - kv_b.shape[1])
+    return q.new_empty((n, h, kv_b.shape[0] // h - d)), q.new_empty((n, h), dtype=torch.float32)
 
 
 def _rmsnorm(
@@ -315,6 +352,7 @@ def register() -> None:
         "packed_mla_decode_into": (packed_into, _fake_into),
         "mla_prefill": (prefill, _fake_prefill),
         "mla_prefill_into": (prefill_into, _fake_into),
+        "mla_chunk_prefill": (_chunk_prefill, _fake_chunk_prefill),
         "rmsnorm": (_rmsnorm, _fake_rmsnorm),
         "rope_append": (_rope_append, _fake_into),
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),

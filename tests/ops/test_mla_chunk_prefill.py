@@ -1,0 +1,178 @@
+"""`mla_chunk_prefill` without a GPU: both ways and every cut of a prefix are attention over decompressed heads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ops_fakes import serve_on_cpu  # noqa: E402
+
+from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.ops import absorb_gemm, chunk_prefill, mla_chunk_prefill, mla_decode  # noqa: E402
+from mla_var3.workload.prefill import prefill_reference  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+H, D, P, K, PAGE = 3, 32, 16, 64, 8
+#: (new tokens, tokens in all): a first chunk, later ones of few and of many, an idle request, one token.
+REQUESTS = ((5, 5), (9, 30), (0, 12), (1, 17), (17, 40))
+
+
+class Given:
+    """The arguments of a call: rows of pages that no request names are NaN, and page tables end in garbage."""
+
+    def __init__(self, requests: Any = REQUESTS, v: int = D, dtype: Any = torch.float32, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        counts, lens = zip(*requests, strict=True)
+        self.lens, self.counts = lens, counts
+        draw = functools.partial(torch.randn, generator=g)
+        self.q = draw(sum(counts), H, D + P).to(dtype)
+        self.kv_b = (draw(H * (D + v), K) * K**-0.5).to(dtype)
+        width = -(-max(lens) // PAGE) + 1
+        used = [-(-n // PAGE) for n in lens]
+        order = torch.randperm(sum(used) + 3, generator=g).tolist()
+        self.cache = torch.full((len(order), PAGE, K + P), torch.nan).to(dtype)
+        self.table = torch.full((len(lens), width), 2**31 - 8, dtype=torch.int32)
+        self.latents = []
+        for i, n in enumerate(lens):
+            rows = draw(n, K + P).to(dtype)
+            self.latents.append(rows)
+            for j in range(used[i]):
+                page = order.pop()
+                self.table[i, j] = page
+                part = rows[j * PAGE : (j + 1) * PAGE]
+                self.cache[page, : len(part)] = part
+        self.seq_lens = torch.tensor(lens, dtype=torch.int32)
+        self.of_q = torch.tensor([0, *counts]).cumsum(0).int()
+        self.prefix = sum(lens) - sum(counts)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.q, self.cache, self.table, self.seq_lens, self.of_q, self.kv_b
+
+    def wanted(self, scale: float | None = None) -> tuple[Any, Any]:
+        rows = torch.cat(self.latents).double()
+        kv = (rows[:, :K] @ self.kv_b.double().t()).view(len(rows), H, -1)
+        keys = torch.cat([kv[..., :D], rows[:, None, K:].expand(-1, H, -1)], -1)
+        of_k = torch.tensor([0, *self.lens]).cumsum(0)
+        out, lse = prefill_reference(
+            self.q, keys, kv[..., D:], self.of_q, of_k, scale=(D + P) ** -0.5 if scale is None else scale, causal=True
+        )
+        return out, lse.t()
+
+
+def close(found: Any, wanted: Any, limit: float = 2e-6) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert x.shape == y.shape and torch.isfinite(x).all()
+        assert float((x.double() - y).abs().max()) < limit * max(1.0, float(y.abs().max()))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5, 100])
+@pytest.mark.parametrize("v", [D, 48, 24])
+def test_it_is_attention_over_decompressed_heads(v: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Given(v=v)
+    token = H * (2 * (D + P) + v) * 4
+    monkeypatch.setattr(chunk_prefill, "PIECE_BYTES", token * -(-given.prefix // pieces))
+    found = mla_chunk_prefill(*given.arguments, prefix_tokens=given.prefix, return_lse=True)
+    close(found, given.wanted())
+    assert torch.equal(mla_chunk_prefill(*given.arguments, prefix_tokens=given.prefix), found[0])
+
+
+def test_the_prefix_may_be_said_to_be_longer_and_the_scale_is_the_callers() -> None:
+    given = Given(seed=3)
+    for more in (1, 70):
+        found = mla_chunk_prefill(*given.arguments, prefix_tokens=given.prefix + more, scale=0.3, return_lse=True)
+        close(found, given.wanted(0.3))
+    whole = Given(((5, 5), (0, 0), (9, 9)))
+    close(mla_chunk_prefill(*whole.arguments, prefix_tokens=0, return_lse=True), whole.wanted())
+
+
+def test_other_forms_of_the_same_tensors() -> None:
+    """int64 lists, a cache of four dimensions, pages that lie apart."""
+    given = Given()
+    q, cache, table, lens, of_q, kv_b = given.arguments
+    want = mla_chunk_prefill(*given.arguments, prefix_tokens=given.prefix)
+    apart = torch.stack([cache, torch.full_like(cache, torch.nan)], 1)[:, 0]
+    for pages in (cache[:, :, None], apart):
+        found = mla_chunk_prefill(q, pages, table.long(), lens.long(), of_q.long(), kv_b, prefix_tokens=given.prefix)
+        assert torch.equal(found, want)
+
+
+def test_absorbing_the_prefix_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_on_cpu(monkeypatch)
+    for name, function in (("mla_decode", mla_decode), ("absorb_gemm", absorb_gemm)):
+        version = {"mla_decode": "torch/flash_mla", "absorb_gemm": "torch/absorb_gemm"}[name]
+        monkeypatch.setattr(chunk_prefill, name, functools.partial(function, kernel=version))
+    given = Given(dtype=torch.float16)
+    q, cache, table, lens, of_q, kv_b = given.arguments
+    own = chunk_prefill.decompressed(
+        q, cache, table, lens, of_q, lambda x: torch.nn.functional.linear(x, kv_b), K, 0, (D + P) ** -0.5
+    )
+    before = lens - of_q.diff()
+    prefix = chunk_prefill.absorbed(q, cache, table, before, of_q, kv_b, (D + P) ** -0.5)
+    close(chunk_prefill.merged([own, prefix]), given.wanted(), 4e-3)
+    whole = chunk_prefill.absorbed(q, cache, table, lens, of_q, kv_b, (D + P) ** -0.5, causal=True)
+    close(whole, given.wanted(), 4e-3)
+
+
+def test_the_way_is_that_of_fewer_operations() -> None:
+    """FLOPs of one head and one key of a prefix, for so many queries."""
+    for k, d, v in ((512, 128, 128), (512, 192, 192), (256, 64, 64)):
+        for queries in (1, 60, 170, 171, 300, 4096):
+            decompress = 2 * k * (d + v) + queries * 2 * (d + 64 + v)
+            absorb = queries * 2 * (2 * k + 64)
+            assert chunk_prefill.way_of(queries, k, d, v) == ("decompress" if decompress < absorb else "absorb")
+    assert chunk_prefill.way_of(1, 64, 64, 64) == "decompress"  # a latent as wide as a key is never more work
+
+
+def test_no_request_is_looked_at_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    attend = chunk_prefill.mla_prefill
+    monkeypatch.setattr(chunk_prefill, "mla_prefill", lambda *a, **o: calls.append(1) or attend(*a, **o))
+    given = Given(tuple((3, 3 + i) for i in range(12)))
+    close(mla_chunk_prefill(*given.arguments, prefix_tokens=given.prefix, return_lse=True), given.wanted())
+    assert len(calls) == 2
+
+
+GIVEN = Given()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "options", "words"),
+    [
+        (0, GIVEN.q[0], {}, r"q is \(3, 48\).*pass \(any, any, any\)"),
+        (0, GIVEN.q[..., :16], {}, "kv_cache has 80 columns, kv_b 64 and q 16"),
+        (0, GIVEN.q.clone().requires_grad_(), {}, "q requires a gradient"),
+        (1, GIVEN.cache.half(), {}, "kv_cache is .* torch.float16 .*: pass"),
+        (1, GIVEN.cache[..., :60], {}, "kv_cache has 60 columns, kv_b 64"),
+        (2, GIVEN.table.float(), {}, "page_table is .* torch.float32"),
+        (3, GIVEN.seq_lens[:-1], {}, r"seq_lens is \(4,\).*pass \(5\)"),
+        (4, GIVEN.of_q[:-1], {}, r"cu_seqlens_q is \(5,\).*pass \(6\)"),
+        (5, GIVEN.kv_b[:-1], {}, r"kv_b is \(191, 64\) and q has 3 heads of 32 \+ 16 columns"),
+        (5, GIVEN.kv_b[:96], {}, r"kv_b is \(96, 64\)"),
+        (0, GIVEN.q, {"prefix_tokens": -1}, "prefix_tokens is -1: pass how many"),
+        (0, GIVEN.q, {"prefix_tokens": 3.0}, r"prefix_tokens is 3\.0"),
+        (0, GIVEN.q, {"way": "both"}, "way = 'both' is unknown"),
+        (0, GIVEN.q, {"way": "absorb"}, 'way = "absorb" needs a GPU: leave it out'),
+        (0, GIVEN.q, {"scale": "x"}, "scale is of type str"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_sentence(place: int, value: Any, options: dict[str, Any], words: str) -> None:
+    arguments = [*GIVEN.arguments]
+    arguments[place] = value
+    with pytest.raises(UserError, match=words) as caught:
+        mla_chunk_prefill(*arguments, **{"prefix_tokens": GIVEN.prefix, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_torch_compile_takes_it_whole() -> None:
+    given = Given(((3, 3), (2, 9)))
+    call = functools.partial(mla_chunk_prefill, prefix_tokens=given.prefix, return_lse=True)
+    found = torch.compile(lambda *x: call(*x), fullgraph=True, backend="aot_eager")(*given.arguments)
+    assert all(map(torch.equal, found, call(*given.arguments)))
+    operator = torch.ops.mla_var3.mla_chunk_prefill.default
+    torch.library.opcheck(operator, given.arguments, {"prefix_tokens": given.prefix, "scale": 0.2})

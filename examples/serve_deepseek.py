@@ -82,13 +82,15 @@ class Server:
         return self.model.lm_head(self.model.model.norm(hidden[0, ends]))
 
     def generate(self, prompts: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """So many tokens behind each prompt, (requests, count), and the logits that they were taken from. `seconds`
-        is the time of the steps behind the first."""
+        """So many tokens behind each prompt, (requests, count), and the logits that they were taken from.
+        `prompt_seconds` is the time of the first step, which computes the prompts, `seconds` that of the others."""
         requests = [self.cache.join() for _ in prompts]
         chosen: list[torch.Tensor] = []
+        start = now()
         logits = [self.step(torch.cat(list(prompts)), dict(zip(requests, map(len, prompts), strict=True)))]
         chosen.append(logits[-1].argmax(-1))
         begin = now()
+        self.prompt_seconds = begin - start
         while len(chosen) < count:
             logits.append(self.step(chosen[-1], dict.fromkeys(requests, 1)))
             chosen.append(logits[-1].argmax(-1))
@@ -108,7 +110,8 @@ class Original:
         self.cache: DynamicCache
 
     def generate(self, prompts: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-        """So many tokens behind each prompt, (requests, count). `seconds` is as in `Server`."""
+        """So many tokens behind each prompt, (requests, count). `prompt_seconds`, `seconds`: as in `Server`."""
+        start = now()
         longest = max(map(len, prompts))
         ids = torch.stack([nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)[:, None]
@@ -125,7 +128,7 @@ class Original:
             chosen.append(made.logits[:, -1].argmax(-1))
             ids, begin, end = chosen[-1][:, None], end, end + 1
             started = started or now()
-        self.seconds = now() - started
+        self.prompt_seconds, self.seconds = started - start, now() - started
         return torch.stack(chosen, 1)
 
     def cached(self) -> int:
@@ -145,14 +148,15 @@ def follow(model: PreTrainedModel, prompts: Sequence[torch.Tensor], tokens: torc
     return torch.stack(rows)
 
 
-def decode_rate(side: Server | Original, prompts: Sequence[torch.Tensor], count: int) -> float:
-    """Tokens a second of the steps behind the first, which computes the prompts: the best of three runs after one that
-    is not counted."""
-    seconds = []
+def rates(side: Server | Original, prompts: Sequence[torch.Tensor], count: int) -> tuple[float, float]:
+    """Seconds of the step that computes the prompts, and tokens a second of those behind it: each the best of three
+    runs after one that is not counted."""
+    runs = []
     for _ in range(4):
         side.generate(prompts, count)
-        seconds.append(side.seconds)
-    return len(prompts) * (count - 1) / min(seconds[1:])
+        runs.append((side.prompt_seconds, side.seconds))
+    prompt, decode = map(min, zip(*runs[1:], strict=True))
+    return prompt, len(prompts) * (count - 1) / decode
 
 
 def check(model: PreTrainedModel, prompts: Sequence[torch.Tensor], served: Any, tokens: torch.Tensor) -> bool:
@@ -187,10 +191,14 @@ def serve(
     server, original = Server(model, len(prompts) * -(-longest // 64), longest), Original(model)
     passed = check(model, prompts, server.generate(prompts, count), original.generate(prompts, count))
 
-    ours, theirs = decode_rate(server, prompts, count), decode_rate(original, prompts, count)
+    (our_prompts, ours), (their_prompts, theirs) = (rates(side, prompts, count) for side in (server, original))
     latent, held = config.kv_lora_rank + config.qk_rope_head_dim, original.cached()
     kind = "the latent, decompressed into K and V in every step" if held == latent else "decompressed K and V"
     print(f"{len(prompts)} requests of {min(lengths)} to {max(lengths)} tokens, {count} generated, {dtype} on {device}")
+    print(
+        f"prompts, {sum(lengths)} tokens in all: ours {1e3 * our_prompts:.1f} ms, "
+        f"transformers {1e3 * their_prompts:.1f} ms"
+    )
     print(f"ours:         {ours:8.1f} tokens a second; a token's cache in a layer: {latent} elements")
     print(f"transformers: {theirs:8.1f} tokens a second; a token's cache in a layer: {held} elements, {kind}")
     return passed

@@ -89,6 +89,30 @@ def test_a_captured_step_follows_lengths_pages_and_slots() -> None:
     assert torch.equal(*outputs) and torch.equal(*caches)
 
 
+@pytest.mark.parametrize("name", ["h16", "h16 halves"])
+def test_prompts_and_chunks_beside_decodes(name: str) -> None:
+    """In a step of each kind: prompts alone, chunks of many and of few tokens behind prefixes, decodes beside them."""
+    config = CONFIGS[name]
+    attention = cases.original(config).to("cuda", torch.bfloat16)
+    layer, exact = cases.ours(config, attention), copy.deepcopy(attention).float()
+    lengths = {"a": 1000, "b": 600, "c": 300}
+    hidden = {
+        key: torch.randn(n, 2048, generator=torch.Generator().manual_seed(n)).to("cuda", torch.bfloat16)
+        for key, n in lengths.items()
+    }
+    server = cases.Server(layer, hidden, 40, 1024)
+    server.join("a", "b", "c")
+    for tokens in (
+        {"a": 500, "b": 1}, {"c": 64, "a": 300, "b": 399}, {"a": 1, "c": 200, "b": 5}, {"a": 1, "b": 1, "c": 1},
+        {"a": 3, "b": 4, "c": 5}, {"b": 190, "a": 195, "c": 30},
+    ):  # fmt: skip
+        server.step(tokens)
+    for key, x in hidden.items():
+        wanted = cases.run_original(exact, x.float())
+        assert len(server.outputs[key]) == len(x)
+        assert float((server.outputs[key].float() - wanted).norm() / wanted.norm()) < 0.01
+
+
 @pytest.mark.parametrize(("name", "change"), cases.CHANGED, ids=[" ".join(case) for case in cases.CHANGED])
 def test_a_change_of_a_module_counts_in_both_or_is_refused_where_decode_begins(name: str, change: str) -> None:
     """Made after steps of the layer as it was, which have read the weights and compiled the kernels."""

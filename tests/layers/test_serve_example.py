@@ -39,6 +39,8 @@ def test_it_generates_what_transformers_does(example: Any, capsys: pytest.Captur
     text = capsys.readouterr().out
     assert "tokens equal to the original's: 24 of 24\n" in text
     assert "3 requests of 6 to 80 tokens, 8 generated, torch.float32 on cpu\n" in text
+    prompts = re.search(r"^prompts, (\d+) tokens in all: ours ([\d.]+) ms, transformers ([\d.]+) ms$", text, re.M)
+    assert prompts is not None and prompts[1] == "129" and min(map(float, prompts.groups()[1:])) > 0
     rates = re.findall(
         r"^(ours|transformers): +([\d.]+) tokens a second; a token's cache in a layer: (\d+) ", text, re.M
     )
@@ -51,7 +53,7 @@ def test_in_bf16_rounding_is_judged(
     example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_bf16(example, monkeypatch)
-    monkeypatch.setattr(example, "decode_rate", lambda *_: 0.0)
+    monkeypatch.setattr(example, "rates", lambda *_: (0.0, 0.0))
     assert example.main(TINY) == 0
     assert "torch.bfloat16 on cpu" in capsys.readouterr().out
 
@@ -62,7 +64,7 @@ def test_an_attention_that_is_wrong_is_found(
 ) -> None:
     read = attention.read_config
     monkeypatch.setattr(attention, "read_config", lambda c: dataclasses.replace(read(c), interleaved=False))
-    monkeypatch.setattr(example, "decode_rate", lambda *_: 0.0)
+    monkeypatch.setattr(example, "rates", lambda *_: (0.0, 0.0))
     if dtype == "bfloat16":
         in_bf16(example, monkeypatch)
     assert example.main(TINY) == 1

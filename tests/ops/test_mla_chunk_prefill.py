@@ -9,66 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from chunk_cases import Given, Sizes, close  # noqa: E402
 from ops_fakes import serve_on_cpu  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import absorb_gemm, chunk_prefill, mla_chunk_prefill, mla_decode  # noqa: E402
-from mla_var3.workload.prefill import prefill_reference  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-H, D, P, K, PAGE = 3, 32, 16, 64, 8
-#: (new tokens, tokens in all): a first chunk, later ones of few and of many, an idle request, one token.
-REQUESTS = ((5, 5), (9, 30), (0, 12), (1, 17), (17, 40))
-
-
-class Given:
-    """The arguments of a call: rows of pages that no request names are NaN, and page tables end in garbage."""
-
-    def __init__(self, requests: Any = REQUESTS, v: int = D, dtype: Any = torch.float32, seed: int = 0) -> None:
-        g = torch.Generator().manual_seed(seed)
-        counts, lens = zip(*requests, strict=True)
-        self.lens, self.counts = lens, counts
-        draw = functools.partial(torch.randn, generator=g)
-        self.q = draw(sum(counts), H, D + P).to(dtype)
-        self.kv_b = (draw(H * (D + v), K) * K**-0.5).to(dtype)
-        width = -(-max(lens) // PAGE) + 1
-        used = [-(-n // PAGE) for n in lens]
-        order = torch.randperm(sum(used) + 3, generator=g).tolist()
-        self.cache = torch.full((len(order), PAGE, K + P), torch.nan).to(dtype)
-        self.table = torch.full((len(lens), width), 2**31 - 8, dtype=torch.int32)
-        self.latents = []
-        for i, n in enumerate(lens):
-            rows = draw(n, K + P).to(dtype)
-            self.latents.append(rows)
-            for j in range(used[i]):
-                page = order.pop()
-                self.table[i, j] = page
-                part = rows[j * PAGE : (j + 1) * PAGE]
-                self.cache[page, : len(part)] = part
-        self.seq_lens = torch.tensor(lens, dtype=torch.int32)
-        self.of_q = torch.tensor([0, *counts]).cumsum(0).int()
-        self.prefix = sum(lens) - sum(counts)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.q, self.cache, self.table, self.seq_lens, self.of_q, self.kv_b
-
-    def wanted(self, scale: float | None = None) -> tuple[Any, Any]:
-        rows = torch.cat(self.latents).double()
-        kv = (rows[:, :K] @ self.kv_b.double().t()).view(len(rows), H, -1)
-        keys = torch.cat([kv[..., :D], rows[:, None, K:].expand(-1, H, -1)], -1)
-        of_k = torch.tensor([0, *self.lens]).cumsum(0)
-        out, lse = prefill_reference(
-            self.q, keys, kv[..., D:], self.of_q, of_k, scale=(D + P) ** -0.5 if scale is None else scale, causal=True
-        )
-        return out, lse.t()
-
-
-def close(found: Any, wanted: Any, limit: float = 2e-6) -> None:
-    for x, y in zip(found, wanted, strict=True):
-        assert x.shape == y.shape and torch.isfinite(x).all()
-        assert float((x.double() - y).abs().max()) < limit * max(1.0, float(y.abs().max()))
+H, D, P, K, _ = Sizes()
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 100])

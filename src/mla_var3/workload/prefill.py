@@ -100,10 +100,10 @@ class PrefillProblem(Problem):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self, like))
         check_integer("b", self.b, 1, MOST_LISTED)
+        for name in ("t", "p"):  # t first: where it alone was given, s is as large
+            check_integer(name, getattr(self, name), 0)
         for name in ("s", "h", "h_kv", "d"):
             check_integer(name, getattr(self, name), 1)
-        for name in ("t", "p"):
-            check_integer(name, getattr(self, name), 0)
         if self.h % self.h_kv:
             raise UserError(f"problem.h = {self.h} is not a multiple of h_kv = {self.h_kv}: choose one that is.")
         check_dtype(self.dtype)

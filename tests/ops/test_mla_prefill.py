@@ -158,7 +158,7 @@ def test_the_operators_are_what_torch_wants_of_one() -> None:
     inputs = make_inputs(PROBLEM.replace(b=2, lengths=((3, 5), (2, 2))), seed=4)
     torch.library.opcheck(OPS.mla_prefill.default, inputs, {"scale": 0.3, "causal": False})
     out, lse = OPS.mla_prefill(*inputs)
-    torch.library.opcheck(OPS.mla_prefill_into.default, inputs, {"out": out, "lse": lse})
+    torch.library.opcheck(OPS.mla_prefill_into.default, inputs, {"target": out, "lse": lse})
 
 
 def test_fake_tensors_have_the_shapes() -> None:

@@ -1,0 +1,1 @@
+"""The decompressed form: every head has its own keys and values."""

@@ -548,13 +548,16 @@ class Consumer:
 
     @cute.jit
     def issue_output(self, turn: Int32):
-        """Waits for V of KV tile `turn` of this CTA and issues O += P·V."""
-        stage = turn % STAGES
-        cute.arch.mbarrier_wait(self.storage.v_full.data_ptr() + stage, turn // STAGES & 1)
+        """Issues O += P·V of KV tile `turn` of this CTA, whose V has been waited for (`wait_for_values`)."""
         blocks = tuple(range(self.geometry.tokens // wgmma.MMA_K))
         operand = cute.make_layout(((2, 2, 2), 1, len(blocks)), stride=((1, 2, 4), 0, 8))
         p = cute.make_tensor(cute.recast_tensor(self.p, self.dtype).iterator, operand)
-        wgmma.gemm_issue(self.mma_o, self.acc_o, p, self.frag_v[None, None, None, stage], blocks)
+        wgmma.gemm_issue(self.mma_o, self.acc_o, p, self.frag_v[None, None, None, turn % STAGES], blocks)
+
+    @cute.jit
+    def wait_for_values(self, turn: Int32):
+        """Waits for V of KV tile `turn` of this CTA."""
+        cute.arch.mbarrier_wait(self.storage.v_full.data_ptr() + turn % STAGES, turn // STAGES & 1)
 
     @cute.jit
     def free(self, empty: cute.Pointer, turn: Int32):
@@ -566,7 +569,6 @@ class Consumer:
         """Zeroes rows `first` .. of V of a KV tile: they belong to another request or to nobody, and 0 · NaN is NaN.
         Both consumers write all of them, so that none waits for the other."""
         stage = turn % STAGES
-        cute.arch.mbarrier_wait(self.storage.v_full.data_ptr() + stage, turn // STAGES & 1)
         n, panels = self.geometry.tokens, self.geometry.v_panels
         # The swizzle permutes 16-byte chunks within a row of a panel only, so that rows need no address arithmetic.
         layout = cute.make_layout((8, 8, n, panels), stride=(1, 8, PANEL, n * PANEL))
@@ -617,7 +619,10 @@ class Consumer:
         warpgroup.wait_group(1)  # S
         self.free(self.storage.k_empty.data_ptr(), turn)
         factor = self.soften(first_key, masked)
-        warpgroup.wait_group(0)  # O
+        # Waited for here and not in front of the product: ptxas moves the wait for O up into the softmax unless there
+        # is a loop between, such as that of a wait.
+        self.wait_for_values(turn)
+        warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn - 1)
         wgmma.scale_rows(self.acc_o, factor)
         self.round_p()
@@ -643,6 +648,7 @@ class Consumer:
         first_key = (count - 1) * n
         self.soften(first_key, True)
         self.round_p()
+        self.wait_for_values(done)
         if count * n > tile.keys:
             self.zero_past_end(done, tile.keys - first_key)
 

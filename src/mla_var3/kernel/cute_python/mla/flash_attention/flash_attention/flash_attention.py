@@ -54,7 +54,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -94,7 +94,6 @@ WARP = 32
 CONSUMER_WARPS = CONSUMERS // WARP
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 of 65536
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
-L2_BYTES = 32 << 20  # of keys and values that CTAs of a section share; an H200 has 50 MB
 MISC_BYTES = 2048  # of shared memory, in front of Q
 
 
@@ -173,11 +172,6 @@ class Geometry:
     def v_elements(self) -> int:
         return self.tokens * PANEL * self.v_panels
 
-    @property
-    def section_keys(self) -> int:
-        """Keys, with their values, of one kv head that L2 has room for."""
-        return L2_BYTES // (2 * (self.dk + self.dv))
-
 
 def shared_storage(geometry: Geometry, dtype: type) -> type:
     """The CTA's shared memory: mbarriers, slots and the order of requests in the first 2 KiB, then Q, K and V."""
@@ -242,9 +236,10 @@ def query_tiles(s: Any) -> Any:
     return ceil_div(cutlass.max(s, 0), ROWS)
 
 
-def section_width(t: Any, geometry: Geometry) -> Any:
-    """Query heads of a section of a request of t keys: those of as many kv heads as fit in L2, at least one."""
-    heads = geometry.section_keys // cutlass.max(t, 1)
+def section_width(t: Any, room: Any, geometry: Geometry) -> Any:
+    """Query heads of a section of a request of t keys: those of as many kv heads as fit in L2, at least one. room: keys
+    of a kv head, with their values, that fit there."""
+    heads = room // cutlass.max(t, 1)
     return cutlass.min(cutlass.max(heads, 1), geometry.h_kv) * geometry.group
 
 
@@ -357,6 +352,7 @@ def load(
     counter: cute.Tensor,  # (2,) int32, global memory: query tiles taken, CTAs that are done; 0 in front of a launch
     block: Int32,
     blocks: Int32,
+    room: Int32,  # of `section_width`
     lane: Int32,
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
@@ -382,7 +378,7 @@ def load(
             request = request_at(window.rank + holder, order, requests)
             first_q, first_k = inputs.cu_seqlens_q[request], inputs.cu_seqlens_k[request]
             s, t = inputs.cu_seqlens_q[request + 1] - first_q, inputs.cu_seqlens_k[request + 1] - first_k
-            place = place_of(local, query_tiles(s), section_width(t, geometry), geometry.h)
+            place = place_of(local, query_tiles(s), section_width(t, room, geometry), geometry.h)
             tile = tile_of(place, first_q, s, first_k, cutlass.max(t, 0), geometry.causal)
         tell(storage, number, tile, lane)
         number = number + 1
@@ -498,7 +494,8 @@ class Consumer:
     p: Any  # (64, KV tile) 16-bit registers, as words of two
     row_max: Any  # running maximum of the thread's two rows, times scale_log2,
     row_sum: Any  # and this thread's share of the sums
-    limits: Any  # keys that each of the two rows sees
+    factor: Any  # what O is to be multiplied with ahead of the next product,
+    limits: Any  # and keys that each of the two rows sees
 
     @classmethod
     def make(cls, geometry, storage, dtype, me, thread, scale_log2) -> Consumer:
@@ -532,6 +529,7 @@ class Consumer:
             p=cute.make_rmem_tensor(cute.size(acc_s) // 2, Int32),
             row_max=cute.make_rmem_tensor(2, Float32),
             row_sum=cute.make_rmem_tensor(2, Float32),
+            factor=cute.make_rmem_tensor(2, Float32),
             limits=cute.make_rmem_tensor(2, Int32),
         )
 
@@ -584,21 +582,19 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
-    def soften(self, first_key: Int32, masked: cutlass.Constexpr) -> cute.Tensor:
-        """S becomes exp2(scale_log2 · S - maximum), the sums take it in; returns what O is to be multiplied with.
-        first_key: of the KV tile, in the request."""
+    def soften(self, first_key: Int32, masked: cutlass.Constexpr):
+        """S becomes exp2(scale_log2 · S - maximum), and the sums take it in. first_key: of the KV tile, in the
+        request."""
         if cutlass.const_expr(masked):
             softmax.mask_columns(self.acc_s, self.thread, first_key, self.limits)
-        factor = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             best = softmax.row_max(self.acc_s, r) * self.scale_log2
             top = cute.arch.fmax(self.row_max[r], best)
-            factor[r] = softmax.exp2(self.row_max[r] - top)
+            self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
         for r in cutlass.range_constexpr(2):
             total = softmax.row_exp2(self.acc_s, r, self.scale_log2, self.row_max[r])
-            self.row_sum[r] = self.row_sum[r] * factor[r] + total
-        return factor
+            self.row_sum[r] = self.row_sum[r] * self.factor[r] + total
 
     @cute.jit
     def round_p(self):
@@ -613,18 +609,21 @@ class Consumer:
         if cutlass.const_expr(self.geometry.ordered):
             cute.arch.barrier(barrier_id=int(Barrier.TURN_UPPER) + self.me, number_of_threads=CONSUMERS)
         self.issue_scores(turn)
+        # Here, and not behind the softmax, so that it runs beside the scores. The wait is over at once; without it
+        # ptxas moves the multiplications between the first two products.
+        self.wait_for_values(turn - 1)
+        wgmma.scale_rows(self.acc_o, self.factor)
         self.issue_output(turn - 1)
         if cutlass.const_expr(self.geometry.ordered):
             cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN_LOWER) - self.me, number_of_threads=CONSUMERS)
         warpgroup.wait_group(1)  # S
         self.free(self.storage.k_empty.data_ptr(), turn)
-        factor = self.soften(first_key, masked)
+        self.soften(first_key, masked)
         # Waited for here and not in front of the product: ptxas moves the wait for O up into the softmax unless there
         # is a loop between, such as that of a wait.
         self.wait_for_values(turn)
         warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn - 1)
-        wgmma.scale_rows(self.acc_o, factor)
         self.round_p()
 
     @cute.jit
@@ -662,6 +661,7 @@ class Consumer:
             self.step(done + i, (count - 1 - i) * n, False)
 
         warp_arrive(self.storage.q_empty.data_ptr())
+        wgmma.scale_rows(self.acc_o, self.factor)
         self.issue_output(done + count - 1)
         warpgroup.wait_group(0)
         self.free(self.storage.v_empty.data_ptr(), done + count - 1)
@@ -796,6 +796,7 @@ def flash_attention(
     lse: cute.Tensor,  # (h, n) fp32, global memory
     counter: cute.Tensor,  # (2,) int32, global memory
     scale_log2: Float32,
+    room: Int32,  # of `section_width`
     geometry: cutlass.Constexpr,
 ):
     """A persistent CTA."""
@@ -822,7 +823,7 @@ def flash_attention(
     if warp >= CONSUMER_WARPS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp == CONSUMER_WARPS:
-            load(inputs, storage, counter, block, blocks, thread % WARP, dtype, geometry)
+            load(inputs, storage, counter, block, blocks, room, thread % WARP, dtype, geometry)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         me = cute.arch.make_warp_uniform(warp // (WARPGROUP // WARP))
@@ -865,6 +866,7 @@ def launch_flash_attention(
     counter: cute.Tensor,
     scale: Float32,
     blocks: Int32,
+    room: Int32,
     geometry: cutlass.Constexpr,
     stream: CUstream,
 ):
@@ -875,7 +877,7 @@ def launch_flash_attention(
     requests = cu_seqlens_q.shape[0] - 1
     most = (q.shape[0] // ROWS + requests) * geometry.h
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
-    flash_attention(inputs, out, lse, counter, scale * math.log2(math.e), geometry).launch(
+    flash_attention(inputs, out, lse, counter, scale * math.log2(math.e), room, geometry).launch(
         grid=(cutlass.min(blocks, most), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
 
@@ -899,10 +901,13 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionTiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order."""
+    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_width`)."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = False
+    section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
@@ -912,6 +917,8 @@ class FlashAttentionTiling(Tiling):
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
+        if not 1 <= self.section_mib <= 1024:
+            return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd)
@@ -982,10 +989,12 @@ class FlashAttentionPlan(KernelPlan):
                 host.fake(Int32, 2, align=4),
                 Float32(1.0),
                 Int32(1),
+                Int32(1),
                 geometry,
             )
 
-        given = (*inputs, *outputs, *counter, pd.scale, host.target(self).num_sms) if inputs else ()
+        room = (self.tiling.section_mib << 20) // (2 * (geometry.dk + geometry.dv))
+        given = (*inputs, *outputs, *counter, pd.scale, host.target(self).num_sms, room) if inputs else ()
         return host.stage(
             self, flash_attention, launch_flash_attention, "flash_attention", arguments, given, inputs, outputs, counter
         )

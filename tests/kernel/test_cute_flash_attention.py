@@ -1,0 +1,246 @@
+"""CuTe's flash_attention: query tiles dealt once each, in the promised order; masks; Hopper code without spills.
+
+The tile scheduler runs here as the kernels trace it, on a warp of greenlets (`device_on_cpu`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+pytest.importorskip("greenlet", reason="greenlet is not installed")
+
+from device_on_cpu import ON_CPU, cute_on_cpu, cutlass_on_cpu, meet, of_values, run_cta
+
+from mla_var3.catalogue import registry
+from mla_var3.device import Device
+from mla_var3.workload.prefill import PrefillProblem
+
+H200 = Device.get("h200")
+KERNELS = [k for k in registry.all_kernels() if k.language == "cute-dsl" and k.design == "flash_attention"]
+#: (d, p) of published models.
+WIDTHS = [(128, 64), (128, 0), (256, 0), (128, 128), (64, 32)]
+each_version = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
+
+
+def module_of(kernel: registry.KernelId) -> Any:
+    return inspect.getmodule(registry.get_plan(kernel))
+
+
+def geometry_of(module: Any, h: int = 4, h_kv: int = 4) -> Any:
+    """Of causal heads of 192 and 128 columns."""
+    return module.Geometry(h, h_kv, 192, 128, True, 128, False)
+
+
+# ---------------------------------------------------------------- the scheduler on a CPU
+def on_cpu(module: Any, **others: Any) -> SimpleNamespace:
+    """The module's functions with the code that the kernel traces, on plain integers. others: replace some of them."""
+    names = dict(vars(module))
+    arch = vars(cute_on_cpu().arch) | {
+        "sync_warp": lambda: meet("any", False),
+        "atomic_add": lambda pointer, value: (pointer.load(), pointer.store(pointer.load() + value))[0],
+    }
+    names |= ON_CPU | {"cutlass": cutlass_on_cpu(), "cute": SimpleNamespace(**vars(cute_on_cpu()))}
+    names["cute"].arch = SimpleNamespace(**arch)
+    for name, value in vars(module).items():
+        if callable(value) and getattr(value, "__module__", "") == module.__name__ and not inspect.isclass(value):
+            code = inspect.unwrap(value)
+            if isinstance(code, FunctionType):
+                names[name] = FunctionType(code.__code__, names, name, code.__defaults__, code.__closure__)
+    names |= others
+    return SimpleNamespace(names=names, **{k: v for k, v in names.items() if k.isidentifier()})
+
+
+def line_of(
+    module: Any, pairs: Any, geometry: Any, blocks: int = 1, room: int = 1000, counter: Any = None, **others: Any
+) -> list[Any]:
+    """The query tiles that CTAs name to their consumers, a list a CTA. room: keys of a kv head that fit in L2. Where
+    there is no counter, CTA i of n gets every n-th."""
+    told: list[list[Any]] = []
+
+    def tell(_: Any, number: int, tile: Any, lane: int) -> None:
+        if lane == 0 and tile.rows > 0:
+            assert number == len(told[-1])
+            told[-1].append(tile)
+
+    made = on_cpu(module, tell=tell, load_tile=lambda *_: None, **others)
+    offsets = [of_values([0, *itertools.accumulate(x)]) for x in zip(*pairs, strict=True)]
+    inputs = SimpleNamespace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+    for block in range(blocks):
+        told.append([])
+        order = of_values([1 << 20] * module.SORTED)
+        words = counter
+        if counter is None:
+            # Every n-th number: the counter stands n - 1 higher each time that it is asked.
+            asked = itertools.count(1)
+            made.names["cute"].arch.atomic_add = lambda *_, n=blocks, i=block, a=asked: n * (next(a) - 1) + i
+            words = of_values([0, 0])
+        storage = SimpleNamespace(order=SimpleNamespace(get_tensor=lambda _, found=order: found))
+
+        def work(storage: Any = storage, words: Any = words, block: int = block) -> None:
+            from greenlet import getcurrent
+
+            made.names["load"](inputs, storage, words, block, blocks, room, getcurrent().thread, None, geometry)
+
+        run_cta(work)
+    return told
+
+
+def wanted(pairs: Any, heads: int, rows: int) -> set[tuple[int, int, int]]:
+    """(first query token, head, query tokens from there on) of all query tiles."""
+    tiles, begin = set(), 0
+    for s, _ in pairs:
+        tiles |= {(begin + at, head, s - at) for at in range(0, s, rows) for head in range(heads)}
+        begin += s
+    return tiles
+
+
+def drawn(rng: random.Random, requests: int, longest: int = 700) -> list[tuple[int, int]]:
+    """Lengths, some of them 0, some equal."""
+    lengths = [0, 1, 127, 128, 129, rng.randrange(longest), rng.randrange(longest)]
+    return [(rng.choice(lengths), rng.choice(lengths)) for _ in range(requests)]
+
+
+BATCHES = [(1, 1), (3, 2), (31, 5), (33, 7), (64, 9), (128, 3), (129, 11), (200, 4)]
+
+
+@each_version
+@pytest.mark.parametrize(("requests", "blocks"), BATCHES)
+def test_every_query_tile_is_dealt_once(kernel: registry.KernelId, requests: int, blocks: int) -> None:
+    module, rng = module_of(kernel), random.Random(requests)
+    pairs = drawn(rng, requests)
+    dealt = line_of(module, pairs, geometry_of(module, 6, 3), blocks, room=rng.choice([1, 200, 1000, 1 << 20]))
+    tiles = [tile for of_cta in dealt for tile in of_cta]
+    named = [(tile.row, tile.head, tile.rows) for tile in tiles]
+    assert len(named) == len(set(named)) and set(named) == wanted(pairs, 6, module.ROWS)
+    begins = dict(zip(itertools.accumulate([0, *(s for s, _ in pairs)]), range(len(pairs)), strict=False))
+    keys = [0, *itertools.accumulate(t for _, t in pairs)]
+    for tile in tiles:
+        request = max(i for begin, i in begins.items() if begin <= tile.row)
+        s, t = pairs[request]
+        at = s - tile.rows
+        assert (tile.key, tile.keys, tile.seen) == (keys[request], t, t - s + at + 1)
+
+
+@each_version
+def test_the_most_keys_come_first_and_heads_that_fit_in_l2_together(kernel: registry.KernelId) -> None:
+    module = module_of(kernel)
+    pairs = [(300, 300), (5, 900), (0, 2000), (700, 700), (300, 300), (129, 0)]
+    (line,) = line_of(module, pairs, geometry_of(module, 6, 3), room=1400)
+    assert [keys for keys, _ in itertools.groupby(tile.keys for tile in line)] == [900, 700, 300, 0]
+    of_700 = [(tile.head, tile.rows) for tile in line if tile.keys == 700]
+    # Two kv heads of 700 keys have room, four query heads: in these, the last query tile of each first.
+    assert [head for head, _ in of_700] == [0, 1, 2, 3] * 6 + [4, 5] * 6
+    ends = [700 - at for at in (640, 512, 384, 256, 128, 0)]
+    assert [rows for _, rows in of_700] == [x for x in ends for _ in range(4)] + [x for x in ends for _ in range(2)]
+    of_300 = [tile.row for tile in line if tile.keys == 300]
+    assert max(of_300[: len(of_300) // 2]) < min(of_300[len(of_300) // 2 :]), "equal requests stay as they come"
+
+
+@each_version
+def test_a_launch_leaves_the_counter_as_it_found_it(kernel: registry.KernelId) -> None:
+    module, counter = module_of(kernel), of_values([0, 0])
+    for pairs in ([(300, 300), (1, 5)], [(0, 7)], drawn(random.Random(5), 40)):
+        dealt = line_of(module, pairs, geometry_of(module), blocks=5, counter=counter)
+        assert {(x.row, x.head, x.rows) for of_cta in dealt for x in of_cta} == wanted(pairs, 4, module.ROWS)
+        assert counter.values() == [0, 0]
+
+
+@each_version
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("query_tiles", lambda s: max(s, 0) // 128),
+        ("place_of", lambda index, tiles, width, heads: (index % tiles, index // tiles % (heads - 1))),
+    ],
+)
+def test_a_planted_fault_is_found(kernel: registry.KernelId, name: str, other: Any) -> None:
+    module = module_of(kernel)
+    pairs = [(300, 300), (5, 900)]
+    dealt = line_of(module, pairs, geometry_of(module), 3, **{name: other})
+    assert {(x.row, x.head, x.rows) for of_cta in dealt for x in of_cta} != wanted(pairs, 4, module.ROWS)
+
+
+# ---------------------------------------------------------------- masks
+@each_version
+@pytest.mark.parametrize("tokens", [64, 80, 96, 128])
+def test_kv_tiles_are_those_that_rows_see(kernel: registry.KernelId, tokens: int) -> None:
+    module = module_of(kernel)
+    made, rng = on_cpu(module), random.Random(tokens)
+    for _ in range(300):
+        s, t = rng.randrange(1, 600), rng.randrange(600)
+        at = rng.randrange(0, s, module.ROWS) // module.ROWS
+        for causal in (True, False):
+            tile = made.tile_of((at, 0), 0, s, 0, t, causal)
+            rows = range(at * module.ROWS, min(s, (at + 1) * module.ROWS))
+            sees = [min(max(t - s + row + 1, 0), t) if causal else t for row in rows]
+            count = made.kv_tiles(tile, tokens, causal)
+            assert count == -(-max(sees) // tokens)
+            for first in (0, module.HALF):
+                if causal and first < len(rows):
+                    whole = made.whole_tiles(tile, first, tokens)
+                    assert whole == min(sees[first:]) // tokens
+
+
+# ---------------------------------------------------------------- what is taken, and how
+@each_version
+def test_kv_tiles_fit_in_shared_memory_and_registers(kernel: registry.KernelId) -> None:
+    module = module_of(kernel)
+    found = {(d + p, d): module.kv_tile_of(d + p, d) for d, p in WIDTHS}
+    assert found == {(192, 128): 128, (128, 128): 128, (256, 256): 80, (256, 128): 96, (96, 64): 128}
+    for (dk, dv), tokens in found.items():
+        assert module.smem_bytes(dk, dv, tokens) <= H200.smem_per_block
+        problem = PrefillProblem(b=1, s=64, h=2, d=dv, p=dk - dv)
+        assert registry.get_plan(kernel)(problem, device=H200).tiling.validate(problem, H200)
+
+
+@each_version
+def test_refusals_say_why(kernel: registry.KernelId) -> None:
+    plan = registry.get_plan(kernel)
+    for fields, words in (
+        ({"d": 96, "p": 0}, "values of d = 96 columns must be 64, 128, 192 or 256"),
+        ({"d": 128, "p": 8}, "keys of d + p = 136 columns must be a multiple of 16, 256 at most"),
+        ({"d": 256, "p": 64}, "keys of d + p = 320 columns"),
+        ({"b": 600, "s": 1 << 22}, "tokens of q or k"),
+        ({"b": 64, "s": 1 << 20}, "lse is (128, 67,108,864)"),
+        ({"dtype": "fp32"}, "fp32"),
+    ):
+        verdict = plan(PrefillProblem(**fields), device=H200).supported()
+        assert not verdict and words in verdict.reason
+    problem = PrefillProblem(d=256, p=0)
+    for knobs, words in (({"kv_tile": 100}, "not a multiple of 16"), ({"kv_tile": 96}, "shared memory for q")):
+        verdict = plan.tiling_type(**knobs).validate(problem, H200)
+        assert not verdict and words in verdict.reason
+
+
+def test_no_query_needs_no_launch() -> None:
+    for kernel in KERNELS:
+        problem = PrefillProblem(b=2, h=2, lengths=[[0, 5], [0, 0]])
+        plan = registry.get_plan(kernel)(problem, device=H200)
+        bound = plan.plan(*plan.prepare_inputs("cpu"))
+        bound.launch()
+        assert [tuple(x.shape) for x in bound.output_tensors] == [(0, 2, 128), (2, 0)]
+
+
+# ---------------------------------------------------------------- what the compiler makes of it
+#: One compile of each version takes seconds: that of most registers, and that of most shared memory.
+COMPILED = [(kernel, width) for kernel in KERNELS for width in ((128, 64), (256, 0))]
+
+
+@pytest.mark.parametrize(("kernel", "width"), COMPILED, ids=lambda x: getattr(x, "label", None) or "{}_{}".format(*x))
+def test_products_overlap_with_the_softmax(kernel: registry.KernelId, width: tuple[int, int]) -> None:
+    d, p = width
+    problem = PrefillProblem(b=1, s=4096, h=8, d=d, p=p, causal=True)
+    made = registry.get_plan(kernel)(problem, device=H200).plan_empty().compile(None, H200)
+    taken, count = made.resources, made.resources.instructions
+    assert made.warnings == ()
+    assert taken.spill_bytes == 0 and count["STL"] == 0 and count["LDL"] == 0
+    assert taken.ctas_per_sm == 1 and count["USETMAXREG"] == 2
+    # ptxas waits for every product where it lacks registers: there are then as many waits as products.
+    assert count["WARPGROUP"] <= count["HGMMA"] // 3

@@ -180,8 +180,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         return cute.struct.MemRange[kind, size]
 
     fields = {
-        "q_full": array(Int64, 1),  # mbarriers
-        "q_empty": array(Int64, 1),
+        "q_full": array(Int64, 2),  # mbarriers; of Q one for each consumer's half
+        "q_empty": array(Int64, 2),
         "k_full": array(Int64, STAGES),
         "k_empty": array(Int64, STAGES),
         "v_full": array(Int64, STAGES),
@@ -443,13 +443,18 @@ def load_tile(
         for half in cutlass.range_constexpr(2):
             for panel in cutlass.range_constexpr(k_panels):
                 cute.prefetch(inputs.tma_q, q_boxes[None, half, panel])
-        full_q = storage.q_full.data_ptr()
-        cute.arch.mbarrier_wait(storage.q_empty.data_ptr(), (loads & 1) ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full_q, 2 * 2 * geometry.half_elements)
+        full_q, empty_q = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         for half in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_wait(empty_q + half, (loads & 1) ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full_q + half, 2 * geometry.half_elements)
             for panel in cutlass.range_constexpr(k_panels):
-                cute.copy(inputs.tma_q, q_boxes[None, half, panel], q_places[None, 0, panel, half], tma_bar_ptr=full_q)
+                cute.copy(
+                    inputs.tma_q,
+                    q_boxes[None, half, panel],
+                    q_places[None, 0, panel, half],
+                    tma_bar_ptr=full_q + half,
+                )
         for i in cutlass.range(1, count, unroll=1):
             load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n)
             load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n)
@@ -638,7 +643,7 @@ class Consumer:
         warpgroup.wait_group(1)  # S
         self.free(self.storage.k_empty.data_ptr(), turn)
         if first_key == 0:
-            warp_arrive(self.storage.q_empty.data_ptr())
+            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
         self.soften(first_key, masked)
         # Waited for here and not in front of the product: ptxas moves the wait for O up into the softmax unless there
         # is a loop between, such as that of a wait.
@@ -651,7 +656,7 @@ class Consumer:
     def begin(self, ahead: Ahead):
         """Waits for Q and K of a query tile's last KV tile, unless it sees no key, and issues their scores."""
         if ahead.count > 0:
-            cute.arch.mbarrier_wait(self.storage.q_full.data_ptr(), ahead.loads & 1)
+            cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, ahead.loads & 1)
             stage = ahead.done % STAGES
             cute.arch.mbarrier_wait(self.storage.k_full.data_ptr() + stage, ahead.done // STAGES & 1)
         # Without keys these are products of whatever lies there, which nobody reads: a branch around a product in
@@ -664,7 +669,7 @@ class Consumer:
         if ahead.count > 0:
             self.free(self.storage.k_empty.data_ptr(), ahead.done)
             if ahead.count == 1:
-                warp_arrive(self.storage.q_empty.data_ptr())
+                warp_arrive(self.storage.q_empty.data_ptr() + self.me)
 
     @cute.jit
     def attend(self, tile: Tile, count: Int32, done: Int32):
@@ -865,8 +870,9 @@ def flash_attention_v1(
             ):  # fmt: skip
                 for i in range(2):
                     cute.arch.mbarrier_init(barriers.data_ptr() + i, count)
-            cute.arch.mbarrier_init(storage.q_full.data_ptr(), 1)
-            cute.arch.mbarrier_init(storage.q_empty.data_ptr(), CONSUMER_WARPS)
+            for i in range(2):
+                cute.arch.mbarrier_init(storage.q_full.data_ptr() + i, 1)
+                cute.arch.mbarrier_init(storage.q_empty.data_ptr() + i, CONSUMER_WARPS // 2)
         for tma in (inputs.tma_q, inputs.tma_k, inputs.tma_v):
             cpasync.prefetch_descriptor(tma)
     cute.arch.mbarrier_init_fence()

@@ -1,4 +1,4 @@
-"""CuTe's flash_attention on a GPU: right for every width in every case of the check, and the same bits in every call."""
+"""CuTe's flash_attention on a GPU: right for every width in every case of the check, the same bits in every call."""
 
 from __future__ import annotations
 

@@ -632,7 +632,7 @@ class Consumer:
         if cutlass.const_expr(masked):
             softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
-            best = softmax.row_max(acc_s, r) * self.scale_log2
+            best = quad_max(softmax.thread_max(acc_s, r)) * self.scale_log2
             top = cute.arch.fmax(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
@@ -759,6 +759,14 @@ class Consumer:
                     chunk[i] = turned[i]
                 if inside:
                     cute.autovec_copy(cute.recast_tensor(chunk, self.dtype), target[None, self.thread % 4, block])
+
+
+@cute.jit
+def quad_max(value: Float32) -> Float32:
+    """Maximum over the four threads that share a row."""
+    for offset in cutlass.range_constexpr(1, 3):
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
+    return value
 
 
 @dsl_user_op

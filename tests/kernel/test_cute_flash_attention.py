@@ -186,6 +186,12 @@ def test_kv_tiles_are_those_that_rows_see(kernel: registry.KernelId, tokens: int
                 if causal and first < len(rows):
                     whole = made.whole_tiles(tile, first, tokens)
                     assert whole == min(sees[first:]) // tokens
+                if "last_keys" in made.names and count and first < len(rows):
+                    # A bound for the half of the rows: those that lie behind the request may see more.
+                    last = made.last_keys(tile, count, first, tokens, causal)
+                    most = max(sees[first : first + module.HALF]) - (count - 1) * tokens
+                    assert max(last, 0) >= max(most, 0)
+                    assert max(last, 0) == max(most, 0) or first + module.HALF > len(rows)
 
 
 # ---------------------------------------------------------------- what is taken, and how

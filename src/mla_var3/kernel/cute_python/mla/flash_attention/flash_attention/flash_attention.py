@@ -761,6 +761,18 @@ def store_no_keys(tile: Tile, out: cute.Tensor, lse: cute.Tensor, thread: Int32,
 
 
 @cute.jit
+def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
+    """Query tile `number` of this CTA, once the producer has named it."""
+    slot = number % SLOTS
+    words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
+    cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)
+    tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
+    cute.arch.sync_warp()
+    warp_arrive(storage.heard.data_ptr() + slot)
+    return tile
+
+
+@cute.jit
 def consume(
     storage: cutlass.Constexpr,
     out: cute.Tensor,
@@ -773,27 +785,19 @@ def consume(
 ):
     """What a consumer does, until there are no more query tiles."""
     w = Consumer.make(geometry, storage, dtype, me, thread % WARPGROUP, scale_log2)
-    words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
     if cutlass.const_expr(geometry.ordered):
         if me == 1:
             named_arrive(Barrier.TURN_UPPER, CONSUMERS)
-    number, done, loads, working = Int32(0), Int32(0), Int32(0), True
-    while working:
-        slot = number % SLOTS
-        cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)
-        tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
-        cute.arch.sync_warp()
-        warp_arrive(storage.heard.data_ptr() + slot)
-        number = number + 1
-        working = tile.rows > 0
-        if working:
-            count = kv_tiles(tile, geometry.tokens, geometry.causal)
-            if count > 0:
-                w.attend(tile, count, done, loads)
-                w.epilogue(tile, out, lse)
-                done, loads = done + count, loads + 1
-            else:
-                store_no_keys(tile, out, lse, thread, geometry)
+    tile, number, done, loads = heard(storage, Int32(0)), Int32(1), Int32(0), Int32(0)
+    while tile.rows > 0:
+        count = kv_tiles(tile, geometry.tokens, geometry.causal)
+        if count > 0:
+            w.attend(tile, count, done, loads)
+            w.epilogue(tile, out, lse)
+        else:
+            store_no_keys(tile, out, lse, thread, geometry)
+        tile = heard(storage, number)
+        number, done, loads = number + 1, done + count, loads + Int32(count > 0)
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel

@@ -1,4 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), the readable baseline.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: a query tile begins before the one before
+has ended.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 
@@ -19,9 +20,19 @@ runs beside a product (FlashAttention-3's overlap within a warpgroup):
     tensor cores   S1 = Q·K1ᵀ | O += P0·V0 | S2 = Q·K2ᵀ | O += P1·V1 |
     softmax                   | S1 → P1                 | S2 → P2
 
+From one query tile to the next, which version 0 has behind each other:
+
+    tensor cores   O += P·V, the last one | S = Q·Kᵀ, the first one of the next query tile
+    other                                 | O / sum, stores of out and LSE
+
+The scores are issued behind the last product, and only that product is waited for before O is stored. Q of the next
+query tile must be there by then: each consumer frees its own half of Q as soon as its last scores are made, one softmax
+earlier than in version 0, and the producer has asked L2 for these rows before that (TMA prefetch), as nobody has read
+them yet.
+
     mbarrier       arrives                              waits
-    q_full         TMA with both halves of Q            consumers, in front of the first scores of a query tile
-    q_empty        consumers, behind the last scores    producer
+    q_full[j]      TMA with half j of Q                 consumer j, in front of the first scores of a query tile
+    q_empty[j]     consumer j, behind the last scores   producer
     k_full[i]      TMA with K of stage i                consumers, in front of the scores
     k_empty[i]     consumers, once these are made       producer
     v_full[i]      TMA with V of stage i                consumers, in front of O += P·V

@@ -1,4 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), the readable baseline.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 2: half of the last KV tile where no more
+is seen.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 
@@ -19,9 +20,21 @@ runs beside a product (FlashAttention-3's overlap within a warpgroup):
     tensor cores   S1 = Q·K1ᵀ | O += P0·V0 | S2 = Q·K2ᵀ | O += P1·V1 |
     softmax                   | S1 → P1                 | S2 → P2
 
+On the diagonal, with KV tiles of 128 keys, the upper 64 rows see no key of the second half of the last KV tile. They
+compute scores and softmax of its first half only, and P is 0 beyond (░); so do both consumers where a request ends
+within the first half:
+
+    UPPER    ◣ ░         one product of 64 x 64 in place of 64 x 128
+    LOWER    █ ◣
+
+UPPER is ahead of LOWER from there on, so that their softmaxes do not coincide.
+
+Each consumer frees its own half of Q as soon as its last scores are made, as in version 1, and the producer has asked
+L2 for the next query tile's rows before that (TMA prefetch).
+
     mbarrier       arrives                              waits
-    q_full         TMA with both halves of Q            consumers, in front of the first scores of a query tile
-    q_empty        consumers, behind the last scores    producer
+    q_full[j]      TMA with half j of Q                 consumer j, in front of the first scores of a query tile
+    q_empty[j]     consumer j, behind the last scores   producer
     k_full[i]      TMA with K of stage i                consumers, in front of the scores
     k_empty[i]     consumers, once these are made       producer
     v_full[i]      TMA with V of stage i                consumers, in front of O += P·V

@@ -1,5 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: a query tile begins before the one before
-has ended.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: a query tile begins before its
+predecessor has ended.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 

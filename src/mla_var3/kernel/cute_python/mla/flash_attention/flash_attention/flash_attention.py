@@ -32,9 +32,9 @@ runs beside a product (FlashAttention-3's overlap within a warpgroup):
 O goes from registers to global memory, without shared memory between: four threads that share a row exchange their
 columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
 
-Tile scheduler: requests lie on a line of query tiles, the one with the most keys first. Within a request heads come in
-sections whose keys and values fit in L2 together, and in a section the query tiles with the most keys come first: the
-small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global memory.
+Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
+tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global memory.
 The lengths are read on the device only, and the last CTA sets the counter back.
 
 Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:

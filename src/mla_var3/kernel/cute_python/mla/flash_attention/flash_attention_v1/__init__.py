@@ -1,1 +1,1 @@
-"""Version 1: the first scores of a query tile beside the last product of the one before."""
+"""Version 1: of the KV tile on the diagonal, upper rows compute the half that they see."""

@@ -1,5 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: a query tile begins before its
-predecessor has ended.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: half of the last KV tile where no more
+is seen.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 
@@ -20,15 +20,17 @@ runs beside a product (FlashAttention-3's overlap within a warpgroup):
     tensor cores   S1 = Q·K1ᵀ | O += P0·V0 | S2 = Q·K2ᵀ | O += P1·V1 |
     softmax                   | S1 → P1                 | S2 → P2
 
-From one query tile to the next, which version 0 has behind each other:
+On the diagonal, with KV tiles of 128 keys, the upper 64 rows see no key of the second half of the last KV tile. They
+compute scores and softmax of its first half only, and P is 0 beyond (░); so do both consumers where a request ends
+within the first half:
 
-    tensor cores   O += P·V, the last one | S = Q·Kᵀ, the first one of the next query tile
-    other                                 | O / sum, stores of out and LSE
+    UPPER    ◣ ░         one product of 64 x 64 in place of 64 x 128
+    LOWER    █ ◣
 
-The scores are issued behind the last product, and only that product is waited for before O is stored. Q of the next
-query tile must be there by then: each consumer frees its own half of Q as soon as its last scores are made, one softmax
-earlier than in version 0, and the producer has asked L2 for these rows before that (TMA prefetch), as nobody has read
-them yet.
+UPPER is ahead of LOWER from there on, so that their softmaxes do not coincide.
+
+Each consumer frees its own half of Q as soon as its last scores are made, in front of the last softmax, and the
+producer has asked L2 for the next query tile's rows before that (TMA prefetch): nobody has read them yet.
 
     mbarrier       arrives                              waits
     q_full[j]      TMA with half j of Q                 consumer j, in front of the first scores of a query tile
@@ -43,9 +45,9 @@ them yet.
 O goes from registers to global memory, without shared memory between: four threads that share a row exchange their
 columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
 
-Tile scheduler: requests lie on a line of query tiles, the one with the most keys first. Within a request heads come in
-sections whose keys and values fit in L2 together, and in a section the query tiles with the most keys come first: the
-small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global memory.
+Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
+tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global memory.
 The lengths are read on the device only, and the last CTA sets the counter back.
 
 Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
@@ -290,6 +292,12 @@ def whole_tiles(tile: Tile, first_row: int, tokens: int) -> Any:
     return cutlass.max(cutlass.min(tile.seen + first_row, tile.keys), 0) // tokens
 
 
+def last_keys(tile: Tile, count: Any, first_row: Any, tokens: int, causal: bool) -> Any:
+    """Keys of the last of `count` KV tiles that any of the HALF rows from `first_row` on sees; not above 0: none."""
+    last = cutlass.min(tile.seen + first_row + HALF - 1, tile.keys) if causal else tile.keys
+    return last - (count - 1) * tokens
+
+
 class Window(NamedTuple):
     """32 requests of the line, one a lane. rank: of the first. begin, end: query tiles in front of the window and up
     to its end, all heads; the same in all lanes. start, count: query tiles in front of the lane's request, and its own
@@ -519,17 +527,20 @@ def load_stage(
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
-class Ahead(NamedTuple):
-    """A query tile as the consumers count. count: its KV tiles. done, loads: KV tiles and loads of Q of this CTA before
-    it."""
+class Count(NamedTuple):
+    """A query tile as a consumer counts. count: its KV tiles. sees: keys of the last one of these that any row of the
+    consumer sees. done, loads: KV tiles and loads of Q of this CTA before it."""
 
     count: Int32
+    sees: Int32
     done: Int32
     loads: Int32
 
-    def behind(self, count: Int32) -> Ahead:
-        """That of the query tile behind this one, with so many KV tiles."""
-        return Ahead(count, self.done + self.count, self.loads + Int32(self.count > 0))
+    def behind(self, tile: Tile, me: Int32, geometry: Geometry) -> Count:
+        """That of the query tile behind this one."""
+        count = kv_tiles(tile, geometry.tokens, geometry.causal)
+        sees = last_keys(tile, count, me * HALF, geometry.tokens, geometry.causal)
+        return Count(count, sees, self.done + self.count, self.loads + Int32(self.count > 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -543,11 +554,14 @@ class Consumer:
     thread: Any
     scale_log2: Any
     mma_s: Any  # S = Q·Kᵀ
+    mma_half: Any  # S of the first half of a KV tile
     mma_o: Any  # O += P·V, P in registers
     frag_q: Any  # descriptors: the own half of Q,
     frag_k: Any  # all stages of K,
+    frag_half: Any  # of the first half of these,
     frag_v: Any  # and of V
     acc_s: Any  # (64, KV tile) fp32 registers
+    acc_half: Any  # (64, half a KV tile)
     acc_o: Any  # (64, dv) fp32 registers
     p: Any  # (64, KV tile) 16-bit registers, as words of two
     row_max: Any  # running maximum of the thread's two rows, times scale_log2,
@@ -558,7 +572,7 @@ class Consumer:
     @classmethod
     def make(cls, geometry, storage, dtype, me, thread, scale_log2) -> Consumer:
         n = geometry.tokens
-        mma_s = wgmma.make_mma(dtype, n)
+        mma_s, mma_half = wgmma.make_mma(dtype, n), wgmma.make_mma(dtype, n // 2)
         mma_o = wgmma.make_mma(dtype, geometry.dv, a_in_registers=True, b_major=OperandMajorMode.MN)
         scores, output = mma_s.get_slice(thread), mma_o.get_slice(thread)
         q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, 2))
@@ -569,6 +583,7 @@ class Consumer:
         keys = wgmma.smem_view(storage.keys.data_ptr(), 0, k_layout)
         values = wgmma.smem_view(storage.values.data_ptr(), 0, v_layout)
         frag_q = mma_s.make_fragment_A(scores.partition_A(queries))
+        half = cute.local_tile(keys, (n // 2, PANEL * geometry.k_panels, STAGES), (0, 0, 0))
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, n)), Float32)
         return cls(
             geometry=geometry,
@@ -578,11 +593,14 @@ class Consumer:
             thread=thread,
             scale_log2=scale_log2,
             mma_s=mma_s,
+            mma_half=mma_half,
             mma_o=mma_o,
             frag_q=frag_q[None, None, None, me],
             frag_k=mma_s.make_fragment_B(scores.partition_B(keys)),
+            frag_half=mma_half.make_fragment_B(mma_half.get_slice(thread).partition_B(half)),
             frag_v=mma_o.make_fragment_B(output.partition_B(values)),
             acc_s=acc_s,
+            acc_half=cute.make_rmem_tensor(mma_half.partition_shape_C((HALF, n // 2)), Float32),
             acc_o=cute.make_rmem_tensor(mma_o.partition_shape_C((HALF, geometry.dv)), Float32),
             p=cute.make_rmem_tensor(cute.size(acc_s) // 2, Int32),
             row_max=cute.make_rmem_tensor(2, Float32),
@@ -600,6 +618,13 @@ class Consumer:
         wgmma.gemm_issue(
             self.mma_s, self.acc_s, self.frag_q, self.frag_k[None, None, None, stage], blocks, zero_init=True
         )
+
+    @cute.jit
+    def issue_half(self, turn: Int32):
+        """Issues S of the first half of KV tile `turn`."""
+        blocks = tuple(range(self.geometry.dk // wgmma.MMA_K))
+        keys = self.frag_half[None, None, None, turn % STAGES]
+        wgmma.gemm_issue(self.mma_half, self.acc_half, self.frag_q, keys, blocks, zero_init=True)
 
     @cute.jit
     def issue_output(self, turn: Int32):
@@ -639,26 +664,30 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
-    def soften(self, first_key: Int32, masked: cutlass.Constexpr):
-        """S becomes exp2(scale_log2 · S - maximum), and the sums take it in. first_key: of the KV tile, in the
-        request."""
+    def soften(self, acc_s: cute.Tensor, first_key: Int32, masked: cutlass.Constexpr):
+        """S becomes exp2(scale_log2 · S - maximum), and the sums take it in. acc_s: of a KV tile, or of its first half.
+        first_key: of the KV tile, in the request."""
         if cutlass.const_expr(masked):
-            softmax.mask_columns(self.acc_s, self.thread, first_key, self.limits)
+            softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
-            best = quad_max(softmax.thread_max(self.acc_s, r)) * self.scale_log2
+            best = quad_max(softmax.thread_max(acc_s, r)) * self.scale_log2
             top = cute.arch.fmax(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
         for r in cutlass.range_constexpr(2):
-            total = softmax.row_exp2(self.acc_s, r, self.scale_log2, self.row_max[r])
+            total = softmax.row_exp2(acc_s, r, self.scale_log2, self.row_max[r])
             self.row_sum[r] = self.row_sum[r] * self.factor[r] + total
 
     @cute.jit
-    def round_p(self):
-        """P in 16 bits, an operand of the next product. No product that reads the last one may be in flight."""
-        scores = cute.make_tensor(self.acc_s.iterator, cute.make_layout(cute.size(self.acc_s)))
+    def round_p(self, acc_s: cute.Tensor):
+        """P in 16 bits, an operand of the next product; 0 where it is wider than acc_s. No product that reads the last
+        one may be in flight."""
+        scores = cute.make_tensor(acc_s.iterator, cute.make_layout(cute.size(acc_s)))
         for i in cutlass.range_constexpr(cute.size(self.p)):
-            self.p[i] = rounded_here(scores[2 * i], scores[2 * i + 1], self.dtype)
+            if cutlass.const_expr(2 * i < cute.size(acc_s)):
+                self.p[i] = rounded_here(scores[2 * i], scores[2 * i + 1], self.dtype)
+            else:
+                self.p[i] = Int32(0)
 
     @cute.jit
     def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr):
@@ -679,36 +708,17 @@ class Consumer:
         self.free(self.storage.k_empty.data_ptr(), turn)
         if first_key == 0:
             warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-        self.soften(first_key, masked)
+        self.soften(self.acc_s, first_key, masked)
         # Over at once. ptxas moves the wait for O up into the softmax unless there is a loop between, such as a wait's.
         cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 0)
         warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn - 1)
-        self.round_p()
+        self.round_p(self.acc_s)
 
     @cute.jit
-    def begin(self, ahead: Ahead):
-        """Waits for Q and K of a query tile's last KV tile, unless it sees no key, and issues their scores."""
-        if ahead.count > 0:
-            cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, ahead.loads & 1)
-            stage = ahead.done % STAGES
-            cute.arch.mbarrier_wait(self.storage.k_full.data_ptr() + stage, ahead.done // STAGES & 1)
-        # Without keys these are products of whatever lies there, which nobody reads: a branch around a product in
-        # flight would cost more.
-        self.issue_scores(ahead.done)
-
-    @cute.jit
-    def begun(self, ahead: Ahead):
-        """Behind the wait for what `begin` issued."""
-        if ahead.count > 0:
-            self.free(self.storage.k_empty.data_ptr(), ahead.done)
-            if ahead.count == 1:
-                warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-
-    @cute.jit
-    def attend(self, tile: Tile, count: Int32, done: Int32):
-        """P of the first KV tile and the row statistics of a query tile, and O but for the product with that P; the
-        scores of its last KV tile are in acc_s. count: KV tiles, at least one. done: of this CTA, before."""
+    def attend(self, tile: Tile, now: Count):
+        """O and the row statistics of a query tile that sees any key."""
+        count, sees, done, loads = now
         n, causal = self.geometry.tokens, self.geometry.causal
         for r in cutlass.range_constexpr(2):
             limit = tile.keys
@@ -719,9 +729,22 @@ class Consumer:
         self.row_max.fill(softmax.NO_KEY)
         self.row_sum.fill(0.0)
 
+        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, loads & 1)
+        cute.arch.mbarrier_wait(self.storage.k_full.data_ptr() + done % STAGES, done // STAGES & 1)
         first_key = (count - 1) * n
-        self.soften(first_key, True)
-        self.round_p()
+        if sees > n // 2:
+            self.issue_scores(done)
+            warpgroup.wait_group(0)
+            self.soften(self.acc_s, first_key, True)
+            self.round_p(self.acc_s)
+        else:
+            self.issue_half(done)
+            warpgroup.wait_group(0)
+            self.soften(self.acc_half, first_key, True)
+            self.round_p(self.acc_half)
+        self.free(self.storage.k_empty.data_ptr(), done)
+        if count == 1:
+            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
         if count * n > tile.keys:
             self.wait_for_values(done)
             self.zero_past_end(done, tile.keys - first_key)
@@ -734,6 +757,13 @@ class Consumer:
                 self.step(done + i, (count - 1 - i) * n, True)
         for i in cutlass.range(plain, count, unroll=1):
             self.step(done + i, (count - 1 - i) * n, False)
+
+        last = done + count - 1
+        wgmma.scale_rows(self.acc_o, self.factor)
+        self.wait_for_values(last)
+        self.issue_output(last)
+        warpgroup.wait_group(0)
+        self.free(self.storage.v_empty.data_ptr(), last)
 
     # -------------------------------------------------------------------------------------------- epilogue
     @cute.jit
@@ -857,34 +887,16 @@ def consume(
     if cutlass.const_expr(geometry.ordered):
         if me == 1:
             named_arrive(Barrier.TURN_UPPER, CONSUMERS)
-    tile = heard(storage, Int32(0))
-    now = Ahead(kv_tiles(tile, geometry.tokens, geometry.causal), Int32(0), Int32(0))
-    w.begin(now)
-    warpgroup.wait_group(0)
-    w.begun(now)
-    number = Int32(1)
+    tile, number = heard(storage, Int32(0)), Int32(1)
+    now = Count(Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, me, geometry)
     while tile.rows > 0:
         if now.count > 0:
-            w.attend(tile, now.count, now.done)
-        following = heard(storage, number)
-        ahead = now.behind(kv_tiles(following, geometry.tokens, geometry.causal))
-        if now.count > 0:
-            last = now.done + now.count - 1
-            wgmma.scale_rows(w.acc_o, w.factor)
-            w.wait_for_values(last)
-            w.issue_output(last)
-            w.begin(ahead)
-            warpgroup.wait_group(1)  # O
-            w.free(storage.v_empty.data_ptr(), last)
+            w.attend(tile, now)
             w.epilogue(tile, out, lse)
-            warpgroup.wait_group(0)  # the next query tile's first scores
-            w.begun(ahead)
         else:
-            w.begin(ahead)
             store_no_keys(tile, out, lse, thread, geometry)
-            warpgroup.wait_group(0)
-            w.begun(ahead)
-        number, tile, now = number + 1, following, ahead
+        tile = heard(storage, number)
+        number, now = number + 1, now.behind(tile, me, geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel

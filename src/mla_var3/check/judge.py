@@ -148,6 +148,11 @@ def _judge_output(output: Output, answer: torch.Tensor, reference: torch.Tensor,
             return f"{name} was written where it must stay as it was, in {_where(touched)}", Off()
         answer, reference = answer.masked_fill(nobodys, 0.0), reference.masked_fill(nobodys, 0.0)
     a, r = answer.double(), reference.double()
+    if output.unordered:
+        moved = (a < 0) != (r < 0)
+        if bool(moved.any()):
+            return f"{name} names something where its reference does not, or the other way round, in {_where(moved)}", Off()
+        a, r = a.sort(-1).values, r.sort(-1).values
     infinite = torch.isinf(r)
     odd = (torch.isinf(a) | infinite) & (a != r) & ~torch.isnan(a)
     if bool(odd.any()):
@@ -453,6 +458,10 @@ def _wrong(workload: Workload, reason: str) -> ErrorReport:
     return ErrorReport(False, reason, {output.name: Off() for output in workload.outputs})
 
 
+#: What an output of integers holds before a call, of which all is to be written.
+_NOT_WRITTEN = -77
+
+
 def _poison(workload: Workload, kernel: Any) -> None:
     for output, x in zip(workload.outputs, kernel.output_tensors, strict=True):
         # A finite value where part of an output is to stay: NaN there would hide that an input's NaN was copied.
@@ -460,6 +469,8 @@ def _poison(workload: Workload, kernel: Any) -> None:
             x.fill_(untouched(x))
         elif x.is_floating_point():
             x.fill_(math.nan)
+        else:
+            x.fill_(_NOT_WRITTEN)
     for x in getattr(kernel, "workspace_tensors", ()):
         if x.is_floating_point():
             x.fill_(math.nan)

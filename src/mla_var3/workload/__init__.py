@@ -174,7 +174,8 @@ class Output:
     """One output. axes: names of its dimensions. dtype: float32, or None for the problem's own. rows: whether the last
     axis is a vector whose direction is judged (cosine difference), and its error is relative; else it is absolute.
     partial: only some of it is written: where the reference is NaN, a call must leave what was there. bits: it
-    may be of integers, the bits of values, whose reference is the same numbers."""
+    may be of integers, the bits of values, whose reference is the same numbers. unordered: what its last axis holds is
+    a set, in any order, but for negative numbers, which stand where the reference has them."""
 
     name: str
     axes: tuple[str, ...]
@@ -182,6 +183,7 @@ class Output:
     rows: bool = True
     partial: bool = False
     bits: bool = False
+    unordered: bool = False
 
 
 @dataclass(frozen=True)

@@ -323,6 +323,17 @@ def _prefill_detail(p: Any) -> str:
     return text if p.uniform else text + _digest(json.dumps(p.to_record()["lengths"], sort_keys=True))
 
 
+def _indexer_words(p: Any) -> str:
+    text = f"{_count(p.b, 'request')} of {_count(p.s, 'query token')} and {_count(p.t, 'cached token')}"
+    text += f", {_count(p.h, 'head')}" + ("" if p.table else ", keys in order")
+    return text if p.lengths == "uniform" else f"{text}, lengths {p.lengths}"
+
+
+def _indexer_panel(p: Any) -> str:
+    text = f"{p.h} heads × {p.s}, " + ("decode" if p.table else "prefill")
+    return text if p.lengths == "uniform" else f"{text}, lengths {p.lengths}"
+
+
 _OF_ROPE = ("p", "columns", "rest", "page", "positions", "index")
 
 _DECODE = Naming(
@@ -409,5 +420,27 @@ NAMING = {
         place=("tokens", "h"),
         rank=lambda p: (p.parts, p.k, p.dtype, p.rows),
         detail=_left_out("k"),
+    ),
+    "indexer_logits": Naming(
+        words=lambda p: f"{_indexer_words(p)}, logits in {p.dtype}",
+        geometry=lambda p: "pages of 64" if p.table else "contiguous keys",
+        panel=lambda p: f"indexer, {_indexer_panel(p)}, {p.dtype}",
+        place=("b", "t"),
+        rank=lambda p: (p.table, p.h, p.s, p.dtype, p.b, p.t),
+    ),
+    "topk": Naming(
+        words=lambda p: f"{p.k} of {_count(p.t, 'logit')} in {_count(p.rows, 'row')}, {p.dtype}"
+        + (f", lengths {p.lengths}" if p.lengths != "uniform" else "") + (", through a page table" if p.table else ""),
+        geometry=lambda p: "slots of pages of 64" if p.table else "columns",
+        panel=lambda p: f"top {p.k}, {p.dtype}" + (", slots" if p.table else ""),
+        place=("rows", "t"),
+        rank=lambda p: (p.k, p.dtype, p.table, p.rows, p.t),
+    ),
+    "indexer_topk": Naming(
+        words=lambda p: f"{_indexer_words(p)}, the {p.k} best",
+        geometry=lambda p: "pages of 64" if p.table else "contiguous keys",
+        panel=lambda p: f"indexer's top {p.k}, {_indexer_panel(p)}",
+        place=("b", "t"),
+        rank=lambda p: (p.table, p.h, p.s, p.k, p.b, p.t),
     ),
 }  # fmt: skip

@@ -14,6 +14,9 @@
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
     torch.ops.mla_var3.absorb_gemm_into   writes into the caller's out
     torch.ops.mla_var3.merge_partials     (out, lse) as new tensors
+    torch.ops.mla_var3.indexer_logits     logits as a new tensor
+    torch.ops.mla_var3.topk_indices       indices as a new tensor
+    torch.ops.mla_var3.indexer_topk       indices as a new tensor
 
 `mla_var3.ops.tracing` says which calls of a function go through its operator, and is given the way there here.
 `flash_mla.flash_mla_with_kvcache` calls `mla_decode`, `packed_mla_decode` or `sparse_mla_decode`, and
@@ -35,11 +38,13 @@ from mla_var3.ops import flash_mla
 from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import LATENT, mla_decode
+from mla_var3.ops.indexer import indexer_logits, indexer_topk, topk_indices
 from mla_var3.ops.layer import absorb_gemm, require_side, rmsnorm, rope_append
 from mla_var3.ops.prefill import mla_prefill, require_no_gradient
 from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
 from mla_var3.ops.tracing import eager, through
 from mla_var3.packed_cache import VALUES
+from mla_var3.workload.indexer_logits import PAGE, rows_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +74,9 @@ _PROMPTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, float? scale=None, bool causal=True, "
     "str? version=None"
 )
+_INDEXER = (
+    "Tensor? starts=None, Tensor? scales=None, Tensor? page_table=None, {}str? version=None) -> Tensor"
+)
 _PRODUCT = "Tensor x, Tensor weight, str side, *, str? version=None"
 # Not named out: dynamo wants such an argument contiguous, and these may be slices.
 SCHEMAS = {
@@ -96,6 +104,17 @@ SCHEMAS = {
     "absorb_gemm": f"absorb_gemm({_PRODUCT}) -> Tensor",
     "absorb_gemm_into": f"absorb_gemm_into({_PRODUCT}, Tensor(a!) target) -> ()",
     "merge_partials": "merge_partials(Tensor partials, Tensor lse, *, str? version=None) -> (Tensor out, Tensor total)",
+    "indexer_logits": (
+        "indexer_logits(Tensor q, Tensor keys, Tensor weights, Tensor ends, *, "
+        + _INDEXER.format("ScalarType? dtype=None, bool clean=False, ")
+    ),
+    "topk_indices": (
+        "topk_indices(Tensor logits, Tensor ends, int k, *, Tensor? starts=None, Tensor? page_table=None, "
+        "str? version=None) -> Tensor"
+    ),
+    "indexer_topk": (
+        "indexer_topk(Tensor q, Tensor keys, Tensor weights, Tensor ends, int k, *, " + _INDEXER.format("")
+    ),
 }
 
 _registered: list[Any] = []  # torch drops the operators of a library that nobody holds
@@ -199,6 +218,9 @@ through.update(
     rope_append=functools.partial(_call, "rope_append"),
     absorb_gemm=_call_absorb_gemm,
     merge_partials=functools.partial(_call, "merge_partials"),
+    indexer_logits=functools.partial(_call, "indexer_logits"),
+    topk_indices=functools.partial(_call, "topk_indices"),
+    indexer_topk=functools.partial(_call, "indexer_topk"),
 )
 
 
@@ -326,6 +348,45 @@ def _fake_merge_partials(
     return partials.new_empty(partials.shape[1:]), lse.new_empty(lse.shape[1:])
 
 
+def _of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator of a function that returns a new tensor."""
+    compute = eager(function)
+
+    def run(*args: Any, version: str | None = None, **options: Any) -> Any:
+        return compute(*args, kernel=version, **options)
+
+    return run
+
+
+def _fake_indexer_logits(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    *args: Any,
+    page_table: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    import torch
+
+    rows, columns = (len(q), len(keys)) if page_table is None else (q.shape[0] * q.shape[1], PAGE * page_table.shape[1])
+    return rows_apart(q, rows, columns, dtype or torch.float32)
+
+
+def _fake_topk(logits: torch.Tensor, ends: torch.Tensor, k: int, **options: Any) -> torch.Tensor:
+    import torch
+
+    return logits.new_empty((logits.shape[0], k), dtype=torch.int32)
+
+
+def _fake_indexer_topk(
+    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, k: int, **options: Any
+) -> torch.Tensor:
+    import torch
+
+    rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
+    return q.new_empty((rows, k), dtype=torch.int32)
+
+
 def _fake_into(*args: Any, **options: Any) -> None:
     """Nothing comes back."""
 
@@ -358,6 +419,9 @@ def register() -> None:
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),
         "absorb_gemm_into": (_absorb_gemm_into, _fake_into),
         "merge_partials": (_merge_partials, _fake_merge_partials),
+        "indexer_logits": (_of(indexer_logits), _fake_indexer_logits),
+        "topk_indices": (_of(topk_indices), _fake_topk),
+        "indexer_topk": (_of(indexer_topk), _fake_indexer_topk),
     }
     # A cache's pages may lie apart, and another layout would be a copy of it: tensors arrive as they were traced. A
     # capture of one's own may hold a call; the graphs that Inductor makes refuse workspaces that live on in their pool.

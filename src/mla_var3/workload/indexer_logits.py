@@ -166,9 +166,13 @@ def index_pages(cache: Any) -> tuple[Any, Any]:
 
 
 def new_logits(problem: IndexerLogitsProblem, q: Any, rows: int, columns: int) -> Any:
-    """Uninitialised logits (rows, columns), whose rows begin at multiples of 256 bytes."""
-    stride = -(-columns // 128) * 128
-    return q.new_empty((rows, stride), dtype=problem.torch_dtype)[:, :columns]
+    """Uninitialised logits (rows, columns) of the problem's dtype, on the device of q."""
+    return rows_apart(q, rows, columns, problem.torch_dtype)
+
+
+def rows_apart(like: Any, rows: Any, columns: Any, dtype: Any) -> Any:
+    """An uninitialised tensor (rows, columns), whose rows begin at multiples of 256 bytes."""
+    return like.new_empty((rows, (columns + 127) // 128 * 128), dtype=dtype)[:, :columns]
 
 
 # ---------------------------------------------------------------- inputs

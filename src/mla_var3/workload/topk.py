@@ -93,11 +93,6 @@ class TopkProblem(Problem):
         return -(-self.t // PAGE)
 
     @property
-    def columns(self) -> int:
-        """Of the logits."""
-        return self.width * PAGE if self.table else self.t
-
-    @property
     def label(self) -> str:
         text = f"b{self.b}_s{self.s}_t{self.t}_k{self.k}" + ("_paged" if self.table else "")
         text += "_ragged" if self.lengths == "ragged" else ""
@@ -121,13 +116,13 @@ class TopkProblem(Problem):
 
     def cost(self) -> Cost:
         """No products: a comparison a logit. Logits in range are read once, indices written once."""
-        logits = sum(max(0, min(end, self.columns) - start) for start, end in self.ranges())
+        logits = sum(max(0, min(end, self.t) - start) for start, end in self.ranges())
         written = self.rows * self.k * 4
         read = logits * self.element_bytes + self.rows * 8 + (self.b * self.width * 4 if self.table else 0)
         return Cost(logits, read + written, written=0)
 
     def input_bytes(self) -> int:
-        return self.rows * (self.columns * self.element_bytes + 8) + self.output_bytes()
+        return self.rows * (self.t * self.element_bytes + 8) + self.output_bytes()
 
     def output_bytes(self) -> int:
         return self.rows * self.k * 4
@@ -143,7 +138,7 @@ def make_inputs(
         raise UserError(f"topk input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
-    n, columns, kind = problem.rows, problem.columns, problem.torch_dtype
+    n, columns, kind = problem.rows, problem.t, problem.torch_dtype
     stride = -(-columns // 128) * 128
 
     def integers(low: int, high: int) -> Any:
@@ -281,11 +276,13 @@ def rebound(problem: TopkProblem, *inputs: Any) -> TopkProblem:
         raise UserError(f"cannot bind: this kernel takes 3 tensors, and {len(inputs)} are given.")
     if problem.table:
         logits, ends, table = inputs
-        b, s, width = len(table), problem.s, table.shape[1]
-        check_bound("logits", logits, (b * s, width * PAGE), problem.dtype)
+        b, s, (width, t) = len(table), problem.s, (table.shape[1], logits.shape[1])
+        check_bound("logits", logits, (b * s, t), problem.dtype)
         check_bound("ends", ends, (b, s), "int32")
         check_bound("page_table", table, (b, width), "int32")
-        return problem.replace(b=b, t=width * PAGE, lengths="uniform")
+        if t > width * PAGE:
+            raise UserError(f"cannot bind: logits have {t} columns, and {width} pages have {width * PAGE} tokens.")
+        return problem.replace(b=b, t=t, lengths="uniform")
     logits, starts, ends = inputs
     n, t = logits.shape
     check_bound("logits", logits, (n, t), problem.dtype)
@@ -297,7 +294,7 @@ def rebound(problem: TopkProblem, *inputs: Any) -> TopkProblem:
 def as_bound(problem: TopkProblem) -> TopkProblem:
     """What `rebound` makes of the problem's own inputs."""
     if problem.table:
-        return problem.replace(t=problem.width * PAGE, lengths="uniform")
+        return problem.replace(lengths="uniform")
     return problem.replace(b=problem.rows, s=1, lengths="uniform")
 
 

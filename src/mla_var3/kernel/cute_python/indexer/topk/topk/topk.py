@@ -611,7 +611,7 @@ class TopkPlan(KernelPlan):
 
     def _make(self, inputs: Any, outputs: Any) -> CuteKernel:
         pd = self.problem
-        rows, t = (inputs[0].shape if inputs else (pd.rows, pd.columns))
+        rows, t = (inputs[0].shape if inputs else (pd.rows, pd.t))
         slices = self.tiling.slices_of(rows, t, host.target(self).num_sms)
         geometry = Geometry(pd.k, 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0, slices > 1)
         given: tuple[Any, ...] = ()

@@ -1,0 +1,14 @@
+"""Logits of the lightning indexer, in FP8."""
+
+from __future__ import annotations
+
+from mla_var3.dispatch.rule import HOPPER, Rule
+
+RULES = (
+    Rule(
+        "cute-dsl/mqa_logits",
+        "tensor cores work on one tile while another is summed over heads, and all CTAs have equal shares",
+        archs=HOPPER,
+    ),
+    Rule("triton/mqa_logits", "it takes GPUs and numbers of heads that the version in CuTe DSL does not"),
+)

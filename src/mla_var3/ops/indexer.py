@@ -1,0 +1,275 @@
+"""The lightning indexer as functions: which tokens a query token attends to.
+
+    logits  = indexer_logits(q, cache, weights, ends, page_table=page_table)       how much each token is wanted
+    indices = topk_indices(logits, ends, 2048, page_table=page_table)              the 2,048 that are wanted most
+    indices = indexer_topk(q, cache, weights, ends, 2048, page_table=page_table)   both, logits in parts
+    out     = sparse_mla_decode(queries, kv_cache, indices.view(b, s, 2048), ...)
+
+Each picks a version as `mla_decode` does, is planned once for its shapes and strides, never waits for the device, and
+can be captured in a CUDA graph once a call with the same shapes has been made; lengths are read on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UserError
+from mla_var3.ops.request import LEAST, MOST, integers, judge, named_as, plain_strides, rows_of
+from mla_var3.ops.tracing import traceable
+from mla_var3.ops.ways import serve
+from mla_var3.workload.indexer_logits import PAGE, TOKEN_BYTES, D, IndexerLogitsProblem, new_logits
+from mla_var3.workload.indexer_topk import IndexerTopkProblem
+from mla_var3.workload.topk import TopkProblem
+
+if TYPE_CHECKING:
+    import torch
+
+    from mla_var3.ops.engine import Engine
+
+#: Most bytes of logits that `indexer_topk` has at a time.
+WORKSPACE = 256 << 20
+
+
+@traceable
+def indexer_logits(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    starts: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    clean: bool = False,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor:
+    """logits[i, j] = scale[j] · Σ over heads of weights[i, h] · relu(q[i, h] · key[j]), starts[i] <= j < ends[i].
+
+    Codes are e4m3, in torch.float8_e4m3fn or torch.uint8; products and sums are float32. Two forms:
+
+    With page_table: q (b, s, h, 128). keys: the index cache, (pages, 64, 132) of torch.uint8, or with a dimension of 1
+    in front of the last: the bytes of a page are 64 rows of 128 codes, then 64 float32 scales. Pages may lie further
+    apart, by a multiple of 16 bytes. weights (b · s, h) float32. ends (b, s), and for s = 1 also (b,): how many cached
+    tokens each query token sees. page_table (b, width). Returns (b · s, 64 · width).
+
+    Without: q (n, h, 128), keys (t, 128), scales (t,) float32, weights (n, h), ends (n,), starts (n,), by default 0.
+    Returns (n, t).
+
+    Integers are int32 or int64. Ranges are cut to the columns. What is out of a token's range is not written and may
+    hold anything; with clean it is -inf, which costs a pass over the logits. No logit is NaN: a product that is NaN
+    counts as 0, and a sum that is NaN becomes -inf. dtype: torch.float32 (default) or torch.bfloat16. Rows of the
+    result begin at multiples of 256 bytes. h is 16, 32 or 64. kernel, on: as of `mla_decode`. Raises `UserError` in one
+    sentence for what does not fit.
+    """
+    problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, dtype)
+    rows = problem.rows if len(q) else 0
+    made = new_logits(problem, inputs[0], rows, problem.columns)
+    if clean:
+        made.fill_(float("-inf"))
+    serve("indexer_logits", problem, inputs, (made,), kernel, on)
+    return made
+
+
+@traceable
+def topk_indices(
+    logits: torch.Tensor,
+    ends: torch.Tensor,
+    k: int,
+    *,
+    starts: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor:
+    """The columns of the k largest logits of each row among starts[i] <= j < ends[i]: (rows, k) int32.
+
+    Exact: of equal logits at the k-th place those of the lowest columns are chosen. -0 equals +0, and NaN counts as
+    -inf. The order of the k is not specified, but is the same from call to call. Rows with fewer logits than k give all
+    of them, and -1 behind.
+
+    logits (rows, t) of torch.float32 or torch.bfloat16, whose rows may lie further apart. ends and starts (rows,), int32
+    or int64; starts is 0 by default. page_table (b, width): of pages of 64 tokens, at least t / 64; row i is of request
+    i // (rows / b), and gives slots of the cache, page · 64 + place in the page, as `sparse_mla_decode` takes them. ends
+    may then be (b, s). k is at most 2,048. kernel, on: as of `mla_decode`. Raises `UserError` in one sentence for what
+    does not fit.
+    """
+    import torch
+
+    judge("logits", logits, (None, None), None, logits)
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    if logits.dtype not in names:
+        raise UserError(f"logits are {logits.dtype}: pass torch.float32 or torch.bfloat16.")
+    n, t = logits.shape
+    given: Any = k
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise UserError(f"k is {k!r}: pass how many are to be chosen, a whole number of at least 1.")
+    if not t:
+        return logits.new_full((n, k), -1, dtype=torch.int32)
+    rows = rows_of(logits)
+    out = torch.empty((n, k), dtype=torch.int32, device=logits.device)
+    if page_table is None:
+        high = integers("ends", ends, (n,), logits, 0, t)
+        low = logits.new_zeros(n, dtype=torch.int32) if starts is None else integers("starts", starts, (n,), logits, 0, t)
+        problem = _topk(max(n, 1), 1, t, k, False, names[logits.dtype])
+        serve("topk_indices", problem, (rows, low, high), (out,), kernel, on, first="logits")
+        return out
+    if starts is not None:
+        raise UserError("starts and page_table are not taken together: rows of a cache begin at its first token.")
+    table = integers("page_table", page_table, (None, None), logits, LEAST, MOST, strided=True)
+    b, width = table.shape
+    if not b or n % b:
+        raise UserError(f"page_table has {b} rows for the {n} rows of logits: give one for each request.")
+    if width * PAGE < t:
+        raise UserError(f"page_table has {width} columns, pages of {PAGE} tokens, and logits {t}: give as many pages.")
+    high = integers("ends", _of_requests(ends, b, n // b), (b, n // b), logits, 0, t)
+    problem = _topk(b, max(n // b, 1), t, k, True, names[logits.dtype])
+    serve("topk_indices", problem, (rows, high, table), (out,), kernel, on, first="logits")
+    return out
+
+
+@traceable
+def indexer_topk(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    k: int,
+    *,
+    starts: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> torch.Tensor:
+    """The k cached tokens that each query token wants most: `topk_indices` of `indexer_logits`, (query tokens, k) int32.
+
+    Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32, and at most
+    256 MB of them are there at a time: of more, query tokens (with page_table, requests) are taken in parts, one after
+    the other. kernel names a version of workload indexer_topk, which computes both at once.
+    """
+    import torch
+
+    if kernel is not None:
+        problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, None)
+        of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "h", "table")), k)
+        out = torch.empty((problem.rows if len(q) else 0, k), dtype=torch.int32, device=q.device)
+        serve("indexer_topk", of, inputs, (out,), kernel, on)
+        return out
+    problem, _ = _judged(q, keys, weights, ends, starts, scales, page_table, None)
+    each = problem.s if page_table is not None else 1  # rows of logits of an entry of q
+    step = max(1, WORKSPACE // (4 * problem.columns * each))
+    found = []
+    for first in range(0, max(len(q), 1), step):
+        part = slice(first, first + step)
+        rows = slice(first * each, (first + step) * each)
+        low = None if starts is None else starts[part]
+        table = None if page_table is None else page_table[part]
+        logits = indexer_logits(
+            q[part], keys, weights.flatten(0, -2)[rows], ends[part], starts=low, scales=scales, page_table=table, on=on
+        )
+        found.append(topk_indices(logits, ends[part], k, starts=low, page_table=table, on=on))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+# ---------------------------------------------------------------- in common
+def _judged(
+    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor | None,
+    scales: torch.Tensor | None, page_table: torch.Tensor | None, dtype: torch.dtype | None,
+) -> tuple[IndexerLogitsProblem, tuple[torch.Tensor, ...]]:  # fmt: skip
+    """The problem of a call, and its inputs as the workload has them."""
+    import torch
+
+    names = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16"}
+    if dtype not in names:
+        raise UserError(f"dtype is {dtype}: logits are torch.float32 or torch.bfloat16.")
+    if not isinstance(weights, torch.Tensor) or weights.dim() < 2:
+        raise UserError("weights is no tensor of a weight for each query token and head: pass (query tokens, h) float32.")
+    if page_table is None:
+        codes = _codes("q", q, (None, None, D), q)
+        n, h, _ = codes.shape
+        cached = _codes("keys", keys, (None, D), q)
+        t = len(cached)
+        if not t:
+            raise UserError("keys has no rows: give at least one key.")
+        if scales is None:
+            raise UserError("scales is missing: pass (t,) float32, the scale of each key, or page_table with a cache.")
+        of_keys = judge("scales", scales, (t,), torch.float32, q).contiguous()
+        factors = _aligned(judge("weights", weights, (n, h), torch.float32, q))
+        high = integers("ends", ends, (n,), q, 0, t)
+        low = q.new_zeros(n, dtype=torch.int32) if starts is None else integers("starts", starts, (n,), q, 0, t)
+        return _logits(1, max(n, 1), t, h, False, names[dtype]), (codes, cached, of_keys, factors, low, high)
+    for name, other in (("scales", scales), ("starts", starts)):
+        if other is not None:
+            raise UserError(f"{name} and page_table are not taken together: pages hold scales and begin at token 0.")
+    codes = _codes("q", q, (None, None, None, D), q)
+    b, s, h, _ = codes.shape
+    table = integers("page_table", page_table, (b, None), q, LEAST, MOST, strided=True)
+    if not table.shape[1]:
+        raise UserError("page_table has no columns: give at least one page for a request.")
+    factors = _aligned(judge("weights", weights.flatten(0, -2), (b * s, h), torch.float32, q))
+    high = integers("ends", _of_requests(ends, b, s), (b, s), q, 0, table.shape[1] * PAGE)
+    problem = _logits(max(b, 1), s, table.shape[1] * PAGE, h, True, names[dtype])
+    return problem, (codes, _cache(keys, q), factors, high, table)
+
+
+def _codes(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> torch.Tensor:
+    """Codes as uint8, contiguous from a multiple of 128 bytes on: a view, or a copy."""
+    import torch
+
+    judge(name, tensor, shape, None, like)
+    if tensor.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise UserError(f"{name} is {tensor.dtype}: codes are torch.float8_e4m3fn, or the same bits in torch.uint8.")
+    return _aligned(tensor.detach().view(torch.uint8), 128)
+
+
+def _aligned(tensor: torch.Tensor, to: int = 16) -> torch.Tensor:
+    """A contiguous tensor that begins at a multiple of so many bytes: itself, or a copy."""
+    import torch
+
+    if tensor.is_contiguous() and not tensor.data_ptr() % to:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _of_requests(ends: Any, b: int, s: int) -> Any:
+    """ends (b · s,) as (b, s); others as they are, to be judged."""
+    import torch
+
+    return ends.view(b, s) if isinstance(ends, torch.Tensor) and ends.shape == (b * s,) else ends
+
+
+def _cache(keys: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """An index cache as kernels take it."""
+    import torch
+
+    cache = keys.squeeze(2) if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[2] == 1 else keys
+    cache = plain_strides(judge("keys", cache, (None, PAGE, TOKEN_BYTES), torch.uint8, like))
+    step = cache.stride(0)
+    inner = cache.stride()[1:] == (TOKEN_BYTES, 1)
+    if not inner or step < PAGE * TOKEN_BYTES or step % 16 or cache.data_ptr() % 16:
+        raise UserError(
+            f"keys has strides {tuple(cache.stride())} and starts at {cache.data_ptr():#x}: the {PAGE * TOKEN_BYTES} "
+            "bytes of a page must lie behind each other, and pages begin at multiples of 16 bytes."
+        )
+    return cache
+
+
+@functools.lru_cache(maxsize=4096)
+@named_as(b="q: b", s="q: s", t="keys: t", h="q: h")
+def _logits(b: int, s: int, t: int, h: int, table: bool, dtype: str) -> IndexerLogitsProblem:
+    return IndexerLogitsProblem(b=b, s=s, t=t, h=h, table=table, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+@named_as(b="logits: rows", s="logits: rows of a request", t="logits: t", k="k")
+def _topk(b: int, s: int, t: int, k: int, table: bool, dtype: str) -> TopkProblem:
+    return TopkProblem(b=b, s=s, t=t, k=k, table=table, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+@named_as(b="q: b", s="q: s", t="keys: t", h="q: h", k="k")
+def _both(b: int, s: int, t: int, h: int, table: bool, k: int) -> IndexerTopkProblem:
+    return IndexerTopkProblem(b=b, s=s, t=t, h=h, table=table, k=k)

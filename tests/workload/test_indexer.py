@@ -17,8 +17,8 @@ from mla_var3.workload.indexer_logits import PAGE, IndexerLogitsProblem, index_p
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
-PAGED = IndexerLogitsProblem(b=4, s=2, t=130, h=16, lengths="ragged")
-PREFILL = IndexerLogitsProblem(b=2, s=5, t=70, h=32, table=False)
+PAGED = IndexerLogitsProblem(b=4, s=2, t=130, heads=16, lengths="ragged")
+PREFILL = IndexerLogitsProblem(b=2, s=5, t=70, heads=32, table=False)
 
 
 def dense(problem: IndexerLogitsProblem, inputs: tuple[Any, ...]) -> Any:
@@ -56,7 +56,7 @@ def test_oracle_is_the_sum_token_by_token(problem: IndexerLogitsProblem, dist: s
 
 
 def test_whole_numbers_are_exact_in_float32_and_many_are_equal() -> None:
-    problem = PREFILL.replace(h=64, b=1, s=40, t=500)
+    problem = PREFILL.replace(heads=64, b=1, s=40, t=500)
     (found,) = indexer_logits.reference(problem, *indexer_logits.make_inputs(problem, dist="exact"))
     values = found[~found.isnan()]
     assert torch.equal(values, values.float().double())
@@ -72,14 +72,14 @@ def test_slots_behind_a_request_are_poisoned_and_never_reach_a_logit() -> None:
 
 
 def test_costs_count_pairs_in_range() -> None:
-    problem = IndexerLogitsProblem(b=1, s=4, t=10, h=16, table=False)
+    problem = IndexerLogitsProblem(b=1, s=4, t=10, heads=16, table=False)
     pairs = 7 + 8 + 9 + 10
     cost = problem.cost()
     assert (cost.pairs, cost.flops) == (pairs, pairs * 16 * 256)
     assert cost.bytes == 4 * (16 * 132 + 8) + 10 * 132 + pairs * 4
-    both = IndexerTopkProblem(b=1, s=4, t=10, h=16, table=False, k=3)
+    both = IndexerTopkProblem(b=1, s=4, t=10, heads=16, table=False, topk=3)
     assert both.cost().bytes == cost.bytes - pairs * 4 + 4 * 3 * 4
-    assert TopkProblem(b=2, t=100, k=8).cost().bytes == 2 * (400 + 8 + 32)
+    assert TopkProblem(b=2, t=100, topk=8).cost().bytes == 2 * (400 + 8 + 32)
 
 
 def by_hand(row: list[float], k: int) -> list[int]:
@@ -92,19 +92,19 @@ def by_hand(row: list[float], k: int) -> list[int]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("table", [False, True])
 def test_topk_is_the_sort_of_each_row(dist: str, dtype: str, table: bool) -> None:
-    problem = TopkProblem(b=7, s=2, t=90, k=20, table=table, lengths="ragged", dtype=dtype)
+    problem = TopkProblem(b=7, s=2, t=90, topk=20, table=table, lengths="ragged", dtype=dtype)
     inputs = topk.make_inputs(problem, seed=4, dist=dist)
     (found,) = topk.reference(problem, *inputs)
     for i, (start, end) in enumerate(problem.ranges()):
         end = max(start, min(end, problem.t))
-        wanted = [start + j for j in by_hand(inputs[0][i, start:end].float().tolist(), problem.k)]
+        wanted = [start + j for j in by_hand(inputs[0][i, start:end].float().tolist(), problem.topk)]
         if table:
             wanted = [int(inputs[2][i // 2, j // PAGE]) * PAGE + j % PAGE for j in wanted]
-        assert found[i].tolist() == wanted + [-1] * (problem.k - len(wanted))
+        assert found[i].tolist() == wanted + [-1] * (problem.topk - len(wanted))
 
 
 def test_a_choice_that_differs_by_a_tie_is_wrong_and_another_order_is_not() -> None:
-    problem = TopkProblem(b=2, t=50, k=5)
+    problem = TopkProblem(b=2, t=50, topk=5)
     inputs = topk.make_inputs(problem, dist="equal")
     (right,) = topk.reference(problem, *inputs)
     assert compare(topk.WORKLOAD, [right.flip(1).int()], [right], topk.bounds("equal"))
@@ -124,8 +124,8 @@ def test_a_choice_that_differs_by_a_tie_is_wrong_and_another_order_is_not() -> N
 def test_every_case_has_its_name_and_passes_on_the_cpu(kernel: str) -> None:
     plan = registry.get_plan(registry.KernelId.parse(kernel))
     fields: dict[str, Any] = {"b": 2, "t": 150}
-    fields |= {"k": 40} if "topk" in kernel else {}
-    fields |= {"h": 16, "s": 2} if kernel != "torch/topk" else {"s": 2}
+    fields |= {"topk": 40} if "topk" in kernel else {}
+    fields |= {"heads": 16, "s": 2} if kernel != "torch/topk" else {"s": 2}
     for table in (True, False):
         report = check(plan, plan.workload.problem(**fields, table=table), device="cpu", seeds=[5])
         assert report, report.reason
@@ -155,11 +155,11 @@ def test_a_check_stops_a_head_that_is_left_out_and_a_slot_that_is_read() -> None
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [
-        (IndexerLogitsProblem, {"h": 0}, "problem.h = 0 is too small"),
+        (IndexerLogitsProblem, {"heads": 0}, "problem.heads = 0 is too small"),
         (IndexerLogitsProblem, {"table": 1}, "problem.table = 1 is not a boolean"),
         (IndexerLogitsProblem, {"lengths": "odd"}, "problem.lengths = 'odd' is unknown"),
         (IndexerTopkProblem, {"dtype": "bf16"}, "logits are compared in fp32"),
-        (TopkProblem, {"k": 0}, "problem.k = 0 is too small"),
+        (TopkProblem, {"topk": 0}, "problem.topk = 0 is too small"),
         (TopkProblem, {"dtype": "fp8"}, "problem.dtype = 'fp8' is unknown"),
     ],
 )
@@ -170,8 +170,8 @@ def test_problems_that_make_no_sense_are_refused(kind: Any, fields: dict[str, An
 
 def test_problems_have_names_that_tell_them_apart() -> None:
     problems = [
-        PAGED, PREFILL, PAGED.replace(dtype="bf16"), PAGED.replace(lengths="uniform"), TopkProblem(), TopkProblem(k=512),
-        TopkProblem(table=True), TopkProblem(lengths="ragged"), IndexerTopkProblem(), IndexerTopkProblem(k=512),
+        PAGED, PREFILL, PAGED.replace(dtype="bf16"), PAGED.replace(lengths="uniform"), TopkProblem(), TopkProblem(topk=512),
+        TopkProblem(table=True), TopkProblem(lengths="ragged"), IndexerTopkProblem(), IndexerTopkProblem(topk=512),
     ]  # fmt: skip
     names = [naming.cell_name(p) for p in problems]
     assert len(set(names)) == len(names)

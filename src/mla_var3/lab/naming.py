@@ -325,12 +325,12 @@ def _prefill_detail(p: Any) -> str:
 
 def _indexer_words(p: Any) -> str:
     text = f"{_count(p.b, 'request')} of {_count(p.s, 'query token')} and {_count(p.t, 'cached token')}"
-    text += f", {_count(p.h, 'head')}" + ("" if p.table else ", keys in order")
+    text += f", {_count(p.heads, 'head')}" + ("" if p.table else ", keys in order")
     return text if p.lengths == "uniform" else f"{text}, lengths {p.lengths}"
 
 
 def _indexer_panel(p: Any) -> str:
-    text = f"{p.h} heads × {p.s}, " + ("decode" if p.table else "prefill")
+    text = f"{p.heads} heads × {p.s}, " + ("decode" if p.table else "prefill")
     return text if p.lengths == "uniform" else f"{text}, lengths {p.lengths}"
 
 
@@ -426,21 +426,21 @@ NAMING = {
         geometry=lambda p: "pages of 64" if p.table else "contiguous keys",
         panel=lambda p: f"indexer, {_indexer_panel(p)}, {p.dtype}",
         place=("b", "t"),
-        rank=lambda p: (p.table, p.h, p.s, p.dtype, p.b, p.t),
+        rank=lambda p: (p.table, p.heads, p.s, p.dtype, p.b, p.t),
     ),
     "topk": Naming(
-        words=lambda p: f"{p.k} of {_count(p.t, 'logit')} in {_count(p.rows, 'row')}, {p.dtype}"
+        words=lambda p: f"{p.topk} of {_count(p.t, 'logit')} in {_count(p.rows, 'row')}, {p.dtype}"
         + (f", lengths {p.lengths}" if p.lengths != "uniform" else "") + (", through a page table" if p.table else ""),
         geometry=lambda p: "slots of pages of 64" if p.table else "columns",
-        panel=lambda p: f"top {p.k}, {p.dtype}" + (", slots" if p.table else ""),
+        panel=lambda p: f"top {p.topk}, {p.dtype}" + (", slots" if p.table else ""),
         place=("rows", "t"),
-        rank=lambda p: (p.k, p.dtype, p.table, p.rows, p.t),
+        rank=lambda p: (p.topk, p.dtype, p.table, p.rows, p.t),
     ),
     "indexer_topk": Naming(
-        words=lambda p: f"{_indexer_words(p)}, the {p.k} best",
+        words=lambda p: f"{_indexer_words(p)}, the {p.topk} best",
         geometry=lambda p: "pages of 64" if p.table else "contiguous keys",
-        panel=lambda p: f"indexer's top {p.k}, {_indexer_panel(p)}",
+        panel=lambda p: f"indexer's top {p.topk}, {_indexer_panel(p)}",
         place=("b", "t"),
-        rank=lambda p: (p.table, p.h, p.s, p.k, p.b, p.t),
+        rank=lambda p: (p.table, p.heads, p.s, p.topk, p.b, p.t),
     ),
 }  # fmt: skip

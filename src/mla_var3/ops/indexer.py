@@ -154,7 +154,7 @@ def indexer_topk(
 
     if kernel is not None:
         problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, None)
-        of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "h", "table")), k)
+        of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "heads", "table")), k)
         out = torch.empty((problem.rows if len(q) else 0, k), dtype=torch.int32, device=q.device)
         serve("indexer_topk", of, inputs, (out,), kernel, on)
         return out
@@ -216,20 +216,20 @@ def _judged(
 
 
 def _codes(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> torch.Tensor:
-    """Codes as uint8, contiguous from a multiple of 128 bytes on: a view, or a copy."""
+    """Codes as uint8, contiguous from a multiple of 16 bytes on: a view, or a copy."""
     import torch
 
     judge(name, tensor, shape, None, like)
     if tensor.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise UserError(f"{name} is {tensor.dtype}: codes are torch.float8_e4m3fn, or the same bits in torch.uint8.")
-    return _aligned(tensor.detach().view(torch.uint8), 128)
+    return _aligned(tensor.detach().view(torch.uint8))
 
 
-def _aligned(tensor: torch.Tensor, to: int = 16) -> torch.Tensor:
-    """A contiguous tensor that begins at a multiple of so many bytes: itself, or a copy."""
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor that begins at a multiple of 16 bytes: itself, or a copy."""
     import torch
 
-    if tensor.is_contiguous() and not tensor.data_ptr() % to:
+    if tensor.is_contiguous() and not tensor.data_ptr() % 16:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -258,18 +258,18 @@ def _cache(keys: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-@named_as(b="q: b", s="q: s", t="keys: t", h="q: h")
+@named_as(b="q: b", s="q: s", t="keys: t", heads="q: h")
 def _logits(b: int, s: int, t: int, h: int, table: bool, dtype: str) -> IndexerLogitsProblem:
-    return IndexerLogitsProblem(b=b, s=s, t=t, h=h, table=table, dtype=dtype)
+    return IndexerLogitsProblem(b=b, s=s, t=t, heads=h, table=table, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-@named_as(b="logits: rows", s="logits: rows of a request", t="logits: t", k="k")
+@named_as(b="logits: rows", s="logits: rows of a request", t="logits: t", topk="k")
 def _topk(b: int, s: int, t: int, k: int, table: bool, dtype: str) -> TopkProblem:
-    return TopkProblem(b=b, s=s, t=t, k=k, table=table, dtype=dtype)
+    return TopkProblem(b=b, s=s, t=t, topk=k, table=table, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-@named_as(b="q: b", s="q: s", t="keys: t", h="q: h", k="k")
+@named_as(b="q: b", s="q: s", t="keys: t", heads="q: h", topk="k")
 def _both(b: int, s: int, t: int, h: int, table: bool, k: int) -> IndexerTopkProblem:
-    return IndexerTopkProblem(b=b, s=s, t=t, h=h, table=table, k=k)
+    return IndexerTopkProblem(b=b, s=s, t=t, heads=h, table=table, topk=k)

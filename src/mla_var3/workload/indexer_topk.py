@@ -39,24 +39,24 @@ class IndexerTopkClass:
 
 @dataclass(frozen=True)
 class IndexerTopkProblem(IndexerLogitsProblem):
-    """As `IndexerLogitsProblem`, whose dtype is fp32. k: how many tokens each query token chooses."""
+    """As `IndexerLogitsProblem`, whose dtype is fp32. topk: how many tokens each query token chooses."""
 
     workload: ClassVar[str] = "indexer_topk"
 
-    k: int = 2048
+    topk: int = 2048
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integer("k", self.k, 1)
+        check_integer("topk", self.topk, 1)
         if self.dtype != "fp32":
             raise UserError(f"problem.dtype = {self.dtype!r} is not taken: logits are compared in fp32.")
 
     @property
     def label(self) -> str:
-        return f"{super().label}_k{self.k}"
+        return f"{super().label}_k{self.topk}"
 
     def problem_class(self) -> IndexerTopkClass:  # type: ignore[override]
-        return IndexerTopkClass(self.h, self.s if self.table else 0, self.k)
+        return IndexerTopkClass(self.heads, self.s if self.table else 0, self.topk)
 
     def cost(self) -> Cost:
         """As of the logits, which are not written; indices are."""
@@ -65,7 +65,7 @@ class IndexerTopkProblem(IndexerLogitsProblem):
         return Cost(logits.flops, logits.bytes - logits.written + written, pairs=logits.pairs)
 
     def output_bytes(self) -> int:
-        return self.rows * self.k * 4
+        return self.rows * self.topk * 4
 
 
 def make_inputs(
@@ -88,10 +88,10 @@ def reference(problem: IndexerTopkProblem, *inputs: Any) -> tuple[Any]:
     """The oracle: (indices,) as int64."""
     (logits,) = indexer_logits.reference(problem, *inputs)
     if not problem.table:
-        return (topk.chosen(logits, inputs[4], inputs[5], problem.k),)
+        return (topk.chosen(logits, inputs[4], inputs[5], problem.topk),)
     ends, table = inputs[3:]
     flat = ends.flatten()
-    return (topk.slots_of(topk.chosen(logits, flat.new_zeros(len(flat)), flat, problem.k), table, ends.shape[1]),)
+    return (topk.slots_of(topk.chosen(logits, flat.new_zeros(len(flat)), flat, problem.topk), table, ends.shape[1]),)
 
 
 CASES = {
@@ -117,7 +117,7 @@ def bounds(dist: str) -> dict[str, Bound]:
 
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
-    return {**indexer_logits.sample(small, given), **({"k": 64} if small else {})}
+    return {**indexer_logits.sample(small, given), **({"topk": 64} if small else {})}
 
 
 WORKLOAD = Workload(

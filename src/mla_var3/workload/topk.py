@@ -60,7 +60,7 @@ class TopkClass:
 
 @dataclass(frozen=True)
 class TopkProblem(Problem):
-    """b, s: requests and their query tokens, b · s rows. t: logits of a row. k: how many are chosen. paged: whether
+    """b, s: requests and their query tokens, b · s rows. t: logits of a row. topk: how many are chosen. paged: whether
     there is a page table. Raises `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "topk"
@@ -69,13 +69,13 @@ class TopkProblem(Problem):
     b: int = 64
     s: int = 1
     t: int = 65536
-    k: int = 2048
+    topk: int = 2048
     table: bool = False
     lengths: str = "uniform"
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name in ("b", "s", "t", "k"):
+        for name in ("b", "s", "t", "topk"):
             check_integer(name, getattr(self, name), 1)
         check_dtype(self.dtype)
         if not isinstance(self.table, bool):
@@ -94,12 +94,12 @@ class TopkProblem(Problem):
 
     @property
     def label(self) -> str:
-        text = f"b{self.b}_s{self.s}_t{self.t}_k{self.k}" + ("_paged" if self.table else "")
+        text = f"b{self.b}_s{self.s}_t{self.t}_k{self.topk}" + ("_paged" if self.table else "")
         text += "_ragged" if self.lengths == "ragged" else ""
         return text if self.dtype == "fp32" else f"{text}_{self.dtype}"
 
     def problem_class(self) -> TopkClass:
-        return TopkClass(self.k, self.s if self.table else 0, self.dtype)
+        return TopkClass(self.topk, self.s if self.table else 0, self.dtype)
 
     def ranges(self) -> list[tuple[int, int]]:
         """(start, end) of each row; the end is not cut."""
@@ -107,7 +107,7 @@ class TopkProblem(Problem):
             lengths = [self.t] * self.b
         else:
             rng = random.Random(0)
-            edges = [0, 1, self.t, self.k, self.k - 1, self.k + 1, self.k + 4]
+            edges = [0, 1, self.t, self.topk, self.topk - 1, self.topk + 1, self.topk + 4]
             lengths = [min(edge, self.t) for edge in edges[: self.b]]
             lengths += [rng.randint(0, self.t) for _ in range(self.b - len(lengths))]
             rng.shuffle(lengths)
@@ -117,7 +117,7 @@ class TopkProblem(Problem):
     def cost(self) -> Cost:
         """No products: a comparison a logit. Logits in range are read once, indices written once."""
         logits = sum(max(0, min(end, self.t) - start) for start, end in self.ranges())
-        written = self.rows * self.k * 4
+        written = self.rows * self.topk * 4
         read = logits * self.element_bytes + self.rows * 8 + (self.b * self.width * 4 if self.table else 0)
         return Cost(logits, read + written, written=0)
 
@@ -125,7 +125,7 @@ class TopkProblem(Problem):
         return self.rows * (self.t * self.element_bytes + 8) + self.output_bytes()
 
     def output_bytes(self) -> int:
-        return self.rows * self.k * 4
+        return self.rows * self.topk * 4
 
 
 def make_inputs(
@@ -207,10 +207,10 @@ def reference(problem: TopkProblem, *inputs: Any) -> tuple[Any]:
     """The oracle: (indices,) as int64."""
     if not problem.table:
         logits, starts, ends = inputs
-        return (chosen(logits, starts, ends, problem.k),)
+        return (chosen(logits, starts, ends, problem.topk),)
     logits, ends, table = inputs
     flat = ends.flatten()
-    return (slots_of(chosen(logits, flat.new_zeros(len(flat)), flat, problem.k), table, ends.shape[1]),)
+    return (slots_of(chosen(logits, flat.new_zeros(len(flat)), flat, problem.topk), table, ends.shape[1]),)
 
 
 CASES = {
@@ -247,12 +247,12 @@ def _shift(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _cases(problem: TopkProblem, on_gpu: bool) -> Iterator[Case]:
     own = problem if on_gpu else small(problem)
-    few = own.replace(b=19 if on_gpu else 8, s=min(own.s, 4), t=own.k + 3001 if on_gpu else own.t, lengths="ragged")
+    few = own.replace(b=19 if on_gpu else 8, s=min(own.s, 4), t=own.topk + 3001 if on_gpu else own.t, lengths="ragged")
     yield Case("own", own, "normal", planned=True)
     yield Case("ragged", few, "normal")
     for dist in ("ties", "equal", "odd", "close", "denormal"):
         yield Case(dist, few, dist)
-    yield Case("short", few.replace(t=max(1, own.k // 2)), "ties")
+    yield Case("short", few.replace(t=max(1, own.topk // 2)), "ties")
     yield Case("shifted", few, "odd", alter=_shift)
     yield Case("in_place", few, "ties", then=few)
     yield Case("planned", few.replace(b=2), "odd", planned=True)
@@ -300,7 +300,7 @@ def as_bound(problem: TopkProblem) -> TopkProblem:
 
 def small(problem: TopkProblem) -> TopkProblem:
     """Few logits: seconds on a CPU."""
-    return problem.replace(b=min(problem.b, 2), s=min(problem.s, 2), t=min(problem.t, problem.k + 700))
+    return problem.replace(b=min(problem.b, 2), s=min(problem.s, 2), t=min(problem.t, problem.topk + 700))
 
 
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:

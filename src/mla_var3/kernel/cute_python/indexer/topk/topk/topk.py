@@ -555,11 +555,11 @@ def launch_topk(
 
 # ------------------------------------------------------------------------------------------------ plan
 def takes(pd: TopkProblem) -> Verdict:
-    if pd.k > MOST_K:
-        return Verdict.no(f"k = {pd.k}: at most {MOST_K:,} are chosen")
+    if pd.topk > MOST_K:
+        return Verdict.no(f"topk = {pd.topk}: at most {MOST_K:,} are chosen")
     return limits.all_of(
         limits.offsets(pd.rows * MOST_SLICES, f"CTAs of {pd.rows:,} rows"),
-        limits.offsets(pd.rows * pd.k, f"indices of {pd.rows:,} rows"),
+        limits.offsets(pd.rows * pd.topk, f"indices of {pd.rows:,} rows"),
     )
 
 
@@ -598,7 +598,7 @@ class TopkPlan(KernelPlan):
 
     def plan(self, *inputs: Any) -> CuteKernel:
         rows = len(inputs[0])
-        return self.plan_into(inputs, (inputs[1].new_empty((rows, self.problem.k)),))
+        return self.plan_into(inputs, (inputs[1].new_empty((rows, self.problem.topk)),))
 
     def plan_into(self, inputs: Any, outputs: Any) -> CuteKernel:
         """A kernel on indices of the caller's, (rows, k) int32, contiguous."""
@@ -613,7 +613,7 @@ class TopkPlan(KernelPlan):
         pd = self.problem
         rows, t = (inputs[0].shape if inputs else (pd.rows, pd.t))
         slices = self.tiling.slices_of(rows, t, host.target(self).num_sms)
-        geometry = Geometry(pd.k, 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0, slices > 1)
+        geometry = Geometry(pd.topk, 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0, slices > 1)
         given: tuple[Any, ...] = ()
         spaces: tuple[Any, ...] = ()
         if inputs:
@@ -636,7 +636,7 @@ class TopkPlan(KernelPlan):
             table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4) if pd.table else None
             space = [host.fake(Int32, words), host.fake(Int32, words), host.fake(Int32, n, align=4)]
             spaces = space if geometry.sliced else [None] * 3
-            return rows_apart, starts, ends, table, host.fake(Int32, n, pd.k, align=4), *spaces, Int32(1), geometry
+            return rows_apart, starts, ends, table, host.fake(Int32, n, pd.topk, align=4), *spaces, Int32(1), geometry
 
         name = "topk_sliced" if geometry.sliced else "topk"
         return host.stage(self, topk, launch_topk, name, arguments, given, inputs, outputs, spaces)

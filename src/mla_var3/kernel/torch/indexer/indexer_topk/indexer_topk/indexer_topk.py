@@ -50,7 +50,7 @@ class IndexerTopkPlan(KernelPlan):
 
     def plan(self, *inputs: torch.Tensor) -> TorchKernel:
         rows = inputs[0].shape[:-2].numel()
-        outputs = (torch.empty((rows, self.problem.k), dtype=torch.int32, device=inputs[0].device),)
+        outputs = (torch.empty((rows, self.problem.topk), dtype=torch.int32, device=inputs[0].device),)
         return TorchKernel(
             self.indexer_topk, name="indexer_topk", input_tensors=inputs, output_tensors=outputs, tiling=self.tiling, plan=self
         )

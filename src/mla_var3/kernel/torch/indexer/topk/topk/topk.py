@@ -50,7 +50,7 @@ class TopkPlan(KernelPlan):
 
     def plan(self, *inputs: torch.Tensor) -> TorchKernel:
         rows = len(inputs[0])
-        outputs = (torch.empty((rows, self.problem.k), dtype=torch.int32, device=inputs[0].device),)
+        outputs = (torch.empty((rows, self.problem.topk), dtype=torch.int32, device=inputs[0].device),)
         return TorchKernel(
             self.topk, name="topk", input_tensors=inputs, output_tensors=outputs, tiling=self.tiling, plan=self
         )

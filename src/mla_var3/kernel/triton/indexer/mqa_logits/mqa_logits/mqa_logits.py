@@ -31,8 +31,8 @@ COLUMNS = 256  # of a product, at most
 
 
 def takes(pd: IndexerLogitsProblem) -> Verdict:
-    if pd.h not in (16, 32, 64, 128):
-        return Verdict.no(f"h = {pd.h}: an indexer of 16, 32, 64 or 128 heads is taken")
+    if pd.heads not in (16, 32, 64, 128):
+        return Verdict.no(f"heads = {pd.heads}: an indexer of 16, 32, 64 or 128 heads is taken")
     return Verdict.yes()
 
 
@@ -47,8 +47,8 @@ class MqaLogitsTiling(Tiling):
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.keys not in (64, 128):
             return Verdict.no(f"keys = {self.keys} must be 64 or 128")
-        if self.tokens not in (1, 2, 4, 8, 16) or self.tokens * pd.h > COLUMNS:
-            return Verdict.no(f"tokens = {self.tokens} must be a power of two, and of {pd.h} heads at most {COLUMNS}")
+        if self.tokens not in (1, 2, 4, 8, 16) or self.tokens * pd.heads > COLUMNS:
+            return Verdict.no(f"tokens = {self.tokens} must be a power of two, and of {pd.heads} heads at most {COLUMNS}")
         if self.num_warps not in (4, 8):
             return Verdict.no(f"num_warps = {self.num_warps} must be 4 or 8")
         return Verdict.yes()
@@ -146,7 +146,7 @@ class MqaLogitsPlan(KernelPlan):
 
     def default_tiling(self) -> MqaLogitsTiling:
         pd = self.problem
-        most = COLUMNS // 2 // pd.h or 1
+        most = COLUMNS // 2 // pd.heads or 1
         tokens = 1
         while tokens < min(most, pd.s):
             tokens *= 2
@@ -202,7 +202,7 @@ class MqaLogitsPlan(KernelPlan):
             output_tensors=outputs,
             tiling=self.tiling,
             meta_fn=lambda tiling: {
-                "H": pd.h, "TOKENS": tiling.tokens, "KEYS": tiling.keys, "PAGED": pd.table,
+                "H": pd.heads, "TOKENS": tiling.tokens, "KEYS": tiling.keys, "PAGED": pd.table,
                 "INTERPRET": interpreted(mqa_logits),
             },
             options_fn=lambda tiling: {"num_warps": tiling.num_warps},

@@ -1,0 +1,153 @@
+"""The lightning indexer's versions without a GPU: compiled, refused in words, and Triton's in its interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.catalogue import registry
+from mla_var3.device import Device
+from mla_var3.dispatch import choose
+from mla_var3.errors import Unsupported, UserError
+from mla_var3.workload import indexer_logits, topk
+from mla_var3.workload.indexer_logits import IndexerLogitsProblem
+from mla_var3.workload.topk import TopkProblem
+
+H200 = Device.get("h200")
+LOGITS, TOPK = "cute-dsl/mqa_logits", "cute-dsl/topk"
+
+
+def plan_type(label: str) -> Any:
+    kernel = registry.KernelId.parse(label)
+    if (reason := registry.missing(kernel)) is not None:
+        pytest.skip(reason)
+    return registry.get_plan(kernel)
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        (LOGITS, IndexerLogitsProblem(table=False)),
+        (LOGITS, IndexerLogitsProblem(s=3, dtype="bf16")),
+        (LOGITS, IndexerLogitsProblem(heads=16, table=False)),
+        (TOPK, TopkProblem(b=1)),
+        (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.label,
+)
+def test_cute_compiles_without_spills(label: str, problem: Any) -> None:
+    made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
+    assert made.resources.spill_bytes == 0
+    assert made.resources.smem_bytes <= H200.smem_per_block
+
+
+INTERPRETED = """
+import json, sys
+from mla_var3.check.judge import check
+from mla_var3.catalogue import registry
+from mla_var3.workload.indexer_logits import IndexerLogitsProblem
+plan = registry.get_plan(registry.KernelId.parse("triton/mqa_logits"))
+for fields in json.loads(sys.argv[1]):
+    report = check(plan, IndexerLogitsProblem(**fields), device="cpu", seeds=[5])
+    print(json.dumps(report.to_record()))
+"""
+
+
+def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
+    plan_type("triton/mqa_logits")
+    problems = [{"b": 2, "t": 100, "heads": 16, "s": 3}, {"b": 2, "t": 70, "heads": 64, "table": False, "dtype": "bf16"}]
+    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, json.dumps(problems)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(report["ok"], len(report["cases"])) for report in reports] == [(True, 9), (True, 9)], reports
+
+
+def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits.mqa_logits import MqaLogitsTiling
+
+    def tile(**fields: Any) -> tuple[int, int, int]:
+        geometry = MqaLogitsTiling().geometry(IndexerLogitsProblem(**fields))
+        return geometry.tokens, geometry.n, geometry.chunks
+
+    assert tile(table=False) == (4, 256, 0)
+    assert tile(table=False, heads=16) == (16, 256, 0)
+    assert [tile(s=s)[0::2] for s in range(1, 9)] == [(1, 1), (2, 1), (3, 1), (4, 1), (3, 2), (3, 2), (4, 2), (4, 2)]
+    assert tile(s=8, heads=32) == (8, 256, 1)
+
+
+@pytest.mark.parametrize("tokens", range(1, 17))
+def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
+    """`kept_by` with whole numbers in place of a lane's registers."""
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits.mqa_logits import Geometry, kept_by
+
+    geometry = Geometry(16, 0, tokens, 2, True)
+    stored = []
+    for lane in range(4):
+        kept: Any = kept_by(lane, geometry)  # type: ignore[arg-type]
+        if kept.stores:
+            stored += [kept.first + j for j in range(geometry.kept)]
+    assert sorted(stored) == list(range(2 * tokens))
+
+
+def test_few_long_rows_are_cut_and_many_are_not() -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk.topk import LEAST_SLICE, TopkTiling
+
+    def slices(rows: int, t: int) -> int:
+        return TopkTiling().slices_of(rows, t, 132)
+
+    assert (slices(1, 131072), slices(64, 65536), slices(132, 65536), slices(4096, 65536)) == (16, 2, 1, 1)
+    assert slices(1, LEAST_SLICE) == 1 and slices(1, 1 << 20) == 64
+    assert TopkTiling(8).slices_of(4096, 65536, 132) == 8
+
+
+def test_refusals_say_why() -> None:
+    logits, chooses = plan_type(LOGITS), plan_type(TOPK)
+    assert "an indexer of 16, 32, 64 heads is taken" in logits.requires.accepts(IndexerLogitsProblem(heads=48)).reason
+    assert "at most 2,048 are chosen" in chooses.requires.accepts(TopkProblem(topk=2049)).reason
+    with pytest.raises(Unsupported, match="the problem is fp16"):
+        chooses(TopkProblem(dtype="fp16"), None, H200).plan_empty()
+    tiling = logits.tiling_type
+    wide = IndexerLogitsProblem(table=False)
+    assert "a tile takes 1 to 4" in tiling(tokens=5).validate(wide).reason
+    assert "do not fit in the registers of 4 consumers" in tiling(consumers=4).validate(wide).reason
+    assert "consumers = 5 must be one of 2, 3, 4" in tiling(consumers=5).validate(wide).reason
+    assert "slices = 65" in chooses.tiling_type(65).validate(TopkProblem()).reason
+    problem = IndexerLogitsProblem(b=2, t=100)
+    q, cache, weights, ends, table = indexer_logits.make_inputs(problem)
+    wider = cache.new_zeros(cache.numel() + 8 * len(cache))
+    apart = wider.as_strided(cache.shape, (64 * 132 + 8, 132, 1))
+    with pytest.raises(UserError, match="8456 bytes apart: use a multiple of 16"):
+        logits(problem, None, H200).plan_into((q, apart, weights, ends, table), ())
+    values, high, pages = topk.make_inputs(TopkProblem(b=2, t=100, topk=5, table=True))
+    with pytest.raises(UserError, match="logits have 100 columns, and 1 pages have 64 tokens"):
+        topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
+
+
+@pytest.mark.parametrize("label", [LOGITS, TOPK, "triton/mqa_logits"])
+def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
+    plan = plan_type(label)
+    for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
+        assert len(plan(problem, None, H200).autotune_configs()) >= 3
+        assert all(t.validate(problem, H200) for t in plan(problem, None, H200).autotune_configs())
+
+
+def test_the_dispatcher_picks_by_what_runs_here() -> None:
+    plan_type(LOGITS)
+    assert choose(IndexerLogitsProblem(), H200).kernel.label == LOGITS
+    assert choose(IndexerLogitsProblem(heads=128), H200).kernel.label == "triton/mqa_logits"
+    assert choose(TopkProblem(), H200).kernel.label == TOPK
+    with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):
+        choose(TopkProblem(topk=4096), H200)

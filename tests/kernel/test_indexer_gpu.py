@@ -1,0 +1,170 @@
+"""The lightning indexer on a GPU: right on the cases that break kernels, in every tiling, captured and bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mla_var3.catalogue import registry
+from mla_var3.device import Device
+from mla_var3.workload import topk
+from mla_var3.workload.indexer_logits import IndexerLogitsProblem
+from mla_var3.workload.topk import TopkProblem
+
+pytestmark = pytest.mark.gpu
+
+LOGITS = [
+    IndexerLogitsProblem(b=1, s=513, t=3000, table=False),
+    IndexerLogitsProblem(b=3, s=100, t=1000, heads=32, table=False, dtype="bf16"),
+    IndexerLogitsProblem(b=1, s=77, t=1000, heads=16, table=False),
+    *(IndexerLogitsProblem(b=17, s=s, t=3000) for s in (1, 2, 3, 5, 8)),
+    IndexerLogitsProblem(b=200, s=1, t=3000, heads=32, dtype="bf16"),
+    IndexerLogitsProblem(b=17, s=6, t=3000, heads=16),
+]
+TOPK = [
+    TopkProblem(b=64, t=65536), TopkProblem(b=1, t=131072, topk=512), TopkProblem(b=1000, t=9000, topk=1024),
+    TopkProblem(b=6, s=2, t=40000, table=True), TopkProblem(b=300, t=9000, dtype="bf16", table=True),
+    TopkProblem(b=9, t=5000, topk=1),
+]  # fmt: skip
+
+
+def planned(label: str, problem: Any, tiling: Any = None) -> Any:
+    kernel = registry.KernelId.parse(label)
+    if (reason := registry.missing(kernel)) is not None:
+        pytest.skip(reason)
+    plan = registry.get_plan(kernel)(problem, tiling, Device.detect())
+    verdict = plan.supported()
+    if not verdict:
+        pytest.skip(verdict.reason)
+    return plan
+
+
+def right(plan: Any, cases: list[str] | None = None) -> None:
+    from mla_var3.check.judge import check
+
+    report = check(plan, device="cuda", cases=cases)
+    assert report.ok, f"{plan.tiling}: {report.reason}"
+    assert len(report.cases) >= 4
+
+
+@pytest.mark.parametrize("problem", LOGITS, ids=lambda p: p.label)
+@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits", "triton/mqa_logits"])
+def test_logits_are_right(label: str, problem: Any) -> None:
+    right(planned(label, problem))
+
+
+@pytest.mark.parametrize("problem", TOPK, ids=lambda p: p.label)
+def test_topk_is_right(problem: Any) -> None:
+    right(planned("cute-dsl/topk", problem))
+
+
+@pytest.mark.parametrize("problem", [LOGITS[0], LOGITS[4], TOPK[1], TOPK[3]], ids=lambda p: p.label)
+def test_every_tiling_is_right(problem: Any) -> None:
+    plan = planned("cute-dsl/topk" if problem.workload == "topk" else "cute-dsl/mqa_logits", problem)
+    for tiling in plan.autotune_configs():
+        if tiling.validate(problem, plan.device):
+            right(plan.with_tiling(tiling), ["own", "ragged", "odd", "shifted"])
+
+
+@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits", "cute-dsl/topk"])
+def test_captured_call_follows_its_lengths(label: str) -> None:
+    import torch
+
+    problem: Any = LOGITS[3] if label.endswith("logits") else TOPK[3]
+    plan = planned(label, problem)
+    inputs = plan.prepare_inputs("cuda", seed=1)
+    bound = plan.plan(*inputs)
+    bound()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    bound()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bound()
+    ends = next(x for x in inputs if x.dtype == torch.int32 and x.shape == (problem.b, problem.s))
+    for lengths in (7, 1000, 0, problem.t):
+        ends.fill_(lengths)
+        bound.output_tensors[0].fill_(-5)
+        graph.replay()
+        torch.cuda.synchronize()
+        (want,) = plan.reference_fn(*inputs)
+        (found,) = bound.output_tensors
+        if problem.workload == "topk":
+            assert torch.equal(found.long().sort(1).values, want.sort(1).values)
+        else:
+            there = ~want.isnan()
+            assert bool((found[~there] == -5).all())
+            torch.testing.assert_close(found[there].double(), want[there], atol=0.1, rtol=1e-3)
+
+
+def test_a_thousand_problems_with_ties() -> None:
+    import torch
+
+    rng = random.Random(7)
+    for k in (64, 512, 2048):
+        plan: Any = None
+        for i in range(334):
+            problem = TopkProblem(b=rng.choice((1, 2, 5, 40)), t=rng.randint(1, 3 * k + 5000), topk=k, lengths="ragged")
+            inputs = topk.make_inputs(problem, "cuda", seed=i, dist=rng.choice(topk.DISTRIBUTIONS))
+            plan = planned("cute-dsl/topk", problem) if plan is None else plan.rebind(*inputs)
+            (found,), (want,) = plan.plan(*inputs)(), topk.reference(problem, *inputs)
+            assert torch.equal(found.long().sort(1).values, want.sort(1).values), problem.label
+
+
+def test_values_in_ascending_order_are_all_candidates() -> None:
+    import torch
+
+    problem = TopkProblem(b=3, t=300_000, topk=2048)
+    logits = torch.arange(problem.t, device="cuda", dtype=torch.float32).repeat(3, 1)
+    logits[1] = -logits[1]
+    zeros = torch.zeros(3, dtype=torch.int32, device="cuda")
+    for tiling in (None, 1, 64):
+        plan = planned("cute-dsl/topk", problem)
+        plan = plan if tiling is None else plan.with_tiling(type(plan.tiling)(tiling))
+        (found,) = plan.plan(logits, zeros, zeros + problem.t)()
+        last = torch.arange(problem.t - problem.topk, problem.t, device="cuda", dtype=torch.int32)
+        assert torch.equal(found[0].sort().values, last) and torch.equal(found[2], found[0])
+        assert torch.equal(found[1].sort().values, torch.arange(problem.topk, device="cuda", dtype=torch.int32))
+
+
+def test_what_is_chosen_is_what_sparse_decode_takes() -> None:
+    """Indices of `indexer_topk` name the tokens of the request that its page table names, and no others."""
+    import torch
+
+    from mla_var3.ops import deep_gemm, indexer_logits, indexer_topk, topk_indices
+    from mla_var3.workload import indexer_topk as workload
+
+    planned("cute-dsl/mqa_logits", LOGITS[3])
+    problem = workload.IndexerTopkProblem(b=9, s=2, t=3000, heads=64, topk=512, lengths="ragged")
+    inputs = workload.make_inputs(problem, "cuda", seed=3)
+    q, cache, weights, ends, table = inputs
+    found = indexer_topk(q, cache, weights, ends, 512, page_table=table)
+    (want,) = workload.reference(problem, *inputs)
+    assert torch.equal(found.long().sort(1).values, want.sort(1).values)
+    again = topk_indices(indexer_logits(q, cache, weights, ends, page_table=table), ends, 512, page_table=table)
+    assert torch.equal(found, again)
+    meta = deep_gemm.get_paged_mqa_logits_metadata(ends, 64, 132)
+    logits = deep_gemm.fp8_paged_mqa_logits(
+        q.view(torch.float8_e4m3fn), cache.unsqueeze(2), weights, ends, table, meta, 3000, clean_logits=True
+    )
+    assert torch.equal(topk_indices(logits, ends, 512, page_table=table), found)
+
+
+def test_prefill_in_parts_is_prefill_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from mla_var3.ops import indexer, indexer_topk
+    from mla_var3.workload import indexer_topk as workload
+
+    planned("cute-dsl/mqa_logits", LOGITS[3])
+    problem = workload.IndexerTopkProblem(b=2, s=300, t=2000, heads=64, topk=512, table=False)
+    q, keys, scales, weights, starts, ends = inputs = workload.make_inputs(problem, "cuda", seed=3)
+    (want,) = workload.reference(problem, *inputs)
+    for most in (256 << 20, 1 << 20, 1):
+        monkeypatch.setattr(indexer, "WORKSPACE", most)
+        rows = slice(0, 600 if most > 1 else 5)
+        found = indexer_topk(q[rows], keys, weights[rows], ends[rows], 512, starts=starts[rows], scales=scales)
+        assert torch.equal(found.long().sort(1).values, want[rows].sort(1).values)

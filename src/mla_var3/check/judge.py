@@ -151,7 +151,10 @@ def _judge_output(output: Output, answer: torch.Tensor, reference: torch.Tensor,
     if output.unordered:
         moved = (a < 0) != (r < 0)
         if bool(moved.any()):
-            return f"{name} names something where its reference does not, or the other way round, in {_where(moved)}", Off()
+            return (
+                f"{name} names something where its reference does not, or the other way round, in {_where(moved)}",
+                Off(),
+            )
         a, r = a.sort(-1).values, r.sort(-1).values
     infinite = torch.isinf(r)
     odd = (torch.isinf(a) | infinite) & (a != r) & ~torch.isnan(a)

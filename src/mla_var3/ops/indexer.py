@@ -112,7 +112,9 @@ def topk_indices(
     out = torch.empty((n, k), dtype=torch.int32, device=logits.device)
     if page_table is None:
         high = integers("ends", ends, (n,), logits, 0, t)
-        low = logits.new_zeros(n, dtype=torch.int32) if starts is None else integers("starts", starts, (n,), logits, 0, t)
+        low = (
+            logits.new_zeros(n, dtype=torch.int32) if starts is None else integers("starts", starts, (n,), logits, 0, t)
+        )
         problem = _topk(max(n, 1), 1, t, k, False, names[logits.dtype])
         serve("topk_indices", problem, (rows, low, high), (out,), kernel, on, first="logits")
         return out
@@ -186,7 +188,9 @@ def _judged(
     if dtype not in names:
         raise UserError(f"dtype is {dtype}: logits are torch.float32 or torch.bfloat16.")
     if not isinstance(weights, torch.Tensor) or weights.dim() < 2:
-        raise UserError("weights is no tensor of a weight for each query token and head: pass (query tokens, h) float32.")
+        raise UserError(
+            "weights is no tensor of a weight for each query token and head: pass (query tokens, h) float32."
+        )
     if page_table is None:
         codes = _codes("q", q, (None, None, D), q)
         n, h, _ = codes.shape

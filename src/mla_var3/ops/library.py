@@ -74,9 +74,7 @@ _PROMPTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, *, float? scale=None, bool causal=True, "
     "str? version=None"
 )
-_INDEXER = (
-    "Tensor? starts=None, Tensor? scales=None, Tensor? page_table=None, {}str? version=None) -> Tensor"
-)
+_INDEXER = "Tensor? starts=None, Tensor? scales=None, Tensor? page_table=None, {}str? version=None) -> Tensor"
 _PRODUCT = "Tensor x, Tensor weight, str side, *, str? version=None"
 # Not named out: dynamo wants such an argument contiguous, and these may be slices.
 SCHEMAS = {

@@ -141,7 +141,11 @@ class IndexerLogitsProblem(Problem):
         """FLOPs of the products, and every byte once: queries, weights, keys with scales, ranges and logits."""
         pairs, tokens = self.pairs(), sum(self.seq_lens())
         written = pairs * self.element_bytes
-        read = self.rows * (self.heads * (D + 4) + 8) + tokens * TOKEN_BYTES + (self.b * self.width * 4 if self.table else 0)
+        read = (
+            self.rows * (self.heads * (D + 4) + 8)
+            + tokens * TOKEN_BYTES
+            + (self.b * self.width * 4 if self.table else 0)
+        )
         return Cost(pairs * self.heads * 2 * D, read + written, pairs=pairs, written=written)
 
     def input_bytes(self) -> int:

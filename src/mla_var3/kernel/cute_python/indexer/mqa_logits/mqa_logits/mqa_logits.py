@@ -314,7 +314,9 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     held = tiles_in(storage.query.data_ptr(), geometry.n, geometry.query_stages)
-    of_queries, query_places = boxes_of(inputs.query_tma, inputs.query, cute.flat_divide(held, (geometry.h, D)), geometry.h)
+    of_queries, query_places = boxes_of(
+        inputs.query_tma, inputs.query, cute.flat_divide(held, (geometry.h, D)), geometry.h
+    )
     keys = boxes_of(inputs.key_tma, inputs.keys, tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages), KEYS)
     info = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
     weights = storage.weights.data_ptr()
@@ -581,7 +583,9 @@ def consume(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     infos = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
-    of_weights = storage.weights.get_tensor(cute.make_layout((2, 4, n // 8, geometry.query_stages), stride=(1, 2, 8, n)))
+    of_weights = storage.weights.get_tensor(
+        cute.make_layout((2, 4, n // 8, geometry.query_stages), stride=(1, 2, 8, n))
+    )
     scales = storage.scales.get_tensor(cute.make_layout((KEYS, geometry.stages)))
     lane, warp = thread % WARP, thread // WARP
     tiled_mma = make_mma(geometry.part_n)
@@ -776,7 +780,9 @@ class MqaLogitsTiling(Tiling):
                 f"tokens = {self.tokens}: with {pd.heads} heads a tile takes 1 to {COLUMNS // pd.heads}, or 0 for a choice"
             )
         if self.query_parts not in (0, 1, 2) or geometry.tokens % geometry.parts:
-            return Verdict.no(f"query_parts = {self.query_parts} of a tile of {geometry.tokens} query tokens: use 1, or 2 of even ones")
+            return Verdict.no(
+                f"query_parts = {self.query_parts} of a tile of {geometry.tokens} query tokens: use 1, or 2 of even ones"
+            )
         if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
             return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
         if self.ctas < 0:
@@ -822,7 +828,9 @@ class MqaLogitsPlan(KernelPlan):
         aligned = {"q": (inputs[0], 16), "keys": (inputs[1], 16), "weights": (inputs[3 - self.problem.table], 16)}
         for name, (tensor, bytes_) in aligned.items():
             if tensor.data_ptr() % bytes_:
-                raise UserError(f"{name} starts at {tensor.data_ptr():#x}: it must start at a multiple of {bytes_} bytes.")
+                raise UserError(
+                    f"{name} starts at {tensor.data_ptr():#x}: it must start at a multiple of {bytes_} bytes."
+                )
         if self.problem.table and inputs[1].stride(0) % 16:
             raise UserError(f"the pages of cache are {inputs[1].stride(0)} bytes apart: use a multiple of 16.")
         return self._make(inputs, outputs)
@@ -849,12 +857,19 @@ class MqaLogitsPlan(KernelPlan):
             logits = make_fake_tensor(kind, host.symbols(2), (cute.sym_int64(), 1), assumed_align=4)
             weights = host.fake(Float32, n, pd.heads)
             if not pd.table:
-                q, keys, scales = host.fake(Uint8, n, pd.heads, D), host.fake(Uint8, t, D), host.fake(Float32, t, align=4)
+                q, keys, scales = (
+                    host.fake(Uint8, n, pd.heads, D),
+                    host.fake(Uint8, t, D),
+                    host.fake(Float32, t, align=4),
+                )
                 starts, ends, table = host.fake(Int32, n, align=4), host.fake(Int32, n, align=4), None
             else:
                 q, scales, starts = host.fake(Uint8, b, pd.s, pd.heads, D), None, None
                 keys = make_fake_tensor(
-                    Uint8, (pages, PAGE, TOKEN_BYTES), (cute.sym_int64(divisibility=16), TOKEN_BYTES, 1), assumed_align=16
+                    Uint8,
+                    (pages, PAGE, TOKEN_BYTES),
+                    (cute.sym_int64(divisibility=16), TOKEN_BYTES, 1),
+                    assumed_align=16,
                 )
                 ends = host.fake(Int32, b, pd.s, align=4)
                 table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4)

@@ -52,7 +52,12 @@ class IndexerTopkPlan(KernelPlan):
         rows = inputs[0].shape[:-2].numel()
         outputs = (torch.empty((rows, self.problem.topk), dtype=torch.int32, device=inputs[0].device),)
         return TorchKernel(
-            self.indexer_topk, name="indexer_topk", input_tensors=inputs, output_tensors=outputs, tiling=self.tiling, plan=self
+            self.indexer_topk,
+            name="indexer_topk",
+            input_tensors=inputs,
+            output_tensors=outputs,
+            tiling=self.tiling,
+            plan=self,
         )
 
     def plan_empty(self) -> TorchKernel:

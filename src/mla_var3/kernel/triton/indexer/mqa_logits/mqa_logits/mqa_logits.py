@@ -48,7 +48,9 @@ class MqaLogitsTiling(Tiling):
         if self.keys not in (64, 128):
             return Verdict.no(f"keys = {self.keys} must be 64 or 128")
         if self.tokens not in (1, 2, 4, 8, 16) or self.tokens * pd.heads > COLUMNS:
-            return Verdict.no(f"tokens = {self.tokens} must be a power of two, and of {pd.heads} heads at most {COLUMNS}")
+            return Verdict.no(
+                f"tokens = {self.tokens} must be a power of two, and of {pd.heads} heads at most {COLUMNS}"
+            )
         if self.num_warps not in (4, 8):
             return Verdict.no(f"num_warps = {self.num_warps} must be 4 or 8")
         return Verdict.yes()

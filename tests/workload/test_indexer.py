@@ -12,7 +12,7 @@ from mla_var3.catalogue import registry
 from mla_var3.check.judge import check, compare, untouched
 from mla_var3.errors import UserError
 from mla_var3.lab import naming
-from mla_var3.workload import indexer_logits, indexer_topk, topk
+from mla_var3.workload import indexer_logits, topk
 from mla_var3.workload.indexer_logits import PAGE, IndexerLogitsProblem, index_pages
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
@@ -170,8 +170,9 @@ def test_problems_that_make_no_sense_are_refused(kind: Any, fields: dict[str, An
 
 def test_problems_have_names_that_tell_them_apart() -> None:
     problems = [
-        PAGED, PREFILL, PAGED.replace(dtype="bf16"), PAGED.replace(lengths="uniform"), TopkProblem(), TopkProblem(topk=512),
-        TopkProblem(table=True), TopkProblem(lengths="ragged"), IndexerTopkProblem(), IndexerTopkProblem(topk=512),
+        PAGED, PREFILL, PAGED.replace(dtype="bf16"), PAGED.replace(lengths="uniform"), TopkProblem(),
+        TopkProblem(topk=512), TopkProblem(table=True), TopkProblem(lengths="ragged"), IndexerTopkProblem(),
+        IndexerTopkProblem(topk=512),
     ]  # fmt: skip
     names = [naming.cell_name(p) for p in problems]
     assert len(set(names)) == len(names)

@@ -90,11 +90,11 @@ def topk_indices(
     -inf. The order of the k is not specified, but is the same from call to call. Rows with fewer logits than k give all
     of them, and -1 behind.
 
-    logits (rows, t) of torch.float32 or torch.bfloat16, whose rows may lie further apart. ends and starts (rows,), int32
-    or int64; starts is 0 by default. page_table (b, width): of pages of 64 tokens, at least t / 64; row i is of request
-    i // (rows / b), and gives slots of the cache, page · 64 + place in the page, as `sparse_mla_decode` takes them. ends
-    may then be (b, s). k is at most 2,048. kernel, on: as of `mla_decode`. Raises `UserError` in one sentence for what
-    does not fit.
+    logits (rows, t) of torch.float32 or torch.bfloat16, whose rows may lie further apart. ends and starts (rows,),
+    int32 or int64; starts is 0 by default. page_table (b, width): of pages of 64 tokens, at least t / 64; row i is of
+    request i // (rows / b), and gives slots of the cache, page · 64 + place in the page, as `sparse_mla_decode` takes
+    them. ends may then be (b, s). k is at most 2,048. kernel, on: as of `mla_decode`. Raises `UserError` in one
+    sentence for what does not fit.
     """
     import torch
 
@@ -146,7 +146,8 @@ def indexer_topk(
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> torch.Tensor:
-    """The k cached tokens that each query token wants most: `topk_indices` of `indexer_logits`, (query tokens, k) int32.
+    """The k cached tokens that each query token wants most, (query tokens, k) int32: `topk_indices` of
+    `indexer_logits`.
 
     Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32, and at most
     256 MB of them are there at a time: of more, query tokens (with page_table, requests) are taken in parts, one after

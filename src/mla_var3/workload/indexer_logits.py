@@ -2,9 +2,9 @@
 
     logits[i, j] = scale[j] · Σ over heads of weights[i, h] · relu(q[i, h] · key[j])         starts[i] <= j < ends[i]
 
-Codes of q and key are e4m3, 128 columns, in tensors of uint8; scale (one a key), weights and sums are float32. The scale of a query is in
-its weights. Logits are rounded once, to the problem's dtype. Where j is outside of a query token's range, nothing is
-written. Two forms:
+Codes of q and key are e4m3, 128 columns, in tensors of uint8; scale (one a key), weights and sums are float32. The
+scale of a query is in its weights. Logits are rounded once, to the problem's dtype. Where j is outside of a query
+token's range, nothing is written. Two forms:
 
     prefill   q (n, h, 128)    keys (t, 128)    scales (t,)    weights (n, h)    starts, ends (n,) int32
               → logits (n, t)
@@ -66,8 +66,9 @@ class IndexerLogitsClass:
 
 @dataclass(frozen=True)
 class IndexerLogitsProblem(Problem):
-    """b, s, t: requests, their query tokens and cached tokens. heads: of the indexer. table: whether there is a page table, which says which form it is. dtype: of
-    the logits. Raises `UserError`, naming the field, when it makes no sense."""
+    """b, s, t: requests, their query tokens and cached tokens. heads: of the indexer. table: whether there is a page
+    table, which says which form it is. dtype: of the logits. Raises `UserError`, naming the field, when it makes no
+    sense."""
 
     workload: ClassVar[str] = "indexer_logits"
     layer: ClassVar[str] = "indexer"

@@ -1,7 +1,7 @@
 """The tokens that the lightning indexer chooses: `topk` of `indexer_logits`, whose logits nobody keeps.
 
-    prefill   q, keys, scales, weights, starts, ends      → indices (n, k) int32: keys
-    paged     q, cache, weights, ends, page_table         → indices (b · s, k) int32: slots, page · 64 + place in the page
+    prefill   q, keys, scales, weights, starts, ends    → indices (n, k) int32: keys
+    paged     q, cache, weights, ends, page_table       → indices (b · s, k) int32: slots, page · 64 + place in it
 
 Inputs, ranges and what NaN does are those of `indexer_logits`; what is chosen, ties and -1 are those of `topk`. The
 logits that are compared are float32.

@@ -13,9 +13,9 @@ Exact. All that is larger than the k-th largest value is chosen, and of equal va
 lowest columns. -0 equals +0. NaN, of either sign, counts as -inf: it is chosen only where numbers are fewer than k, and
 ties with -inf there. -inf is a value like others: a row of -inf gives its first k columns.
 
-Words: b requests of s query tokens each, rows of t logits. lengths: "uniform" (all of a row; causal where s > 1: token i
-of s sees t - s + 1 + i), or "ragged": drawn from 0 to t, with 0, 1 and the sizes around k among them. Rows that are not
-paged begin at column 3 where lengths are ragged.
+Words: b requests of s query tokens each, rows of t logits. lengths: "uniform" (all of a row; causal where s > 1: token
+i of s sees t - s + 1 + i), or "ragged": drawn from 0 to t, with 0, 1 and the sizes around k among them. Rows that are
+not paged begin at column 3 where lengths are ragged.
 
 Distributions of inputs (`dist`):
 

@@ -55,7 +55,7 @@ from mla_var3.kernel.cute_python.prims.sync import warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import indexer_logits
-from mla_var3.workload.indexer_logits import D, PAGE, TOKEN_BYTES
+from mla_var3.workload.indexer_logits import PAGE, TOKEN_BYTES, D
 
 if TYPE_CHECKING:
     from mla_var3.workload.indexer_logits import IndexerLogitsProblem
@@ -311,7 +311,6 @@ def copy_async(source: cute.Pointer, target: cute.Pointer, count: cutlass.Conste
 @cute.jit
 def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geometry: cutlass.Constexpr):
     """What the producer warp does."""
-    full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     held = tiles_in(storage.query.data_ptr(), geometry.n, geometry.query_stages)
     of_queries, query_places = boxes_of(
@@ -560,14 +559,12 @@ def issue(
     queries = work.queries[None, None, None, query_stage * geometry.parts + part]
     blocks = tuple(range(D // MMA_K))
     wgmma.gemm_issue(work.tiled_mma, work.accs[part], work.keys[None, None, None, stage], queries, blocks, True)
-    # ptxas would mix the products with the epilogue that follows, and issue the last of them behind it; but not past this.
-    cute.arch.sync_warp()
 
 
 @cute.jit
 def finish(
-    work: cutlass.Constexpr, part: cutlass.Constexpr, factors: cutlass.Constexpr, targets: cutlass.Constexpr, key: Int32,
-    geometry: cutlass.Constexpr,
+    work: cutlass.Constexpr, part: cutlass.Constexpr, factors: cutlass.Constexpr, targets: cutlass.Constexpr,
+    key: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """The epilogue of a part, whose products are made."""
     sums = weighted(work.accs[part], work.weights, part, factors, geometry)
@@ -616,8 +613,8 @@ def consume(
             targets = [targets_of(logits, info, part, kept, lane, warp, geometry) for part in range(parts)]
             cute.arch.mbarrier_wait(full + stage, phase)
             issue(work, 0, stage, query_stage, geometry)
-            # All but the last tile. One product is under way at a time, and no register of it is touched: otherwise ptxas
-            # waits for each.
+            # All but the last tile. One product is under way at a time, and no register of it is touched: otherwise
+            # ptxas waits for each.
             for _ in cutlass.range(own - 1, unroll=1):
                 following, following_phase = next_stage(stage, phase, consumers, geometry.stages)
                 factors = [scales[row, stage], scales[row + 8, stage]]
@@ -749,9 +746,9 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsTiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4; 0: as many as there are registers for. query_parts: of a query tile, which a consumer multiplies by
-    themselves, 1 or 2; 0: 2 where its tokens can be halved and there are two consumers. ctas: of the grid; 0: one for
-    each multiprocessor."""
+    multiply, 2 to 4; 0: as many as there are registers for. query_parts: of a query tile, 1 or 2, which a consumer
+    multiplies by themselves; 0: 2 where its tokens can be halved and there are two consumers. ctas: of the grid; 0: one
+    for each multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
@@ -777,11 +774,11 @@ class MqaLogitsTiling(Tiling):
         geometry = self.geometry(pd)
         if self.tokens < 0 or geometry.n > COLUMNS:
             return Verdict.no(
-                f"tokens = {self.tokens}: with {pd.heads} heads a tile takes 1 to {COLUMNS // pd.heads}, or 0 for a choice"
+                f"tokens = {self.tokens}: of {pd.heads} heads a tile takes 1 to {COLUMNS // pd.heads}, 0 is a choice"
             )
         if self.query_parts not in (0, 1, 2) or geometry.tokens % geometry.parts:
             return Verdict.no(
-                f"query_parts = {self.query_parts} of a tile of {geometry.tokens} query tokens: use 1, or 2 of even ones"
+                f"query_parts = {self.query_parts} of a tile of {geometry.tokens} query tokens: use 1, or 2 if even"
             )
         if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
             return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")

@@ -1,4 +1,4 @@
-"""mqa_logits v0 in Triton: a program a tile of query tokens and a tile of keys, FP8 products, the heads' sum in registers.
+"""mqa_logits v0 in Triton: a program a tile of query tokens and a tile of keys; FP8 products, summed in registers.
 
     K (KEYS x 128) · Qᵀ (128 x TOKENS · H) → max(·, 0) · weight → Σ over the H columns of a token → · scale → logits
 
@@ -21,7 +21,7 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.triton.prims.numerics import interpreted, round_to
 from mla_var3.runtime import KernelPlan, Tiling, TritonKernel, Verdict
 from mla_var3.workload import indexer_logits
-from mla_var3.workload.indexer_logits import D, PAGE
+from mla_var3.workload.indexer_logits import PAGE, D
 
 if TYPE_CHECKING:
     from mla_var3.device import Device

@@ -288,7 +288,7 @@ class Geometry:
 
     @property
     def free_bytes(self) -> int:
-        """Of shared memory, for tiles and P: beside Q and exchange buffers; mbarriers and alignment take under 2 KiB."""
+        """Of shared memory, for tiles and P: beside Q and exchange buffers. Barriers and alignment take under 2 KiB."""
         taken = 2048 + 2 * self.n * PANEL * self.panels + 4 * self.n * (6 * WARPS + 1)
         return Device.assumed().smem_per_block - taken
 

@@ -47,8 +47,9 @@ columns, so that each has 16 bytes. Q is free for the next query tile as soon as
 
 Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
 as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
-tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global memory.
-The lengths are read on the device only, and the last CTA sets the counter back.
+tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's
+first tile is its own number; the others it takes from a counter in global memory. The lengths are read on the device
+only, and the last CTA sets the counter back.
 
 Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
 
@@ -105,7 +106,7 @@ CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
 WARP = 32
 CONSUMER_WARPS = CONSUMERS // WARP
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 of 65536
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 128 · (40 + 2 · 232) = 64512 of 65536
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
 MISC_BYTES = 2048  # of shared memory, in front of Q
 

@@ -29,7 +29,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
     return serve_on_cpu(monkeypatch)
 
 
-def call(problem: IndexerTopkProblem, seed: int = 1) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+def call(
+    problem: IndexerTopkProblem, seed: int = 1
+) -> tuple[tuple[Any, Any, Any, Any], dict[str, Any], tuple[Any, ...]]:
     """Positional arguments, options, and the workload's inputs."""
     inputs = of_both.make_inputs(problem, seed=seed)
     if problem.table:
@@ -55,7 +57,7 @@ def test_logits_and_the_choice_are_the_oracles(problem: IndexerTopkProblem) -> N
     there = ~want.isnan()
     assert low.dtype == torch.bfloat16 and torch.allclose(low[there].double(), want[there], rtol=2**-8)
     (best,) = of_both.reference(problem, *inputs)
-    assert torch.equal(indexer_topk(*args, problem.topk, **options, kernel=BOTH).long(), best)
+    assert torch.equal(indexer_topk(*args, k=problem.topk, **options, kernel=BOTH).long(), best)
     ranges = {name: x for name, x in options.items() if name != "scales"}
     assert torch.equal(topk_indices(found, args[3], problem.topk, **ranges, kernel=TOPK).long(), best)
 
@@ -78,7 +80,7 @@ def test_a_small_workspace_gives_the_same_choice(problem: Any, monkeypatch: pyte
         ways.way_for.cache_clear()
         calls.clear()
         monkeypatch.setattr(indexer, "WORKSPACE", 4 * problem.columns * rows)
-        assert torch.equal(indexer_topk(*args, problem.topk, **options).long(), best)
+        assert torch.equal(indexer_topk(*args, k=problem.topk, **options).long(), best)
         assert set(calls) == {"indexer_logits", "topk"}
     ways.way_for.cache_clear()
 
@@ -111,12 +113,13 @@ def test_deep_gemms_names_take_its_arguments(monkeypatch: pytest.MonkeyPatch) ->
     found = deep_gemm.fp8_mqa_logits(q, (keys, options["scales"]), weights, options["starts"], ends)
     assert torch.equal(found.double(), logits_of(PREFILL, inputs).nan_to_num(nan=-float("inf"), neginf=-float("inf")))
     ways.way_for.cache_clear()
-    for said, function, args, more in (
+    wrong: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = [
         ("max_seqlen_k = 5", deep_gemm.fp8_mqa_logits, (q, (keys, keys), weights, ends, ends), {"max_seqlen_k": 5}),
         ("kv is no pair", deep_gemm.fp8_mqa_logits, (q, keys, weights, ends, ends), {}),
         ("block_kv = 32", deep_gemm.get_paged_mqa_logits_metadata, (ends, 32, 132), {}),
         ("indices is for packed", deep_gemm.get_paged_mqa_logits_metadata, (ends, 64, 132, ends), {}),
-    ):
+    ]
+    for said, function, args, more in wrong:
         with pytest.raises(UserError, match=f"^{said}"):
             function(*args, **more)
 
@@ -125,13 +128,14 @@ def test_deep_gemms_names_take_its_arguments(monkeypatch: pytest.MonkeyPatch) ->
 def test_operators_give_shapes_to_a_tracer_and_results_to_a_call(problem: IndexerTopkProblem) -> None:
     args, options, _ = call(problem)
     found = OPS.indexer_logits(*args, **options, version=LOGITS)
-    best = OPS.indexer_topk(*args, problem.topk, **options, version=BOTH)
+    best = OPS.indexer_topk(*args, k=problem.topk, **options, version=BOTH)
     ranges = {name: x for name, x in options.items() if name != "scales"}
     assert torch.equal(OPS.topk_indices(found, args[3], problem.topk, **ranges, version=TOPK), best)
     with FakeTensorMode() as mode:
-        fakes, more = [mode.from_tensor(x) for x in args], {name: mode.from_tensor(x) for name, x in options.items()}
+        fakes: Any = tuple(mode.from_tensor(x) for x in args)
+        more = {name: mode.from_tensor(x) for name, x in options.items()}
         logits = indexer_logits(*fakes, **more)
-        indices = indexer_topk(*fakes, problem.topk, **more)
+        indices = indexer_topk(fakes[0], fakes[1], fakes[2], fakes[3], problem.topk, **more)
         more.pop("scales", None)
         same = topk_indices(logits, fakes[3], problem.topk, **more)
     assert (logits.shape, logits.stride(), logits.dtype) == (found.shape, found.stride(), found.dtype)

@@ -68,14 +68,19 @@ def test_absorbing_the_prefix_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
     close(whole, given.wanted(), 4e-3)
 
 
-def test_the_way_is_that_of_fewer_operations() -> None:
-    """FLOPs of one head and one key of a prefix, for so many queries."""
+def test_the_way_is_that_of_less_work() -> None:
+    """Of one head and one key of a prefix, for so many queries; bytes of the tensors that lie between the kernels."""
+    p = 64
     for k, d, v in ((512, 128, 128), (512, 192, 192), (256, 64, 64)):
-        for queries in (1, 60, 170, 171, 300, 4096):
-            decompress = 2 * k * (d + v) + queries * 2 * (d + 64 + v)
-            absorb = queries * 2 * (2 * k + 64)
-            assert chunk_prefill.way_of(queries, k, d, v) == ("decompress" if decompress < absorb else "absorb")
-    assert chunk_prefill.way_of(1, 64, 64, 64) == "decompress"  # a latent as wide as a key is never more work
+        product, keys, values = (torch.empty(1, n, dtype=torch.bfloat16).nbytes for n in (d + v, d + p, v))
+        nope = torch.empty(1, d, dtype=torch.bfloat16).nbytes
+        moved = product + (nope + keys) + (keys + values)
+        for queries in (1, 60, 170, 340, 350, 4096):
+            decompress = 2 * k * (d + v) + 150 * moved + queries * 2 * (d + p + v)
+            absorb = queries * 2 * (2 * k + p)
+            assert chunk_prefill.way_of(queries, k, d, p, v) == ("decompress" if decompress < absorb else "absorb")
+    assert [chunk_prefill.way_of(n, 512, 128, 64, 128) for n in (345, 346)] == ["absorb", "decompress"]
+    assert chunk_prefill.way_of(1, 64, 64, 8, 64) == "decompress"  # a latent as wide as a key is never more work
 
 
 def test_no_request_is_looked_at_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

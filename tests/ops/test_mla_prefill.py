@@ -102,6 +102,24 @@ def test_one_kernel_serves_all_lengths(on_cpu: CpuEngine) -> None:
     assert on_cpu.planned == 3
 
 
+def test_a_workspace_that_sizes_may_decide_of_serves_no_other_sizes(
+    on_cpu: CpuEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_var3.catalogue import registry
+
+    plan_type = registry.get_plan(registry.KernelId.parse(TORCH))
+    plan = plan_type.plan
+
+    def planned(self: Any, *inputs: Any) -> Any:
+        kernel = plan(self, *inputs)
+        kernel.workspace_tensors = (torch.empty(5000, dtype=torch.uint8),)
+        return kernel
+
+    monkeypatch.setattr(plan_type, "plan", planned)
+    with pytest.raises(AssertionError, match="has 5000 bytes of workspaces"):
+        mla_prefill(*make_inputs(PROBLEM), kernel=TORCH)
+
+
 # ---------------------------------------------------------------- which version
 def test_where_no_version_takes_it_torch_computes(on_cpu: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from mla_var3.dispatch import rules

@@ -19,6 +19,7 @@ from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
 from mla_var3.ops import flash_attn_varlen_func, mla_prefill  # noqa: E402
+from mla_var3.ops.engine import Engine  # noqa: E402
 from mla_var3.workload import prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem, make_inputs  # noqa: E402
 
@@ -112,6 +113,21 @@ def _captured(inputs: Any) -> Any:
     with torch.cuda.graph(graph):
         made = mla_prefill(*inputs, return_lse=True)
     return graph, made
+
+
+def test_one_kernel_serves_all_lengths() -> None:
+    """Planned once for few requests; then more, longer, fewer, strided, through the same kernel."""
+    if not served(PROBLEM):
+        pytest.skip("no version but torch's takes the problem here")
+    engine = Engine()
+    for seed, lengths in enumerate(
+        (((3, 3),), CHUNKS, ((1000, 2000), (0, 0)), tuple((7 * i, 9 * i) for i in range(60)))
+    ):
+        for strided in (False, True):
+            problem = PROBLEM.replace(b=len(lengths), lengths=lengths, strided_kv=strided)
+            inputs = make_inputs(problem, "cuda", seed=seed)
+            right(problem, inputs, mla_prefill(*inputs, return_lse=True, on=engine))
+    assert len(engine._kept) == 1
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -317,7 +317,7 @@ class MlaAttention(nn.Module):
             return (), tuple(range(len(step.counts)))
         groups: tuple[list[int], list[int]] = ([], [])
         for i, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
-            absorbs = length > count and way_of(count, shape.k, shape.d, shape.v) == "absorb"
+            absorbs = length > count and way_of(count, shape.k, shape.d, shape.p, shape.v) == "absorb"
             groups[not absorbs].append(i)
         return tuple(groups[0]), tuple(groups[1])
 

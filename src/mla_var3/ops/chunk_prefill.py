@@ -4,10 +4,11 @@
     prefix         decompress: the same, piece by piece, without a mask: no query stands in a prefix    ├→ merge by LSE
                    absorb:     q · W_UK → mla_decode over the cached rows → · W_UV                       ┘
 
-Of one head, a query and a key of a prefix cost 2(d + p + v) FLOPs over decompressed heads, and the key 2k(d + v) more
-once, however many queries there are; absorbed they cost 2(2k + p). So with s query tokens a request decompressing is
-less work where s > k(d + v) / (2k - d - v): above 170 tokens in DeepSeek's models. `way_of` has this rule. It is
-calculated, and counts no memory traffic: decompressed keys and values are 71 times a latent with 128 heads.
+Of one head, a query and a key of a prefix cost 2(d + p + v) FLOPs over decompressed heads; absorbed they cost
+2(2k + p). However many queries there are, decompressing costs the key once more: 2k(d + v) FLOPs of the product with
+kv_b, and the bytes of what is written and read again on the way, 2(d + v) of the product, 2d and 2(d + p) of the keys,
+2(d + p + v) of attention. With the operations that a GPU does in the time of a byte, `way_of` asks from how many query
+tokens a request that is made up for: 345 in DeepSeek's models, 170 if no byte counted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 WAYS = ("decompress", "absorb")
+#: Dense operations in 16 bits that a Hopper GPU does in the time in which it reads or writes a byte.
+FLOPS_A_BYTE = 150
 #: Bytes of the keys and values of one piece of a prefix. A piece of 128 heads in bf16 then has 9,362 tokens.
 PIECE_BYTES = 1 << 30
 
@@ -97,7 +100,7 @@ def mla_chunk_prefill(
     factor = (d + p) ** -0.5 if scale is None else number("scale", scale)
     if way is None:
         absorbs = q.device.type != "cpu" and d == v
-        way = way_of(n / max(len(table), 1), k, d, v) if absorbs else "decompress"
+        way = way_of(n / max(len(table), 1), k, d, p, v) if absorbs else "decompress"
     cache, weight = kv_cache.detach(), kv_b.detach()
 
     def project(latents: torch.Tensor) -> torch.Tensor:
@@ -112,11 +115,12 @@ def mla_chunk_prefill(
     return (out, sums) if return_lse else out
 
 
-def way_of(queries: float, k: int, d: int, v: int) -> str:
-    """How a prefix is attended to by so many query tokens of a request: the way of fewer FLOPs, as the module's
-    docstring calculates them."""
-    more = 2 * k - d - v
-    return "decompress" if more <= 0 or queries > k * (d + v) / more else "absorb"
+def way_of(queries: float, k: int, d: int, p: int, v: int) -> str:
+    """How a prefix is attended to by so many query tokens of a request: the way that takes less work, as the module's
+    docstring calculates it."""
+    once = 2 * k * (d + v) + FLOPS_A_BYTE * 2 * (4 * d + 2 * v + 2 * p)
+    saved = 2 * (2 * k + p) - 2 * (d + p + v)
+    return "decompress" if saved <= 0 or queries * saved > once else "absorb"
 
 
 Part = tuple["torch.Tensor", "torch.Tensor"]  # out (n, h, v), lse (n, h)

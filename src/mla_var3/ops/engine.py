@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MOST_KERNELS = 64
 MOST_BYTES = 2 << 30  # of workspaces, over all kernels
+#: Bytes of workspaces of a kernel that serves any sizes: counters, and nothing that grows with a problem.
+MOST_OF_ANY_SIZE = 4096
 
 
 @runtime_checkable
@@ -251,6 +253,10 @@ class Engine:
         outputs = tuple(kernel.output_tensors)
         blanks = tuple(x.new_empty(0) for x in (*own, *outputs))
         size = sum(x.numel() * x.element_size() for x in kernel.workspace_tensors)
+        if way.any_size and size > MOST_OF_ANY_SIZE:
+            raise AssertionError(
+                f"{kernel.name} has {size} bytes of workspaces: sizes of a problem may decide of them."
+            )
         scheduled = kernel if isinstance(kernel, Scheduled) else None
         return Bound(kernel, own, outputs, blanks, follows_tensors(kernel), size, scheduled)
 

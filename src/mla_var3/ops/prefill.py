@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 #: The version that computes where no other takes a problem, and on a CPU: right everywhere, and slow.
 ANYWHERE = "torch/flash_attention"
+#: Languages whose versions for prompts are compiled for any sizes and strides, and read them when they launch: prompts
+#: differ in length from call to call, and planning takes a millisecond. `Engine` looks at their workspaces.
+READ_SHAPES = ("cute-dsl",)
 
 
 @traceable
@@ -212,8 +215,9 @@ def _way(problem: PrefillProblem, device: Device | None, kernel: str | None) -> 
     if way is None:
         way = way_for(problem, device, kernel=ANYWHERE)
     plan = way.make(problem.replace(strided_kv=False), device)
+    any_size = plan.any_size or way.key[0].language in READ_SHAPES
     # A copy of q, which a scale of zero or below takes, has q's size.
-    return replace(way, any_size=plan.any_size and problem.scale > 0), "strided_kv" in plan.requires.options
+    return replace(way, any_size=any_size and problem.scale > 0), "strided_kv" in plan.requires.options
 
 
 def _float32() -> Any:

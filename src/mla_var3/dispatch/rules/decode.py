@@ -27,8 +27,7 @@ RULES = (
     Rule(
         "cute-dsl/flash_mla_v23",
         "both gather rows of such pages with cp.async, and on an H200 it does so in less time",
-        # Pages of 3 to 15 tokens are gathered likewise; no cell of theirs was timed with both versions in turn.
-        where=(Bound(PAGE, 2),),
+        where=(Bound(PAGE, 8),),
         archs=HOPPER,
         records=(
             "0e45e87bf38d",
@@ -37,6 +36,12 @@ RULES = (
             "4a30a63b5452",
             "4083c236ba6a",
             "8e5b8f4af3ff",
+            "eb78232af6d1",
+            "024a17220b17",
+            "ca92d77fecd1",
+            "b275eebb5d25",
+            "2815d60cc908",
+            "7c31dbc3564a",
         ),
     ),
     Rule(

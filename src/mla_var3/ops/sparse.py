@@ -62,10 +62,10 @@ def sparse_mla_decode(
     q (b, s, h, columns) bf16, with 576 columns, and 512 in v4, v41 and without rope columns. kv_cache (pages, tokens of
     a page, bytes of a token) of torch.uint8 or torch.float8_e4m3fn, in a layout of `mla_var3.packed_cache`: "v32",
     "v4", "v41", "v41_planar", "flat", "v32_no_rope" or "flat_no_rope"; or (pages, tokens of a page, 576) of bf16,
-    layout "bf16". Those of V4.1 and without rope columns are taken on Hopper, and elsewhere by
-    kernel="torch/sparse_mla" alone. Another 8-bit dtype is refused, as codes are e4m3fn; int8 is taken for bytes in all
-    but the flat ones. A dimension of size 1 in front of the last one is taken too. Pages may lie further apart than
-    they are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of the flat layouts.
+    layout "bf16". Those of V4.1 are taken on Hopper, and elsewhere by kernel="torch/sparse_mla" alone, as those without
+    rope columns are everywhere. Another 8-bit dtype is refused, as codes are e4m3fn; int8 is taken for bytes in all but
+    the flat ones. A dimension of size 1 in front of the last one is taken too. Pages may lie further apart than they
+    are long, by a multiple of 16 bytes. cache_scale: (1,) float32, of the flat layouts.
 
     q and indices may have any strides of request, token and head, with columns beside each other and rows of q
     multiples of 16 bytes apart; so may out, and lse may have any, none of its elements over another. Copies are made of

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from mla_var3.dispatch.rule import HOPPER, Rule
+from collections.abc import Iterator
+
+from mla_var3.dispatch.rule import HOPPER, Bound, Quantity, Rule
+from mla_var3.workload.prefill import PrefillProblem
+
+
+def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    yield problem.replace(causal=value > 1)
+
+
+#: Masks of a problem: the ends of requests, and the causal one.
+MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks)
 
 RULES = (
-    Rule("cute-dsl/flash_attention_v1", "half of the KV tile on the diagonal is not computed", archs=HOPPER),
-    Rule("cute-dsl/flash_attention", "the readable baseline takes the same problems", archs=HOPPER),
+    Rule(
+        "cute-dsl/flash_attention_v1",
+        "it computes only half of the KV tile on the diagonal where no more is seen",
+        where=(Bound(MASKS, 1, above=True),),
+        archs=HOPPER,
+    ),
+    Rule("cute-dsl/flash_attention", "it takes fp16, and without a diagonal there is nothing to save", archs=HOPPER),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

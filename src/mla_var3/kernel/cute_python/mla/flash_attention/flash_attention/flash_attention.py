@@ -32,11 +32,10 @@ runs beside a product (FlashAttention-3's overlap within a warpgroup):
 O goes from registers to global memory, without shared memory between: four threads that share a row exchange their
 columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
 
-Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
-as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
-tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's
-first tile is its own number; the others it takes from a counter in global memory. The lengths are read on the device
-only, and the last CTA sets the counter back.
+Tile scheduler: requests lie on a line of query tiles, the one with the most keys first. Within a request heads come in
+sections whose keys and values fit in L2 together, and in a section the query tiles with the most keys come first: the
+small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global memory.
+The lengths are read on the device only, and the last CTA sets the counter back.
 
 Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
 
@@ -93,7 +92,7 @@ CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
 WARP = 32
 CONSUMER_WARPS = CONSUMERS // WARP
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 128 · (40 + 2 · 232) = 64512 of 65536
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 · (24 + 2 · 240) = 64512 of 65536
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
 MISC_BYTES = 2048  # of shared memory, in front of Q
 
@@ -189,7 +188,6 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "v_empty": array(Int64, STAGES),
         "told": array(Int64, SLOTS),
         "heard": array(Int64, SLOTS),
-        "open": array(Int64, 1),  # an mbarrier that is never closed
         "slots": array(Int32, 8 * SLOTS),  # a `Tile` each
         "order": array(Int32, SORTED),  # requests, that with the most keys first
         "query": cute.struct.Align[array(dtype, 2 * geometry.half_elements), 1024],
@@ -238,26 +236,21 @@ def query_tiles(s: Any) -> Any:
     return ceil_div(cutlass.max(s, 0), ROWS)
 
 
-def section_width(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> Any:
-    """Heads of a section, of `pairs` heads that have t keys and `tiles` query tiles each: as many as fit in L2 with
-    their keys and values, but no fewer than give each CTA two query tiles, so that the longest of the last section does
-    not outlast the others together. Sections are about equally wide. room: keys of a kv head that fit in L2."""
-    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, ceil_div(2 * blocks, tiles))
-    heads = cutlass.min(ceil_div(heads, geometry.group) * geometry.group, pairs)
-    sections = cutlass.max((pairs + heads // 2) // heads, 1)
-    return ceil_div(ceil_div(pairs, sections), geometry.group) * geometry.group
+def section_width(t: Any, room: Any, geometry: Geometry) -> Any:
+    """Query heads of a section of a request of t keys: those of as many kv heads as fit in L2, at least one. room: keys
+    of a kv head, with their values, that fit there."""
+    heads = room // cutlass.max(t, 1)
+    return cutlass.min(cutlass.max(heads, 1), geometry.h_kv) * geometry.group
 
 
-def place_of(index: Any, tiles: Any, width: Any, pairs: Any) -> tuple[Any, Any]:
-    """(query tile, head) of `pairs` heads with `tiles` query tiles each: section after section of `width` heads, in
-    each the last query tile of all its heads first. Counted from the end, so that the first section is the one that may
-    have fewer heads: the last one must fill all CTAs."""
-    left = tiles * pairs - 1 - index
-    section = left // (tiles * width)
-    count = cutlass.min(width, pairs - section * width)
-    up = left - section * (tiles * width)
-    tile = up // count
-    return tile, pairs - 1 - section * width - (up - tile * count)
+def place_of(index: Any, tiles: Any, width: Any, heads: int) -> tuple[Any, Any]:
+    """(query tile, head) of a request with `tiles` query tiles a head: section after section of `width` heads, in each
+    the last query tile of all its heads first."""
+    section = index // (tiles * width)
+    inside = index - section * (tiles * width)
+    count = cutlass.min(width, heads - section * width)  # the last section may have fewer heads
+    down = inside // count
+    return tiles - 1 - down, section * width + (inside - down * count)
 
 
 def tile_of(place: tuple[Any, Any], first_q: Any, s: Any, first_k: Any, t: Any, causal: bool) -> Tile:
@@ -283,15 +276,13 @@ def whole_tiles(tile: Tile, first_row: int, tokens: int) -> Any:
 class Window(NamedTuple):
     """32 requests of the line, one a lane. rank: of the first. begin, end: query tiles in front of the window and up
     to its end, all heads; the same in all lanes. start, count: query tiles in front of the lane's request, and its own
-    ones. leads: whether the request differs in its lengths from the one before; requests that are alike are dealt as
-    one with all their heads."""
+    ones."""
 
     rank: Int32
     begin: Int32
     end: Int32
     start: Int32
     count: Int32
-    leads: Int32
 
 
 @cute.jit
@@ -309,26 +300,21 @@ def window_at(
     begin: Int32,
     lane: Int32,
     cu_seqlens_q: cute.Tensor,
-    cu_seqlens_k: cute.Tensor,
     order: cute.Tensor,
     geometry: cutlass.Constexpr,
 ) -> Window:
     """The window of requests `rank` on, in front of which there are `begin` query tiles; by a whole warp."""
     requests = cu_seqlens_q.shape[0] - 1
-    s, t = Int32(-1), Int32(-1)
+    count = Int32(0)
     if rank + lane < requests:
         request = request_at(rank + lane, order, requests)
-        s = cutlass.max(cu_seqlens_q[request + 1] - cu_seqlens_q[request], 0)
-        t = cutlass.max(cu_seqlens_k[request + 1] - cu_seqlens_k[request], 0)
-    before_s, before_t = cute.arch.shuffle_sync_up(s, 1), cute.arch.shuffle_sync_up(t, 1)
-    leads = (lane == 0) | (s != before_s) | (t != before_t)
-    count = query_tiles(s) * geometry.h
+        count = query_tiles(cu_seqlens_q[request + 1] - cu_seqlens_q[request]) * geometry.h
     until = count
     for i in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(until, 1 << i)
         until = until + cutlass.select_(lane >= (1 << i), other, Int32(0))
     end = begin + cute.arch.shuffle_sync(until, WARP - 1)
-    return Window(rank, begin, end, begin + until - count, count, Int32(leads))
+    return Window(rank, begin, end, begin + until - count, count)
 
 
 @cute.jit
@@ -376,36 +362,24 @@ def load(
     order = storage.order.get_tensor(cute.make_layout(SORTED))
     if requests <= SORTED:
         sort_requests(inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, lane)
-    window = window_at(Int32(0), Int32(0), lane, inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, geometry)
+    window = window_at(Int32(0), Int32(0), lane, inputs.cu_seqlens_q, order, geometry)
     index, number, done, loads, working = block, Int32(0), Int32(0), Int32(0), True
     while working:
         searching = (index >= window.end) & (window.rank + WARP < requests)
         while searching:
-            window = window_at(
-                window.rank + WARP, window.end, lane, inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, geometry
-            )
+            window = window_at(window.rank + WARP, window.end, lane, inputs.cu_seqlens_q, order, geometry)
             searching = (index >= window.end) & (window.rank + WARP < requests)
         working = index < window.end
         tile, following = Tile(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
         if working:
             holders = cute.arch.vote_ballot_sync((window.start <= index) & (index < window.start + window.count))
             holder = Int32(31 - cute.arch.clz(Int32(holders)))
-            # The requests from `first` up to `end` are alike.
-            leaders = cute.arch.vote_ballot_sync((window.leads > 0) & (lane <= holder))
-            others = Int32(cute.arch.vote_ballot_sync((window.leads > 0) & (lane > holder)))
-            first = Int32(31 - cute.arch.clz(Int32(leaders)))
-            end = Int32(WARP)
-            if others != 0:
-                end = Int32(31 - cute.arch.clz(others & -others))
-            request = request_at(window.rank + first, order, requests)
-            s = inputs.cu_seqlens_q[request + 1] - inputs.cu_seqlens_q[request]
-            t = cutlass.max(inputs.cu_seqlens_k[request + 1] - inputs.cu_seqlens_k[request], 0)
-            tiles, pairs = query_tiles(s), (end - first) * geometry.h
-            width = section_width(t, tiles, pairs, room, blocks, geometry)
-            at, pair = place_of(index - cute.arch.shuffle_sync(window.start, first), tiles, width, pairs)
-            request = request_at(window.rank + first + pair // geometry.h, order, requests)
+            local = index - cute.arch.shuffle_sync(window.start, holder)
+            request = request_at(window.rank + holder, order, requests)
             first_q, first_k = inputs.cu_seqlens_q[request], inputs.cu_seqlens_k[request]
-            tile = tile_of((at, pair % geometry.h), first_q, s, first_k, t, geometry.causal)
+            s, t = inputs.cu_seqlens_q[request + 1] - first_q, inputs.cu_seqlens_k[request + 1] - first_k
+            place = place_of(local, query_tiles(s), section_width(t, room, geometry), geometry.h)
+            tile = tile_of(place, first_q, s, first_k, cutlass.max(t, 0), geometry.causal)
         tell(storage, number, tile, lane)
         number = number + 1
         if working:
@@ -635,7 +609,8 @@ class Consumer:
         if cutlass.const_expr(self.geometry.ordered):
             cute.arch.barrier(barrier_id=int(Barrier.TURN_UPPER) + self.me, number_of_threads=CONSUMERS)
         self.issue_scores(turn)
-        # Behind the issue of the scores, so that it runs beside them.
+        # Here, and not behind the softmax, so that it runs beside the scores. The wait is over at once; without it
+        # ptxas moves the multiplications between the first two products.
         self.wait_for_values(turn - 1)
         wgmma.scale_rows(self.acc_o, self.factor)
         self.issue_output(turn - 1)
@@ -644,8 +619,9 @@ class Consumer:
         warpgroup.wait_group(1)  # S
         self.free(self.storage.k_empty.data_ptr(), turn)
         self.soften(first_key, masked)
-        # Over at once. ptxas moves the wait for O up into the softmax unless there is a loop between, such as a wait's.
-        cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 0)
+        # Waited for here and not in front of the product: ptxas moves the wait for O up into the softmax unless there
+        # is a loop between, such as that of a wait.
+        self.wait_for_values(turn)
         warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn - 1)
         self.round_p()
@@ -671,8 +647,8 @@ class Consumer:
         first_key = (count - 1) * n
         self.soften(first_key, True)
         self.round_p()
+        self.wait_for_values(done)
         if count * n > tile.keys:
-            self.wait_for_values(done)
             self.zero_past_end(done, tile.keys - first_key)
 
         plain = Int32(1)  # from this KV tile on no row needs a mask
@@ -686,7 +662,6 @@ class Consumer:
 
         warp_arrive(self.storage.q_empty.data_ptr())
         wgmma.scale_rows(self.acc_o, self.factor)
-        self.wait_for_values(done + count - 1)
         self.issue_output(done + count - 1)
         warpgroup.wait_group(0)
         self.free(self.storage.v_empty.data_ptr(), done + count - 1)
@@ -786,18 +761,6 @@ def store_no_keys(tile: Tile, out: cute.Tensor, lse: cute.Tensor, thread: Int32,
 
 
 @cute.jit
-def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
-    """Query tile `number` of this CTA, once the producer has named it."""
-    slot = number % SLOTS
-    words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
-    cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)
-    tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
-    cute.arch.sync_warp()
-    warp_arrive(storage.heard.data_ptr() + slot)
-    return tile
-
-
-@cute.jit
 def consume(
     storage: cutlass.Constexpr,
     out: cute.Tensor,
@@ -810,19 +773,27 @@ def consume(
 ):
     """What a consumer does, until there are no more query tiles."""
     w = Consumer.make(geometry, storage, dtype, me, thread % WARPGROUP, scale_log2)
+    words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
     if cutlass.const_expr(geometry.ordered):
         if me == 1:
             named_arrive(Barrier.TURN_UPPER, CONSUMERS)
-    tile, number, done, loads = heard(storage, Int32(0)), Int32(1), Int32(0), Int32(0)
-    while tile.rows > 0:
-        count = kv_tiles(tile, geometry.tokens, geometry.causal)
-        if count > 0:
-            w.attend(tile, count, done, loads)
-            w.epilogue(tile, out, lse)
-        else:
-            store_no_keys(tile, out, lse, thread, geometry)
-        tile = heard(storage, number)
-        number, done, loads = number + 1, done + count, loads + Int32(count > 0)
+    number, done, loads, working = Int32(0), Int32(0), Int32(0), True
+    while working:
+        slot = number % SLOTS
+        cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)
+        tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
+        cute.arch.sync_warp()
+        warp_arrive(storage.heard.data_ptr() + slot)
+        number = number + 1
+        working = tile.rows > 0
+        if working:
+            count = kv_tiles(tile, geometry.tokens, geometry.causal)
+            if count > 0:
+                w.attend(tile, count, done, loads)
+                w.epilogue(tile, out, lse)
+                done, loads = done + count, loads + 1
+            else:
+                store_no_keys(tile, out, lse, thread, geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -853,7 +824,6 @@ def flash_attention(
                     cute.arch.mbarrier_init(barriers.data_ptr() + i, count)
             cute.arch.mbarrier_init(storage.q_full.data_ptr(), 1)
             cute.arch.mbarrier_init(storage.q_empty.data_ptr(), CONSUMER_WARPS)
-            cute.arch.mbarrier_init(storage.open.data_ptr(), 1)
         for tma in (inputs.tma_q, inputs.tma_k, inputs.tma_v):
             cpasync.prefetch_descriptor(tma)
     cute.arch.mbarrier_init_fence()
@@ -861,7 +831,6 @@ def flash_attention(
     if warp >= CONSUMER_WARPS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp == CONSUMER_WARPS:
-            warp_arrive(storage.open.data_ptr())
             load(inputs, storage, counter, block, blocks, room, thread % WARP, dtype, geometry)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -945,7 +914,7 @@ class FlashAttentionTiling(Tiling):
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
-    ordered: bool = True
+    ordered: bool = False
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:

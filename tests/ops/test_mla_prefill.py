@@ -90,6 +90,20 @@ def test_no_query_token_is_no_call(on_cpu: CpuEngine) -> None:
     assert on_cpu.planned == 0
 
 
+@pytest.mark.parametrize("kernel", [None, TORCH])
+def test_no_key_at_all_gives_zeros(on_cpu: CpuEngine, kernel: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel gets a row all the same, which is nobody's."""
+    seen = []
+    run = CpuEngine.run
+    monkeypatch.setattr(
+        CpuEngine, "run", lambda self, way, pd, given, *a: (seen.append(given), run(self, way, pd, given, *a))
+    )
+    inputs = make_inputs(PROBLEM.replace(b=2, lengths=((3, 0), (2, 0))))
+    out, lse = mla_prefill(*inputs, return_lse=True, kernel=kernel)
+    assert out.shape == (5, 4, 32) and bool((out == 0).all()) and bool((lse == -torch.inf).all())
+    assert [len(given[1]) for given in seen] == ([] if kernel is None else [1])
+
+
 def test_one_kernel_serves_all_lengths(on_cpu: CpuEngine) -> None:
     for lengths in (CHUNKS, CHUNKS[:2], ((90, 90),)):
         for strided in (False, True):

@@ -156,6 +156,27 @@ def test_torch_compile_takes_it_whole() -> None:
     assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
 
 
+#: The lengths of flash_attn 2.8's test of its varlen function, the most of a request: queries and keys.
+GRID = (
+    (1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024),
+    (1024, 1023), (2048, 2048),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("h_kv", [6, 2, 1], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_grid_of_flash_attns_own_test(h_kv: int, causal: bool) -> None:
+    """Four requests of random lengths, up to 20 below the most, as it draws them."""
+    rng = random.Random(f"{h_kv} {causal}")
+    for d, p in ((128, 0), (128, 64)):
+        for most in GRID:
+            lengths = [tuple(rng.randint(max(1, n - 20), n) for n in most) for _ in range(4)]
+            problem = PrefillProblem(b=4, h=6, h_kv=h_kv, d=d, p=p, causal=causal, lengths=lengths)
+            inputs = make_inputs(problem, "cuda", seed=sum(most))
+            out, lse, _ = flash_attn_varlen_func(*inputs, *most, causal=causal, return_attn_probs=True)
+            right(problem, inputs, (out, lse))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_problems_that_nobody_chose(seed: int) -> None:
     rng = random.Random(f"prompts {seed}")

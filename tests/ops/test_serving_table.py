@@ -16,6 +16,7 @@ from mla_var3.dispatch.selection import NOT_SERVED
 from mla_var3.errors import Unsupported
 from mla_var3.lab.naming import cell_name
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 Cell = tuple[dict[str, Any], str]
 
@@ -125,3 +126,53 @@ def test_what_is_picked_is_a_version_with_a_yes(row: str) -> None:
         else:
             with pytest.raises(Unsupported, match="no version takes"):
                 choose(problem, device)
+
+
+# ---------------------------------------------------------------- prompts
+def dims(*sizes: tuple[int, int]) -> list[Cell]:
+    """Columns of keys and of values."""
+    return here(*({"d": dv, "p": dk - dv} for dk, dv in sizes))
+
+
+PROMPTS: dict[str, list[Cell]] = {
+    "prompts of one length": here({"s": 4096}, {"b": 1, "s": 77}),
+    "prompts of different lengths, some of them empty": here({"lengths": "lognormal"}, {"lengths": [9, 0, 300, 1]}),
+    "chunks behind a prefix": here({"s": 512, "t": 8192}, {"lengths": [(9, 50), (0, 7), (300, 300), (1, 2)]}),
+    "192 / 128 columns": dims((192, 128)),
+    "128 / 128, 256 / 256": dims((128, 128), (256, 256)),
+    "256 / 128, 96 / 64": dims((256, 128), (96, 64)),
+    "other keys up to 256 columns, in multiples of 16, with values of 64, 128, 192 or 256": dims(
+        (64, 64), (80, 64), (144, 128), (192, 64), (192, 192), (240, 192), (256, 64)
+    ),
+    "other widths": dims((576, 512), (264, 256), (72, 64), (100, 64), (32, 32), (192, 96)),
+    "heads that share keys and values": here({"h": 16, "h_kv": 2}, {"h": 12, "h_kv": 1}),
+    "k and v as views with gaps": here({"strided_kv": True}),
+    "bf16, fp16": here({"dtype": "bf16"}, {"dtype": "fp16"}),
+    "fp32": here({"dtype": "fp32"}),
+    "Hopper (sm_90a)": [({}, key) for key in ("h100", "h800", "h200", "h20")],
+    "other GPUs": [({}, key) for key in ("a100", "rtx4090", "b200")],
+}
+
+
+def test_the_table_of_prompts_agrees_with_the_versions() -> None:
+    """Every cell, and that it has every version and row."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = text.split("## Prompts\n")[1].split("\n## ")[0]
+    lines = [[cell.strip() for cell in x.strip("|").split("|")] for x in section.splitlines() if x.startswith("|")]
+    (_, *labels), _, *rows = lines
+    known = [k for k in registry.all_kernels() if k.layer == "mla" and k.workload == "prefill"]
+    assert set(labels) == {k.label for k in known if k.language not in NOT_SERVED}
+    assert [name for name, *_ in rows] == list(PROMPTS)
+    wrong = []
+    for name, *cells in rows:
+        for label, cell in zip(labels, cells, strict=True):
+            if registry.missing(registry.KernelId.parse(label)):
+                continue
+            for fields, key in PROMPTS[name]:
+                problem = PrefillProblem(**{"b": 4, "s": 1024, "h": 16, "causal": True, **fields})
+                plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, Device.get(key))
+                verdict = plan.supported()
+                verdict = plan.feasible() if verdict else verdict
+                if bool(verdict) != (cell == "yes"):
+                    wrong.append(f"{label}, {name}: {cell_name(problem)} on {key}: {verdict.reason or 'taken'}")
+    assert not wrong, "\n".join(wrong)

@@ -11,7 +11,7 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import Unsupported, UserError
+from mla_var3.errors import Infeasible, Unsupported, UserError
 from mla_var3.ops.request import VECTOR, compact, integers, judge, named_as, number, number_of, result, rows_of
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import engine_of, way_for
@@ -177,6 +177,9 @@ def _serve(
     served = engine_of(on, q, "q", "mla_prefill")
     if not len(q):
         return
+    if not len(k):  # a descriptor of no rows is none; a row that no request has is not read
+        k, v = k.new_zeros((1, *k.shape[1:])), v.new_zeros((1, *v.shape[1:]))
+        problem = problem.replace(lengths={"queries": len(q), "keys": 1})
     way, strided = _way(problem, served.hardware(q.device), kernel)
     if problem.strided_kv and not strided:
         problem, k, v = problem.replace(strided_kv=False), k.contiguous(), v.contiguous()
@@ -215,6 +218,8 @@ def _way(problem: PrefillProblem, device: Device | None, kernel: str | None) -> 
     if way is None:
         way = way_for(problem, device, kernel=ANYWHERE)
     plan = way.make(problem.replace(strided_kv=False), device)
+    plan.supported().require(Unsupported)  # here, as one kernel may serve problems that it was not planned for
+    plan.feasible().require(Infeasible)
     any_size = plan.any_size or way.key[0].language in READ_SHAPES
     # A copy of q, which a scale of zero or below takes, has q's size.
     return replace(way, any_size=any_size and problem.scale > 0), "strided_kv" in plan.requires.options

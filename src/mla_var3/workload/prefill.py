@@ -96,14 +96,16 @@ class PrefillProblem(Problem):
     strided_kv: bool = False
 
     def __post_init__(self) -> None:
+        check_integer("b", self.b, 1, MOST_LISTED)
+        if self.t is not None:  # ahead of s, which is as large where t alone was given
+            check_integer("t", self.t, 0)
+        check_integer("p", self.p, 0)
+        for name in ("s", "h", "d"):
+            check_integer(name, getattr(self, name), 1)
         for name, like in (("t", "s"), ("h_kv", "h")):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self, like))
-        check_integer("b", self.b, 1, MOST_LISTED)
-        for name in ("t", "p"):  # t first: where it alone was given, s is as large
-            check_integer(name, getattr(self, name), 0)
-        for name in ("s", "h", "h_kv", "d"):
-            check_integer(name, getattr(self, name), 1)
+        check_integer("h_kv", self.h_kv, 1)
         if self.h % self.h_kv:
             raise UserError(f"problem.h = {self.h} is not a multiple of h_kv = {self.h_kv}: choose one that is.")
         check_dtype(self.dtype)

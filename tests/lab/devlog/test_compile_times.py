@@ -23,7 +23,8 @@ def slowest(repo_root: Path) -> dict[str, Record]:
 
 
 def test_every_design_says_what_its_slowest_compile_takes(repo_root: Path, slowest: dict[str, Record]) -> None:
-    entries = {path.name for path in (repo_root / "devlogs").iterdir() if path.is_dir()}
+    # Those of designs in torch alone tell of nothing that is compiled.
+    entries = {path.parent.name for path in repo_root.glob("devlogs/*/*.md") if not path.name.startswith("torch")}
     assert set(slowest) == entries
     for design, record in slowest.items():
         assert record.compile_seconds and record.resources and record.resources["code_bytes"] > 0

@@ -737,7 +737,7 @@ def test_the_oracles_of_all_workloads_run_on_the_cpu() -> None:
     assert [r.kernel for r in results] == kernels and len({p.workload for p in problems.values()}) > 3
     for result in results:
         assert (result.status, result.reason) == ("passed", ""), result.kernel.label
-        assert result.error is not None and result.error["out"] < 0.01
+        assert result.error is not None and max(result.error.values()) < 0.01
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def plan_type(label: str) -> Any:
     ("label", "problem"),
     [
         (LOGITS, IndexerLogitsProblem(table=False)),
-        (LOGITS, IndexerLogitsProblem(s=3, dtype="bf16")),
+        (LOGITS, IndexerLogitsProblem(s=3)),
         (LOGITS, IndexerLogitsProblem(heads=16, table=False)),
         (TOPK, TopkProblem(b=1)),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
@@ -43,7 +43,6 @@ def plan_type(label: str) -> Any:
 )
 def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
-    # Two CTAs of the top-k have 64 registers a thread; a few words of `stream` wait in local memory during a select.
     assert made.resources.spill_bytes <= (64 if label == TOPK else 0)
     assert made.resources.smem <= H200.smem_per_block
 
@@ -97,7 +96,7 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
     """`kept_by` with whole numbers in place of a lane's registers."""
     from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits.mqa_logits import Geometry, kept_by
 
-    geometry = Geometry(16, 0, tokens, 2, 1)
+    geometry = Geometry(16, 0, tokens, 2, True)
     stored = []
     for lane in range(4):
         kept: Any = kept_by(lane, geometry)  # type: ignore[arg-type]
@@ -127,8 +126,8 @@ def test_refusals_say_why() -> None:
     wide = IndexerLogitsProblem(table=False)
     assert "a tile takes 1 to 4" in tiling(tokens=5).validate(wide).reason
     assert "do not fit in the registers of 4 consumers" in tiling(consumers=4).validate(wide).reason
-    assert "query_parts = 2 of a tile of 3" in tiling(tokens=3, query_parts=2).validate(wide).reason
-    assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
+    assert "logits in fp32 alone are known" in logits.requires.accepts(IndexerLogitsProblem(dtype="bf16")).reason
+    assert "consumers = 5 must be one of 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "slices = 65" in chooses.tiling_type(65).validate(TopkProblem()).reason
     problem = IndexerLogitsProblem(b=2, t=100)
     q, cache, weights, ends, table = indexer_logits.make_inputs(problem)
@@ -152,7 +151,9 @@ def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
 def test_the_dispatcher_picks_by_what_runs_here() -> None:
     plan_type(LOGITS)
     assert choose(IndexerLogitsProblem(), H200).kernel.label == LOGITS
-    assert choose(IndexerLogitsProblem(heads=128), H200).kernel.label == "triton/mqa_logits"
+    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == "triton/mqa_logits"
+    with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
+        choose(IndexerLogitsProblem(heads=128), H200)
     assert choose(TopkProblem(), H200).kernel.label == TOPK
     with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):
         choose(TopkProblem(topk=4096), H200)

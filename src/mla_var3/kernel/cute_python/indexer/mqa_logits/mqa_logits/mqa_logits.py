@@ -9,34 +9,33 @@ lie side by side in a thread's registers, and the weighted sum over heads is a m
 last two steps cross lanes.
 
 All CTAs share the work evenly: a query tile with its KV tiles of 64 keys is a unit, the units lie behind each other on
-a line, and CTA i of G takes the i-th of G equal pieces. On the line a unit has a point for each KV tile, and some in
-front of them (`UNIT_POINTS`) for the change from one query tile to the next. Logits of different keys have nothing to
-do with each other, so a piece may begin and end in the middle of a unit, and nothing is merged. Each CTA finds its
-piece from the ranges in memory (`find_piece`).
+a line of KV tiles, and CTA i of G takes the i-th of G equal pieces. Logits of different keys have nothing to do with
+each other, so a piece may begin and end in the middle of a unit, and nothing is merged. Each CTA finds its piece from
+the ranges in memory (`find_piece`).
 
     load (a warp)   query tile: codes by TMA, weights by cp.async, the tokens' ranges → one of `query_stages`
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
-    consumers       each takes every `consumers`-th KV tile of the CTA's piece, and its query tokens in one part or two:
-        issue       wait full;  S = K · Qᵀ of a part, four products of 32 columns
-        epilogue    wait for S;  Σ weight · max(S, 0) per key and token, in registers → sum over four lanes, each of
-                    which keeps a share of the sums → · scale → logits
+    consumers       each takes every `consumers`-th KV tile of the CTA's piece:
+        mma         wait full;  S = K · Qᵀ, four products of 32 columns;  wait;  free the stage
+        epilogue    Σ weight · max(S, 0) per key and token, in registers → sum over four lanes, each of which keeps a
+                    quarter of the sums → · scale → logits
 
-    tensor cores    S of part 0, tile 0 | part 1, tile 0 | part 0, tile 1 | part 1, tile 1 | ...      of one consumer
-    registers                           | epilogue 0, 0  | epilogue 1, 0  | epilogue 0, 1  | ...
+    consumer 0   mma tile 0 | epilogue 0          | mma tile 2 | epilogue 2 ...
+    consumer 1              | mma tile 1          | epilogue 1 | mma tile 3 ...
 
-With two parts a consumer has the products of one under way while it is in the epilogue of the other, whatever the other
-consumers do. A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds behind a
-request's end is never stored. A sum that is NaN is stored as -inf.
+The tensor cores work on one consumer's tile while the other is in its epilogue. A token's range cuts single stores, so
+a tile needs no mask before the sum, and what a page holds behind a request's end is never stored. A sum that is NaN is
+stored as -inf.
 
 The base version. Keys on the M side and the reduction in registers are DeepGEMM's (sm90_fp8_mqa_logits), whose tile
-is two tokens and four consumers wide; the tile of 256 columns in two parts, the even pieces and the quarter sums are
-new.
+is two tokens and four consumers wide; the tile of 256 columns, the even pieces and the quarter sums are new.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
@@ -51,7 +50,7 @@ from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import wgmma
-from mla_var3.kernel.cute_python.prims.sync import warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import named_arrive, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import indexer_logits
@@ -71,36 +70,31 @@ MOST_STAGES = 20
 INFO = 4  # words in front of a query tile's ranges
 FIRST_KEY, TILES, ROW = 0, 1, 2  # of these words
 NOBODY = (1 << 31) - 1
-UNIT_POINTS = 4  # KV tiles' time that the change from one query tile to the next takes
-# L2 policy as createpolicy encodes it: a page is read once, in decode.
-EVICT_FIRST = 0x12F0000000000000
+
+
+class Barrier(IntEnum):
+    """Named barriers."""
+
+    CTA = 0
+    TURN = 1  # of consumer 0: its products may be issued; and those behind it, of the others
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply. parts: of a query tile, 1 or 2, that a consumer multiplies by themselves."""
+    consumers: warpgroups that multiply. ordered: whether they issue their products in turn."""
 
     h: int
     s: int
     tokens: int
     consumers: int
-    parts: int
+    ordered: bool
 
     @property
     def n(self) -> int:
-        """Columns of a query tile."""
-        return self.tokens * self.h
-
-    @property
-    def part_tokens(self) -> int:
-        return self.tokens // self.parts
-
-    @property
-    def part_n(self) -> int:
         """Columns of the products."""
-        return self.n // self.parts
+        return self.tokens * self.h
 
     @property
     def chunks(self) -> int:
@@ -133,8 +127,8 @@ class Geometry:
 
     @property
     def sums(self) -> int:
-        """A thread's sums of a part in front of the exchange: a token's, of two keys."""
-        return 2 * self.part_tokens
+        """A thread's sums in front of the exchange: a token's, of two keys."""
+        return 2 * self.tokens
 
     @property
     def kept(self) -> int:
@@ -155,7 +149,7 @@ def shared_storage(geometry: Geometry) -> type:
         "query_full": array(Int64, queries),
         "query_empty": array(Int64, queries),
         "sums": array(Int32, WARP),  # of a warp's tiles
-        "piece": array(Int32, 4),  # unit, first point in it, points
+        "piece": array(Int32, 4),  # unit, first tile in it, tiles
         "info": array(Int32, queries * geometry.info),
         "weights": cute.struct.Align[array(Float32, queries * geometry.n), 16],
         "scales": cute.struct.Align[array(Float32, stages * KEYS), 16],
@@ -184,40 +178,32 @@ class Inputs(NamedTuple):
     starts: cute.Tensor | None  # (query tokens,)
     ends: cute.Tensor  # (query tokens,)
     table: cute.Tensor | None  # (b, width)
-    columns: Int32  # of the logits
+    columns: Int32 | None = None  # of the logits; None in front of the kernel
 
 
-def row_of(inputs: Any, unit: Int32, i: Any, geometry: Geometry) -> tuple[Any, Any]:
-    """(row, whether there is one) of query token i of a unit."""
-    if geometry.s:
-        token = unit % geometry.chunks * geometry.tokens + i
-        row = unit // geometry.chunks * geometry.s + token
-        return row, (token < geometry.s) & (row < inputs.ends.shape[0])
-    row = unit * geometry.tokens + i
-    return row, row < inputs.ends.shape[0]
-
-
-def range_of(inputs: Any, unit: Int32, i: Any, geometry: Geometry) -> tuple[Int32, Int32]:
-    """(start, end) of query token i of a unit; an empty range where there is no such token. Without a branch, so that
-    the loads of several tokens are under way together."""
+@cute.jit
+def range_of(inputs: cutlass.Constexpr, unit: Int32, i: Any, geometry: cutlass.Constexpr):
+    """(start, end) of query token i of a unit; an empty range where there is no such token."""
     row, there = row_of(inputs, unit, i, geometry)
-    row = cutlass.min(row, inputs.ends.shape[0] - 1)
-    end = cutlass.select_(there, cutlass.min(inputs.ends[row], inputs.columns), Int32(0))
-    start = Int32(0) if inputs.starts is None else cutlass.max(inputs.starts[row], 0)
+    start, end = Int32(0), Int32(0)
+    if there:
+        end = cutlass.min(inputs.ends[row], inputs.columns)
+        if cutlass.const_expr(inputs.starts is not None):
+            start = cutlass.max(inputs.starts[row], 0)
     return start, end
 
 
-def tiles_within(low: Int32, high: Int32) -> tuple[Int32, Int32]:
-    """(first, count) KV tiles of tokens whose ranges lie between low and high, low the larger where there are none."""
-    first = low // KEYS
-    return first, cutlass.max((high + (KEYS - 1)) // KEYS - first, 0)
-
-
-def joined(low: Int32, high: Int32, start: Int32, end: Int32) -> tuple[Int32, Int32]:
-    """The least start and the largest end of ranges, with one more that counts if it is not empty."""
-    counts = end > start
-    low = cutlass.min(low, cutlass.select_(counts, start, Int32(NOBODY)))
-    return low, cutlass.max(high, cutlass.select_(counts, end, Int32(0)))
+@cute.jit
+def row_of(inputs: cutlass.Constexpr, unit: Int32, i: Any, geometry: cutlass.Constexpr):
+    """(row, whether there is one) of query token i of a unit."""
+    if cutlass.const_expr(geometry.s > 0):
+        token = unit % geometry.chunks * geometry.tokens + i
+        row = unit // geometry.chunks * geometry.s + token
+        there = (token < geometry.s) & (row < inputs.ends.shape[0])
+    else:
+        row = unit * geometry.tokens + i
+        there = row < inputs.ends.shape[0]
+    return row, there
 
 
 @cute.jit
@@ -225,21 +211,19 @@ def tiles_of(inputs: cutlass.Constexpr, unit: Int32, geometry: cutlass.Constexpr
     """(first, count) KV tiles of a unit."""
     low, high = Int32(NOBODY), Int32(0)
     for i in cutlass.range_constexpr(geometry.tokens):
-        low, high = joined(low, high, *range_of(inputs, unit, i, geometry))
-    return tiles_within(low, high)
-
-
-def points_of(count: Int32) -> Int32:
-    """Points of a unit on the line."""
-    return cutlass.select_(count > 0, count + UNIT_POINTS, Int32(0))
+        start, end = range_of(inputs, unit, i, geometry)
+        if end > start:
+            low, high = cutlass.min(low, start), cutlass.max(high, end)
+    first = low // KEYS
+    return first, cutlass.max((high + (KEYS - 1)) // KEYS - first, 0)
 
 
 @cute.jit
 def find_piece(
     inputs: cutlass.Constexpr, storage: cutlass.Constexpr, units: Int32, thread: Int32, geometry: cutlass.Constexpr
 ):
-    """Finds the CTA's piece of the line, by all threads: unit, its first point of the unit, points → `piece`. Each
-    thread counts the points of some units that lie behind each other."""
+    """Finds the CTA's piece of the line, by all threads: unit, first tile in it, tiles → `piece`. Each thread counts
+    the tiles of some units that lie behind each other."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     sums = storage.sums.get_tensor(cute.make_layout(WARP))
@@ -251,7 +235,7 @@ def find_piece(
     own = Int32(0)
     for unit in cutlass.range(first_unit, end_unit, unroll=2):
         _, count = tiles_of(inputs, unit, geometry)
-        own = own + points_of(count)
+        own = own + count
     # Inclusive sums over the lanes of a warp, then over warps.
     lane, warp = thread % WARP, thread // WARP
     upto = own
@@ -275,10 +259,9 @@ def find_piece(
         at = before
         for unit in cutlass.range(first_unit, end_unit, unroll=1):
             _, count = tiles_of(inputs, unit, geometry)
-            points = points_of(count)
-            if (at <= begin) & (begin < at + points):
+            if (at <= begin) & (begin < at + count):
                 piece[0], piece[1], piece[2] = unit, begin - at, left
-            at = at + points
+            at = at + count
     cute.arch.sync_threads()
 
 
@@ -323,27 +306,16 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
     unit, skipped, left = piece[0], piece[1], piece[2]
     stage, phase = Int32(0), Int32(0)
     query_stage, query_phase = Int32(0), Int32(0)
-    # A lane's query token; the ranges of a unit are read while the one before it is loaded.
-    mine = cutlass.min(lane, geometry.tokens - 1)
-    next_start, next_end = range_of(inputs, unit, mine, geometry)
     while left > 0:
-        start, end = next_start, next_end
-        next_start, next_end = range_of(inputs, unit + 1, mine, geometry)
-        low, high = joined(Int32(NOBODY), Int32(0), start, end)
-        low, high = cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max")
-        first, tiles = tiles_within(low, high)
-        # The points of this unit in the piece, and the tiles that these are.
-        points = cutlass.min(points_of(tiles) - skipped, left)
-        until = cutlass.max(skipped + points - UNIT_POINTS, 0)
-        before = cutlass.max(skipped - UNIT_POINTS, 0)
-        count = until - before
-        first, skipped = first + before, Int32(0)
-        left = left - points
+        first, count = tiles_of(inputs, unit, geometry)
+        first, count = first + skipped, cutlass.min(count - skipped, left)
+        skipped = Int32(0)
         if count > 0:
             cute.arch.mbarrier_wait(query_empty + query_stage, query_phase ^ 1)
             cute.arch.sync_warp()
             row, _ = row_of(inputs, unit, 0, geometry)
             if lane < geometry.tokens:
+                start, end = range_of(inputs, unit, lane, geometry)
                 info[INFO + lane, query_stage] = start
                 info[INFO + geometry.tokens + lane, query_stage] = end
             if lane == 0:
@@ -371,6 +343,7 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
             cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
             query_stage, query_phase = next_stage(query_stage, query_phase, 1, geometry.query_stages)
             stage, phase = load_keys(inputs, storage, keys, unit, first, count, stage, phase, lane, geometry)
+            left = left - count
         unit = unit + 1
     # No tiles: the end.
     cute.arch.griddepcontrol_launch_dependents()
@@ -415,10 +388,7 @@ def load_keys(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, KEYS * D)
         if cutlass.const_expr(inputs.table is not None):
-            cute.copy(
-                inputs.key_tma, boxes[None, 0, 0, page], places[None, stage], tma_bar_ptr=full + stage,
-                cache_policy=Int64(EVICT_FIRST),
-            )  # fmt: skip
+            cute.copy(inputs.key_tma, boxes[None, 0, 0, page], places[None, stage], tma_bar_ptr=full + stage)
         else:
             cute.copy(inputs.key_tma, boxes[None, tile, 0], places[None, stage], tma_bar_ptr=full + stage)
         for half in cutlass.range_constexpr(KEYS // WARP):
@@ -444,8 +414,8 @@ def make_mma(n: int) -> cute.TiledMma:
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 class Kept(NamedTuple):
-    """The sums of a part that a lane is left with: sum `first + j`, of token (first + j) // 2 of the part, for j below
-    `Geometry.kept`. stores: whether the lane is the one of those with the same sums that stores them."""
+    """The sums that a lane is left with: sum `first + j`, of token (first + j) // 2 of the tile and key row % 2, for j
+    below `Geometry.kept`. stores: whether the lane is the one of those with the same sums that stores them."""
 
     first: Int32
     stores: Any
@@ -476,22 +446,18 @@ def quad_sums(sums: cutlass.Constexpr, lane: Int32):
 
 
 @cute.jit
-def weighted(
-    acc: cute.Tensor, weights: cute.Tensor, part: cutlass.Constexpr, factors: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """A thread's sums of a part, of token i and key row r at 2 i + r: factor of the key · Σ weight · max(S, 0) over its
-    columns, of registers acc (MMA, 1, 1) and weights (n / 4,)."""
+def weighted(acc: cute.Tensor, weights: cute.Tensor, factors: cutlass.Constexpr, geometry: cutlass.Constexpr):
+    """A thread's sums, of token i and key row r at 2 i + r: factor of the key · Σ weight · max(S, 0) over its columns,
+    of registers acc (MMA, 1, 1) and weights (n / 4,)."""
     rows = wgmma.as_rows(acc)
     each = geometry.h // 4
     sums = [None] * geometry.sums
     # Columns in the outer loop: a token's sum is a chain, and these are others' between two of its links.
     for c in cutlass.range_constexpr(each):
-        for i in cutlass.range_constexpr(geometry.part_tokens):
+        for i in cutlass.range_constexpr(geometry.tokens):
             for r in cutlass.range_constexpr(2):
                 at = i * each + c
-                weight = weights[part * (geometry.part_n // 4) + at]
-                term = cute.arch.fmax(rows[r, at], Float32(0.0)) * weight
+                term = cute.arch.fmax(rows[r, at], Float32(0.0)) * weights[at]
                 sums[2 * i + r] = term if cutlass.const_expr(c == 0) else sums[2 * i + r] + term
     return [sums[j] * factors[j % 2] for j in range(geometry.sums)]
 
@@ -508,15 +474,15 @@ class Target(NamedTuple):
 
 @cute.jit
 def targets_of(
-    logits: cute.Tensor, info: cute.Tensor, part: cutlass.Constexpr, kept: cutlass.Constexpr, lane: Int32, warp: Int32,
+    logits: cute.Tensor, info: cute.Tensor, kept: cutlass.Constexpr, lane: Int32, warp: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Of a part of a query tile, whose words are `info`."""
+    """Of a query tile, whose words are `info`."""
     made = [cute.make_rmem_tensor(geometry.kept, kind) for kind in (Int32, Int32, Int64, Int32)]
     start, end, address, row = made
     size = logits.element_type.width // 8
     for j in cutlass.range_constexpr(geometry.kept):
-        token, half = part * geometry.part_tokens + (kept.first + j) // 2, (kept.first + j) % 2
+        token, half = (kept.first + j) // 2, (kept.first + j) % 2
         start[j], end[j] = info[INFO + token], info[INFO + geometry.tokens + token]
         row[j] = warp * 16 + lane // 4 + 8 * half
         address[j] = logits.iterator.toint() + (Int64(info[ROW] + token) * logits.stride[0] + row[j]) * size
@@ -538,45 +504,12 @@ def store_sums(
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
-class Work(NamedTuple):
-    """What a consumer works with. accs: accumulators of each part. keys, queries: descriptors, (MMA, 1, 4, stages)."""
-
-    tiled_mma: cute.TiledMma
-    accs: Any
-    keys: cute.Tensor
-    queries: cute.Tensor
-    weights: cute.Tensor
-    kept: Kept
-    lane: Int32
-    kind: type
-
-
-@cute.jit
-def issue(
-    work: cutlass.Constexpr, part: cutlass.Constexpr, stage: Int32, query_stage: Int32, geometry: cutlass.Constexpr
-):  # fmt: skip
-    """S = K · Qᵀ of a part of the query tile; waits for nothing."""
-    queries = work.queries[None, None, None, query_stage * geometry.parts + part]
-    blocks = tuple(range(D // MMA_K))
-    wgmma.gemm_issue(work.tiled_mma, work.accs[part], work.keys[None, None, None, stage], queries, blocks, True)
-
-
-@cute.jit
-def finish(
-    work: cutlass.Constexpr, part: cutlass.Constexpr, factors: cutlass.Constexpr, targets: cutlass.Constexpr,
-    key: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """The epilogue of a part, whose products are made."""
-    sums = weighted(work.accs[part], work.weights, part, factors, geometry)
-    store_sums(quad_sums(sums, work.lane), targets[part], key, work.kept, work.kind, geometry)
-
-
 @cute.jit
 def consume(
     logits: cute.Tensor, storage: cutlass.Constexpr, me: Int32, thread: Int32, geometry: cutlass.Constexpr
 ):  # fmt: skip
     """What a consumer does: `me` of `consumers`, thread 0..127."""
-    n, kind, consumers, parts = geometry.n, logits.element_type, geometry.consumers, geometry.parts
+    n, kind, consumers = geometry.n, logits.element_type, geometry.consumers
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     infos = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
@@ -585,62 +518,51 @@ def consume(
     )
     scales = storage.scales.get_tensor(cute.make_layout((KEYS, geometry.stages)))
     lane, warp = thread % WARP, thread // WARP
-    tiled_mma = make_mma(geometry.part_n)
-    mine = tiled_mma.get_slice(thread)
-    keys = tiled_mma.make_fragment_A(mine.partition_A(tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages)))
-    # The parts of a query tile lie behind each other.
-    of_parts = tiles_in(storage.query.data_ptr(), geometry.part_n, parts * geometry.query_stages)
-    queries = tiled_mma.make_fragment_B(mine.partition_B(of_parts))
-    shape = tiled_mma.partition_shape_C((KEYS, geometry.part_n))
-    accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(parts)]
+    tiled_mma = make_mma(n)
+    part = tiled_mma.get_slice(thread)
+    keys = tiled_mma.make_fragment_A(part.partition_A(tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages)))
+    queries = tiled_mma.make_fragment_B(part.partition_B(tiles_in(storage.query.data_ptr(), n, geometry.query_stages)))
+    acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((KEYS, n)), Float32)
     weights = cute.make_rmem_tensor(n // 4, Float32)
     pairs = cute.make_tensor(weights.iterator, cute.make_layout((2, n // 8)))
     kept = kept_by(lane, geometry)
     row = wgmma.acc_row(thread, 0)
-    stage, phase = Int32(0) + me, Int32(0)
+    stage, phase = next_stage(Int32(0), Int32(0), 0, geometry.stages)
+    stage = stage + me
     query_stage, query_phase = Int32(0), Int32(0)
     skip = me  # tiles of the query tile that are others' before the first of mine
     tiles = Int32(1)
-    work = Work(tiled_mma, accs, keys, queries, weights, kept, lane, kind)
+    if cutlass.const_expr(geometry.ordered):
+        if me == consumers - 1:
+            named_arrive(Barrier.TURN, 2 * WARPGROUP)
     while tiles > 0:
         cute.arch.mbarrier_wait(query_full + query_stage, query_phase)
         info = infos[None, query_stage]
-        tiles, key = info[TILES], info[FIRST_KEY] + skip * KEYS
+        tiles, key = info[TILES], info[FIRST_KEY]
         own = cutlass.max(tiles - skip + (consumers - 1), 0) // consumers
         if own > 0:
             for j in cutlass.range_constexpr(n // 8):
                 cute.autovec_copy(of_weights[None, lane % 4, j, query_stage], pairs[None, j])
-            targets = [targets_of(logits, info, part, kept, lane, warp, geometry) for part in range(parts)]
+        target = targets_of(logits, info, kept, lane, warp, geometry)
+        key = key + skip * KEYS
+        for _ in cutlass.range(own, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
-            issue(work, 0, stage, query_stage, geometry)
-            # All but the last tile. One product is under way at a time, and no register of it is touched: otherwise
-            # ptxas waits for each.
-            for _ in cutlass.range(own - 1, unroll=1):
-                following, following_phase = next_stage(stage, phase, consumers, geometry.stages)
-                factors = [scales[row, stage], scales[row + 8, stage]]
-                warpgroup.wait_group(0)
-                if cutlass.const_expr(parts == 2):
-                    issue(work, 1, stage, query_stage, geometry)
-                    finish(work, 0, factors, targets, key, geometry)
-                    warpgroup.wait_group(0)
-                warp_arrive(empty + stage)
-                if cutlass.const_expr(parts == 2):
-                    cute.arch.mbarrier_wait(full + following, following_phase)
-                    issue(work, 0, following, query_stage, geometry)
-                finish(work, parts - 1, factors, targets, key, geometry)
-                if cutlass.const_expr(parts == 1):
-                    cute.arch.mbarrier_wait(full + following, following_phase)
-                    issue(work, 0, following, query_stage, geometry)
-                key = key + consumers * KEYS
-                stage, phase = following, following_phase
+            if cutlass.const_expr(geometry.ordered):
+                cute.arch.barrier(barrier_id=Barrier.TURN + me, number_of_threads=2 * WARPGROUP)
+            # S = K · Qᵀ
+            wgmma.gemm_issue(
+                tiled_mma, acc, keys[None, None, None, stage], queries[None, None, None, query_stage],
+                tuple(range(D // MMA_K)), True,
+            )  # fmt: skip
+            if cutlass.const_expr(geometry.ordered):
+                after = cutlass.select_(me == consumers - 1, Int32(0), me + 1)
+                cute.arch.barrier_arrive(barrier_id=Barrier.TURN + after, number_of_threads=2 * WARPGROUP)
             factors = [scales[row, stage], scales[row + 8, stage]]
             warpgroup.wait_group(0)
-            if cutlass.const_expr(parts == 2):
-                issue(work, 1, stage, query_stage, geometry)
-                finish(work, 0, factors, targets, key, geometry)
-                warpgroup.wait_group(0)
             warp_arrive(empty + stage)
-            finish(work, parts - 1, factors, targets, key, geometry)
+            sums = weighted(acc, weights, factors, geometry)
+            store_sums(quad_sums(sums, lane), target, key, kept, kind, geometry)
+            key = key + consumers * KEYS
             stage, phase = next_stage(stage, phase, consumers, geometry.stages)
         skip = skip + own * consumers - tiles
         warp_arrive(query_empty + query_stage)
@@ -651,13 +573,14 @@ def consume(
 @cute.kernel
 def mqa_logits(
     inputs: Inputs,
-    logits: cute.Tensor,  # (query tokens, columns) fp32 or bf16, rows apart, global memory
+    logits: cute.Tensor,  # (query tokens, columns) fp32, rows apart, global memory
     geometry: cutlass.Constexpr,
 ):
     """One of the persistent CTAs."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry))
+    inputs = inputs._replace(columns=Int32(logits.shape[1]))
     if warp == 0:
         cpasync.prefetch_descriptor(inputs.query_tma)
         cpasync.prefetch_descriptor(inputs.key_tma)
@@ -723,7 +646,7 @@ def launch_mqa_logits(
         copy, cached, wgmma.k_major_layout(Float8E4M3FN, (KEYS, D)), (KEYS, D), 1
     )  # fmt: skip
     flat = cute.make_tensor(ends.iterator, cute.make_layout((rows,)))
-    inputs = Inputs(query_tma, query, key_tma, cached, scales, weights, starts, flat, table, Int32(logits.shape[1]))
+    inputs = Inputs(query_tma, query, key_tma, cached, scales, weights, starts, flat, table)
     mqa_logits(inputs, logits, geometry).launch(
         grid=(sms, 1, 1),
         block=(geometry.threads, 1, 1),
@@ -737,6 +660,10 @@ def launch_mqa_logits(
 def takes(pd: IndexerLogitsProblem) -> Verdict:
     if pd.heads not in HEADS:
         return Verdict.no(f"heads = {pd.heads}: an indexer of {', '.join(map(str, HEADS))} heads is taken")
+    if pd.dtype != "fp32":
+        return Verdict.no(
+            f"dtype = {pd.dtype}: logits in fp32 alone are known to be right on a GPU, triton/mqa_logits makes bf16"
+        )
     return limits.all_of(
         limits.offsets(pd.rows * pd.heads, "rows of q"),
         limits.offsets(pd.rows * (pd.columns // KEYS + 2), f"the KV tiles of {pd.rows:,} query tokens"),
@@ -746,29 +673,25 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsTiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4; 0: as many as there are registers for. query_parts: of a query tile, 1 or 2, which a consumer
-    multiplies by themselves; 0: 2 where its tokens can be halved and there are two consumers. ctas: of the grid; 0: one
-    for each multiprocessor."""
+    multiply, 2 to 4. ordered: whether they issue their products in turn. ctas: of the grid; 0: one for each
+    multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
-    consumers: int = 0
-    query_parts: int = 0
+    consumers: int = 2
+    ordered: bool = True
     ctas: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         s, most = pd.s if pd.table else 0, max(1, COLUMNS // pd.heads)
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
-        fitting = [count for count in (4, 3) if registers(tokens * pd.heads) <= REGISTERS[count][1]]
-        consumers = self.consumers or (fitting[0] if fitting else 2)
-        parts = self.query_parts or (2 if tokens % 2 == 0 and consumers == 2 else 1)
-        return Geometry(pd.heads, s, tokens, consumers, parts)
+        return Geometry(pd.heads, s, tokens, self.consumers, self.ordered)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
-        if self.consumers not in (0, *REGISTERS):
-            return Verdict.no(f"consumers = {self.consumers} must be one of 0, {', '.join(map(str, REGISTERS))}")
+        if self.consumers not in REGISTERS:
+            return Verdict.no(f"consumers = {self.consumers} must be one of {', '.join(map(str, REGISTERS))}")
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd)
@@ -776,20 +699,12 @@ class MqaLogitsTiling(Tiling):
             return Verdict.no(
                 f"tokens = {self.tokens}: of {pd.heads} heads a tile takes 1 to {COLUMNS // pd.heads}, 0 is a choice"
             )
-        if self.query_parts not in (0, 1, 2) or geometry.tokens % geometry.parts:
-            return Verdict.no(
-                f"query_parts = {self.query_parts} of a tile of {geometry.tokens} query tokens: use 1, or 2 if even"
-            )
-        if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
-            return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
+        # Accumulators and weights of a thread, and what addresses and sums take beside them.
+        if geometry.n // 2 + geometry.n // 4 + 40 > REGISTERS[self.consumers][1]:
+            return Verdict.no(f"{geometry.n} columns do not fit in the registers of {self.consumers} consumers")
         if self.ctas < 0:
             return Verdict.no(f"ctas = {self.ctas} must be at least 0")
         return Verdict.yes()
-
-
-def registers(n: int) -> int:
-    """What a consumer's thread takes: accumulators, weights, and addresses and sums beside them."""
-    return n // 2 + n // 4 + 16
 
 
 class MqaLogitsPlan(KernelPlan):
@@ -804,14 +719,14 @@ class MqaLogitsPlan(KernelPlan):
     )
 
     def default_tiling(self) -> MqaLogitsTiling:
-        return MqaLogitsTiling()
+        # Out of turn is faster over contiguous keys, and was not tried elsewhere.
+        return MqaLogitsTiling(ordered=self.problem.table or self.problem.heads != 64)
 
     def autotune_configs(self) -> list[Tiling]:
         tilings = [
-            MqaLogitsTiling(tokens, consumers, parts)
-            for tokens in (0, 1, 2)
-            for consumers in (2, 3, 4)
-            for parts in (1, 2)
+            MqaLogitsTiling(tokens, consumers, ordered)
+            for tokens, consumers in ((0, 2), (2, 3), (1, 4))
+            for ordered in (True, False)
         ]
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)]
 

@@ -3,9 +3,9 @@ r"""topk v0 in CuTe for sm_90: the k largest logits of rows, exactly; a row is r
 A CTA reads a slice of a row from left to right and holds candidates in shared memory: up to k that it kept, and behind
 them a region of each warp's own, into which the warp puts what is not below the CTA's threshold.
 
-    batch         512 threads · 8 logits, vectors of 16 bytes that are loaded a batch ahead
-                  above the threshold: → key, a whole number in the order of the logits (-0 as +0, NaN as -inf)
-                                       → into the warp's region, with its column
+    batch         512 threads · 2 vectors of 16 bytes, loaded a batch ahead
+                  logit → key: whole numbers in the order of the logits (-0 as +0, NaN as -inf)
+                  key >= threshold: into the warp's region, in the order of the columns
     select        when a region would overflow, and at the end: the k largest of all candidates stay, and the threshold
                   becomes the k-th plus one: what comes later and equals it lies in a higher column, and loses
 
@@ -19,9 +19,9 @@ logits.
              A candidate's place among the kept follows from counts and sums in a fixed order, so the result has the
              same bits in each run.
 
-Where rows are few, several CTAs take slices of a row. Each writes its candidates, key and column, to a workspace, and a
-bound: the key of its k / slices-th. The one that finishes last goes through the candidates of all slices as through a
-row, but for those below the least bound, which are most. Slices are cut on the device, from the row's range.
+Where rows are few, several CTAs take slices of a row. Each writes its candidates, key and column, to a workspace; the
+one that finishes last goes through those of all slices as through a row (`merge`). Slices are cut on the device, from
+the row's range. Lengths are read there too.
 
 The base version. The running threshold is the heap of a streaming selection; radix digits of a range, not of the
 number, are new here: floating-point numbers that lie close together share their first digits.
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 WARP = 32
 THREADS = 512
 WARPS = THREADS // WARP
-REGION = 512  # candidates of a warp behind those that are kept
+VECTORS = 2  # of 16 bytes, of a thread and batch
+REGION = 512  # candidates of a warp behind those that are kept: more than a batch of bf16 can add
 BINS = 2048
 DIGIT = 11  # bits
 OWN_BINS = BINS // THREADS
@@ -78,9 +79,9 @@ class Geometry:
         return 128 // self.bits
 
     @property
-    def vectors(self) -> int:
-        """Of a thread and batch: 8 logits."""
-        return 8 // self.per_vector
+    def batch(self) -> int:
+        """Logits."""
+        return THREADS * VECTORS * self.per_vector
 
     @property
     def held(self) -> int:
@@ -150,7 +151,7 @@ def load_vectors(target: cute.Tensor, base: Int64, first: Int32, end: Int32):
         cute.nvgpu.CopyG2ROp(), Int32, num_bits_per_copy=128,
         l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,
     )  # fmt: skip
-    for v in cutlass.range_constexpr(cute.size(target, mode=[1])):
+    for v in cutlass.range_constexpr(VECTORS):
         at = first + v * THREADS
         if at < end:
             source = cute.make_ptr(Int32, base + Int64(at) * 16, cute.AddressSpace.gmem, assumed_align=16)
@@ -169,7 +170,7 @@ def logit_of(words: cute.Tensor, v: cutlass.Constexpr, e: cutlass.Constexpr, geo
 
 # ------------------------------------------------------------------------------------------------ device: select
 @cute.jit
-def sum_before(value: Int32, lane: Int32) -> Int32:
+def sum_before(value: Int32, thread: Int32, lane: Int32) -> Int32:
     """The sum of a value over the lanes of a warp up to this one."""
     upto = value
     for bit in cutlass.range_constexpr(5):
@@ -183,7 +184,7 @@ def block_sum(value: Int32, memory: cutlass.Constexpr, thread: Int32):
     """(sum of the value over all threads before this one, over all), by all threads. One barrier, behind which `sums`
     is read: another has to lie in front of its next use."""
     lane, warp = thread % WARP, thread // WARP
-    upto = sum_before(value, lane)
+    upto = sum_before(value, thread, lane)
     if lane == WARP - 1:
         memory.sums[warp] = upto
     cute.arch.sync_threads()
@@ -193,6 +194,22 @@ def block_sum(value: Int32, memory: cutlass.Constexpr, thread: Int32):
         total = total + part
         before = before + cutlass.select_(warp > i, part, Int32(0))
     return before, total
+
+
+@cute.jit
+def count_one(
+    memory: cutlass.Constexpr, at: Int32, low: Uint32, width: Int32, shift: Int32, ties: Int32, tied: Uint32
+):  # fmt: skip
+    """Counts a candidate in the bin of its digit, if it is in the interval."""
+    key = memory.keys[at]
+    value = pick(ties > 0, (~memory.columns[at]).bitcast(Uint32), key)
+    apart = value - low
+    near = (apart >> Uint32(cutlass.min(width, 31))) == Uint32(0)
+    inside = (value >= low) & (near | (width > 31)) & ((ties == 0) | (key == tied))
+    if inside:
+        digit = (apart >> Uint32(shift)).bitcast(Int32)
+        address = (memory.bins.iterator + digit).toint()
+        cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
 @cute.jit
@@ -219,136 +236,104 @@ def find_bin(memory: cutlass.Constexpr, need: Int32, thread: Int32):
 
 
 @cute.jit
-def leading_zeros(value: Uint32) -> Int32:
-    return cute.arch.inline_ptx("clz.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
-
-
-class Bound(NamedTuple):
-    """What is selected: candidates with a key above `low`, and those with that key, of which with `ties` those alone
-    that have a column whose complement is not below `low_column`."""
-
-    low: Uint32
-    low_column: Uint32
-    ties: Int32
-
-
-@cute.jit
-def narrow(
-    memory: cutlass.Constexpr, values: cute.Tensor, need: Int32, held: cutlass.Constexpr, limit: Any, thread: Int32,
-    geometry: cutlass.Constexpr,
+def least_and_largest(
+    memory: cutlass.Constexpr, kept: Int32, own: Int32, thread: Int32, geometry: cutlass.Constexpr
 ):  # fmt: skip
-    """The bound of the `need` largest candidates; by all threads. values: a thread's keys, which are lost. held: (kept,
-    own) of `place_of`. limit: above all columns; None where more may be selected because they equal the last one."""
-    low, largest = least_and_largest(memory, values, thread)
-    width, span, searching = 32 - leading_zeros(largest - low), largest - low, Int32(1)
-    ties, tied = Int32(0), Uint32(0)
-    bins = memory.bins.iterator.toint()
-    while searching > 0:
-        shift = cutlass.max(width - DIGIT, 0)
-        for i in cutlass.range_constexpr(cute.size(values)):
-            apart = values[i] - low  # a value below the interval is far above its end
-            place = bins + ((apart >> Uint32(shift)).bitcast(Int32) << 2)
-            cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[place], predicate=apart <= span)
-        bin_, above, inside = find_bin(memory, need, thread)
-        need = need - above
-        low = low + (bin_.bitcast(Uint32) << Uint32(shift))
-        width, span = shift, (Uint32(1) << Uint32(shift)) - Uint32(1)
-        if inside == need:
-            searching = Int32(0)  # the interval is taken whole
-        elif shift == 0:
-            if cutlass.const_expr(limit is None):
-                searching = Int32(0)
-            else:
-                # More candidates equal the last one than are needed: those of the lowest columns are taken, whose
-                # complements are largest.
-                for i in cutlass.range_constexpr(cute.size(values)):
-                    at, there = place_of(i, *held, thread, geometry)
-                    equal = there & (values[i] == low)
-                    values[i] = Uint32(0)
-                    if equal:
-                        values[i] = (~memory.columns[at]).bitcast(Uint32)
-                ties, tied, low = Int32(1), low, (~(limit - 1)).bitcast(Uint32)
-                span = Uint32(0xFFFFFFFF) - low
-                width = 32 - leading_zeros(span)
-    return Bound(pick(ties > 0, tied, low), low, ties)
-
-
-@cute.jit
-def read_keys(memory: cutlass.Constexpr, kept: Int32, own: Int32, thread: Int32, geometry: cutlass.Constexpr):
-    """A thread's candidates: keys, 0 where there is none."""
-    values = cute.make_rmem_tensor(geometry.held + REGION // WARP, Uint32)
-    for i in cutlass.range_constexpr(cute.size(values)):
-        place, there = place_of(i, kept, own, thread, geometry)
-        values[i] = Uint32(0)
-        if there:
-            values[i] = memory.keys[place]
-    return values
-
-
-def place_of(i: int, kept: Int32, own: Int32, thread: Int32, geometry: Geometry) -> tuple[Int32, Any]:
-    """(where a thread's i-th candidate is, whether there is one): first kept ones, then those of its warp's region."""
-    if i < geometry.held:
-        return i * THREADS + thread, i * THREADS + thread < kept
-    of_region = (i - geometry.held) * WARP + thread % WARP
-    return geometry.held * THREADS + thread // WARP * REGION + of_region, of_region < own
-
-
-@cute.jit
-def least_and_largest(memory: cutlass.Constexpr, values: cute.Tensor, thread: Int32):
     """Of all candidates' keys. One barrier, behind which `ends` is read."""
     lane, warp = thread % WARP, thread // WARP
     least, largest = Uint32(0xFFFFFFFF), Uint32(0)
-    for i in cutlass.range_constexpr(cute.size(values)):
-        below = values[i] - Uint32(1)  # of nobody the largest number
-        least, largest = pick(below < least, below, least), pick(values[i] > largest, values[i], largest)
+    for i in cutlass.range_constexpr(geometry.held):
+        if i * THREADS + thread < kept:
+            key = memory.keys[i * THREADS + thread]
+            least, largest = pick(key < least, key, least), pick(key > largest, key, largest)
+    region = geometry.held * THREADS + warp * REGION
+    for i in cutlass.range(lane, own, WARP, unroll=1):
+        key = memory.keys[region + i]
+        least, largest = pick(key < least, key, least), pick(key > largest, key, largest)
     least = cute.arch.warp_redux_sync(least, "min")
     largest = cute.arch.warp_redux_sync(largest, "max")
     if lane == 0:
         memory.ends[warp], memory.ends[WARPS + warp] = least, largest
     cute.arch.sync_threads()
-    # A warp's lanes read the values of all warps, and the same again.
-    least = cute.arch.warp_redux_sync(memory.ends[lane % WARPS], "min")
-    largest = cute.arch.warp_redux_sync(memory.ends[WARPS + lane % WARPS], "max")
-    return least + Uint32(1), largest
+    for i in cutlass.range_constexpr(WARPS):
+        low, high = memory.ends[i], memory.ends[WARPS + i]
+        least, largest = pick(low < least, low, least), pick(high > largest, high, largest)
+    return least, largest
 
 
 @cute.jit
-def select(
-    memory: cutlass.Constexpr, kept: Int32, own: Int32, limit: Int32, thread: Int32, geometry: cutlass.Constexpr
-):  # fmt: skip
+def bound_of(memory: cutlass.Constexpr, kept: Int32, own: Int32, thread: Int32, geometry: cutlass.Constexpr):
+    """(low, low column): the k largest of more than k candidates are those with a key above `low`, or with that key and
+    the complement of their column not below `low column`."""
+    lane, warp = thread % WARP, thread // WARP
+    region = geometry.held * THREADS + warp * REGION
+    low, largest = least_and_largest(memory, kept, own, thread, geometry)
+    width = 32 - leading_zeros(largest - low)
+    need, ties, tied, searching = Int32(geometry.k), Int32(0), Uint32(0), Int32(1)
+    while searching > 0:
+        shift = cutlass.max(width - DIGIT, 0)
+        for i in cutlass.range_constexpr(geometry.held):
+            if i * THREADS + thread < kept:
+                count_one(memory, i * THREADS + thread, low, width, shift, ties, tied)
+        for i in cutlass.range(lane, own, WARP, unroll=1):
+            count_one(memory, region + i, low, width, shift, ties, tied)
+        bin_, above, inside = find_bin(memory, need, thread)
+        need = need - above
+        low = low + (bin_.bitcast(Uint32) << Uint32(shift))
+        width = shift
+        if inside == need:
+            searching = Int32(0)
+        elif shift == 0:
+            # More candidates equal the k-th than are needed: those of the lowest columns, of the largest complements.
+            ties, tied, low, width = Int32(1), low, Uint32(0), Int32(32)
+    return pick(ties > 0, tied, low), pick(ties > 0, low, Uint32(0))
+
+
+@cute.jit
+def leading_zeros(value: Uint32) -> Int32:
+    return cute.arch.inline_ptx("clz.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+@cute.jit
+def chosen(key: Uint32, column: Int32, low: Uint32, low_column: Uint32):
+    return (key > low) | ((key == low) & ((~column).bitcast(Uint32) >= low_column))
+
+
+@cute.jit
+def select(memory: cutlass.Constexpr, kept: Int32, own: Int32, thread: Int32, geometry: cutlass.Constexpr):
     """Keeps the k largest candidates, or all where these are fewer; by all threads, behind a barrier. kept: how many
-    are kept already; own: how many are in this warp's region, which is empty afterwards; limit: above all columns.
-    Gives (how many are kept, a key that is not above that of the k-th and above that of the next; 0 where all are
-    kept)."""
-    lane = thread % WARP
+    are kept already; own: how many are in this warp's region, which is empty afterwards. Gives (how many are kept, the
+    key of the k-th or one below it and above that of the next; 0 where all are kept)."""
+    lane, warp = thread % WARP, thread // WARP
+    region = geometry.held * THREADS + warp * REGION
     _, total = block_sum(cutlass.select_(lane == 0, own, Int32(0)), memory, thread)
     cute.arch.sync_threads()
-    low, low_column, ties = Uint32(0), Uint32(0), Int32(0)
+    low, low_column = Uint32(0), Uint32(0)
     if total + kept > geometry.k:
-        values = read_keys(memory, kept, own, thread, geometry)
-        low, low_column, ties = narrow(memory, values, Int32(geometry.k), (kept, own), limit, thread, geometry)
+        low, low_column = bound_of(memory, kept, own, thread, geometry)
     keys, columns = [cute.make_rmem_tensor(geometry.held, kind) for kind in (Uint32, Int32)]
-    bits = Int32(0)
-    for i in cutlass.range_constexpr(geometry.held + REGION // WARP):
-        place, there = place_of(i, kept, own, thread, geometry)
-        if there:
-            key = memory.keys[place]
-            stays = key >= low
-            if cutlass.const_expr(i < geometry.held):
-                keys[i], columns[i] = key, memory.columns[place]
-            if (ties > 0) & (key == low):
-                stays = (~memory.columns[place]).bitcast(Uint32) >= low_column
-            bits = bits | (Int32(stays) << i)
-    to, stay = block_sum(Int32(cute.arch.popc(bits)), memory, thread)
+    stays = cute.make_rmem_tensor(geometry.held, Int32)
+    count = Int32(0)
+    for i in cutlass.range_constexpr(geometry.held):
+        at = i * THREADS + thread
+        stays[i] = Int32(0)
+        if at < kept:
+            keys[i], columns[i] = memory.keys[at], memory.columns[at]
+            stays[i] = Int32(chosen(keys[i], columns[i], low, low_column))
+        count = count + stays[i]
+    for i in cutlass.range(lane, own, WARP, unroll=1):
+        count = count + Int32(chosen(memory.keys[region + i], memory.columns[region + i], low, low_column))
+    place, stay = block_sum(count, memory, thread)
     # All have read what they kept.
-    for i in cutlass.range_constexpr(geometry.held + REGION // WARP):
-        place, _ = place_of(i, kept, own, thread, geometry)
-        if (bits >> i) & 1 > 0:
-            if cutlass.const_expr(i < geometry.held):
-                memory.keys[to], memory.columns[to] = keys[i], columns[i]
-            else:
-                memory.keys[to], memory.columns[to] = memory.keys[place], memory.columns[place]
-            to = to + 1
+    for i in cutlass.range_constexpr(geometry.held):
+        if stays[i] > 0:
+            memory.keys[place], memory.columns[place] = keys[i], columns[i]
+        place = place + stays[i]
+    for i in cutlass.range(lane, own, WARP, unroll=1):
+        key, column = memory.keys[region + i], memory.columns[region + i]
+        if chosen(key, column, low, low_column):
+            memory.keys[place], memory.columns[place] = key, column
+            place = place + 1
     cute.arch.sync_threads()
     return stay, low
 
@@ -356,8 +341,8 @@ def select(
 # ------------------------------------------------------------------------------------------------ device: stream
 class Source(NamedTuple):
     """What candidates come from. base: address of vector 0, of logits, or of keys of a workspace. columns: address of
-    the workspace's columns. first: column of the first logit of vector 0. start, end: columns in range. vectors: how
-    many there are. limit: above all columns. least: keys below it are no candidates."""
+    the same of a workspace's columns. first: column of the first logit of vector 0. start, end: columns in range.
+    vectors: how many there are."""
 
     base: Int64
     columns: Int64
@@ -365,49 +350,28 @@ class Source(NamedTuple):
     start: Int32
     end: Int32
     vectors: Int32
-    limit: Int32
-    least: Uint32
-
-
-def value_below(key: Uint32) -> Float32:
-    """A float that the values of all keys above this one exceed, and those of no other key. No value has the key that
-    -0 would have."""
-    key = pick(key == Uint32(0x7FFFFFFF), Uint32(0x7FFFFFFE), key)
-    return pick(key >= Uint32(1 << 31), key ^ Uint32(1 << 31), ~key).bitcast(Float32)
 
 
 @cute.jit
 def wanted(
-    words: cute.Tensor, source: cutlass.Constexpr, first: Int32, thread: Int32, threshold: Uint32,
-    merging: cutlass.Constexpr, geometry: cutlass.Constexpr,
+    keys: cute.Tensor, columns: cute.Tensor, words: cute.Tensor, others: cute.Tensor, source: cutlass.Constexpr,
+    vector: Int32, threshold: Uint32, merging: cutlass.Constexpr, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """A bit for each of a thread's elements of a batch that is a candidate: its key is at least the threshold, and
-    where that is 0, any. first: the batch's first vector."""
+    """Fills a thread's keys and columns of a batch; gives a bit for each that is a candidate."""
     each = cutlass.const_expr(4 if merging else geometry.per_vector)
-    vectors = cutlass.const_expr(cute.size(words, mode=[1]))
     bits = Int32(0)
-    if cutlass.const_expr(merging):
-        for v in cutlass.range_constexpr(vectors):
-            there = first + thread + v * THREADS < source.vectors
-            for e in cutlass.range_constexpr(4):
-                key = words[e, v].bitcast(Uint32)
-                bits = bits | (Int32(there & (key >= threshold)) << (v * 4 + e))
-    else:
-        column = source.first + first * each
-        inside = (column >= source.start) & (column + THREADS * vectors * each <= source.end)
-        if inside & (threshold > Uint32(0)):
-            # What a key costs is spent on candidates alone.
-            below = value_below(threshold - Uint32(1))
-            for v in cutlass.range_constexpr(vectors):
-                for e in cutlass.range_constexpr(each):
-                    bits = bits | (Int32(logit_of(words, v, e, geometry) > below) << (v * each + e))
-        else:
-            for v in cutlass.range_constexpr(vectors):
-                for e in cutlass.range_constexpr(each):
-                    at = column + (thread + v * THREADS) * each + e
-                    there = (at >= source.start) & (at < source.end)
-                    there = there & (key_of(logit_of(words, v, e, geometry)) >= threshold)
-                    bits = bits | (Int32(there) << (v * each + e))
+    for v in cutlass.range_constexpr(VECTORS):
+        at = vector + v * THREADS
+        for e in cutlass.range_constexpr(each):
+            j = v * each + e
+            if cutlass.const_expr(merging):
+                keys[j], columns[j] = words[e, v].bitcast(Uint32), others[e, v]
+                inside = (at < source.vectors) & (columns[j] >= 0)
+            else:
+                keys[j] = key_of(logit_of(words, v, e, geometry))
+                columns[j] = source.first + at * each + e
+                inside = (columns[j] >= source.start) & (columns[j] < source.end)
+            bits = bits | (Int32(inside & (keys[j] >= threshold)) << j)
     return bits
 
 
@@ -420,59 +384,56 @@ def stream(
     lane, warp = thread % WARP, thread // WARP
     region = geometry.held * THREADS + warp * REGION
     each = cutlass.const_expr(4 if merging else geometry.per_vector)
-    vectors = cutlass.const_expr(2 if merging else geometry.vectors)
-    words, next_words = [cute.make_rmem_tensor(cute.make_layout((4, vectors)), Int32) for _ in range(2)]
-    words.fill(0)
-    next_words.fill(0)
-    kept, own, threshold = Int32(0), Int32(0), source.least
+    keys, columns = [cute.make_rmem_tensor(VECTORS * each, kind) for kind in (Uint32, Int32)]
+    layout = cute.make_layout((4, VECTORS))
+    words, next_words = [cute.make_rmem_tensor(layout, Int32) for _ in range(2)]
+    others, next_others = [cute.make_rmem_tensor(layout, Int32) for _ in range(2)]
+    for x in (words, next_words, others, next_others):
+        x.fill(0)
+    kept, own, threshold = Int32(0), Int32(0), Uint32(0)
     load_vectors(words, source.base, thread, source.vectors)
-    # One pass more than there are batches, for the last select.
-    batches = (source.vectors + THREADS * vectors - 1) // (THREADS * vectors)
-    for batch in cutlass.range(batches + 1, unroll=1):
-        first = batch * (THREADS * vectors)
-        load_vectors(next_words, source.base, first + thread + THREADS * vectors, source.vectors)
-        bits = wanted(words, source, first, thread, threshold, merging, geometry)
-        upto = sum_before(Int32(cute.arch.popc(bits)), lane)
+    if cutlass.const_expr(merging):
+        load_vectors(others, source.columns, thread, source.vectors)
+    for first in cutlass.range(0, source.vectors, THREADS * VECTORS, unroll=1):
+        vector = first + thread
+        load_vectors(next_words, source.base, vector + THREADS * VECTORS, source.vectors)
+        if cutlass.const_expr(merging):
+            load_vectors(next_others, source.columns, vector + THREADS * VECTORS, source.vectors)
+        bits = wanted(keys, columns, words, others, source, vector, threshold, merging, geometry)
+        upto = sum_before(Int32(cute.arch.popc(bits)), thread, lane)
         added = cute.arch.shuffle_sync(upto, WARP - 1)
-        if named_any(0, THREADS, (own + added > REGION) | (batch == batches)):
-            kept, low = select(memory, kept, own, source.limit, thread, geometry)
+        if named_any(0, THREADS, own + added > REGION):
+            kept, low = select(memory, kept, own, thread, geometry)
             own = Int32(0)
-            if kept == geometry.k:
-                # What comes later and equals the k-th lies in a higher column; but not so other slices' candidates.
-                threshold = low if cutlass.const_expr(merging) else low + Uint32(1)
-            bits = wanted(words, source, first, thread, threshold, merging, geometry)
-            upto = sum_before(Int32(cute.arch.popc(bits)), lane)
+            # What comes later and equals the k-th lies in a higher column; but not among other slices' candidates.
+            threshold = low if cutlass.const_expr(merging) else low + Uint32(1)
+            if kept < geometry.k:
+                threshold = Uint32(0)
+            bits = wanted(keys, columns, words, others, source, vector, threshold, merging, geometry)
+            upto = sum_before(Int32(cute.arch.popc(bits)), thread, lane)
             added = cute.arch.shuffle_sync(upto, WARP - 1)
-        if bits != 0:
+        if added > 0:
             place = region + own + upto - Int32(cute.arch.popc(bits))
-            for v in cutlass.range_constexpr(vectors):
-                at = first + thread + v * THREADS
-                for e in cutlass.range_constexpr(each):
-                    if (bits >> (v * each + e)) & 1 > 0:
-                        if cutlass.const_expr(merging):
-                            memory.keys[place] = words[e, v].bitcast(Uint32)
-                            column = cute.make_ptr(
-                                Int32, source.columns + (Int64(at) * 4 + e) * 4, cute.AddressSpace.gmem
-                            )
-                            memory.columns[place] = cute.make_tensor(column, cute.make_layout(1))[0]
-                        else:
-                            memory.keys[place] = key_of(logit_of(words, v, e, geometry))
-                            memory.columns[place] = source.first + at * each + e
-                        place = place + 1
+            for j in cutlass.range_constexpr(VECTORS * each):
+                if (bits >> j) & 1 > 0:
+                    memory.keys[place], memory.columns[place] = keys[j], columns[j]
+                    place = place + 1
         own = own + added
         cute.autovec_copy(next_words, words)
+        if cutlass.const_expr(merging):
+            cute.autovec_copy(next_others, others)
+    cute.arch.sync_threads()
+    kept, _ = select(memory, kept, own, thread, geometry)
     return kept
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 class Workspace(NamedTuple):
-    """keys, columns: (rows, slices, held · threads) of candidates, key 0 where there is none. bounds: (rows, slices), a
-    key that the slice's share of k candidates are not below. flags: (rows,), 0 in front of a launch and behind it: how
-    many slices of the row are done."""
+    """keys, columns: (rows, slices, held · threads) of candidates, column -1 where there is none. flags: (rows,), 0 in
+    front of a launch and behind it: how many slices of the row are done."""
 
     keys: cute.Tensor
     columns: cute.Tensor
-    bounds: cute.Tensor
     flags: cute.Tensor
 
 
@@ -491,49 +452,6 @@ def write(
                 if cutlass.const_expr(table is not None):
                     index = table[row // geometry.s, index // PAGE] * PAGE + index % PAGE
             indices[row, place] = index
-
-
-@cute.jit
-def hand_on(
-    memory: cutlass.Constexpr, workspace: Workspace, kept: Int32, share: Int32, block: Int32, thread: Int32,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Writes a slice's candidates and its bound to the workspace. share: of k, of each slice that has logits; 0: this
-    one has none.
-
-    If every slice has its share of candidates at or above its bound, all have k at or above the least of these bounds:
-    the k-th of the row is not below it, and little is above it that is not chosen."""
-    at = Int64(block) * (geometry.held * THREADS)
-    for i in cutlass.range_constexpr(geometry.held):
-        place = i * THREADS + thread
-        if place < kept:
-            workspace.keys[at + place], workspace.columns[at + place] = memory.keys[place], memory.columns[place]
-        else:
-            workspace.keys[at + place] = Uint32(0)
-    bound = Uint32(0)
-    if (share > 0) & (kept >= share):
-        values = read_keys(memory, kept, Int32(0), thread, geometry)
-        bound, _, _ = narrow(memory, values, share, (kept, Int32(0)), None, thread, geometry)
-    if thread == 0:
-        workspace.bounds[block] = pick(share > 0, bound, Uint32(0xFFFFFFFF))
-
-
-@cute.jit
-def is_last(memory: cutlass.Constexpr, flags: cute.Tensor, row: Int32, slices: Int32, thread: Int32) -> Int32:
-    """Whether this CTA is the last of its row to come here; what the others wrote before may then be read."""
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.sync_threads()
-    if thread == 0:
-        done = cute.arch.inline_ptx(
-            "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
-            read_only_args=[(flags.iterator + row).toint()],
-        )  # fmt: skip
-        memory.found[3] = Int32(done == slices - 1)
-        if done == slices - 1:
-            flags[row] = Int32(0)
-    cute.arch.sync_threads()
-    cute.arch.fence_acq_rel_gpu()
-    return memory.found[3]
 
 
 @cute.kernel
@@ -557,43 +475,50 @@ def topk(
         memory.bins[i * THREADS + thread] = Int32(0)
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
-    limit = logits.shape[1]
-    end = cutlass.min(ends[row], limit)
+    end = cutlass.min(ends[row], logits.shape[1])
     start = Int32(0)
     if cutlass.const_expr(starts is not None):
         start = cutlass.max(starts[row], 0)
-    share = Int32(0)
     if cutlass.const_expr(geometry.sliced):
-        length = cutlass.max(end - start, 0)
-        part = cutlass.max((length + slices * 8 - 1) // (slices * 8) * 8, LEAST_SLICE // 2)
-        filled = (length + part - 1) // part
-        share = cutlass.select_(slice_ < filled, (geometry.k + filled - 1) // cutlass.max(filled, 1), Int32(0))
-        start = start + slice_ * part
-        end = cutlass.min(end, start + part)
+        share = (cutlass.max(end - start, 0) + slices - 1) // slices
+        share = cutlass.max((share + 7) // 8 * 8, LEAST_SLICE // 2)
+        start = start + slice_ * share
+        end = cutlass.min(end, start + share)
     size = geometry.bits // 8
     address = logits.iterator.toint() + (Int64(row) * logits.stride[0] + start) * size
     skew = Int32(address % 16) // size
     vectors = (skew + cutlass.max(end - start, 0) + geometry.per_vector - 1) // geometry.per_vector
     vectors = cutlass.select_(end > start, vectors, Int32(0))
-    source = Source(address - skew * size, Int64(0), start - skew, start, end, vectors, limit, Uint32(0))
+    source = Source(address - skew * size, Int64(0), start - skew, start, end, vectors)
     kept = stream(memory, source, thread, False, geometry)
     finishes = Int32(1)
     if cutlass.const_expr(geometry.sliced):
-        hand_on(memory, workspace, kept, share, block, thread, geometry)
-        finishes = is_last(memory, workspace.flags, row, slices, thread)
+        room = geometry.held * THREADS
+        at = Int64(block) * room
+        for i in cutlass.range_constexpr(geometry.held):
+            place = i * THREADS + thread
+            workspace.keys[at + place] = memory.keys[place]
+            workspace.columns[at + place] = cutlass.select_(place < kept, memory.columns[place], Int32(-1))
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_threads()
+        if thread == 0:
+            flag = (workspace.flags.iterator + row).toint()
+            done = cute.arch.inline_ptx(
+                "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[flag]
+            )
+            memory.found[3] = Int32(done == slices - 1)
+            if done == slices - 1:
+                workspace.flags[row] = Int32(0)
+        cute.arch.sync_threads()
+        finishes = memory.found[3]
         if finishes > 0:
-            lane, bound = thread % WARP, Uint32(0xFFFFFFFF)
-            for i in cutlass.range(lane, slices, WARP, unroll=1):
-                other = workspace.bounds[row * slices + i]
-                bound = pick(other < bound, other, bound)
-            bound = cute.arch.warp_redux_sync(bound, "min")
-            bound = pick(bound > Uint32(1), bound, Uint32(1))
-            room = geometry.held * THREADS
+            cute.arch.fence_acq_rel_gpu()
             at = Int64(row) * slices * room * 4
-            keys, columns = workspace.keys.iterator.toint() + at, workspace.columns.iterator.toint() + at
-            zero = Int32(0)
-            merged = Source(keys, columns, zero, zero, zero, slices * (room // 4), limit, bound)
-            kept = stream(memory, merged, thread, True, geometry)
+            source = Source(
+                workspace.keys.iterator.toint() + at, workspace.columns.iterator.toint() + at, Int32(0), Int32(0),
+                Int32(0), slices * (room // 4),
+            )  # fmt: skip
+            kept = stream(memory, source, thread, True, geometry)
     if finishes > 0:
         write(memory, kept, table, indices, row, thread, geometry)
 
@@ -611,7 +536,6 @@ def launch_topk(
     indices: cute.Tensor,
     keys: cute.Tensor | None,  # int32: of the workspace
     columns: cute.Tensor | None,
-    bounds: cute.Tensor | None,
     flags: cute.Tensor | None,
     slices: Int32,
     geometry: cutlass.Constexpr,
@@ -622,18 +546,10 @@ def launch_topk(
     flat = cute.make_tensor(ends.iterator, cute.make_layout((rows,)))
     workspace = None
     if cutlass.const_expr(keys is not None):
-        words, ends_ = (
-            cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), x.layout) for x in (keys, bounds)
-        )  # fmt: skip
-        workspace = Workspace(words, columns, ends_, flags)
+        words = cute.make_tensor(cute.recast_ptr(keys.iterator, dtype=Uint32), keys.layout)
+        workspace = Workspace(words, columns, flags)
     topk(logits, starts, flat, table, indices, workspace, slices, geometry).launch(
-        grid=(rows * slices, 1, 1),
-        block=(THREADS, 1, 1),
-        # Two of an SM, so that one reads while the other selects; rows that are cut are few.
-        min_blocks_per_mp=1 if geometry.sliced else 2,
-        preferred_smem_carveout=100,
-        stream=stream_,
-        use_pdl=True,
+        grid=(rows * slices, 1, 1), block=(THREADS, 1, 1), stream=stream_, use_pdl=True
     )
 
 
@@ -708,8 +624,8 @@ class TopkPlan(KernelPlan):
                 (logits, starts, ends), table = inputs, None
             if slices > 1:
                 candidates = [ends.new_empty(rows * slices * geometry.held * THREADS) for _ in range(2)]
-                spaces = (*candidates, ends.new_empty(rows * slices), ends.new_zeros(rows))
-            given = (logits, starts, ends, table, outputs[0], *(spaces or [None] * 4), slices)
+                spaces = (*candidates, ends.new_zeros(rows))
+            given = (logits, starts, ends, table, outputs[0], *(spaces or (None, None, None)), slices)
 
         def arguments() -> tuple[Any, ...]:
             n, t_, b, width, words = host.symbols(5)
@@ -718,9 +634,8 @@ class TopkPlan(KernelPlan):
             starts = None if pd.table else host.fake(Int32, n, align=4)
             ends = host.fake(Int32, b, pd.s, align=4) if pd.table else host.fake(Int32, n, align=4)
             table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4) if pd.table else None
-            (parts,) = host.symbols(1)
-            space = [host.fake(Int32, x, align=a) for x, a in ((words, 16), (words, 16), (parts, 4), (n, 4))]
-            spaces = space if geometry.sliced else [None] * 4
+            space = [host.fake(Int32, words), host.fake(Int32, words), host.fake(Int32, n, align=4)]
+            spaces = space if geometry.sliced else [None] * 3
             return rows_apart, starts, ends, table, host.fake(Int32, n, pd.topk, align=4), *spaces, Int32(1), geometry
 
         name = "topk_sliced" if geometry.sliced else "topk"

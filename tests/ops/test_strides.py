@@ -134,6 +134,28 @@ def test_strides_are_passed_on_to_versions_that_read_them(kernel: str) -> None:
     assert [x.data_ptr() for x in engine.inputs[:4]] == [x.data_ptr() for x in plain[:4]]
 
 
+@pytest.mark.parametrize(
+    ("fields", "copied"),
+    [
+        ({}, False),
+        ({"h": 64}, False),
+        ({"h": 12, "s": 1}, False),
+        ({"layout": "v4"}, False),
+        ({"h": 12}, True),
+        ({"layout": "v41"}, True),
+        ({"layout": "flat"}, True),
+    ],
+)
+def test_strided_results_that_were_not_checked_on_a_gpu_are_copied(fields: dict[str, Any], copied: bool) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    problem, engine = PROBLEMS["sparse"].replace(**fields), Spy()
+    plain, strided = made(problem)
+    out, lse = (apart(torch.zeros_like(x), 7.0) for x in results_of(problem, plain[0]))
+    call(problem, strided, engine, "cute-dsl/sparse_mla_v2", out=out, lse=lse)
+    assert engine.problem.strided_out != copied and engine.outputs[0].is_contiguous() == copied
+    assert engine.inputs[0].data_ptr() == strided[0].data_ptr(), "inputs are read as they are"
+
+
 @pytest.mark.parametrize("split", [None, 1024])
 @pytest.mark.parametrize("h", [8, 128])
 def test_the_version_of_a_contiguous_call_computes_a_strided_one(h: int, split: int | None) -> None:

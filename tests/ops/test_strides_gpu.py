@@ -40,8 +40,6 @@ PACKED = [
     SparseProblem(b=2, s=2, h=64, t=4096),
     SparseProblem(b=200, h=16, t=512, layout="v4", topk=128, extra=512, extra_page=64, sink=True),
     SparseProblem(b=3, h=16, t=9000, paged=True),
-    SparseProblem(b=3, s=2, h=12, t=9000),
-    SparseProblem(b=3, s=2, h=64, layout="v41", t=4096),
 ]
 PROBLEMS: list[Any] = [*DENSE, *PACKED]
 BOTH = {"strided": True, "strided_out": True}
@@ -199,7 +197,7 @@ def test_flash_mlas_names_write_into_the_callers_views() -> None:
     assert [touched(x, 7.0) for x in found] == [0, 0]
 
 
-@pytest.mark.parametrize("problem", [DENSE[0], DENSE[2], PACKED[2], PACKED[6]], ids=lambda p: p.label)
+@pytest.mark.parametrize("problem", [DENSE[0], DENSE[2], PACKED[2], PACKED[5]], ids=lambda p: p.label)
 def test_a_scale_below_zero_and_splits_of_a_fixed_length(problem: Any) -> None:
     plain, strided = made(problem)
     for options in ({"scale": -0.05}, {"fixed_split": 1024}):

@@ -88,10 +88,17 @@ def _taken(
 ) -> tuple[Problem, bool, bool]:
     """(problem, copies of inputs, copies of outputs) for tensors that lie apart: the problem whose class has the code
     for those that the version takes, and whether the others have to be copied."""
-    plan = way.make(problem, device)
-    reads, writes = (name in plan.requires.options for name in ("strided", "strided_out"))
-    fields = {"strided": apart and reads and not plan.reads_any_strides, "strided_out": apart_out and writes}
-    return problem.replace(**fields), apart and not reads, apart_out and not writes
+
+    own = way.make(problem, device)
+
+    def takes(**fields: bool) -> bool:
+        plan = way.make(problem.replace(**fields), device)
+        # Other knobs than a contiguous call has would give other bits.
+        return bool(plan.requires.accepts(plan.problem)) and plan.tiling == own.tiling and bool(plan.feasible())
+
+    reads, writes = apart and takes(strided=True), apart_out and takes(strided_out=True)
+    in_code = reads and not own.reads_any_strides
+    return problem.replace(strided=in_code, strided_out=writes), apart and not reads, apart_out and not writes
 
 
 def engine_of(on: Engine | None, tensor: torch.Tensor, name: str, function: str) -> Engine:

@@ -2127,6 +2127,11 @@ class SparseMlaV2Tiling(Tiling):
         if self.split_tokens < 0 or self.split_tokens % TOKENS:
             return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         geometry = self.geometry(pd)
+        if pd.strided_out and (geometry.padded or pd.layout not in ("v32", "v4")):
+            return Verdict.no(
+                "out and lse with strides have been checked on a GPU where heads fill their query tiles, or there is "
+                "one query token, and in layouts v32 and v4 alone"
+            )
         if device is not None and geometry.tiles > device.num_sms:
             return Verdict.no(
                 f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "

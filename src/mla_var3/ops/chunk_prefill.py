@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 WAYS = ("decompress", "absorb")
 #: Dense operations in 16 bits that a Hopper GPU does in the time in which it reads or writes a byte.
 FLOPS_A_BYTE = 150
-#: Bytes of the keys and values of one piece of a prefix. A piece of 128 heads in bf16 then has 9,362 tokens.
+#: Bytes of the keys and values of one piece of a prefix. A piece of 128 heads in bf16 then has 8,192 tokens, of
+#: 192 columns of keys, 128 of values, and 192 more while keys are built.
 PIECE_BYTES = 1 << 30
 
 

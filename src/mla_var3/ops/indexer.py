@@ -153,7 +153,8 @@ def indexer_topk(
 
     Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32, and at most
     256 MB of them are there at a time: of more, query tokens (with page_table, requests) are taken in parts, one after
-    the other. kernel names a version of workload indexer_topk, which computes both at once.
+    the other. A single request's logits, 256 · width · s bytes with page_table, may be more. kernel names a version of
+    workload indexer_topk, which computes both at once.
     """
     import torch
 

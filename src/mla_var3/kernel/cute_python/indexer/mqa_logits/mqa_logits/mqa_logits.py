@@ -4,9 +4,9 @@ r"""mqa_logits v0 in CuTe for Hopper (sm_90a): the lightning indexer's logits, p
     logits[token, key] = scale[key] · Σ over the token's heads of weight · max(S, 0)
 
 A query tile has as many query tokens as fill the 256 columns of an MMA (4 of 64 heads): what is loaded of the keys for
-a tile serves four tokens, where L2 would otherwise not keep up. Keys are rows of the accumulator, so a token's heads
-lie side by side in a thread's registers, and the weighted sum over heads is a max and an FMA an accumulator; only its
-last two steps cross lanes.
+a tile serves four tokens, so that L2 is asked for the keys a quarter as often. Keys are rows of the accumulator, so a
+token's heads lie side by side in a thread's registers, and the weighted sum over heads is a max and an FMA an
+accumulator; only its last two steps cross lanes.
 
 All CTAs share the work evenly: a query tile with its KV tiles of 64 keys is a unit, the units lie behind each other on
 a line of KV tiles, and CTA i of G takes the i-th of G equal pieces. Logits of different keys have nothing to do with
@@ -23,7 +23,8 @@ the ranges in memory (`find_piece`).
     consumer 0   mma tile 0 | epilogue 0          | mma tile 2 | epilogue 2 ...
     consumer 1              | mma tile 1          | epilogue 1 | mma tile 3 ...
 
-The tensor cores work on one consumer's tile while the other is in its epilogue. A token's range cuts single stores, so
+The tensor cores are meant to work on one consumer's tile while the other is in its epilogue: consumers issue their
+products in turn. A token's range cuts single stores, so
 a tile needs no mask before the sum, and what a page holds behind a request's end is never stored. A sum that is NaN is
 stored as -inf.
 
@@ -673,7 +674,8 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsTiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4. ordered: whether they issue their products in turn. ctas: of the grid; 0: one for each
+    multiply, 2 to 4. ordered: whether they issue their products in turn (without was faster where it was timed, and has
+    been compared with the oracle in two small problems only). ctas: of the grid; 0: one for each
     multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
@@ -717,10 +719,6 @@ class MqaLogitsPlan(KernelPlan):
     requires = Requirement(
         archs=("sm_90a",), dtypes=("fp32", "bf16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes
     )
-
-    def default_tiling(self) -> MqaLogitsTiling:
-        # Out of turn is faster over contiguous keys, and was not tried elsewhere.
-        return MqaLogitsTiling(ordered=self.problem.table or self.problem.heads != 64)
 
     def autotune_configs(self) -> list[Tiling]:
         tilings = [

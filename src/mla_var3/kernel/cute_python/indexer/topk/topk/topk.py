@@ -9,9 +9,8 @@ them a region of each warp's own, into which the warp puts what is not below the
     select        when a region would overflow, and at the end: the k largest of all candidates stay, and the threshold
                   becomes the k-th plus one: what comes later and equals it lies in a higher column, and loses
 
-The threshold rises quickly: of a row in random order only about k · ln(t / k) logits are ever candidates, so that a
-row costs little more than to read it. In the worst order, ascending, all are candidates, and `select` runs every 6,144
-logits.
+The threshold rises quickly: of a row in random order only about k · ln(t / k) logits are ever candidates. In the worst
+order, ascending, all are candidates, and `select` runs every 8,192 logits.
 
     select   radix select with digits of 11 bits, of what keys differ in: from the interval [least, largest] of the
              candidates, 2,048 bins of equal width → the bin that the k-th is in → the same for that bin, until a bin is

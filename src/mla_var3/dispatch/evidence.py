@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 STATES = ("burst", "sustained")
 #: What is said in place of a proof where the records are not `complete`.
 INCOMPLETE = "whether rules are proved is judged from all records, and those are only in a checkout of the project."
-#: Experiments that time one version where others would be faster, or few calls, or calls whose order decides.
-_APART = ("mla_var6_plus", "tuning", "host_cost", "one_turn")
+#: Experiments that time one version where others would be faster, or few calls, or calls whose order decides, or that
+#: are for a comparison of dates and commits.
+_APART = ("mla_var6_plus", "tuning", "host_cost", "one_turn", "nightly", "against")
 _KERNEL = re.compile(r'"kernel": ?(\{[^}]*\})')
 _TRIED = 40  # recorded problems that a missing cell is looked for near
 

@@ -720,6 +720,9 @@ class MqaLogitsPlan(KernelPlan):
         archs=("sm_90a",), dtypes=("fp32", "bf16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes
     )
 
+    def default_tiling(self) -> MqaLogitsTiling:
+        return MqaLogitsTiling()
+
     def autotune_configs(self) -> list[Tiling]:
         tilings = [
             MqaLogitsTiling(tokens, consumers, ordered)

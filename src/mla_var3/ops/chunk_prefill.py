@@ -19,8 +19,8 @@ from mla_var3.errors import UserError
 from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.layer import absorb_gemm
-from mla_var3.ops.prefill import mla_prefill, require_no_gradient
-from mla_var3.ops.request import integers, judge, number
+from mla_var3.ops.prefill import DTYPES, mla_prefill, require_no_gradient
+from mla_var3.ops.request import dtype_name, integers, judge, number
 from mla_var3.ops.tracing import traceable
 from mla_var3.workload import MOST_LISTED, merge
 
@@ -195,10 +195,8 @@ def merged(parts: list[Part]) -> Part:
     outs, sums = (torch.stack(x) for x in zip(*parts, strict=True))
     if not outs.is_cuda:
         count, *rows, columns = outs.shape
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        problem = merge.MergeProblem(
-            parts=count, tokens=outs[0, ..., 0].numel(), h=1, k=columns, dtype=names[outs.dtype]
-        )
+        dtype = dtype_name(outs.dtype, "q", DTYPES)
+        problem = merge.MergeProblem(parts=count, tokens=outs[0, ..., 0].numel(), h=1, k=columns, dtype=dtype)
         out, lse = merge.reference(problem, outs.view(count, -1, columns), sums.view(count, -1))
         return out.to(outs.dtype).view(*rows, columns), lse.float().view(rows)
     return merge_partials(outs, sums)

@@ -15,7 +15,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.ops.request import LEAST, MOST, integers, judge, named_as, plain_strides, rows_of
+from mla_var3.ops.request import LEAST, MOST, dtype_name, integers, judge, named_as, plain_strides, rows_of
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import serve
 from mla_var3.workload.indexer_logits import PAGE, TOKEN_BYTES, D, IndexerLogitsProblem, new_logits
@@ -158,25 +158,32 @@ def indexer_topk(
     """
     import torch
 
+    problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, None)
     if kernel is not None:
-        problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, None)
         of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "heads", "table")), k)
         out = torch.empty((problem.rows if len(q) else 0, k), dtype=torch.int32, device=q.device)
         serve("indexer_topk", of, inputs, (out,), kernel, on)
         return out
-    problem, _ = _judged(q, keys, weights, ends, starts, scales, page_table, None)
-    each = problem.s if page_table is not None else 1  # rows of logits of an entry of q
+    each = problem.s if problem.table else 1  # rows of logits of an entry of q
     step = max(1, WORKSPACE // (4 * problem.columns * each))
     found = []
     for first in range(0, max(len(q), 1), step):
-        part = slice(first, first + step)
-        rows = slice(first * each, (first + step) * each)
-        low = None if starts is None else starts[part]
-        table = None if page_table is None else page_table[part]
-        logits = indexer_logits(
-            q[part], keys, weights.flatten(0, -2)[rows], ends[part], starts=low, scales=scales, page_table=table, on=on
-        )
-        found.append(topk_indices(logits, ends[part], k, starts=low, page_table=table, on=on))
+        last = min(first + step, len(q))
+        part, rows = slice(first, last), slice(first * each, last * each)
+        count = max(last - first, 1)
+        if problem.table:
+            some = _logits(count, problem.s, problem.t, problem.heads, True, problem.dtype)
+            codes, cache, factors, high, table = inputs
+            of_part: tuple[torch.Tensor, ...] = (codes[part], cache, factors[rows], high[part], table[part])
+            ranges = {"page_table": table[part]}
+        else:
+            some = _logits(1, count, problem.t, problem.heads, False, problem.dtype)
+            codes, cached, of_keys, factors, low, high = inputs
+            of_part = (codes[part], cached, of_keys, factors[rows], low[part], high[part])
+            ranges = {"starts": low[part]}
+        logits = new_logits(some, codes, (last - first) * each, problem.columns)
+        serve("indexer_topk", some, of_part, (logits,), None, on)
+        found.append(topk_indices(logits, high[part], k, on=on, **ranges))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -188,9 +195,7 @@ def _judged(
     """The problem of a call, and its inputs as the workload has them."""
     import torch
 
-    names = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16"}
-    if dtype not in names:
-        raise UserError(f"dtype is {dtype}: logits are torch.float32 or torch.bfloat16.")
+    word = dtype_name(dtype or torch.float32, "dtype", ("fp32", "bf16"), "logits are torch.float32 or torch.bfloat16")
     if not isinstance(weights, torch.Tensor) or weights.dim() < 2:
         raise UserError(
             "weights is no tensor of a weight for each query token and head: pass (query tokens, h) float32."
@@ -208,7 +213,7 @@ def _judged(
         factors = _aligned(judge("weights", weights, (n, h), torch.float32, q))
         high = integers("ends", ends, (n,), q, 0, t)
         low = q.new_zeros(n, dtype=torch.int32) if starts is None else integers("starts", starts, (n,), q, 0, t)
-        return _logits(1, max(n, 1), t, h, False, names[dtype]), (codes, cached, of_keys, factors, low, high)
+        return _logits(1, max(n, 1), t, h, False, word), (codes, cached, of_keys, factors, low, high)
     for name, other in (("scales", scales), ("starts", starts)):
         if other is not None:
             raise UserError(f"{name} and page_table are not taken together: pages hold scales and begin at token 0.")
@@ -219,7 +224,7 @@ def _judged(
         raise UserError("page_table has no columns: give at least one page for a request.")
     factors = _aligned(judge("weights", weights.flatten(0, -2), (b * s, h), torch.float32, q))
     high = integers("ends", _of_requests(ends, b, s), (b, s), q, 0, table.shape[1] * PAGE)
-    problem = _logits(max(b, 1), s, table.shape[1] * PAGE, h, True, names[dtype])
+    problem = _logits(max(b, 1), s, table.shape[1] * PAGE, h, True, word)
     return problem, (codes, _cache(keys, q), factors, high, table)
 
 

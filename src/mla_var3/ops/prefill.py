@@ -12,10 +12,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Infeasible, Unsupported, UserError
-from mla_var3.ops.request import VECTOR, compact, integers, judge, named_as, number, number_of, result, rows_of
+from mla_var3.ops.request import (
+    VECTOR,
+    compact,
+    dtype_name,
+    integers,
+    judge,
+    named_as,
+    number,
+    number_of,
+    result,
+    rows_of,
+)
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import engine_of, way_for
-from mla_var3.workload import TORCH_DTYPES
 from mla_var3.workload.prefill import PrefillProblem, write
 
 if TYPE_CHECKING:
@@ -28,9 +38,8 @@ if TYPE_CHECKING:
 
 #: The version that computes where no other takes a problem, and on a CPU: right everywhere, and slow.
 ANYWHERE = "torch/flash_attention"
-#: Languages whose versions for prompts are compiled for any sizes and strides, and read them when they launch: prompts
-#: differ in length from call to call, and planning takes a millisecond. `Engine` looks at their workspaces.
-READ_SHAPES = ("cute-dsl",)
+#: Dtypes that prompts have, the last one on a CPU.
+DTYPES = ("bf16", "fp16", "fp32")
 
 
 @traceable
@@ -72,6 +81,8 @@ def mla_prefill(
     `torch.compile` it is the operator `torch.ops.mla_var3.mla_prefill`, or `mla_prefill_into` where out or lse is
     given.
     """
+    import torch
+
     judge("q", q, (None, None, None), None, q)
     judge("k", k, (None, None, q.shape[2]), q.dtype, q)
     judge("v", v, (len(k), k.shape[1], None), q.dtype, q)
@@ -88,10 +99,11 @@ def mla_prefill(
         raise UserError(f"cu_seqlens_q is {tuple(of_q.shape)}: pass (b + 1,), where each request begins, and the end.")
     number_of("requests", "cu_seqlens_q", len(of_q) - 1)
     target = result("out", out, (n, h, dv), q.dtype, q.device)
-    sums = result("lse", lse, (h, n), _float32(), q.device)
+    sums = result("lse", lse, (h, n), torch.float32, q.device)
     keys, values = rows_of(k, VECTOR), rows_of(v, VECTOR)
     problem = _problem(
-        len(of_q) - 1, n, m, h, h_kv, dv, dk - dv, bool(causal), _dtype(q.dtype),
+        len(of_q) - 1, n, m, h, h_kv, dv, dk - dv, bool(causal),
+        dtype_name(q.dtype, "q", DTYPES, "pass torch.bfloat16, torch.float16, or on a CPU torch.float32"),
         None if scale is None else number("scale", scale), not (keys.is_contiguous() and values.is_contiguous()),
     )  # fmt: skip
     _serve(problem, (compact(q.detach()), keys, values, of_q, of_k), (target, sums), kernel, on)
@@ -220,26 +232,9 @@ def _way(problem: PrefillProblem, device: Device | None, kernel: str | None) -> 
     plan = way.make(problem.replace(strided_kv=False), device)
     plan.supported().require(Unsupported)  # here, as one kernel may serve problems that it was not planned for
     plan.feasible().require(Infeasible)
-    any_size = plan.any_size or way.key[0].language in READ_SHAPES
-    # A copy of q, which a scale of zero or below takes, has q's size.
-    return replace(way, any_size=any_size and problem.scale > 0), "strided_kv" in plan.requires.options
-
-
-def _float32() -> Any:
-    import torch
-
-    return torch.float32
-
-
-@functools.cache
-def _dtype(dtype: torch.dtype) -> str:
-    """The problem's word for a dtype."""
-    import torch
-
-    names = {getattr(torch, name): word for word, name in TORCH_DTYPES.items()}
-    if dtype not in names:
-        raise UserError(f"q is {dtype}: pass torch.bfloat16, torch.float16, or on a CPU torch.float32.")
-    return names[dtype]
+    # Prompts differ in length from call to call, and planning takes a millisecond. A copy of q, which a scale of zero
+    # or below takes, has q's size.
+    return replace(way, any_size=plan.any_size and problem.scale > 0), "strided_kv" in plan.requires.options
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

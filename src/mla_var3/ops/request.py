@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.packed_cache import bytes_of, fields, layout_of
 from mla_var3.runtime import limits
-from mla_var3.workload import MOST_LISTED
+from mla_var3.workload import MOST_LISTED, TORCH_DTYPES
 from mla_var3.workload.decode import MlaProblem
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _ROW_ALIGNMENT = 16  # bytes: what kernels that read rows as vectors assume of w
 VECTOR = _ROW_ALIGNMENT // 2  # elements of 16 bits in a vector
 #: Bytes that an address must be a multiple of, by the bytes of an element: rows of 16-bit values are read as vectors.
 _NEEDED = {2: 16, 4: 4}
+_WORDS = {f"torch.{name}": word for word, name in TORCH_DTYPES.items()}
 
 
 def problem_of(
@@ -60,9 +61,7 @@ def problem_of(
         kind = "packed q" if packed and name == "q" else name
         if tensor.dim() not in _RANKS[kind]:
             raise UserError(f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}: {_SHAPES[kind]}.")
-    dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if q.dtype not in dtypes:
-        raise UserError(f"q is {q.dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
+    dtype_of_q = dtype_name(q.dtype, "q")
     if kv_cache.dtype != q.dtype:
         if kv_cache.element_size() == 1:
             raise UserError(f"kv_cache is {kv_cache.dtype}: {NO_FP8}.")
@@ -111,7 +110,7 @@ def problem_of(
     sizes = (max(b, 1), s, tokens, h, h_kv, head_dim_v, width - head_dim_v)
     masked, factor = bool(causal) and (packed or s > 1), None if scale is None else number("scale", scale)
     total = len(q) if packed else None
-    return _problem(*sizes, masked, page, dtypes[q.dtype], factor, strided, total, mask is not None)
+    return _problem(*sizes, masked, page, dtype_of_q, factor, strided, total, mask is not None)
 
 
 def number_of(what: str, name: str, count: int) -> None:
@@ -269,14 +268,13 @@ def packed_pages(name: str, cache: torch.Tensor, layout: str, like: torch.Tensor
     return cache
 
 
-def dtype_name(dtype: torch.dtype, name: str) -> str:
-    """The problem's word for a dtype; raises `UserError` for one of an argument that no kernel computes in."""
-    import torch
-
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if dtype not in names:
-        raise UserError(f"{name} is {dtype}: the kernels compute in torch.bfloat16 and torch.float16.")
-    return names[dtype]
+def dtype_name(dtype: torch.dtype, name: str, among: tuple[str, ...] = ("bf16", "fp16"), wanted: str = "") -> str:
+    """The problem's word for a dtype; raises `UserError` for one of an argument that is not among those words. wanted:
+    what is said then, by default which dtypes the kernels compute in."""
+    word = _WORDS.get(str(dtype))
+    if word not in among:
+        raise UserError(f"{name} is {dtype}: {wanted or 'the kernels compute in torch.bfloat16 and torch.float16'}.")
+    return word
 
 
 def judge(

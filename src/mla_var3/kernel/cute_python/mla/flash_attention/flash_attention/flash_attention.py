@@ -947,6 +947,7 @@ class FlashAttentionPlan(KernelPlan):
     workload = prefill.WORKLOAD
     tiling_type = FlashAttentionTiling
     tiling: FlashAttentionTiling
+    any_size = True
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),

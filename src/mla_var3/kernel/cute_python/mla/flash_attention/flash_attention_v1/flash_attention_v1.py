@@ -1027,6 +1027,7 @@ class FlashAttentionV1Plan(KernelPlan):
     workload = prefill.WORKLOAD
     tiling_type = FlashAttentionV1Tiling
     tiling: FlashAttentionV1Tiling
+    any_size = True
     # Version 0 takes fp16, in which this one was never run.
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,

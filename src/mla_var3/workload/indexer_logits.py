@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,37 +52,20 @@ NO_PAGE = 1 << 28
 _CHUNK = 1 << 26
 
 
-@dataclass(frozen=True)
-class IndexerLogitsClass:
-    """What a compiled kernel is specialised on. s: query tokens of a request, 0 in prefill, where it is an argument."""
+class RangedProblem(Problem):
+    """What the indexer's problems share: b requests of s query tokens each, which see up to t cached tokens, with or
+    without a page table. A subclass has these as fields; `check` is for its `__post_init__`."""
 
-    h: int
+    b: int
     s: int
+    t: int
+    table: bool
+    lengths: str
     dtype: str
 
-    def key(self) -> str:
-        return f"indexer_{f's{self.s}' if self.s else 'prefill'}_h{self.h}_{self.dtype}"
-
-
-@dataclass(frozen=True)
-class IndexerLogitsProblem(Problem):
-    """b, s, t: requests, their query tokens and cached tokens. heads: of the indexer. table: whether there is a page
-    table, which says which form it is. dtype: of the logits. Raises `UserError`, naming the field, when it makes no
-    sense."""
-
-    workload: ClassVar[str] = "indexer_logits"
-    layer: ClassVar[str] = "indexer"
-
-    b: int = 64
-    s: int = 1
-    t: int = 8192
-    heads: int = 64
-    table: bool = True
-    lengths: str = "uniform"
-    dtype: str = "fp32"
-
-    def __post_init__(self) -> None:
-        for name in ("b", "s", "t", "heads"):
+    def check(self, size: str) -> None:
+        """Raises `UserError`, naming the field, when one of these or the size of that name makes no sense."""
+        for name in ("b", "s", "t", size):
             check_integer(name, getattr(self, name), 1)
         check_dtype(self.dtype)
         if not isinstance(self.table, bool):
@@ -100,6 +83,54 @@ class IndexerLogitsProblem(Problem):
         """Columns of the page table."""
         return -(-self.t // PAGE)
 
+    def labelled(self, text: str) -> str:
+        """A label, with what is not the default behind it."""
+        text += "_ragged" if self.lengths == "ragged" else ""
+        return text if self.dtype == "fp32" else f"{text}_{self.dtype}"
+
+    def drawn(self, edges: Sequence[int]) -> list[int]:
+        """Cached tokens of each request; of ragged ones the first have those of `edges`, before all are shuffled."""
+        if self.lengths == "uniform":
+            return [self.t] * self.b
+        rng = random.Random(0)
+        found = [min(edge, self.t) for edge in edges[: self.b]]
+        found += [rng.randint(0, self.t) for _ in range(self.b - len(found))]
+        rng.shuffle(found)
+        return found
+
+
+@dataclass(frozen=True)
+class IndexerLogitsClass:
+    """What a compiled kernel is specialised on. s: query tokens of a request, 0 in prefill, where it is an argument."""
+
+    h: int
+    s: int
+    dtype: str
+
+    def key(self) -> str:
+        return f"indexer_{f's{self.s}' if self.s else 'prefill'}_h{self.h}_{self.dtype}"
+
+
+@dataclass(frozen=True)
+class IndexerLogitsProblem(RangedProblem):
+    """b, s, t: requests, their query tokens and cached tokens. heads: of the indexer. table: whether there is a page
+    table, which says which form it is. dtype: of the logits. Raises `UserError`, naming the field, when it makes no
+    sense."""
+
+    workload: ClassVar[str] = "indexer_logits"
+    layer: ClassVar[str] = "indexer"
+
+    b: int = 64
+    s: int = 1
+    t: int = 8192
+    heads: int = 64
+    table: bool = True
+    lengths: str = "uniform"
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        self.check("heads")
+
     @property
     def columns(self) -> int:
         """Of the logits."""
@@ -107,23 +138,15 @@ class IndexerLogitsProblem(Problem):
 
     @property
     def label(self) -> str:
-        text = f"{'paged' if self.table else 'prefill'}_b{self.b}_s{self.s}_h{self.heads}_t{self.t}"
-        text += "_ragged" if self.lengths == "ragged" else ""
-        return text if self.dtype == "fp32" else f"{text}_{self.dtype}"
+        form = "paged" if self.table else "prefill"
+        return self.labelled(f"{form}_b{self.b}_s{self.s}_h{self.heads}_t{self.t}")
 
     def problem_class(self) -> IndexerLogitsClass:
         return IndexerLogitsClass(self.heads, self.s if self.table else 0, self.dtype)
 
     def seq_lens(self) -> list[int]:
         """Cached tokens of each request."""
-        if self.lengths == "uniform":
-            return [self.t] * self.b
-        rng = random.Random(0)
-        edges = [0, 1, self.t, PAGE - 1, PAGE, PAGE + 1, self.s]
-        found = [min(edge, self.t) for edge in edges[: self.b]]
-        found += [rng.randint(0, self.t) for _ in range(self.b - len(found))]
-        rng.shuffle(found)
-        return found
+        return self.drawn((0, 1, self.t, PAGE - 1, PAGE, PAGE + 1, self.s))
 
     def ranges(self) -> list[tuple[int, int]]:
         """(start, end) of each query token, of all requests behind each other; the end is not cut."""

@@ -32,14 +32,13 @@ Outside of its range a row holds NaN and +inf.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Workload, check_bound, check_dtype, check_integer
-from mla_var3.workload.indexer_logits import LENGTHS, NO_PAGE, PAGE
+from mla_var3.workload import Bound, Case, Cost, Output, Workload, check_bound
+from mla_var3.workload.indexer_logits import NO_PAGE, PAGE, RangedProblem
 
 DISTRIBUTIONS = ("normal", "ties", "equal", "odd", "close", "denormal")
 #: Elements of which the oracle sorts copies at a time.
@@ -59,7 +58,7 @@ class TopkClass:
 
 
 @dataclass(frozen=True)
-class TopkProblem(Problem):
+class TopkProblem(RangedProblem):
     """b, s: requests and their query tokens, b · s rows. t: logits of a row. topk: how many are chosen. paged: whether
     there is a page table. Raises `UserError`, naming the field, when it makes no sense."""
 
@@ -75,42 +74,18 @@ class TopkProblem(Problem):
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name in ("b", "s", "t", "topk"):
-            check_integer(name, getattr(self, name), 1)
-        check_dtype(self.dtype)
-        if not isinstance(self.table, bool):
-            raise UserError(f"problem.table = {self.table!r} is not a boolean: use true or false.")
-        if self.lengths not in LENGTHS:
-            raise UserError(f"problem.lengths = {self.lengths!r} is unknown: {nearest(str(self.lengths), LENGTHS)}.")
-
-    @property
-    def rows(self) -> int:
-        return self.b * self.s
-
-    @property
-    def width(self) -> int:
-        """Columns of the page table."""
-        return -(-self.t // PAGE)
+        self.check("topk")
 
     @property
     def label(self) -> str:
-        text = f"b{self.b}_s{self.s}_t{self.t}_k{self.topk}" + ("_paged" if self.table else "")
-        text += "_ragged" if self.lengths == "ragged" else ""
-        return text if self.dtype == "fp32" else f"{text}_{self.dtype}"
+        return self.labelled(f"b{self.b}_s{self.s}_t{self.t}_k{self.topk}" + ("_paged" if self.table else ""))
 
     def problem_class(self) -> TopkClass:
         return TopkClass(self.topk, self.s if self.table else 0, self.dtype)
 
     def ranges(self) -> list[tuple[int, int]]:
         """(start, end) of each row; the end is not cut."""
-        if self.lengths == "uniform":
-            lengths = [self.t] * self.b
-        else:
-            rng = random.Random(0)
-            edges = [0, 1, self.t, self.topk, self.topk - 1, self.topk + 1, self.topk + 4]
-            lengths = [min(edge, self.t) for edge in edges[: self.b]]
-            lengths += [rng.randint(0, self.t) for _ in range(self.b - len(lengths))]
-            rng.shuffle(lengths)
+        lengths = self.drawn((0, 1, self.t, self.topk, self.topk - 1, self.topk + 1, self.topk + 4))
         start = 3 if self.lengths == "ragged" and not self.table else 0
         return [(start, length - self.s + 1 + i) for length in lengths for i in range(self.s)]
 

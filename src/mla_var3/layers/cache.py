@@ -41,13 +41,17 @@ class Step:
         object.__setattr__(self, "decode", all(count == 1 for count in self.counts))
 
     @functools.cached_property
+    def starts(self) -> list[int]:
+        """Where each request's new tokens begin, and the end."""
+        return [0, *itertools.accumulate(self.counts)]
+
+    @functools.cached_property
     def offsets(self) -> torch.Tensor:
-        """(b + 1,) int32: where each request's new tokens begin, and the end."""
+        """`starts` as (b + 1,) int32 on the device."""
         import torch
 
         with torch.inference_mode(False):
-            starts = [0, *itertools.accumulate(self.counts)]
-            return torch.tensor(starts, dtype=torch.int32, device=self.seq_lens.device)
+            return torch.tensor(self.starts, dtype=torch.int32, device=self.seq_lens.device)
 
     @property
     def prefix_tokens(self) -> int:
@@ -60,8 +64,7 @@ class Step:
         import torch
 
         if requests not in self._parts:
-            starts = [0, *itertools.accumulate(self.counts)]
-            places = [at for i in requests for at in range(starts[i], starts[i + 1])]
+            places = [at for i in requests for at in range(self.starts[i], self.starts[i + 1])]
             with torch.inference_mode(False):
                 rows = torch.tensor(requests, device=self.seq_lens.device)
                 index = torch.tensor(places, device=self.seq_lens.device)

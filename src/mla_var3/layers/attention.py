@@ -30,6 +30,7 @@ from mla_var3.layers.config import read_config
 from mla_var3.layers.rope import Rope, softmax_scale
 from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append
 from mla_var3.ops.chunk_prefill import absorbed, decompressed, way_of
+from mla_var3.ops.prefill import require_no_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -209,11 +210,7 @@ class MlaAttention(nn.Module):
             raise UserError(
                 f"hidden is {tuple(hidden.shape)} and the step has {tokens} tokens of {shape.hidden} columns."
             )
-        if hidden.requires_grad and torch.is_grad_enabled():
-            raise UserError(
-                "hidden requires a gradient and the layer computes none: call it under torch.no_grad(), or pass "
-                "hidden.detach()."
-            )
+        require_no_gradient(hidden=hidden)
         modules, dtype = self._modules, hidden.dtype
         for name, (forward, wanted) in self._own.items():
             part = modules.get(name)

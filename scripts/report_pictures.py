@@ -21,12 +21,14 @@ sys.path.insert(0, str(ROOT / "src"))
 #: Debian's command is a shell script around the program; the program itself starts faster and takes any option.
 PROGRAMS = ("/usr/lib/chromium/chromium", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CELL = "b128_s1_h128_t4096"
+TRACE = "cute-dsl/flash_mla_v23 on b1_s1_h128_t65536, h200"
 
 #: name -> (part of the page, width, colours, scale, greatest height)
 SHOTS = {
     "report-find": ("find", 1200, "light", 1.0, 900),
     "report-map": ("map", 1200, "light", 1.0, 900),
     "report-cell": ("cell", 1200, "light", 1.0, 900),
+    "report-inside": ("inside", 1200, "light", 1.0, 1300),
     "report-ladder-dark": ("ladder", 1200, "dark", 1.0, 900),
     "report-phone": ("find", 400, "light", 1.5, 900),
 }
@@ -67,6 +69,7 @@ def screenshots(page: Path, folder: Path) -> list[Path]:
             tab.set_default_timeout(120_000)
             tab.goto(f"{page.as_uri()}#cell={CELL}")
             tab.wait_for_function("window.report")
+            tab.select_option("#trace", label=TRACE)
             tab.evaluate("report.ready()")
             box = tab.locator(f"#part-{part}").bounding_box()
             path = folder / f"{name}.png"

@@ -282,8 +282,7 @@ def test_a_gradient_that_would_be_lost_is_refused(prompt: int, way: str) -> None
     with pytest.raises(UserError) as raised:
         layer(rest, cache.pages[0], step)
     assert str(raised.value) == (
-        "hidden requires a gradient and none is computed: call it under torch.no_grad(), or pass "
-        "hidden.detach()."
+        "hidden requires a gradient and none is computed: call it under torch.no_grad(), or pass hidden.detach()."
     )
     for context, given in ((torch.no_grad(), rest), (torch.enable_grad(), rest.detach())):
         with context:

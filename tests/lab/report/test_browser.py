@@ -565,6 +565,27 @@ def test_a_trace_is_drawn_in_the_page(open_page: Open, make: Any, tmp_path: Path
     assert "0 (consume)" in row and "wait full" in row and "12.5" in row
 
 
+@pytest.mark.parametrize(("width", "whole"), [(1200, True), (400, False)])
+def test_a_trace_fits_the_page_or_is_moved_by_itself(
+    width: int, whole: bool, open_page: Open, make: Any, tmp_path: Path
+) -> None:
+    """A trace is drawn 1,360 wide: a page shows it to its end, and a phone no smaller than can be read."""
+    from mla_var3.lab.report import traces
+
+    drawn = traces.find([paths.shipped_results_dir() / "h200" / "profiles"])
+    tab = open_page(
+        write_page(arrange([make()]), tmp_path / "page.html", drawn=drawn), viewport={"width": width, "height": 900}
+    )
+    tab.locator("#part-inside").scroll_into_view_if_needed()
+    tab.evaluate("report.settled()")
+    tab.wait_for_selector("#inside svg rect", state="attached")
+    picture = tab.locator("#inside svg").bounding_box()["width"]
+    frame = tab.locator("#inside").bounding_box()["width"]
+    page = tab.evaluate("document.documentElement.scrollWidth")
+    assert (picture <= frame) == whole and picture >= 800
+    assert page <= width
+
+
 def test_a_page_without_traces_says_how_to_make_one(open_page: Open, make: Any, tmp_path: Path) -> None:
     tab = open_page(write_page(arrange([make()]), tmp_path / "none.html"))
     tab.locator("#part-inside").scroll_into_view_if_needed()

@@ -32,7 +32,6 @@ from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
 
-SOURCE = Path(sweep.__file__).resolve().parents[2]
 H200, A100 = Device.get("h200"), Device.get("a100")
 
 
@@ -748,7 +747,7 @@ def test_ctrl_c_of_a_real_sweep_without_a_gpu(tmp_path: Path) -> None:
     words = ["experiment=tensor_parallel", "kernels=triton", "device=h100", "jobs=1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mla_var3.cli", "sweep", *words],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, start_new_session=True,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(paths.import_root())}, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Tests that run in the background of a shell inherit an ignored Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -123,6 +123,12 @@ def planted_arrows() -> list[tuple[str, str, str]]:
     ]
 
 
+def test_no_folder_hides_from_the_contracts() -> None:
+    """import-linter follows packages: it would see nothing of a folder without `__init__.py`, as of a new design."""
+    folders = {file.parent for file in paths.package().rglob("*.py")}
+    assert not sorted(str(folder) for folder in folders if not (folder / "__init__.py").is_file())
+
+
 def test_a_planted_arrow_is_refused_in_every_layer_of_every_language(repo_root: Path, tmp_path: Path) -> None:
     pytest.importorskip("importlinter")
     shutil.copytree(paths.package(), tmp_path / "mla_var3", ignore=shutil.ignore_patterns("__pycache__", "data"))

@@ -44,6 +44,9 @@ def checkout(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert not place.exists(), f"{path} is a file of the project already"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
+    (more,) = re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S)
+    subprocess.run(["bash", "-c", more], cwd=root, check=True)
+    assert all((folder / "__init__.py").is_file() for folder in list((root / KERNEL).parents)[:3])
     found = package / "catalogue" / "libraries.py"
     text = found.read_text(encoding="utf-8")
     look, how = re.findall(r'^```python\n(    "\w+": .*?\n)```', page, re.M | re.S)

@@ -11,6 +11,7 @@ import pytest
 from mla_var3 import workload
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
+from mla_var3.dispatch import rules
 from mla_var3.errors import UserError
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu
@@ -37,9 +38,9 @@ def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
 def test_an_experiment_of_several_workloads_has_each_cell_with_versions_of_its_own() -> None:
     config = sweep_config.compose(["experiment=nightly"])
     cells = expand_cells(config)
-    # No library here computes the indexer's.
-    indexer = {"indexer_logits", "indexer_topk", "topk"}
-    assert len(cells) == 40 and {cell.workload for cell in cells} == set(workload.names()) - indexer
+    assert len(cells) == 40 and {cell.workload for cell in cells} == set(rules.served())
+    # Both at once are logits and a top-k of them.
+    assert set(workload.names()) - set(rules.served()) == {"indexer_topk"}
     kernels = chosen_kernels(config)
     assert {"peer/flash_mla_lib", "peer/fa4", "peer/torch_compile_rmsnorm", "peer/torch_compile_merge_partials"} <= {
         k.label for k in kernels

@@ -15,7 +15,7 @@ from mla_var3.workload.decode import MlaProblem
 ROOT = Path(registry.__file__).parents[1] / "kernel" / "cute_python"
 MOST, MOST_OF_A_LAUNCHER = 10, 12
 
-#: What has more. It can only shrink: an entry that is no longer needed fails the test. All three are host functions
+#: What has more. It can only shrink: an entry that is no longer needed fails the test. All are host functions
 #: that take a call's tensors one by one, as a compiled host function does.
 LEFT_OVER = {
     "split_kv/launch.py:launch_decode": 16,

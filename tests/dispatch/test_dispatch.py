@@ -471,6 +471,16 @@ def test_show_takes_every_workload(workload: str, capsys: pytest.CaptureFixture[
     assert out.count(" us") >= 1, "measured or expected"
 
 
+@pytest.mark.parametrize("workload", rules.served())
+def test_what_show_takes_where_nothing_is_asked_for_has_a_pick(
+    workload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if registry.missing("cutile-dsl"):
+        pytest.skip("the only version of two designs at once is in cuTile")
+    assert cli.main(["dispatch", "show", "--workload", workload, "--device", "h200"]) == 0
+    assert "\npicked: " in capsys.readouterr().out
+
+
 def test_a_shape_that_one_gpu_was_timed_on_beside_several_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dispatch", "show", "--b", "1", "--h", "128", "--t", "1048576", "--device", "h200"]) == 0
     picked = capsys.readouterr().out.split("picked cute-dsl/flash_mla_v23")[1].splitlines()[1]

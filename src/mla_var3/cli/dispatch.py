@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mla_var3.catalogue import ledger
-from mla_var3.cli.arguments import Parser, add_problem, doing, problem_of
+from mla_var3.cli.arguments import Parser, add_problem, doing, problem_of, says_problem
 from mla_var3.device import Device
 from mla_var3.dispatch import rules, selection
 from mla_var3.errors import UserError, nearest
@@ -51,7 +51,10 @@ def _show(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if args.workload not in rules.served():
         raise UserError(f"--workload {args.workload!r} has no rules: {nearest(args.workload, rules.served())}.")
     device = (Device.detect() or Device.get("h200")) if args.device == "auto" else Device.get(args.device)
-    problem = problem_of(args, get(args.workload))
+    workload = get(args.workload)
+    problem = problem_of(args, workload)
+    if not says_problem(args) and not any(one.verdict for one in selection.survey(problem, device)):
+        problem = problem_of(args, workload, **workload.sample(False, {}))  # of two designs at once, say
     print(f"{problem.label} on {device.name}")
     with doing("reading records, and judging every rule"):
         judged = selection.survey(problem, device)

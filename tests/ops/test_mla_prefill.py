@@ -96,7 +96,7 @@ def test_no_key_at_all_gives_zeros(on_cpu: CpuEngine, kernel: str | None, monkey
     seen = []
     run = CpuEngine.run
     monkeypatch.setattr(
-        CpuEngine, "run", lambda self, way, pd, given, *a: (seen.append(given), run(self, way, pd, given, *a))
+        CpuEngine, "run", lambda self, way, pd, given, *a, **o: (seen.append(given), run(self, way, pd, given, *a, **o))
     )
     inputs = make_inputs(PROBLEM.replace(b=2, lengths=((3, 0), (2, 0))))
     out, lse = mla_prefill(*inputs, return_lse=True, kernel=kernel)

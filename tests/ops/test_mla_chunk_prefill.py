@@ -12,9 +12,12 @@ torch = pytest.importorskip("torch")
 from chunk_cases import Given, Sizes, close  # noqa: E402
 from ops_fakes import serve_on_cpu  # noqa: E402
 
+from mla_var3.device import Device  # noqa: E402
+from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.kernel import chunks  # noqa: E402
 from mla_var3.ops import absorb_gemm, chunk_prefill, mla_chunk_prefill, mla_decode  # noqa: E402
+from mla_var3.workload.chunked_prefill import ChunkedProblem, break_even  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,18 +80,30 @@ def test_the_product_of_another_module_gives_the_same(monkeypatch: pytest.Monkey
         close(one, given.wanted())
 
 
-def test_the_way_is_that_of_less_work() -> None:
-    """Of one head and one key of a prefix, for so many queries; bytes of the tensors that lie between the kernels."""
+def test_the_calculation_counts_work_and_bytes() -> None:
+    """Of one head and one key, for so many queries; bytes of the tensors that lie between the kernels."""
     p = 64
-    for k, d, v in ((512, 128, 128), (512, 192, 192), (256, 64, 64)):
-        keys, values = (torch.empty(1, n, dtype=torch.bfloat16).nbytes for n in (d + p, v))
-        moved = 2 * (keys + values)
+    for k, d in ((512, 128), (512, 192), (256, 64)):
+        moved = 2 * sum(torch.empty(1, n, dtype=torch.bfloat16).nbytes for n in (d + p, d))  # written, and read
+        least = break_even(k, p, d)
         for queries in (1, 60, 170, 290, 300, 4096):
-            decompress = 2 * k * (d + v) + 150 * moved + queries * 2 * (d + p + v)
+            decompress = 2 * k * 2 * d + 150 * moved + queries * 2 * (2 * d + p)
             absorb = queries * 2 * (2 * k + p)
-            assert chunk_prefill.way_of(queries, k, d, p, v) == ("decompress" if decompress < absorb else "absorb")
-    assert [chunk_prefill.way_of(n, 512, 128, 64, 128) for n in (295, 296)] == ["absorb", "decompress"]
-    assert chunk_prefill.way_of(1, 64, 64, 8, 64) == "decompress"  # a latent as wide as a key is never more work
+            assert (queries > least) == (decompress < absorb)
+    assert 295 < break_even(512, 64, 128) < 296
+    assert break_even(64, 8, 64) == 0  # a latent as wide as a key is never more work
+
+
+def test_the_way_is_what_the_rules_say() -> None:
+    """Few new tokens are absorbed and many are not, wherever the boundary is; other widths by the calculation."""
+    assert chunk_prefill.way_of(1, 5000, 128, 512, 128, 64) == "absorb"
+    assert chunk_prefill.way_of(8192, 10000, 128, 512, 128, 64) == "decompress"
+    assert chunk_prefill.way_of(1, 5000, 8, 64, 64, 8) == "decompress"
+    for new in (16, 100, 290, 300, 500, 2000):
+        for h in (16, 128):
+            problem = ChunkedProblem(s=new, t=new + 4096, h=h)
+            design = choose(problem, Device.get("h200")).kernel.design
+            assert design == f"chunk_{chunk_prefill.way_of(new, new + 4096, h, 512, 128, 64)}"
 
 
 def test_no_request_is_looked_at_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

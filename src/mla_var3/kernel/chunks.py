@@ -6,15 +6,35 @@
 
 Products write where attention reads: nothing is transposed, split or concatenated. The last piece holds what is left of
 the prefixes and, behind each one, the request's new tokens, so that causal attention over it sees both at once; where
-everything fits into one piece, nothing is merged.
+everything fits into one piece, nothing is merged. Else each piece's result is merged into the one before by the
+log-sum-exps of both.
+
+`mla_var3.ops.chunk_prefill` calls these functions on a caller's tensors; `decompress` and `absorb` make pipelines of
+them and of versions that stand for themselves, which the laboratory plans, checks and times.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
+from mla_var3.errors import UserError, Verdict
+from mla_var3.runtime import KernelPipeline, LibraryCall, Tiling
+from mla_var3.workload import chunked_prefill
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.runtime import KernelPlan
+    from mla_var3.runtime.base import BaseKernel
+    from mla_var3.toolchain.digest import Code
+    from mla_var3.workload import Problem
+    from mla_var3.workload.chunked_prefill import ChunkedProblem
 
 #: Bytes of the keys and values of a piece. With 128 heads of 192 and 128 columns in 16 bits it has 13,107 tokens.
 PIECE_BYTES = 1 << 30
@@ -117,3 +137,191 @@ def up_project(weight: Any, latents: Any, keys: Any, values: Any) -> None:
     rows = latents.expand(h, -1, -1)
     torch.bmm(rows, of_heads[:, :d].transpose(1, 2), out=keys[..., :d].transpose(0, 1))
     torch.bmm(rows, of_heads[:, d:].transpose(1, 2), out=values.transpose(0, 1))
+
+
+def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
+    """Makes out (n, h, d) and lse (h, n) those over the keys of both parts. An LSE of +inf or -inf is that of a row
+    that saw no key, whose out is 0. All contiguous."""
+    if out.is_cuda and importlib.util.find_spec("triton") is not None:
+        _merge_by_kernel(out, lse, part, part_lse)
+        return
+    import torch
+
+    sums = torch.stack([lse, part_lse])
+    sums = sums.masked_fill(sums.isinf(), -math.inf)
+    total = sums.logsumexp(0)
+    weights = (sums - total.masked_fill(total == -math.inf, 0.0)).exp()
+    rows = weights.transpose(1, 2)[..., None]
+    out.copy_(out.float() * rows[0] + part.float() * rows[1])
+    lse.copy_(total)
+
+
+def _merge_by_kernel(out: Any, lse: Any, part: Any, part_lse: Any, rows: int = 4) -> None:
+    """`merge_into` by one kernel, a program for so many rows."""
+    from mla_var3.kernel.triton.prims.numerics import interpreted
+    from mla_var3.kernel.triton.prims.rows import merge_rows
+
+    n, h, d = out.shape
+    merge_rows[(-(-n * h // rows),)](
+        out, lse, part, part_lse, n, H=h, D=d, COLUMNS=_power(d), ROWS=rows, INTERPRET=interpreted(merge_rows)
+    )
+
+
+# ---------------------------------------------------------------- pipelines of versions
+Attend = Callable[[Piece, Any, Any, Any, Any], tuple["BaseKernel", Any, Any]]
+
+
+class ChunkKernel(KernelPipeline):
+    """The stages of a way. Its outputs are `workload.chunked_prefill`'s."""
+
+    def code(self, device: Device) -> Code | None:
+        return next((code for stage in self.stages if (code := stage.code(device)) is not None), None)
+
+
+def cut(pd: ChunkedProblem) -> list[Piece]:
+    """The pieces of a problem."""
+    return list(pieces(pd.prefix_tokens, pd.query_tokens, (2 * pd.d + pd.p) * pd.h * pd.element_bytes))
+
+
+def decompress(pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend) -> tuple[list[BaseKernel], Any, Any]:
+    """(stages, out (n, h, d), lse (h, n)) of a prefix as keys and values of every head. attend(piece, q, keys,
+    values, of_k): a stage that attends from all queries to a piece, its out (n, h, d) and its lse (h, n)."""
+    import torch
+
+    x = chunked_prefill.named(inputs)
+    q, table, of_q = x["q"], x["page_table"], x["cu_seqlens_q"]
+    found = cut(pd)
+    room = max(piece.rows for piece in found)
+    latents = q.new_empty((room, pd.k))
+    keys, values = (q.new_empty((room, pd.h, columns)) for columns in (pd.d + pd.p, pd.d))
+    stages: list[BaseKernel] = []
+    out = lse = None
+    for piece in found:
+        rows = slice(piece.rows)
+        of_k = torch.zeros_like(of_q)
+        lists = (x["kv_cache"], table, x["seq_lens"], of_q, piece, latents[rows], keys[rows], of_k)
+        stages.append(LibraryCall(functools.partial(gather, *lists), name="gather"))
+        products = (x["kv_b"], latents[rows], keys[rows], values[rows])
+        stages.append(LibraryCall(functools.partial(up_project, *products), name="up-projection"))
+        stage, made, sums = attend(piece, q, keys[rows], values[rows], of_k)
+        stages.append(stage)
+        if out is None:
+            out, lse = made, sums
+        else:
+            stages.append(LibraryCall(functools.partial(merge_into, out, lse, made, sums), name="merge"))
+    return stages, out, lse
+
+
+@dataclass(frozen=True)
+class ChunkTiling(Tiling):
+    """The versions that a way is made of, by their labels; each has its own default knobs."""
+
+    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+        """Label and problem of every part, in the order of the data."""
+        raise NotImplementedError
+
+    def validate(self, pd: ChunkedProblem, device: Device | None = None) -> Verdict:
+        for label, problem in self.parts(pd).values():
+            try:
+                plan = planned(label, problem, device)
+            except UserError as error:
+                return Verdict.no(str(error))
+            verdict = plan.supported()
+            if verdict:
+                verdict = plan.feasible()
+            if not verdict:
+                return Verdict.no(f"{label}: {verdict.reason}")
+        return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class DecompressTiling(ChunkTiling):
+    """causal: over the piece with the new tokens. full: over the others."""
+
+    causal: str = "cute-dsl/flash_attention_v1"
+    full: str = "cute-dsl/flash_attention"
+
+    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+        *ahead, last = cut(pd)
+        found: dict[str, tuple[str, Problem]] = {"causal": (self.causal, pd.piece(last.rows, True))}
+        if ahead:
+            found["full"] = (self.full, pd.piece(max(piece.rows for piece in ahead), False))
+        return found
+
+
+@dataclass(frozen=True)
+class AbsorbTiling(ChunkTiling):
+    """product: with W_UK and W_UV. attention: over the cache."""
+
+    product: str = "cute-dsl/absorb_gemm"
+    attention: str = "cute-dsl/flash_mla_v23"
+
+    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+        return {
+            "absorb": (self.product, pd.product("q")),
+            "attention": (self.attention, pd.decoding),
+            "values": (self.product, pd.product("out")),
+        }
+
+
+def planned(label: str, problem: Problem, device: Device | None) -> KernelPlan:
+    return registry.get_plan(KernelId.parse(label))(problem, None, device)
+
+
+def _parts(plan: KernelPlan) -> dict[str, KernelPlan]:
+    """The plans of the parts of a way's plan. Raises `UserError` where its tiling names a version that it does not
+    declare."""
+    found: dict[str, KernelPlan] = {}
+    tiling: Any = plan.tiling
+    for name, (label, problem) in tiling.parts(plan.problem).items():
+        if label not in plan.parts:
+            raise UserError(
+                f"{label} is no part of {type(plan).__name__}: add it to `parts` there, which the source hash of its "
+                "records covers."
+            )
+        found[name] = part = planned(label, problem, plan.device)
+        part.compiled = plan.compiled.part(label)
+    return found
+
+
+def empty(plan: KernelPlan, name: str) -> ChunkKernel:
+    """A kernel of a way's plan that compiles only."""
+    stages = [part.plan_empty() for part in _parts(plan).values()]
+    return ChunkKernel(stages, name=name, output_tensors=(), tiling=plan.tiling, plan=plan)
+
+
+def decompressed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
+    """The kernel of a plan whose tiling is a `DecompressTiling`."""
+    parts, x = _parts(plan), chunked_prefill.named(inputs)
+
+    def attend(piece: Piece, q: Any, keys: Any, values: Any, of_k: Any) -> tuple[BaseKernel, Any, Any]:
+        part = parts["causal" if piece.own else "full"]
+        kernel = part.plan(q, keys, values, x["cu_seqlens_q"], of_k)
+        return kernel, *kernel.output_tensors
+
+    stages, out, lse = decompress(plan.problem, inputs, attend)
+    return ChunkKernel(
+        stages, name="chunk_decompress", input_tensors=inputs, output_tensors=(out, lse.t()), tiling=plan.tiling,
+        plan=plan,
+    )  # fmt: skip
+
+
+def absorbed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
+    """The kernel of a plan whose tiling is an `AbsorbTiling`."""
+    parts, pd, x = _parts(plan), plan.problem, chunked_prefill.named(inputs)
+    q = x["q"]
+    absorb = parts["absorb"].plan(q[..., : pd.d], x["kv_b"])
+    (queries,) = absorb.output_tensors
+    rope, turned = queries[..., pd.k :], q[..., pd.d :]
+    attention = parts["attention"].plan(
+        queries, x["kv_cache"].unsqueeze(2), x["page_table"], x["seq_lens"], x["cu_seqlens_q"]
+    )
+    attended, lse = attention.output_tensors
+    values = parts["values"].plan(attended, x["kv_b"])
+    stages = [absorb, LibraryCall(lambda: rope.copy_(turned), name="rope columns"), attention, values]
+    made = (queries, attended)
+    return ChunkKernel(
+        stages, name="chunk_absorb", input_tensors=inputs, output_tensors=(*values.output_tensors, lse),
+        workspace_tensors=[*made, *(x for stage in stages for x in stage.workspace_tensors)], tiling=plan.tiling,
+        plan=plan,
+    )  # fmt: skip

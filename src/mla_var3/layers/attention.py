@@ -317,11 +317,8 @@ class MlaAttention(nn.Module):
         takes = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and shape.d == shape.v
         if not takes or not self._is_its_product(kv_b):
             return (), tuple(range(len(step.counts)))
-        groups: tuple[list[int], list[int]] = ([], [])
-        for i, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
-            absorbs = length > count and way_of(count, shape.k, shape.d, shape.p, shape.v) == "absorb"
-            groups[not absorbs].append(i)
-        return tuple(groups[0]), tuple(groups[1])
+        sizes = (shape.h, shape.k, shape.d, shape.p)
+        return step.split(sizes, lambda new, cached: cached > new and way_of(new, cached, *sizes) == "absorb")
 
     def _absorbed_chunks(self, q: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         weight, lens = self.kv_b_proj.weight.detach(), step.seq_lens

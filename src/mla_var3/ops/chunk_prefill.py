@@ -7,11 +7,8 @@
 
 `mla_var3.kernel.chunks` cuts the pieces: with few tokens or heads there is one, and nothing is merged.
 
-Of one head, a query and a key cost 2(d + p + v) FLOPs over decompressed heads; absorbed they cost 2(2k + p). However
-many queries there are, decompressing costs the key once more: 2k(d + v) FLOPs of the products with kv_b, and the bytes
-of its key and value, 2(d + p + v), which are written and read again. With the operations that a GPU does in the time of
-a byte, `way_of` asks from how many query tokens a request that is made up for: 296 in DeepSeek's models, 170 if no byte
-counted.
+Which way takes less time, the rules of workload `chunked_prefill` say (`mla_var3.dispatch`): few new tokens of a
+request are absorbed, many have the prefix decompressed.
 """
 
 from __future__ import annotations
@@ -20,22 +17,21 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mla_var3.dispatch import rules
 from mla_var3.errors import UserError
 from mla_var3.kernel import chunks
-from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.layer import absorb_gemm
-from mla_var3.ops.prefill import DTYPES, mla_prefill, require_no_gradient
-from mla_var3.ops.request import dtype_name, integers, judge, number
+from mla_var3.ops.prefill import mla_prefill, require_no_gradient
+from mla_var3.ops.request import integers, judge, number
 from mla_var3.ops.tracing import traceable
-from mla_var3.workload import MOST_LISTED, merge
+from mla_var3.workload import MOST_LISTED
+from mla_var3.workload.chunked_prefill import ChunkedProblem
 
 if TYPE_CHECKING:
     import torch
 
 WAYS = ("decompress", "absorb")
-#: Dense operations in 16 bits that a Hopper GPU does in the time in which it reads or writes a byte.
-FLOPS_A_BYTE = 150
 
 
 @traceable
@@ -66,12 +62,10 @@ def mla_chunk_prefill(
     equal to d. return_lse: also returns the natural log-sum-exp (n, h) float32.
 
     Never waits for the device, and can be captured in a CUDA graph as the functions can that it is made of. Keys and
-    values of a prefix take `chunks.PIECE_BYTES` at a time. Each part is rounded to q's dtype before parts are merged. A query
-    token sees itself at least. On a CPU torch computes. Returns out (n, h, v), or (out, lse). Raises `UserError` in one
+    values take `chunks.PIECE_BYTES` at a time. Each part is rounded to q's dtype before parts are merged. A query token
+    sees itself at least. On a CPU torch computes. Returns out (n, h, v), or (out, lse). Raises `UserError` in one
     sentence for what does not fit. To `torch.compile` it is the operator `torch.ops.mla_var3.mla_chunk_prefill`.
     """
-    import torch
-
     judge("q", q, (None, None, None), None, q)
     judge("kv_b", kv_b, (None, None), q.dtype, q)
     require_no_gradient(q=q, kv_cache=kv_cache, kv_b=kv_b)
@@ -102,7 +96,9 @@ def mla_chunk_prefill(
     factor = (d + p) ** -0.5 if scale is None else number("scale", scale)
     if way is None:
         absorbs = q.device.type != "cpu" and d == v
-        way = way_of(n / max(len(table), 1), k, d, p, v) if absorbs else "decompress"
+        b = max(len(table), 1)
+        new, before = -(-n // b), -(-prefix_tokens // b)
+        way = way_of(new, new + before, h, k, d, p) if absorbs and prefix_tokens else "decompress"
     cache, weight = kv_cache.detach(), kv_b.detach()
 
     if way == "absorb":
@@ -113,12 +109,19 @@ def mla_chunk_prefill(
     return (out, sums) if return_lse else out
 
 
-def way_of(queries: float, k: int, d: int, p: int, v: int) -> str:
-    """How a prefix is attended to by so many query tokens of a request: the way that takes less work, as the module's
-    docstring calculates it."""
-    once = 2 * k * (d + v) + FLOPS_A_BYTE * 4 * (d + p + v)
-    saved = 2 * (2 * k + p) - 2 * (d + p + v)
-    return "decompress" if saved <= 0 or queries * saved > once else "absorb"
+def way_of(new: int, cached: int, h: int, k: int, d: int, p: int) -> str:
+    """How requests of so many new tokens of cached ones, in the mean, are attended to on a GPU: what the rules of the
+    workload say. h: heads; k, d, p: columns of latent, head and rope."""
+    # A copy with other lengths, which a constructor would judge for longer than a kernel takes.
+    problem = object.__new__(ChunkedProblem)
+    problem.__dict__.update(_like(h, k, d, p).__dict__, s=max(new, 1), t=max(cached, new, 1))
+    rule = next(rule for rule in rules.of("chunked_prefill") if rule.holds(problem))
+    return "absorb" if rule.kernel.design == "chunk_absorb" else "decompress"
+
+
+@functools.lru_cache(maxsize=64)
+def _like(h: int, k: int, d: int, p: int) -> ChunkedProblem:
+    return ChunkedProblem(s=1, t=1, h=h, k=k, d=d, p=p)
 
 
 Part = tuple["torch.Tensor", "torch.Tensor"]  # out (n, h, v), lse (n, h)
@@ -153,10 +156,12 @@ def decompressed(
             q, keys[rows], values[rows], of_q, of_k, scale=scale, causal=piece.own, return_lse=True
         )  # fmt: skip
         assert isinstance(made, tuple)
-        part = made[0], made[1].t()
-        found = part if found is None else merged([found, part])
+        if found is None:
+            found = made
+        else:
+            chunks.merge_into(*found, *made)
     assert found is not None
-    return found
+    return found[0], found[1].t()
 
 
 def by_product(project: Callable[[torch.Tensor], torch.Tensor]) -> Project:
@@ -192,19 +197,3 @@ def absorbed(
     assert isinstance(found, tuple)
     out, lse = found
     return absorb_gemm(out, kv_b, "out"), lse
-
-
-def merged(parts: list[Part]) -> Part:
-    """Attention over all parts of the keys, from what each part gave. A row that no part has a key for is 0."""
-    import torch
-
-    if len(parts) == 1:
-        return parts[0]
-    outs, sums = (torch.stack(x) for x in zip(*parts, strict=True))
-    if not outs.is_cuda:
-        count, *rows, columns = outs.shape
-        dtype = dtype_name(outs.dtype, "q", DTYPES)
-        problem = merge.MergeProblem(parts=count, tokens=outs[0, ..., 0].numel(), h=1, k=columns, dtype=dtype)
-        out, lse = merge.reference(problem, outs.view(count, -1, columns), sums.view(count, -1))
-        return out.to(outs.dtype).view(*rows, columns), lse.float().view(rows)
-    return merge_partials(outs, sums)

@@ -1,9 +1,12 @@
-"""Cached tokens of requests, brought behind one another: latents into one tensor, rope columns into every head's key."""
+"""Cached tokens of requests, behind one another: latents as one tensor, rope columns in every head's key. And results
+over two parts of the keys, merged into one."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from mla_var3.kernel.triton.prims.numerics import round_to
 
 MOST_REQUESTS = 1024  # whose lengths a program holds
 
@@ -72,3 +75,43 @@ def gather_rows(
     rope = tl.load(source[:, None] + (K + column)[None, :], mask=taken)
     for head in range(H):
         tl.store(Keys + (row * H + head)[:, None] * (D + P) + (D + column)[None, :], rope, taken)
+
+
+@triton.jit(do_not_specialize=["n"])
+def merge_rows(
+    Out,  # (n, H, D), contiguous, global: read and written
+    Lse,  # (H, n) float32, contiguous, global: read and written
+    Part,  # (n, H, D), contiguous, global
+    PartLse,  # (H, n) float32, contiguous, global
+    n,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two of at least D
+    ROWS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Grid (blocks of ROWS rows,): a row is a query token and a head. Out and Lse become those over the keys of both.
+    An LSE of +inf or -inf is that of a row that saw no key, whose out is 0; one that is NaN makes the row NaN."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    LN_2: tl.constexpr = 0.6931471805599453
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < tl.cast(n, tl.int64) * H
+    of_lse = (row % H).to(tl.int64) * n + row // H
+    column = tl.arange(0, COLUMNS)
+    at = tl.cast(row, tl.int64)[:, None] * D + column[None, :]
+    taken = inside[:, None] & (column < D)[None, :]
+    none: tl.constexpr = float("-inf")
+    first = tl.load(Lse + of_lse, mask=inside, other=0.0)
+    second = tl.load(PartLse + of_lse, mask=inside, other=0.0)
+    first = tl.where(tl.abs(first) == float("inf"), none, first)
+    second = tl.where(tl.abs(second) == float("inf"), none, second)
+    most = tl.maximum(first, second)
+    most = tl.where(most > none, most, 0.0)  # where neither saw a key
+    mine, other = tl.exp2((first - most) * LOG2_E), tl.exp2((second - most) * LOG2_E)
+    total = mine + other
+    whole = tl.where(total == 0.0, 1.0, total)
+    left = tl.load(Out + at, mask=taken, other=0.0).to(tl.float32)
+    right = tl.load(Part + at, mask=taken, other=0.0).to(tl.float32)
+    made = (left * mine[:, None] + right * other[:, None]) / whole[:, None]
+    tl.store(Out + at, round_to(made, Out.dtype.element_ty, INTERPRET), taken)
+    tl.store(Lse + of_lse, tl.where(total == 0.0, none, most + tl.log2(whole) * LN_2), mask=inside)

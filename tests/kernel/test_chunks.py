@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.check.judge import compare  # noqa: E402
+from mla_var3.check.judge import check, compare  # noqa: E402
 from mla_var3.device import Requirement  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.kernel import chunks  # noqa: E402
@@ -148,6 +148,24 @@ def test_the_pipeline_is_the_oracle(most: int, monkeypatch: pytest.MonkeyPatch) 
         chunked_prefill.WORKLOAD.bounds("normal"),
     )  # fmt: skip
     assert report.ok, report.reason
+
+
+def test_the_pipeline_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every case, with lengths that change under it among them."""
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 30 * TOKEN)
+    report = check(TorchPlan(PROBLEM), device="cpu")
+    assert report.ok, report.reason
+    assert {case.name for case in report.cases} == set(chunked_prefill.CASES)
+
+
+def test_the_check_finds_a_mask_that_is_one_token_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = chunks.gather
+
+    def short(cache: Any, table: Any, lens: Any, *rest: Any) -> None:
+        real(cache, table, lens - 1, *rest)
+
+    monkeypatch.setattr(chunks, "gather", short)
+    assert not check(TorchPlan(PROBLEM), device="cpu").ok
 
 
 def test_a_version_that_is_not_declared_is_refused() -> None:

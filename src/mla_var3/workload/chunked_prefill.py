@@ -259,12 +259,13 @@ def reference(problem: ChunkedProblem, *inputs: Any) -> tuple[Any, Any]:
 
 
 def bounds(dist: str) -> Mapping[str, Bound]:
-    """By output: four times those of decoding for out, whose inner values are rounded once more, and each piece of a
-    prefix once more when it is merged; lse by the errors of rounded keys."""
+    """By output: four times those of decoding for out, eight times in cosine differences, which are squares: inner
+    values are rounded once more, and each piece of a prefix once more when it is merged. lse by the errors of rounded
+    keys."""
     of_decode = decode.bounds_for("normal" if dist == "normal" else "flashmla")
     out = of_decode["out"]
     return {
-        "out": Bound(abs=4 * out.abs, rel=4 * out.rel, cos=4 * out.cos, row_cos=4 * out.row_cos),
+        "out": Bound(abs=4 * out.abs, rel=4 * out.rel, cos=8 * out.cos, row_cos=8 * out.row_cos),
         "lse": Bound(abs=2.0**-5, rel=2.0**-6, cos=1e-5),
     }
 

@@ -185,7 +185,7 @@ def attention_part() -> Iterator[Wanted]:
     found: list[Any] = []
 
     class Listening(CpuEngine):
-        def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None) -> None:
+        def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None, *_: Any) -> None:
             found.append(problem)
             for x in outputs:
                 x.zero_()

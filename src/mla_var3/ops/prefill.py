@@ -26,7 +26,7 @@ from mla_var3.ops.request import (
     rows_of,
 )
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import engine_of, way_for
+from mla_var3.ops.ways import compute, engine_of, way_for
 from mla_var3.workload import MOST_LISTED
 from mla_var3.workload.prefill import PrefillProblem, write
 
@@ -218,6 +218,19 @@ def flash_attn_varlen_func(
     not require a gradient. return_attn_probs: returns (out, lse (h, n) float32, an empty tensor), as flash_attn does
     without dropout; lse is -inf, and not +inf, where a query sees no key.
     """
+    plain = alibi_slopes is None and block_table is None and type(dropout_p) is float and type(softcap) is float
+    if not plain or dropout_p or softcap or window_size != (-1, -1):
+        _refuse(dropout_p, window_size, softcap, alibi_slopes, block_table)
+    if softmax_scale is not None:
+        softmax_scale = number("softmax_scale", softmax_scale)
+    made = mla_prefill(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=bool(causal), return_lse=return_attn_probs, scale=softmax_scale
+    )
+    return (*made, q.new_empty(0)) if isinstance(made, tuple) else made
+
+
+def _refuse(dropout_p: Any, window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any) -> None:
+    """Raises `UserError` for the first of these that is not at its default."""
     import torch
 
     refused: tuple[tuple[str, Any, bool, str], ...] = (
@@ -232,12 +245,6 @@ def flash_attn_varlen_func(
             what = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
             more = ": mla_chunk_prefill attends to a paged cache" if name == "block_table" else ""
             raise UserError(f"{name} is {what}, which no version computes{more}; leave it at {default}.")
-    made = mla_prefill(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=bool(causal), return_lse=True,
-        scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
-    )  # fmt: skip
-    assert isinstance(made, tuple)
-    return (*made, q.new_empty(0)) if return_attn_probs else made[0]
 
 
 def require_no_gradient(**tensors: torch.Tensor) -> None:
@@ -275,20 +282,21 @@ def _serve(
         k, v = k.new_zeros((1, *k.shape[1:])), v.new_zeros((1, *v.shape[1:]))
         problem = problem.replace(lengths={"queries": len(q), "keys": 1})
     hardware = served.hardware(q.device)
-    way, strided = _way(problem, hardware, kernel)
-    remember = None
-    if problem.strided_kv and not strided:
-        problem, k, v = problem.replace(strided_kv=False), k.contiguous(), v.contiguous()
-    elif way.any_size and signature is not None and problem.keys:
-        (n, h, dk), (m, h_kv, dv) = q.shape, v.shape
-        regime = _regime(problem.b, n, m, h, h_kv, dk, dv, problem.causal, q.dtype)
-        remember = (signature, regime), _most_tokens(way, problem.problem_class(), hardware)
+    way = _way(problem.replace(strided_kv=False), hardware, kernel)
     if way.key[0].label == ANYWHERE and served.capture(served.stream(q.device)) is not None:
         raise UserError(
             "a graph is being captured, and no version takes these widths on this device but the one in torch, which "
             "waits for it: call outside of the capture."
         )
-    served.run(way, problem, (q, k, v, *offsets), outputs, remember=remember)
+    remember = None
+    if way.any_size and signature is not None and problem.keys:
+        (n, h, dk), (m, h_kv, dv) = q.shape, v.shape
+        regime = _regime(problem.b, n, m, h, h_kv, dk, dv, problem.causal, q.dtype)
+        remember = (signature, regime), _most_tokens(way, problem.problem_class(), hardware)
+    compute(
+        served, way, problem, (q, k, v, *offsets), outputs, apart=(1, 2) if problem.strided_kv else (),
+        field="strided_kv", remember=remember,
+    )  # fmt: skip
 
 
 def _judge_offsets(name: str, offsets: Sequence[int], rows: int) -> None:
@@ -301,28 +309,21 @@ def _judge_offsets(name: str, offsets: Sequence[int], rows: int) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _way(problem: PrefillProblem, device: Device | None, kernel: str | None) -> tuple[Way, bool]:
-    """How a problem is computed, and whether k and v may have gaps between their rows: the dispatcher's pick, a version
-    that the caller names, or where none takes the problem the version in torch."""
-    way: Way | None = None
-    if kernel is not None:
-        way = way_for(problem, device, kernel=kernel)
-    elif device is not None:
-        # Rather two copies than a slow version.
-        for strided in dict.fromkeys((problem.strided_kv, False)):
-            try:
-                way = way_for(problem.replace(strided_kv=strided), device)
-                break
-            except Unsupported:
-                continue
-    if way is None:
+def _way(problem: PrefillProblem, device: Device | None, kernel: str | None) -> Way:
+    """How a problem is computed: by the dispatcher's pick, a version that the caller names, or where none takes the
+    problem by the version in torch."""
+    try:
+        way = way_for(problem, device, kernel=ANYWHERE if kernel is None and device is None else kernel)
+    except Unsupported:
+        if kernel is not None:
+            raise
         way = way_for(problem, device, kernel=ANYWHERE)
-    plan = way.make(problem.replace(strided_kv=False), device)
+    plan = way.make(problem, device)
     plan.supported().require(Unsupported)  # here, as one kernel may serve problems that it was not planned for
     plan.feasible().require(Infeasible)
     # Prompts differ in length from call to call, and planning takes a millisecond. A copy of q, which a scale of zero
     # or below takes, has q's size.
-    return replace(way, any_size=plan.any_size and problem.scale > 0), "strided_kv" in plan.requires.options
+    return replace(way, any_size=plan.any_size and problem.scale > 0)
 
 
 @functools.lru_cache(maxsize=4096)

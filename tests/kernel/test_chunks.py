@@ -48,9 +48,7 @@ def test_gathered_rows_are_those_of_the_requests(monkeypatch: pytest.MonkeyPatch
     """Rows behind the last key are left alone; pages that no request has hold NaN."""
     monkeypatch.setattr(chunks, "PIECE_BYTES", 30 * TOKEN)
     x = chunked_prefill.named(make_inputs(PROBLEM, seed=1))
-    whole = [
-        x["kv_cache"][x["page_table"][i, : -(-t // 4)].long()].flatten(0, 1)[:t] for i, (_, t) in enumerate(PAIRS)
-    ]
+    whole = [x["kv_cache"][x["page_table"][i, : -(-t // 4)].long()].flatten(0, 1)[:t] for i, (_, t) in enumerate(PAIRS)]
     prefixes = torch.cat([rows[: t - s] for rows, (s, t) in zip(whole, PAIRS, strict=True)])
     found = []
     for piece in chunks.cut(PROBLEM):
@@ -150,6 +148,26 @@ def test_the_pipeline_is_the_oracle(most: int, monkeypatch: pytest.MonkeyPatch) 
     assert report.ok, report.reason
 
 
+@pytest.mark.parametrize("most", [1000, 41])
+def test_the_keys_of_one_request_are_split_where_query_tiles_are_few(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two heads of few queries: a prefix of 90 tokens in three splits, in one piece and in several."""
+    for name, value in (("PIECE_BYTES", most * TOKEN), ("MULTIPROCESSORS", 6), ("LEAST_SPLIT", 50)):
+        monkeypatch.setattr(chunks, name, value)
+    problem = ChunkedProblem(b=1, s=9, t=99, h=2, **SMALL)
+    assert [chunks.splits_of_problem(x) for x in (problem, PROBLEM, problem.replace(s=300, t=390))] == [3, 1, 1]
+    inputs = make_inputs(problem, seed=3)
+    kernel = TorchPlan(problem).plan(*inputs)
+    names = [stage.name for stage in kernel.stages]
+    assert names.count("split") == names.count("gather") == {1000: 1, 41: 3}[most]
+    report = compare(
+        chunked_prefill.WORKLOAD, kernel(), chunked_prefill.reference(problem, *inputs),
+        chunked_prefill.WORKLOAD.bounds("normal"),
+    )  # fmt: skip
+    assert report.ok, report.reason
+
+
 def test_the_pipeline_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every case, with lengths that change under it among them."""
     monkeypatch.setattr(chunks, "PIECE_BYTES", 30 * TOKEN)
@@ -200,7 +218,7 @@ def interpreted() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for n, h, d in ((5, 3, 24), (1, 2, 16)):
             out, part = torch.randn(n, h, d).to(dtype), torch.randn(n, h, d).to(dtype)
-            lse, other = torch.randn(h, n) * 3, torch.randn(h, n) * 3
+            lse, other = torch.randn(h, n) * 3, (torch.randn(h, n + 4) * 3)[:, 2 : n + 2]
             lse[0, 0], other[0, 0], lse[1, 0] = float("inf"), -float("inf"), -float("inf")
             out[0, 0] = part[0, 0] = out[0, 1] = 0.0
             if n > 2:

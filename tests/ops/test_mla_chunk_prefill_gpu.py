@@ -37,6 +37,21 @@ def test_both_ways_are_attention_over_decompressed_heads(
     assert all(map(torch.equal, found, mla_chunk_prefill(*given.arguments, **options)))
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("new", [1, 129, 300])
+def test_the_keys_of_one_request_are_split_where_query_tiles_are_few(
+    new: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Given(((new, 5003),), sizes=REAL, dtype=torch.bfloat16, device="cuda")
+    assert chunks.splits_of(1, new, REAL.h, given.prefix) > 1
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 16 * (192 + 128) * 2 * -(-5003 // pieces))
+    for more in (0, 333):  # a prefix that is said to be longer than it is
+        options: dict[str, Any] = {"prefix_tokens": given.prefix + more, "way": "decompress", "return_lse": True}
+        found = mla_chunk_prefill(*given.arguments, **options)
+        close(found, given.wanted(), 2e-2)
+        assert all(map(torch.equal, found, mla_chunk_prefill(*given.arguments, **options)))
+
+
 @pytest.mark.parametrize("way", chunk_prefill.WAYS)
 def test_a_graph_follows_lengths_that_change(way: str) -> None:
     try:

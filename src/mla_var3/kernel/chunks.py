@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from mla_var3.workload import Problem
     from mla_var3.workload.chunked_prefill import ChunkedProblem
 
+#: Query tokens of a tile of flash_attention, and the multiprocessors of an H200.
+QUERY_TILE, MULTIPROCESSORS = 128, 132
+#: Tokens of a prefix below which splitting it gains nothing.
+LEAST_SPLIT = 2048
 #: Bytes of the keys and values of a piece. With 128 heads of 192 and 128 columns in 16 bits it has 13,107 tokens.
 PIECE_BYTES = 1 << 30
 
@@ -64,6 +68,27 @@ def pieces(prefix_tokens: int, new_tokens: int, token_bytes: int) -> Iterator[Pi
         end = min(first + most, ahead)
         yield Piece(first, end, end - first)
     yield Piece(ahead, None, prefix_tokens - ahead + new_tokens)
+
+
+def splits_of(b: int, new_tokens: int, h: int, prefix_tokens: int) -> int:
+    """Into how many splits the keys of one request's prefix are cut, so that its query tiles fill the multiprocessors:
+    attention over decompressed heads splits no keys itself. 1 for several requests."""
+    tiles = h * -(-new_tokens // QUERY_TILE)
+    if b != 1 or prefix_tokens < LEAST_SPLIT:
+        return 1
+    return max(1, min(MULTIPROCESSORS // max(tiles, 1), prefix_tokens // (LEAST_SPLIT // 2), 8))
+
+
+def split(of_k: Any, new_tokens: int, of_splits: Any, of_new: Any) -> None:
+    """Of one request, whose keys end at of_k[1] and have so many new tokens last: writes where the splits of those
+    before them begin, and the end (splits + 1,), and begin and end of the new ones, of_new (2,); int32."""
+    import torch
+
+    splits = len(of_splits) - 1
+    before = of_k[1:] - new_tokens
+    steps = torch.arange(splits + 1, dtype=torch.int32, device=of_k.device)
+    torch.floor_divide(steps * before, splits, out=of_splits)
+    torch.cat([before, of_k[1:]], out=of_new)
 
 
 def gather(cache: Any, table: Any, lens: Any, of_q: Any, piece: Piece, latents: Any, keys: Any, of_k: Any) -> None:
@@ -141,7 +166,7 @@ def up_project(weight: Any, latents: Any, keys: Any, values: Any) -> None:
 
 def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
     """Makes out (n, h, d) and lse (h, n) those over the keys of both parts. An LSE of +inf or -inf is that of a row
-    that saw no key, whose out is 0. All contiguous."""
+    that saw no key, whose out is 0. All contiguous, but that heads of part_lse may lie apart."""
     if out.is_cuda and importlib.util.find_spec("triton") is not None:
         _merge_by_kernel(out, lse, part, part_lse)
         return
@@ -163,12 +188,23 @@ def _merge_by_kernel(out: Any, lse: Any, part: Any, part_lse: Any, rows: int = 4
 
     n, h, d = out.shape
     merge_rows[(-(-n * h // rows),)](
-        out, lse, part, part_lse, n, H=h, D=d, COLUMNS=_power(d), ROWS=rows, INTERPRET=interpreted(merge_rows)
+        out,
+        lse,
+        part,
+        part_lse,
+        n,
+        part_lse.stride(0),
+        H=h,
+        D=d,
+        COLUMNS=_power(d),
+        ROWS=rows,
+        INTERPRET=interpreted(merge_rows),
     )
 
 
 # ---------------------------------------------------------------- pipelines of versions
-Attend = Callable[[Piece, Any, Any, Any, Any], tuple["BaseKernel", Any, Any]]
+#: attend(q, keys, values, of_q, of_k, causal): a stage, its out (n, h, d), and its lse (h, n).
+Attend = Callable[[Any, Any, Any, Any, Any, bool], tuple["BaseKernel", Any, Any]]
 
 
 class ChunkKernel(KernelPipeline):
@@ -183,33 +219,59 @@ def cut(pd: ChunkedProblem) -> list[Piece]:
     return list(pieces(pd.prefix_tokens, pd.query_tokens, (2 * pd.d + pd.p) * pd.h * pd.element_bytes))
 
 
-def decompress(pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend) -> tuple[list[BaseKernel], Any, Any]:
-    """(stages, out (n, h, d), lse (h, n)) of a prefix as keys and values of every head. attend(piece, q, keys,
-    values, of_k): a stage that attends from all queries to a piece, its out (n, h, d) and its lse (h, n)."""
+def splits_of_problem(pd: ChunkedProblem) -> int:
+    return splits_of(pd.b, pd.query_tokens, pd.h, pd.prefix_tokens)
+
+
+def decompress(
+    pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend, splits: int = 1
+) -> tuple[list[BaseKernel], Any, Any]:
+    """(stages, out (n, h, d), lse (h, n)) of a prefix as keys and values of every head. splits: as of `splits_of`."""
     import torch
 
     x = chunked_prefill.named(inputs)
     q, table, of_q = x["q"], x["page_table"], x["cu_seqlens_q"]
-    found = cut(pd)
+    n, found = len(q), cut(pd)
     room = max(piece.rows for piece in found)
     latents = q.new_empty((room, pd.k))
     keys, values = (q.new_empty((room, pd.h, columns)) for columns in (pd.d + pd.p, pd.d))
     stages: list[BaseKernel] = []
-    out = lse = None
+
+    def call(name: str, function: Callable[..., Any], *given: Any) -> None:
+        stages.append(LibraryCall(functools.partial(function, *given), name=name))
+
+    if splits > 1:
+        repeated = q.new_empty((splits * n, *q.shape[1:]))
+        of_repeated = torch.arange(splits + 1, dtype=torch.int32, device=q.device) * n
+        call("repeat", repeated.view(splits, *q.shape).copy_, q)
+    total: tuple[Any, Any] | None = None
     for piece in found:
-        rows = slice(piece.rows)
-        of_k = torch.zeros_like(of_q)
+        rows, of_k = slice(piece.rows), torch.zeros_like(of_q)
         lists = (x["kv_cache"], table, x["seq_lens"], of_q, piece, latents[rows], keys[rows], of_k)
-        stages.append(LibraryCall(functools.partial(gather, *lists), name="gather"))
-        products = (x["kv_b"], latents[rows], keys[rows], values[rows])
-        stages.append(LibraryCall(functools.partial(up_project, *products), name="up-projection"))
-        stage, made, sums = attend(piece, q, keys[rows], values[rows], of_k)
-        stages.append(stage)
-        if out is None:
-            out, lse = made, sums
-        else:
-            stages.append(LibraryCall(functools.partial(merge_into, out, lse, made, sums), name="merge"))
-    return stages, out, lse
+        call("gather", gather, *lists)
+        call("up-projection", up_project, x["kv_b"], latents[rows], keys[rows], values[rows])
+        made = []
+        if splits > 1:
+            of_splits, of_new = of_q.new_zeros(splits + 1), of_q.new_zeros(2)
+            call("split", split, of_k, n if piece.own else 0, of_splits, of_new)
+            of_k = of_new
+            stage, outs, sums = attend(repeated, keys[rows], values[rows], of_repeated, of_splits, False)
+            stages.append(stage)
+            made += [(outs[i * n : (i + 1) * n], sums[:, i * n : (i + 1) * n]) for i in range(splits)]
+        if splits == 1 or piece.own:
+            stage, out, lse = attend(q, keys[rows], values[rows], of_q, of_k, piece.own)
+            stages.append(stage)
+            made.insert(0, (out, lse))
+        if total is None:
+            total, made = made[0], made[1:]
+            if not total[1].is_contiguous():
+                lse = torch.empty_like(total[1], memory_format=torch.contiguous_format)
+                call("lse", lse.copy_, total[1])
+                total = total[0], lse
+        for part in made:
+            call("merge", merge_into, *total, *part)
+    assert total is not None
+    return stages, *total
 
 
 @dataclass(frozen=True)
@@ -244,8 +306,8 @@ class DecompressTiling(ChunkTiling):
     def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
         *ahead, last = cut(pd)
         found: dict[str, tuple[str, Problem]] = {"causal": (self.causal, pd.piece(last.rows, True))}
-        if ahead:
-            found["full"] = (self.full, pd.piece(max(piece.rows for piece in ahead), False))
+        if ahead or splits_of_problem(pd) > 1:
+            found["full"] = (self.full, pd.piece(max(piece.rows for piece in (*ahead, last)), False))
         return found
 
 
@@ -292,14 +354,15 @@ def empty(plan: KernelPlan, name: str) -> ChunkKernel:
 
 def decompressed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
     """The kernel of a plan whose tiling is a `DecompressTiling`."""
-    parts, x = _parts(plan), chunked_prefill.named(inputs)
+    parts = _parts(plan)
 
-    def attend(piece: Piece, q: Any, keys: Any, values: Any, of_k: Any) -> tuple[BaseKernel, Any, Any]:
-        part = parts["causal" if piece.own else "full"]
-        kernel = part.plan(q, keys, values, x["cu_seqlens_q"], of_k)
+    def attend(
+        q: Any, keys: Any, values: Any, of_q: Any, of_k: Any, causal: bool
+    ) -> tuple[BaseKernel, Any, Any]:  # fmt: skip
+        kernel = parts["causal" if causal else "full"].plan(q, keys, values, of_q, of_k)
         return kernel, *kernel.output_tensors
 
-    stages, out, lse = decompress(plan.problem, inputs, attend)
+    stages, out, lse = decompress(plan.problem, inputs, attend, splits_of_problem(plan.problem))
     return ChunkKernel(
         stages, name="chunk_decompress", input_tensors=inputs, output_tensors=(out, lse.t()), tiling=plan.tiling,
         plan=plan,

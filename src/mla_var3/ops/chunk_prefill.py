@@ -146,22 +146,49 @@ def decompressed(
     cut = list(chunks.pieces(prefix_tokens, n, (columns + v) * h * q.element_size()))
     room = max(piece.rows for piece in cut)
     latents, keys, values = (q.new_empty((room, *rest)) for rest in ((k,), (h, columns), (h, v)))
-    of_k = of_q.new_empty(b + 1)
+    of_k, options = of_q.new_empty(b + 1), {"scale": scale, "return_lse": True}
+    splits = chunks.splits_of(b, n, h, prefix_tokens) if q.is_cuda else 1
+    if splits > 1:
+        repeated, of_repeated = q.repeat(splits, 1, 1), _steps(splits, of_q.device) * n
     found: Part | None = None
     for piece in cut:
         rows = slice(piece.rows)
         chunks.gather(cache, table, lens, of_q, piece, latents[rows], keys[rows], of_k)
         project(latents[rows], keys[rows], values[rows])
-        made = mla_prefill(
-            q, keys[rows], values[rows], of_q, of_k, scale=scale, causal=piece.own, return_lse=True
-        )  # fmt: skip
-        assert isinstance(made, tuple)
+        made: list[Part] = []
+        ends = of_k
+        if splits > 1:
+            of_splits, ends = of_q.new_empty(splits + 1), of_q.new_empty(2)
+            chunks.split(of_k, n if piece.own else 0, of_splits, ends)
+            outs, sums = _both(
+                mla_prefill(repeated, keys[rows], values[rows], of_repeated, of_splits, causal=False, **options)
+            )
+            made = [(outs[i * n : (i + 1) * n], sums[:, i * n : (i + 1) * n]) for i in range(splits)]
+        if splits == 1 or piece.own:
+            made.insert(
+                0, _both(mla_prefill(q, keys[rows], values[rows], of_q, ends, causal=piece.own, **options))
+            )  # fmt: skip
         if found is None:
-            found = made
-        else:
-            chunks.merge_into(*found, *made)
+            out, sums = made.pop(0)
+            found = out, sums.contiguous()
+        for part in made:
+            chunks.merge_into(*found, *part)
     assert found is not None
     return found[0], found[1].t()
+
+
+def _both(made: torch.Tensor | Part) -> Part:
+    assert isinstance(made, tuple)
+    return made
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(splits: int, device: torch.device) -> torch.Tensor:
+    """0 .. splits, (splits + 1,) int32."""
+    import torch
+
+    with torch.inference_mode(False):
+        return torch.arange(splits + 1, dtype=torch.int32, device=device)
 
 
 def by_product(project: Callable[[torch.Tensor], torch.Tensor]) -> Project:

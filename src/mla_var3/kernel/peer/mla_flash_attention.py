@@ -223,7 +223,7 @@ def takes_heads(peer: str) -> Any:
 
 def fa3_varlen(
     attend: Any, q: Any, k: Any, v: Any, out: Any, of_q: Any, of_k: Any, most_q: int, most_k: int, scale: float,
-    causal: bool,
+    causal: bool, splits: int = 1,
 ) -> Any:  # fmt: skip
     """Arguments of FlashAttention-3's varlen entry, in its order, as this build has them."""
     return named_arguments(
@@ -243,7 +243,7 @@ def fa3_varlen(
             "window_size_right": -1,
             "softcap": 0.0,
             "is_rotary_interleaved": True,
-            "num_splits": 1,
+            "num_splits": splits,
             "sm_margin": 0,
             "cp_world_size": 1,
             "cp_rank": 0,
@@ -288,7 +288,8 @@ class Fa3ChunkedPlan(PeerMixin, KernelPlan):
 
     Rows are gathered, projected and merged by what our own pipeline has for that (`mla_var3.kernel.chunks`), so that
     the two differ in attention alone: a piece is one call of the library's varlen entry, and its log-sum-exp, which the
-    library allocates, is merged where it is. Hopper only.
+    library allocates, is merged where it is. Where query tiles of 128 tokens are fewer than three quarters of the
+    multiprocessors, the number of splits of the keys is the library's own choice, else 1. Hopper only.
     """
 
     workload = chunked_prefill.WORKLOAD
@@ -299,15 +300,16 @@ class Fa3ChunkedPlan(PeerMixin, KernelPlan):
     leaves_out = ("in_place",)
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
-        x = chunked_prefill.named(inputs)
         attend = load_extension(library, "_vllm_fa3_C").fwd.default
-        most = longest(x["cu_seqlens_q"])
+        most = longest(chunked_prefill.named(inputs)["cu_seqlens_q"])
+        pd = self.problem
+        splits = splits_for(pd.b, most * pd.h // 2, (self.device or Device.get("h200")).num_sms)
 
-        def attended(piece: chunks.Piece, q: Any, keys: Any, values: Any, of_k: Any) -> tuple[LibraryCall, Any, Any]:
+        def attended(
+            q: Any, keys: Any, values: Any, of_q: Any, of_k: Any, causal: bool
+        ) -> tuple[LibraryCall, Any, Any]:  # fmt: skip
             out, lse = q.new_empty((*q.shape[:2], values.shape[-1])), q.new_empty(0).float()
-            arguments = fa3_varlen(
-                attend, q, keys, values, out, x["cu_seqlens_q"], of_k, most, piece.rows, self.problem.scale, piece.own
-            )
+            arguments = fa3_varlen(attend, q, keys, values, out, of_q, of_k, most, len(keys), pd.scale, causal, splits)
 
             def call() -> None:
                 lse.data = attend(*arguments)[1]

@@ -77,13 +77,14 @@ def gather_rows(
         tl.store(Keys + (row * H + head)[:, None] * (D + P) + (D + column)[None, :], rope, taken)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "part_stride"])
 def merge_rows(
     Out,  # (n, H, D), contiguous, global: read and written
     Lse,  # (H, n) float32, contiguous, global: read and written
     Part,  # (n, H, D), contiguous, global
-    PartLse,  # (H, n) float32, contiguous, global
+    PartLse,  # (H, n) float32, global; heads may lie apart
     n,
+    part_stride,  # between heads of PartLse
     H: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two of at least D
@@ -97,12 +98,13 @@ def merge_rows(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < tl.cast(n, tl.int64) * H
     of_lse = (row % H).to(tl.int64) * n + row // H
+    of_part = (row % H).to(tl.int64) * part_stride + row // H
     column = tl.arange(0, COLUMNS)
     at = tl.cast(row, tl.int64)[:, None] * D + column[None, :]
     taken = inside[:, None] & (column < D)[None, :]
     none: tl.constexpr = float("-inf")
     first = tl.load(Lse + of_lse, mask=inside, other=0.0)
-    second = tl.load(PartLse + of_lse, mask=inside, other=0.0)
+    second = tl.load(PartLse + of_part, mask=inside, other=0.0)
     first = tl.where(tl.abs(first) == float("inf"), none, first)
     second = tl.where(tl.abs(second) == float("inf"), none, second)
     most = tl.maximum(first, second)

@@ -31,7 +31,7 @@ from mla_var3.layers.checkpoint import judge_names, prepare
 from mla_var3.layers.config import read_config
 from mla_var3.layers.rope import Rope, softmax_scale
 from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append
-from mla_var3.ops.chunk_prefill import absorbed, by_product, decompressed, way_of
+from mla_var3.ops.chunk_prefill import Project, absorbed, by_product, decompressed, way_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -327,7 +327,7 @@ class MlaAttention(nn.Module):
     def _decompressed(self, q: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         kv_b, shape = self.kv_b_proj, self.shape
         if self._is_its_product(kv_b):
-            project = functools.partial(up_project, kv_b.weight.detach())
+            project: Project = functools.partial(up_project, kv_b.weight.detach())
         else:
             project = by_product(lambda latents: self._call("kv_b_proj", latents))
         return decompressed(

@@ -146,28 +146,24 @@ def decompressed(
     cut = list(chunks.pieces(prefix_tokens, n, (columns + v) * h * q.element_size()))
     room = max(piece.rows for piece in cut)
     latents, keys, values = (q.new_empty((room, *rest)) for rest in ((k,), (h, columns), (h, v)))
-    of_k, options = of_q.new_empty(b + 1), {"scale": scale, "return_lse": True}
+    of_k = of_q.new_empty(b + 1)
     splits = chunks.splits_of(b, n, h, prefix_tokens) if q.is_cuda else 1
     if splits > 1:
         repeated, of_repeated = q.repeat(splits, 1, 1), _steps(splits, of_q.device) * n
+        of_splits, of_new = of_q.new_empty(splits + 1), of_q.new_empty(2)
     found: Part | None = None
     for piece in cut:
         rows = slice(piece.rows)
         chunks.gather(cache, table, lens, of_q, piece, latents[rows], keys[rows], of_k)
         project(latents[rows], keys[rows], values[rows])
         made: list[Part] = []
-        ends = of_k
         if splits > 1:
-            of_splits, ends = of_q.new_empty(splits + 1), of_q.new_empty(2)
-            chunks.split(of_k, n if piece.own else 0, of_splits, ends)
-            outs, sums = _both(
-                mla_prefill(repeated, keys[rows], values[rows], of_repeated, of_splits, causal=False, **options)
-            )
+            chunks.split(of_k, n if piece.own else 0, of_splits, of_new)
+            outs, sums = _attended(repeated, keys[rows], values[rows], of_repeated, of_splits, scale, causal=False)
             made = [(outs[i * n : (i + 1) * n], sums[:, i * n : (i + 1) * n]) for i in range(splits)]
         if splits == 1 or piece.own:
-            made.insert(
-                0, _both(mla_prefill(q, keys[rows], values[rows], of_q, ends, causal=piece.own, **options))
-            )  # fmt: skip
+            ends = of_new if splits > 1 else of_k
+            made.insert(0, _attended(q, keys[rows], values[rows], of_q, ends, scale, causal=piece.own))
         if found is None:
             out, sums = made.pop(0)
             found = out, sums.contiguous()
@@ -177,7 +173,12 @@ def decompressed(
     return found[0], found[1].t()
 
 
-def _both(made: torch.Tensor | Part) -> Part:
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: torch.Tensor, of_k: torch.Tensor, scale: float,
+    *, causal: bool,
+) -> Part:  # fmt: skip
+    """out (n, h, v), and lse (h, n)."""
+    made = mla_prefill(q, k, v, of_q, of_k, scale=scale, causal=causal, return_lse=True)
     assert isinstance(made, tuple)
     return made
 

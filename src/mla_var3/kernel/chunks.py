@@ -9,8 +9,8 @@ the prefixes and, behind each one, the request's new tokens, so that causal atte
 everything fits into one piece, nothing is merged. Else each piece's result is merged into the one before by the
 log-sum-exps of both.
 
-`mla_var3.ops.chunk_prefill` calls these functions on a caller's tensors; `decompress` and `absorb` make pipelines of
-them and of versions that stand for themselves, which the laboratory plans, checks and times.
+`decompress` and `absorbed` make pipelines of these functions and of versions that stand for themselves, which the
+laboratory plans, checks and times. `mla_var3.ops.chunk_prefill` has its own, until these have run on a GPU.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
 
@@ -36,7 +36,6 @@ class Step:
     slots: torch.Tensor
     decode: bool = field(init=False)
     _parts: dict[tuple[int, ...], tuple[Step, torch.Tensor]] = field(init=False, repr=False, default_factory=dict)
-    _split: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decode", all(count == 1 for count in self.counts))
@@ -58,17 +57,6 @@ class Step:
     def prefix_tokens(self) -> int:
         """Tokens of all requests before their new ones."""
         return sum(self.lengths) - sum(self.counts)
-
-    def split(self, key: Any, first: Callable[[int, int], bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Requests of which first(new tokens, cached tokens) is true, and the others, by their numbers from 0; asked
-        once for all layers with the same key."""
-        if key not in self._split:
-            found = [first(*lengths) for lengths in zip(self.counts, self.lengths, strict=True)]
-            self._split[key] = (
-                tuple(i for i, x in enumerate(found) if x),
-                tuple(i for i, x in enumerate(found) if not x),
-            )
-        return self._split[key]
 
     def only(self, requests: tuple[int, ...]) -> tuple[Step, torch.Tensor]:
         """The step of some of its requests, by their numbers from 0, and the places of their new tokens, (tokens,)

@@ -156,7 +156,7 @@ def _again(
         m, h_kv, dv = v.shape
         b = of_q.numel() - 1
         signature = _signature(q, k, v, scale, causal, kernel)
-        if signature is None or type(scale) is bool:
+        if signature is None or type(scale) is bool or of_q.dtype != torch.int32 or of_k.dtype != torch.int32:
             return None
         served = engine_of(None, q, "q", "mla_prefill") if on is None else on
         found = served.remembered((signature, _regime(b, n, m, h, h_kv, dk, dv, causal, q.dtype)), q.device)

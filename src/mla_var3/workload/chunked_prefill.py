@@ -180,24 +180,6 @@ class ChunkedProblem(Problem):
         return self.query_tokens * self.h * (self.d * self.element_bytes + 4)
 
 
-#: Dense operations in 16 bits that a Hopper GPU does in the time in which it reads or writes a byte.
-FLOPS_A_BYTE = 150
-
-
-def break_even(k: int, p: int, d: int) -> float:
-    """From how many new tokens of a request decompressing is less work than attending in latent space, by calculation;
-    0 where it always is. k, p, d: columns of latent, rope, and of a head without rope and a value.
-
-    Of one head, a query and a key cost 2(2d + p) FLOPs over decompressed heads, and 2(2k + p) in latent space. However
-    many queries there are, decompressing costs the key once more: 2k · 2d FLOPs of the products with kv_b, and the
-    bytes of its key and value, 2(2d + p), which are written and read again. 296 in DeepSeek's models, 170 if no byte
-    counted.
-    """
-    saved = 2 * (2 * k + p) - 2 * (2 * d + p)
-    once = 2 * k * 2 * d + FLOPS_A_BYTE * 4 * (2 * d + p)
-    return once / saved if saved > 0 else 0.0
-
-
 # ---------------------------------------------------------------- inputs
 def make_inputs(
     problem: ChunkedProblem, device: Any = "cpu", *, seed: int = 0, dist: str = "normal", poison: bool = True, **_: Any

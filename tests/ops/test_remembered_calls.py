@@ -165,6 +165,24 @@ def test_what_does_not_fit_is_told_as_in_a_first_call(
     assert str(raised.value).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("lse", torch.empty(2, 13)), ("lse", torch.empty(24)), ("lse", torch.empty(2, 24)[:, ::2]),
+        ("out", torch.empty(12, 2, 32).bfloat16()), ("out", torch.empty(12, 2, 64)), ("out", [1]),
+    ],
+)  # fmt: skip
+def test_a_result_that_does_not_fit_is_told_as_in_a_first_call(
+    name: str, given: Any, compiled: dict[str, Compiled]
+) -> None:
+    engine = CpuEngine()
+    inputs = make_inputs(PROBLEM, seed=1)
+    assert len(inputs[0]) == 12
+    mla_prefill(*inputs, on=engine)
+    with pytest.raises(UserError, match=f"^{name} "):
+        mla_prefill(*inputs, on=engine, **{name: given})
+
+
 def test_arguments_that_another_kernel_serves_are_other_signatures(
     compiled: dict[str, Compiled], unjudged: Callable[[], None]
 ) -> None:

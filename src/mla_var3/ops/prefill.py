@@ -165,8 +165,10 @@ def _again(
         if (out is not None and not out.is_contiguous()) or (lse is not None and not lse.is_contiguous()):
             return None
         target = q.new_empty((n, h, dv)) if out is None else out
-        sums = found.spare if lse is None and not return_lse else lse
-        if sums is None or sums.shape[1] != n:
+        sums = lse
+        if sums is None and not return_lse and found.spare is not None and found.spare.shape[1] == n:
+            sums = found.spare
+        if sums is None:
             sums = q.new_empty((h, n), dtype=torch.float32)
             if not return_lse and sums.nbytes <= MOST_SPARE:
                 found.spare = sums

@@ -33,7 +33,7 @@ cudnn_sdpa, cublas_bmm, torch_compile_rmsnorm, torch_compile_rope_append,
 torch_compile_merge_partials, torch_compile_mla_layer                      nothing: they are in torch
 flash_mla_layer                                                            nothing: flash_mla_lib, or flash_mla_vllm
 flash_mla_sparse, fa3_sparse, flashinfer_sparse            nothing: flash_mla_lib; fa3_qv; flashinfer_fa3
-fa3                                                        nothing: fa3_qv
+fa3, fa3_chunked                                           nothing: fa3_qv
 flashinfer_rmsnorm, flashinfer_rope_append, flashinfer_ragged
                                              nothing: pip install flashinfer-python, which compiles on the GPU machine
 
@@ -125,6 +125,7 @@ SOURCES: dict[str, Source] = {
     "flash_mla_sparse": Source(),
     "fa3_sparse": Source(),
     "fa3": Source(),
+    "fa3_chunked": Source(),
     "flashinfer_sparse": Source(),
     "flashinfer_rmsnorm": Source(),
     "flashinfer_rope_append": Source(),

@@ -232,6 +232,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "flash_mla_sparse",
         "fa3_sparse",
         "fa3",
+        "fa3_chunked",
         "flashinfer_sparse",
         "flashinfer_rmsnorm",
         "flashinfer_rope_append",

@@ -14,11 +14,12 @@ from mla_var3 import cli, paths
 from mla_var3.catalogue import registry
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
+from mla_var3.kernel.chunks import ChunkTiling
 from mla_var3.kernel.layer import LayerTiling
 from mla_var3.toolchain import source
 from mla_var3.workload.layer import LayerProblem
 
-PIPELINES = ("cute-dsl/mla_layer", "peer/flash_mla_layer")
+PIPELINES = ("cute-dsl/chunk_absorb", "cute-dsl/chunk_decompress", "cute-dsl/mla_layer", "peer/flash_mla_layer")
 
 
 @pytest.fixture
@@ -117,10 +118,10 @@ def test_no_tiling_of_a_pipeline_has_a_part_that_is_not_declared(label: str, mon
         pytest.skip(reason)
     plan_type = registry.get_plan(kernel)
     for h in (16, 128):
-        plan = plan_type(LayerProblem(h=h))
+        plan = plan_type(plan_type.workload.problem(h=h))
         for tiling in (plan.default_tiling(), *plan.autotune_configs()):
-            assert isinstance(tiling, LayerTiling)
-            assert {part for part, _, _ in tiling.parts(plan.problem).values()} <= set(plan_type.parts)
+            assert isinstance(tiling, LayerTiling | ChunkTiling)
+            assert {part[0] for part in tiling.parts(plan.problem).values()} <= set(plan_type.parts)
 
 
 def test_a_part_that_is_not_declared_is_refused() -> None:

@@ -14,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ from mla_var3.dispatch import choose
 from mla_var3.lab import bundle
 from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.gemm import GemmProblem
 from mla_var3.workload.layer import LayerProblem
+from mla_var3.workload.merge import MergeProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 DEVICE = Device.get("h200")
 #: (version, knobs over its default tiling, problem)
@@ -42,6 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--jobs", type=int, help="compiler processes; default: one a core")
     parser.add_argument("--list", action="store_true", help="compile nothing, count the classes")
+    parser.add_argument("--no-checks", action="store_true", help="leave out what only checks of these problems plan")
     parser.add_argument("--without", action="append", default=[], metavar="LANG", help="pick as if it were missing")
     args = parser.parse_args(words)
     here = registry.missing
@@ -57,6 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
             seen.add(key)
             for tiling in bundle._tilings(kernel.label, problem, DEVICE, [knobs], refused):
                 bundle.add(groups, kernel.label, problem, tiling, DEVICE, args.folder / "objects")
+    if args.no_checks:
+        groups = {key: replace(job, checked=()) for key, job in groups.items() if job.points}
     for label, reason in refused:
         print(f"refused: {label}: {reason}", file=sys.stderr)
     for name, number in sorted(Counter(job.kernel for job in groups.values()).items()):
@@ -179,7 +186,7 @@ def attention_part() -> Iterator[Wanted]:
     found: list[Any] = []
 
     class Listening(CpuEngine):
-        def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None) -> None:
+        def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None, *_: Any) -> None:
             found.append(problem)
             for x in outputs:
                 x.zero_()
@@ -207,8 +214,6 @@ def every_tiling(version: str, problems: Iterable[Any]) -> Iterator[Wanted]:
 def gemm_part() -> Iterator[Wanted]:
     """What tests/kernel/test_absorb_gemm_gpu.py plans: all tilings, and anew for two cases of the check."""
     import test_absorb_gemm_gpu as tests
-
-    from mla_var3.workload.gemm import GemmProblem
 
     yield from every_tiling("cute-dsl/absorb_gemm", tests.PROBLEMS)
     anew = [problem.replace(tokens=tokens) for problem in tests.PROBLEMS for tokens in (3, 1027)]
@@ -297,6 +302,33 @@ def versions_part() -> Iterator[Wanted]:
         yield KernelId.parse(label), {"query_tokens": tokens}, problem
 
 
+def prefill_part() -> Iterator[Wanted]:
+    """What test_mla_prefill_gpu.py checks and calls. The tests' own problems come last: their cases bring no class
+    that the check of all widths does not."""
+    import test_mla_prefill_gpu as tests
+
+    for kernel in tests.VERSIONS:
+        if registry.missing(kernel) is not None:
+            continue
+        for problem in tests.CHECKED:
+            if registry.get_plan(kernel)(problem, None, DEVICE).supported():
+                yield kernel, {}, problem
+    yield from chosen(tests.problems())
+
+
+def chunks_part() -> Iterator[Wanted]:
+    """What test_mla_chunk_prefill_gpu.py calls, both ways, and prompts of test_mla_attention_gpu.py."""
+    import test_mla_attention_gpu as layers
+    import test_mla_chunk_prefill_gpu as tests
+
+    for h in sorted({tests.REAL.h, *(config.num_attention_heads for config in layers.CONFIGS.values())}):
+        yield from chosen(PrefillProblem(b=2, h=h, causal=causal) for causal in (True, False))
+        for causal in (True, False):
+            yield from chosen([MlaProblem(b=2, h=h, t=1024, causal=causal, queries={"total": 64})])
+        yield from chosen(GemmProblem(side=side, tokens=64, h=h) for side in ("q", "out"))
+    yield from chosen(MergeProblem(parts=parts, tokens=64, h=1, k=tests.REAL.d) for parts in (2, 4))
+
+
 def jax_part() -> Iterator[Wanted]:
     import ops_gpu
 
@@ -328,6 +360,8 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "random_sparse": random_sparse_part,
     "gemm": gemm_part,
     "merge": merge_part,
+    "prefill": prefill_part,
+    "chunks": chunks_part,
     "jax": jax_part,
     "cpp": cpp_part,
 }

@@ -269,7 +269,7 @@ def test_a_wide_table_of_64_bits_is_narrowed_row_by_row(engine: CpuEngine) -> No
 def test_a_common_call_makes_no_tensors_of_its_inputs(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """int32, contiguous, four dimensions: what the kernel is given are the caller's tensors."""
     seen: list[Any] = []
-    monkeypatch.setattr(CpuEngine, "run", lambda self, way, problem, given, results, schedule: seen.extend(given))
+    monkeypatch.setattr(CpuEngine, "run", lambda self, way, problem, given, results, *_: seen.extend(given))
     given = inputs()
     call(engine, given)
     assert seen[2] is given[2] and seen[3] is given[3]

@@ -96,7 +96,7 @@ def test_no_key_at_all_gives_zeros(on_cpu: CpuEngine, kernel: str | None, monkey
     seen = []
     run = CpuEngine.run
     monkeypatch.setattr(
-        CpuEngine, "run", lambda self, way, pd, given, *a: (seen.append(given), run(self, way, pd, given, *a))
+        CpuEngine, "run", lambda self, way, pd, given, *a, **o: (seen.append(given), run(self, way, pd, given, *a, **o))
     )
     inputs = make_inputs(PROBLEM.replace(b=2, lengths=((3, 0), (2, 0))))
     out, lse = mla_prefill(*inputs, return_lse=True, kernel=kernel)
@@ -156,14 +156,14 @@ def test_keys_with_gaps_are_copied_for_a_version_that_reads_none(
     from dataclasses import replace
 
     from mla_var3.catalogue import registry
-    from mla_var3.ops import prefill as functions
+    from mla_var3.ops import ways
 
-    functions._way.cache_clear()
+    ways._taken.cache_clear()
     plan_type = registry.get_plan(registry.KernelId.parse(TORCH))
     monkeypatch.setattr(plan_type, "requires", replace(plan_type.requires, options=("grouped",)))
     inputs = make_inputs(PROBLEM.replace(strided_kv=True), seed=3)
     right(PROBLEM, inputs, mla_prefill(*inputs, return_lse=True, kernel=TORCH))
-    functions._way.cache_clear()
+    ways._taken.cache_clear()
 
 
 # ---------------------------------------------------------------- traced

@@ -4,7 +4,7 @@ problems of any shape that was not thought of."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +32,12 @@ FA3 = registry.KernelId("peer", "mla", "fa3")
 WIDTHS = ((128, 64), (128, 0), (256, 0), (128, 128), (64, 32))
 CHUNKS = ((1, 129), (64, 64), (65, 300), (0, 77), (33, 0), (128, 257), (10, 4), (0, 0), (70, 6), (5, 5))
 PROBLEM = PrefillProblem(b=len(CHUNKS), h=8, causal=True, lengths=CHUNKS)
+CHECKED = [PrefillProblem(b=2, s=300, h=8, d=d, p=p, causal=True) for d, p in WIDTHS]
+
+
+def picked(d: int, p: int, causal: bool) -> tuple[PrefillProblem, ...]:
+    apart = {"dtype": "fp16", "strided_kv": True, "h": 4, "h_kv": 2}
+    return tuple(PROBLEM.replace(d=d, p=p, causal=causal, **more) for more in ({}, apart))
 
 
 def right(problem: PrefillProblem, inputs: Any, outputs: Any) -> None:
@@ -53,7 +59,7 @@ def served(problem: PrefillProblem) -> bool:
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, d: int, p: int) -> None:
     if reason := registry.missing(kernel):
         pytest.skip(reason)
-    plan = registry.get_plan(kernel)(PrefillProblem(b=2, s=300, h=8, d=d, p=p, causal=True), None, Device.detect())
+    plan = registry.get_plan(kernel)(CHECKED[WIDTHS.index((d, p))], None, Device.detect())
     verdict = plan.supported()
     verdict = plan.feasible() if verdict else verdict
     if not verdict:
@@ -66,10 +72,7 @@ def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, d: int
 @pytest.mark.parametrize("d, p", WIDTHS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_is_picked_is_right(d: int, p: int, causal: bool) -> None:
-    for problem in (
-        PROBLEM.replace(d=d, p=p, causal=causal),
-        PROBLEM.replace(d=d, p=p, causal=causal, dtype="fp16", strided_kv=True, h=4, h_kv=2),
-    ):
+    for problem in picked(d, p, causal):
         inputs = make_inputs(problem, "cuda", seed=1)
         options = {"causal": causal, "return_lse": True}
         made = mla_prefill(*inputs, **options)
@@ -163,27 +166,51 @@ GRID = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("h_kv", [6, 2, 1], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_grid_of_flash_attns_own_test(h_kv: int, causal: bool) -> None:
-    """Four requests of random lengths, up to 20 below the most, as it draws them."""
+SHARED = (6, 2, 1)  # heads of keys beside 6 of queries
+
+
+def grid(h_kv: int, causal: bool) -> Iterator[tuple[tuple[int, int], PrefillProblem]]:
+    """(most queries and keys of a request, problem) of four requests each."""
     rng = random.Random(f"{h_kv} {causal}")
     for d, p in ((128, 0), (128, 64)):
         for most in GRID:
             lengths = [tuple(rng.randint(max(1, n - 20), n) for n in most) for _ in range(4)]
-            problem = PrefillProblem(b=4, h=6, h_kv=h_kv, d=d, p=p, causal=causal, lengths=lengths)
-            inputs = make_inputs(problem, "cuda", seed=sum(most))
-            out, lse, _ = flash_attn_varlen_func(*inputs, *most, causal=causal, return_attn_probs=True)
-            right(problem, inputs, (out, lse))
+            yield most, PrefillProblem(b=4, h=6, h_kv=h_kv, d=d, p=p, causal=causal, lengths=lengths)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_problems_that_nobody_chose(seed: int) -> None:
+@pytest.mark.parametrize("h_kv", SHARED, ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_grid_of_flash_attns_own_test(h_kv: int, causal: bool) -> None:
+    """Four requests of random lengths, up to 20 below the most, as it draws them."""
+    for most, problem in grid(h_kv, causal):
+        inputs = make_inputs(problem, "cuda", seed=sum(most))
+        out, lse, _ = flash_attn_varlen_func(*inputs, *most, causal=causal, return_attn_probs=True)
+        right(problem, inputs, (out, lse))
+
+
+SEEDS = range(8)
+
+
+def drawn(seed: int) -> PrefillProblem:
     rng = random.Random(f"prompts {seed}")
     fields = WORKLOAD.draw(rng)  # type: ignore[misc]
     fields |= {"s": min(fields["s"], 700), "h": min(fields["h"], 16), "t": min(fields["t"], 2000)}
     fields |= {"h_kv": min(fields["h_kv"], fields["h"]), "b": min(fields["b"], 12), "causal": rng.random() < 0.7}
-    problem = PrefillProblem(**fields, dtype=rng.choice(("bf16", "fp16")), strided_kv=rng.random() < 0.3)
+    return PrefillProblem(**fields, dtype=rng.choice(("bf16", "fp16")), strided_kv=rng.random() < 0.3)
+
+
+def problems() -> Iterator[PrefillProblem]:
+    """What is asked of `mla_prefill` here, as it sees it: without lengths."""
+    both = (True, False)
+    asked = [problem for d, p in WIDTHS for causal in both for problem in picked(d, p, causal)]
+    asked += [next(grid(h_kv, causal))[1].replace(p=p) for h_kv in SHARED for causal in both for p in (0, 64)]
+    for problem in (*asked, *map(drawn, SEEDS)):
+        yield problem.replace(lengths={"queries": problem.query_tokens, "keys": problem.keys})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_problems_that_nobody_chose(seed: int) -> None:
+    problem = drawn(seed)
     inputs = make_inputs(problem, "cuda", seed=seed)
     made = mla_prefill(*inputs, causal=problem.causal, return_lse=True)
-    right(replace(problem), inputs, made)
+    right(problem, inputs, made)

@@ -74,7 +74,9 @@ def test_copies_are_made_only_where_they_must() -> None:
     """A slice whose rows begin at multiples of 16 bytes is read where it lies."""
 
     class Watching(CpuEngine):
-        def run(self, way: object, problem: object, inputs: object, outputs: object, schedule: object = None) -> None:
+        def run(
+            self, way: object, problem: object, inputs: object, outputs: object, schedule: object = None, *_: object
+        ) -> None:
             self.read = inputs[0].data_ptr()  # type: ignore[index]
 
     engine, room = Watching(), torch.zeros(3, 2, 192).bfloat16()

@@ -206,7 +206,7 @@ def test_indices_that_lie_apart_and_of_64_bits_are_copied() -> None:
 class Spy(CpuEngine):
     """Keeps what it is asked to compute on, and computes nothing."""
 
-    def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None) -> None:
+    def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None, *_: Any) -> None:
         self.way, self.problem = way, problem
         self.given = dict(zip(input_names(problem), inputs, strict=True))
 

@@ -78,7 +78,7 @@ def untouched(view: Any, mark: float) -> bool:
 class Spy(CpuEngine):
     """Keeps what it is asked to compute on, and computes nothing."""
 
-    def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None) -> None:
+    def run(self, way: Any, problem: Any, inputs: Any, outputs: Any, schedule: Any = None, *_: Any) -> None:
         self.problem, self.inputs, self.outputs = problem, inputs, outputs
 
 

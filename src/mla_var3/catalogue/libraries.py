@@ -242,6 +242,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "flashinfer_fa3": _flashinfer("fa3"),
     "flashinfer_fa2": _flashinfer("fa2"),
     "fa3": _also("fa3", _fa3_qv),
+    "fa3_chunked": _also("fa3_chunked", _fa3_qv),
     "fa4": _fa4,
     "cudnn_sdpa": _in_torch("cudnn_sdpa", "cuDNN"),
     "cublas_bmm": _in_torch("cublas_bmm", "cuBLAS"),
@@ -300,6 +301,10 @@ _HOW: dict[str, tuple[str, str]] = {
         f"run {FETCH} fa3_qv, or pip install vllm",
     ),
     "fa3": (
+        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
+        f"run {FETCH} fa3_qv, or pip install vllm",
+    ),
+    "fa3_chunked": (
         "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
         f"run {FETCH} fa3_qv, or pip install vllm",
     ),

@@ -6,6 +6,6 @@ ordered list a workload. `evidence` holds them to the records, and `expected` sa
 
 from __future__ import annotations
 
-from mla_var3.dispatch.selection import Choice, choose, survey
+from mla_var3.dispatch.selection import Choice, boundaries, choose, survey
 
-__all__ = ["Choice", "choose", "survey"]
+__all__ = ["Choice", "boundaries", "choose", "survey"]

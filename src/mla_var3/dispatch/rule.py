@@ -33,11 +33,13 @@ HOPPER = ("sm_90a",)
 @dataclass(frozen=True)
 class Quantity:
     """A number of a problem, which conditions are about. of(problem): the number, above 0. near(problem, value): other
-    problems, which differ from this one in that their number is about `value`, the best one to measure first."""
+    problems, which differ from this one in that their number is about `value`, the best one to measure first.
+    of_class: problems of one class, whatever their sizes, have the same number."""
 
     name: str
     of: Callable[[Any], float]
     near: Callable[[Any, float], Iterable[Any]]
+    of_class: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ first that is accepted, so that few languages are imported.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from mla_var3.toolchain import mistakes
 if TYPE_CHECKING:
     from mla_var3.catalogue.registry import KernelId
     from mla_var3.device import Device
-    from mla_var3.dispatch.rule import Rule
+    from mla_var3.dispatch.rule import Bound, Rule
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.workload import Problem
 
@@ -114,6 +115,14 @@ def _warn_once(picked: Choice, first: Choice) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def boundaries(workload: str) -> tuple[Bound, ...]:
+    """The conditions of a workload's rules that problems of one class may differ in: those that agree in all of them
+    are computed by the same version."""
+    found = (bound for rule in rules.of(workload) for bound in rule.where if not bound.quantity.of_class)
+    return tuple(dict.fromkeys(found))
 
 
 def unnamed(workload: str) -> list[KernelId]:

@@ -368,6 +368,17 @@ NAMING = {
         rank=lambda p: (p.s * p.h, p.h, p.s, p.causal, p.b, p.t),
         detail=_prefill_detail,
     ),
+    "chunked_prefill": Naming(
+        words=lambda p: f"{_count(p.b, 'chunk')} of {_count(p.s, 'token')} behind a prefix, "
+        f"{_count(p.t, 'cached token')}, {_count(p.h, 'head')}"
+        + ("" if p.lengths == "uniform" else ", lengths differ"),
+        geometry=lambda p: f"latent {p.k}+{p.p}, heads {p.d + p.p}/{p.d}",
+        panel=lambda p: f"{p.h} heads, chunk of a cached prompt{_unusual(p)}",
+        place=("s", "t"),
+        rank=lambda p: (p.h, p.dtype, p.s, p.b, p.t),
+        detail=lambda p: _left_out("k", "p", "d", "page")(p)
+        + ("" if p.lengths == "uniform" else _digest(json.dumps(p.to_record()["lengths"]))),
+    ),
     "layer": Naming(
         words=lambda p: f"{_count(p.b, 'request')} of {_count(p.t, 'cached token')}, {_count(p.h, 'head')}, "
         f"hidden states of {p.hidden} columns",

@@ -7,13 +7,12 @@ functions that note their arguments, says all of it; so nothing here knows a ver
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import Unsupported, UserError
+from mla_var3.ops.engine import Noted, noting
 from mla_var3.runtime.scaling import sign_of
-from mla_var3.toolchain.aot import CompileCache
 
 if TYPE_CHECKING:
     import torch
@@ -81,16 +80,16 @@ def call_of(way: Way, problem: MlaProblem, device: Device) -> Call:
         why = registry.missing(LANGUAGE) or f"no {LANGUAGE} version takes {problem.label} on {device.key}."
         raise Unsupported(f"{kernel.label} is picked, and only {LANGUAGE} versions can be called so: {why}")
     plan = way.make(problem, device)
-    noted = _Noted()
-    plan.compiled = noted
+    plan.compiled = Noted()
     plan.late_tensors = True  # the functions are called with torch's tensors, not with what is made of them
     inputs, zeros = inputs_of(problem), _zeros()
     with zeros:
         bound = plan.plan(*inputs)
-    bound.launch()
+    with noting() as calls:
+        bound.launch()
     groups = {"input": inputs, "output": bound.output_tensors}
     known = {id(x) for group in groups.values() for x in group}
-    passed = [x for _, arguments in noted.calls for x in arguments if isinstance(x, torch.Tensor)]
+    passed = [x for _, arguments in calls for x in arguments if isinstance(x, torch.Tensor)]
     groups["workspace"] = tuple({id(x): x for x in passed if id(x) not in known}.values())
     buffers = {
         id(x): Buffer(role, i, tuple(x.shape), str(x.dtype).removeprefix("torch."), id(x) in zeros.made)
@@ -101,7 +100,7 @@ def call_of(way: Way, problem: MlaProblem, device: Device) -> Call:
     def plain(argument: Any) -> Any:
         return buffers[id(argument)] if isinstance(argument, torch.Tensor) else argument
 
-    steps = tuple(HostCall(compiled, tuple(map(plain, arguments))) for compiled, arguments in noted.calls)
+    steps = tuple(HostCall(compiled, tuple(map(plain, arguments))) for compiled, arguments in calls)
     given, results, workspaces = (tuple(buffers[id(x)] for x in group) for group in groups.values())
     return Call(kernel.label, given, results, workspaces, steps)
 
@@ -125,20 +124,6 @@ def inputs_of(problem: MlaProblem) -> tuple[Any, ...]:
     if problem.packed:
         return (*given, empty(torch.int32, problem.b + 1))
     return (*given, empty(torch.uint8, problem.b, problem.s, problem.s)) if problem.tree else given
-
-
-class _Noted(CompileCache):
-    """Compiled functions that note how they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[CompiledKernel, tuple[Any, ...]]] = []
-
-    def __setitem__(self, key: Any, compiled: CompiledKernel) -> None:
-        super().__setitem__(key, replace(compiled, handle=functools.partial(self._note, compiled)))
-
-    def _note(self, compiled: CompiledKernel, *arguments: Any) -> None:
-        self.calls.append((compiled, arguments))
 
 
 def _zeros() -> Any:

@@ -6,6 +6,11 @@ the caller's memory (`tensor.data = other`, a third of a microsecond each), and 
 engine keeps no caller's memory alive. A plan with `late_tensors` reads addresses when it launches; a
 kernel that keeps views of its tensors (cuTile's handles) is bound anew in each call.
 
+A call that was judged once can be remembered (`Engine.remembered`): its function keeps a signature, which holds all
+that the compiled code and the choice of a version depend on, and what launches the planned kernel on other tensors.
+Such a call looks its signature up and launches: the compiled function compares shapes, dtypes, strides, addresses and
+devices with what it was made for before it launches, so they need not be judged on the way there.
+
 Streams: a kernel's workspaces are used by one stream only, so calls on several streams do not meet. While a stream is
 captured, workspaces come from the graph's own memory and are kept for that capture alone; replays of a graph use them
 whenever they run. Two calls on one stream are in order anyway.
@@ -18,13 +23,14 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError
 from mla_var3.toolchain.aot import CompileCache
+from mla_var3.toolchain.compiled import CompiledKernel
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +79,48 @@ class DecodeSchedule:
     counted: Any = None  # of the lengths, by `mla_decode_cp`
 
 
+class Noted(CompileCache):
+    """Compiled functions that can note how they are called in place of computing (`noting`)."""
+
+    def __setitem__(self, key: Any, compiled: Any) -> None:
+        if isinstance(compiled, CompiledKernel):  # else the cache of a version that the plan's own is made of
+            compiled = replace(compiled, handle=functools.partial(_called, compiled))
+        super().__setitem__(key, compiled)
+
+
+Noticed = list[tuple[CompiledKernel, tuple[Any, ...]]]  # compiled functions with their arguments, in order
+_noting = threading.local()  # calls: what this thread notes, where it does
+
+
+@contextmanager
+def noting() -> Iterator[Noticed]:
+    """In it, functions of a `Noted` cache that this thread calls compute nothing and are appended to what it gives."""
+    _noting.calls = calls = list[Any]()
+    try:
+        yield calls
+    finally:
+        _noting.calls = None
+
+
+def _called(compiled: CompiledKernel, *arguments: Any) -> None:
+    calls = getattr(_noting, "calls", None)
+    if calls is None:
+        compiled.handle(*arguments)
+    else:
+        calls.append((compiled, arguments))
+
+
+@dataclass
+class Remembered:
+    """A launch that calls of one signature share: launch(*inputs, *outputs), on the stream of the signature. facts:
+    what the function that remembers it wants to know again. spare: memory that calls write and nobody reads."""
+
+    launch: Callable[..., Any]
+    facts: Any
+    bound: Bound
+    spare: torch.Tensor | None = None
+
+
 @dataclass
 class Bound:
     """A kernel on the engine's own tensors; `lock` is held while they are pointed at a caller's."""
@@ -84,6 +132,8 @@ class Bound:
     follows: bool
     bytes: int
     scheduled: Scheduled | None = None  # the kernel, where its calls may share a schedule
+    direct: Callable[..., Any] | None = None  # as of `direct_launch`
+    recent: bool = True  # launched by a remembered call, or made, since it was last looked at
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch(
@@ -128,6 +178,7 @@ class Engine:
         self._kept: OrderedDict[Any, Bound] = OrderedDict()
         self._captured: tuple[int, dict[Any, Bound]] = (0, {})
         self._warm: set[Any] = set()
+        self._remembered: dict[Any, Remembered] = {}
         self._compiled: dict[Any, CompileCache] = {}
         self._lock = threading.Lock()
 
@@ -145,6 +196,15 @@ class Engine:
         if not torch.cuda.is_current_stream_capturing():
             return None
         return capture_id(stream)
+
+    def plain_stream(self, device: torch.device) -> int | None:
+        """The number of the current stream, where a launch needs no more: the device is the current one, and nothing is
+        being captured. Else None."""
+        import torch
+
+        if torch._C._cuda_getDevice() != device.index or torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        return int(torch._C._cuda_getCurrentRawStream(device.index))
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Makes a device the current one."""
@@ -170,11 +230,15 @@ class Engine:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         schedule: DecodeSchedule | None = None,
+        remember: tuple[Any, Any] | None = None,
     ) -> None:
         """Computes a problem on the inputs of its workload into its outputs. A problem of decode says which of its
         tensors have strides (`strided`, `strided_out`), which kernels are given at each launch, and a kernel serves
         caches of `strided_pages` as far apart as its own; of others a kernel serves calls with the same strides and
         shapes.
+
+        remember: (signature, facts) of the call, for `remembered` to find. It is kept where the kernel of the way
+        serves any sizes, is one compiled function on the inputs and outputs as they are, and no graph is captured.
 
         schedule: for calls that share one. Never waits for the device. The first call for a way and shapes plans, and
         compiles what is in no cache. Raises `UserError` when that would happen in a capture, and for a schedule that
@@ -205,6 +269,22 @@ class Engine:
                 self._keep(key, stream, capture, bound)
             bound.launch(inputs, outputs, schedule)
             self._warm.add(key)
+            if remember is not None and bound.direct is not None and capture is None:
+                signature, facts = remember
+                with self._lock:
+                    # What was dropped meanwhile must not stay.
+                    if self._kept.get((key, stream)) is bound:
+                        made = Remembered(bound.direct, facts, bound)
+                        self._remembered[signature, device.index, stream] = made
+
+    def remembered(self, signature: Any, device: torch.device) -> Remembered | None:
+        """What an earlier call of this signature kept for the current stream of a device; None where there is none, the
+        device is not the current one, or a graph is being captured, which has workspaces of its own."""
+        stream = self.plain_stream(device)
+        found = None if stream is None else self._remembered.get((signature, device.index, stream))
+        if found is not None:
+            found.bound.recent = True
+        return found
 
     def _find(self, key: Any, stream: int, capture: int | None) -> Bound | None:
         with self._lock:
@@ -233,7 +313,13 @@ class Engine:
             while len(self._kept) > 1 and (
                 len(self._kept) > self.most_kernels or sum(b.bytes for b in self._kept.values()) > self.most_bytes
             ):
-                self._kept.popitem(last=False)
+                oldest, other = self._kept.popitem(last=False)
+                if other.recent:  # remembered calls do not move it to the end, so that it gets a second round
+                    other.recent = False
+                    self._kept[oldest] = other
+                    continue
+                for signature in [x for x, found in self._remembered.items() if found.bound is other]:
+                    del self._remembered[signature]
 
     def _plan(self, way: Way, problem: Problem, inputs: Sequence[torch.Tensor], key: Any) -> Bound:
         import torch
@@ -244,7 +330,8 @@ class Engine:
         plan.feasible().require(Infeasible)  # sizes that it has no room for: fixed_split picks by the class
         arch = None if hardware is None else hardware.arch
         with self._lock:
-            plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), CompileCache())
+            cache = Noted() if way.any_size else CompileCache()
+            plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), cache)
         plan.late_tensors = True
         # Tensors made in inference mode could not be pointed elsewhere outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -258,7 +345,8 @@ class Engine:
                 f"{kernel.name} has {size} bytes of workspaces: sizes of a problem may decide of them."
             )
         scheduled = kernel if isinstance(kernel, Scheduled) else None
-        return Bound(kernel, own, outputs, blanks, follows_tensors(kernel), size, scheduled)
+        direct = direct_launch(kernel, (*own, *outputs)) if way.any_size else None
+        return Bound(kernel, own, outputs, blanks, follows_tensors(kernel), size, scheduled, direct)
 
     def forget(self) -> None:
         """Drops every kernel and its workspaces; compiled code stays."""
@@ -266,6 +354,7 @@ class Engine:
             self._kept.clear()
             self._captured = (0, {})
             self._warm.clear()
+            self._remembered.clear()
 
 
 def holder(tensor: torch.Tensor) -> torch.Tensor:
@@ -287,6 +376,31 @@ def follows_tensors(kernel: Any) -> bool:
         getattr(stage, "follows_tensors", False) or isinstance(stage, CuteKernel | TorchKernel | TritonKernel)
         for stage in _stages(kernel)
     )
+
+
+def direct_launch(kernel: Any, own: Sequence[Any]) -> Callable[..., Any] | None:
+    """What launches a planned kernel on other tensors than its own inputs and outputs, given in this order. None for a
+    kernel that is more than one compiled function of a `Noted` cache, or takes more of its tensors than those and its
+    workspaces, a view say."""
+    import torch
+
+    from mla_var3.runtime.cute_kernel import CuteKernel
+
+    if not isinstance(kernel, CuteKernel):
+        return None
+    with noting() as calls:
+        kernel.launch()
+    if len(calls) != 1:
+        return None
+    compiled, arguments = calls[0]
+    first, rest = arguments[: len(own)], arguments[len(own) :]
+    known = {id(x) for x in kernel.workspace_tensors}
+    if [id(x) for x in first] != [id(x) for x in own]:
+        return None
+    if any(isinstance(x, torch.Tensor) and id(x) not in known for x in rest):
+        return None
+    handle = compiled.handle
+    return lambda *tensors: handle(*tensors, *rest)
 
 
 def _stages(kernel: Any) -> Iterator[Any]:

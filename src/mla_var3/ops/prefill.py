@@ -11,6 +11,7 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.dispatch import boundaries
 from mla_var3.errors import Infeasible, Unsupported, UserError
 from mla_var3.ops.request import (
     VECTOR,
@@ -25,7 +26,8 @@ from mla_var3.ops.request import (
     rows_of,
 )
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import engine_of, way_for
+from mla_var3.ops.ways import compute, engine_of, way_for
+from mla_var3.workload import MOST_LISTED
 from mla_var3.workload.prefill import PrefillProblem, write
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from mla_var3.device import Device
     from mla_var3.ops.engine import Engine, Way
+    from mla_var3.workload.prefill import PrefillClass
 
 #: The version that computes where no other takes a problem, and on a CPU: right everywhere, and slow.
 ANYWHERE = "torch/flash_attention"
@@ -83,6 +86,9 @@ def mla_prefill(
     """
     import torch
 
+    again = _again(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, out, lse, return_lse, kernel, on)
+    if again is not None:
+        return again if return_lse else again[0]
     judge("q", q, (None, None, None), None, q)
     judge("k", k, (None, None, q.shape[2]), q.dtype, q)
     judge("v", v, (len(k), k.shape[1], None), q.dtype, q)
@@ -106,8 +112,85 @@ def mla_prefill(
         dtype_name(q.dtype, "q", DTYPES, "pass torch.bfloat16, torch.float16, or on a CPU torch.float32"),
         None if scale is None else number("scale", scale), not (keys.is_contiguous() and values.is_contiguous()),
     )  # fmt: skip
-    _serve(problem, (compact(q.detach()), keys, values, of_q, of_k), (target, sums), kernel, on)
+    given = _signature(q, k, v, scale, causal, kernel) if keys.data_ptr() == k.data_ptr() else None
+    _serve(problem, (compact(q.detach()), keys, values, of_q, of_k), (target, sums), kernel, on, given)
     return (target, sums) if return_lse else target
+
+
+#: Bytes of an lse that nobody asked for, up to which it is kept for the next call to write.
+MOST_SPARE = 1 << 24
+#: Tokens of all requests up to which a call is remembered, where the version takes so many.
+MOST_REMEMBERED = 1 << 21
+
+
+def _signature(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool, kernel: str | None
+) -> tuple[Any, ...] | None:
+    """What compiled code, the choice of a version and the launch depend on, beside lengths; None for tensors that are
+    copied or detached first. Strides of k and v are those of rows within rows, whatever their number."""
+    if not q.is_contiguous() or q.requires_grad or k.requires_grad or v.requires_grad:
+        return None
+    _, h, dk = q.shape
+    _, h_kv, dv = v.shape
+    strides = None
+    if not (k.is_contiguous() and v.is_contiguous()):
+        strides = k.stride(), v.stride()
+        for (token, head, column), columns in zip(strides, (dk, dv), strict=True):
+            if column != 1 or head < columns or token < head * h_kv:
+                return None
+    return q.dtype, h, dk, h_kv, dv, strides, scale, causal, kernel
+
+
+def _again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: torch.Tensor, of_k: torch.Tensor, scale: float | None,
+    causal: bool, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, kernel: str | None,
+    on: Engine | None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """(out, lse) of a call whose signature was judged before; None for another one, and for one that is wrong."""
+    import torch
+
+    try:
+        if on is None and not q.is_cuda:
+            return None
+        n, h, dk = q.shape
+        m, h_kv, dv = v.shape
+        b = of_q.numel() - 1
+        signature = _signature(q, k, v, scale, causal, kernel)
+        if signature is None or type(scale) is bool or of_q.dtype != torch.int32 or of_k.dtype != torch.int32:
+            return None
+        served = engine_of(None, q, "q", "mla_prefill") if on is None else on
+        found = served.remembered((signature, _regime(b, n, m, h, h_kv, dk, dv, causal, q.dtype)), q.device)
+        if found is None or not (0 < n <= found.facts and 0 < m <= found.facts and 0 < b <= MOST_LISTED):
+            return None
+        if (out is not None and not out.is_contiguous()) or (lse is not None and not lse.is_contiguous()):
+            return None
+        target = q.new_empty((n, h, dv)) if out is None else out
+        sums = lse
+        if sums is None and not return_lse and found.spare is not None and found.spare.shape[1] == n:
+            sums = found.spare
+        if sums is None:
+            sums = q.new_empty((h, n), dtype=torch.float32)
+            if not return_lse and sums.nbytes <= MOST_SPARE:
+                found.spare = sums
+        found.launch(q, k, v, of_q, of_k, target, sums)
+    except (AttributeError, TypeError, ValueError):  # of what does not fit, which the judge says in one sentence
+        return None
+    return target, sums
+
+
+def _regime(
+    b: int, n: int, m: int, h: int, h_kv: int, dk: int, dv: int, causal: bool, dtype: torch.dtype
+) -> tuple[bool, ...]:
+    """On which sides of the dispatcher's boundaries in lengths a call is."""
+    bounds = boundaries("prefill")
+    if not bounds:
+        return ()
+    like = _problem(1, 1, 1, h, h_kv, dv, dk - dv, bool(causal), dtype_name(dtype, "q", DTYPES), None, False)
+    # A copy with other lengths, which a constructor would judge for longer than a launch takes.
+    problem = object.__new__(PrefillProblem)
+    lengths = (("queries", n), ("keys", m))
+    problem.__dict__.update(like.__dict__, b=b, s=max(1, -(-n // b)), t=-(-m // b), lengths=lengths)
+    return tuple(bound.holds(problem) for bound in bounds)
 
 
 def flash_attn_varlen_func(
@@ -137,6 +220,19 @@ def flash_attn_varlen_func(
     not require a gradient. return_attn_probs: returns (out, lse (h, n) float32, an empty tensor), as flash_attn does
     without dropout; lse is -inf, and not +inf, where a query sees no key.
     """
+    plain = alibi_slopes is None and block_table is None and type(dropout_p) is float and type(softcap) is float
+    if not plain or dropout_p or softcap or window_size != (-1, -1):
+        _refuse(dropout_p, window_size, softcap, alibi_slopes, block_table)
+    if softmax_scale is not None:
+        softmax_scale = number("softmax_scale", softmax_scale)
+    made = mla_prefill(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=bool(causal), return_lse=return_attn_probs, scale=softmax_scale
+    )
+    return (*made, q.new_empty(0)) if isinstance(made, tuple) else made
+
+
+def _refuse(dropout_p: Any, window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any) -> None:
+    """Raises `UserError` for the first of these that is not at its default."""
     import torch
 
     refused: tuple[tuple[str, Any, bool, str], ...] = (
@@ -151,12 +247,6 @@ def flash_attn_varlen_func(
             what = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
             more = ": mla_chunk_prefill attends to a paged cache" if name == "block_table" else ""
             raise UserError(f"{name} is {what}, which no version computes{more}; leave it at {default}.")
-    made = mla_prefill(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=bool(causal), return_lse=True,
-        scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
-    )  # fmt: skip
-    assert isinstance(made, tuple)
-    return (*made, q.new_empty(0)) if return_attn_probs else made[0]
 
 
 def require_no_gradient(**tensors: torch.Tensor) -> None:
@@ -177,8 +267,9 @@ def _serve(
     outputs: Sequence[torch.Tensor],
     kernel: str | None,
     on: Engine | None,
+    signature: tuple[Any, ...] | None,
 ) -> None:
-    """Computes the problem of a call, unless it has no query token."""
+    """Computes the problem of a call, unless it has no query token. signature: under which later calls may find it."""
     q, k, v, *offsets = inputs
     if kernel is None and on is None and q.device.type == "cpu":
         for name, x, rows in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, (len(q), len(k)), strict=True):
@@ -192,15 +283,22 @@ def _serve(
     if not len(k):  # a descriptor of no rows is none; a row that no request has is not read
         k, v = k.new_zeros((1, *k.shape[1:])), v.new_zeros((1, *v.shape[1:]))
         problem = problem.replace(lengths={"queries": len(q), "keys": 1})
-    way, strided = _way(problem, served.hardware(q.device), kernel)
-    if problem.strided_kv and not strided:
-        problem, k, v = problem.replace(strided_kv=False), k.contiguous(), v.contiguous()
+    hardware = served.hardware(q.device)
+    way = _way(problem.replace(strided_kv=False), hardware, kernel)
     if way.key[0].label == ANYWHERE and served.capture(served.stream(q.device)) is not None:
         raise UserError(
             "a graph is being captured, and no version takes these widths on this device but the one in torch, which "
             "waits for it: call outside of the capture."
         )
-    served.run(way, problem, (q, k, v, *offsets), outputs)
+    remember = None
+    if way.any_size and signature is not None and problem.keys:
+        (n, h, dk), (m, h_kv, dv) = q.shape, v.shape
+        regime = _regime(problem.b, n, m, h, h_kv, dk, dv, problem.causal, q.dtype)
+        remember = (signature, regime), _most_tokens(way, problem.problem_class(), hardware)
+    compute(
+        served, way, problem, (q, k, v, *offsets), outputs, apart=(1, 2) if problem.strided_kv else (),
+        field="strided_kv", remember=remember,
+    )  # fmt: skip
 
 
 def _judge_offsets(name: str, offsets: Sequence[int], rows: int) -> None:
@@ -213,28 +311,34 @@ def _judge_offsets(name: str, offsets: Sequence[int], rows: int) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _way(problem: PrefillProblem, device: Device | None, kernel: str | None) -> tuple[Way, bool]:
-    """How a problem is computed, and whether k and v may have gaps between their rows: the dispatcher's pick, a version
-    that the caller names, or where none takes the problem the version in torch."""
-    way: Way | None = None
-    if kernel is not None:
-        way = way_for(problem, device, kernel=kernel)
-    elif device is not None:
-        # Rather two copies than a slow version.
-        for strided in dict.fromkeys((problem.strided_kv, False)):
-            try:
-                way = way_for(problem.replace(strided_kv=strided), device)
-                break
-            except Unsupported:
-                continue
-    if way is None:
+def _way(problem: PrefillProblem, device: Device | None, kernel: str | None) -> Way:
+    """How a problem is computed: by the dispatcher's pick, a version that the caller names, or where none takes the
+    problem by the version in torch."""
+    try:
+        way = way_for(problem, device, kernel=ANYWHERE if kernel is None and device is None else kernel)
+    except Unsupported:
+        if kernel is not None:
+            raise
         way = way_for(problem, device, kernel=ANYWHERE)
-    plan = way.make(problem.replace(strided_kv=False), device)
+    plan = way.make(problem, device)
     plan.supported().require(Unsupported)  # here, as one kernel may serve problems that it was not planned for
     plan.feasible().require(Infeasible)
     # Prompts differ in length from call to call, and planning takes a millisecond. A copy of q, which a scale of zero
     # or below takes, has q's size.
-    return replace(way, any_size=plan.any_size and problem.scale > 0), "strided_kv" in plan.requires.options
+    return replace(way, any_size=plan.any_size and problem.scale > 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_tokens(way: Way, kind: PrefillClass, device: Device | None) -> int:
+    """Tokens of queries or keys, a power of two, of which a version takes any number up to it; 0: not even one."""
+    tokens = MOST_REMEMBERED
+    while tokens:
+        fields = {name: getattr(kind, name) for name in ("h", "h_kv", "p", "d", "causal", "dtype")}
+        plan = way.make(PrefillProblem(**fields, lengths={"queries": tokens, "keys": tokens}), device)
+        if plan.supported() and plan.feasible():
+            break
+        tokens //= 2
+    return tokens
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

@@ -7,7 +7,7 @@ A version is picked by `mla_var3.dispatch`, named by the caller, or chosen for s
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
 from mla_var3.ops.engine import Way, engine
@@ -57,17 +57,22 @@ def compute(
     apart: Sequence[int] = (),
     apart_out: bool = False,
     schedule: DecodeSchedule | None = None,
+    *,
+    field: str = "strided",
+    remember: tuple[Any, Any] | None = None,
 ) -> None:
     """Runs a version on tensors whose rows may lie apart. This is the one place where such tensors are copied, for a
     version that does not read or write them.
 
     apart: places of inputs with gaps between their rows that versions may read. apart_out: whether outputs have such.
-    Others are as the version takes them.
+    Others are as the version takes them. field: of the problem, that says that inputs have gaps. remember: as of
+    `Engine.run`, of a call without copies.
     """
     if apart or apart_out:
         device = served.hardware(inputs[0].device)
-        problem, copies_in, copies_out = _taken(way, problem, device, bool(apart), apart_out)
+        problem, copies_in, copies_out = _taken(way, problem, device, bool(apart), apart_out, field)
         if copies_in:
+            remember = None
             inputs = [compact(x) if i in apart else x for i, x in enumerate(inputs)]
         if copies_out:
             import torch
@@ -79,26 +84,26 @@ def compute(
             return
         if apart_out:
             outputs = [plain_strides(x) for x in outputs]
-    served.run(way, problem, inputs, outputs, schedule)
+    served.run(way, problem, inputs, outputs, schedule, remember)
 
 
 @functools.lru_cache(maxsize=4096)
 def _taken(
-    way: Way, problem: Problem, device: Device | None, apart: bool, apart_out: bool
+    way: Way, problem: Problem, device: Device | None, apart: bool, apart_out: bool, field: str
 ) -> tuple[Problem, bool, bool]:
     """(problem, copies of inputs, copies of outputs) for tensors that lie apart: the problem whose class has the code
     for those that the version takes, and whether the others have to be copied."""
-
+    problem = problem.replace(**{field: False})
     own = way.make(problem, device)
 
-    def takes(**fields: bool) -> bool:
-        plan = way.make(problem.replace(**fields), device)
+    def takes(name: str) -> bool:
+        plan = way.make(problem.replace(**{name: True}), device)
         # Other knobs than a contiguous call has would give other bits.
         return bool(plan.requires.accepts(plan.problem)) and plan.tiling == own.tiling and bool(plan.feasible())
 
-    reads, writes = apart and takes(strided=True), apart_out and takes(strided_out=True)
-    in_code = reads and not own.reads_any_strides
-    return problem.replace(strided=in_code, strided_out=writes), apart and not reads, apart_out and not writes
+    reads, writes = apart and takes(field), apart_out and takes("strided_out")
+    changes = {field: reads and not own.reads_any_strides} | ({"strided_out": True} if writes else {})
+    return problem.replace(**changes), apart and not reads, apart_out and not writes
 
 
 def engine_of(on: Engine | None, tensor: torch.Tensor, name: str, function: str) -> Engine:

@@ -26,6 +26,7 @@ OTHERS = {
     **dict.fromkeys(("torch_compile_rope_append", "flashinfer_rope_append"), "rope"),
     "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
+    "fa3_chunked": "chunked_prefill",
     **dict.fromkeys(("flash_mla_layer", "torch_compile_mla_layer"), "layer"),
     **dict.fromkeys(("flash_mla_sparse", "fa3_sparse", "flashinfer_sparse"), "sparse_decode"),
 }

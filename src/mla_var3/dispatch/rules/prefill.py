@@ -13,7 +13,7 @@ def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProble
 
 
 #: Masks of a problem: the ends of requests, and the causal one.
-MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks)
+MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
 
 RULES = (
     Rule(

@@ -1,5 +1,5 @@
-"""FlashAttention: the third with a second query part, dense (`fa3_qv`) and sparse (`fa3_sparse`), and for prefill
-(`fa3`), out of a vllm wheel; the fourth, for prefill (`fa4`)."""
+"""FlashAttention: the third with a second query part, dense (`fa3_qv`) and sparse (`fa3_sparse`), and for prefill,
+alone (`fa3`) and over a cached prefix (`fa3_chunked`), out of a vllm wheel; the fourth, for prefill (`fa4`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.catalogue.libraries import Library
 from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError, Verdict
+from mla_var3.kernel import chunks
 from mla_var3.kernel.library import (
     LATENT,
     ROPE,
     Attached,
+    NoKnobs,
     PeerDecodePlan,
+    PeerMixin,
     PeerPrefillPlan,
     PeerSparsePlan,
     in_bf16,
@@ -32,9 +35,11 @@ from mla_var3.kernel.library import (
     value_columns,
 )
 from mla_var3.packed_cache import VALUES
-from mla_var3.workload import sparse_decode
+from mla_var3.runtime import KernelPlan, LibraryCall
+from mla_var3.workload import chunked_prefill, sparse_decode
 
 if TYPE_CHECKING:
+    from mla_var3.workload.chunked_prefill import ChunkedProblem
     from mla_var3.workload.prefill import PrefillProblem
 
 #: Query rows of one of FlashAttention-3's blocks.
@@ -206,7 +211,7 @@ class Fa3SparsePlan(PeerSparsePlan):
 def takes_heads(peer: str) -> Any:
     """A predicate: keys have at most 256 columns, and the library is here."""
 
-    def verdict(problem: PrefillProblem) -> Verdict:
+    def verdict(problem: PrefillProblem | ChunkedProblem) -> Verdict:
         if (columns := problem.d + problem.p) > 256 or columns % 8:
             return Verdict.no(
                 f"peer/{peer} takes keys of up to 256 columns, a multiple of 8; the problem has {columns}"
@@ -214,6 +219,36 @@ def takes_heads(peer: str) -> Any:
         return is_here(peer)(problem)
 
     return verdict
+
+
+def fa3_varlen(
+    attend: Any, q: Any, k: Any, v: Any, out: Any, of_q: Any, of_k: Any, most_q: int, most_k: int, scale: float,
+    causal: bool, splits: int = 1,
+) -> Any:  # fmt: skip
+    """Arguments of FlashAttention-3's varlen entry, in its order, as this build has them."""
+    return named_arguments(
+        attend,
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "cu_seqlens_q": of_q,
+            "cu_seqlens_k": of_k,
+            "max_seqlen_q": most_q,
+            "max_seqlen_k": most_k,
+            "softmax_scale": scale,
+            "is_causal": causal,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "softcap": 0.0,
+            "is_rotary_interleaved": True,
+            "num_splits": splits,
+            "sm_margin": 0,
+            "cp_world_size": 1,
+            "cp_rank": 0,
+        },
+    )
 
 
 class Fa3Plan(PeerPrefillPlan):
@@ -234,29 +269,10 @@ class Fa3Plan(PeerPrefillPlan):
         columns = value_columns(q.shape[-1], v.shape[-1])
         out = q.new_empty((*q.shape[:2], columns))
         attend = load_extension(library, "_vllm_fa3_C").fwd.default
-        arguments = named_arguments(
-            attend,
-            {
-                "q": q,
-                "k": k,
-                "v": padded_values(v, columns),
-                "out": out,
-                "cu_seqlens_q": of_q,
-                "cu_seqlens_k": of_k,
-                "max_seqlen_q": longest(of_q),
-                "max_seqlen_k": longest(of_k),
-                "softmax_scale": self.problem.scale,
-                "is_causal": self.problem.causal,
-                "window_size_left": -1,
-                "window_size_right": -1,
-                "softcap": 0.0,
-                "is_rotary_interleaved": True,
-                "num_splits": 1,
-                "sm_margin": 0,
-                "cp_world_size": 1,
-                "cp_rank": 0,
-            },
-        )
+        arguments = fa3_varlen(
+            attend, q, k, padded_values(v, columns), out, of_q, of_k, longest(of_q), longest(of_k), self.problem.scale,
+            self.problem.causal,
+        )  # fmt: skip
         last = [out.new_empty((q.shape[1], q.shape[0])).float()]
 
         def call() -> None:
@@ -265,6 +281,48 @@ class Fa3Plan(PeerPrefillPlan):
         return Attached(
             call, lambda: (out[..., : v.shape[-1]], prefill_lse(last[0])), keep=inputs, outputs=(out,), made=last
         )
+
+
+class Fa3ChunkedPlan(PeerMixin, KernelPlan):
+    """A prefix as keys and values of every head, as serving engines do it: cuBLAS, FlashAttention-3, and a merge.
+
+    Rows are gathered, projected and merged by what our own pipeline has for that (`mla_var3.kernel.chunks`), so that
+    the two differ in attention alone: a piece is one call of the library's varlen entry, and its log-sum-exp, which the
+    library allocates, is merged where it is. Where query tiles of 128 tokens are fewer than three quarters of the
+    multiprocessors, the number of splits of the keys is the library's own choice, else 1. Hopper only.
+    """
+
+    workload = chunked_prefill.WORKLOAD
+    tiling_type = NoKnobs
+    peer = "fa3_chunked"
+    requires = Requirement(archs=("sm_90a",), problem=takes_heads("fa3_chunked"))
+    allocates = True
+    leaves_out = ("in_place",)
+
+    def attach(self, library: Library, *inputs: Any) -> Attached:
+        attend = load_extension(library, "_vllm_fa3_C").fwd.default
+        most = longest(chunked_prefill.named(inputs)["cu_seqlens_q"])
+        pd = self.problem
+        splits = splits_for(pd.b, most * pd.h // 2, (self.device or Device.get("h200")).num_sms)
+
+        def attended(
+            q: Any, keys: Any, values: Any, of_q: Any, of_k: Any, causal: bool
+        ) -> tuple[LibraryCall, Any, Any]:  # fmt: skip
+            out, lse = q.new_empty((*q.shape[:2], values.shape[-1])), q.new_empty(0).float()
+            arguments = fa3_varlen(attend, q, keys, values, out, of_q, of_k, most, len(keys), pd.scale, causal, splits)
+
+            def call() -> None:
+                lse.data = attend(*arguments)[1]
+
+            return LibraryCall(call, name="fa3"), out, lse
+
+        stages, out, lse = chunks.decompress(self.problem, inputs, attended)
+
+        def call() -> None:
+            for stage in stages:
+                stage.launch()
+
+        return Attached(call, lambda: (out, prefill_lse(lse).t()), keep=inputs, outputs=(out,))
 
 
 class Fa4Plan(PeerPrefillPlan):

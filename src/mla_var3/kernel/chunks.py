@@ -1,0 +1,390 @@
+"""A prefix of cached latents as keys and values of every head, piece by piece: what both ways of it share.
+
+    rows of the cache ─gather→ latents (m, k) ─· W_UK of every head→ keys[..., :d]      cu_seqlens_k of the piece
+                           └─→ rope columns, into every head's keys[..., d:]
+                              latents         ─· W_UV of every head→ values
+
+Products write where attention reads: nothing is transposed, split or concatenated. The last piece holds what is left of
+the prefixes and, behind each one, the request's new tokens, so that causal attention over it sees both at once; where
+everything fits into one piece, nothing is merged. Else each piece's result is merged into the one before by the
+log-sum-exps of both.
+
+`decompress` and `absorbed` make pipelines of these functions and of versions that stand for themselves, which the
+laboratory plans, checks and times. `mla_var3.ops.chunk_prefill` has its own, until these have run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.catalogue import registry
+from mla_var3.catalogue.registry import KernelId
+from mla_var3.errors import UserError, Verdict
+from mla_var3.runtime import KernelPipeline, LibraryCall, Tiling
+from mla_var3.workload import chunked_prefill
+
+if TYPE_CHECKING:
+    from mla_var3.device import Device
+    from mla_var3.runtime import KernelPlan
+    from mla_var3.runtime.base import BaseKernel
+    from mla_var3.toolchain.digest import Code
+    from mla_var3.workload import Problem
+    from mla_var3.workload.chunked_prefill import ChunkedProblem
+
+#: Query tokens of a tile of flash_attention, and the multiprocessors of an H200.
+QUERY_TILE, MULTIPROCESSORS = 128, 132
+#: Tokens of a prefix below which splitting it gains nothing.
+LEAST_SPLIT = 2048
+#: Bytes of the keys and values of a piece. With 128 heads of 192 and 128 columns in 16 bits it has 13,107 tokens.
+PIECE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens first .. end - 1 of the prefixes behind one another, or with end None all from `first` on and the new
+    tokens too. rows: how many there are at most."""
+
+    first: int
+    end: int | None
+    rows: int
+
+    @property
+    def own(self) -> bool:
+        """Whether it holds the new tokens, so that attention over it is causal."""
+        return self.end is None
+
+
+def pieces(prefix_tokens: int, new_tokens: int, token_bytes: int) -> Iterator[Piece]:
+    """The pieces of a call, that with the new tokens last. token_bytes: of the keys and values of a token."""
+    most = max(1, PIECE_BYTES // token_bytes)
+    # The new tokens stay together, however many they are.
+    ahead = max(0, prefix_tokens - max(0, most - new_tokens))
+    for first in range(0, ahead, most):
+        end = min(first + most, ahead)
+        yield Piece(first, end, end - first)
+    yield Piece(ahead, None, prefix_tokens - ahead + new_tokens)
+
+
+def splits_of(b: int, new_tokens: int, h: int, prefix_tokens: int) -> int:
+    """Into how many splits the keys of one request's prefix are cut, so that its query tiles fill the multiprocessors:
+    attention over decompressed heads splits no keys itself. 1 for several requests."""
+    tiles = h * -(-new_tokens // QUERY_TILE)
+    if b != 1 or prefix_tokens < LEAST_SPLIT:
+        return 1
+    return max(1, min(MULTIPROCESSORS // max(tiles, 1), prefix_tokens // (LEAST_SPLIT // 2), 8))
+
+
+def split(of_k: Any, new_tokens: int, of_splits: Any, of_new: Any) -> None:
+    """Of one request, whose keys end at of_k[1] and have so many new tokens last: writes where the splits of those
+    before them begin, and the end (splits + 1,), and begin and end of the new ones, of_new (2,); int32."""
+    import torch
+
+    splits = len(of_splits) - 1
+    before = of_k[1:] - new_tokens
+    steps = torch.arange(splits + 1, dtype=torch.int32, device=of_k.device)
+    torch.floor_divide(steps * before, splits, out=of_splits)
+    torch.cat([before, of_k[1:]], out=of_new)
+
+
+def gather(cache: Any, table: Any, lens: Any, of_q: Any, piece: Piece, latents: Any, keys: Any, of_k: Any) -> None:
+    """Writes the piece's latents (rows, k), the rope columns of its keys (rows, h, d + p), and where each request's
+    keys begin among them, of_k (b + 1,) int32. cache (pages, page, k + p), whose pages may lie apart; table (b, width),
+    lens (b,), of_q (b + 1,) int32. Rows that no request has are left alone. Waits for nothing."""
+    if cache.is_cuda and len(table) <= _most_requests():
+        _gather_by_kernel(cache, table, lens, of_q, piece, latents, keys, of_k)
+        return
+    import torch
+
+    page, k = cache.shape[1], latents.shape[1]
+    new = of_q.diff()
+    before = (lens - new).clamp(min=0)
+    ends = before.cumsum(0)
+    begins = ends - before
+    start = (piece.first - begins).clamp(min=0).minimum(before)
+    if piece.end is None:
+        count = before - start + new
+    else:
+        count = ends.clamp(piece.first, piece.end) - begins.clamp(piece.first, piece.end)
+    of_k[0] = 0
+    of_k[1:] = ends = count.cumsum(0)
+    at = torch.arange(len(latents), device=cache.device)
+    request = torch.searchsorted(ends, at, right=True).clamp(max=len(table) - 1)
+    token = (at + (start - ends + count)[request]).clamp(0, table.shape[1] * page - 1)
+    rows = cache[table[request, token // page].long().clamp(0, len(cache) - 1), token % page]
+    latents.copy_(rows[:, :k])
+    if rows.shape[1] > k:
+        keys[..., keys.shape[2] - rows.shape[1] + k :] = rows[:, None, k:]
+
+
+def _most_requests() -> int:
+    """Up to how many requests the kernel takes; 0 without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return 0
+    from mla_var3.kernel.triton.prims.rows import MOST_REQUESTS
+
+    return MOST_REQUESTS
+
+
+def _gather_by_kernel(
+    cache: Any, table: Any, lens: Any, of_q: Any, piece: Piece, latents: Any, keys: Any, of_k: Any, rows: int = 8
+) -> None:
+    """`gather` by one kernel, a program for so many rows."""
+    from mla_var3.kernel.triton.prims.rows import gather_rows
+
+    (count, h, columns), k = keys.shape, latents.shape[1]
+    p = cache.shape[2] - k
+    gather_rows[(-(-count // rows),)](
+        cache, table, lens, of_q, latents, keys, of_k, len(table), piece.first, piece.end or 0, count, table.shape[1],
+        len(cache), cache.stride(0), OWN=piece.own, PAGE=cache.shape[1], K=k, P=p, H=h, D=columns - p,
+        LATENT_COLUMNS=_power(k), ROPE_COLUMNS=_power(p), REQUESTS=_power(len(table)), ROWS=rows,
+    )  # fmt: skip
+
+
+def _power(number: int) -> int:
+    """The least power of two of at least a number, and of at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def up_project(weight: Any, latents: Any, keys: Any, values: Any) -> None:
+    """Writes the first d columns of keys (m, h, d + p), and values (m, h, v), of latents (m, k). weight (h · (d + v),
+    k): for each head d rows of W_UK and v of W_UV. Two batched products of cuBLAS, a head each, which write with the
+    strides of keys and values."""
+    import torch
+
+    h, v = values.shape[1:]
+    of_heads = weight.view(h, -1, weight.shape[1])
+    d = of_heads.shape[1] - v
+    rows = latents.expand(h, -1, -1)
+    torch.bmm(rows, of_heads[:, :d].transpose(1, 2), out=keys[..., :d].transpose(0, 1))
+    torch.bmm(rows, of_heads[:, d:].transpose(1, 2), out=values.transpose(0, 1))
+
+
+def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
+    """Makes out (n, h, d) and lse (h, n) those over the keys of both parts. An LSE of +inf or -inf is that of a row
+    that saw no key, whose out is 0. All contiguous, but that heads of part_lse may lie apart."""
+    if out.is_cuda and importlib.util.find_spec("triton") is not None:
+        _merge_by_kernel(out, lse, part, part_lse)
+        return
+    import torch
+
+    sums = torch.stack([lse, part_lse])
+    sums = sums.masked_fill(sums.isinf(), -math.inf)
+    total = sums.logsumexp(0)
+    weights = (sums - total.masked_fill(total == -math.inf, 0.0)).exp()
+    rows = weights.transpose(1, 2)[..., None]
+    out.copy_(out.float() * rows[0] + part.float() * rows[1])
+    lse.copy_(total)
+
+
+def _merge_by_kernel(out: Any, lse: Any, part: Any, part_lse: Any, rows: int = 4) -> None:
+    """`merge_into` by one kernel, a program for so many rows."""
+    from mla_var3.kernel.triton.prims.numerics import interpreted
+    from mla_var3.kernel.triton.prims.rows import merge_rows
+
+    n, h, d = out.shape
+    merge_rows[(-(-n * h // rows),)](
+        out,
+        lse,
+        part,
+        part_lse,
+        n,
+        part_lse.stride(0),
+        H=h,
+        D=d,
+        COLUMNS=_power(d),
+        ROWS=rows,
+        INTERPRET=interpreted(merge_rows),
+    )
+
+
+# ---------------------------------------------------------------- pipelines of versions
+#: attend(q, keys, values, of_q, of_k, causal): a stage, its out (n, h, d), and its lse (h, n).
+Attend = Callable[[Any, Any, Any, Any, Any, bool], tuple["BaseKernel", Any, Any]]
+
+
+class ChunkKernel(KernelPipeline):
+    """The stages of a way. Its outputs are `workload.chunked_prefill`'s."""
+
+    def code(self, device: Device) -> Code | None:
+        return next((code for stage in self.stages if (code := stage.code(device)) is not None), None)
+
+
+def cut(pd: ChunkedProblem) -> list[Piece]:
+    """The pieces of a problem."""
+    return list(pieces(pd.prefix_tokens, pd.query_tokens, (2 * pd.d + pd.p) * pd.h * pd.element_bytes))
+
+
+def splits_of_problem(pd: ChunkedProblem) -> int:
+    return splits_of(pd.b, pd.query_tokens, pd.h, pd.prefix_tokens)
+
+
+def decompress(
+    pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend, splits: int = 1
+) -> tuple[list[BaseKernel], Any, Any]:
+    """(stages, out (n, h, d), lse (h, n)) of a prefix as keys and values of every head. splits: as of `splits_of`."""
+    import torch
+
+    x = chunked_prefill.named(inputs)
+    q, table, of_q = x["q"], x["page_table"], x["cu_seqlens_q"]
+    n, found = len(q), cut(pd)
+    room = max(piece.rows for piece in found)
+    latents = q.new_empty((room, pd.k))
+    keys, values = (q.new_empty((room, pd.h, columns)) for columns in (pd.d + pd.p, pd.d))
+    stages: list[BaseKernel] = []
+
+    def call(name: str, function: Callable[..., Any], *given: Any) -> None:
+        stages.append(LibraryCall(functools.partial(function, *given), name=name))
+
+    if splits > 1:
+        repeated = q.new_empty((splits * n, *q.shape[1:]))
+        of_repeated = torch.arange(splits + 1, dtype=torch.int32, device=q.device) * n
+        call("repeat", repeated.view(splits, *q.shape).copy_, q)
+    total: tuple[Any, Any] | None = None
+    for piece in found:
+        rows, of_k = slice(piece.rows), torch.zeros_like(of_q)
+        lists = (x["kv_cache"], table, x["seq_lens"], of_q, piece, latents[rows], keys[rows], of_k)
+        call("gather", gather, *lists)
+        call("up-projection", up_project, x["kv_b"], latents[rows], keys[rows], values[rows])
+        made = []
+        if splits > 1:
+            of_splits, of_new = of_q.new_zeros(splits + 1), of_q.new_zeros(2)
+            call("split", split, of_k, n if piece.own else 0, of_splits, of_new)
+            of_k = of_new
+            stage, outs, sums = attend(repeated, keys[rows], values[rows], of_repeated, of_splits, False)
+            stages.append(stage)
+            made += [(outs[i * n : (i + 1) * n], sums[:, i * n : (i + 1) * n]) for i in range(splits)]
+        if splits == 1 or piece.own:
+            stage, out, lse = attend(q, keys[rows], values[rows], of_q, of_k, piece.own)
+            stages.append(stage)
+            made.insert(0, (out, lse))
+        if total is None:
+            total, made = made[0], made[1:]
+            if not total[1].is_contiguous():
+                lse = torch.empty_like(total[1], memory_format=torch.contiguous_format)
+                call("lse", lse.copy_, total[1])
+                total = total[0], lse
+        for part in made:
+            call("merge", merge_into, *total, *part)
+    assert total is not None
+    return stages, *total
+
+
+@dataclass(frozen=True)
+class ChunkTiling(Tiling):
+    """The versions that a way is made of, by their labels; each has its own default knobs."""
+
+    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+        """Label and problem of every part, in the order of the data."""
+        raise NotImplementedError
+
+    def validate(self, pd: ChunkedProblem, device: Device | None = None) -> Verdict:
+        for label, problem in self.parts(pd).values():
+            try:
+                plan = planned(label, problem, device)
+            except UserError as error:
+                return Verdict.no(str(error))
+            verdict = plan.supported()
+            if verdict:
+                verdict = plan.feasible()
+            if not verdict:
+                return Verdict.no(f"{label}: {verdict.reason}")
+        return Verdict.yes()
+
+
+@dataclass(frozen=True)
+class DecompressTiling(ChunkTiling):
+    """causal: over the piece with the new tokens. full: over the others."""
+
+    causal: str = "cute-dsl/flash_attention_v1"
+    full: str = "cute-dsl/flash_attention"
+
+    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+        *ahead, last = cut(pd)
+        found: dict[str, tuple[str, Problem]] = {"causal": (self.causal, pd.piece(last.rows, True))}
+        if ahead or splits_of_problem(pd) > 1:
+            found["full"] = (self.full, pd.piece(max(piece.rows for piece in (*ahead, last)), False))
+        return found
+
+
+@dataclass(frozen=True)
+class AbsorbTiling(ChunkTiling):
+    """product: with W_UK and W_UV. attention: over the cache."""
+
+    product: str = "cute-dsl/absorb_gemm"
+    attention: str = "cute-dsl/flash_mla_v23"
+
+    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+        return {
+            "absorb": (self.product, pd.product("q")),
+            "attention": (self.attention, pd.decoding),
+            "values": (self.product, pd.product("out")),
+        }
+
+
+def planned(label: str, problem: Problem, device: Device | None) -> KernelPlan:
+    return registry.get_plan(KernelId.parse(label))(problem, None, device)
+
+
+def _parts(plan: KernelPlan) -> dict[str, KernelPlan]:
+    """The plans of the parts of a way's plan. Raises `UserError` where its tiling names a version that it does not
+    declare."""
+    found: dict[str, KernelPlan] = {}
+    tiling: Any = plan.tiling
+    for name, (label, problem) in tiling.parts(plan.problem).items():
+        if label not in plan.parts:
+            raise UserError(
+                f"{label} is no part of {type(plan).__name__}: add it to `parts` there, which the source hash of its "
+                "records covers."
+            )
+        found[name] = part = planned(label, problem, plan.device)
+        part.compiled = plan.compiled.part(label)
+    return found
+
+
+def empty(plan: KernelPlan, name: str) -> ChunkKernel:
+    """A kernel of a way's plan that compiles only."""
+    stages = [part.plan_empty() for part in _parts(plan).values()]
+    return ChunkKernel(stages, name=name, output_tensors=(), tiling=plan.tiling, plan=plan)
+
+
+def decompressed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
+    """The kernel of a plan whose tiling is a `DecompressTiling`."""
+    parts = _parts(plan)
+
+    def attend(
+        q: Any, keys: Any, values: Any, of_q: Any, of_k: Any, causal: bool
+    ) -> tuple[BaseKernel, Any, Any]:  # fmt: skip
+        kernel = parts["causal" if causal else "full"].plan(q, keys, values, of_q, of_k)
+        return kernel, *kernel.output_tensors
+
+    stages, out, lse = decompress(plan.problem, inputs, attend, splits_of_problem(plan.problem))
+    return ChunkKernel(
+        stages, name="chunk_decompress", input_tensors=inputs, output_tensors=(out, lse.t()), tiling=plan.tiling,
+        plan=plan,
+    )  # fmt: skip
+
+
+def absorbed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
+    """The kernel of a plan whose tiling is an `AbsorbTiling`."""
+    parts, pd, x = _parts(plan), plan.problem, chunked_prefill.named(inputs)
+    q = x["q"]
+    absorb = parts["absorb"].plan(q[..., : pd.d], x["kv_b"])
+    (queries,) = absorb.output_tensors
+    rope, turned = queries[..., pd.k :], q[..., pd.d :]
+    attention = parts["attention"].plan(
+        queries, x["kv_cache"].unsqueeze(2), x["page_table"], x["seq_lens"], x["cu_seqlens_q"]
+    )
+    attended, lse = attention.output_tensors
+    values = parts["values"].plan(attended, x["kv_b"])
+    stages = [absorb, LibraryCall(lambda: rope.copy_(turned), name="rope columns"), attention, values]
+    made = (queries, attended)
+    return ChunkKernel(
+        stages, name="chunk_absorb", input_tensors=inputs, output_tensors=(*values.output_tensors, lse),
+        workspace_tensors=[*made, *(x for stage in stages for x in stage.workspace_tensors)], tiling=plan.tiling,
+        plan=plan,
+    )  # fmt: skip

@@ -2090,10 +2090,6 @@ def takes(pd: SparseProblem) -> Verdict:
     """Whether this version computes a problem."""
     if pd.layout == "bf16":
         return Verdict.no("layout bf16 has no codes to widen: use sparse_mla")
-    if pd.no_rope:
-        return Verdict.no(
-            "version 2 has not been checked on a GPU over caches without rope columns: use kernel='torch/sparse_mla'"
-        )
     return Verdict.yes()
 
 

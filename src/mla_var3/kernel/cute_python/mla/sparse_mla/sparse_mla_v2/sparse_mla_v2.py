@@ -49,9 +49,9 @@ a tile are -inf. Against version 1:
   missing index cost more than a token. A bit for each stage says that a row holds zeros already. A fence of the lanes
   that stored zeros stands in front of later bulk copies into these rows, which write through another proxy.
 - The load of an index waits for no length; an index behind the length is ignored a tile later.
-- Tiles behind the last one of a row that names a token are left out where no lengths are given (`look`): each split of
-  the row has less in proportion, so nobody has to deal out anew. Producers begin as if rows were full.
 - q, indices and page tables are read with the strides that they have.
+- With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
+  (`Geometry.p_in_rows`), which makes room for a fourth tile.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 """
 
@@ -74,7 +74,7 @@ from cutlass.memory import SmemAllocator
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cute_python import decode_host, host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
-from mla_var3.kernel.cute_python.prims.sync import named_any, named_sync, warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
@@ -123,9 +123,6 @@ E2M1_EXPONENT = 6
 E2M1_BYTES = (0x6C686000, 0x7C787470)
 PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
-# A row's last token is looked for where splits of full rows have so many tiles, and workers so few splits.
-LEAST_TILES, SPANS = 8, 64
-LOOKED_AT = 16  # tiles that a warp looks at together
 
 
 class Barrier(IntEnum):
@@ -138,7 +135,6 @@ class Barrier(IntEnum):
     ODD = 4
     P_EVEN = 5  # P of an even tile is in shared memory
     P_ODD = 6
-    LOOKED = 7  # consumers have looked for rows' last tokens
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -327,12 +323,6 @@ class Geometry:
         return not (self.lengths or self.extra_lengths or self.paged)
 
     @property
-    def shortens(self) -> bool:
-        """Whether a row's last token is looked for, since nobody says where it is. Not in layout flat, where a worker's
-        first split may have none of its request's tiles, which the code that looks does not expect."""
-        return self.as_long and self.combines
-
-    @property
     def padded(self) -> bool:
         """Whether there are rows without a head between those of one query token and of the next."""
         return self.s > 1 and self.h % self.n > 0
@@ -373,8 +363,6 @@ def shared_storage(geometry: Geometry) -> type:
         "first": array(Int32, scheduler.FIRST_WORDS),
         "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
         "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
-        "is_short": array(Int32, 1),  # whether a row of the worker's ends early
-        "spans": array(Int32, 2 * SPANS if geometry.shortens else 1),  # first and end tile of splits (`look`)
         "exchange": exchange,  # maxima, then sums of P
         "magnitudes": exchange,
         "maxima": exchange,  # running maximum, of each warp
@@ -491,104 +479,7 @@ def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.C
 
 
 @cute.jit
-def last_named(
-    caches: cutlass.Constexpr, split: Split, token: Int32, tile: Int32, count: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-) -> Int32:  # fmt: skip
-    """The last one of `count` tiles of a row, from `tile` down, that names a token, or -1; by a whole warp."""
-    lane, best, found = cute.arch.lane_idx(), Int32(-1), []
-    for i in cutlass.range_constexpr(2 * count):
-        number = cutlass.max(tile - i // 2, 0)
-        at = Progress(split, number, number + 1, Int32(-1))
-        found.append(read_row(caches, at, token, lane + i % 2 * 32, geometry))
-    for i in cutlass.range_constexpr(2 * count):
-        row = named(found[i], caches, lane + i % 2 * 32, geometry)
-        best = cutlass.max(best, cutlass.select_(row.index >= 0, cutlass.max(tile - i // 2, 0), Int32(-1)))
-    return Int32(cute.arch.warp_redux_sync(best, kind="max"))
-
-
-def looks(walk: Any) -> Boolean:
-    """Whether rows' last tokens are looked for: it has to pay, and there must be room for what is found."""
-    line, pool = walk.line, walk.pool
-    tiles = cutlass.min(scheduler.ceil_div(pool.tokens, TOKENS), cutlass.select_(line.lead > 0, line.span, line.step))
-    few = line.span <= cutlass.select_(line.lead > 0, (SPANS - 2) * pool.width, Int32(SPANS))
-    return (tiles >= LEAST_TILES) & few & (pool.fixed == 0)
-
-
-def share_of(first: Any, end: Any, named: Any, tiles: Any) -> tuple[Any, Any]:
-    """First and end tile of a split of a row of `tiles` tiles, of which only the first `named` name tokens, where the
-    split has tiles first to end of a full row. The splits of a row divide those tiles in proportion. A split never
-    becomes empty: where its share is none it gets the row's last tile, which names no token then."""
-    first, end = scheduler.ceil_div(first * named, tiles), scheduler.ceil_div(end * named, tiles)
-    none = 1 - cutlass.min(end - first, 1)
-    return first + none * (tiles - 1 - first), end + none * (tiles - end)
-
-
-@cute.jit
-def look(
-    split: Split, caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, token: Int32,
-    warp: Int32, geometry: cutlass.Constexpr,
-) -> Boolean:  # fmt: skip
-    """Notes which tiles the worker's splits have: each its share (`share_of`) of a row's tiles up to the last one that
-    names a token, where an eighth or more of the tiles lies behind that. Returns whether a row is so short; else nobody
-    reads what is noted. By the consumers' warps, each of which takes every eighth split, while the first tile is
-    loaded. Little code is run for full rows: what runs once is fetched line by line."""
-    spans, width = storage.spans.get_tensor(cute.make_layout((2, SPANS))), walk.pool.width
-    tiles, early = scheduler.ceil_div(walk.pool.tokens, TOKENS), Boolean(False)
-    if looks(walk) & walk.has_work(split):
-        request = split.request + warp
-        last = cutlass.min((split.end - 1) // width, caches[0].indices.shape[0] - 1)
-        while request <= last:
-            begin = cutlass.max(split.point, request * width)
-            behind = cutlass.min(split.end, (request + 1) * width)
-            first = scheduler.place_of(begin, request * width, tiles, walk.line)
-            end = scheduler.place_of(behind, request * width, tiles, walk.line)
-            row = Split(begin, split.end, request, request * width, split.length)
-            # One tile decides for most rows, which are full.
-            probed = tiles - cutlass.max(tiles // 8, 1)
-            if last_named(caches, row, token, probed, 1, geometry) < 0:
-                found, tile, early = Int32(-1), tiles - 1, Boolean(True)
-                while (found < 0) & (tile >= 0):
-                    found = last_named(caches, row, token, tile, LOOKED_AT, geometry)
-                    tile = tile - LOOKED_AT
-                first, end = share_of(first, end, found + 1, tiles)
-            spans[0, request % SPANS] = first
-            spans[1, request % SPANS] = end
-            request = request + CONSUMERS * WARPS
-    return early
-
-
-@cute.jit
-def span_of(split: Split, storage: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """First and end tile of a split, as `look` has noted them."""
-    spans = storage.spans.get_tensor(cute.make_layout((2, SPANS)))
-    number = split.request % SPANS
-    return cute.arch.make_warp_uniform(spans[0, number]), cute.arch.make_warp_uniform(spans[1, number])
-
-
-def short_word(storage: Any) -> cute.Tensor:
-    """Whether a row of the worker's ends early; 0 until all have met behind `look`. In shared memory, since a register
-    more in the loops over tiles is one too many with 64 heads."""
-    return storage.is_short.get_tensor(cute.make_layout(1))
-
-
-def is_short(storage: Any) -> Boolean:
-    """The same; uniform, or what depends on it would be kept by each thread."""
-    return cute.arch.make_warp_uniform(short_word(storage)[0]) > 0
-
-
-@cute.jit
-def meet(storage: cutlass.Constexpr, found: Boolean) -> Boolean:
-    """Waits until all have looked; whether any found a short row."""
-    word = cute.arch.make_warp_uniform(Int32(named_any(Barrier.LOOKED, THREADS, found)))
-    short_word(storage)[0] = word
-    return word > 0
-
-
-@cute.jit
-def next_place(
-    place: Progress, storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr
-) -> Progress:
+def next_place(place: Progress, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
     """The place of the tile behind one, perhaps of the worker's next split with tiles; by a whole warp."""
     split, tile, end, asks = place
     tile = tile + 1
@@ -596,9 +487,6 @@ def next_place(
     while searching:
         split = walk.next_split(split)
         tile, end, _ = walk.tiles_of(split)
-        if cutlass.const_expr(geometry.shortens):
-            if is_short(storage) & walk.has_work(split):
-                tile, end = span_of(split, storage)
         asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
         searching = walk.has_work(split) & (tile >= end)
     return Progress(split, tile, end, asks)
@@ -749,14 +637,13 @@ def load(
     tile, end, _ = walk.tiles_of(split)
     place = Progress(split, tile, end, Int32(-1))
     if walk.has_work(split) & (tile >= end):
-        place = next_place(place, storage, walk, geometry)
+        place = next_place(place, walk, geometry)
     place = Progress(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
     if (warp == 0) & walk.has_work(place.split):
         load_query(tma, q, storage, place.split.request, token, row_tile, geometry)
     first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
-    place = next_place(place, storage, walk, geometry)
+    place = next_place(place, walk, geometry)
     second = read_row(caches, place, token, row, geometry)
-    has_looked = Boolean(False)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
     while first.there:
@@ -791,32 +678,10 @@ def load(
             cute.arch.mbarrier_wait(storage.query_empty.data_ptr(), parity)
             parity = parity ^ 1
             load_query(tma, q, storage, first.request, token, row_tile, geometry)
-        if cutlass.const_expr(geometry.shortens):
-            if not has_looked:
-                has_looked = Boolean(True)
-                if meet(storage, Boolean(False)):
-                    place = begin_again(storage, walk, geometry)
-                    second = read_row(caches, place, token, row, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
         first = named(second, caches, row, geometry)
-        place = next_place(place, storage, walk, geometry)
+        place = next_place(place, walk, geometry)
         second = read_row(caches, place, token, row, geometry)
-    if cutlass.const_expr(geometry.shortens):
-        if not has_looked:
-            meet(storage, Boolean(False))
-
-
-@cute.jit
-def begin_again(storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
-    """The place of a producer's second tile where rows are short: behind the first one, or where its first tile should
-    have been; then consumers pass over that (`consume`)."""
-    split = scheduler.filled_split(walk.worker, walk.seq_lens.shape[0], walk.pool)
-    tile, _, _ = walk.tiles_of(split)
-    first, end = span_of(split, storage)
-    place = Progress(split, first, end, Int32(-1))
-    if first == tile:
-        place = next_place(place, storage, walk, geometry)
-    return place
 
 
 def named_word(votes: Int32, found: Row, geometry: Geometry) -> Int32:
@@ -2080,14 +1945,6 @@ def consume(
             head = cutlass.min(first_row + thread, geometry.h - 1)
             storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
-    if cutlass.const_expr(geometry.shortens):
-        tile_of_full, _, _ = walk.tiles_of(split)
-        skips = is_short(storage) & walk.has_work(split) & (span_of(split, storage)[0] != tile_of_full)
-        stage = cute.arch.make_warp_uniform(Int32(skips))
-        if stage > 0:
-            # The first tile that was loaded is another split's.
-            cute.arch.mbarrier_wait(storage.full.data_ptr(), 0)
-            warp_arrive(storage.empty.data_ptr())
     walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
     while walk.has_work(split):
         tiles = walk.tiles_of(split)
@@ -2106,12 +1963,8 @@ def consume(
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
-            begin, stop = first, end
-            if cutlass.const_expr(geometry.shortens):
-                if is_short(storage):
-                    begin, stop = span_of(split, storage)
-            w.run(begin, stop, stage, phase)
-            moved = stage + (stop - begin)
+            w.run(first, end, stage, phase)
+            moved = stage + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
             stage = moved % geometry.stages
         following = walk.next_split(split)
@@ -2175,7 +2028,6 @@ def sparse_mla_v2(
                 # In v4 each lane arrives once more, when its copies of scales have.
                 cute.arch.mbarrier_init(full + i, PRODUCERS * (33 if geometry.layout == "v4" else 1))
                 cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
-            short_word(storage)[0] = Int32(0)
             cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
             cute.arch.mbarrier_init(storage.query_empty.data_ptr(), CONSUMERS * WARPS)
         cpasync.prefetch_descriptor(inputs.tma)
@@ -2201,8 +2053,6 @@ def sparse_mla_v2(
         load(inputs, storage, walk, split, token, row_tile, producer, geometry)
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
-        if cutlass.const_expr(geometry.shortens):
-            meet(storage, look(split, inputs.caches, storage, walk, token, warp, geometry))
         factors = Factors(flat_scale, scale_log2 * flat_scale)
         consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
 

@@ -49,9 +49,9 @@ a tile are -inf. Against version 1:
   missing index cost more than a token. A bit for each stage says that a row holds zeros already. A fence of the lanes
   that stored zeros stands in front of later bulk copies into these rows, which write through another proxy.
 - The load of an index waits for no length; an index behind the length is ignored a tile later.
-- Tiles behind the last one of a row that names a token are left out where no lengths are given (`note_spans`): each
-  split of the row has less in proportion, so nobody has to deal out anew.
 - q, indices and page tables are read with the strides that they have.
+- With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
+  (`Geometry.p_in_rows`), which makes room for a fourth tile.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 """
 
@@ -78,7 +78,7 @@ from mla_var3.kernel.cute_python.prims.sync import named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Line, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split
 from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, begin, begin_filled
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
@@ -123,10 +123,6 @@ E2M1_EXPONENT = 6
 E2M1_BYTES = (0x6C686000, 0x7C787470)
 PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
-# A row's last token is looked for where splits of full rows have so many tiles, and workers so few splits.
-LEAST_TILES, SPANS = 8, 64
-LOOKED_AT = 16  # tiles that a warp looks at together
-MOST_DEALT = 256  # requests that are dealt out anew
 
 
 class Barrier(IntEnum):
@@ -288,16 +284,29 @@ class Geometry:
         return TOKENS * (self.stride + 2 * self.code_factors + (8 if self.layout == "v4" else 0))
 
     @property
-    def fixed_bytes(self) -> int:
-        """Of shared memory: Q, P of both consumers, exchange buffers; mbarriers and alignment take under 2 KiB."""
-        products = PANEL * self.panels + CONSUMERS * self.copies * TOKENS
-        return 2048 + 2 * self.n * products + 4 * self.n * (6 * WARPS + 1)
+    def p_bytes(self) -> int:
+        """Of shared memory: P of both consumers, where it has a place of its own (`p_in_rows`)."""
+        return 2 * self.n * CONSUMERS * self.copies * TOKENS
+
+    @property
+    def free_bytes(self) -> int:
+        """Of shared memory, for tiles and P, beside Q and exchange buffers; barriers and alignment take under 2 KiB."""
+        taken = 2048 + 2 * self.n * PANEL * self.panels + 4 * self.n * (6 * WARPS + 1)
+        return Device.assumed().smem_per_block - taken
+
+    @property
+    def p_in_rows(self) -> bool:
+        """Whether P of a tile lies in the tile's own rows, where its bf16 columns were: in v32 these are for scores
+        alone, and P is made of the scores. Where that makes room for another tile: with 48 heads."""
+        if self.layout != "v32" or self.scales_sums:
+            return False
+        return (self.free_bytes - self.p_bytes) // self.stage_bytes < self.free_bytes // self.stage_bytes
 
     @property
     def stages(self) -> int:
         """Tiles in shared memory."""
-        most = Device.assumed().smem_per_block
-        return min((most - self.fixed_bytes) // self.stage_bytes, MOST_STAGES)
+        free = self.free_bytes - (0 if self.p_in_rows else self.p_bytes)
+        return min(free // self.stage_bytes, MOST_STAGES)
 
     @property
     def pairs(self) -> int:
@@ -312,12 +321,6 @@ class Geometry:
     def as_long(self) -> bool:
         """Whether all requests have as many tiles, whatever their indices are: no length has to be read."""
         return not (self.lengths or self.extra_lengths or self.paged)
-
-    @property
-    def shortens(self) -> bool:
-        """Whether a row's last token is looked for, since nobody says where it is. Not in layout flat, where a worker's
-        first split may have none of its request's tiles, which the code that looks does not expect."""
-        return self.as_long and self.combines
 
     @property
     def padded(self) -> bool:
@@ -360,8 +363,6 @@ def shared_storage(geometry: Geometry) -> type:
         "first": array(Int32, scheduler.FIRST_WORDS),
         "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
         "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
-        "lengths": array(Int32, MOST_DEALT + 1 if geometry.shortens else 1),  # of requests, as they seem (`estimate`)
-        "spans": array(Int32, 2 * SPANS if geometry.shortens else 1),  # first and end tile of splits (`note_spans`)
         "exchange": exchange,  # maxima, then sums of P
         "magnitudes": exchange,
         "maxima": exchange,  # running maximum, of each warp
@@ -371,7 +372,7 @@ def shared_storage(geometry: Geometry) -> type:
         "factors": cute.struct.Align[array(Float16, max(1, stages * geometry.code_factors * TOKENS)), 16],
         "scales": cute.struct.Align[array(Int64, stages * TOKENS if geometry.layout == "v4" else 1), 16],
         "query": cute.struct.Align[array(Float16, n * PANEL * geometry.panels), 1024],
-        "p": cute.struct.Align[array(Float16, CONSUMERS * geometry.copies * n * TOKENS), 1024],
+        "p": cute.struct.Align[array(Float16, 0 if geometry.p_in_rows else geometry.p_bytes // 2), 1024],
         "rows": cute.struct.Align[array(Uint8, stages * TOKENS * geometry.stride), 128],
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
@@ -478,193 +479,14 @@ def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.C
 
 
 @cute.jit
-def last_named(
-    caches: cutlass.Constexpr, split: Split, token: Int32, tile: Int32, count: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-) -> Int32:  # fmt: skip
-    """The last one of `count` tiles of a row, from `tile` down, that names a token, or -1; by a whole warp."""
-    lane, best, found = cute.arch.lane_idx(), Int32(-1), []
-    for i in cutlass.range_constexpr(2 * count):
-        number = cutlass.max(tile - i // 2, 0)
-        found.append(
-            read_row(caches, Progress(split, number, number + 1, Int32(-1)), token, lane + i % 2 * 32, geometry)
-        )
-    for i in cutlass.range_constexpr(2 * count):
-        row = named(found[i], caches, lane + i % 2 * 32, geometry)
-        best = cutlass.max(best, cutlass.select_(row.index >= 0, cutlass.max(tile - i // 2, 0), Int32(-1)))
-    return Int32(cute.arch.warp_redux_sync(best, kind="max"))
-
-
-def looks(walk: Any) -> Boolean:
-    """Whether rows' last tokens are looked for: it has to pay, and there must be room for what is found."""
-    line, pool = walk.pool.filled, walk.pool
-    tiles = cutlass.min(scheduler.ceil_div(pool.tokens, TOKENS), cutlass.select_(line.lead > 0, line.span, line.step))
-    few = line.span <= cutlass.select_(line.lead > 0, (SPANS - 2) * pool.width, Int32(SPANS))
-    return (tiles >= LEAST_TILES) & few & (pool.fixed == 0)
-
-
-def deals(walk: Any) -> Boolean:
-    """Whether requests may be dealt out anew, by how many tiles they seem to have."""
-    return looks(walk) & (walk.pool.filled.lead > 0) & (walk.seq_lens.shape[0] <= MOST_DEALT)
-
-
-def share_of(first: Any, end: Any, of: Any, named: Any, tiles: Any) -> tuple[Any, Any]:
-    """First and end tile of a split of a row of `tiles` tiles, of which the first `named` hold all tokens, where the
-    split has tiles first to end of `of`. The splits of a row divide the tiles in proportion. A split never becomes
-    empty: where its share is none it gets the row's last tile, which names no token then."""
-    first, end = scheduler.ceil_div(first * named, of), scheduler.ceil_div(end * named, of)
-    none = 1 - cutlass.min(end - first, 1)
-    return first + none * (tiles - 1 - first), end + none * (tiles - end)
-
-
-def dealt_words(storage: Any) -> cute.Tensor:
-    """What a worker begins with: its first split, points of a worker on the line, and whether requests have been dealt
-    out anew."""
-    return storage.first.get_tensor(cute.make_layout(scheduler.FIRST_WORDS))
-
-
-def current(walk: Any, storage: Any, geometry: Geometry) -> Any:
-    """The walk as requests have been dealt. Read from shared memory where it is wanted: kept in registers it would be
-    in the way of the loops over tiles."""
-    if not geometry.shortens:
-        return walk
-    words = dealt_words(storage)
-    return dealt_walk(walk, storage, *(cute.arch.make_warp_uniform(words[i]) for i in (5, 6)))
-
-
-def dealt_walk(walk: Any, storage: Any, span: Int32, dealt: Int32) -> Any:
-    """The walk with so many points of a worker. dealt: 1 where requests have the lengths that they seem to have; else
-    one word is all lengths."""
-    line = walk.pool.filled
-    base = storage.lengths.data_ptr() + (1 - dealt) * MOST_DEALT
-    lengths = cute.make_tensor(base, cute.make_layout((walk.seq_lens.shape[0],), stride=(dealt,)))
-    return replace(walk, seq_lens=lengths, line=Line(line.lead, line.step, span, Int32(0)))
-
-
-@cute.jit
-def estimate(
-    caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, split: Split, warp: Int32,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Writes how many tokens each request seems to have, in eighths of a row, rounded up: by eight samples of the
-    row of its first query token. By all consumer warps."""
-    lengths, lane = storage.lengths.get_tensor(cute.make_layout(MOST_DEALT)), cute.arch.lane_idx()
-    requests, tiles = Int32(walk.seq_lens.shape[0]), scheduler.ceil_div(walk.pool.tokens, TOKENS)
-    tile = lane % 8 * tiles // 8
-    for first in cutlass.range(4 * warp, requests, 16 * CONSUMERS * WARPS, unroll=1):
-        found = []
-        for i in cutlass.range_constexpr(4):
-            request = cutlass.min(first + i * 4 * CONSUMERS * WARPS + lane // 8, requests - 1)
-            at = Split(split.point, split.point + 1, request, split.start, split.length)
-            found.append(read_row(caches, Progress(at, tile, tile + 1, Int32(-1)), Int32(0), Int32(0), geometry))
-        for i in cutlass.range_constexpr(4):
-            votes = Int32(cute.arch.vote_ballot_sync(named(found[i], caches, Int32(0), geometry).index >= 0))
-            eighths = 32 - Int32(cute.arch.clz((votes >> (lane // 8 * 8)) & 255))
-            request = first + i * 4 * CONSUMERS * WARPS + lane // 8
-            if (lane % 8 == 0) & (request < requests):
-                lengths[request] = cutlass.max(scheduler.ceil_div(eighths * tiles, 8), 1) * TOKENS
-
-
-@cute.jit
-def deal(
-    split: Split, caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, thread: Int32,
-    warp: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """(the worker's first split, points of a worker, whether requests have been dealt out anew): if that saves workers
-    two tiles or more beside shorter rows (`note_spans`). By all consumer warps."""
-    line, pool, lane = walk.pool.filled, walk.pool, cute.arch.lane_idx()
-    storage.lengths.data_ptr()[MOST_DEALT] = pool.tokens
-    span, dealt = line.span, Int32(0)
-    if deals(walk):
-        estimate(caches, storage, walk, split, warp, geometry)
-        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-        requests, tiles = Int32(walk.seq_lens.shape[0]), scheduler.ceil_div(pool.tokens, TOKENS)
-        lengths = cute.make_tensor(storage.lengths.data_ptr(), cute.make_layout((requests,)))
-        total, longest = Int32(0), Int32(0)
-        for request in cutlass.range(lane, requests, 32, unroll=1):
-            total, longest = total + lengths[request] // TOKENS, cutlass.max(longest, lengths[request] // TOKENS)
-        total = Int32(cute.arch.warp_redux_sync(total, kind="add"))
-        longest = Int32(cute.arch.warp_redux_sync(longest, kind="max"))
-        share = scheduler.ceil_div(total + line.lead * requests, pool.workers)
-        # With fewer points a worker might have the lead of a request and none of its tiles.
-        share = cutlass.max(share, line.lead + 1)
-        if (share + 2 <= scheduler.ceil_div(line.span * longest, tiles)) & (share <= (SPANS - 2) * (line.lead + 1)):
-            span, dealt = share, Int32(1)
-            made = Line(line.lead, line.step, span, Int32(0))
-            split, _ = scheduler.first_split(walk.worker, lengths, made, pool, lane, geometry.costs)
-    if thread == 0:
-        words = dealt_words(storage)
-        for i, value in enumerate((*split, span, dealt)):
-            words[i] = value
-    return split, span, dealt
-
-
-def moves(filled: Split, split: Split) -> Boolean:
-    """Whether a worker that had begun to load the query of its first split of full rows begins with another request."""
-    other = (filled.request != split.request) | (split.point >= split.end)
-    return scheduler.has_work(filled) & other
-
-
-@cute.jit
-def note_spans(
-    split: Split, caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, token: Int32,
-    warp: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Notes which tiles the worker's splits have: each its share (`share_of`) of a row's tiles up to the last one that
-    names a token, where an eighth or more of the tiles lies behind that. By the consumers' warps, each of which takes
-    every eighth split; they have nothing else to do until a tile is loaded. walk: `current`."""
-    spans = storage.spans.get_tensor(cute.make_layout((2, SPANS)))
-    tiles, number = scheduler.ceil_div(walk.pool.tokens, TOKENS), Int32(0)
-    if looks(walk):
-        while walk.has_work(split):
-            if number % (CONSUMERS * WARPS) == warp:
-                first, end, of = walk.tiles_of(split)
-                # One tile decides for most rows, which are full.
-                last, is_short = tiles - 1, Boolean(False)
-                if deals(walk):
-                    is_short = storage.lengths.data_ptr()[split.request] < walk.pool.tokens
-                else:
-                    probed = tiles - cutlass.max(tiles // 8, 1)
-                    is_short = last_named(caches, split, token, probed, 1, geometry) < 0
-                if is_short:
-                    last, tile = Int32(-1), tiles - 1
-                    while (last < 0) & (tile >= 0):
-                        last = last_named(caches, split, token, tile, LOOKED_AT, geometry)
-                        tile = tile - LOOKED_AT
-                first, end = share_of(first, end, of, last + 1, tiles)
-                spans[0, split.request % SPANS] = first
-                spans[1, split.request % SPANS] = end
-            number = number + 1
-            split = walk.next_split(split)
-
-
-@cute.jit
-def span_of(
-    split: Split, first: Int32, end: Int32, storage: cutlass.Constexpr, walk: cutlass.Constexpr
-) -> tuple[Int32, Int32]:  # fmt: skip
-    """First and end tile of a split, which are these if its row is full. Behind `note_spans`."""
-    if looks(walk) & walk.has_work(split):
-        spans = storage.spans.get_tensor(cute.make_layout((2, SPANS)))
-        first = cute.arch.make_warp_uniform(spans[0, split.request % SPANS])
-        end = cute.arch.make_warp_uniform(spans[1, split.request % SPANS])
-    return first, end
-
-
-@cute.jit
-def next_place(
-    place: Progress, storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr,
-    noted: cutlass.Constexpr = True,  # whether spans are
-) -> Progress:  # fmt: skip
+def next_place(place: Progress, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
     """The place of the tile behind one, perhaps of the worker's next split with tiles; by a whole warp."""
     split, tile, end, asks = place
     tile = tile + 1
     searching = walk.has_work(split) & (tile >= end)
     while searching:
-        now = current(walk, storage, geometry) if cutlass.const_expr(noted) else walk
-        split = now.next_split(split)
-        tile, end, _ = now.tiles_of(split)
-        if cutlass.const_expr(geometry.shortens and noted):
-            tile, end = span_of(split, tile, end, storage, walk)
+        split = walk.next_split(split)
+        tile, end, _ = walk.tiles_of(split)
         asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
         searching = walk.has_work(split) & (tile >= end)
     return Progress(split, tile, end, asks)
@@ -814,36 +636,14 @@ def load(
     # 3 to 6 % longer, though the loop below has the same instructions.
     tile, end, _ = walk.tiles_of(split)
     place = Progress(split, tile, end, Int32(-1))
-    if cutlass.const_expr(not geometry.shortens):
-        if walk.has_work(split) & (tile >= end):
-            place = next_place(place, storage, walk, geometry)
-        place = Progress(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
+    if walk.has_work(split) & (tile >= end):
+        place = next_place(place, walk, geometry)
+    place = Progress(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
     if (warp == 0) & walk.has_work(place.split):
         load_query(tma, q, storage, place.split.request, token, row_tile, geometry)
-    if cutlass.const_expr(geometry.shortens):
-        # Indices of full rows are on their way while consumers look for the last tokens.
-        guess = next_place(place, storage, walk, geometry, False)
-        first, second = read_row(caches, place, token, row, geometry), read_row(caches, guess, token, row, geometry)
-        named_sync(Barrier.SETUP, THREADS)
-        words = dealt_words(storage)
-        split = Split(*(cute.arch.make_warp_uniform(words[i]) for i in range(5)))
-        tile, end, _ = current(walk, storage, geometry).tiles_of(split)
-        tile, end = span_of(split, tile, end, storage, walk)
-        if warp == 0:
-            if moves(place.split, split):
-                cute.arch.mbarrier_wait(storage.query_full.data_ptr(), 0)
-            if scheduler.has_work(split) & (moves(place.split, split) | (not scheduler.has_work(place.split))):
-                load_query(tma, q, storage, split.request, token, row_tile, geometry)
-        if (tile != place.tile) | (split.request != place.split.request):
-            first = read_row(caches, Progress(split, tile, end, Int32(-1)), token, row, geometry)
-        place = next_place(Progress(split, tile, end, Int32(-1)), storage, walk, geometry)
-        if (place.tile != guess.tile) | (place.end != guess.end) | (place.split.point != guess.split.point):
-            second = read_row(caches, place, token, row, geometry)
-        first = named(first, caches, row, geometry)
-    else:
-        first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
-        place = next_place(place, storage, walk, geometry)
-        second = read_row(caches, place, token, row, geometry)
+    first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
+    place = next_place(place, walk, geometry)
+    second = read_row(caches, place, token, row, geometry)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
     while first.there:
@@ -861,6 +661,8 @@ def load(
         of_stage = Int32(1) << stage
         if votes != -1:
             # Behind the copies, whose way is longer.
+            if cutlass.const_expr(geometry.p_in_rows):
+                blank = Int32(0)
             if (first.index < 0) & ((blank & of_stage) == 0):
                 clear_row(storage, stage, row, geometry)
             cute.arch.sync_warp()
@@ -878,7 +680,7 @@ def load(
             load_query(tma, q, storage, first.request, token, row_tile, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
         first = named(second, caches, row, geometry)
-        place = next_place(place, storage, walk, geometry)
+        place = next_place(place, walk, geometry)
         second = read_row(caches, place, token, row, geometry)
 
 
@@ -1174,6 +976,8 @@ class Consumer:
             wgmma.smem_view(p, place(me, i), wgmma.mn_major_layout(Float16, (TOKENS, n)))
             for i in range(geometry.copies)
         ]
+        if geometry.p_in_rows:
+            reads, targets = [[], []], []
         return cls(
             me=me,
             geometry=geometry,
@@ -1214,6 +1018,24 @@ class Consumer:
     def tile_rows(self, stage: Int32) -> cute.Pointer:
         """Where a tile's rows begin."""
         return self.rows + cute.assume(stage * (TOKENS * self.geometry.stride), divby=16)
+
+    def p_view(self, stage: Int32, tokens_first: bool) -> cute.Tensor:
+        """P of a tile in its rows, (TOKENS, n), or (n, TOKENS), without a swizzle. A token's bf16 columns are a core
+        matrix of 8 heads and 8 tokens. Those of 16 tokens lie in these tokens' rows, which the same warp has read."""
+        geometry, row = self.geometry, self.geometry.stride // 2
+        base = self.tile_rows(stage) + geometry.plain_start
+        base = cute.recast_ptr(base.align(16), dtype=Float16)
+        tokens, heads = ((8, 2, TOKENS // 16), (1, row, 16 * row)), ((8, geometry.n // 8), (8, 2 * row))
+        modes = (tokens, heads) if tokens_first else (heads, tokens)
+        return cute.make_tensor(base, cute.make_layout(tuple(m[0] for m in modes), stride=tuple(m[1] for m in modes)))
+
+    def p_operands(self, maker: int, stage: Int32) -> list[Any]:
+        """P of a tile as a B operand, each copy for an own group of V. maker: OWN or OTHER."""
+        if not self.geometry.p_in_rows:
+            found: list[Any] = self.frag_p[maker]
+            return found
+        view = self.p_view(stage, False)
+        return [self.mma_o.make_fragment_B(self.mma_o.get_slice(self.thread).partition_B(view))]
 
     # -------------------------------------------------------------------------------------------- factors
     def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
@@ -1658,16 +1480,18 @@ class Consumer:
     def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
-        parts, geometry = self.value_parts(), self.geometry
+        parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
                 found.append(self.load_values(stage, *parts[i + AHEAD]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
-            issue(self.mma_o, self.acc_o[panel], values, self.frag_p[maker][copy], 2 * half)
+            issue(self.mma_o, self.acc_o[panel], values, p[copy], 2 * half)
             if i > 0:
                 warpgroup.wait_group(1)
+        if geometry.p_in_rows:
+            warpgroup.wait_group(0)  # P lies in the tile
         warp_arrive(self.empty + stage)
         warpgroup.wait_group(0)
 
@@ -1685,7 +1509,7 @@ class Consumer:
             for r in cutlass.range_constexpr(2):
                 columns[c, r] = softmax.exp2(columns[c, r] - row_max[c])
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
-        self.store_p()
+        self.store_p(stage)
         cute.arch.fence_view_async_shared()
         found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
@@ -1694,10 +1518,12 @@ class Consumer:
         cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
         self.multiply(OWN, stage, found, factors)
 
-    def store_p(self) -> None:
+    def store_p(self, stage: Int32) -> None:
         """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
-        part = self.acc_s
-        for i, target in enumerate(self.p_targets):
+        part, targets = self.acc_s, self.p_targets
+        if self.geometry.p_in_rows:
+            targets = [self.p_copy.partition_D(self.p_view(stage, True))]
+        for i, target in enumerate(targets):
             if self.geometry.scales_sums:
                 part = cute.make_rmem_tensor(self.acc_s.layout, Float32)
                 columns, of_part = wgmma.as_columns(self.acc_s), wgmma.as_columns(part)
@@ -2018,6 +1844,42 @@ def epilogue(
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
 
 
+@cute.jit
+def epilogue_of_rows(
+    acc_o: cutlass.Constexpr, weights: cute.Pointer, results: Results, token: Int32, place: Place, tile: Int32,
+    first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """`epilogue` where P has no place of its own, through which rows could go: words go to global memory as they are,
+    eight lanes' beside each other."""
+    out, _, outputs, _ = results
+    count, layout = geometry.n // 4, geometry.partials
+    me, lane = thread // WARPGROUP, thread % 32
+    factor = cute.make_rmem_tensor(count, Float32)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    softmax.collect(factor, weights, 1, lane, False)
+    base = outputs.iterator.toint() + 2 * layout.row(place.slot, tile, Int32(0)) * layout.columns
+    if place.whole:
+        base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
+    heads = cutlass.min(geometry.h - first_row, geometry.n)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        wgmma.scale_columns(acc_o[i], factor)
+        words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
+        if place.whole:
+            store_words(words, wgmma.to_dtype(acc_o[i], out.element_type))
+        else:
+            store_words(words, wgmma.to_dtype(acc_o[i], Float16))
+        for c in cutlass.range_constexpr(count):
+            head, word = word_place(thread, c, i, place.whole)
+            both = permute(words[c - c % 2], words[c - c % 2 + 1], 0x7632 if c % 2 else 0x5410)
+            if head < heads:
+                target = base + Int64(head * (2 * VALUES) + 4 * word)
+                if cutlass.const_expr(rows.has_strides(out)):
+                    further = cutlass.select_(place.whole, 2 * (Int64(out.stride[2]) - VALUES), Int64(0))
+                    target = target + head * further
+                target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=4)
+                cute.make_tensor(target, cute.make_layout(1))[0] = both
+
+
 def exchange_word(row: Int32, word: Any) -> Any:
     """Where a word of a panel's results lies: 16-byte chunks of a row are permuted, so that neither the threads that
     write nor those that read have a bank in common."""
@@ -2065,7 +1927,6 @@ def consume(
     factors: cutlass.Constexpr,  # `Factors`
     walk: cutlass.Constexpr,  # `Walk`
     split: Split,
-    parity: Int32,  # of the query's mbarrier
     of_tile: cutlass.Constexpr,  # `rows.TileRows`
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
@@ -2083,11 +1944,10 @@ def consume(
         if thread < geometry.n:
             head = cutlass.min(first_row + thread, geometry.h - 1)
             storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
-    stage, phase = Int32(0), Int32(0)
+    stage, phase, parity = Int32(0), Int32(0), Int32(0)
     walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
     while walk.has_work(split):
-        now = current(walk, storage, geometry)
-        tiles = now.tiles_of(split)
+        tiles = walk.tiles_of(split)
         first, end, _ = tiles
         block = walk.queries.block(split.request)
         if first < end:
@@ -2097,28 +1957,24 @@ def consume(
         for i in cutlass.range_constexpr(HALF_PANELS):
             acc_o[i].fill(0.0)
         row_sum.fill(0.0)
-        now.list_splits(split, tiles, thread)
+        walk.list_splits(split, tiles, thread)
         if first < end:
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
-            begin, stop = first, end
-            if cutlass.const_expr(geometry.shortens):
-                begin, stop = span_of(split, first, end, storage, walk)
-            w.run(begin, stop, stage, phase)
-            moved = stage + (stop - begin)
+            w.run(first, end, stage, phase)
+            moved = stage + (end - first)
             phase = phase ^ (moved // geometry.stages & 1)
             stage = moved % geometry.stages
-        now = current(walk, storage, geometry)
-        following = now.next_split(split)
+        following = walk.next_split(split)
         if not walk.has_work(following):
             cute.arch.griddepcontrol_launch_dependents()
         if first < end:
-            place = now.place_of(split, tiles)
+            place = walk.place_of(split, tiles)
             found.collect(row_sum, storage, thread, geometry.n)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
-            place = merge_all(now, place, split, tiles, add, thread)
+            place = merge_all(walk, place, split, tiles, add, thread)
             if place.whole:
                 weigh_whole(
                     found, weights, storage.sinks.data_ptr(), results.lse, factors.values, block.first, first_row,
@@ -2128,9 +1984,12 @@ def consume(
                 # A combine knows no scale; workers that merge multiply their sum with it.
                 scale = cutlass.select_(walk.pool.combined > 0, factors.values, Float32(1.0))
                 weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
-            epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
+            if cutlass.const_expr(geometry.p_in_rows):
+                epilogue_of_rows(acc_o, weights, results, block.first, place, tile, first_row, thread, geometry)
+            else:
+                epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            now.publish_all(split, tiles, thread)
+            walk.publish_all(split, tiles, thread)
         else:
             rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
         split = following
@@ -2185,8 +2044,7 @@ def sparse_mla_v2(
             schedule, flags, lengths, queries, pool, cta, storage.first.data_ptr(), searcher, geometry.merge
         )  # fmt: skip
         split, walk = uniform(split), replace(walk, line=uniform(walk.line))
-    if cutlass.const_expr(not geometry.shortens):
-        named_sync(Barrier.SETUP, THREADS)
+    named_sync(Barrier.SETUP, THREADS)
     flat_scale = Float32(1.0)
     if cutlass.const_expr(geometry.cache.one_scale):
         flat_scale = inputs.flat[0]
@@ -2195,15 +2053,8 @@ def sparse_mla_v2(
         load(inputs, storage, walk, split, token, row_tile, producer, geometry)
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
-        parity = Int32(0)
-        if cutlass.const_expr(geometry.shortens):
-            filled = split
-            split, span, dealt = deal(split, inputs.caches, storage, walk, thread, warp, geometry)
-            split, parity = uniform(split), Int32(moves(filled, split))
-            note_spans(split, inputs.caches, storage, dealt_walk(walk, storage, span, dealt), token, warp, geometry)
-            named_sync(Barrier.SETUP, THREADS)
         factors = Factors(flat_scale, scale_log2 * flat_scale)
-        consume(storage, results, inputs.sink, factors, walk, split, parity, of_tile, thread, geometry)
+        consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
 
 
 sparse_mla_v2.set_name_prefix("sparse_mla_v2", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -2319,10 +2170,6 @@ def takes(pd: SparseProblem) -> Verdict:
     """Whether this version computes a problem."""
     if pd.layout == "bf16":
         return Verdict.no("layout bf16 has no codes to widen: use sparse_mla")
-    if pd.no_rope:
-        return Verdict.no(
-            "version 2 has not been checked on a GPU over caches without rope columns: use kernel='torch/sparse_mla'"
-        )
     return Verdict.yes()
 
 

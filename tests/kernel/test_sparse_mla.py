@@ -276,6 +276,8 @@ def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None
         size = source.shared_storage(geometry).size_in_bytes()
         assert geometry.stages * geometry.stage_bytes < size <= H200.smem_per_block, n
         assert geometry.p_in_rows == (layout == "v32" and n == 48)
+        for fields in ({"paged": True, "topk": 0}, {"strided_out": True}):
+            assert not tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, **fields)).p_in_rows
 
 
 def test_more_heads_are_not_expected_to_take_less_time() -> None:

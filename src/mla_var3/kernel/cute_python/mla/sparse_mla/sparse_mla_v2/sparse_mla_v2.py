@@ -141,8 +141,8 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
-    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, and whether a page table
-    stands in place of indices."""
+    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, whether a page table
+    stands in place of indices, and whether out has strides."""
 
     h: int
     n: int
@@ -155,6 +155,7 @@ class Geometry:
     sink: bool
     paged: bool = False
     extra_layout: str = ""
+    strided_out: bool = False
 
     @property
     def cache(self) -> Any:
@@ -297,8 +298,9 @@ class Geometry:
     @property
     def p_in_rows(self) -> bool:
         """Whether P of a tile lies in the tile's own rows, where its bf16 columns were: in v32 these are for scores
-        alone, and P is made of the scores. Where that makes room for another tile: with 48 heads."""
-        if self.layout != "v32" or self.scales_sums:
+        alone, and P is made of the scores. Where that makes room for another tile: with 48 heads. Neither with a page
+        table nor with strides of out, where it has not run on a GPU."""
+        if self.layout != "v32" or self.scales_sums or self.paged or self.strided_out:
             return False
         return (self.free_bytes - self.p_bytes) // self.stage_bytes < self.free_bytes // self.stage_bytes
 
@@ -1872,11 +1874,9 @@ def epilogue_of_rows(
             head, word = word_place(thread, c, i, place.whole)
             both = permute(words[c - c % 2], words[c - c % 2 + 1], 0x7632 if c % 2 else 0x5410)
             if head < heads:
-                target = base + Int64(head * (2 * VALUES) + 4 * word)
-                if cutlass.const_expr(rows.has_strides(out)):
-                    further = cutlass.select_(place.whole, 2 * (Int64(out.stride[2]) - VALUES), Int64(0))
-                    target = target + head * further
-                target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=4)
+                target = cute.make_ptr(
+                    Int32, base + Int64(head * (2 * VALUES) + 4 * word), cute.AddressSpace.gmem, assumed_align=4
+                )
                 cute.make_tensor(target, cute.make_layout(1))[0] = both
 
 
@@ -2192,7 +2192,7 @@ class SparseMlaV2Tiling(Tiling):
         n = self.heads or next(n for n in HEADS if n >= each)
         return Geometry(
             pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout,
+            pd.extra_layout, pd.strided_out,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

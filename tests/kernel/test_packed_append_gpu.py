@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,20 +46,6 @@ def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, proble
     report = check(planned(kernel, problem), device="cuda")
     assert report.ok, report.reason
     assert len(report.cases) == (18 if problem.layout == "v32" else 17)
-
-
-@pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.v41], ids=lambda p: p.label)
-def test_cute_is_right_in_v41(problem: PackedAppendProblem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past its refusal, which stands until this has passed."""
-    from mla_var3.check.judge import check
-
-    kernel = registry.KernelId.parse("cute-dsl/packed_append")
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)
-    monkeypatch.setattr(plan, "requires", replace(plan.requires, problem=None))
-    report = check(plan(problem, None, Device.detect()), device="cuda")
-    assert report.ok, report.reason
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)

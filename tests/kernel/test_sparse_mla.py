@@ -20,7 +20,6 @@ torch = pytest.importorskip("torch")
 from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
 from mla_var3.device import Device
-from mla_var3.errors import UserError
 from mla_var3.packed_cache import LAYOUTS, unpack
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.sparse_decode import CASES, SparseProblem
@@ -275,7 +274,10 @@ def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None
     for n in source.HEADS:
         geometry = tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, sink=True))
         size = source.shared_storage(geometry).size_in_bytes()
-        assert size <= geometry.fixed_bytes + geometry.stages * geometry.stage_bytes <= H200.smem_per_block, n
+        assert geometry.stages * geometry.stage_bytes < size <= H200.smem_per_block, n
+        assert geometry.p_in_rows == (layout == "v32" and n == 48)
+        for fields in ({"paged": True, "topk": 0}, {"strided_out": True}):
+            assert not tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, **fields)).p_in_rows
 
 
 def test_more_heads_are_not_expected_to_take_less_time() -> None:
@@ -353,20 +355,10 @@ def test_e2m1_codes_become_e4m3_codes_of_64_times_their_value(monkeypatch: pytes
     assert len(set(codes.tolist())) == 256
 
 
-def test_caches_without_rope_columns_are_torch_s_alone() -> None:
+def test_caches_of_v41_or_without_rope_columns_are_served_on_hopper_by_version_2_alone() -> None:
     from mla_var3.dispatch import selection
 
-    for fields in NO_ROPE.values():
-        problem = SparseProblem(**fields)
-        with pytest.raises(UserError, match="has not been checked on a GPU over caches without rope columns: use ker"):
-            selection.choose(problem, H200)
-        assert plan_type("torch/sparse_mla").requires.accepts(problem)
-
-
-def test_caches_of_v41_are_served_on_hopper_by_version_2_alone() -> None:
-    from mla_var3.dispatch import selection
-
-    for fields in (V41, {"layout": "v41_planar", "paged": True, "t": 512}):
+    for fields in (V41, {"layout": "v41_planar", "paged": True, "t": 512}, *NO_ROPE.values()):
         problem = SparseProblem(**{**fields, "b": 4, "h": 64})
         if registry.missing("cute-dsl") is None:
             assert selection.choose(problem, H200).kernel.label == "cute-dsl/sparse_mla_v2"

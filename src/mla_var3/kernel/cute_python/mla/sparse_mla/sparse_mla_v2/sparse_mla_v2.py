@@ -50,6 +50,8 @@ a tile are -inf. Against version 1:
   that stored zeros stands in front of later bulk copies into these rows, which write through another proxy.
 - The load of an index waits for no length; an index behind the length is ignored a tile later.
 - q, indices and page tables are read with the strides that they have.
+- With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
+  (`Geometry.p_in_rows`), which makes room for a fourth tile.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 """
 
@@ -139,8 +141,8 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
-    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, and whether a page table
-    stands in place of indices."""
+    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, whether a page table
+    stands in place of indices, and whether out has strides."""
 
     h: int
     n: int
@@ -153,6 +155,7 @@ class Geometry:
     sink: bool
     paged: bool = False
     extra_layout: str = ""
+    strided_out: bool = False
 
     @property
     def cache(self) -> Any:
@@ -282,16 +285,30 @@ class Geometry:
         return TOKENS * (self.stride + 2 * self.code_factors + (8 if self.layout == "v4" else 0))
 
     @property
-    def fixed_bytes(self) -> int:
-        """Of shared memory: Q, P of both consumers, exchange buffers; mbarriers and alignment take under 2 KiB."""
-        products = PANEL * self.panels + CONSUMERS * self.copies * TOKENS
-        return 2048 + 2 * self.n * products + 4 * self.n * (6 * WARPS + 1)
+    def p_bytes(self) -> int:
+        """Of shared memory: P of both consumers, where it has a place of its own (`p_in_rows`)."""
+        return 2 * self.n * CONSUMERS * self.copies * TOKENS
+
+    @property
+    def free_bytes(self) -> int:
+        """Of shared memory, for tiles and P, beside Q and exchange buffers; barriers and alignment take under 2 KiB."""
+        taken = 2048 + 2 * self.n * PANEL * self.panels + 4 * self.n * (6 * WARPS + 1)
+        return Device.assumed().smem_per_block - taken
+
+    @property
+    def p_in_rows(self) -> bool:
+        """Whether P of a tile lies in the tile's own rows, where its bf16 columns were: in v32 these are for scores
+        alone, and P is made of the scores. Where that makes room for another tile: with 48 heads. Neither with a page
+        table nor with strides of out, where it has not run on a GPU."""
+        if self.layout != "v32" or self.scales_sums or self.paged or self.strided_out:
+            return False
+        return (self.free_bytes - self.p_bytes) // self.stage_bytes < self.free_bytes // self.stage_bytes
 
     @property
     def stages(self) -> int:
         """Tiles in shared memory."""
-        most = Device.assumed().smem_per_block
-        return min((most - self.fixed_bytes) // self.stage_bytes, MOST_STAGES)
+        free = self.free_bytes - (0 if self.p_in_rows else self.p_bytes)
+        return min(free // self.stage_bytes, MOST_STAGES)
 
     @property
     def pairs(self) -> int:
@@ -357,7 +374,7 @@ def shared_storage(geometry: Geometry) -> type:
         "factors": cute.struct.Align[array(Float16, max(1, stages * geometry.code_factors * TOKENS)), 16],
         "scales": cute.struct.Align[array(Int64, stages * TOKENS if geometry.layout == "v4" else 1), 16],
         "query": cute.struct.Align[array(Float16, n * PANEL * geometry.panels), 1024],
-        "p": cute.struct.Align[array(Float16, CONSUMERS * geometry.copies * n * TOKENS), 1024],
+        "p": cute.struct.Align[array(Float16, 0 if geometry.p_in_rows else geometry.p_bytes // 2), 1024],
         "rows": cute.struct.Align[array(Uint8, stages * TOKENS * geometry.stride), 128],
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
@@ -646,6 +663,8 @@ def load(
         of_stage = Int32(1) << stage
         if votes != -1:
             # Behind the copies, whose way is longer.
+            if cutlass.const_expr(geometry.p_in_rows):
+                blank = Int32(0)
             if (first.index < 0) & ((blank & of_stage) == 0):
                 clear_row(storage, stage, row, geometry)
             cute.arch.sync_warp()
@@ -959,6 +978,8 @@ class Consumer:
             wgmma.smem_view(p, place(me, i), wgmma.mn_major_layout(Float16, (TOKENS, n)))
             for i in range(geometry.copies)
         ]
+        if geometry.p_in_rows:
+            reads, targets = [[], []], []
         return cls(
             me=me,
             geometry=geometry,
@@ -999,6 +1020,24 @@ class Consumer:
     def tile_rows(self, stage: Int32) -> cute.Pointer:
         """Where a tile's rows begin."""
         return self.rows + cute.assume(stage * (TOKENS * self.geometry.stride), divby=16)
+
+    def p_view(self, stage: Int32, tokens_first: bool) -> cute.Tensor:
+        """P of a tile in its rows, (TOKENS, n), or (n, TOKENS), without a swizzle. A token's bf16 columns are a core
+        matrix of 8 heads and 8 tokens. Those of 16 tokens lie in these tokens' rows, which the same warp has read."""
+        geometry, row = self.geometry, self.geometry.stride // 2
+        base = self.tile_rows(stage) + geometry.plain_start
+        base = cute.recast_ptr(base.align(16), dtype=Float16)
+        tokens, heads = ((8, 2, TOKENS // 16), (1, row, 16 * row)), ((8, geometry.n // 8), (8, 2 * row))
+        modes = (tokens, heads) if tokens_first else (heads, tokens)
+        return cute.make_tensor(base, cute.make_layout(tuple(m[0] for m in modes), stride=tuple(m[1] for m in modes)))
+
+    def p_operands(self, maker: int, stage: Int32) -> list[Any]:
+        """P of a tile as a B operand, each copy for an own group of V. maker: OWN or OTHER."""
+        if not self.geometry.p_in_rows:
+            found: list[Any] = self.frag_p[maker]
+            return found
+        view = self.p_view(stage, False)
+        return [self.mma_o.make_fragment_B(self.mma_o.get_slice(self.thread).partition_B(view))]
 
     # -------------------------------------------------------------------------------------------- factors
     def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
@@ -1443,16 +1482,18 @@ class Consumer:
     def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
-        parts, geometry = self.value_parts(), self.geometry
+        parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
                 found.append(self.load_values(stage, *parts[i + AHEAD]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
-            issue(self.mma_o, self.acc_o[panel], values, self.frag_p[maker][copy], 2 * half)
+            issue(self.mma_o, self.acc_o[panel], values, p[copy], 2 * half)
             if i > 0:
                 warpgroup.wait_group(1)
+        if geometry.p_in_rows:
+            warpgroup.wait_group(0)  # P lies in the tile
         warp_arrive(self.empty + stage)
         warpgroup.wait_group(0)
 
@@ -1470,7 +1511,7 @@ class Consumer:
             for r in cutlass.range_constexpr(2):
                 columns[c, r] = softmax.exp2(columns[c, r] - row_max[c])
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
-        self.store_p()
+        self.store_p(stage)
         cute.arch.fence_view_async_shared()
         found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
@@ -1479,10 +1520,12 @@ class Consumer:
         cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
         self.multiply(OWN, stage, found, factors)
 
-    def store_p(self) -> None:
+    def store_p(self, stage: Int32) -> None:
         """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
-        part = self.acc_s
-        for i, target in enumerate(self.p_targets):
+        part, targets = self.acc_s, self.p_targets
+        if self.geometry.p_in_rows:
+            targets = [self.p_copy.partition_D(self.p_view(stage, True))]
+        for i, target in enumerate(targets):
             if self.geometry.scales_sums:
                 part = cute.make_rmem_tensor(self.acc_s.layout, Float32)
                 columns, of_part = wgmma.as_columns(self.acc_s), wgmma.as_columns(part)
@@ -1803,6 +1846,40 @@ def epilogue(
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
 
 
+@cute.jit
+def epilogue_of_rows(
+    acc_o: cutlass.Constexpr, weights: cute.Pointer, results: Results, token: Int32, place: Place, tile: Int32,
+    first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """`epilogue` where P has no place of its own, through which rows could go: words go to global memory as they are,
+    eight lanes' beside each other."""
+    out, _, outputs, _ = results
+    count, layout = geometry.n // 4, geometry.partials
+    me, lane = thread // WARPGROUP, thread % 32
+    factor = cute.make_rmem_tensor(count, Float32)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    softmax.collect(factor, weights, 1, lane, False)
+    base = outputs.iterator.toint() + 2 * layout.row(place.slot, tile, Int32(0)) * layout.columns
+    if place.whole:
+        base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
+    heads = cutlass.min(geometry.h - first_row, geometry.n)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        wgmma.scale_columns(acc_o[i], factor)
+        words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
+        if place.whole:
+            store_words(words, wgmma.to_dtype(acc_o[i], out.element_type))
+        else:
+            store_words(words, wgmma.to_dtype(acc_o[i], Float16))
+        for c in cutlass.range_constexpr(count):
+            head, word = word_place(thread, c, i, place.whole)
+            both = permute(words[c - c % 2], words[c - c % 2 + 1], 0x7632 if c % 2 else 0x5410)
+            if head < heads:
+                target = cute.make_ptr(
+                    Int32, base + Int64(head * (2 * VALUES) + 4 * word), cute.AddressSpace.gmem, assumed_align=4
+                )
+                cute.make_tensor(target, cute.make_layout(1))[0] = both
+
+
 def exchange_word(row: Int32, word: Any) -> Any:
     """Where a word of a panel's results lies: 16-byte chunks of a row are permuted, so that neither the threads that
     write nor those that read have a bank in common."""
@@ -1907,7 +1984,10 @@ def consume(
                 # A combine knows no scale; workers that merge multiply their sum with it.
                 scale = cutlass.select_(walk.pool.combined > 0, factors.values, Float32(1.0))
                 weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
-            epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
+            if cutlass.const_expr(geometry.p_in_rows):
+                epilogue_of_rows(acc_o, weights, results, block.first, place, tile, first_row, thread, geometry)
+            else:
+                epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             walk.publish_all(split, tiles, thread)
         else:
@@ -2090,10 +2170,6 @@ def takes(pd: SparseProblem) -> Verdict:
     """Whether this version computes a problem."""
     if pd.layout == "bf16":
         return Verdict.no("layout bf16 has no codes to widen: use sparse_mla")
-    if pd.no_rope:
-        return Verdict.no(
-            "version 2 has not been checked on a GPU over caches without rope columns: use kernel='torch/sparse_mla'"
-        )
     return Verdict.yes()
 
 
@@ -2116,7 +2192,7 @@ class SparseMlaV2Tiling(Tiling):
         n = self.heads or next(n for n in HEADS if n >= each)
         return Geometry(
             pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout,
+            pd.extra_layout, pd.strided_out,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

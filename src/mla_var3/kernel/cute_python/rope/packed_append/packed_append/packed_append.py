@@ -435,11 +435,6 @@ def launch_packed_append(
 
 
 def takes(pd: PackedAppendProblem) -> Verdict:
-    if pd.v41:
-        return Verdict.no(
-            "the version in CuTe DSL has not passed all of its tests on a GPU over caches of DeepSeek V4.1: use "
-            "kernel='triton/packed_append'"
-        )
     for name, value in (("columns", pd.columns), ("rest", pd.rest)):
         if value % VECTOR:
             return Verdict.no(f"{name} = {value}: rows are read in vectors of {VECTOR} elements, use a multiple of it")

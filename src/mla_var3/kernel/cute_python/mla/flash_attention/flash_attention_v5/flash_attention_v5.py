@@ -644,14 +644,14 @@ class Consumer:
 
     @cute.jit
     def load_query(self, now: Count):
-        """The query tile's rows into registers; shared memory is free for the next one then."""
+        """The query tile's rows into registers. Shared memory is free once a product has read these: until then the loads
+        may be under way."""
         cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
         atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_A(atom, self.mma_s).get_slice(self.thread)
         source, target = copy.partition_S(self.q_tile), copy.retile(self.q)
         for i in cutlass.range_constexpr(self.geometry.dk // wgmma.MMA_K):
             cute.copy(copy, source[None, 0, i], target[None, 0, i])
-        warp_arrive(self.storage.q_empty.data_ptr() + self.me)
 
     @cute.jit
     def issue_output(self, turn: Int32):
@@ -790,6 +790,7 @@ class Consumer:
         self.issue_output(now.done - 1)
         self.pass_turn()
         warpgroup.wait_group(1)  # S
+        warp_arrive(self.storage.q_empty.data_ptr() + self.me)
         self.free(self.storage.k_empty.data_ptr(), turn)
         self.begin_rows()
         self.soften(self.acc_s, first_key, True)
@@ -823,6 +824,7 @@ class Consumer:
         first_key = (count - 1) * n
         self.issue_scores(turn)
         warpgroup.wait_group(0)
+        warp_arrive(self.storage.q_empty.data_ptr() + self.me)
         self.soften(self.acc_s, first_key, True)
         self.round_p(self.acc_s)
         if turn > 0:

@@ -1347,7 +1347,7 @@ class FlashAttentionV8Plan(KernelPlan):
     any_size = True
     # Version 0 takes fp16, in which this one was never run.
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

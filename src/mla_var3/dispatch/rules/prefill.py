@@ -17,6 +17,12 @@ MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks)
 
 RULES = (
     Rule(
+        "cute-dsl/flash_attention_v6",
+        "no exponential waits for a maximum, and no gap between query tiles; of keys of 192 and values of 128 columns",
+        where=(Bound(MASKS, 1, above=True),),
+        archs=HOPPER,
+    ),
+    Rule(
         "cute-dsl/flash_attention_v1",
         "it computes only half of the KV tile on the diagonal where no more is seen",
         where=(Bound(MASKS, 1, above=True),),

@@ -1,65 +1,68 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: half of the last KV tile where no more
-is seen.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 6: no exponential waits for a maximum, and
+no gap between query tiles.
 
-    out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
+    out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 columns a head    V: 128
 
-Requests lie behind each other in q (n, h, dk) and in k, v (m, h_kv, ·); `cu_seqlens_q` and `cu_seqlens_k` say where
+Requests lie behind each other in q (n, h, 192) and in k, v (m, h_kv, ·); `cu_seqlens_q` and `cu_seqlens_k` say where
 each begins. Query head i reads kv head i // (h / h_kv). The causal mask is aligned at the end: query token i of s sees
 keys 0 .. t - s + i.
 
-A query tile is 128 query tokens of one head. A CTA of three warpgroups goes through query tiles, and through the KV
-tiles of each from the last one, which holds the diagonal, to the first:
+A query tile is 128 query tokens of one head.
+Each CTA has three warpgroups and goes through query tiles, and through the KV tiles of each, of 128 keys, from the last
+one, which holds the diagonal, to the first:
 
-    producer   one warp: asks for query tiles, says which (mbarrier), and loads Q, K and V by TMA
-    UPPER      query rows 0 .. 63      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
-    LOWER      query rows 64 .. 127
+    scheduler  one warp: finds the next query tiles, up to two ahead, says which (mbarrier), and asks L2 for their Q
+    producer   one warp: loads Q, K and V by TMA; L2 is to keep K and V, and to give up Q first
+    UPPER      64 query rows      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
+    LOWER      64 more
 
-A consumer issues the scores of a KV tile ahead of the product with the values of the tile before, so that its softmax
-runs beside a product (FlashAttention-3's overlap within a warpgroup):
+A consumer issues the scores of a KV tile ahead of the product with the values of the tile before, and the two consumers
+issue in turn (named barriers), so that the softmax of one runs beside the products of the other:
 
-    tensor cores   S1 = Q·K1ᵀ | O += P0·V0 | S2 = Q·K2ᵀ | O += P1·V1 |
-    softmax                   | S1 → P1                 | S2 → P2
+    tensor cores   UPPER: S1 | O += P0·V0 | LOWER: S1 | O += P0·V0 | UPPER: S2 | O += P1·V1 |
+    UPPER                     S1 → P1 ...........................   wait        S2 → P2
+    LOWER          ... P0     wait                     S1 → P1 ...........................
 
-On the diagonal, with KV tiles of 128 keys, the upper 64 rows see no key of the second half of the last KV tile. They
-compute scores and softmax of its first half only, and P is 0 beyond (░); so do both consumers where a request ends
-within the first half:
+The same step leads from one query tile to the next (`cross`): the first scores of the next one are issued in front of
+the last product of this one, which is divided and stored while the other consumer has the tensor cores.
 
-    UPPER    ◣ ░         one product of 64 x 64 in place of 64 x 128
+Softmax. Version 1 finds the maxima of a KV tile first, by shuffles over four threads, and only then begins with the
+exponentials, which keep their pipe (16 a cycle and SM) busy for 530 cycles and more. Here (`trust`) exponentials begin
+as scores arrive, with the maxima of the KV tiles before; maxima, sums and roundings to 16 bits run in the gaps between
+them. In the middle of it the product with the values before has ended, so that P's registers can be written. Behind it
+the warpgroup agrees (`barrier.red`) whether a maximum has risen by more than 8 in log2. That is rare: probabilities up
+to 2^8 have the same relative precision, and for other scores all is done again, products included (`again`), for which
+K stays until then. Where a mask is, and in a query tile's last KV tile, behind which Q must be free early, maxima come
+first.
+
+On the diagonal the upper 64 of 128 rows see no key of the second half of a KV tile. They compute scores and softmax of
+its first half only (░ is 0), and the product with the values takes this half:
+
+    UPPER    ◣ ░         64 x 64 in place of 64 x 128, twice
     LOWER    █ ◣
-
-UPPER is ahead of LOWER from there on, so that their softmaxes do not coincide.
-
-Each consumer frees its own half of Q as soon as its last scores are made, in front of the last softmax, and the
-producer has asked L2 for the next query tile's rows before that (TMA prefetch): nobody has read them yet.
 
     mbarrier       arrives                              waits
     q_full[j]      TMA with half j of Q                 consumer j, in front of the first scores of a query tile
     q_empty[j]     consumer j, behind the last scores   producer
     k_full[i]      TMA with K of stage i                consumers, in front of the scores
-    k_empty[i]     consumers, once these are made       producer
+    k_empty[i]     consumers, once made                        producer
     v_full[i]      TMA with V of stage i                consumers, in front of O += P·V
-    v_empty[i]     consumers, once that has ended       producer
-    told[i]        producer: slot i names a query tile  consumers
-    heard[i]       consumers have read slot i           producer
+    v_empty[i]     consumers, once that has ended              producer
+    told[i]        scheduler: slot i names a query tile consumers and producer
+    heard[i]       consumers and producer have read it  scheduler
+    open           nobody                               nobody waits: it only stands where ptxas must not move a wait
 
 O goes from registers to global memory, without shared memory between: four threads that share a row exchange their
-columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
+columns, so that each has 16 bytes.
 
-Tile scheduler: requests lie on a line of query tiles, the one with the most keys first. Within a request heads come in
-sections whose keys and values fit in L2 together, and in a section the query tiles with the most keys come first: the
-small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global memory.
-The lengths are read on the device only, and the last CTA sets the counter back.
+Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have 1.5 query
+tiles for each CTA at least. In a section the query tiles with the most keys come first: the small ones fill the tail.
+A CTA's first tile is its own number; the others it takes from a counter in global memory. The lengths are read on the
+device only, and the last CTA sets the counter back.
 
-Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
-
-    dk / dv      N     Q      K        V        bytes      S + O + P, registers a thread
-    192 / 128    128   48 K   2 x 48 K 2 x 32 K 212,992    64 + 64 + 32
-    128 / 128    128   32 K   2 x 32 K 2 x 32 K 163,840    64 + 64 + 32
-    256 / 256    80    64 K   2 x 40 K 2 x 40 K 229,376    40 + 128 + 20
-    256 / 128    96    64 K   2 x 48 K 2 x 24 K 212,992    48 + 64 + 24
-    96 / 64      128   32 K   2 x 32 K 2 x 16 K 131,072    64 + 32 + 32
-
-A head of 96 columns lies in two panels of 64: TMA fills the missing ones with zeros, and no product reads them.
+Shared memory: Q 48 KiB, two stages of K (48 KiB each) and of V (32 KiB each). Registers of a consumer's thread: S 64,
+O 64, P 32, of 232.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int16, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
@@ -98,9 +101,8 @@ if TYPE_CHECKING:
     from mla_var3.workload.prefill import PrefillProblem
 
 HALF = 64  # rows of a consumer: one warpgroup MMA
-CTAS = 2  # of a cluster
-ROWS = 2 * HALF * CTAS  # of a query tile
-STAGES = 4
+ROWS = 2 * HALF  # of a query tile
+STAGES = 2
 SLOTS = 2  # in which the producer names query tiles
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
@@ -111,7 +113,7 @@ SORTED = 128  # requests up to which they are sorted by their keys; of more the 
 MISC_BYTES = 2048  # of shared memory, in front of Q
 
 
-KEEP, PASS = 0x14F0000000000000, 0x12F0000000000000  # L2: evict last, evict first
+KEEP, PASS = 0x14F0000000000000, 0x12F0000000000000  # L2 policies: evict last (K, V) and evict first (Q)
 
 
 class Barrier(IntEnum):
@@ -132,20 +134,21 @@ def panels_of(columns: int) -> int:
 
 def smem_bytes(dk: int, dv: int, tokens: int) -> int:
     """Of a CTA, for KV tiles of so many tokens."""
-    return MISC_BYTES + 2 * PANEL * (panels_of(dk) * (2 * HALF + STAGES * tokens) + panels_of(dv) * STAGES * tokens)
+    return MISC_BYTES + 2 * PANEL * (panels_of(dk) * (ROWS + STAGES * tokens) + panels_of(dv) * STAGES * tokens)
 
 
 MOST_SMEM = 232_448
-MOST_ACCUMULATORS = 208  # registers of S, O and P; the other 50 are addresses, row statistics and what is in flight
-
-
-KV_TILE = 64
+MOST_ACCUMULATORS = 190  # registers of S, O and P; the other 50 are addresses, row statistics and what is in flight
 
 
 def kv_tile_of(dk: int, dv: int) -> int:
-    """Tokens of a KV tile; 0: shared memory or registers have no room for one with Q in registers."""
-    registers = dk // 2 + KV_TILE // 2 + KV_TILE // 4 + dv // 2
-    return KV_TILE if smem_bytes(dk, dv, KV_TILE) <= MOST_SMEM and registers <= MOST_ACCUMULATORS else 0
+    """Tokens of a KV tile: the most for which shared memory and registers have room; 0: none has."""
+
+    def fits(tokens: int) -> bool:
+        registers = tokens // 2 + tokens // 4 + dv // 2
+        return smem_bytes(dk, dv, tokens) <= MOST_SMEM and registers <= MOST_ACCUMULATORS
+
+    return next((tokens for tokens in (128, 112, 96, 80, 64) if fits(tokens)), 0)
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,6 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
-    hints: bool
-    late: bool
-    lazy: bool
-    narrow: bool
 
     @property
     def group(self) -> int:
@@ -209,7 +208,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "told": array(Int64, SLOTS),
         "heard": array(Int64, SLOTS),
         "open": array(Int64, 1),  # an mbarrier whose phase before the first has always ended
-        "slots": cute.struct.Align[array(Int32, 8 * SLOTS), 32],  # a `Tile` each
+        "slots": array(Int32, 8 * SLOTS),  # a `Tile` each
         "order": array(Int32, SORTED),  # requests, that with the most keys first
         "query": cute.struct.Align[array(dtype, 2 * geometry.half_elements), 1024],
         "keys": cute.struct.Align[array(dtype, STAGES * geometry.k_elements), 1024],
@@ -259,9 +258,9 @@ def query_tiles(s: Any) -> Any:
 
 def section_width(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> Any:
     """Heads of a section, of `pairs` heads that have t keys and `tiles` query tiles each: as many as fit in L2 with
-    their keys and values, but no fewer than give each CTA two query tiles, so that the longest of the last section does
+    their keys and values, but no fewer than give each CTA 1.5 query tiles, so that the longest of the last section does
     not outlast the others together. Sections are about equally wide. room: keys of a kv head that fit in L2."""
-    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, ceil_div(2 * blocks, tiles))
+    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, ceil_div(3 * blocks // 2, tiles))
     heads = cutlass.min(ceil_div(heads, geometry.group) * geometry.group, pairs)
     sections = cutlass.max((pairs + heads // 2) // heads, 1)
     return ceil_div(ceil_div(pairs, sections), geometry.group) * geometry.group
@@ -385,18 +384,33 @@ def sort_requests(cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, order: c
 
 # ------------------------------------------------------------------------------------------------ device: load
 @cute.jit
+def ask_for_query(
+    inputs: Inputs, storage: cutlass.Constexpr, tile: Tile, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr
+):
+    """A query tile's rows come as far as L2, while the consumers are up to two query tiles behind: nobody has read them
+    before."""
+    layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, 2))
+    q = cute.domain_offset((tile.row, 0), inputs.q[None, None, tile.head])
+    boxes, _ = paged.boxes_of(inputs.tma_q, q, wgmma.smem_view(storage.query.data_ptr(), 0, layout), HALF)
+    for half in cutlass.range_constexpr(ROWS // HALF):
+        for panel in cutlass.range_constexpr(geometry.k_panels):
+            cute.prefetch(inputs.tma_q, boxes[None, half, panel])
+
+
+@cute.jit
 def schedule(
-    cu_seqlens_q: cute.Tensor,
-    cu_seqlens_k: cute.Tensor,
+    inputs: Inputs,
     storage: cutlass.Constexpr,
     counter: cute.Tensor,  # (2,) int32, global memory: query tiles taken, CTAs that are done; 0 in front of a launch
     block: Int32,
     blocks: Int32,
     room: Int32,  # of `section_width`
     lane: Int32,
+    dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
     """What the scheduler warp does, until there are no more query tiles."""
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
     requests = cu_seqlens_q.shape[0] - 1
     order = storage.order.get_tensor(cute.make_layout(SORTED))
     if requests <= SORTED:
@@ -406,9 +420,7 @@ def schedule(
     while working:
         searching = (index >= window.end) & (window.rank + WARP < requests)
         while searching:
-            window = window_at(
-                window.rank + WARP, window.end, lane, cu_seqlens_q, cu_seqlens_k, order, geometry
-            )
+            window = window_at(window.rank + WARP, window.end, lane, cu_seqlens_q, cu_seqlens_k, order, geometry)
             searching = (index >= window.end) & (window.rank + WARP < requests)
         working = index < window.end
         tile, following = Tile(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
@@ -431,6 +443,7 @@ def schedule(
             request = request_at(window.rank + first + pair // geometry.h, order, requests)
             first_q, first_k = cu_seqlens_q[request], cu_seqlens_k[request]
             tile = tile_of((at, pair % geometry.h), first_q, s, first_k, t, geometry.causal)
+            ask_for_query(inputs, storage, tile, dtype, geometry)
         tell(storage, number, tile, lane)
         number = number + 1
         if working:
@@ -445,12 +458,12 @@ def schedule(
 
 
 @cute.jit
-def load(inputs: Inputs, storage: cutlass.Constexpr, rank: Int32, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr):
+def load(inputs: Inputs, storage: cutlass.Constexpr, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr):
     """What the producer warp does, until there are no more query tiles."""
     tile, number, done, loads = heard(storage, Int32(0)), Int32(1), Int32(0), Int32(0)
     while tile.rows > 0:
         count = kv_tiles(tile, geometry.tokens, geometry.causal)
-        load_tile(inputs, storage, tile, count, loads, done, rank, dtype, geometry)
+        load_tile(inputs, storage, tile, count, loads, done, dtype, geometry)
         done, loads = done + count, loads + Int32(count > 0)
         tile = heard(storage, number)
         number = number + 1
@@ -462,12 +475,10 @@ def tell(storage: cutlass.Constexpr, number: Int32, tile: Tile, lane: Int32):
     slot = number % SLOTS
     cute.arch.mbarrier_wait(storage.heard.data_ptr() + slot, (number // SLOTS & 1) ^ 1)
     if lane == 0:
-        told, words = storage.told.data_ptr() + slot, storage.slots.data_ptr() + cute.assume(8 * slot, divby=8)
-        zero = Int32(0)
-        for rank in cutlass.range_constexpr(CTAS):
-            cute.arch.mbarrier_arrive_and_expect_tx(told, 32, rank)
-            cute.arch.store_async_dsmem(words, (tile[0], tile[1], tile[2], tile[3]), told, rank)
-            cute.arch.store_async_dsmem(words + 4, (tile[4], tile[5], zero, zero), told, rank)
+        words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
+        for i in cutlass.range_constexpr(len(tile)):
+            words[i, slot] = tile[i]
+        cute.arch.mbarrier_arrive(storage.told.data_ptr() + slot)
 
 
 @cute.jit
@@ -478,7 +489,6 @@ def load_tile(
     count: Int32,  # KV tiles
     loads: Int32,  # of Q, before
     done: Int32,  # KV tiles of query tiles before
-    rank: Int32,
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
@@ -500,26 +510,24 @@ def load_tile(
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
     if count > 0:
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n, rank)
-        # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
-        for half in cutlass.range_constexpr(2):
-            for panel in cutlass.range_constexpr(k_panels):
-                cute.prefetch(inputs.tma_q, q_boxes[None, block_of(rank, half), panel])
+        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n)
         full_q, empty_q = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         for half in cutlass.range_constexpr(2):
             cute.arch.mbarrier_wait(empty_q + half, (loads & 1) ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full_q + half, 2 * geometry.half_elements)
             for panel in cutlass.range_constexpr(k_panels):
-                box, place = q_boxes[None, block_of(rank, half), panel], q_places[None, 0, panel, half]
-                if cutlass.const_expr(geometry.hints):
-                    cute.copy(inputs.tma_q, box, place, tma_bar_ptr=full_q + half, cache_policy=Int64(PASS))
-                else:
-                    cute.copy(inputs.tma_q, box, place, tma_bar_ptr=full_q + half)
+                cute.copy(
+                    inputs.tma_q,
+                    q_boxes[None, half, panel],
+                    q_places[None, 0, panel, half],
+                    tma_bar_ptr=full_q + half,
+                    cache_policy=Int64(PASS),
+                )
         for i in cutlass.range(1, count, unroll=1):
-            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n, rank)
-            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n, rank)
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n, rank)
+            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n)
+            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n)
+        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n)
 
 
 @cute.jit
@@ -533,53 +541,32 @@ def load_stage(
     empty: cute.Pointer,
     panels: cutlass.Constexpr,
     tokens: cutlass.Constexpr,
-    rank: Int32,
 ):
     """Loads a KV tile's K, or its V, into the stage whose turn it is, once that is free."""
     stage = turn % STAGES
     cute.arch.mbarrier_wait(empty + stage, (turn // STAGES & 1) ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * tokens * PANEL * panels)
-    if turn % CTAS == rank:  # the CTAs load for both in turn
-        for panel in cutlass.range_constexpr(panels):
-            cute.copy(
-                tma,
-                boxes[None, kv_tile, panel],
-                places[None, 0, panel, stage],
-                tma_bar_ptr=full + stage,
-                mcast_mask=Int16((1 << CTAS) - 1),
-                cache_policy=Int64(KEEP),
-            )
-
-
-def block_of(rank: Any, me: Any) -> Any:
-    """Which 64 rows of a query tile a consumer has: of four blocks the outer ones are the first CTA's, so that both
-    CTAs have as much to do on the diagonal."""
-    return rank + me * (3 - 2 * rank)
+    for panel in cutlass.range_constexpr(panels):
+        box, place = boxes[None, kv_tile, panel], places[None, 0, panel, stage]
+        cute.copy(tma, box, place, tma_bar_ptr=full + stage, cache_policy=Int64(KEEP))
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
 class Count(NamedTuple):
-    """A query tile as a consumer counts. stream: its KV tiles, which both CTAs load. count: those of them that the
-    consumer's rows see any key of, from the first key on. sees: keys of the last one of these that any of its rows
-    sees. done, loads: KV tiles and loads of Q of this CTA before it."""
+    """A query tile as a consumer counts. count: its KV tiles. sees: keys of the last one of these that any row of the
+    consumer sees. done, loads: KV tiles and loads of Q of this CTA before it."""
 
-    stream: Int32
     count: Int32
     sees: Int32
     done: Int32
     loads: Int32
 
-    def behind(self, tile: Tile, first_row: Int32, geometry: Geometry) -> Count:
+    def behind(self, tile: Tile, me: Int32, geometry: Geometry) -> Count:
         """That of the query tile behind this one."""
-        n, causal = geometry.tokens, geometry.causal
-        stream = kv_tiles(tile, n, causal)
-        rows = cutlass.min(cutlass.max(tile.rows - first_row, 0), HALF)
-        last = cutlass.min(tile.seen + first_row + rows - 1, tile.keys) if causal else tile.keys
-        last = cutlass.select_(rows > 0, cutlass.max(last, 0), 0)
-        count = ceil_div(last, n)
-        sees = last - (count - 1) * n
-        return Count(stream, count, sees, self.done + self.stream, self.loads + Int32(self.stream > 0))
+        count = kv_tiles(tile, geometry.tokens, geometry.causal)
+        sees = last_keys(tile, count, me * HALF, geometry.tokens, geometry.causal)
+        return Count(count, sees, self.done + self.count, self.loads + Int32(self.count > 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -590,16 +577,17 @@ class Consumer:
     storage: Any
     dtype: Any
     me: Any
-    first_row: Any  # of the consumer in a query tile
     thread: Any
     scale_log2: Any
     mma_s: Any  # S = Q·Kᵀ
+    mma_half: Any  # S of the first half of a KV tile
     mma_o: Any  # O += P·V, P in registers
-    q_tile: Any  # the own half of Q, shared memory,
-    q: Any  # and in registers, (64, dk) 16-bit
+    frag_q: Any  # descriptors: the own half of Q,
     frag_k: Any  # all stages of K,
+    frag_half: Any  # of the first half of these,
     frag_v: Any  # and of V
     acc_s: Any  # (64, KV tile) fp32 registers
+    acc_half: Any  # (64, half a KV tile)
     acc_o: Any  # (64, dv) fp32 registers
     p: Any  # (64, KV tile) 16-bit registers, as words of two
     row_max: Any  # running maximum of the thread's two rows, times scale_log2,
@@ -608,9 +596,9 @@ class Consumer:
     limits: Any  # and keys that each of the two rows sees
 
     @classmethod
-    def make(cls, geometry, storage, dtype, me, first_row, thread, scale_log2) -> Consumer:
+    def make(cls, geometry, storage, dtype, me, thread, scale_log2) -> Consumer:
         n = geometry.tokens
-        mma_s = wgmma.make_mma(dtype, n, a_in_registers=True)
+        mma_s, mma_half = wgmma.make_mma(dtype, n), wgmma.make_mma(dtype, n // 2)
         mma_o = wgmma.make_mma(dtype, geometry.dv, a_in_registers=True, b_major=OperandMajorMode.MN)
         scores, output = mma_s.get_slice(thread), mma_o.get_slice(thread)
         q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, 2))
@@ -620,23 +608,25 @@ class Consumer:
         queries = wgmma.smem_view(storage.query.data_ptr(), 0, q_layout)
         keys = wgmma.smem_view(storage.keys.data_ptr(), 0, k_layout)
         values = wgmma.smem_view(storage.values.data_ptr(), 0, v_layout)
-        q = cute.make_rmem_tensor(mma_s.partition_shape_A((HALF, geometry.dk)), dtype)
+        frag_q = mma_s.make_fragment_A(scores.partition_A(queries))
+        half = cute.local_tile(keys, (n // 2, PANEL * geometry.k_panels, STAGES), (0, 0, 0))
         acc_s = cute.make_rmem_tensor(mma_s.partition_shape_C((HALF, n)), Float32)
         return cls(
             geometry=geometry,
             storage=storage,
             dtype=dtype,
             me=me,
-            first_row=first_row,
             thread=thread,
             scale_log2=scale_log2,
             mma_s=mma_s,
+            mma_half=mma_half,
             mma_o=mma_o,
-            q_tile=queries[None, None, me],
-            q=q,
+            frag_q=frag_q[None, None, None, me],
             frag_k=mma_s.make_fragment_B(scores.partition_B(keys)),
+            frag_half=mma_half.make_fragment_B(mma_half.get_slice(thread).partition_B(half)),
             frag_v=mma_o.make_fragment_B(output.partition_B(values)),
             acc_s=acc_s,
+            acc_half=cute.make_rmem_tensor(mma_half.partition_shape_C((HALF, n // 2)), Float32),
             acc_o=cute.make_rmem_tensor(mma_o.partition_shape_C((HALF, geometry.dv)), Float32),
             p=cute.make_rmem_tensor(cute.size(acc_s) // 2, Int32),
             row_max=cute.make_rmem_tensor(2, Float32),
@@ -652,27 +642,22 @@ class Consumer:
         stage = turn % STAGES
         blocks = tuple(range(self.geometry.dk // wgmma.MMA_K))
         wgmma.gemm_issue(
-            self.mma_s, self.acc_s, self.q, self.frag_k[None, None, None, stage], blocks, zero_init=True
+            self.mma_s, self.acc_s, self.frag_q, self.frag_k[None, None, None, stage], blocks, zero_init=True
         )
 
     @cute.jit
-    def load_query(self, now: Count):
-        """The query tile's rows into registers; shared memory is free for the next one then."""
-        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
-        atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_A(atom, self.mma_s).get_slice(self.thread)
-        source, target = copy.partition_S(self.q_tile), copy.retile(self.q)
-        for i in cutlass.range_constexpr(self.geometry.dk // wgmma.MMA_K):
-            cute.copy(copy, source[None, 0, i], target[None, 0, i])
-        warp_arrive(self.storage.q_empty.data_ptr() + self.me)
+    def issue_half(self, turn: Int32):
+        """Issues S of the first half of KV tile `turn`."""
+        blocks = tuple(range(self.geometry.dk // wgmma.MMA_K))
+        keys = self.frag_half[None, None, None, turn % STAGES]
+        wgmma.gemm_issue(self.mma_half, self.acc_half, self.frag_q, keys, blocks, zero_init=True)
 
     @cute.jit
-    def issue_output(self, turn: Int32):
-        """Issues O += P·V of KV tile `turn` of this CTA, whose V has been waited for (`wait_for_values`)."""
-        blocks = tuple(range(self.geometry.tokens // wgmma.MMA_K))
-        operand = cute.make_layout(
-            ((2, 2, 2), 1, self.geometry.tokens // wgmma.MMA_K), stride=((1, 2, 4), 0, 8)
-        )
+    def issue_output(self, turn: Int32, keys: cutlass.Constexpr):
+        """Issues O += P·V of the first `keys` keys of KV tile `turn` of this CTA, whose V has been waited for
+        (`wait_for_values`)."""
+        blocks = tuple(range(-(-keys // wgmma.MMA_K)))
+        operand = cute.make_layout(((2, 2, 2), 1, self.geometry.tokens // wgmma.MMA_K), stride=((1, 2, 4), 0, 8))
         p = cute.make_tensor(cute.recast_tensor(self.p, self.dtype).iterator, operand)
         wgmma.gemm_issue(self.mma_o, self.acc_o, p, self.frag_v[None, None, None, turn % STAGES], blocks)
 
@@ -684,7 +669,7 @@ class Consumer:
     @cute.jit
     def free(self, empty: cute.Pointer, turn: Int32):
         """This warp no longer reads a stage."""
-        warp_arrive(empty + turn % STAGES, CTAS)
+        warp_arrive(empty + turn % STAGES)
 
     @cute.jit
     def zero_past_end(self, turn: Int32, first: Int32):
@@ -713,15 +698,67 @@ class Consumer:
             softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
             best = quad_max(softmax.thread_max(acc_s, r)) * self.scale_log2
-            if cutlass.const_expr(self.geometry.lazy):
-                top = softmax.lazy_max(self.row_max[r], best)
-            else:
-                top = cute.arch.fmax(self.row_max[r], best)
+            top = softmax.lazy_max(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
         for r in cutlass.range_constexpr(2):
             total = softmax.row_exp2(acc_s, r, self.scale_log2, self.row_max[r])
             self.row_sum[r] = self.row_sum[r] * self.factor[r] + total
+
+    @cute.jit
+    def trust(self, turn: Int32) -> tuple:
+        """P of S with the maxima as they are, beside what is to be known of S: the thread's share of the sums, and the
+        maxima. No exponential waits for a maximum. O has its product in the middle of it: from there on P is free."""
+        scores = cute.make_tensor(self.acc_s.iterator, cute.make_layout(cute.size(self.acc_s)))
+        sums, best = cute.make_rmem_tensor((2, 2), Float32), cute.make_rmem_tensor((2, 2), Float32)
+        sums.fill(0.0)
+        words = cute.size(self.p)
+        middle = words // 2
+        for i in cutlass.range_constexpr(words):
+            r, k = i % 2, i // 2 % 2
+            low, high = scores[2 * i], scores[2 * i + 1]
+            most = cute.arch.fmax(low, high)
+            best[r, k] = most if i < 4 else cute.arch.fmax(best[r, k], most)
+            scores[2 * i] = softmax.exp2(low * self.scale_log2 - self.row_max[r])
+            scores[2 * i + 1] = softmax.exp2(high * self.scale_log2 - self.row_max[r])
+            sums[r, 0] = sums[r, 0] + scores[2 * i]
+            sums[r, 1] = sums[r, 1] + scores[2 * i + 1]
+            if cutlass.const_expr(i == middle - 1):
+                self.end_product(turn)
+            if cutlass.const_expr(i >= middle):
+                j = i - middle
+                self.p[j] = rounded_here(scores[2 * j], scores[2 * j + 1], self.dtype)
+        for j in cutlass.range_constexpr(words - middle, words):
+            self.p[j] = rounded_here(scores[2 * j], scores[2 * j + 1], self.dtype)
+        return (
+            sums[0, 0] + sums[0, 1],
+            sums[1, 0] + sums[1, 1],
+            quad_max(cute.arch.fmax(best[0, 0], best[0, 1])) * self.scale_log2,
+            quad_max(cute.arch.fmax(best[1, 0], best[1, 1])) * self.scale_log2,
+        )
+
+    @cute.jit
+    def settle(self, turn: Int32, sum0: Float32, sum1: Float32, best0: Float32, best1: Float32):
+        """Behind `trust`: where a maximum has risen by more than the slack, all is done again, scores included; K must
+        still be there. No product is in flight."""
+        risen = (best0 > self.row_max[0] + softmax.SLACK) | (best1 > self.row_max[1] + softmax.SLACK)
+        if of_warpgroup(Int32(Barrier.UPPER) + self.me, risen):  # all of it or none: `again` has products
+            self.again(turn)
+        else:
+            self.accept(sum0, sum1)
+
+    @cute.jit
+    def again(self, turn: Int32):
+        self.issue_scores(turn)
+        warpgroup.wait_group(0)
+        self.soften(self.acc_s, Int32(0), False)
+        wgmma.scale_rows(self.acc_o, self.factor)
+        self.round_p(self.acc_s)
+
+    @cute.jit
+    def accept(self, sum0: Float32, sum1: Float32):
+        self.row_sum[0] = self.row_sum[0] + sum0
+        self.row_sum[1] = self.row_sum[1] + sum1
 
     @cute.jit
     def round_p(self, acc_s: cute.Tensor):
@@ -753,61 +790,67 @@ class Consumer:
     def end_product(self, turn: Int32):
         """Waits for O += P·V of the KV tile in front of `turn`, in whose softmax ptxas would wait if no loop stood
         between."""
-        if cutlass.const_expr(self.geometry.late):
-            cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 1)
-        else:
-            self.wait_for_values(turn)
+        cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 1)
         warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn - 1)
 
     @cute.jit
     def rescale(self):
         """O *= factor where a maximum has risen by more than the slack, while no product is in flight."""
-        if cutlass.const_expr(self.geometry.lazy):
-            if cute.arch.vote_any_sync((self.factor[0] != 1.0) | (self.factor[1] != 1.0)):
-                wgmma.scale_rows(self.acc_o, self.factor)
+        if cute.arch.vote_any_sync((self.factor[0] != 1.0) | (self.factor[1] != 1.0)):
+            wgmma.scale_rows(self.acc_o, self.factor)
 
     @cute.jit
-    def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr):
-        """One KV tile behind the first: S = Q·Kᵀ of this one, O += P·V of the one before. Behind the scores of the
-        request's first key nobody reads Q any more."""
+    def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr, keys: cutlass.Constexpr):
+        """One KV tile behind the first: S = Q·Kᵀ of this one, O += P·V of the one before, of its first `keys` keys.
+        masked: with a mask, and maxima first."""
         self.take_turn()
         self.wait_for_keys(turn)
         self.issue_scores(turn)
-        # Here, and not behind the softmax, so that it runs beside the scores; without the wait in front
-        # ptxas moves the multiplications between the first two products.
         self.wait_for_values(turn - 1)
-        if cutlass.const_expr(not self.geometry.lazy):
-            wgmma.scale_rows(self.acc_o, self.factor)
-        self.issue_output(turn - 1)
+        self.issue_output(turn - 1, keys)
         self.pass_turn()
         warpgroup.wait_group(1)  # S
-        self.free(self.storage.k_empty.data_ptr(), turn)
-        self.soften(self.acc_s, first_key, masked)
-        self.end_product(turn)
-        self.round_p(self.acc_s)
-        self.rescale()
+        if cutlass.const_expr(masked):
+            self.leave_keys(turn, first_key)
+            self.soften(self.acc_s, first_key, masked)
+            self.end_product(turn)
+            self.round_p(self.acc_s)
+            self.rescale()
+        else:
+            sum0, sum1, best0, best1 = self.trust(turn)
+            self.settle(turn, sum0, sum1, best0, best1)
+            self.leave_keys(turn, first_key)
 
     @cute.jit
-    def cross(self, now: Count):
+    def leave_keys(self, turn: Int32, first_key: Int32):
+        """K of a KV tile is no longer read, nor is Q behind the request's first key."""
+        self.free(self.storage.k_empty.data_ptr(), turn)
+        if first_key == 0:
+            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
+
+    @cute.jit
+    def cross(self, now: Count, half: cutlass.Constexpr):
         """The step from one query tile to the next, whose last KV tile is `now.done`."""
-        turn, count = now.done + now.stream - now.count, now.count
+        turn, count = now.done, now.count
+        acc_s = self.acc_half if half else self.acc_s
         first_key = (count - 1) * self.geometry.tokens
-        self.load_query(now)
         self.take_turn()
+        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
         self.wait_for_keys(turn)
-        self.issue_scores(turn)
-        self.wait_for_values(now.done - 1)
-        if cutlass.const_expr(not self.geometry.lazy):
-            wgmma.scale_rows(self.acc_o, self.factor)
-        self.issue_output(now.done - 1)
+        if cutlass.const_expr(half):
+            self.issue_half(turn)
+        else:
+            self.issue_scores(turn)
+        self.wait_for_values(turn - 1)
+        self.issue_output(turn - 1, self.geometry.tokens)
         self.pass_turn()
         warpgroup.wait_group(1)  # S
-        self.free(self.storage.k_empty.data_ptr(), turn)
+        self.leave_keys(turn, first_key)
         self.begin_rows()
-        self.soften(self.acc_s, first_key, True)
-        self.end_product(now.done)
-        self.round_p(self.acc_s)
+        self.soften(acc_s, first_key, True)
+        self.end_product(turn)
+        self.round_p(acc_s)
 
     @cute.jit
     def begin_rows(self):
@@ -820,87 +863,68 @@ class Consumer:
         for r in cutlass.range_constexpr(2):
             limit = tile.keys
             if cutlass.const_expr(self.geometry.causal):
-                limit = cutlass.min(tile.keys, tile.seen + self.first_row + wgmma.acc_row(self.thread, r))
+                limit = cutlass.min(tile.keys, tile.seen + self.me * HALF + wgmma.acc_row(self.thread, r))
             self.limits[r] = limit
 
     @cute.jit
     def first(self, tile: Tile, now: Count):
-        """Softmax of the last KV tile that the rows see any key of, where no product of a query tile before is due."""
-        n, count = self.geometry.tokens, now.count
-        turn = now.done + now.stream - count
+        """Softmax of the last KV tile of this CTA's first query tile that sees any key."""
+        count, sees, done, loads = now
+        n = self.geometry.tokens
+        self.see(tile)
+        self.acc_o.fill(0.0)
         self.begin_rows()
-        self.load_query(now)
-        if turn > 0:
-            self.take_turn()
-        self.wait_for_keys(turn)
+        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, loads & 1)
+        self.wait_for_keys(done)
         first_key = (count - 1) * n
-        self.issue_scores(turn)
-        warpgroup.wait_group(0)
-        self.soften(self.acc_s, first_key, True)
-        self.round_p(self.acc_s)
-        if turn > 0:
-            self.pass_turn()
-        self.free(self.storage.k_empty.data_ptr(), turn)
-
-    @cute.jit
-    def skip_keys(self, turn: Int32):
-        """A KV tile's K that the rows do not see; its turn passes, too."""
-        if turn > 0:
-            self.take_turn()
-            self.pass_turn()
-        self.wait_for_keys(turn)
-        self.free(self.storage.k_empty.data_ptr(), turn)
-
-    @cute.jit
-    def skip_values(self, turn: Int32):
-        """A KV tile's V that the rows do not see."""
-        self.wait_for_values(turn)
-        self.free(self.storage.v_empty.data_ptr(), turn)
-
-    @cute.jit
-    def skip_tile(self, now: Count):
-        """A query tile of which the rows see no key."""
-        if now.stream > 0:
-            cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
-            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-        for i in cutlass.range(now.stream, unroll=1):
-            self.skip_keys(now.done + i)
-            self.skip_values(now.done + i)
+        if sees > n // 2:
+            self.issue_scores(done)
+            warpgroup.wait_group(0)
+            self.soften(self.acc_s, first_key, True)
+            self.round_p(self.acc_s)
+        else:
+            self.issue_half(done)
+            warpgroup.wait_group(0)
+            self.soften(self.acc_half, first_key, True)
+            self.round_p(self.acc_half)
+        self.leave_keys(done, first_key)
+        self.ready_values(tile, now)
 
     @cute.jit
     def ready_values(self, tile: Tile, now: Count):
         """V of a query tile's last KV tile, without what lies behind the request's end."""
         n = self.geometry.tokens
-        for i in cutlass.range(now.stream - now.count, unroll=1):
-            self.skip_values(now.done + i)
-        if (now.stream == now.count) & (now.stream * n > tile.keys):
+        if now.count * n > tile.keys:
             self.wait_for_values(now.done)
-            self.zero_past_end(now.done, tile.keys - (now.stream - 1) * n)
+            self.zero_past_end(now.done, tile.keys - (now.count - 1) * n)
 
     @cute.jit
     def rest(self, tile: Tile, now: Count):
-        """All KV tiles that the rows see any key of but the last one."""
-        stream, count, sees, done, _ = now
+        """All KV tiles of a query tile but its last one."""
+        count, _, done, _ = now
         n = self.geometry.tokens
-        begin = stream - count + 1
-        plain = begin  # from this KV tile on no row needs a mask
+        begin, plain = Int32(1), Int32(1)  # from KV tile `plain` on no row needs a mask
         if cutlass.const_expr(self.geometry.causal):
-            whole = whole_tiles(tile, self.first_row, n)
-            plain = cutlass.min(cutlass.max(stream - whole, begin), stream)
+            whole = whole_tiles(tile, self.me * HALF, n)
+            plain = cutlass.min(cutlass.max(count - whole, 1), count)
+        if (now.sees <= n // 2) & (plain == 1) & (count > 1):
+            self.step(done + 1, (count - 2) * n, False, n // 2)
+            begin, plain = Int32(2), Int32(2)
         if cutlass.const_expr(self.geometry.causal):
             for i in cutlass.range(begin, plain, unroll=1):
-                self.step(done + i, (stream - 1 - i) * n, True)
-        for i in cutlass.range(plain, stream, unroll=1):
-            self.step(done + i, (stream - 1 - i) * n, False)
+                self.step(done + i, (count - 1 - i) * n, True, n)
+        for i in cutlass.range(plain, count - 1, unroll=1):
+            self.step(done + i, (count - 1 - i) * n, False, n)
+        # The last one waits for its maxima, so that Q is free behind the scores.
+        if plain < count:
+            self.step(done + count - 1, Int32(0), True, n)
 
     @cute.jit
     def last(self, now: Count):
-        """O of the query tile in front of `now`."""
-        turn = now.done - 1
+        """O of this CTA's last query tile."""
+        turn = now.done + now.count - 1
         self.wait_for_values(turn)
-        if cutlass.const_expr(not self.geometry.lazy):
-            wgmma.scale_rows(self.acc_o, self.factor)
-        self.issue_output(turn)
+        self.issue_output(turn, self.geometry.tokens)
         warpgroup.wait_group(0)
         self.free(self.storage.v_empty.data_ptr(), turn)
 
@@ -910,7 +934,7 @@ class Consumer:
         """out = O / sum and lse = ln sum; rows past the end of the request are not written."""
         inverse = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            row = self.first_row + wgmma.acc_row(self.thread, r)
+            row = self.me * HALF + wgmma.acc_row(self.thread, r)
             total = softmax.quad_sum(row_sum[r])
             inverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
             if self.thread % 4 == 0 and row < tile.rows:
@@ -922,7 +946,7 @@ class Consumer:
         flat = cute.make_tensor(packed.iterator, cute.make_layout(HALF * columns // WARPGROUP))
         words = cute.recast_tensor(flat, Int32)
         for r in cutlass.range_constexpr(2):
-            row = self.first_row + wgmma.acc_row(self.thread, r)
+            row = self.me * HALF + wgmma.acc_row(self.thread, r)
             inside = row < tile.rows
             start = row_start(out, tile, cutlass.select_(inside, row, Int32(0)))
             # (eight columns, thread of the four, 32 columns)
@@ -943,6 +967,24 @@ def quad_max(value: Float32) -> Float32:
     for offset in cutlass.range_constexpr(1, 3):
         value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
     return value
+
+
+@dsl_user_op
+def of_warpgroup(barrier: Int32, holds: Boolean, *, loc=None, ip=None) -> Boolean:
+    """Whether `holds` in any thread of a warpgroup, which meets at a named barrier."""
+    result = llvm.inline_asm(
+        T.i32(),
+        [Int32(holds).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)],
+        "{.reg .pred in, any; setp.ne.b32 in, $1, 0; "
+        f"barrier.cta.red.or.pred.aligned any, $2, {WARPGROUP}, in; selp.b32 $0, 1, 0, any;}}",
+        "=r,r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(result) != 0
 
 
 @dsl_user_op
@@ -985,9 +1027,9 @@ def row_start(out: cute.Tensor, tile: Tile, row: Int32) -> cute.Pointer:
 
 
 @cute.jit
-def store_no_keys(tile: Tile, out: cute.Tensor, lse: cute.Tensor, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr):
-    """64 rows of a query tile that see no key: zeros and -inf. thread: 0 .. 127."""
-    row = first_row + thread // 2
+def store_no_keys(tile: Tile, out: cute.Tensor, lse: cute.Tensor, thread: Int32, geometry: cutlass.Constexpr):
+    """A query tile that sees no key: zeros and -inf. thread: 0 .. 255."""
+    row = thread // 2
     if row < tile.rows:
         zeros = cute.make_rmem_tensor(8, out.element_type)
         zeros.fill(0.0)
@@ -1006,8 +1048,7 @@ def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
     cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)
     tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(storage.heard.data_ptr() + slot, 0)
+    warp_arrive(storage.heard.data_ptr() + slot)
     return tile
 
 
@@ -1017,57 +1058,62 @@ def consume(
     out: cute.Tensor,
     lse: cute.Tensor,
     scale_log2: Float32,
-    rank: Int32,
     me: Int32,
     thread: Int32,  # 0 .. 255
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
     """What a consumer does, until there are no more query tiles."""
-    first_row = block_of(rank, me) * HALF
-    mine = thread % WARPGROUP
-    w = Consumer.make(geometry, storage, dtype, me, first_row, mine, scale_log2)
+    w = Consumer.make(geometry, storage, dtype, me, thread % WARPGROUP, scale_log2)
     if cutlass.const_expr(geometry.ordered):
         if me == 1:
             named_arrive(Barrier.TURN_UPPER, CONSUMERS)
     row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    w.acc_o.fill(0.0)
-    w.begin_rows()
-    tile, number = heard(storage, Int32(0)), Int32(1)
-    before, due = tile, Int32(0)  # the query tile whose last product is due, if any
-    now = Count(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, first_row, geometry)
-    working = True
+    tile, number = heard_seeing(storage, Int32(0), out, lse, thread, geometry)
+    now = Count(Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, me, geometry)
+    working = tile.rows > 0
+    if working:
+        w.first(tile, now)
     while working:
-        working = tile.rows > 0
-        if now.count > 0:
-            for i in cutlass.range(now.stream - now.count, unroll=1):
-                w.skip_keys(now.done + i)
+        w.rest(tile, now)
+        following, number = heard_seeing(storage, number, out, lse, thread, geometry)
+        then = now.behind(following, me, geometry)
         for r in cutlass.range_constexpr(2):
             row_max[r], row_sum[r] = w.row_max[r], w.row_sum[r]
-        if now.count > 0:
-            w.see(tile)
-            if due > 0:
-                w.cross(now)
-            else:
-                w.first(tile, now)
-        else:
-            if due > 0:
-                w.last(now)
-        if due > 0:
-            w.epilogue(before, row_max, row_sum, out, lse)
-            w.acc_o.fill(0.0)
-        if now.count > 0:
-            w.ready_values(tile, now)
-            w.rest(tile, now)
-        else:
-            if working:
-                w.skip_tile(now)
-                store_no_keys(tile, out, lse, first_row, mine, geometry)
-        due, before = Int32(now.count > 0), tile
+        working = following.rows > 0
         if working:
-            tile = heard(storage, number)
-            number = number + 1
-        now = now.behind(tile, first_row, geometry)
+            w.see(following)
+            if then.sees > geometry.tokens // 2:
+                w.cross(then, False)
+            else:
+                w.cross(then, True)
+        else:
+            w.last(now)
+        w.epilogue(tile, row_max, row_sum, out, lse)
+        w.acc_o.fill(0.0)
+        if working:
+            w.ready_values(following, then)
+        tile, now = following, then
+
+
+@cute.jit
+def heard_seeing(
+    storage: cutlass.Constexpr,
+    number: Int32,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    thread: Int32,
+    geometry: cutlass.Constexpr,
+):
+    """The next query tile from `number` on that sees any key, or the end, and the number behind it. Those between that
+    see none get their results here."""
+    tile = heard(storage, number)
+    number = number + 1
+    while (tile.rows > 0) & (kv_tiles(tile, geometry.tokens, geometry.causal) == 0):
+        store_no_keys(tile, out, lse, thread, geometry)
+        tile = heard(storage, number)
+        number = number + 1
+    return tile, number
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -1081,7 +1127,7 @@ def flash_attention_v6(
     room: Int32,  # of `section_width`
     geometry: cutlass.Constexpr,
 ):
-    """A persistent CTA of a cluster of two."""
+    """A persistent CTA."""
     dtype = out.element_type
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -1090,12 +1136,12 @@ def flash_attention_v6(
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
     if warp == 0:
         with cute.arch.elect_one():
-            for barriers, size, count in (
-                (storage.k_full, STAGES, 1), (storage.v_full, STAGES, 1), (storage.told, SLOTS, 1),
-                (storage.k_empty, STAGES, CTAS * CONSUMER_WARPS), (storage.v_empty, STAGES, CTAS * CONSUMER_WARPS),
-                (storage.heard, SLOTS, CTAS * (CONSUMER_WARPS + 1)),
+            for barriers, count in (
+                (storage.k_full, 1), (storage.v_full, 1), (storage.told, 1),
+                (storage.k_empty, CONSUMER_WARPS), (storage.v_empty, CONSUMER_WARPS),
+                (storage.heard, CONSUMER_WARPS + 1),
             ):  # fmt: skip
-                for i in range(size):
+                for i in range(2):
                     cute.arch.mbarrier_init(barriers.data_ptr() + i, count)
             for i in range(2):
                 cute.arch.mbarrier_init(storage.q_full.data_ptr() + i, 1)
@@ -1104,31 +1150,24 @@ def flash_attention_v6(
         for tma in (inputs.tma_q, inputs.tma_k, inputs.tma_v):
             cpasync.prefetch_descriptor(tma)
     cute.arch.mbarrier_init_fence()
-    cute.arch.cluster_arrive_relaxed()
-    cute.arch.cluster_wait()
-    rank = block % CTAS
+    cute.arch.sync_threads()
     if warp >= CONSUMER_WARPS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp == CONSUMER_WARPS:
-            load(inputs, storage, rank, dtype, geometry)
-        if warp == CONSUMER_WARPS + 1 and rank == 0:
-            schedule(
-                inputs.cu_seqlens_q, inputs.cu_seqlens_k, storage, counter, block // CTAS, blocks // CTAS, room, thread % WARP, geometry
-            )
+            load(inputs, storage, dtype, geometry)
+        if warp == CONSUMER_WARPS + 1:
+            schedule(inputs, storage, counter, block, blocks, room, thread % WARP, dtype, geometry)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         me = cute.arch.make_warp_uniform(warp // (WARPGROUP // WARP))
-        consume(storage, out, lse, scale_log2, rank, me, thread, dtype, geometry)
-    # No CTA leaves while the other may still signal its mbarriers.
-    cute.arch.cluster_arrive_relaxed()
-    cute.arch.cluster_wait()
+        consume(storage, out, lse, scale_log2, me, thread, dtype, geometry)
 
 
 flash_attention_v6.set_name_prefix("flash_attention_v6", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
-def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor, op: Any):
+def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor):
     """(TMA atom, tensor (tokens, columns, heads)) for boxes of `rows` tokens by 64 columns of one head.
 
     tensor: (tokens, heads, columns), global memory, columns contiguous. spare: a tensor with at least one row, whose
@@ -1145,7 +1184,7 @@ def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor, op: Any):
         cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16), layout
     )
     box = wgmma.k_major_layout(tensor.element_type, (rows, PANEL))
-    return cpasync.make_tiled_tma_atom(op, view, box, (rows, PANEL), 1)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (rows, PANEL), 1)
 
 
 @cute.jit
@@ -1165,14 +1204,14 @@ def launch_flash_attention(
     stream: CUstream,
 ):
     """Makes the TMA descriptors and launches `blocks` persistent CTAs, no more than there are query tiles."""
-    tma_q, q_view = make_tma(q, HALF, q, cpasync.CopyBulkTensorTileG2SOp())
-    tma_k, k_view = make_tma(k, geometry.tokens, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
-    tma_v, v_view = make_tma(v, geometry.tokens, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
+    tma_q, q_view = make_tma(q, HALF, q)
+    tma_k, k_view = make_tma(k, geometry.tokens, q)
+    tma_v, v_view = make_tma(v, geometry.tokens, q)
     requests = cu_seqlens_q.shape[0] - 1
     most = (q.shape[0] // ROWS + requests) * geometry.h
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
     flash_attention_v6(inputs, out, lse, counter, scale * math.log2(math.e), room, geometry).launch(
-        grid=(cutlass.min(blocks // CTAS, most) * CTAS, 1, 1), block=(THREADS, 1, 1), cluster=(CTAS, 1, 1), min_blocks_per_mp=1, stream=stream
+        grid=(cutlass.min(blocks, most), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
     )
 
 
@@ -1180,12 +1219,10 @@ def launch_flash_attention(
 def takes(pd: PrefillProblem) -> Verdict:
     """Whether this version computes a problem."""
     dk, dv = pd.d + pd.p, pd.d
-    if dk % wgmma.MMA_K or dk > 256:
-        return Verdict.no(f"keys of d + p = {dk} columns must be a multiple of {wgmma.MMA_K}, 256 at most")
-    if dv % PANEL or dv > 256:
-        return Verdict.no(f"values of d = {dv} columns must be 64, 128, 192 or 256")
-    if not kv_tile_of(dk, dv):
-        return Verdict.no(f"{dk} and {dv} columns leave no registers for queries beside {KV_TILE} keys; use version 1")
+    if (dk, dv) != (192, 128):
+        return Verdict.no(
+            f"{dk} columns of keys and {dv} of values are not this version's 192 and 128: take another one"
+        )
     longest = max(pd.query_tokens, pd.keys)
     return limits.all_of(
         limits.offsets(longest + ROWS, f"{longest:,} tokens of q or k"),
@@ -1203,16 +1240,12 @@ class FlashAttentionV6Tiling(Tiling):
 
     kv_tile: int = 0
     ordered: bool = True
-    hints: bool = True
-    late: bool = True
-    lazy: bool = True
-    narrow: bool = True
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv), self.ordered, self.hints, self.late, self.lazy, self.narrow)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv), self.ordered)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
@@ -1240,9 +1273,8 @@ class FlashAttentionV6Plan(KernelPlan):
     tiling_type = FlashAttentionV6Tiling
     tiling: FlashAttentionV6Tiling
     any_size = True
-    # Version 0 takes fp16, in which this one was never run.
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

@@ -78,7 +78,7 @@ def line_of(
             assert number == len(told[-1])
             told[-1].append(tile)
 
-    made = on_cpu(module, **{"tell": tell, "load_tile": lambda *_: None, "ask_for_query": lambda *_: None} | others)
+    made = on_cpu(module, tell=tell, load_tile=lambda *_: None, **others)
     offsets = [of_values([0, *itertools.accumulate(x)]) for x in zip(*pairs, strict=True)]
     inputs = SimpleNamespace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
     for block in range(blocks):
@@ -95,8 +95,11 @@ def line_of(
         def work(storage: Any = storage, words: Any = words, block: int = block) -> None:
             from greenlet import getcurrent
 
-            deal = made.names.get("schedule", made.names["load"])
-            deal(inputs, storage, words, block, blocks, room, getcurrent().thread, None, geometry)
+            given = (inputs, storage, words, block, blocks, room, getcurrent().thread)
+            if "schedule" in made.names:
+                made.names["schedule"](*given, geometry)
+            else:
+                made.names["load"](*given, None, geometry)
 
         run_cta(work)
     return told
@@ -147,24 +150,35 @@ def test_equal_requests_are_dealt_as_one_in_sections_of_heads(kernel: registry.K
     of_700 = [(tile.head, tile.rows) for tile in line if tile.keys == 700]
     # Two kv heads of 700 keys have room, four query heads: the section of two comes first, in each the last query tile
     # of all its heads first.
-    assert [head for head, _ in of_700] == [0, 1] * 6 + [2, 3, 4, 5] * 6
-    ends = [700 - at for at in (640, 512, 384, 256, 128, 0)]
+    ends = [700 - at for at in reversed(range(0, 700, module.ROWS))]
+    assert [head for head, _ in of_700] == [0, 1] * len(ends) + [2, 3, 4, 5] * len(ends)
     assert [rows for _, rows in of_700] == [x for x in ends for _ in range(2)] + [x for x in ends for _ in range(4)]
     # Two requests alike are dealt as one of twelve heads, which have room together.
     (line,) = line_of(module, pairs, geometry_of(module, 6, 3), room=2100)
     of_300 = [(tile.key > 300, tile.head, tile.rows) for tile in line if tile.keys == 300]
     heads = [(request, head) for request in (False, True) for head in range(6)]
-    assert of_300 == [(*head, rows) for rows in (44, 172, 300) for head in heads]
+    ends = [300 - at for at in reversed(range(0, 300, module.ROWS))]
+    assert of_300 == [(*head, rows) for rows in ends for head in heads]
 
 
 @pytest.mark.parametrize("kernel", TOGETHER, ids=lambda k: k.label)
-def test_the_last_section_fills_all_ctas(kernel: registry.KernelId) -> None:
-    """16 heads of 32 query tiles; L2 has room for the keys of one. On 132 CTAs a section has 198 query tiles or more."""
+def test_the_last_section_fills_all_clusters(kernel: registry.KernelId) -> None:
+    """16 heads of 16 query tiles; L2 has room for the keys of one. On 66 clusters a section has 132 query tiles or
+    more."""
     module = module_of(kernel)
     made = on_cpu(module)
-    assert made.section_width(4096, 32, 16, 4096, 132, geometry_of(module, 16, 16)) == 8
+    assert made.section_width(4096, 16, 16, 4096, 66, geometry_of(module, 16, 16)) == 8
     for fits, heads, wide in ((3, 16, 4), (6, 16, 6), (9, 16, 8), (40, 16, 16), (38, 128, 43)):
-        assert made.section_width(100, 1000, heads, 100 * fits, 132, geometry_of(module, heads, heads)) == wide
+        assert made.section_width(100, 1000, heads, 100 * fits, 66, geometry_of(module, heads, heads)) == wide
+
+
+@pytest.mark.parametrize("kernel", TOGETHER, ids=lambda k: k.label)
+def test_both_ctas_have_as_much_to_do_on_the_diagonal(kernel: registry.KernelId) -> None:
+    """The blocks of 64 rows of a cluster are dealt once each, and each CTA's see as many keys."""
+    module = module_of(kernel)
+    blocks = [[module.block_of(rank, me) for me in range(2)] for rank in range(module.CTAS)]
+    assert sorted(block for of_cta in blocks for block in of_cta) == list(range(module.ROWS // module.HALF))
+    assert len({sum(of_cta) for of_cta in blocks}) == 1
 
 
 @pytest.mark.parametrize("kernel", ONE_BY_ONE, ids=lambda k: k.label)

@@ -1,5 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 6: no exponential waits for a maximum, and
-no gap between query tiles.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 4: two CTAs of a cluster share K and V,
+and no gap between query tiles.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 columns a head    V: 128
 
@@ -7,11 +7,15 @@ Requests lie behind each other in q (n, h, 192) and in k, v (m, h_kv, ·); `cu_s
 each begins. Query head i reads kv head i // (h / h_kv). The causal mask is aligned at the end: query token i of s sees
 keys 0 .. t - s + i.
 
-A query tile is 128 query tokens of one head.
+A query tile is 256 query tokens of one head; a cluster of two CTAs has one of them. Each CTA loads half of every KV
+tile for both (TMA multicast), so that L2 is read half as often. Of the four blocks of 64 rows the first CTA has the outer
+two and the second the inner two: both have as much to do on the diagonal. A consumer passes KV tiles that its rows do
+not see, and takes an empty turn there.
+
 Each CTA has three warpgroups and goes through query tiles, and through the KV tiles of each, of 128 keys, from the last
 one, which holds the diagonal, to the first:
 
-    scheduler  one warp: finds the next query tiles, up to two ahead, says which (mbarrier), and asks L2 for their Q
+    scheduler  one warp of the first CTA: finds the next query tiles, up to two ahead, and tells both CTAs
     producer   one warp: loads Q, K and V by TMA; L2 is to keep K and V, and to give up Q first
     UPPER      64 query rows      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
     LOWER      64 more
@@ -26,40 +30,34 @@ issue in turn (named barriers), so that the softmax of one runs beside the produ
 The same step leads from one query tile to the next (`cross`): the first scores of the next one are issued in front of
 the last product of this one, which is divided and stored while the other consumer has the tensor cores.
 
-Softmax. Version 1 finds the maxima of a KV tile first, by shuffles over four threads, and only then begins with the
-exponentials, which keep their pipe (16 a cycle and SM) busy for 530 cycles and more. Here (`trust`) exponentials begin
-as scores arrive, with the maxima of the KV tiles before; maxima, sums and roundings to 16 bits run in the gaps between
-them. In the middle of it the product with the values before has ended, so that P's registers can be written. Behind it
-the warpgroup agrees (`barrier.red`) whether a maximum has risen by more than 8 in log2. That is rare: probabilities up
-to 2^8 have the same relative precision, and for other scores all is done again, products included (`again`), for which
-K stays until then. Where a mask is, and in a query tile's last KV tile, behind which Q must be free early, maxima come
-first.
+The running maximum follows a new one only when that is more than 8 in log2 above it (FlashAttention-4's idea), and O is
+multiplied behind a product, where none is in flight, and only where a row of the warp needs it.
 
-On the diagonal the upper 64 of 128 rows see no key of the second half of a KV tile. They compute scores and softmax of
-its first half only (░ is 0), and the product with the values takes this half:
+Where the rows of a consumer see no more than the first half of their last KV tile, it computes scores and softmax of
+this half only (░ is 0), and the next product with values takes this half:
 
-    UPPER    ◣ ░         64 x 64 in place of 64 x 128, twice
-    LOWER    █ ◣
+    rows   0 ..  63    ◣ ░         64 x 64 in place of 64 x 128, twice
+    rows  64 .. 127    █ ◣
 
     mbarrier       arrives                              waits
     q_full[j]      TMA with half j of Q                 consumer j, in front of the first scores of a query tile
     q_empty[j]     consumer j, behind the last scores   producer
-    k_full[i]      TMA with K of stage i                consumers, in front of the scores
-    k_empty[i]     consumers, once made                        producer
-    v_full[i]      TMA with V of stage i                consumers, in front of O += P·V
-    v_empty[i]     consumers, once that has ended              producer
-    told[i]        scheduler: slot i names a query tile consumers and producer
-    heard[i]       consumers and producer have read it  scheduler
-    open           nobody                               nobody waits: it only stands where ptxas must not move a wait
+    k_full[i]      TMA with K of stage i, of both CTAs  consumers, in front of the scores
+    k_empty[i]     consumers of both CTAs, once made    producer
+    v_full[i]      TMA with V of stage i, of both CTAs  consumers, in front of O += P·V
+    v_empty[i]     consumers of both CTAs, behind that  producer
+    told[i]        scheduler: slot i names a query tile consumers and producer; it is written by st.async
+    heard[i]       these, of both CTAs; of the first    scheduler
+    open           nobody                               a wait that is over at once, where ptxas must not move another
 
 O goes from registers to global memory, without shared memory between: four threads that share a row exchange their
 columns, so that each has 16 bytes.
 
 Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
-as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have 1.5 query
-tiles for each CTA at least. In a section the query tiles with the most keys come first: the small ones fill the tail.
-A CTA's first tile is its own number; the others it takes from a counter in global memory. The lengths are read on the
-device only, and the last CTA sets the counter back.
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
+tiles for each cluster at least. In a section the query tiles with the most keys come first: the small ones fill the
+tail. A cluster's first tile is its own number; the others it takes from a counter in global memory. The lengths are
+read on the device only, and the last cluster sets the counter back.
 
 Shared memory: Q 48 KiB, two stages of K (48 KiB each) and of V (32 KiB each). Registers of a consumer's thread: S 64,
 O 64, P 32, of 232.
@@ -75,7 +73,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
@@ -101,7 +99,8 @@ if TYPE_CHECKING:
     from mla_var3.workload.prefill import PrefillProblem
 
 HALF = 64  # rows of a consumer: one warpgroup MMA
-ROWS = 2 * HALF  # of a query tile
+CTAS = 2  # of a cluster
+ROWS = 2 * HALF * CTAS  # of a query tile
 STAGES = 2
 SLOTS = 2  # in which the producer names query tiles
 CONSUMERS = 2 * WARPGROUP  # threads
@@ -134,7 +133,7 @@ def panels_of(columns: int) -> int:
 
 def smem_bytes(dk: int, dv: int, tokens: int) -> int:
     """Of a CTA, for KV tiles of so many tokens."""
-    return MISC_BYTES + 2 * PANEL * (panels_of(dk) * (ROWS + STAGES * tokens) + panels_of(dv) * STAGES * tokens)
+    return MISC_BYTES + 2 * PANEL * (panels_of(dk) * (2 * HALF + STAGES * tokens) + panels_of(dv) * STAGES * tokens)
 
 
 MOST_SMEM = 232_448
@@ -208,7 +207,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "told": array(Int64, SLOTS),
         "heard": array(Int64, SLOTS),
         "open": array(Int64, 1),  # an mbarrier whose phase before the first has always ended
-        "slots": array(Int32, 8 * SLOTS),  # a `Tile` each
+        "slots": cute.struct.Align[array(Int32, 8 * SLOTS), 32],  # a `Tile` each
         "order": array(Int32, SORTED),  # requests, that with the most keys first
         "query": cute.struct.Align[array(dtype, 2 * geometry.half_elements), 1024],
         "keys": cute.struct.Align[array(dtype, STAGES * geometry.k_elements), 1024],
@@ -232,8 +231,8 @@ class Inputs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A query tile. row: of q, its first query token. rows: of the request from there on; 0: there is no more work.
-    head: of q. key: of k and v, the request's first one. keys: of the request. seen: keys that the first row sees;
+    """A query tile, of both CTAs. row: of q, its first query token. rows: of the request from there on; 0: there is no
+    more work. head: of q. key: of k and v, the request's first one. keys: of the request. seen: keys that the first row sees;
     where fewer keys than queries are causal it may be negative, and each row sees one more than the row before."""
 
     row: Any
@@ -258,9 +257,9 @@ def query_tiles(s: Any) -> Any:
 
 def section_width(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> Any:
     """Heads of a section, of `pairs` heads that have t keys and `tiles` query tiles each: as many as fit in L2 with
-    their keys and values, but no fewer than give each CTA 1.5 query tiles, so that the longest of the last section does
-    not outlast the others together. Sections are about equally wide. room: keys of a kv head that fit in L2."""
-    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, ceil_div(3 * blocks // 2, tiles))
+    their keys and values, but no fewer than give each cluster two query tiles, so that the longest of the last section
+    does not outlast the others together. Sections are about equally wide. room: keys of a kv head that fit in L2."""
+    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, ceil_div(2 * blocks, tiles))
     heads = cutlass.min(ceil_div(heads, geometry.group) * geometry.group, pairs)
     sections = cutlass.max((pairs + heads // 2) // heads, 1)
     return ceil_div(ceil_div(pairs, sections), geometry.group) * geometry.group
@@ -384,20 +383,6 @@ def sort_requests(cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, order: c
 
 # ------------------------------------------------------------------------------------------------ device: load
 @cute.jit
-def ask_for_query(
-    inputs: Inputs, storage: cutlass.Constexpr, tile: Tile, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr
-):
-    """A query tile's rows come as far as L2, while the consumers are up to two query tiles behind: nobody has read them
-    before."""
-    layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, 2))
-    q = cute.domain_offset((tile.row, 0), inputs.q[None, None, tile.head])
-    boxes, _ = paged.boxes_of(inputs.tma_q, q, wgmma.smem_view(storage.query.data_ptr(), 0, layout), HALF)
-    for half in cutlass.range_constexpr(ROWS // HALF):
-        for panel in cutlass.range_constexpr(geometry.k_panels):
-            cute.prefetch(inputs.tma_q, boxes[None, half, panel])
-
-
-@cute.jit
 def schedule(
     inputs: Inputs,
     storage: cutlass.Constexpr,
@@ -406,7 +391,6 @@ def schedule(
     blocks: Int32,
     room: Int32,  # of `section_width`
     lane: Int32,
-    dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
     """What the scheduler warp does, until there are no more query tiles."""
@@ -443,7 +427,6 @@ def schedule(
             request = request_at(window.rank + first + pair // geometry.h, order, requests)
             first_q, first_k = cu_seqlens_q[request], cu_seqlens_k[request]
             tile = tile_of((at, pair % geometry.h), first_q, s, first_k, t, geometry.causal)
-            ask_for_query(inputs, storage, tile, dtype, geometry)
         tell(storage, number, tile, lane)
         number = number + 1
         if working:
@@ -458,12 +441,14 @@ def schedule(
 
 
 @cute.jit
-def load(inputs: Inputs, storage: cutlass.Constexpr, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr):
+def load(
+    inputs: Inputs, storage: cutlass.Constexpr, rank: Int32, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr
+):
     """What the producer warp does, until there are no more query tiles."""
     tile, number, done, loads = heard(storage, Int32(0)), Int32(1), Int32(0), Int32(0)
     while tile.rows > 0:
         count = kv_tiles(tile, geometry.tokens, geometry.causal)
-        load_tile(inputs, storage, tile, count, loads, done, dtype, geometry)
+        load_tile(inputs, storage, tile, count, loads, done, rank, dtype, geometry)
         done, loads = done + count, loads + Int32(count > 0)
         tile = heard(storage, number)
         number = number + 1
@@ -471,14 +456,16 @@ def load(inputs: Inputs, storage: cutlass.Constexpr, dtype: cutlass.Constexpr, g
 
 @cute.jit
 def tell(storage: cutlass.Constexpr, number: Int32, tile: Tile, lane: Int32):
-    """Names query tile `number` of this CTA to the consumers."""
+    """Names query tile `number` to both CTAs of the cluster."""
     slot = number % SLOTS
     cute.arch.mbarrier_wait(storage.heard.data_ptr() + slot, (number // SLOTS & 1) ^ 1)
     if lane == 0:
-        words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
-        for i in cutlass.range_constexpr(len(tile)):
-            words[i, slot] = tile[i]
-        cute.arch.mbarrier_arrive(storage.told.data_ptr() + slot)
+        told, words = storage.told.data_ptr() + slot, storage.slots.data_ptr() + cute.assume(8 * slot, divby=8)
+        zero = Int32(0)
+        for rank in cutlass.range_constexpr(CTAS):
+            cute.arch.mbarrier_arrive_and_expect_tx(told, 32, rank)
+            cute.arch.store_async_dsmem(words, (tile[0], tile[1], tile[2], tile[3]), told, rank)
+            cute.arch.store_async_dsmem(words + 4, (tile[4], tile[5], zero, zero), told, rank)
 
 
 @cute.jit
@@ -489,6 +476,7 @@ def load_tile(
     count: Int32,  # KV tiles
     loads: Int32,  # of Q, before
     done: Int32,  # KV tiles of query tiles before
+    rank: Int32,
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
@@ -504,13 +492,17 @@ def load_tile(
     k = cute.domain_offset((tile.key, 0), inputs.k[None, None, kv_head])
     v = cute.domain_offset((tile.key, 0), inputs.v[None, None, kv_head])
     q_boxes, q_places = paged.boxes_of(inputs.tma_q, q, queries, HALF)
-    k_boxes, k_places = paged.boxes_of(inputs.tma_k, k, keys, n)
-    v_boxes, v_places = paged.boxes_of(inputs.tma_v, v, values, n)
+    k_boxes, k_places = paged.boxes_of(inputs.tma_k, k, keys, n // CTAS)
+    v_boxes, v_places = paged.boxes_of(inputs.tma_v, v, values, n // CTAS)
     k_panels, v_panels = geometry.k_panels, geometry.v_panels
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
     if count > 0:
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n)
+        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n, rank)
+        # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
+        for half in cutlass.range_constexpr(2):
+            for panel in cutlass.range_constexpr(k_panels):
+                cute.prefetch(inputs.tma_q, q_boxes[None, block_of(rank, half), panel])
         full_q, empty_q = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         for half in cutlass.range_constexpr(2):
             cute.arch.mbarrier_wait(empty_q + half, (loads & 1) ^ 1)
@@ -519,15 +511,15 @@ def load_tile(
             for panel in cutlass.range_constexpr(k_panels):
                 cute.copy(
                     inputs.tma_q,
-                    q_boxes[None, half, panel],
+                    q_boxes[None, block_of(rank, half), panel],
                     q_places[None, 0, panel, half],
                     tma_bar_ptr=full_q + half,
                     cache_policy=Int64(PASS),
                 )
         for i in cutlass.range(1, count, unroll=1):
-            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n)
-            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n)
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n)
+            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n, rank)
+            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n, rank)
+        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n, rank)
 
 
 @cute.jit
@@ -541,6 +533,7 @@ def load_stage(
     empty: cute.Pointer,
     panels: cutlass.Constexpr,
     tokens: cutlass.Constexpr,
+    rank: Int32,
 ):
     """Loads a KV tile's K, or its V, into the stage whose turn it is, once that is free."""
     stage = turn % STAGES
@@ -548,25 +541,44 @@ def load_stage(
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * tokens * PANEL * panels)
     for panel in cutlass.range_constexpr(panels):
-        box, place = boxes[None, kv_tile, panel], places[None, 0, panel, stage]
-        cute.copy(tma, box, place, tma_bar_ptr=full + stage, cache_policy=Int64(KEEP))
+        cute.copy(
+            tma,
+            boxes[None, kv_tile * CTAS + rank, panel],
+            places[None, rank, panel, stage],
+            tma_bar_ptr=full + stage,
+            mcast_mask=Int16((1 << CTAS) - 1),
+            cache_policy=Int64(KEEP),
+        )
+
+
+def block_of(rank: Any, me: Any) -> Any:
+    """Which 64 rows of a query tile a consumer has: of four blocks the outer ones are the first CTA's, so that both
+    CTAs have as much to do on the diagonal."""
+    return rank + me * (3 - 2 * rank)
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
 class Count(NamedTuple):
-    """A query tile as a consumer counts. count: its KV tiles. sees: keys of the last one of these that any row of the
-    consumer sees. done, loads: KV tiles and loads of Q of this CTA before it."""
+    """A query tile as a consumer counts. stream: its KV tiles, which both CTAs load. count: those of them that the
+    consumer's rows see any key of, from the first key on. sees: keys of the last one of these that any of its rows
+    sees. done, loads: KV tiles and loads of Q of this CTA before it."""
 
+    stream: Int32
     count: Int32
     sees: Int32
     done: Int32
     loads: Int32
 
-    def behind(self, tile: Tile, me: Int32, geometry: Geometry) -> Count:
+    def behind(self, tile: Tile, first_row: Int32, geometry: Geometry) -> Count:
         """That of the query tile behind this one."""
-        count = kv_tiles(tile, geometry.tokens, geometry.causal)
-        sees = last_keys(tile, count, me * HALF, geometry.tokens, geometry.causal)
-        return Count(count, sees, self.done + self.count, self.loads + Int32(self.count > 0))
+        n, causal = geometry.tokens, geometry.causal
+        stream = kv_tiles(tile, n, causal)
+        rows = cutlass.min(cutlass.max(tile.rows - first_row, 0), HALF)
+        last = cutlass.min(tile.seen + first_row + rows - 1, tile.keys) if causal else tile.keys
+        last = cutlass.select_(rows > 0, cutlass.max(last, 0), 0)
+        count = ceil_div(last, n)
+        sees = last - (count - 1) * n
+        return Count(stream, count, sees, self.done + self.stream, self.loads + Int32(self.stream > 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -577,6 +589,7 @@ class Consumer:
     storage: Any
     dtype: Any
     me: Any
+    first_row: Any  # of the consumer in a query tile
     thread: Any
     scale_log2: Any
     mma_s: Any  # S = Q·Kᵀ
@@ -596,7 +609,7 @@ class Consumer:
     limits: Any  # and keys that each of the two rows sees
 
     @classmethod
-    def make(cls, geometry, storage, dtype, me, thread, scale_log2) -> Consumer:
+    def make(cls, geometry, storage, dtype, me, first_row, thread, scale_log2) -> Consumer:
         n = geometry.tokens
         mma_s, mma_half = wgmma.make_mma(dtype, n), wgmma.make_mma(dtype, n // 2)
         mma_o = wgmma.make_mma(dtype, geometry.dv, a_in_registers=True, b_major=OperandMajorMode.MN)
@@ -616,6 +629,7 @@ class Consumer:
             storage=storage,
             dtype=dtype,
             me=me,
+            first_row=first_row,
             thread=thread,
             scale_log2=scale_log2,
             mma_s=mma_s,
@@ -669,7 +683,7 @@ class Consumer:
     @cute.jit
     def free(self, empty: cute.Pointer, turn: Int32):
         """This warp no longer reads a stage."""
-        warp_arrive(empty + turn % STAGES)
+        warp_arrive(empty + turn % STAGES, CTAS)
 
     @cute.jit
     def zero_past_end(self, turn: Int32, first: Int32):
@@ -706,61 +720,6 @@ class Consumer:
             self.row_sum[r] = self.row_sum[r] * self.factor[r] + total
 
     @cute.jit
-    def trust(self, turn: Int32) -> tuple:
-        """P of S with the maxima as they are, beside what is to be known of S: the thread's share of the sums, and the
-        maxima. No exponential waits for a maximum. O has its product in the middle of it: from there on P is free."""
-        scores = cute.make_tensor(self.acc_s.iterator, cute.make_layout(cute.size(self.acc_s)))
-        sums, best = cute.make_rmem_tensor((2, 2), Float32), cute.make_rmem_tensor((2, 2), Float32)
-        sums.fill(0.0)
-        words = cute.size(self.p)
-        middle = words // 2
-        for i in cutlass.range_constexpr(words):
-            r, k = i % 2, i // 2 % 2
-            low, high = scores[2 * i], scores[2 * i + 1]
-            most = cute.arch.fmax(low, high)
-            best[r, k] = most if i < 4 else cute.arch.fmax(best[r, k], most)
-            scores[2 * i] = softmax.exp2(low * self.scale_log2 - self.row_max[r])
-            scores[2 * i + 1] = softmax.exp2(high * self.scale_log2 - self.row_max[r])
-            sums[r, 0] = sums[r, 0] + scores[2 * i]
-            sums[r, 1] = sums[r, 1] + scores[2 * i + 1]
-            if cutlass.const_expr(i == middle - 1):
-                self.end_product(turn)
-            if cutlass.const_expr(i >= middle):
-                j = i - middle
-                self.p[j] = rounded_here(scores[2 * j], scores[2 * j + 1], self.dtype)
-        for j in cutlass.range_constexpr(words - middle, words):
-            self.p[j] = rounded_here(scores[2 * j], scores[2 * j + 1], self.dtype)
-        return (
-            sums[0, 0] + sums[0, 1],
-            sums[1, 0] + sums[1, 1],
-            quad_max(cute.arch.fmax(best[0, 0], best[0, 1])) * self.scale_log2,
-            quad_max(cute.arch.fmax(best[1, 0], best[1, 1])) * self.scale_log2,
-        )
-
-    @cute.jit
-    def settle(self, turn: Int32, sum0: Float32, sum1: Float32, best0: Float32, best1: Float32):
-        """Behind `trust`: where a maximum has risen by more than the slack, all is done again, scores included; K must
-        still be there. No product is in flight."""
-        risen = (best0 > self.row_max[0] + softmax.SLACK) | (best1 > self.row_max[1] + softmax.SLACK)
-        if of_warpgroup(Int32(Barrier.UPPER) + self.me, risen):  # all of it or none: `again` has products
-            self.again(turn)
-        else:
-            self.accept(sum0, sum1)
-
-    @cute.jit
-    def again(self, turn: Int32):
-        self.issue_scores(turn)
-        warpgroup.wait_group(0)
-        self.soften(self.acc_s, Int32(0), False)
-        wgmma.scale_rows(self.acc_o, self.factor)
-        self.round_p(self.acc_s)
-
-    @cute.jit
-    def accept(self, sum0: Float32, sum1: Float32):
-        self.row_sum[0] = self.row_sum[0] + sum0
-        self.row_sum[1] = self.row_sum[1] + sum1
-
-    @cute.jit
     def round_p(self, acc_s: cute.Tensor):
         """P in 16 bits, an operand of the next product; 0 where it is wider than acc_s. No product that reads the last
         one may be in flight."""
@@ -788,11 +747,11 @@ class Consumer:
 
     @cute.jit
     def end_product(self, turn: Int32):
-        """Waits for O += P·V of the KV tile in front of `turn`, in whose softmax ptxas would wait if no loop stood
-        between."""
+        """Waits for O += P·V of KV tile `turn`. ptxas moves this wait up into the softmax unless a loop stands between:
+        that of a wait which is over at once."""
         cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 1)
         warpgroup.wait_group(0)  # O, which has read the last P too
-        self.free(self.storage.v_empty.data_ptr(), turn - 1)
+        self.free(self.storage.v_empty.data_ptr(), turn)
 
     @cute.jit
     def rescale(self):
@@ -802,8 +761,8 @@ class Consumer:
 
     @cute.jit
     def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr, keys: cutlass.Constexpr):
-        """One KV tile behind the first: S = Q·Kᵀ of this one, O += P·V of the one before, of its first `keys` keys.
-        masked: with a mask, and maxima first."""
+        """One KV tile behind the first: S = Q·Kᵀ of this one, O += P·V of the one before. Behind the scores of the
+        request's first key nobody reads Q any more."""
         self.take_turn()
         self.wait_for_keys(turn)
         self.issue_scores(turn)
@@ -811,28 +770,18 @@ class Consumer:
         self.issue_output(turn - 1, keys)
         self.pass_turn()
         warpgroup.wait_group(1)  # S
-        if cutlass.const_expr(masked):
-            self.leave_keys(turn, first_key)
-            self.soften(self.acc_s, first_key, masked)
-            self.end_product(turn)
-            self.round_p(self.acc_s)
-            self.rescale()
-        else:
-            sum0, sum1, best0, best1 = self.trust(turn)
-            self.settle(turn, sum0, sum1, best0, best1)
-            self.leave_keys(turn, first_key)
-
-    @cute.jit
-    def leave_keys(self, turn: Int32, first_key: Int32):
-        """K of a KV tile is no longer read, nor is Q behind the request's first key."""
         self.free(self.storage.k_empty.data_ptr(), turn)
         if first_key == 0:
             warp_arrive(self.storage.q_empty.data_ptr() + self.me)
+        self.soften(self.acc_s, first_key, masked)
+        self.end_product(turn - 1)
+        self.round_p(self.acc_s)
+        self.rescale()
 
     @cute.jit
     def cross(self, now: Count, half: cutlass.Constexpr):
         """The step from one query tile to the next, whose last KV tile is `now.done`."""
-        turn, count = now.done, now.count
+        turn, count = now.done + now.stream - now.count, now.count
         acc_s = self.acc_half if half else self.acc_s
         first_key = (count - 1) * self.geometry.tokens
         self.take_turn()
@@ -842,14 +791,16 @@ class Consumer:
             self.issue_half(turn)
         else:
             self.issue_scores(turn)
-        self.wait_for_values(turn - 1)
-        self.issue_output(turn - 1, self.geometry.tokens)
+        self.wait_for_values(now.done - 1)
+        self.issue_output(now.done - 1, self.geometry.tokens)
         self.pass_turn()
         warpgroup.wait_group(1)  # S
-        self.leave_keys(turn, first_key)
+        self.free(self.storage.k_empty.data_ptr(), turn)
+        if count == 1:
+            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
         self.begin_rows()
         self.soften(acc_s, first_key, True)
-        self.end_product(turn)
+        self.end_product(now.done - 1)
         self.round_p(acc_s)
 
     @cute.jit
@@ -863,66 +814,94 @@ class Consumer:
         for r in cutlass.range_constexpr(2):
             limit = tile.keys
             if cutlass.const_expr(self.geometry.causal):
-                limit = cutlass.min(tile.keys, tile.seen + self.me * HALF + wgmma.acc_row(self.thread, r))
+                limit = cutlass.min(tile.keys, tile.seen + self.first_row + wgmma.acc_row(self.thread, r))
             self.limits[r] = limit
 
     @cute.jit
     def first(self, tile: Tile, now: Count):
-        """Softmax of the last KV tile of this CTA's first query tile that sees any key."""
-        count, sees, done, loads = now
-        n = self.geometry.tokens
-        self.see(tile)
-        self.acc_o.fill(0.0)
+        """Softmax of the last KV tile that the rows see any key of, where no product of a query tile before is due."""
+        n, count = self.geometry.tokens, now.count
+        turn = now.done + now.stream - count
         self.begin_rows()
-        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, loads & 1)
-        self.wait_for_keys(done)
+        if turn > 0:
+            self.take_turn()
+        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
+        self.wait_for_keys(turn)
         first_key = (count - 1) * n
-        if sees > n // 2:
-            self.issue_scores(done)
+        if now.sees > n // 2:
+            self.issue_scores(turn)
             warpgroup.wait_group(0)
             self.soften(self.acc_s, first_key, True)
             self.round_p(self.acc_s)
         else:
-            self.issue_half(done)
+            self.issue_half(turn)
             warpgroup.wait_group(0)
             self.soften(self.acc_half, first_key, True)
             self.round_p(self.acc_half)
-        self.leave_keys(done, first_key)
-        self.ready_values(tile, now)
+        if turn > 0:
+            self.pass_turn()
+        self.free(self.storage.k_empty.data_ptr(), turn)
+        if count == 1:
+            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
+
+    @cute.jit
+    def skip_keys(self, turn: Int32):
+        """A KV tile's K that the rows do not see; its turn passes, too."""
+        if turn > 0:
+            self.take_turn()
+            self.pass_turn()
+        self.wait_for_keys(turn)
+        self.free(self.storage.k_empty.data_ptr(), turn)
+
+    @cute.jit
+    def skip_values(self, turn: Int32):
+        """A KV tile's V that the rows do not see."""
+        self.wait_for_values(turn)
+        self.free(self.storage.v_empty.data_ptr(), turn)
+
+    @cute.jit
+    def skip_tile(self, now: Count):
+        """A query tile of which the rows see no key."""
+        if now.stream > 0:
+            cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
+            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
+        for i in cutlass.range(now.stream, unroll=1):
+            self.skip_keys(now.done + i)
+            self.skip_values(now.done + i)
 
     @cute.jit
     def ready_values(self, tile: Tile, now: Count):
         """V of a query tile's last KV tile, without what lies behind the request's end."""
         n = self.geometry.tokens
-        if now.count * n > tile.keys:
+        for i in cutlass.range(now.stream - now.count, unroll=1):
+            self.skip_values(now.done + i)
+        if (now.stream == now.count) & (now.stream * n > tile.keys):
             self.wait_for_values(now.done)
-            self.zero_past_end(now.done, tile.keys - (now.count - 1) * n)
+            self.zero_past_end(now.done, tile.keys - (now.stream - 1) * n)
 
     @cute.jit
     def rest(self, tile: Tile, now: Count):
-        """All KV tiles of a query tile but its last one."""
-        count, _, done, _ = now
+        """All KV tiles that the rows see any key of but the last one."""
+        stream, count, sees, done, _ = now
         n = self.geometry.tokens
-        begin, plain = Int32(1), Int32(1)  # from KV tile `plain` on no row needs a mask
+        begin = stream - count + 1
+        plain = begin  # from this KV tile on no row needs a mask
         if cutlass.const_expr(self.geometry.causal):
-            whole = whole_tiles(tile, self.me * HALF, n)
-            plain = cutlass.min(cutlass.max(count - whole, 1), count)
-        if (now.sees <= n // 2) & (plain == 1) & (count > 1):
-            self.step(done + 1, (count - 2) * n, False, n // 2)
-            begin, plain = Int32(2), Int32(2)
+            whole = whole_tiles(tile, self.first_row, n)
+            plain = cutlass.min(cutlass.max(stream - whole, begin), stream)
+        if (sees <= n // 2) & (plain == begin) & (count > 1):
+            self.step(done + begin, (count - 2) * n, False, n // 2)
+            begin, plain = begin + 1, plain + 1
         if cutlass.const_expr(self.geometry.causal):
             for i in cutlass.range(begin, plain, unroll=1):
-                self.step(done + i, (count - 1 - i) * n, True, n)
-        for i in cutlass.range(plain, count - 1, unroll=1):
-            self.step(done + i, (count - 1 - i) * n, False, n)
-        # The last one waits for its maxima, so that Q is free behind the scores.
-        if plain < count:
-            self.step(done + count - 1, Int32(0), True, n)
+                self.step(done + i, (stream - 1 - i) * n, True, n)
+        for i in cutlass.range(plain, stream, unroll=1):
+            self.step(done + i, (stream - 1 - i) * n, False, n)
 
     @cute.jit
     def last(self, now: Count):
-        """O of this CTA's last query tile."""
-        turn = now.done + now.count - 1
+        """O of the query tile in front of `now`."""
+        turn = now.done - 1
         self.wait_for_values(turn)
         self.issue_output(turn, self.geometry.tokens)
         warpgroup.wait_group(0)
@@ -934,7 +913,7 @@ class Consumer:
         """out = O / sum and lse = ln sum; rows past the end of the request are not written."""
         inverse = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            row = self.me * HALF + wgmma.acc_row(self.thread, r)
+            row = self.first_row + wgmma.acc_row(self.thread, r)
             total = softmax.quad_sum(row_sum[r])
             inverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
             if self.thread % 4 == 0 and row < tile.rows:
@@ -946,7 +925,7 @@ class Consumer:
         flat = cute.make_tensor(packed.iterator, cute.make_layout(HALF * columns // WARPGROUP))
         words = cute.recast_tensor(flat, Int32)
         for r in cutlass.range_constexpr(2):
-            row = self.me * HALF + wgmma.acc_row(self.thread, r)
+            row = self.first_row + wgmma.acc_row(self.thread, r)
             inside = row < tile.rows
             start = row_start(out, tile, cutlass.select_(inside, row, Int32(0)))
             # (eight columns, thread of the four, 32 columns)
@@ -967,24 +946,6 @@ def quad_max(value: Float32) -> Float32:
     for offset in cutlass.range_constexpr(1, 3):
         value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
     return value
-
-
-@dsl_user_op
-def of_warpgroup(barrier: Int32, holds: Boolean, *, loc=None, ip=None) -> Boolean:
-    """Whether `holds` in any thread of a warpgroup, which meets at a named barrier."""
-    result = llvm.inline_asm(
-        T.i32(),
-        [Int32(holds).ir_value(loc=loc, ip=ip), Int32(barrier).ir_value(loc=loc, ip=ip)],
-        "{.reg .pred in, any; setp.ne.b32 in, $1, 0; "
-        f"barrier.cta.red.or.pred.aligned any, $2, {WARPGROUP}, in; selp.b32 $0, 1, 0, any;}}",
-        "=r,r,r,~{memory}",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-    return Int32(result) != 0
 
 
 @dsl_user_op
@@ -1027,9 +988,11 @@ def row_start(out: cute.Tensor, tile: Tile, row: Int32) -> cute.Pointer:
 
 
 @cute.jit
-def store_no_keys(tile: Tile, out: cute.Tensor, lse: cute.Tensor, thread: Int32, geometry: cutlass.Constexpr):
-    """A query tile that sees no key: zeros and -inf. thread: 0 .. 255."""
-    row = thread // 2
+def store_no_keys(
+    tile: Tile, out: cute.Tensor, lse: cute.Tensor, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr
+):
+    """64 rows of a query tile that see no key: zeros and -inf. thread: 0 .. 127."""
+    row = first_row + thread // 2
     if row < tile.rows:
         zeros = cute.make_rmem_tensor(8, out.element_type)
         zeros.fill(0.0)
@@ -1048,7 +1011,8 @@ def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
     cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)
     tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
     cute.arch.sync_warp()
-    warp_arrive(storage.heard.data_ptr() + slot)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(storage.heard.data_ptr() + slot, 0)
     return tile
 
 
@@ -1058,67 +1022,65 @@ def consume(
     out: cute.Tensor,
     lse: cute.Tensor,
     scale_log2: Float32,
+    rank: Int32,
     me: Int32,
     thread: Int32,  # 0 .. 255
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
     """What a consumer does, until there are no more query tiles."""
-    w = Consumer.make(geometry, storage, dtype, me, thread % WARPGROUP, scale_log2)
+    first_row = block_of(rank, me) * HALF
+    mine = thread % WARPGROUP
+    w = Consumer.make(geometry, storage, dtype, me, first_row, mine, scale_log2)
     if cutlass.const_expr(geometry.ordered):
         if me == 1:
             named_arrive(Barrier.TURN_UPPER, CONSUMERS)
     row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    tile, number = heard_seeing(storage, Int32(0), out, lse, thread, geometry)
-    now = Count(Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, me, geometry)
-    working = tile.rows > 0
-    if working:
-        w.first(tile, now)
+    w.acc_o.fill(0.0)
+    w.begin_rows()
+    tile, number = heard(storage, Int32(0)), Int32(1)
+    before, due = tile, Int32(0)  # the query tile whose last product is due, if any
+    now = Count(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, first_row, geometry)
+    working = True
     while working:
-        w.rest(tile, now)
-        following, number = heard_seeing(storage, number, out, lse, thread, geometry)
-        then = now.behind(following, me, geometry)
+        working = tile.rows > 0
+        if now.count > 0:
+            for i in cutlass.range(now.stream - now.count, unroll=1):
+                w.skip_keys(now.done + i)
         for r in cutlass.range_constexpr(2):
             row_max[r], row_sum[r] = w.row_max[r], w.row_sum[r]
-        working = following.rows > 0
-        if working:
-            w.see(following)
-            if then.sees > geometry.tokens // 2:
-                w.cross(then, False)
+        if now.count > 0:
+            w.see(tile)
+            if due > 0:
+                if now.sees > geometry.tokens // 2:
+                    w.cross(now, False)
+                else:
+                    w.cross(now, True)
             else:
-                w.cross(then, True)
+                w.first(tile, now)
         else:
-            w.last(now)
-        w.epilogue(tile, row_max, row_sum, out, lse)
-        w.acc_o.fill(0.0)
+            if due > 0:
+                w.last(now)
+        if due > 0:
+            w.epilogue(before, row_max, row_sum, out, lse)
+            w.acc_o.fill(0.0)
+        if now.count > 0:
+            w.ready_values(tile, now)
+            w.rest(tile, now)
+        else:
+            if working:
+                w.skip_tile(now)
+                store_no_keys(tile, out, lse, first_row, mine, geometry)
+        due, before = Int32(now.count > 0), tile
         if working:
-            w.ready_values(following, then)
-        tile, now = following, then
-
-
-@cute.jit
-def heard_seeing(
-    storage: cutlass.Constexpr,
-    number: Int32,
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    thread: Int32,
-    geometry: cutlass.Constexpr,
-):
-    """The next query tile from `number` on that sees any key, or the end, and the number behind it. Those between that
-    see none get their results here."""
-    tile = heard(storage, number)
-    number = number + 1
-    while (tile.rows > 0) & (kv_tiles(tile, geometry.tokens, geometry.causal) == 0):
-        store_no_keys(tile, out, lse, thread, geometry)
-        tile = heard(storage, number)
-        number = number + 1
-    return tile, number
+            tile = heard(storage, number)
+            number = number + 1
+        now = now.behind(tile, first_row, geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
-def flash_attention_v6(
+def flash_attention_v4(
     inputs: Inputs,
     out: cute.Tensor,  # (n, h, dv) 16-bit, global memory
     lse: cute.Tensor,  # (h, n) fp32, global memory
@@ -1127,7 +1089,7 @@ def flash_attention_v6(
     room: Int32,  # of `section_width`
     geometry: cutlass.Constexpr,
 ):
-    """A persistent CTA."""
+    """A persistent CTA of a cluster of two."""
     dtype = out.element_type
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -1138,8 +1100,8 @@ def flash_attention_v6(
         with cute.arch.elect_one():
             for barriers, count in (
                 (storage.k_full, 1), (storage.v_full, 1), (storage.told, 1),
-                (storage.k_empty, CONSUMER_WARPS), (storage.v_empty, CONSUMER_WARPS),
-                (storage.heard, CONSUMER_WARPS + 1),
+                (storage.k_empty, CTAS * CONSUMER_WARPS), (storage.v_empty, CTAS * CONSUMER_WARPS),
+                (storage.heard, CTAS * (CONSUMER_WARPS + 1)),
             ):  # fmt: skip
                 for i in range(2):
                     cute.arch.mbarrier_init(barriers.data_ptr() + i, count)
@@ -1150,24 +1112,29 @@ def flash_attention_v6(
         for tma in (inputs.tma_q, inputs.tma_k, inputs.tma_v):
             cpasync.prefetch_descriptor(tma)
     cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
+    rank = block % CTAS
     if warp >= CONSUMER_WARPS:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp == CONSUMER_WARPS:
-            load(inputs, storage, dtype, geometry)
-        if warp == CONSUMER_WARPS + 1:
-            schedule(inputs, storage, counter, block, blocks, room, thread % WARP, dtype, geometry)
+            load(inputs, storage, rank, dtype, geometry)
+        if warp == CONSUMER_WARPS + 1 and rank == 0:
+            schedule(inputs, storage, counter, block // CTAS, blocks // CTAS, room, thread % WARP, geometry)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         me = cute.arch.make_warp_uniform(warp // (WARPGROUP // WARP))
-        consume(storage, out, lse, scale_log2, me, thread, dtype, geometry)
+        consume(storage, out, lse, scale_log2, rank, me, thread, dtype, geometry)
+    # No CTA leaves while the other may still signal its mbarriers.
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
 
 
-flash_attention_v6.set_name_prefix("flash_attention_v6", remove_cutlass_symbol=True, keep_mangled_name=False)
+flash_attention_v4.set_name_prefix("flash_attention_v4", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
-def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor):
+def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor, op: Any):
     """(TMA atom, tensor (tokens, columns, heads)) for boxes of `rows` tokens by 64 columns of one head.
 
     tensor: (tokens, heads, columns), global memory, columns contiguous. spare: a tensor with at least one row, whose
@@ -1184,7 +1151,7 @@ def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor):
         cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16), layout
     )
     box = wgmma.k_major_layout(tensor.element_type, (rows, PANEL))
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (rows, PANEL), 1)
+    return cpasync.make_tiled_tma_atom(op, view, box, (rows, PANEL), 1)
 
 
 @cute.jit
@@ -1204,14 +1171,18 @@ def launch_flash_attention(
     stream: CUstream,
 ):
     """Makes the TMA descriptors and launches `blocks` persistent CTAs, no more than there are query tiles."""
-    tma_q, q_view = make_tma(q, HALF, q)
-    tma_k, k_view = make_tma(k, geometry.tokens, q)
-    tma_v, v_view = make_tma(v, geometry.tokens, q)
+    tma_q, q_view = make_tma(q, HALF, q, cpasync.CopyBulkTensorTileG2SOp())
+    tma_k, k_view = make_tma(k, geometry.tokens // CTAS, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
+    tma_v, v_view = make_tma(v, geometry.tokens // CTAS, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
     requests = cu_seqlens_q.shape[0] - 1
     most = (q.shape[0] // ROWS + requests) * geometry.h
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
-    flash_attention_v6(inputs, out, lse, counter, scale * math.log2(math.e), room, geometry).launch(
-        grid=(cutlass.min(blocks, most), 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+    flash_attention_v4(inputs, out, lse, counter, scale * math.log2(math.e), room, geometry).launch(
+        grid=(cutlass.min(blocks // CTAS, most) * CTAS, 1, 1),
+        block=(THREADS, 1, 1),
+        cluster=(CTAS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
     )
 
 
@@ -1231,7 +1202,7 @@ def takes(pd: PrefillProblem) -> Verdict:
 
 
 @dataclass(frozen=True)
-class FlashAttentionV6Tiling(Tiling):
+class FlashAttentionV4Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
     find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_width`)."""
@@ -1265,24 +1236,25 @@ class FlashAttentionV6Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashAttentionV6Plan(KernelPlan):
+class FlashAttentionV4Plan(KernelPlan):
     """One compiled kernel a problem class; requests, lengths and strides are arguments, and lengths are read on the
     device only."""
 
     workload = prefill.WORKLOAD
-    tiling_type = FlashAttentionV6Tiling
-    tiling: FlashAttentionV6Tiling
+    tiling_type = FlashAttentionV4Tiling
+    tiling: FlashAttentionV4Tiling
     any_size = True
+    # In fp16 it was never run.
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 
-    def default_tiling(self) -> FlashAttentionV6Tiling:
-        return FlashAttentionV6Tiling()
+    def default_tiling(self) -> FlashAttentionV4Tiling:
+        return FlashAttentionV4Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        tilings = (FlashAttentionV6Tiling(n, turn) for n in (0, 64, 96, 112) for turn in (False, True))
+        tilings = (FlashAttentionV4Tiling(n, turn) for n in (0, 64, 96, 112) for turn in (False, True))
         return [x for x in tilings if x.validate(self.problem, self.device)]
 
     @any_scale(0)
@@ -1294,7 +1266,7 @@ class FlashAttentionV6Plan(KernelPlan):
 
         outputs = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
         if not len(q):
-            return LibraryCall(lambda: None, name="flash_attention_v6", input_tensors=inputs, output_tensors=outputs)
+            return LibraryCall(lambda: None, name="flash_attention_v4", input_tensors=inputs, output_tensors=outputs)
         return self._make(inputs, outputs, (q.new_zeros(2, dtype=torch.int32),))
 
     def plan_empty(self) -> BaseKernel:
@@ -1331,9 +1303,9 @@ class FlashAttentionV6Plan(KernelPlan):
         given = (*inputs, *outputs, *counter, pd.scale, host.target(self).num_sms, room) if inputs else ()
         return host.stage(
             self,
-            flash_attention_v6,
+            flash_attention_v4,
             launch_flash_attention,
-            "flash_attention_v6",
+            "flash_attention_v4",
             arguments,
             given,
             inputs,

@@ -8,9 +8,9 @@ each begins. Query head i reads kv head i // (h / h_kv). The causal mask is alig
 keys 0 .. t - s + i.
 
 A query tile is 256 query tokens of one head; a cluster of two CTAs has one of them. Each CTA loads half of every KV
-tile for both (TMA multicast), so that L2 is read half as often. Of the four blocks of 64 rows the first CTA has the outer
-two and the second the inner two: both have as much to do on the diagonal. A consumer passes KV tiles that its rows do
-not see, and takes an empty turn there.
+tile for both (TMA multicast), so that L2 is read half as often. Of the four blocks of 64 rows the first CTA has the
+outer two and the second the inner two: both have as much to do on the diagonal. A consumer passes KV tiles that its
+rows do not see, and takes an empty turn there.
 
 Each CTA has three warpgroups and goes through query tiles, and through the KV tiles of each, of 128 keys, from the last
 one, which holds the diagonal, to the first:
@@ -232,8 +232,8 @@ class Inputs(NamedTuple):
 
 class Tile(NamedTuple):
     """A query tile, of both CTAs. row: of q, its first query token. rows: of the request from there on; 0: there is no
-    more work. head: of q. key: of k and v, the request's first one. keys: of the request. seen: keys that the first row sees;
-    where fewer keys than queries are causal it may be negative, and each row sees one more than the row before."""
+    more work. head: of q. key: of k and v, the request's first one. keys: of the request. seen: keys that the first row
+    sees; where fewer keys than queries are causal it may be negative, and each row sees one more than the one before."""
 
     row: Any
     rows: Any

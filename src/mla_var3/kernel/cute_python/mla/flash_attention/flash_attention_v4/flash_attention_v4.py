@@ -233,7 +233,7 @@ class Inputs(NamedTuple):
 class Tile(NamedTuple):
     """A query tile, of both CTAs. row: of q, its first query token. rows: of the request from there on; 0: there is no
     more work. head: of q. key: of k and v, the request's first one. keys: of the request. seen: keys that the first row
-    sees; where fewer keys than queries are causal it may be negative, and each row sees one more than the one before."""
+    sees; where fewer keys than queries are causal it may be negative. Each row sees one more than the row before."""
 
     row: Any
     rows: Any

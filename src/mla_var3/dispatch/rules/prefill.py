@@ -15,7 +15,24 @@ def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProble
 #: Masks of a problem: the ends of requests, and the causal one.
 MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
 
+
+def _near_heads(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    heads = round(value)
+    if heads % (problem.h // problem.h_kv) == 0:
+        yield problem.replace(h=heads, h_kv=heads // (problem.h // problem.h_kv))
+
+
+#: Query heads.
+HEADS = Quantity("heads", lambda pd: pd.h, _near_heads)
+
 RULES = (
+    Rule(
+        "cute-dsl/flash_attention_v4",
+        "two CTAs share keys of 192 and values of 128 columns, and no query tile waits for the one before; with few "
+        "heads its sections are wider than L2",
+        where=(Bound(MASKS, 1, above=True), Bound(HEADS, 127, above=True)),
+        archs=HOPPER,
+    ),
     Rule(
         "cute-dsl/flash_attention_v1",
         "it computes only half of the KV tile on the diagonal where no more is seen",

@@ -27,6 +27,7 @@ OTHERS = {
     "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
     **dict.fromkeys(("flash_mla_layer", "torch_compile_mla_layer"), "layer"),
+    "deep_gemm": "indexer_logits",
     **dict.fromkeys(("flash_mla_sparse", "fa3_sparse", "flashinfer_sparse"), "sparse_decode"),
 }
 

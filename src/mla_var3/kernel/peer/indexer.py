@@ -46,7 +46,7 @@ class DeepGemmPlan(PeerMixin, KernelPlan):
     peer = "deep_gemm"
     workload = indexer_logits.WORKLOAD
     tiling_type = NoKnobs
-    requires = Requirement(archs=("sm_90a",), problem=takes_logits)
+    requires = Requirement(archs=("sm_90a",), dtypes=("fp32", "bf16"), problem=takes_logits)
     allocates = True
     leaves_out = ("in_place", "odd", "shifted")
 

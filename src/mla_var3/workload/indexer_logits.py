@@ -411,6 +411,29 @@ def small(problem: IndexerLogitsProblem) -> IndexerLogitsProblem:
     return problem.replace(b=min(problem.b, 2), s=s, t=min(problem.t, 200))
 
 
+#: Heads of published indexers: DeepSeek V3.2 (twice as often), GLM-5, Hy V4.
+SERVED_HEADS = (64, 64, 32, 16)
+MOST_CACHED, MOST_LOGITS = 1 << 22, 1 << 28  # tokens of a drawn problem's cache, and its logits
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    """Fields of a problem as a server may have it: a cache in two of three, with b log-uniform in 1..256 and one query
+    token in every other problem, else up to 8; otherwise prompts of 256 to 8k query tokens in all, in one of four cases
+    of several requests. Contexts are log-uniform up to 128k tokens, and unequal in every other problem."""
+    table = rng.randrange(3) > 0
+    heads = rng.choice(SERVED_HEADS)
+    lengths = rng.choice(LENGTHS)
+    if table:
+        b, s = round(2 ** rng.uniform(0, 8)), rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4, 6, 8))
+        most = min(1 << 17, MOST_CACHED // b, MOST_LOGITS // (b * s))
+        t = round(2 ** rng.uniform(9, math.log2(max(1024, most))))
+    else:
+        b = rng.choice((1, 1, 1, rng.randint(2, 8)))
+        s = max(64, round(2 ** rng.uniform(8, 13)) // b)
+        t = round(2 ** rng.uniform(math.log2(s), math.log2(max(2 * s, min(1 << 17, MOST_LOGITS // (b * b * s))))))
+    return {"b": b, "s": s, "t": t, "heads": heads, "table": table, "lengths": lengths}
+
+
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
     if given.get("table", True):
@@ -432,4 +455,5 @@ WORKLOAD = Workload(
     small=small,
     as_bound=as_bound,
     sample=sample,
+    draw=draw,
 )

@@ -112,8 +112,27 @@ def test_deep_gemms_names_take_its_arguments(monkeypatch: pytest.MonkeyPatch) ->
     (q, keys, weights, ends), options, inputs = call(PREFILL)
     found = deep_gemm.fp8_mqa_logits(q, (keys, options["scales"]), weights, options["starts"], ends)
     assert torch.equal(found.double(), logits_of(PREFILL, inputs).nan_to_num(nan=-float("inf"), neginf=-float("inf")))
+    want = logits_of(PREFILL, inputs)
+    again = deep_gemm.fp8_fp4_mqa_logits(
+        (q, None), (keys, options["scales"]), weights, options["starts"], ends, clean_logits=False, max_seqlen_k=9
+    )
+    for row, start, end, full in zip(again, options["starts"].tolist(), ends.tolist(), want, strict=True):
+        count = max(0, min(9, end - start))
+        assert torch.equal(row[:count].double(), full[start : start + count]), "begins at the row's own start"
+    for columns in (32, 64):
+        narrow_q, narrow = q[..., :columns].contiguous(), keys[:, :columns].contiguous()
+        wide_q, wide = (
+            torch.cat([x, torch.zeros_like(y[..., columns:])], -1) for x, y in ((narrow_q, q), (narrow, keys))
+        )
+        found, want = (
+            deep_gemm.fp8_mqa_logits(x, (y, options["scales"]), weights, options["starts"], ends)
+            for x, y in ((narrow_q, narrow), (wide_q, wide))
+        )
+        assert torch.equal(found, want) and bool(want.isfinite().any())
     ways.way_for.cache_clear()
     wrong: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = [
+        ("q is no pair", deep_gemm.fp8_fp4_mqa_logits, (q, (keys, keys), weights, ends, ends), {}),
+        ("q has scales", deep_gemm.fp8_fp4_mqa_logits, ((q, q), (keys, keys), weights, ends, ends), {}),
         ("max_seqlen_k = 5", deep_gemm.fp8_mqa_logits, (q, (keys, keys), weights, ends, ends), {"max_seqlen_k": 5}),
         ("kv is no pair", deep_gemm.fp8_mqa_logits, (q, keys, weights, ends, ends), {}),
         ("block_kv = 32", deep_gemm.get_paged_mqa_logits_metadata, (ends, 32, 132), {}),

@@ -1,7 +1,8 @@
 """DeepGEMM's own attention tests, through our names: of its tests/test_attention.py those of the indexer's logits.
 
-They need its package (`scripts/fetch_peers.py deep_gemm`) and its checkout, which MLA_VAR3_DEEP_GEMM names. DG_MQA_NUM_CASES
-says how many of its cases are drawn, 10 of each form by default."""
+They need its package (`scripts/fetch_peers.py deep_gemm`) and its checkout, which MLA_VAR3_DEEP_GEMM names.
+DG_MQA_NUM_CASES says how many of its cases are drawn, 10 of each form by default.
+"""
 
 from __future__ import annotations
 

@@ -179,7 +179,6 @@ def test_what_does_not_fit_is_told_of_the_argument() -> None:
     refused("^scales and page_table", indexer_logits, *args, **options, scales=weights)
     refused("^scales is missing", indexer_logits, pq, keys, pw, pends)
     refused(r"^weights is \(6, 15\)", indexer_logits, q, cache, weights[:, :15], ends, **options)
-    refused('^dtype torch.bfloat16 is for kernel="triton', indexer_logits, *args, **options, dtype=torch.bfloat16)
     refused("^dtype is torch.float16", indexer_logits, *args, **options, dtype=torch.float16)
     refused(r"^ends is \(2, 2\)", indexer_logits, q, cache, weights, ends[:2], **options)
     refused("^keys has no rows", indexer_logits, pq, keys[:0], pw, pends, scales=more["scales"][:0])

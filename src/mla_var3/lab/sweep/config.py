@@ -44,7 +44,8 @@ class ExperimentConfig:
     for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU. recorded:
     without a GPU, show the records that the project ships beside what was compiled. workload: of its
     cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`, or how many of
-    several workloads, by their names. beside: two languages whose fastest versions are shown beside each other in every cell, with their ratio. boundaries: its cells
+    several workloads, by their names. beside: two
+    languages whose fastest versions are shown beside each other in every cell, with their ratio. boundaries: its cells
     are those that the dispatcher's rules lack records of, each with the versions that meet there.
     """
 

@@ -16,34 +16,29 @@ piece from the ranges in memory (`find_piece`).
 
     load (a warp)   query tile: codes by TMA, weights by cp.async, the tokens' ranges → one of `query_stages`
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
-    consumers       each takes every `consumers`-th KV tile of the CTA's piece, and its query tokens in one part or two:
-        issue       wait full;  S = K · Qᵀ of a part, four products of 32 columns
-        epilogue    wait for S;  Σ weight · max(S, 0) per key and token, in registers → sum over four lanes, each of
-                    which keeps a share of the sums → · scale → logits
+    consumers       each takes every `consumers`-th KV tile of the CTA's piece:
+        mma         wait full;  S = K · Qᵀ, four products of 32 columns;  wait;  free the stage
+        epilogue    Σ weight · max(S, 0) per key and token, in registers → sum over four lanes, each of which keeps a
+                    share of the sums → · scale → logits
 
-    tensor cores    S of part 0, tile 0 | part 1, tile 0 | part 0, tile 1 | part 1, tile 1 | ...      of one consumer
-    registers                           | epilogue 0, 0  | epilogue 1, 0  | epilogue 0, 1  | ...
+A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds behind a request's end
+is never stored. A sum that is NaN is stored as -inf.
 
-With two parts a consumer has the products of one under way while it is in the epilogue of the other, whatever the other
-consumers do. A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds behind a
-request's end is never stored. A sum that is NaN is stored as -inf.
-
-The base version. Keys on the M side and the reduction in registers are DeepGEMM's (sm90_fp8_mqa_logits), whose tile
-is two tokens and four consumers wide; the tile of 256 columns in two parts, the even pieces and the quarter sums are
-new.
+Against version 0: consumers take no turns, ranges are read one query tile ahead, a query tile has points on the line,
+more consumers share a CTA where columns are few, and the epilogue takes fewer instructions (scales are multiplied
+behind the exchange, both keys of a token have one address and one range).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -52,7 +47,7 @@ from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import wgmma
-from mla_var3.kernel.cute_python.prims.sync import named_arrive, warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import indexer_logits
@@ -77,41 +72,24 @@ UNIT_POINTS = 4  # KV tiles' time that the change from one query tile to the nex
 EVICT_FIRST = 0x12F0000000000000
 
 
-class Barrier(IntEnum):
-    """Named barriers."""
-
-    CTA = 0
-    TURN = 1  # of consumer 0: its products may be issued; and those behind it, of the others
-
-
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply. parts: of a query tile, 1 or 2, that a consumer multiplies by themselves."""
+    consumers: warpgroups that multiply. most_stages: KV tiles in
+    shared memory at most. evict: whether a page leaves L2 first."""
 
     h: int
     s: int
     tokens: int
     consumers: int
-    parts: int
-    turns: bool
     most_stages: int
     evict: bool
 
     @property
     def n(self) -> int:
-        """Columns of a query tile."""
+        """Columns of a query tile, and of the products."""
         return self.tokens * self.h
-
-    @property
-    def part_tokens(self) -> int:
-        return self.tokens // self.parts
-
-    @property
-    def part_n(self) -> int:
-        """Columns of the products."""
-        return self.n // self.parts
 
     @property
     def chunks(self) -> int:
@@ -144,13 +122,23 @@ class Geometry:
 
     @property
     def sums(self) -> int:
-        """A thread's sums of a part in front of the exchange: a token's, of two keys."""
-        return 2 * self.part_tokens
+        """A thread's sums in front of the exchange: a token's, of two keys."""
+        return 2 * self.tokens
 
     @property
     def kept(self) -> int:
         """Sums that a lane is left with."""
         return self.sums // 4 if self.sums % 4 == 0 else self.sums // 2
+
+    @property
+    def paired(self) -> bool:
+        """Whether a lane is left with both keys of its tokens."""
+        return self.sums % 8 == 0
+
+    @property
+    def targets(self) -> int:
+        """Places of a lane's logits; of both keys of a token one."""
+        return self.kept // 2 if self.paired else self.kept
 
 
 def shared_storage(geometry: Geometry) -> type:
@@ -485,109 +473,79 @@ def quad_sums(sums: cutlass.Constexpr, lane: Int32):
 
 
 @cute.jit
-def weighted(
-    acc: cute.Tensor, weights: cute.Tensor, part: cutlass.Constexpr, factors: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """A thread's sums of a part, of token i and key row r at 2 i + r: factor of the key · Σ weight · max(S, 0) over its
-    columns, of registers acc (MMA, 1, 1) and weights (n / 4,)."""
+def weighted(acc: cute.Tensor, weights: cute.Tensor, geometry: cutlass.Constexpr):
+    """A thread's sums, of token i and key row r at 2 i + r: Σ weight · max(S, 0) over its columns, of registers
+    acc (MMA, 1, 1) and weights (n / 4,)."""
     rows = wgmma.as_rows(acc)
     each = geometry.h // 4
     sums = [None] * geometry.sums
     # Columns in the outer loop: a token's sum is a chain, and these are others' between two of its links.
     for c in cutlass.range_constexpr(each):
-        for i in cutlass.range_constexpr(geometry.part_tokens):
+        for i in cutlass.range_constexpr(geometry.tokens):
             for r in cutlass.range_constexpr(2):
                 at = i * each + c
-                weight = weights[part * (geometry.part_n // 4) + at]
-                term = cute.arch.fmax(rows[r, at], Float32(0.0)) * weight
+                term = cute.arch.fmax(rows[r, at], Float32(0.0)) * weights[at]
                 sums[2 * i + r] = term if cutlass.const_expr(c == 0) else sums[2 * i + r] + term
-    return [sums[j] * factors[j % 2] for j in range(geometry.sums)]
+    return sums
 
 
 class Target(NamedTuple):
-    """Where one of a lane's sums goes: registers (kept,) each. start, end: the range of its token. address: of the
-    token's logit of key row 0 (of the tile's 64) of key 0."""
+    """Where a lane's logits go: registers (`Geometry.targets`,) each. row: of the tile's 64; of both keys the first.
+    before: what a key is ahead of the token's range, less the row. length: of the range. address: of the row's logit
+    of key 0."""
 
-    start: cute.Tensor
-    end: cute.Tensor
-    address: cute.Tensor
     row: cute.Tensor
+    before: cute.Tensor
+    length: cute.Tensor
+    address: cute.Tensor
 
 
 @cute.jit
 def targets_of(
-    logits: cute.Tensor, info: cute.Tensor, part: cutlass.Constexpr, kept: cutlass.Constexpr, lane: Int32, warp: Int32,
+    logits: cute.Tensor, info: cute.Tensor, kept: cutlass.Constexpr, lane: Int32, warp: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Of a part of a query tile, whose words are `info`."""
-    made = [cute.make_rmem_tensor(geometry.kept, kind) for kind in (Int32, Int32, Int64, Int32)]
-    start, end, address, row = made
+    """Of a query tile, whose words are `info`."""
+    made = [cute.make_rmem_tensor(geometry.targets, kind) for kind in (Int32, Int32, Int32, Int64)]
+    row, before, length, address = made
     size = logits.element_type.width // 8
-    for j in cutlass.range_constexpr(geometry.kept):
-        token, half = part * geometry.part_tokens + (kept.first + j) // 2, (kept.first + j) % 2
-        start[j], end[j] = info[INFO + token], info[INFO + geometry.tokens + token]
+    for j in cutlass.range_constexpr(geometry.targets):
+        at = kept.first + (2 * j if geometry.paired else j)
+        token, half = at // 2, at % 2
+        start, end = info[INFO + token], info[INFO + geometry.tokens + token]
         row[j] = warp * 16 + lane // 4 + 8 * half
+        before[j], length[j] = row[j] - start, cutlass.max(end - start, 0)
         address[j] = logits.iterator.toint() + (Int64(info[ROW] + token) * logits.stride[0] + row[j]) * size
-    return Target(start, end, address, row)
+    return Target(row, before, length, address)
 
 
 @cute.jit
 def store_sums(
-    values: cutlass.Constexpr, target: cutlass.Constexpr, key: Int32, kept: cutlass.Constexpr, kind: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
+    values: cutlass.Constexpr, factors: cutlass.Constexpr, target: cutlass.Constexpr, key: Int32,
+    kept: cutlass.Constexpr, kind: cutlass.Constexpr, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Stores a lane's logits of the tile whose first key is `key`, where they are in range. NaN becomes -inf."""
-    for j in cutlass.range_constexpr(geometry.kept):
-        at = key + target.row[j]
-        if (at >= target.start[j]) & (at < target.end[j]) & kept.stores:
-            place = cute.make_ptr(kind, target.address[j] + Int64(key) * (kind.width // 8), cute.AddressSpace.gmem)
-            value = cute.arch.fmax(values[j], Float32(-math.inf))
-            cute.make_tensor(place, cute.make_layout(1))[0] = value.to(kind)
+    """Stores a lane's logits of the tile whose first key is `key`, where they are in range: value · factor of the key.
+    NaN becomes -inf."""
+    size = kind.width // 8
+    for j in cutlass.range_constexpr(geometry.targets):
+        ahead = key + target.before[j]
+        address = target.address[j] + Int64(key) * size
+        for half in cutlass.range_constexpr(2 if geometry.paired else 1):
+            i = 2 * j + half if geometry.paired else j
+            value = cute.arch.fmax(values[i] * factors[i % len(factors)], Float32(-math.inf))
+            # A key in front of the range is far behind it as an unsigned number.
+            if (Uint32(ahead + 8 * half) < Uint32(target.length[j])) & kept.stores:
+                place = cute.make_ptr(kind, address + 8 * half * size, cute.AddressSpace.gmem)
+                cute.make_tensor(place, cute.make_layout(1))[0] = value.to(kind)
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
-class Work(NamedTuple):
-    """What a consumer works with. accs: accumulators of each part. keys, queries: descriptors, (MMA, 1, 4, stages)."""
-
-    tiled_mma: cute.TiledMma
-    accs: Any
-    keys: cute.Tensor
-    queries: cute.Tensor
-    weights: cute.Tensor
-    kept: Kept
-    lane: Int32
-    kind: type
-
-
-@cute.jit
-def issue(
-    work: cutlass.Constexpr, part: cutlass.Constexpr, stage: Int32, query_stage: Int32, geometry: cutlass.Constexpr,
-    blocks: cutlass.Constexpr = tuple(range(D // MMA_K)),
-):  # fmt: skip
-    """S = K · Qᵀ of a part of the query tile, over some of the products' blocks; waits for nothing."""
-    queries = work.queries[None, None, None, query_stage * geometry.parts + part]
-    wgmma.gemm_issue(
-        work.tiled_mma, work.accs[part], work.keys[None, None, None, stage], queries, blocks, blocks[0] == 0
-    )  # fmt: skip
-
-
-@cute.jit
-def finish(
-    work: cutlass.Constexpr, part: cutlass.Constexpr, factors: cutlass.Constexpr, targets: cutlass.Constexpr,
-    key: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """The epilogue of a part, whose products are made."""
-    sums = weighted(work.accs[part], work.weights, part, factors, geometry)
-    store_sums(quad_sums(sums, work.lane), targets[part], key, work.kept, work.kind, geometry)
-
-
 @cute.jit
 def consume(
     logits: cute.Tensor, storage: cutlass.Constexpr, me: Int32, thread: Int32, geometry: cutlass.Constexpr
 ):  # fmt: skip
     """What a consumer does: `me` of `consumers`, thread 0..127."""
-    n, kind, consumers, parts = geometry.n, logits.element_type, geometry.consumers, geometry.parts
+    n, kind, consumers = geometry.n, logits.element_type, geometry.consumers
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     infos = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
@@ -596,26 +554,18 @@ def consume(
     )
     scales = storage.scales.get_tensor(cute.make_layout((KEYS, geometry.stages)))
     lane, warp = thread % WARP, thread // WARP
-    tiled_mma = make_mma(geometry.part_n)
+    tiled_mma = make_mma(n)
     mine = tiled_mma.get_slice(thread)
     keys = tiled_mma.make_fragment_A(mine.partition_A(tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages)))
-    # The parts of a query tile lie behind each other.
-    of_parts = tiles_in(storage.query.data_ptr(), geometry.part_n, parts * geometry.query_stages)
-    queries = tiled_mma.make_fragment_B(mine.partition_B(of_parts))
-    shape = tiled_mma.partition_shape_C((KEYS, geometry.part_n))
-    accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(parts)]
+    queries = tiled_mma.make_fragment_B(mine.partition_B(tiles_in(storage.query.data_ptr(), n, geometry.query_stages)))
+    acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((KEYS, n)), Float32)
     weights = cute.make_rmem_tensor(n // 4, Float32)
     pairs = cute.make_tensor(weights.iterator, cute.make_layout((2, n // 8)))
     kept = kept_by(lane, geometry)
-    row = wgmma.acc_row(thread, 0)
     stage, phase = Int32(0) + me, Int32(0)
     query_stage, query_phase = Int32(0), Int32(0)
     skip = me  # tiles of the query tile that are others' before the first of mine
     tiles = Int32(1)
-    work = Work(tiled_mma, accs, keys, queries, weights, kept, lane, kind)
-    if cutlass.const_expr(geometry.turns):
-        if me == consumers - 1:
-            named_arrive(Barrier.TURN, 2 * WARPGROUP)
     while tiles > 0:
         cute.arch.mbarrier_wait(query_full + query_stage, query_phase)
         info = infos[None, query_stage]
@@ -624,51 +574,23 @@ def consume(
         if own > 0:
             for j in cutlass.range_constexpr(n // 8):
                 cute.autovec_copy(of_weights[None, lane % 4, j, query_stage], pairs[None, j])
-            targets = [targets_of(logits, info, part, kept, lane, warp, geometry) for part in range(parts)]
-            if cutlass.const_expr(parts == 2):
-                cute.arch.mbarrier_wait(full + stage, phase)
-                issue(work, 0, stage, query_stage, geometry)
-            for _ in cutlass.range(own - (parts - 1), unroll=1):
-                following, following_phase = next_stage(stage, phase, consumers, geometry.stages)
-                if cutlass.const_expr(parts == 2):
-                    # All but the last tile. One product is under way at a time, and no register of it is touched.
-                    factors = [scales[row, stage], scales[row + 8, stage]]
-                    warpgroup.wait_group(0)
-                    issue(work, 1, stage, query_stage, geometry)
-                    finish(work, 0, factors, targets, key, geometry)
-                    warpgroup.wait_group(0)
-                    warp_arrive(empty + stage)
-                    cute.arch.mbarrier_wait(full + following, following_phase)
-                    issue(work, 0, following, query_stage, geometry)
-                    finish(work, 1, factors, targets, key, geometry)
-                else:
-                    cute.arch.mbarrier_wait(full + stage, phase)
-                    if cutlass.const_expr(geometry.turns):
-                        cute.arch.barrier(barrier_id=Barrier.TURN + me, number_of_threads=2 * WARPGROUP)
-                        issue(work, 0, stage, query_stage, geometry, (0, 1, 2))
-                        issue(work, 0, stage, query_stage, geometry, (3,))
-                        factors = [scales[row, stage], scales[row + 8, stage]]
-                        # While the last product is under way, the next consumer issues its own.
-                        warpgroup.wait_group(1)
-                        after = cutlass.select_(me == consumers - 1, Int32(0), me + 1)
-                        cute.arch.barrier_arrive(barrier_id=Barrier.TURN + after, number_of_threads=2 * WARPGROUP)
-                    else:
-                        issue(work, 0, stage, query_stage, geometry)
-                        factors = [scales[row, stage], scales[row + 8, stage]]
-                    warpgroup.wait_group(0)
-                    warp_arrive(empty + stage)
-                    finish(work, 0, factors, targets, key, geometry)
-                key = key + consumers * KEYS
-                stage, phase = following, following_phase
-            if cutlass.const_expr(parts == 2):
-                factors = [scales[row, stage], scales[row + 8, stage]]
-                warpgroup.wait_group(0)
-                issue(work, 1, stage, query_stage, geometry)
-                finish(work, 0, factors, targets, key, geometry)
-                warpgroup.wait_group(0)
-                warp_arrive(empty + stage)
-                finish(work, 1, factors, targets, key, geometry)
-                stage, phase = next_stage(stage, phase, consumers, geometry.stages)
+        target = targets_of(logits, info, kept, lane, warp, geometry)
+        for _ in cutlass.range(own, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            # S = K · Qᵀ
+            wgmma.gemm_issue(
+                tiled_mma, acc, keys[None, None, None, stage], queries[None, None, None, query_stage],
+                tuple(range(D // MMA_K)), True,
+            )  # fmt: skip
+            if cutlass.const_expr(geometry.paired):
+                factors = [scales[target.row[0], stage], scales[target.row[0] + 8, stage]]
+            else:
+                factors = [scales[target.row[j], stage] for j in range(geometry.targets)]
+            warpgroup.wait_group(0)
+            warp_arrive(empty + stage)
+            store_sums(quad_sums(weighted(acc, weights, geometry), lane), factors, target, key, kept, kind, geometry)
+            key = key + consumers * KEYS
+            stage, phase = next_stage(stage, phase, consumers, geometry.stages)
         skip = skip + own * consumers - tiles
         warp_arrive(query_empty + query_stage)
         query_stage, query_phase = next_stage(query_stage, query_phase, 1, geometry.query_stages)
@@ -773,16 +695,13 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsV1Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4; 0: as many as there are registers for. query_parts: of a query tile, 1 or 2, which a consumer
-    multiplies by themselves; 0: 2 where its tokens can be halved and there are two consumers. ctas: of the grid; 0: one
-    for each multiprocessor."""
+    multiply, 2 to 4; 0: a choice. stages: KV tiles in shared memory, 0: as many as fit. evict: whether pages leave L2
+    first. ctas: of the grid; 0: one for each multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
     consumers: int = 0
-    query_parts: int = 1
-    turns: bool = True
     stages: int = 0
     evict: bool = False
     ctas: int = 0
@@ -793,9 +712,7 @@ class MqaLogitsV1Tiling(Tiling):
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
         fitting = [count for count in (4, 3) if registers(tokens * pd.heads) <= REGISTERS[count][1]]
         consumers = self.consumers or (fitting[0] if fitting else 2)
-        parts = self.query_parts or (2 if tokens % 2 == 0 and consumers == 2 else 1)
-        turns = self.turns and parts == 1 and tokens * pd.heads == COLUMNS
-        return Geometry(pd.heads, s, tokens, consumers, parts, turns, self.stages, self.evict)
+        return Geometry(pd.heads, s, tokens, consumers, self.stages, self.evict)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):
@@ -806,10 +723,6 @@ class MqaLogitsV1Tiling(Tiling):
         if self.tokens < 0 or geometry.n > COLUMNS:
             return Verdict.no(
                 f"tokens = {self.tokens}: of {pd.heads} heads a tile takes 1 to {COLUMNS // pd.heads}, 0 is a choice"
-            )
-        if self.query_parts not in (0, 1, 2) or geometry.tokens % geometry.parts:
-            return Verdict.no(
-                f"query_parts = {self.query_parts} of a tile of {geometry.tokens} query tokens: use 1, or 2 if even"
             )
         if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
             return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
@@ -838,12 +751,7 @@ class MqaLogitsV1Plan(KernelPlan):
         return MqaLogitsV1Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        tilings = [
-            MqaLogitsV1Tiling(tokens, consumers, parts)
-            for tokens in (0, 1, 2)
-            for consumers in (2, 3, 4)
-            for parts in (1, 2)
-        ]
+        tilings = [MqaLogitsV1Tiling(tokens, consumers) for tokens in (0, 1, 2) for consumers in (2, 3, 4)]
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)]
 
     def plan(self, *inputs: Any) -> CuteKernel:

@@ -76,15 +76,12 @@ EVICT_FIRST = 0x12F0000000000000
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply. most_stages: KV tiles in
-    shared memory at most. evict: whether a page leaves L2 first."""
+    consumers: warpgroups that multiply."""
 
     h: int
     s: int
     tokens: int
     consumers: int
-    most_stages: int
-    evict: bool
 
     @property
     def n(self) -> int:
@@ -95,6 +92,11 @@ class Geometry:
     def chunks(self) -> int:
         """Query tiles of a request, where requests have a page table."""
         return -(-self.s // self.tokens)
+
+    @property
+    def once(self) -> bool:
+        """Whether a page is read by one CTA alone."""
+        return self.chunks == 1
 
     @property
     def threads(self) -> int:
@@ -118,22 +120,46 @@ class Geometry:
     def stages(self) -> int:
         """KV tiles in shared memory."""
         most = Device.assumed().smem_per_block - self.fixed_bytes
-        return min(most // (KEYS * (D + 4)), self.most_stages or MOST_STAGES)
+        return min(most // (KEYS * (D + 4)), MOST_STAGES)
+
+    @property
+    def together(self) -> int:
+        """Query tokens whose columns lie between each other, so that each has its own of a row's four lanes: 4, 2 or
+        1."""
+        return next(count for count in (4, 2, 1) if self.tokens % count == 0)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that have columns of a token."""
+        return 4 // self.together
+
+    @property
+    def run(self) -> int:
+        """Columns of a token that lie behind each other."""
+        return 2 * self.lanes
+
+    @property
+    def groups(self) -> int:
+        """Of tokens together."""
+        return self.tokens // self.together
 
     @property
     def sums(self) -> int:
-        """A thread's sums in front of the exchange: a token's, of two keys."""
-        return 2 * self.tokens
+        """A thread's sums in front of the exchange: a group's, of two keys."""
+        return 2 * self.groups
 
     @property
     def kept(self) -> int:
         """Sums that a lane is left with."""
-        return self.sums // 4 if self.sums % 4 == 0 else self.sums // 2
+        left = self.sums
+        for _ in range(self.lanes.bit_length() - 1):
+            left = left // 2 if left % 2 == 0 else left
+        return left
 
     @property
     def paired(self) -> bool:
         """Whether a lane is left with both keys of its tokens."""
-        return self.sums % 8 == 0
+        return self.sums % (2 * self.lanes) == 0
 
     @property
     def targets(self) -> int:
@@ -170,12 +196,21 @@ def tiles_in(base: cute.Pointer, rows: int, count: int) -> cute.Tensor:
     return wgmma.smem_view(base, 0, wgmma.k_major_layout(Float8E4M3FN, (rows, D, count)))
 
 
+def query_box(geometry: Geometry, more: tuple[int, ...] = ()) -> cute.ComposedLayout:
+    """Where a box of a query tile lies: (heads of a run, tokens together, runs, 128, [...more]) codes, swizzled."""
+    shape, step = (geometry.run, geometry.together, geometry.h // geometry.run, D), geometry.together * geometry.h * D
+    strides = (D, geometry.run * D, 8 * D, 1)
+    behind = (step, geometry.groups * step)[: len(more)]
+    inner = wgmma.k_major_layout(Float8E4M3FN, (8, D)).inner
+    return cute.make_composed_layout(inner, 0, cute.make_layout((*shape, *more), stride=(*strides, *behind)))
+
+
 # ------------------------------------------------------------------------------------------------ device: who does what
 class Inputs(NamedTuple):
     """Of the kernel. starts is None where there is a page table, and table is None where there is none."""
 
     query_tma: cute.CopyAtom
-    query: cute.Tensor  # TMA tensor (query tokens · h, 128)
+    query: cute.Tensor  # TMA tensor (heads of a run, query tokens, runs, 128)
     key_tma: cute.CopyAtom
     keys: cute.Tensor  # TMA tensor (t, 128), or (64, 128, pages)
     scales: cute.Tensor  # (t,), or (64, pages)
@@ -281,6 +316,29 @@ def find_piece(
     cute.arch.sync_threads()
 
 
+@cute.jit
+def ask_for_lengths(inputs: cutlass.Constexpr, thread: Int32):
+    """Asks L2 for the lengths and the page table, which are read behind each other; each of some threads of the grid
+    for a line of 128 bytes."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    each = 128 // 4
+    line = thread * ctas + cta
+    of_ends = (inputs.ends.shape[0] + (each - 1)) // each
+    address = inputs.ends.iterator.toint() + Int64(line) * 128
+    there = line < of_ends
+    if cutlass.const_expr(inputs.table is not None):
+        requests, width = inputs.table.shape
+        wide = (width + (each - 1)) // each
+        row = (line - of_ends) // wide
+        column = (line - of_ends - row * wide) * each
+        of_table = inputs.table.iterator.toint() + (Int64(row) * inputs.table.stride[0] + column) * 4
+        address = cutlass.select_(there, address, of_table)
+        there = there | (row < requests)
+    if there:
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 # ------------------------------------------------------------------------------------------------ device: load
 def next_stage(stage: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32, Int32]:
     """(stage, phase) `offset` places further on in a ring; offset <= stages."""
@@ -311,10 +369,9 @@ def copy_async(source: cute.Pointer, target: cute.Pointer, count: cutlass.Conste
 def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geometry: cutlass.Constexpr):
     """What the producer warp does."""
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
-    held = tiles_in(storage.query.data_ptr(), geometry.n, geometry.query_stages)
-    of_queries, query_places = boxes_of(
-        inputs.query_tma, inputs.query, cute.flat_divide(held, (geometry.h, D)), geometry.h
-    )
+    box = (geometry.run, geometry.together, geometry.h // geometry.run, D)
+    places = query_box(geometry, (geometry.groups, geometry.query_stages))
+    held = cute.group_modes(wgmma.smem_view(storage.query.data_ptr(), 0, places), 0, 4)
     keys = boxes_of(inputs.key_tma, inputs.keys, tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages), KEYS)
     info = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
     weights = storage.weights.data_ptr()
@@ -360,11 +417,14 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(query_full + query_stage, geometry.n * D)
-            # A token's heads a load. Past the last token are zeros; where a request's tokens do not fill its last tile,
-            # those of the next request are read. Nothing of either is stored.
-            for i in cutlass.range_constexpr(geometry.tokens):
+            # Past the last token are zeros; where a request's tokens do not fill its last tile, those of the next
+            # request are read. Nothing of either is stored.
+            from_row = cute.domain_offset((0, row, 0, 0), inputs.query)
+            boxes = cute.group_modes(cute.flat_divide(from_row, box), 0, 4)
+            query_places, boxes = cpasync.tma_partition(inputs.query_tma, 0, cute.make_layout(1), held, boxes)
+            for i in cutlass.range_constexpr(geometry.groups):
                 cute.copy(
-                    inputs.query_tma, of_queries[None, row + i, 0], query_places[None, i, 0, query_stage],
+                    inputs.query_tma, boxes[None, 0, i, 0, 0], query_places[None, i, query_stage],
                     tma_bar_ptr=query_full + query_stage,
                 )  # fmt: skip
             cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
@@ -414,7 +474,7 @@ def load_keys(
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, KEYS * D)
         if cutlass.const_expr(inputs.table is not None):
-            policy = {"cache_policy": Int64(EVICT_FIRST)} if cutlass.const_expr(geometry.evict) else {}
+            policy = {"cache_policy": Int64(EVICT_FIRST)} if cutlass.const_expr(geometry.once) else {}
             cute.copy(inputs.key_tma, boxes[None, 0, 0, page], places[None, stage], tma_bar_ptr=full + stage, **policy)
         else:
             cute.copy(inputs.key_tma, boxes[None, tile, 0], places[None, stage], tma_bar_ptr=full + stage)
@@ -441,27 +501,35 @@ def make_mma(n: int) -> cute.TiledMma:
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 class Kept(NamedTuple):
-    """The sums of a part that a lane is left with: sum `first + j`, of token (first + j) // 2 of the part, for j below
-    `Geometry.kept`. stores: whether the lane is the one of those with the same sums that stores them."""
+    """The sums that a lane is left with: sum `first + j`, of key row (first + j) % 2 and the lane's token of group
+    (first + j) // 2, for j below `Geometry.kept`. stores: whether the lane is the one of those with the same sums that
+    stores them."""
 
     first: Int32
     stores: Any
 
 
 def kept_by(lane: Int32, geometry: Geometry) -> Kept:
-    """What `quad_sums` leaves a lane with."""
-    upper, odd, m = lane // 2 % 2, lane % 2, geometry.sums
-    if m % 4 == 0:
-        return Kept(upper * (m // 2) + odd * (m // 4), True)
-    return Kept(upper * (m // 2), odd == 0)
+    """What `lane_sums` leaves a lane with."""
+    first: Any = 0
+    stores: Any = True
+    left = geometry.sums
+    for bit in range(geometry.lanes.bit_length() - 2, -1, -1):
+        upper = lane // (1 << bit) % 2
+        if left % 2 == 0:
+            left //= 2
+            first = first + upper * left
+        else:
+            stores = stores & (upper == 0)
+    return Kept(first, stores)
 
 
 @cute.jit
-def quad_sums(sums: cutlass.Constexpr, lane: Int32):
-    """The sums over four lanes of each of a list of values: those that `kept_by` says. Lanes send each other what they
-    do not keep: 6 shuffles for 8 values, not 16."""
+def lane_sums(sums: cutlass.Constexpr, lane: Int32, geometry: cutlass.Constexpr):
+    """The sums over a token's lanes of each of a list of values: those that `kept_by` says. Lanes send each other what
+    they do not keep."""
     values = sums
-    for bit in cutlass.range_constexpr(1, -1, -1):
+    for bit in cutlass.range_constexpr(geometry.lanes.bit_length() - 2, -1, -1):
         upper, half = lane // (1 << bit) % 2 == 1, len(values) // 2
         if cutlass.const_expr(len(values) % 2 == 0):
             sent = [cutlass.select_(upper, values[j], values[j + half]) for j in range(half)]
@@ -474,19 +542,20 @@ def quad_sums(sums: cutlass.Constexpr, lane: Int32):
 
 @cute.jit
 def weighted(acc: cute.Tensor, weights: cute.Tensor, geometry: cutlass.Constexpr):
-    """A thread's sums, of token i and key row r at 2 i + r: Σ weight · max(S, 0) over its columns, of registers
+    """A thread's sums, of group i and key row r at 2 i + r: Σ weight · max(S, 0) over its columns, of registers
     acc (MMA, 1, 1) and weights (n / 4,)."""
     rows = wgmma.as_rows(acc)
-    each = geometry.h // 4
-    sums = [None] * geometry.sums
-    # Columns in the outer loop: a token's sum is a chain, and these are others' between two of its links.
+    each = geometry.n // 4 // geometry.groups
+    # A sum is a chain, or two where there are few: others' links stand between two of a chain's.
+    chains = 2 if geometry.groups == 1 else 1
+    sums = [[None] * chains for _ in range(geometry.sums)]
     for c in cutlass.range_constexpr(each):
-        for i in cutlass.range_constexpr(geometry.tokens):
+        for i in cutlass.range_constexpr(geometry.groups):
             for r in cutlass.range_constexpr(2):
-                at = i * each + c
+                at, chain = i * each + c, sums[2 * i + r]
                 term = cute.arch.fmax(rows[r, at], Float32(0.0)) * weights[at]
-                sums[2 * i + r] = term if cutlass.const_expr(c == 0) else sums[2 * i + r] + term
-    return sums
+                chain[c % chains] = term if cutlass.const_expr(c < chains) else chain[c % chains] + term
+    return [chain[0] + chain[1] if chains == 2 else chain[0] for chain in sums]
 
 
 class Target(NamedTuple):
@@ -511,7 +580,7 @@ def targets_of(
     size = logits.element_type.width // 8
     for j in cutlass.range_constexpr(geometry.targets):
         at = kept.first + (2 * j if geometry.paired else j)
-        token, half = at // 2, at % 2
+        token, half = at // 2 * geometry.together + lane % 4 // geometry.lanes, at % 2
         start, end = info[INFO + token], info[INFO + geometry.tokens + token]
         row[j] = warp * 16 + lane // 4 + 8 * half
         before[j], length[j] = row[j] - start, cutlass.max(end - start, 0)
@@ -549,8 +618,13 @@ def consume(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     infos = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
+    # Pairs of columns, in the order of a lane's: (pair, lane of a token, token together, run, group, stage).
+    h, run, together = geometry.h, geometry.run, geometry.together
     of_weights = storage.weights.get_tensor(
-        cute.make_layout((2, 4, n // 8, geometry.query_stages), stride=(1, 2, 8, n))
+        cute.make_layout(
+            (2, (geometry.lanes, together), (h // run, geometry.groups), geometry.query_stages),
+            stride=(1, (2, h), (run, together * h), n),
+        )
     )
     scales = storage.scales.get_tensor(cute.make_layout((KEYS, geometry.stages)))
     lane, warp = thread % WARP, thread // WARP
@@ -588,7 +662,9 @@ def consume(
                 factors = [scales[target.row[j], stage] for j in range(geometry.targets)]
             warpgroup.wait_group(0)
             warp_arrive(empty + stage)
-            store_sums(quad_sums(weighted(acc, weights, geometry), lane), factors, target, key, kept, kind, geometry)
+            store_sums(
+                lane_sums(weighted(acc, weights, geometry), lane, geometry), factors, target, key, kept, kind, geometry
+            )
             key = key + consumers * KEYS
             stage, phase = next_stage(stage, phase, consumers, geometry.stages)
         skip = skip + own * consumers - tiles
@@ -618,6 +694,9 @@ def mqa_logits_v1(
                 cute.arch.mbarrier_init(storage.query_full.data_ptr() + i, 1 + WARP)
                 cute.arch.mbarrier_init(storage.query_empty.data_ptr() + i, geometry.consumers * WARPGROUP // WARP)
         cute.arch.mbarrier_init_fence()
+    # What L2 holds is what a kernel before writes, too.
+    if warp >= geometry.consumers * (WARPGROUP // WARP):
+        ask_for_lengths(inputs, thread % WARPGROUP)
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
     units = (inputs.ends.shape[0] + geometry.tokens - 1) // geometry.tokens
@@ -656,9 +735,10 @@ def launch_mqa_logits_v1(
     h, rows = geometry.h, weights.shape[0]
     copy = cpasync.CopyBulkTensorTileG2SOp()
     codes = cute.recast_ptr(q.iterator, dtype=Float8E4M3FN)
-    query = cute.make_tensor(codes, cute.make_layout((rows * h, D), stride=(D, 1)))
+    run = geometry.run
+    query = cute.make_tensor(codes, cute.make_layout((run, rows, h // run, D), stride=(D, h * D, run * D, 1)))
     query_tma, query = cpasync.make_tiled_tma_atom(
-        copy, query, wgmma.k_major_layout(Float8E4M3FN, (h, D)), (h, D), 1
+        copy, query, query_box(geometry), (run, geometry.together, h // run, D), 1
     )  # fmt: skip
     codes = cute.recast_ptr(keys.iterator, dtype=Float8E4M3FN)
     if cutlass.const_expr(table is None):
@@ -695,15 +775,12 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsV1Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4; 0: a choice. stages: KV tiles in shared memory, 0: as many as fit. evict: whether pages leave L2
-    first. ctas: of the grid; 0: one for each multiprocessor."""
+    multiply, 2 to 4; 0: a choice. ctas: of the grid; 0: one for each multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
     consumers: int = 0
-    stages: int = 0
-    evict: bool = False
     ctas: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
@@ -712,7 +789,7 @@ class MqaLogitsV1Tiling(Tiling):
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
         fitting = [count for count in (4, 3) if registers(tokens * pd.heads) <= REGISTERS[count][1]]
         consumers = self.consumers or (fitting[0] if fitting else 2)
-        return Geometry(pd.heads, s, tokens, consumers, self.stages, self.evict)
+        return Geometry(pd.heads, s, tokens, consumers)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):

@@ -151,7 +151,8 @@ def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
 def test_the_dispatcher_picks_by_what_runs_here() -> None:
     plan_type(LOGITS)
     assert choose(IndexerLogitsProblem(), H200).kernel.label == LOGITS
-    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
+    assert choose(IndexerLogitsProblem(dtype="bf16", table=False), H200).kernel.label == LOGITS
+    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == "triton/mqa_logits"
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
     assert choose(TopkProblem(), H200).kernel.label == TOPK

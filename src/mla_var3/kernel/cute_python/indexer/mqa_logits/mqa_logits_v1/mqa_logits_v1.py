@@ -710,6 +710,10 @@ def launch_mqa_logits_v1(
 def takes(pd: IndexerLogitsProblem) -> Verdict:
     if pd.heads not in HEADS:
         return Verdict.no(f"heads = {pd.heads}: an indexer of {', '.join(map(str, HEADS))} heads is taken")
+    if pd.table and pd.dtype != "fp32":
+        return Verdict.no(
+            f"dtype = {pd.dtype}: with a page table logits in fp32 alone were checked on a GPU, triton/mqa_logits has bf16"
+        )
     return limits.all_of(
         limits.offsets(pd.rows * pd.heads, "rows of q"),
         limits.offsets(pd.rows * (pd.columns // KEYS + 2), f"the KV tiles of {pd.rows:,} query tokens"),

@@ -712,7 +712,7 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
         return Verdict.no(f"heads = {pd.heads}: an indexer of {', '.join(map(str, HEADS))} heads is taken")
     if pd.table and pd.dtype != "fp32":
         return Verdict.no(
-            f"dtype = {pd.dtype}: with a page table logits in fp32 alone were checked on a GPU, triton/mqa_logits has bf16"
+            f"dtype = {pd.dtype}: of pages logits in fp32 alone were checked on a GPU, triton/mqa_logits has bf16"
         )
     return limits.all_of(
         limits.offsets(pd.rows * pd.heads, "rows of q"),

@@ -25,6 +25,8 @@ flashinfer_fa2   nvcc for sm_90a; and TVM-FFI to load them, which is         0.4
 flash_mla_lib    built from a checkout (--flash-mla), for sm_90a, by its     3.5 MB
                  own setup.py: needs nvcc, the toolkit's headers and the
                  GPU machine's torch, so it is mostly run there
+deep_gemm        built from a checkout (--deep-gemm) in the same way; it    2 MB
+                 compiles its kernels with nvcc when they are first called
 tilelang_mla     tilelang's wheel (45 MB), what it imports, and one file     32 MB
                  out of its source archive (92 MB, downloaded once); it
                  compiles on the GPU machine, which needs nvcc
@@ -43,6 +45,12 @@ FlashMLA, where the GPU, its torch and nvcc are (90 s on 16 cores):
 
     git clone --recursive https://github.com/deepseek-ai/FlashMLA && git -C FlashMLA checkout 9241ae3
     scripts/fetch_peers.py flash_mla_lib --flash-mla FlashMLA && . out/peers/activate
+
+DeepGEMM the same way, with its submodules (revision 54e2261). `activate` then preloads the system's libstdc++, without
+which DeepGEMM's extension crashes beside a torch that brings another:
+
+    git clone --recursive https://github.com/deepseek-ai/DeepGEMM && git -C DeepGEMM checkout 54e2261
+    scripts/fetch_peers.py deep_gemm --deep-gemm DeepGEMM && . out/peers/activate
 """
 
 from __future__ import annotations
@@ -77,6 +85,11 @@ ACTIVATE = """\
 # source this file: the fetched peers are then found
 _peers=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 export PYTHONPATH="$_peers/site${PYTHONPATH:+:$PYTHONPATH}"
+# DeepGEMM's extension is built for the system's libstdc++, and crashes where another was loaded first.
+if [ -d "$_peers/site/deep_gemm" ] && command -v ldconfig > /dev/null; then
+    _cxx=$(ldconfig -p | awk '$1 == "libstdc++.so.6" && /x86-64/ {print $NF; exit}')
+    [ -z "$_cxx" ] || export LD_PRELOAD="$_cxx${LD_PRELOAD:+:$LD_PRELOAD}"
+fi
 """
 
 
@@ -110,6 +123,7 @@ SOURCES: dict[str, Source] = {
     "flashinfer_fa3": Source(("flashinfer-python", "apache-tvm-ffi"), builder="flashinfer"),
     "flashinfer_fa2": Source(("flashinfer-python", "apache-tvm-ffi"), builder="flashinfer"),
     "flash_mla_lib": Source(builder="flash_mla"),
+    "deep_gemm": Source(builder="deep_gemm"),
     "tilelang_mla": Source(
         ("tilelang (sources)", *TILELANG["packages"], *TILELANG["fallback"]),
         builder="tilelang",
@@ -372,11 +386,22 @@ class Fetcher:
                     wheel.extractall(self.package / "tilelang" / folder, names)
 
     def _build_flash_mla(self, peer: str) -> None:
-        given = self.options.flash_mla
+        settings = {"FLASH_MLA_DISABLE_SM100": "1", "NVCC_THREADS": "1"}
+        self._build_checkout(peer, "FlashMLA", "flash_mla", ("csrc/cutlass/include",), settings)
+
+    def _build_deep_gemm(self, peer: str) -> None:
+        needed = ("third-party/cutlass/include", "third-party/fmt/include")
+        self._build_checkout(peer, "DeepGEMM", "deep_gemm", needed, {"DG_FORCE_BUILD": "1"})
+
+    def _build_checkout(
+        self, peer: str, name: str, package: str, submodules: Sequence[str], settings: Mapping[str, str]
+    ) -> None:
+        """Builds a wheel of a checkout of deepseek-ai/`name` by its setup.py, and unpacks it where packages lie."""
+        given, option = getattr(self.options, package), f"--{package.replace('_', '-')}"
         if given is None:
-            raise UserError(f"{peer} is built from a checkout of deepseek-ai/FlashMLA: name it with --flash-mla.")
+            raise UserError(f"{peer} is built from a checkout of deepseek-ai/{name}: name it with {option}.")
         checkout = Path(given)
-        for needed, why in (("setup.py", "no checkout of it"), ("csrc/cutlass/include", "without its submodule")):
+        for needed, why in (("setup.py", "no checkout of it"), *((x, "without its submodule") for x in submodules)):
             if not (checkout / needed).exists():
                 raise UserError(f"{checkout} has no {needed}, so it is {why}: git clone --recursive.")
         toolkit = self._toolkit()
@@ -385,20 +410,19 @@ class Fetcher:
             raise UserError(f"{peer} is built for Python {self.python} by that Python; this is {here}: see --python.")
         # CUDA 13 moved its C++ library; nvcc finds it, the host's compiler does not.
         headers = [str(x) for x in (toolkit / "include/cccl", toolkit / "include") if x.is_dir()]
-        settings = {
+        found = {
             "CUDA_HOME": str(toolkit),
             "CPATH": os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])]),
-            "FLASH_MLA_DISABLE_SM100": "1",
-            "NVCC_THREADS": "1",
+            **settings,
         }
         with tempfile.TemporaryDirectory() as work:
-            shutil.copytree(checkout, f"{work}/FlashMLA", symlinks=True, ignore=shutil.ignore_patterns("build", "*.so"))
-            print("compiling FlashMLA by its setup.py ...", flush=True)
+            shutil.copytree(checkout, f"{work}/{name}", symlinks=True, ignore=shutil.ignore_patterns("build", "*.so"))
+            print(f"compiling {name} by its setup.py ...", flush=True)
             wheels = f"{work}/wheels"
             command = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", wheels]
-            _run([sys.executable, "-m", "pip", *command, f"{work}/FlashMLA"], {**os.environ, **settings})
+            _run([sys.executable, "-m", "pip", *command, f"{work}/{name}"], {**os.environ, **found})
             with zipfile.ZipFile(next(Path(wheels).glob("*.whl"))) as wheel:
-                for old in self.site.glob("flash_mla*"):
+                for old in self.site.glob(f"{package}*"):
                     shutil.rmtree(old)
                 wheel.extractall(self.site)
 
@@ -461,6 +485,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="empty the folder first, so that the pack holds no more")
     parser.add_argument("--nvcc", default="nvcc", help="CUDA's compiler, 12.9 or later (default: the one on PATH)")
     parser.add_argument("--flash-mla", metavar="CHECKOUT", help="of deepseek-ai/FlashMLA, with its submodule")
+    parser.add_argument("--deep-gemm", metavar="CHECKOUT", help="of deepseek-ai/DeepGEMM, with its submodules")
     parser.add_argument("--tilelang-example", metavar="FILE", help=f"another {EXAMPLE} than the pinned release's")
     parser.add_argument("--lock", type=Path, default=LOCK, help=argparse.SUPPRESS)
     parser.add_argument("--update-lock", action="store_true", help="ask the index for the lock's versions, and stop")

@@ -82,7 +82,7 @@ def world(script: ModuleType, tmp_path: Path) -> Any:
     wheels["tilelang (sources)"] = _entry(sources)
     lock = tmp_path / "lock.json"
     lock.write_text(json.dumps({"cuda": "cu13", "versions": {}, "targets": {"py3.12-cu13": wheels}}))
-    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None, flash_mla=None)
+    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None, flash_mla=None, deep_gemm=None)
 
     def fetcher(**changes: Any) -> Any:
         given = {"python": "3.12", "cuda": "cu13", "options": options, **changes}
@@ -149,7 +149,7 @@ def test_activate_puts_the_site_on_the_path(world: Any) -> None:
 
 def test_the_loader_is_a_fallback(script: ModuleType, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer's object brings TVM-FFI, which is used where none is installed."""
-    options = SimpleNamespace(nvcc="true", tilelang_example=None, flash_mla=None)
+    options = SimpleNamespace(nvcc="true", tilelang_example=None, flash_mla=None, deep_gemm=None)
     monkeypatch.setattr(script.Fetcher, "_build", lambda *args, **kwargs: None)
     world.fetcher(options=options).fetch(["flashinfer_fa3"], strict=True)
     assert not (world.folder / "fallback/tvm_ffi/include").exists(), "headers stay behind"
@@ -273,7 +273,7 @@ def test_tilelang_comes_with_its_own_packages(world: Any, monkeypatch: pytest.Mo
 def test_another_example_of_tilelang(script: ModuleType, world: Any) -> None:
     mine = world.tmp / "mine.py"
     mine.write_text("my own")
-    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=str(mine), flash_mla=None)
+    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=str(mine), flash_mla=None, deep_gemm=None)
     world.fetcher(options=options).fetch(["tilelang_mla"], strict=True)
     home = world.folder / "site/mla_var3_peers"
     assert (home / "tilelang/example_mla_decode_paged.py").read_text() == "my own"
@@ -318,7 +318,7 @@ def checkout(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     (toolkit / "include/cuda_runtime.h").write_text("")
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     monkeypatch.delenv("CPATH", raising=False)
-    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None, flash_mla=str(folder))
+    options = SimpleNamespace(nvcc="no-such-nvcc", tilelang_example=None, flash_mla=str(folder), deep_gemm=str(folder))
     return SimpleNamespace(folder=folder, toolkit=toolkit, options=options)
 
 

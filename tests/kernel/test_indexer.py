@@ -20,7 +20,7 @@ from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK = "cute-dsl/mqa_logits", "cute-dsl/topk"
+LOGITS, TOPK = "cute-dsl/mqa_logits_v1", "cute-dsl/topk"
 
 
 def plan_type(label: str) -> Any:
@@ -35,7 +35,7 @@ def plan_type(label: str) -> Any:
     [
         (LOGITS, IndexerLogitsProblem(table=False)),
         (LOGITS, IndexerLogitsProblem(s=3)),
-        (LOGITS, IndexerLogitsProblem(heads=16, table=False)),
+        (LOGITS, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
         (TOPK, TopkProblem(b=1)),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
     ],
@@ -79,10 +79,10 @@ def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
 
 
 def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
-    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits.mqa_logits import MqaLogitsTiling
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v1.mqa_logits_v1 import MqaLogitsV1Tiling
 
     def tile(**fields: Any) -> tuple[int, int, int]:
-        geometry = MqaLogitsTiling().geometry(IndexerLogitsProblem(**fields))
+        geometry = MqaLogitsV1Tiling().geometry(IndexerLogitsProblem(**fields))
         return geometry.tokens, geometry.n, geometry.chunks
 
     assert tile(table=False) == (4, 256, 0)
@@ -94,9 +94,9 @@ def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
 @pytest.mark.parametrize("tokens", range(1, 17))
 def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
     """`kept_by` with whole numbers in place of a lane's registers."""
-    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits.mqa_logits import Geometry, kept_by
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v1.mqa_logits_v1 import Geometry, kept_by
 
-    geometry = Geometry(16, 0, tokens, 2, True)
+    geometry = Geometry(16, 0, tokens, 2)
     stored = []
     for lane in range(4):
         kept: Any = kept_by(lane, geometry)  # type: ignore[arg-type]
@@ -126,8 +126,8 @@ def test_refusals_say_why() -> None:
     wide = IndexerLogitsProblem(table=False)
     assert "a tile takes 1 to 4" in tiling(tokens=5).validate(wide).reason
     assert "do not fit in the registers of 4 consumers" in tiling(consumers=4).validate(wide).reason
-    assert "logits in fp32 alone are known" in logits.requires.accepts(IndexerLogitsProblem(dtype="bf16")).reason
-    assert "consumers = 5 must be one of 2, 3, 4" in tiling(consumers=5).validate(wide).reason
+    assert "ended in a launch failure" in tiling(consumers=3).validate(IndexerLogitsProblem()).reason
+    assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "slices = 65" in chooses.tiling_type(65).validate(TopkProblem()).reason
     problem = IndexerLogitsProblem(b=2, t=100)
     q, cache, weights, ends, table = indexer_logits.make_inputs(problem)
@@ -151,6 +151,7 @@ def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
 def test_the_dispatcher_picks_by_what_runs_here() -> None:
     plan_type(LOGITS)
     assert choose(IndexerLogitsProblem(), H200).kernel.label == LOGITS
+    assert choose(IndexerLogitsProblem(dtype="bf16", table=False), H200).kernel.label == LOGITS
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == "triton/mqa_logits"
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)

@@ -50,7 +50,7 @@ def right(plan: Any, cases: list[str] | None = None) -> None:
 
 
 @pytest.mark.parametrize("problem", LOGITS, ids=lambda p: p.label)
-@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits", "triton/mqa_logits"])
+@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v1", "triton/mqa_logits"])
 def test_logits_are_right(label: str, problem: Any) -> None:
     right(planned(label, problem))
 
@@ -62,13 +62,13 @@ def test_topk_is_right(problem: Any) -> None:
 
 @pytest.mark.parametrize("problem", [LOGITS[0], LOGITS[4], TOPK[1], TOPK[3]], ids=lambda p: p.label)
 def test_every_tiling_is_right(problem: Any) -> None:
-    plan = planned("cute-dsl/topk" if problem.workload == "topk" else "cute-dsl/mqa_logits", problem)
+    plan = planned("cute-dsl/topk" if problem.workload == "topk" else "cute-dsl/mqa_logits_v1", problem)
     for tiling in plan.autotune_configs():
         if tiling.validate(problem, plan.device):
             right(plan.with_tiling(tiling), ["own", "ragged", "odd", "shifted"])
 
 
-@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits", "cute-dsl/topk"])
+@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v1", "cute-dsl/topk"])
 def test_captured_call_follows_its_lengths(label: str) -> None:
     import torch
 
@@ -137,7 +137,7 @@ def test_what_is_chosen_is_what_sparse_decode_takes() -> None:
     from mla_var3.ops import deep_gemm, indexer_logits, indexer_topk, topk_indices
     from mla_var3.workload import indexer_topk as workload
 
-    planned("cute-dsl/mqa_logits", LOGITS[3])
+    planned("cute-dsl/mqa_logits_v1", LOGITS[3])
     problem = workload.IndexerTopkProblem(b=9, s=2, t=3000, heads=64, topk=512, lengths="ragged")
     inputs = workload.make_inputs(problem, "cuda", seed=3)
     q, cache, weights, ends, table = inputs
@@ -159,7 +159,7 @@ def test_prefill_in_parts_is_prefill_at_once(monkeypatch: pytest.MonkeyPatch) ->
     from mla_var3.ops import indexer, indexer_topk
     from mla_var3.workload import indexer_topk as workload
 
-    planned("cute-dsl/mqa_logits", LOGITS[3])
+    planned("cute-dsl/mqa_logits_v1", LOGITS[3])
     problem = workload.IndexerTopkProblem(b=2, s=300, t=2000, heads=64, topk=512, table=False)
     q, keys, scales, weights, starts, ends = inputs = workload.make_inputs(problem, "cuda", seed=3)
     (want,) = workload.reference(problem, *inputs)

@@ -112,8 +112,27 @@ def test_deep_gemms_names_take_its_arguments(monkeypatch: pytest.MonkeyPatch) ->
     (q, keys, weights, ends), options, inputs = call(PREFILL)
     found = deep_gemm.fp8_mqa_logits(q, (keys, options["scales"]), weights, options["starts"], ends)
     assert torch.equal(found.double(), logits_of(PREFILL, inputs).nan_to_num(nan=-float("inf"), neginf=-float("inf")))
+    want = logits_of(PREFILL, inputs)
+    again = deep_gemm.fp8_fp4_mqa_logits(
+        (q, None), (keys, options["scales"]), weights, options["starts"], ends, clean_logits=False, max_seqlen_k=9
+    )
+    for row, start, end, full in zip(again, options["starts"].tolist(), ends.tolist(), want, strict=True):
+        count = max(0, min(9, end - start))
+        assert torch.equal(row[:count].double(), full[start : start + count]), "begins at the row's own start"
+    for columns in (32, 64):
+        narrow_q, narrow = q[..., :columns].contiguous(), keys[:, :columns].contiguous()
+        wide_q, wide = (
+            torch.cat([x, torch.zeros_like(y[..., columns:])], -1) for x, y in ((narrow_q, q), (narrow, keys))
+        )
+        found, want = (
+            deep_gemm.fp8_mqa_logits(x, (y, options["scales"]), weights, options["starts"], ends)
+            for x, y in ((narrow_q, narrow), (wide_q, wide))
+        )
+        assert torch.equal(found, want) and bool(want.isfinite().any())
     ways.way_for.cache_clear()
     wrong: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = [
+        ("q is no pair", deep_gemm.fp8_fp4_mqa_logits, (q, (keys, keys), weights, ends, ends), {}),
+        ("q has scales", deep_gemm.fp8_fp4_mqa_logits, ((q, q), (keys, keys), weights, ends, ends), {}),
         ("max_seqlen_k = 5", deep_gemm.fp8_mqa_logits, (q, (keys, keys), weights, ends, ends), {"max_seqlen_k": 5}),
         ("kv is no pair", deep_gemm.fp8_mqa_logits, (q, keys, weights, ends, ends), {}),
         ("block_kv = 32", deep_gemm.get_paged_mqa_logits_metadata, (ends, 32, 132), {}),
@@ -160,7 +179,6 @@ def test_what_does_not_fit_is_told_of_the_argument() -> None:
     refused("^scales and page_table", indexer_logits, *args, **options, scales=weights)
     refused("^scales is missing", indexer_logits, pq, keys, pw, pends)
     refused(r"^weights is \(6, 15\)", indexer_logits, q, cache, weights[:, :15], ends, **options)
-    refused('^dtype torch.bfloat16 is for kernel="triton', indexer_logits, *args, **options, dtype=torch.bfloat16)
     refused("^dtype is torch.float16", indexer_logits, *args, **options, dtype=torch.float16)
     refused(r"^ends is \(2, 2\)", indexer_logits, q, cache, weights, ends[:2], **options)
     refused("^keys has no rows", indexer_logits, pq, keys[:0], pw, pends, scales=more["scales"][:0])

@@ -210,6 +210,10 @@ def _flashinfer_rope_append() -> Library | None:
     return _installed("flashinfer_rope_append", "package", "flashinfer", "rope.py", "flashinfer-python")
 
 
+def _deep_gemm() -> Library | None:
+    return _installed("deep_gemm", "package", "deep_gemm", "__init__.py", "deep_gemm")
+
+
 def _tilelang_mla() -> Library | None:
     name = "example_mla_decode_paged.py"
     installed = package_dirs("tilelang")
@@ -259,6 +263,7 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
     "flashinfer_rope_append": _flashinfer_rope_append,
     "flashinfer_ragged": _flashinfer_ragged,
+    "deep_gemm": _deep_gemm,
 }
 
 # What is missing, and how to get it: the two halves of the sentence.
@@ -313,6 +318,10 @@ _HOW: dict[str, tuple[str, str]] = {
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
     "flashinfer_rope_append": ("FlashInfer's package", "pip install flashinfer-python"),
     "flashinfer_ragged": ("FlashInfer's package", "pip install flashinfer-python"),
+    "deep_gemm": (
+        "DeepGEMM",
+        f"run {FETCH} deep_gemm --deep-gemm CHECKOUT, or pip install --no-build-isolation CHECKOUT",
+    ),
 }
 
 PEERS: tuple[str, ...] = tuple(_LOOK)

@@ -60,13 +60,11 @@ def indexer_logits(
 
     Integers are int32 or int64. Ranges are cut to the columns. What is out of a token's range is not written and may
     hold anything; with clean it is -inf, which costs a pass over the logits. No logit is NaN: a product that is NaN
-    counts as 0, and a sum that is NaN becomes -inf. dtype: torch.float32 (default); torch.bfloat16 only of a version
-    that `kernel` names. Rows of the result begin at multiples of 256 bytes. h is 16, 32 or 64. kernel, on: as of
-    `mla_decode`. Raises `UserError` in one sentence for what does not fit.
+    counts as 0, and a sum that is NaN becomes -inf. dtype: torch.float32 (default) or torch.bfloat16. Rows of the
+    result begin at multiples of 256 bytes. h is 16, 32 or 64. kernel, on: as of `mla_decode`. Raises `UserError` in one
+    sentence for what does not fit.
     """
     problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, dtype)
-    if problem.dtype == "bf16" and kernel is None:
-        raise UserError('dtype torch.bfloat16 is for kernel="triton/mqa_logits" and "torch/mqa_logits" alone so far.')
     rows = problem.rows if len(q) else 0
     made = new_logits(problem, inputs[0], rows, problem.columns)
     if clean:

@@ -357,13 +357,15 @@ def _cases(problem: IndexerLogitsProblem, on_gpu: bool) -> Iterator[Case]:
 
 
 #: FP8 products are summed on tensor cores with about 13 bits behind the point of the largest term: up to 2^-12 of some
-#: 40 a head (keys and queries N(0, 1), 128 columns), times N(0, 1) of 16 to 64 heads: 0.1 is far outside of it, and a
-#: head more or less is off by 8. Rounding to bf16 is an error of up to 2^-8 of a logit just above a power of two, and
-#: 1.3e-6 of the cosine difference; a quarter more, for the sum in front of it may be on the other side of the middle.
-NORMAL = Bound(abs=0.1, rel=1.25 * 2.0**-8, cos=1e-5, row_cos=2e-5)
+#: 40 a head (keys and queries N(0, 1), 128 columns), times N(0, 1) of 16 to 64 heads: 0.1 is the largest error that was
+#: seen, and a head more or less is off by 8. Rounding to bf16 adds up to 2^-8 of a logit just above a power of two.
+#: What is the larger of 0.2 and 2^-7 of a logit is more than the sum of both: where the sum is near the middle between
+#: two bf16 numbers, its error decides which of them is written. Rows are not judged by themselves: one of few tokens
+#: may have logits that are all near 0, where an error of 0.1 is much of them.
+NORMAL = Bound(abs=0.2, rel=2.0**-7, cos=1e-5)
 _BOUNDS = {
     "exact": Bound(abs=1e-30, rel=1.25 * 2.0**-8, cos=1e-5, row_cos=2e-5),
-    "denormal": Bound(abs=1e-9, rel=1.25 * 2.0**-8, cos=1e-4, row_cos=2e-4),
+    "denormal": Bound(abs=1e-9, rel=2.0**-7, cos=1e-4),
 }
 
 
@@ -411,6 +413,29 @@ def small(problem: IndexerLogitsProblem) -> IndexerLogitsProblem:
     return problem.replace(b=min(problem.b, 2), s=s, t=min(problem.t, 200))
 
 
+#: Heads of published indexers: DeepSeek V3.2 (twice as often), GLM-5, Hy V4.
+SERVED_HEADS = (64, 64, 32, 16)
+MOST_CACHED, MOST_LOGITS = 1 << 22, 1 << 28  # tokens of a drawn problem's cache, and its logits
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    """Fields of a problem as a server may have it: a cache in two of three, with b log-uniform in 1..256 and one query
+    token in every other problem, else up to 8; otherwise prompts of 256 to 8k query tokens in all, in one of four cases
+    of several requests. Contexts are log-uniform up to 128k tokens, and unequal in every other problem."""
+    table = rng.randrange(3) > 0
+    heads = rng.choice(SERVED_HEADS)
+    lengths = rng.choice(LENGTHS)
+    if table:
+        b, s = round(2 ** rng.uniform(0, 8)), rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4, 6, 8))
+        most = min(1 << 17, MOST_CACHED // b, MOST_LOGITS // (b * s))
+        t = round(2 ** rng.uniform(9, math.log2(max(1024, most))))
+    else:
+        b = rng.choice((1, 1, 1, rng.randint(2, 8)))
+        s = max(64, round(2 ** rng.uniform(8, 13)) // b)
+        t = round(2 ** rng.uniform(math.log2(s), math.log2(max(2 * s, min(1 << 17, MOST_LOGITS // (b * b * s))))))
+    return {"b": b, "s": s, "t": t, "heads": heads, "table": table, "lengths": lengths}
+
+
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
     if given.get("table", True):
@@ -432,4 +457,5 @@ WORKLOAD = Workload(
     small=small,
     as_bound=as_bound,
     sample=sample,
+    draw=draw,
 )

@@ -28,6 +28,7 @@ OTHERS = {
     "cublas_bmm": "gemm",
     "fa3_chunked": "chunked_prefill",
     **dict.fromkeys(("flash_mla_layer", "torch_compile_mla_layer"), "layer"),
+    "deep_gemm": "indexer_logits",
     **dict.fromkeys(("flash_mla_sparse", "fa3_sparse", "flashinfer_sparse"), "sparse_decode"),
 }
 

@@ -53,7 +53,7 @@ def test_a_problem_that_was_drawn_at_random_is_not_on_the_map(make: Any) -> None
     found = answers.winners(arrange(records).newest, "burst")
     assert {(w.best.problem, w.drawn) for w in found} == {(chosen, False), (random, True)}
     assert [w.best.problem for w in rows.on_map(found)] == [chosen]
-    assert answers.drawn() == {"unseen", "unseen_prefill", "unseen_sparse"}
+    assert answers.drawn() == {"unseen", "unseen_indexer", "unseen_prefill", "unseen_sparse"}
 
 
 def test_a_librarys_schedule_counts_once_a_step(make: Any) -> None:

@@ -160,7 +160,7 @@ def test_every_experiment_composes_and_expands() -> None:
         sizes[name] = len(sweep_plan.expand_cells(config))
     assert sizes["decode"] == 17 and sizes["sparse_served"] == 30
     assert set(sizes) >= {"quickstart", "decode", "tensor_parallel", "speculative", "ladder", "compile_matrix"}
-    for experiment in ("experiment=unseen", "experiment=unseen_sparse"):
+    for experiment in ("experiment=unseen", "experiment=unseen_sparse", "experiment=unseen_indexer"):
         drawn, again, others = (
             sweep_plan.expand_cells(sweep_config.compose([experiment, f"seed={seed}"])) for seed in (7, 7, 8)
         )

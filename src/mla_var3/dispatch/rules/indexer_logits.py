@@ -6,9 +6,12 @@ from mla_var3.dispatch.rule import HOPPER, Rule
 
 RULES = (
     Rule(
-        "cute-dsl/mqa_logits",
+        "cute-dsl/mqa_logits_v1",
         "tensor cores work on one tile while another is summed over heads, and all CTAs have equal shares",
         archs=HOPPER,
     ),
-    Rule("triton/mqa_logits", "it makes logits in bf16, and is the last resort where CuTe DSL is not installed"),
+    Rule(
+        "triton/mqa_logits",
+        "it makes logits in bf16 over pages, and is the last resort where CuTe DSL is not installed",
+    ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -43,7 +43,8 @@ class ExperimentConfig:
     mode: measure (where there is a GPU), or compile, which never runs anything. targets: compile for the `device`, or
     for every architecture that a kernel claims. cpu: without a GPU, also run small problems on the CPU. recorded:
     without a GPU, show the records that the project ships beside what was compiled. workload: of its
-    cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`. beside: two
+    cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`, or how many of
+    several workloads, by their names. beside: two
     languages whose fastest versions are shown beside each other in every cell, with their ratio. boundaries: its cells
     are those that the dispatcher's rules lack records of, each with the versions that meet there.
     """
@@ -58,9 +59,13 @@ class ExperimentConfig:
     recorded: bool = True
     workload: str = DEFAULT
     order: str = "listed"
-    draw: int = 0
+    draw: Any = 0
     boundaries: bool = False
     beside: list[str] = field(default_factory=list)
+
+    def draws(self) -> dict[str, int]:
+        """How many cells each workload draws."""
+        return dict(self.draw) if isinstance(self.draw, Mapping) else {self.workload: self.draw}
 
 
 @dataclass
@@ -174,7 +179,11 @@ def typed(cfg: Any) -> SweepConfig:
         raise UserError(
             f"experiment.name = {config.experiment.name!r} names a file: use letters, digits, '_', '-' and '.'."
         )
-    counts = {"jobs": config.jobs, "budget_s": config.budget_s, "experiment.draw": config.experiment.draw}
+    counts: dict[str, Any] = {"jobs": config.jobs, "budget_s": config.budget_s}
+    for name, count in config.experiment.draws().items():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise UserError(f"experiment.draw = {count!r} is no number of cells of workload {name}: write draw: 24.")
+        counts["experiment.draw"] = min(count, counts.get("experiment.draw", count))
     for key, number in counts.items():
         if number < 0:
             raise UserError(f"{key} = {number:g} is below 0: give at least 0, or leave it out.")

@@ -129,15 +129,15 @@ def expand_cells(config: SweepConfig) -> list[Problem]:
 
 
 def _drawn(config: SweepConfig) -> list[Mapping[str, Any]]:
-    """The cells that the workload draws: the same for the same seed, on every machine."""
-    experiment = config.experiment
-    if experiment.draw < 1:
-        return []
-    draw = workload.get(experiment.workload).draw
-    if draw is None:
-        raise UserError(f"workload {experiment.workload!r} draws no problems: set experiment.draw=0.")
-    rng = random.Random(config.seed)
-    return [draw(rng) for _ in range(experiment.draw)]
+    """The cells that workloads draw: the same for the same seed, on every machine."""
+    cells: list[Mapping[str, Any]] = []
+    for name, count in config.experiment.draws().items():
+        draw = workload.get(name).draw
+        if count and draw is None:
+            raise UserError(f"workload {name!r} draws no problems: set experiment.draw=0.")
+        rng = random.Random(config.seed)
+        cells += [{"workload": name, **draw(rng)} for _ in range(count) if draw]
+    return cells
 
 
 def _lacking(config: SweepConfig) -> dict[Problem, tuple[str, ...]]:
@@ -246,7 +246,7 @@ def _workloads(config: SweepConfig) -> set[str]:
     experiment = config.experiment
     named = [cell.get("workload", experiment.workload) for cell in experiment.cells]
     named += [name for grid in _grids(experiment) for name in grid.get("workload", [experiment.workload]) if grid]
-    return {*map(str, named), *([experiment.workload] if experiment.draw else [])}
+    return {*map(str, named), *(name for name, count in experiment.draws().items() if count)}
 
 
 def kernels_of(config: SweepConfig, kernels: Sequence[KernelId], problem: Problem) -> list[KernelId]:

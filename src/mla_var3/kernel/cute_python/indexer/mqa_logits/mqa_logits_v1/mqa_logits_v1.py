@@ -1,4 +1,4 @@
-r"""mqa_logits v0 in CuTe for Hopper (sm_90a): the lightning indexer's logits, persistent CTAs, keys on the M side.
+r"""mqa_logits v1 in CuTe for Hopper (sm_90a): the lightning indexer's logits, persistent CTAs, keys on the M side.
 
     S (64 keys x n) = K · Qᵀ in FP8       n = query tokens of a tile x heads, 256 in prefill
     logits[token, key] = scale[key] · Σ over the token's heads of weight · max(S, 0)
@@ -9,27 +9,28 @@ token's heads lie side by side in a thread's registers, and the weighted sum ove
 accumulator; only its last two steps cross lanes.
 
 All CTAs share the work evenly: a query tile with its KV tiles of 64 keys is a unit, the units lie behind each other on
-a line of KV tiles, and CTA i of G takes the i-th of G equal pieces. Logits of different keys have nothing to do with
-each other, so a piece may begin and end in the middle of a unit, and nothing is merged. Each CTA finds its piece from
-the ranges in memory (`find_piece`).
+a line, and CTA i of G takes the i-th of G equal pieces. On the line a unit has a point for each KV tile, and some in
+front of them (`UNIT_POINTS`) for the change from one query tile to the next. Logits of different keys have nothing to
+do with each other, so a piece may begin and end in the middle of a unit, and nothing is merged. Each CTA finds its
+piece from the ranges in memory (`find_piece`).
 
     load (a warp)   query tile: codes by TMA, weights by cp.async, the tokens' ranges → one of `query_stages`
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
     consumers       each takes every `consumers`-th KV tile of the CTA's piece:
         mma         wait full;  S = K · Qᵀ, four products of 32 columns;  wait;  free the stage
         epilogue    Σ weight · max(S, 0) per key and token, in registers → sum over four lanes, each of which keeps a
-                    quarter of the sums → · scale → logits
+                    share of the sums → · scale → logits
 
     consumer 0   mma tile 0 | epilogue 0          | mma tile 2 | epilogue 2 ...
     consumer 1              | mma tile 1          | epilogue 1 | mma tile 3 ...
 
-The tensor cores are meant to work on one consumer's tile while the other is in its epilogue: consumers issue their
-products in turn. A token's range cuts single stores, so
-a tile needs no mask before the sum, and what a page holds behind a request's end is never stored. A sum that is NaN is
-stored as -inf.
+Where products have 256 columns the consumers issue them in turn: a turn ends when the first three of a tile's four
+products are made. A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds
+behind a request's end is never stored. A sum that is NaN is stored as -inf.
 
-The base version. Keys on the M side and the reduction in registers are DeepGEMM's (sm90_fp8_mqa_logits), whose tile
-is two tokens and four consumers wide; the tile of 256 columns, the even pieces and the quarter sums are new.
+Against version 0: a turn ends with the products and not with their issue, ranges are read one query tile ahead, a query
+tile has points on the line, and four consumers share a CTA where columns are few. Keys on the M side and the reduction
+in registers are DeepGEMM's (sm90_fp8_mqa_logits).
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ MOST_STAGES = 20
 INFO = 4  # words in front of a query tile's ranges
 FIRST_KEY, TILES, ROW = 0, 1, 2  # of these words
 NOBODY = (1 << 31) - 1
+UNIT_POINTS = 4  # KV tiles' time that the change from one query tile to the next takes
 
 
 class Barrier(IntEnum):
@@ -84,18 +86,22 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply. ordered: whether they issue their products in turn."""
+    consumers: warpgroups that multiply."""
 
     h: int
     s: int
     tokens: int
     consumers: int
-    ordered: bool
 
     @property
     def n(self) -> int:
-        """Columns of the products."""
+        """Columns of a query tile, and of the products."""
         return self.tokens * self.h
+
+    @property
+    def turns(self) -> bool:
+        """Whether the consumers issue their products in turn."""
+        return self.n == COLUMNS
 
     @property
     def chunks(self) -> int:
@@ -150,7 +156,7 @@ def shared_storage(geometry: Geometry) -> type:
         "query_full": array(Int64, queries),
         "query_empty": array(Int64, queries),
         "sums": array(Int32, WARP),  # of a warp's tiles
-        "piece": array(Int32, 4),  # unit, first tile in it, tiles
+        "piece": array(Int32, 4),  # unit, first point in it, points
         "info": array(Int32, queries * geometry.info),
         "weights": cute.struct.Align[array(Float32, queries * geometry.n), 16],
         "scales": cute.struct.Align[array(Float32, stages * KEYS), 16],
@@ -179,32 +185,40 @@ class Inputs(NamedTuple):
     starts: cute.Tensor | None  # (query tokens,)
     ends: cute.Tensor  # (query tokens,)
     table: cute.Tensor | None  # (b, width)
-    columns: Int32 | None = None  # of the logits; None in front of the kernel
+    columns: Int32  # of the logits
 
 
-@cute.jit
-def range_of(inputs: cutlass.Constexpr, unit: Int32, i: Any, geometry: cutlass.Constexpr):
-    """(start, end) of query token i of a unit; an empty range where there is no such token."""
+def row_of(inputs: Any, unit: Int32, i: Any, geometry: Geometry) -> tuple[Any, Any]:
+    """(row, whether there is one) of query token i of a unit."""
+    if geometry.s:
+        token = unit % geometry.chunks * geometry.tokens + i
+        row = unit // geometry.chunks * geometry.s + token
+        return row, (token < geometry.s) & (row < inputs.ends.shape[0])
+    row = unit * geometry.tokens + i
+    return row, row < inputs.ends.shape[0]
+
+
+def range_of(inputs: Any, unit: Int32, i: Any, geometry: Geometry) -> tuple[Int32, Int32]:
+    """(start, end) of query token i of a unit; an empty range where there is no such token. Without a branch, so that
+    the loads of several tokens are under way together."""
     row, there = row_of(inputs, unit, i, geometry)
-    start, end = Int32(0), Int32(0)
-    if there:
-        end = cutlass.min(inputs.ends[row], inputs.columns)
-        if cutlass.const_expr(inputs.starts is not None):
-            start = cutlass.max(inputs.starts[row], 0)
+    row = cutlass.min(row, inputs.ends.shape[0] - 1)
+    end = cutlass.select_(there, cutlass.min(inputs.ends[row], inputs.columns), Int32(0))
+    start = Int32(0) if inputs.starts is None else cutlass.max(inputs.starts[row], 0)
     return start, end
 
 
-@cute.jit
-def row_of(inputs: cutlass.Constexpr, unit: Int32, i: Any, geometry: cutlass.Constexpr):
-    """(row, whether there is one) of query token i of a unit."""
-    if cutlass.const_expr(geometry.s > 0):
-        token = unit % geometry.chunks * geometry.tokens + i
-        row = unit // geometry.chunks * geometry.s + token
-        there = (token < geometry.s) & (row < inputs.ends.shape[0])
-    else:
-        row = unit * geometry.tokens + i
-        there = row < inputs.ends.shape[0]
-    return row, there
+def tiles_within(low: Int32, high: Int32) -> tuple[Int32, Int32]:
+    """(first, count) KV tiles of tokens whose ranges lie between low and high, low the larger where there are none."""
+    first = low // KEYS
+    return first, cutlass.max((high + (KEYS - 1)) // KEYS - first, 0)
+
+
+def joined(low: Int32, high: Int32, start: Int32, end: Int32) -> tuple[Int32, Int32]:
+    """The least start and the largest end of ranges, with one more that counts if it is not empty."""
+    counts = end > start
+    low = cutlass.min(low, cutlass.select_(counts, start, Int32(NOBODY)))
+    return low, cutlass.max(high, cutlass.select_(counts, end, Int32(0)))
 
 
 @cute.jit
@@ -212,19 +226,21 @@ def tiles_of(inputs: cutlass.Constexpr, unit: Int32, geometry: cutlass.Constexpr
     """(first, count) KV tiles of a unit."""
     low, high = Int32(NOBODY), Int32(0)
     for i in cutlass.range_constexpr(geometry.tokens):
-        start, end = range_of(inputs, unit, i, geometry)
-        if end > start:
-            low, high = cutlass.min(low, start), cutlass.max(high, end)
-    first = low // KEYS
-    return first, cutlass.max((high + (KEYS - 1)) // KEYS - first, 0)
+        low, high = joined(low, high, *range_of(inputs, unit, i, geometry))
+    return tiles_within(low, high)
+
+
+def points_of(count: Int32) -> Int32:
+    """Points of a unit on the line."""
+    return cutlass.select_(count > 0, count + UNIT_POINTS, Int32(0))
 
 
 @cute.jit
 def find_piece(
     inputs: cutlass.Constexpr, storage: cutlass.Constexpr, units: Int32, thread: Int32, geometry: cutlass.Constexpr
 ):
-    """Finds the CTA's piece of the line, by all threads: unit, first tile in it, tiles → `piece`. Each thread counts
-    the tiles of some units that lie behind each other."""
+    """Finds the CTA's piece of the line, by all threads: unit, its first point of the unit, points → `piece`. Each
+    thread counts the points of some units that lie behind each other."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     sums = storage.sums.get_tensor(cute.make_layout(WARP))
@@ -236,7 +252,7 @@ def find_piece(
     own = Int32(0)
     for unit in cutlass.range(first_unit, end_unit, unroll=2):
         _, count = tiles_of(inputs, unit, geometry)
-        own = own + count
+        own = own + points_of(count)
     # Inclusive sums over the lanes of a warp, then over warps.
     lane, warp = thread % WARP, thread // WARP
     upto = own
@@ -260,9 +276,10 @@ def find_piece(
         at = before
         for unit in cutlass.range(first_unit, end_unit, unroll=1):
             _, count = tiles_of(inputs, unit, geometry)
-            if (at <= begin) & (begin < at + count):
+            points = points_of(count)
+            if (at <= begin) & (begin < at + points):
                 piece[0], piece[1], piece[2] = unit, begin - at, left
-            at = at + count
+            at = at + points
     cute.arch.sync_threads()
 
 
@@ -307,16 +324,27 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
     unit, skipped, left = piece[0], piece[1], piece[2]
     stage, phase = Int32(0), Int32(0)
     query_stage, query_phase = Int32(0), Int32(0)
+    # A lane's query token; the ranges of a unit are read while the one before it is loaded.
+    mine = cutlass.min(lane, geometry.tokens - 1)
+    next_start, next_end = range_of(inputs, unit, mine, geometry)
     while left > 0:
-        first, count = tiles_of(inputs, unit, geometry)
-        first, count = first + skipped, cutlass.min(count - skipped, left)
-        skipped = Int32(0)
+        start, end = next_start, next_end
+        next_start, next_end = range_of(inputs, unit + 1, mine, geometry)
+        low, high = joined(Int32(NOBODY), Int32(0), start, end)
+        low, high = cute.arch.warp_redux_sync(low, "min"), cute.arch.warp_redux_sync(high, "max")
+        first, tiles = tiles_within(low, high)
+        # The points of this unit in the piece, and the tiles that these are.
+        points = cutlass.min(points_of(tiles) - skipped, left)
+        until = cutlass.max(skipped + points - UNIT_POINTS, 0)
+        before = cutlass.max(skipped - UNIT_POINTS, 0)
+        count = until - before
+        first, skipped = first + before, Int32(0)
+        left = left - points
         if count > 0:
             cute.arch.mbarrier_wait(query_empty + query_stage, query_phase ^ 1)
             cute.arch.sync_warp()
             row, _ = row_of(inputs, unit, 0, geometry)
             if lane < geometry.tokens:
-                start, end = range_of(inputs, unit, lane, geometry)
                 info[INFO + lane, query_stage] = start
                 info[INFO + geometry.tokens + lane, query_stage] = end
             if lane == 0:
@@ -344,7 +372,6 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
             cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
             query_stage, query_phase = next_stage(query_stage, query_phase, 1, geometry.query_stages)
             stage, phase = load_keys(inputs, storage, keys, unit, first, count, stage, phase, lane, geometry)
-            left = left - count
         unit = unit + 1
     # No tiles: the end.
     cute.arch.griddepcontrol_launch_dependents()
@@ -415,8 +442,9 @@ def make_mma(n: int) -> cute.TiledMma:
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 class Kept(NamedTuple):
-    """The sums that a lane is left with: sum `first + j`, of token (first + j) // 2 of the tile and key row % 2, for j
-    below `Geometry.kept`. stores: whether the lane is the one of those with the same sums that stores them."""
+    """The sums that a lane is left with: sum `first + j`, of token (first + j) // 2 of the tile and key row
+    (first + j) % 2, for j below `Geometry.kept`. stores: whether the lane is the one of those with the same sums that
+    stores them."""
 
     first: Int32
     stores: Any
@@ -447,9 +475,12 @@ def quad_sums(sums: cutlass.Constexpr, lane: Int32):
 
 
 @cute.jit
-def weighted(acc: cute.Tensor, weights: cute.Tensor, factors: cutlass.Constexpr, geometry: cutlass.Constexpr):
-    """A thread's sums, of token i and key row r at 2 i + r: factor of the key · Σ weight · max(S, 0) over its columns,
-    of registers acc (MMA, 1, 1) and weights (n / 4,)."""
+def weighted(
+    acc: cute.Tensor, weights: cute.Tensor, factors: cutlass.Constexpr,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """A thread's sums, of token i and key row r at 2 i + r: factor of the key · Σ weight · max(S, 0) over its
+    columns, of registers acc (MMA, 1, 1) and weights (n / 4,)."""
     rows = wgmma.as_rows(acc)
     each = geometry.h // 4
     sums = [None] * geometry.sums
@@ -505,6 +536,24 @@ def store_sums(
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
+class Work(NamedTuple):
+    """What a consumer multiplies. acc: registers. keys, queries: descriptors, (MMA, 1, 4, stages)."""
+
+    tiled_mma: cute.TiledMma
+    acc: cute.Tensor
+    keys: cute.Tensor
+    queries: cute.Tensor
+
+
+@cute.jit
+def issue(work: cutlass.Constexpr, stage: Int32, query_stage: Int32, blocks: cutlass.Constexpr):
+    """S = K · Qᵀ over some of the products' blocks; waits for nothing."""
+    queries = work.queries[None, None, None, query_stage]
+    wgmma.gemm_issue(
+        work.tiled_mma, work.acc, work.keys[None, None, None, stage], queries, blocks, blocks[0] == 0
+    )  # fmt: skip
+
+
 @cute.jit
 def consume(
     logits: cute.Tensor, storage: cutlass.Constexpr, me: Int32, thread: Int32, geometry: cutlass.Constexpr
@@ -520,51 +569,52 @@ def consume(
     scales = storage.scales.get_tensor(cute.make_layout((KEYS, geometry.stages)))
     lane, warp = thread % WARP, thread // WARP
     tiled_mma = make_mma(n)
-    part = tiled_mma.get_slice(thread)
-    keys = tiled_mma.make_fragment_A(part.partition_A(tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages)))
-    queries = tiled_mma.make_fragment_B(part.partition_B(tiles_in(storage.query.data_ptr(), n, geometry.query_stages)))
+    mine = tiled_mma.get_slice(thread)
+    keys = tiled_mma.make_fragment_A(mine.partition_A(tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages)))
+    queries = tiled_mma.make_fragment_B(mine.partition_B(tiles_in(storage.query.data_ptr(), n, geometry.query_stages)))
     acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((KEYS, n)), Float32)
     weights = cute.make_rmem_tensor(n // 4, Float32)
     pairs = cute.make_tensor(weights.iterator, cute.make_layout((2, n // 8)))
     kept = kept_by(lane, geometry)
     row = wgmma.acc_row(thread, 0)
-    stage, phase = next_stage(Int32(0), Int32(0), 0, geometry.stages)
-    stage = stage + me
+    stage, phase = Int32(0) + me, Int32(0)
     query_stage, query_phase = Int32(0), Int32(0)
     skip = me  # tiles of the query tile that are others' before the first of mine
     tiles = Int32(1)
-    if cutlass.const_expr(geometry.ordered):
+    work = Work(tiled_mma, acc, keys, queries)
+    if cutlass.const_expr(geometry.turns):
         if me == consumers - 1:
             named_arrive(Barrier.TURN, 2 * WARPGROUP)
     while tiles > 0:
         cute.arch.mbarrier_wait(query_full + query_stage, query_phase)
         info = infos[None, query_stage]
-        tiles, key = info[TILES], info[FIRST_KEY]
+        tiles, key = info[TILES], info[FIRST_KEY] + skip * KEYS
         own = cutlass.max(tiles - skip + (consumers - 1), 0) // consumers
         if own > 0:
             for j in cutlass.range_constexpr(n // 8):
                 cute.autovec_copy(of_weights[None, lane % 4, j, query_stage], pairs[None, j])
-        target = targets_of(logits, info, kept, lane, warp, geometry)
-        key = key + skip * KEYS
-        for _ in cutlass.range(own, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            if cutlass.const_expr(geometry.ordered):
-                cute.arch.barrier(barrier_id=Barrier.TURN + me, number_of_threads=2 * WARPGROUP)
-            # S = K · Qᵀ
-            wgmma.gemm_issue(
-                tiled_mma, acc, keys[None, None, None, stage], queries[None, None, None, query_stage],
-                tuple(range(D // MMA_K)), True,
-            )  # fmt: skip
-            if cutlass.const_expr(geometry.ordered):
-                after = cutlass.select_(me == consumers - 1, Int32(0), me + 1)
-                cute.arch.barrier_arrive(barrier_id=Barrier.TURN + after, number_of_threads=2 * WARPGROUP)
-            factors = [scales[row, stage], scales[row + 8, stage]]
-            warpgroup.wait_group(0)
-            warp_arrive(empty + stage)
-            sums = weighted(acc, weights, factors, geometry)
-            store_sums(quad_sums(sums, lane), target, key, kept, kind, geometry)
-            key = key + consumers * KEYS
-            stage, phase = next_stage(stage, phase, consumers, geometry.stages)
+            target = targets_of(logits, info, kept, lane, warp, geometry)
+            for _ in cutlass.range(own, unroll=1):
+                following, following_phase = next_stage(stage, phase, consumers, geometry.stages)
+                cute.arch.mbarrier_wait(full + stage, phase)
+                if cutlass.const_expr(geometry.turns):
+                    cute.arch.barrier(barrier_id=Barrier.TURN + me, number_of_threads=2 * WARPGROUP)
+                    issue(work, stage, query_stage, (0, 1, 2))
+                    issue(work, stage, query_stage, (3,))
+                    factors = [scales[row, stage], scales[row + 8, stage]]
+                    # While the last product is under way, the next consumer issues its own.
+                    warpgroup.wait_group(1)
+                    after = cutlass.select_(me == consumers - 1, Int32(0), me + 1)
+                    cute.arch.barrier_arrive(barrier_id=Barrier.TURN + after, number_of_threads=2 * WARPGROUP)
+                else:
+                    issue(work, stage, query_stage, tuple(range(D // MMA_K)))
+                    factors = [scales[row, stage], scales[row + 8, stage]]
+                warpgroup.wait_group(0)
+                warp_arrive(empty + stage)
+                sums = weighted(acc, weights, factors, geometry)
+                store_sums(quad_sums(sums, lane), target, key, kept, kind, geometry)
+                key = key + consumers * KEYS
+                stage, phase = following, following_phase
         skip = skip + own * consumers - tiles
         warp_arrive(query_empty + query_stage)
         query_stage, query_phase = next_stage(query_stage, query_phase, 1, geometry.query_stages)
@@ -572,16 +622,15 @@ def consume(
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
-def mqa_logits(
+def mqa_logits_v1(
     inputs: Inputs,
-    logits: cute.Tensor,  # (query tokens, columns) fp32, rows apart, global memory
+    logits: cute.Tensor,  # (query tokens, columns) fp32 or bf16, rows apart, global memory
     geometry: cutlass.Constexpr,
 ):
     """One of the persistent CTAs."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry))
-    inputs = inputs._replace(columns=Int32(logits.shape[1]))
     if warp == 0:
         cpasync.prefetch_descriptor(inputs.query_tma)
         cpasync.prefetch_descriptor(inputs.key_tma)
@@ -609,12 +658,12 @@ def mqa_logits(
         consume(logits, storage, me, thread % WARPGROUP, geometry)
 
 
-mqa_logits.set_name_prefix("mqa_logits", remove_cutlass_symbol=True, keep_mangled_name=False)
+mqa_logits_v1.set_name_prefix("mqa_logits_v1", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
-def launch_mqa_logits(
+def launch_mqa_logits_v1(
     q: cute.Tensor,  # (n, h, 128) or (b, s, h, 128) uint8, contiguous
     keys: cute.Tensor,  # (t, 128) uint8, contiguous; or the cache, (pages, 64, 132) uint8, pages apart
     scales: cute.Tensor | None,  # (t,) fp32
@@ -647,8 +696,8 @@ def launch_mqa_logits(
         copy, cached, wgmma.k_major_layout(Float8E4M3FN, (KEYS, D)), (KEYS, D), 1
     )  # fmt: skip
     flat = cute.make_tensor(ends.iterator, cute.make_layout((rows,)))
-    inputs = Inputs(query_tma, query, key_tma, cached, scales, weights, starts, flat, table)
-    mqa_logits(inputs, logits, geometry).launch(
+    inputs = Inputs(query_tma, query, key_tma, cached, scales, weights, starts, flat, table, Int32(logits.shape[1]))
+    mqa_logits_v1(inputs, logits, geometry).launch(
         grid=(sms, 1, 1),
         block=(geometry.threads, 1, 1),
         min_blocks_per_mp=1,
@@ -661,9 +710,9 @@ def launch_mqa_logits(
 def takes(pd: IndexerLogitsProblem) -> Verdict:
     if pd.heads not in HEADS:
         return Verdict.no(f"heads = {pd.heads}: an indexer of {', '.join(map(str, HEADS))} heads is taken")
-    if pd.dtype != "fp32":
+    if pd.table and pd.dtype != "fp32":
         return Verdict.no(
-            f"dtype = {pd.dtype}: logits in fp32 alone are known to be right on a GPU, triton/mqa_logits makes bf16"
+            f"dtype = {pd.dtype}: of pages logits in fp32 alone were checked on a GPU, triton/mqa_logits has bf16"
         )
     return limits.all_of(
         limits.offsets(pd.rows * pd.heads, "rows of q"),
@@ -672,28 +721,27 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 
 
 @dataclass(frozen=True)
-class MqaLogitsTiling(Tiling):
+class MqaLogitsV1Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4. ordered: whether they issue their products in turn (without was faster where it was timed, and has
-    been compared with the oracle in two small problems only). ctas: of the grid; 0: one for each
-    multiprocessor."""
+    multiply, 2 to 4; 0: a choice. ctas: of the grid; 0: one for each multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
-    consumers: int = 2
-    ordered: bool = True
+    consumers: int = 0
     ctas: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         s, most = pd.s if pd.table else 0, max(1, COLUMNS // pd.heads)
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
-        return Geometry(pd.heads, s, tokens, self.consumers, self.ordered)
+        # As they were fastest in the cells that were timed.
+        few, some = tokens * pd.heads <= 64, 128 < tokens * pd.heads <= 192
+        return Geometry(pd.heads, s, tokens, self.consumers or (4 if few else 3 if some else 2))
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
-        if self.consumers not in REGISTERS:
-            return Verdict.no(f"consumers = {self.consumers} must be one of {', '.join(map(str, REGISTERS))}")
+        if self.consumers not in (0, *REGISTERS):
+            return Verdict.no(f"consumers = {self.consumers} must be one of 0, {', '.join(map(str, REGISTERS))}")
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd)
@@ -701,34 +749,36 @@ class MqaLogitsTiling(Tiling):
             return Verdict.no(
                 f"tokens = {self.tokens}: of {pd.heads} heads a tile takes 1 to {COLUMNS // pd.heads}, 0 is a choice"
             )
-        # Accumulators and weights of a thread, and what addresses and sums take beside them.
-        if geometry.n // 2 + geometry.n // 4 + 40 > REGISTERS[self.consumers][1]:
-            return Verdict.no(f"{geometry.n} columns do not fit in the registers of {self.consumers} consumers")
+        if geometry.consumers == 3 and geometry.n <= 64:
+            return Verdict.no(f"3 consumers of {geometry.n} columns ended in a launch failure on a GPU: use 2 or 4")
+        if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
+            return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
         if self.ctas < 0:
             return Verdict.no(f"ctas = {self.ctas} must be at least 0")
         return Verdict.yes()
 
 
-class MqaLogitsPlan(KernelPlan):
+def registers(n: int) -> int:
+    """What a consumer's thread takes: accumulators, weights, and addresses and sums beside them."""
+    return n // 2 + n // 4 + 16
+
+
+class MqaLogitsV1Plan(KernelPlan):
     """Inputs and output (logits,) of `workload.indexer_logits`. One compiled kernel a problem class; sizes, lengths and
     strides are arguments."""
 
     workload = indexer_logits.WORKLOAD
-    tiling_type = MqaLogitsTiling
-    tiling: MqaLogitsTiling
+    tiling_type = MqaLogitsV1Tiling
+    tiling: MqaLogitsV1Tiling
     requires = Requirement(
         archs=("sm_90a",), dtypes=("fp32", "bf16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes
     )
 
-    def default_tiling(self) -> MqaLogitsTiling:
-        return MqaLogitsTiling()
+    def default_tiling(self) -> MqaLogitsV1Tiling:
+        return MqaLogitsV1Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        tilings = [
-            MqaLogitsTiling(tokens, consumers, ordered)
-            for tokens, consumers in ((0, 2), (2, 3), (1, 4))
-            for ordered in (True, False)
-        ]
+        tilings = [MqaLogitsV1Tiling(tokens, consumers) for tokens in (0, 1, 2) for consumers in (2, 3, 4)]
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)]
 
     def plan(self, *inputs: Any) -> CuteKernel:
@@ -788,4 +838,4 @@ class MqaLogitsPlan(KernelPlan):
                 table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4)
             return q, keys, scales, weights, starts, ends, table, logits, Int32(1), geometry
 
-        return host.stage(self, mqa_logits, launch_mqa_logits, "mqa_logits", arguments, given, inputs, outputs)
+        return host.stage(self, mqa_logits_v1, launch_mqa_logits_v1, "mqa_logits_v1", arguments, given, inputs, outputs)

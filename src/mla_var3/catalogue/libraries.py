@@ -161,6 +161,14 @@ def _flashinfer(backend: str) -> Callable[[], Library | None]:
     return look
 
 
+def _flashinfer_topk() -> Library | None:
+    return _fetched("flashinfer_topk", "object", "flashinfer/topk.so")
+
+
+def _sglang_topk() -> Library | None:
+    return _fetched("sglang_topk", "module", "sglang/topk.so")
+
+
 def _fa4() -> Library | None:
     if not package_dirs("quack"):
         return None
@@ -258,6 +266,9 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "flashinfer_rmsnorm": _flashinfer_rmsnorm,
     "flashinfer_rope_append": _flashinfer_rope_append,
     "flashinfer_ragged": _flashinfer_ragged,
+    "torch_topk": _in_torch("torch_topk", "top-k"),
+    "flashinfer_topk": _flashinfer_topk,
+    "sglang_topk": _sglang_topk,
 }
 
 # What is missing, and how to get it: the two halves of the sentence.
@@ -308,6 +319,9 @@ _HOW: dict[str, tuple[str, str]] = {
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),
     "flashinfer_rope_append": ("FlashInfer's package", "pip install flashinfer-python"),
     "flashinfer_ragged": ("FlashInfer's package", "pip install flashinfer-python"),
+    "torch_topk": ("a torch with CUDA", "install torch's CUDA build"),
+    "flashinfer_topk": ("FlashInfer's top-k", f"run {FETCH} flashinfer_topk"),
+    "sglang_topk": ("SGLang's top-k", f"run {FETCH} sglang_topk"),
 }
 
 PEERS: tuple[str, ...] = tuple(_LOOK)

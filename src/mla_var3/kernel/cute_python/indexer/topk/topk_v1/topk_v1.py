@@ -400,21 +400,20 @@ def kth(
         shift = cutlass.max(width - DIGIT, 0)
         count_all(memory, keys, source, again, low, width, shift, least, ties, tied, thread, geometry)
         bin_, above, inside = find_bin(memory, source, need, thread, False, geometry)
-        under = low + (bin_.bitcast(Uint32) << Uint32(shift))
-        if (width == 32) & (ties == 0) & (least > Uint32(1)) & ((bin_ < 0) | (under < most_floor)):
-            # The k-th may lie below a CTA's floor: all that there is, once more from the first digit.
-            least = Uint32(1)
-            most_floor = Uint32(0)
+        low, width, need = low + (bin_.bitcast(Uint32) << Uint32(shift)), shift, need - above
+        sure = low >= most_floor
+        if (bin_ < 0) | ((shift == 0) & ~sure):
+            # The k-th is, or may be, below a CTA's floor: all that there is, once more from the first digit.
+            low, width, need = Uint32(0), Int32(32), Int32(geometry.k)
+            least, most_floor = Uint32(1), Uint32(0)
             if cutlass.const_expr(geometry.held == 0):
                 again = Boolean(True)
-        else:
-            need = need - above
-            low, width = under, shift
-            if inside == need:
-                searching = Int32(0)
-            elif shift == 0:
-                # More equal the k-th than are needed: those of the lowest columns, of the largest complements.
-                ties, tied, low, width, least = Int32(1), low, Uint32(0), Int32(32), Uint32(0)
+        elif (inside == need) & sure:
+            searching = Int32(0)
+        elif shift == 0:
+            # More equal the k-th than are needed: those of the lowest columns, of the largest complements.
+            ties, tied, low, width = Int32(1), low, Uint32(0), Int32(32)
+            least, most_floor = Uint32(0), Uint32(0)
     return again, pick(ties > 0, tied, low), pick(ties > 0, low, Uint32(0))
 
 

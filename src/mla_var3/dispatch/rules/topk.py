@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from mla_var3.dispatch.rule import Rule
 
-RULES = (Rule("cute-dsl/topk", "the only version that does not wait for the device"),)
+RULES = (Rule("cute-dsl/topk_v1", "one select a row, behind a bound from a sample; few rows by clusters"),)

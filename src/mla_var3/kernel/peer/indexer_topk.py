@@ -27,22 +27,30 @@ if TYPE_CHECKING:
 
 #: FlashInfer keeps the state of rows that are several CTAs' in so many bytes, of 0 before its first call.
 STATES = 1 << 20
+#: Logits of which reading a result makes masks at a time.
+CHUNK = 1 << 26
 #: Most rows for which SGLang's function of one query token a request is called; beyond, that of prompts.
 SGLANG_DECODE = 512
 
 
 def lowest_of_ties(logits: Any, indices: Any) -> Any:
-    """Indices (n, k) int32 into rows of logits (n, t), in ascending order, where those of values that equal the least
-    chosen one are the lowest columns that hold it."""
+    """Indices (n, k) into rows of logits (n, t), in ascending order, int32, where those of values that equal the least
+    chosen one are the lowest columns that hold it. Indices that name no columns stay as they are."""
     import torch
 
-    out = torch.empty_like(indices)
-    for i, (row, chosen) in enumerate(zip(logits, indices.long(), strict=True)):
-        values = row[chosen]
-        least = values.min()
-        above = chosen[values > least]
-        equal = (row == least).nonzero()[:, 0][: len(chosen) - len(above)]
-        out[i] = torch.cat([above, equal]).sort().values
+    n, t = logits.shape
+    out, step = indices.int().clone(), max(1, CHUNK // t)
+    if bool(((out < 0) | (out >= t)).any()):
+        return out
+    for first in range(0, n, step):
+        rows, chosen = logits[first : first + step], out[first : first + step].long()
+        values = rows.gather(1, chosen)
+        least = values.amin(1, keepdim=True)
+        taken = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, chosen, values > least)
+        equal = rows == least
+        taken |= equal & (equal.cumsum(1, dtype=torch.int32) <= (values == least).sum(1, keepdim=True))
+        if bool((taken.sum(1) == chosen.shape[1]).all()):
+            out[first : first + step] = taken.nonzero()[:, 1].view(chosen.shape).int()
     return out
 
 
@@ -80,13 +88,15 @@ class TorchTopkPlan(PeerTopkPlan):
     )
 
     def attach(self, library: Library, *inputs: Any) -> Attached:
+        import torch
+
         logits, k = inputs[0], self.problem.topk
-        made: list[Any] = [None]
+        made: list[Any] = [logits.new_zeros((len(logits), k), dtype=torch.int64)]
 
         def call() -> None:
             made[0] = logits.topk(k, sorted=False).indices
 
-        return Attached(call, lambda: (lowest_of_ties(logits, made[0].int()),), made=made, count=1)
+        return Attached(call, lambda: (lowest_of_ties(logits, made[0]),), made=made, count=1)
 
 
 class FlashInferTopkPlan(PeerTopkPlan):

@@ -16,8 +16,8 @@ through distributed shared memory. Which logits are candidates:
               columns. Keys below a floor, of which there are more than k above, are not counted by the first digit
     write     places by counts and sums in a fixed order, so the result has the same bits in each run
 
-    cluster, of bins     local counts │ barrier │ CTA r adds up bins r · 2048 / C … of all, and stores the sums to all │
-                         barrier │ every CTA finds the same bin
+    cluster   of its bins: counts of each CTA │ barrier │ CTA r of C adds up bins r · 2048 / C to (r + 1) · 2048 / C - 1 of
+              all, and stores the sums to all │ barrier │ every CTA finds the same bin
 
 A bound can be wrong: fewer than k logits are above it, or more than slots; and a row that does not begin at a multiple
 of 16 bytes may have a vector more than registers hold. Then the row is read again for every digit (`again`): slow, and
@@ -89,7 +89,7 @@ class Geometry:
     @property
     def resident(self) -> int:
         """CTAs of an SM, at least: registers are limited for them."""
-        return 1 if self.ctas > 1 else 2
+        return 2 if self.held or self.ctas == 1 else 1
 
     @property
     def candidates(self) -> int:
@@ -283,34 +283,32 @@ def of_other(address: Int32, rank: Int32) -> Int32:
 
 
 @cute.jit
-def read_other(memory: cutlass.Constexpr, at: cutlass.Constexpr, rank: cutlass.Constexpr) -> Uint32:
-    """What another CTA has shared."""
+def of_each(memory: cutlass.Constexpr, at: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Uint32:
+    """What the CTAs of the row have shared: by each lane of a warp that of another one, as far as there are CTAs."""
     return cute.arch.inline_ptx(
         "ld.shared::cluster.u32 {$w0}, [{$r0}];", write_only_types=[Uint32],
-        read_only_args=[of_other(address_of(memory.shared, Int32(at)), Int32(rank))],
+        read_only_args=[of_other(address_of(memory.shared, Int32(at)), thread % geometry.ctas)],
     )  # fmt: skip
 
 
 @cute.jit
 def add_up(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
-    """The cluster's bins: each CTA adds up a share of all CTAs' bins and stores the sums to all of them."""
-    share = cutlass.const_expr(BINS // geometry.ctas // 4)  # in fours
+    """The cluster's bins: each CTA adds up a share of all CTAs' bins and stores the sums to all of them. Neighbouring
+    lanes have four bins of one CTA each, and store the sums to that CTA."""
     meet(geometry)
-    if thread < share:
-        at = (source.rank * share + thread) * 4
-        own, sums = address_of(memory.bins, at), [Int32(0)] * 4
-        for other in cutlass.range_constexpr(geometry.ctas):
-            four = cute.arch.inline_ptx(
-                "ld.shared::cluster.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                write_only_types=[Int32] * 4, read_only_args=[of_other(own, Int32(other))],
-            )  # fmt: skip
-            sums = [x + y for x, y in zip(sums, four, strict=True)]
-        to = address_of(memory.added, at)
-        for other in cutlass.range_constexpr(geometry.ctas):
-            cute.arch.inline_ptx(
-                "st.shared::cluster.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[of_other(to, Int32(other)), *sums],
-            )
+    other = thread % geometry.ctas
+    for i in cutlass.range_constexpr(BINS // 4 // THREADS):
+        four = (source.rank * (BINS // 4) + i * THREADS + thread) // geometry.ctas * 4
+        sums = cute.arch.inline_ptx(
+            "ld.shared::cluster.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4, read_only_args=[of_other(address_of(memory.bins, four), other)],
+        )  # fmt: skip
+        for step in cutlass.range_constexpr(geometry.ctas.bit_length() - 1):
+            sums = [x + cute.arch.shuffle_sync_bfly(x, offset=1 << step) for x in sums]
+        cute.arch.inline_ptx(
+            "st.shared::cluster.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[of_other(address_of(memory.added, four), other), *sums],
+        )
     meet(geometry)
 
 
@@ -422,12 +420,15 @@ def count_all(
     else:
         for first in cutlass.range_constexpr(0, geometry.candidates, CHUNK):
             if most > first:
-                for j in cutlass.range_constexpr(first, min(first + CHUNK, geometry.candidates)):
-                    if ties == 0:
-                        count_one(bins, keys[j], low, span, shift)
-                    elif keys[j] == tied:
-                        value = behind(column_of(j, memory, source, thread, geometry), source)
-                        count_one(bins, value, low, span, shift)
+                some_of = cutlass.const_expr(range(first, min(first + CHUNK, geometry.candidates)))
+                if ties == 0:
+                    for j in cutlass.range_constexpr(len(some_of)):
+                        count_one(bins, keys[some_of[j]], low, span, shift)
+                else:
+                    for j in cutlass.range_constexpr(len(some_of)):
+                        if keys[some_of[j]] == tied:
+                            value = behind(column_of(some_of[j], memory, source, thread, geometry), source)
+                            count_one(bins, value, low, span, shift)
 
 
 # ------------------------------------------------------------------------------------------------ device: select
@@ -445,11 +446,9 @@ def kth(
         if thread == 0:
             memory.shared[0], memory.shared[1], memory.shared[2] = floor, largest, Int32(bad).bitcast(Uint32)
         meet(geometry)
-        bads = Uint32(0)
-        for other in cutlass.range_constexpr(geometry.ctas):
-            low, high = read_other(memory, 0, other), read_other(memory, 1, other)
-            floor, largest = pick(low > floor, low, floor), pick(high > largest, high, largest)
-            bads = bads | read_other(memory, 2, other)
+        floor, largest, bads = (
+            cute.arch.warp_redux_sync(of_each(memory, at, thread, geometry), "max") for at in range(3)
+        )
         again = bads > Uint32(0)
     low, width, need = floor, width_of(largest - floor), Int32(geometry.k)
     if again:
@@ -681,9 +680,10 @@ def write(
         if thread == 0:
             memory.shared[3] = total.bitcast(Uint32)
         meet(geometry)
-        for other in cutlass.range_constexpr(geometry.ctas):
-            its = read_other(memory, 3, other).bitcast(Int32)
-            base = base + cutlass.select_(source.rank > other, its, Int32(0))
+        its = of_each(memory, 3, thread, geometry).bitcast(Int32)
+        lane = thread % WARP
+        base = cute.arch.warp_redux_sync(cutlass.select_(lane < source.rank, its, Int32(0)), "add")
+        cute.arch.cluster_arrive()
     if again:
         place = put_again(memory, place, source, low, low_behind, thread, True, geometry)
     else:
@@ -697,7 +697,7 @@ def write(
     for i in cutlass.range(thread, total, THREADS, unroll=1):
         indices[row, base + i] = index_of(memory.bins[i], table, row, geometry)
     if cutlass.const_expr(geometry.ctas > 1):
-        meet(geometry)  # a CTA's shared memory is there until the others have read its count
+        cute.arch.cluster_wait()  # a CTA's shared memory is there until the others have read its count
 
 
 @cute.kernel

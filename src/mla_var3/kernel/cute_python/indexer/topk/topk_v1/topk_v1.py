@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -794,6 +794,8 @@ def takes(pd: TopkProblem) -> Verdict:
 class TopkTiling(Tiling):
     """ctas: of a row, a cluster; 0: as many as fill the device with rows of the problem's length. held: whether rows
     that registers hold are held there."""
+
+    launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held")  # the name of what is compiled says what they come to
 
     ctas: int = 0
     held: bool = True

@@ -103,4 +103,13 @@ def test_operator_is_traced_and_mistakes_are_told_of_the_argument() -> None:
     refused(r"^slots is \(5,\) torch.int32", k, weight, bias, positions, slots.int(), table, cache)
     refused(r"^table is \(300, 32\)", k, weight, bias, positions, slots, table[:, :32], cache)
     refused(r"^cache is \(2, 64, 100\)", k, weight, bias, positions, slots, table, cache[..., :100])
-    refused("^cache has strides", k, weight, bias, positions, slots, table, cache.transpose(0, 1).contiguous().transpose(0, 1))
+    refused(
+        "^cache has strides",
+        k,
+        weight,
+        bias,
+        positions,
+        slots,
+        table,
+        cache.transpose(0, 1).contiguous().transpose(0, 1),
+    )

@@ -34,7 +34,9 @@ def in_float32(problem: IndexAppendProblem, *inputs: Any, flip: bool = False) ->
     for i, position in enumerate(positions.tolist()):
         for pair in range(32):
             one, two = (2 * pair, 2 * pair + 1) if problem.interleaved else (pair, pair + 32)
-            cosine, sine = (table[position, pair], table[position, 32 + pair]) if 0 <= position < 300 else (math.nan,) * 2
+            cosine, sine = (
+                (table[position, pair], table[position, 32 + pair]) if 0 <= position < 300 else (math.nan,) * 2
+            )
             out[i, one] = y[i, one] * cosine - y[i, two] * sine
             out[i, two] = y[i, two] * cosine + y[i, one] * sine
     return out.bfloat16()
@@ -48,7 +50,9 @@ def test_keys_are_those_of_float32_in_any_order(interleaved: bool, dist: str) ->
     found, near = workload.keys_of(problem, *inputs[:4], inputs[5])
     assert not near.any()
     for flip in (False, True):
-        assert torch.equal(found.float().nan_to_num(77.0), in_float32(problem, *inputs, flip=flip).float().nan_to_num(77.0))
+        assert torch.equal(
+            found.float().nan_to_num(77.0), in_float32(problem, *inputs, flip=flip).float().nan_to_num(77.0)
+        )
     assert (dist == "odd") == bool(found.isnan().any())
 
 

@@ -155,7 +155,9 @@ def keys_of(problem: IndexAppendProblem, k: Any, weight: Any, bias: Any, positio
     cosines, sines = _turns(positions, table)
     turned = rope.rotated(y[:, :ROPE], cosines, sines, interleaved=problem.interleaved)
     sizes = y[:, :ROPE].abs(), cosines.abs()
-    off = torch.maximum(*(rope.rotated(*sizes, sign * sines.abs(), interleaved=problem.interleaved) for sign in (1, -1)))
+    off = torch.maximum(
+        *(rope.rotated(*sizes, sign * sines.abs(), interleaved=problem.interleaved) for sign in (1, -1))
+    )
     near |= _near(turned, off * _OFF)
     return torch.cat([turned.bfloat16(), y[:, ROPE:].bfloat16()], dim=1), near
 

@@ -16,16 +16,16 @@ through distributed shared memory. Which logits are candidates:
               columns. Keys below a floor, of which there are more than k above, are not counted by the first digit
     write     places by counts and sums in a fixed order, so the result has the same bits in each run
 
-    cluster   of its bins: counts of each CTA │ barrier │ CTA r of C adds up bins r · 2048 / C to (r + 1) · 2048 / C - 1 of
-              all, and stores the sums to all │ barrier │ every CTA finds the same bin
+    cluster   of its bins: counts of each CTA │ barrier │ each CTA adds up its share of all CTAs' bins, and stores the
+              sums to all │ barrier │ every CTA finds the same bin
 
 A bound can be wrong: fewer than k logits are above it, or more than slots; and a row that does not begin at a multiple
 of 16 bytes may have a vector more than registers hold. Then the row is read again for every digit (`again`): slow, and
 right in any case.
 
 Changed against version 0, whose selects took most of its time, several of them a row: one select a row, from registers,
-of little more than k candidates; few long rows by clusters, whose CTAs hold the row, in place of slices that are merged.
-A threshold from a sample is that of quickselect (Floyd and Rivest, 1975).
+of little more than k candidates; few long rows by clusters, whose CTAs hold the row, where slices were merged. A
+threshold from a sample is that of quickselect (Floyd and Rivest, 1975).
 """
 
 from __future__ import annotations
@@ -52,21 +52,20 @@ if TYPE_CHECKING:
     from mla_var3.workload.topk import TopkProblem
 
 WARP = 32
-THREADS = 512
-WARPS = THREADS // WARP
 VECTORS = 4  # of 16 bytes, of a thread and batch of a stream
 SLOTS = 20  # candidates of a thread that streams, fewer than which there have to be
-ROWS = SLOTS + 4  # slots of a thread: a vector is put there without a look at each of its logits
+SPARE = 4  # slots of a thread behind its last: a vector is put there without a look at each of its logits
 CHUNK = 8  # candidates of a thread that are passed over where no thread of the warp has so many
 LOWEST = 0x007FFFFF  # key of -inf
+ROOM = 1.2  # of a floor: how many times k logits are not below it
 SAMPLED = 4  # vectors of a thread
 LINE = 8  # vectors
 BINS = 2048
 DIGIT = 11  # bits
-OWN_BINS = BINS // THREADS
 MOST_K = 2048
 HELD = (8, 16, 32)  # logits of a thread
 CLUSTERS = (1, 2, 4, 8, 16)
+THREADS = (256, 512)  # of a CTA
 LEAST_SHARE = 4096  # logits, below which a CTA more does not pay for its part in the sums
 
 
@@ -74,22 +73,45 @@ LEAST_SHARE = 4096  # logits, below which a CTA more does not pay for its part i
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. bits: of a logit. s: rows that share a row of the page table, 0 without one.
-    ctas: of a row. held: logits of a thread; 0: rows are streamed."""
+    ctas: of a row. held: logits of a
+    thread; 0: rows are streamed. threads: of a CTA."""
 
     k: int
     bits: int
     s: int
     ctas: int
     held: int
+    threads: int
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def own_bins(self) -> int:
+        """Of a thread."""
+        return BINS // self.threads
 
     @property
     def per_vector(self) -> int:
         return 128 // self.bits
 
     @property
+    def group(self) -> int:
+        """Logits of a thread whose largest one counts for the floor, the least of these: the most of which a row of
+        random order has more than k that are not below it. 0 where there is no such floor."""
+        of_row, size = self.threads * self.held * self.ctas, self.held
+        while size > 1:
+            groups = self.threads * self.held // size
+            if (1 - groups ** (-1 / size)) * of_row >= ROOM * self.k:
+                return size
+            size //= 2
+        return 0
+
+    @property
     def resident(self) -> int:
         """CTAs of an SM, at least: registers are limited for them."""
-        return 2 if self.held or self.ctas == 1 else 1
+        return 1024 // self.threads if self.held or self.ctas == 1 else 1
 
     @property
     def candidates(self) -> int:
@@ -103,10 +125,10 @@ def shared_storage(geometry: Geometry) -> type:
     def array(kind: type, size: int) -> Any:
         return cute.struct.Align[cute.struct.MemRange[kind, size], 16]
 
-    slots = 4 if geometry.held else ROWS * THREADS
+    slots = 4 if geometry.held else (SLOTS + SPARE) * geometry.threads
     fields = {
-        "sums": array(Int32, WARPS),
-        "ends": array(Uint32, 2 * WARPS),
+        "sums": array(Int32, geometry.warps),
+        "ends": array(Uint32, 2 * geometry.warps),
         "found": array(Int32, 4),  # of a digit: bin, how many are above it, how many in it
         "shared": array(Uint32, 4),  # floor, largest key, whether slots were too few, how many are chosen
         "bins": array(Int32, BINS),
@@ -131,10 +153,10 @@ class Memory(NamedTuple):
 
 
 def memory_in(storage: Any, geometry: Geometry) -> Memory:
-    slots = 4 if geometry.held else ROWS * THREADS
+    slots = 4 if geometry.held else (SLOTS + SPARE) * geometry.threads
     return Memory(
-        storage.sums.get_tensor(cute.make_layout(WARPS)),
-        storage.ends.get_tensor(cute.make_layout(2 * WARPS)),
+        storage.sums.get_tensor(cute.make_layout(geometry.warps)),
+        storage.ends.get_tensor(cute.make_layout(2 * geometry.warps)),
         storage.found.get_tensor(cute.make_layout(4)),
         storage.shared.get_tensor(cute.make_layout(4)),
         storage.bins.get_tensor(cute.make_layout(BINS)),
@@ -213,7 +235,7 @@ def keys_in(keys: cute.Tensor, words: cute.Tensor, at: Int32, source: cutlass.Co
 @cute.jit
 def own_vector(i: Int32, source: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Int32:
     """Which vector of the row is a thread's i-th: blocks of a vector a thread go to the CTAs in turn."""
-    return (i * geometry.ctas + source.rank) * THREADS + thread
+    return (i * geometry.ctas + source.rank) * geometry.threads + thread
 
 
 # ------------------------------------------------------------------------------------------------ device: sums
@@ -227,7 +249,7 @@ def block_sum(value: Int32, memory: cutlass.Constexpr, thread: Int32):
         memory.sums[warp] = upto
     cute.arch.sync_threads()
     total, before = Int32(0), upto - value
-    for i in cutlass.range_constexpr(WARPS):
+    for i in cutlass.range_constexpr(cute.size(memory.sums)):
         part = memory.sums[i]
         total = total + part
         before = before + cutlass.select_(warp > i, part, Int32(0))
@@ -248,13 +270,13 @@ def upto_lane(value: Int32, lane: Int32) -> Int32:
 def block_ends(memory: cutlass.Constexpr, one: Uint32, other: Uint32, thread: Int32):
     """(the least of the first, the largest of the second number) over all threads. One barrier, behind which `ends` is
     read."""
-    lane, warp = thread % WARP, thread // WARP
+    lane, warp, warps = thread % WARP, thread // WARP, cutlass.const_expr(cute.size(memory.sums))
     least, largest = cute.arch.warp_redux_sync(one, "min"), cute.arch.warp_redux_sync(other, "max")
     if lane == 0:
-        memory.ends[warp], memory.ends[WARPS + warp] = least, largest
+        memory.ends[warp], memory.ends[warps + warp] = least, largest
     cute.arch.sync_threads()
-    for i in cutlass.range_constexpr(WARPS):
-        low, high = memory.ends[i], memory.ends[WARPS + i]
+    for i in cutlass.range_constexpr(warps):
+        low, high = memory.ends[i], memory.ends[warps + i]
         least, largest = pick(low < least, low, least), pick(high > largest, high, largest)
     return least, largest
 
@@ -297,8 +319,8 @@ def add_up(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32, 
     lanes have four bins of one CTA each, and store the sums to that CTA."""
     meet(geometry)
     other = thread % geometry.ctas
-    for i in cutlass.range_constexpr(BINS // 4 // THREADS):
-        four = (source.rank * (BINS // 4) + i * THREADS + thread) // geometry.ctas * 4
+    for i in cutlass.range_constexpr(BINS // 4 // geometry.threads):
+        four = (source.rank * (BINS // 4) + i * geometry.threads + thread) // geometry.ctas * 4
         sums = cute.arch.inline_ptx(
             "ld.shared::cluster.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
             write_only_types=[Int32] * 4, read_only_args=[of_other(address_of(memory.bins, four), other)],
@@ -327,27 +349,27 @@ def find_bin(
         cute.arch.sync_threads()
     bins = memory.added if cutlass.const_expr(together) else memory.bins
     lane, warp = thread % WARP, thread // WARP
-    first = BINS - OWN_BINS * (thread + 1)
-    counts = [bins[first + OWN_BINS - 1 - i] for i in range(OWN_BINS)]
-    for i in cutlass.range_constexpr(OWN_BINS):
+    first = BINS - geometry.own_bins * (thread + 1)
+    counts = [bins[first + geometry.own_bins - 1 - i] for i in range(geometry.own_bins)]
+    for i in cutlass.range_constexpr(geometry.own_bins):
         memory.bins[first + i] = Int32(0)
     own = counts[0]
-    for i in cutlass.range_constexpr(1, OWN_BINS):
+    for i in cutlass.range_constexpr(1, geometry.own_bins):
         own = own + counts[i]
     of_warp = cute.arch.warp_redux_sync(own, "add")
     if lane == 0:
         memory.sums[warp] = of_warp
     cute.arch.sync_threads()
     above, total = Int32(0), Int32(0)
-    for i in cutlass.range_constexpr(WARPS):
+    for i in cutlass.range_constexpr(geometry.warps):
         part = memory.sums[i]
         total = total + part
         above = above + cutlass.select_(warp > i, part, Int32(0))
     if (above < need) & (need <= above + of_warp):
         above = above + upto_lane(own, lane) - own
-        for i in cutlass.range_constexpr(OWN_BINS):
+        for i in cutlass.range_constexpr(geometry.own_bins):
             if (above < need) & (need <= above + counts[i]):
-                memory.found[0], memory.found[1], memory.found[2] = first + OWN_BINS - 1 - i, above, counts[i]
+                memory.found[0], memory.found[1], memory.found[2] = first + geometry.own_bins - 1 - i, above, counts[i]
             above = above + counts[i]
     cute.arch.sync_threads()
     return cutlass.select_(need <= total, memory.found[0], Int32(-1)), memory.found[1], memory.found[2]
@@ -393,7 +415,7 @@ def column_of(
         i, e = cutlass.const_expr(j // geometry.per_vector), cutlass.const_expr(j % geometry.per_vector)
         column = source.first + own_vector(Int32(i), source, thread, geometry) * geometry.per_vector + e
     else:
-        column = memory.columns[j * THREADS + thread]
+        column = memory.columns[j * geometry.threads + thread]
     return column
 
 
@@ -406,8 +428,9 @@ def count_all(
     lies behind those with the key `tied`. most: candidates of a thread of the warp, at most."""
     bins, span = address_of(memory.bins, Int32(0)), span_of(width)
     if again:
-        words, some = cute.make_rmem_tensor(cute.make_layout(4), Int32), cute.make_rmem_tensor(geometry.per_vector, Uint32)
-        blocks = (source.vectors + THREADS * geometry.ctas - 1) // (THREADS * geometry.ctas)
+        words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
+        some = cute.make_rmem_tensor(geometry.per_vector, Uint32)
+        blocks = (source.vectors + geometry.threads * geometry.ctas - 1) // (geometry.threads * geometry.ctas)
         for i in cutlass.range(0, blocks, 1, unroll=1):
             at = own_vector(i, source, thread, geometry)
             words.fill(0)
@@ -507,15 +530,16 @@ def bound_of(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32
     the slots hold the CTA's share of the row anyway."""
     bound = Uint32(1)
     each = cutlass.const_expr(geometry.per_vector)
-    if source.vectors > ((SLOTS - 1) // each) * THREADS * geometry.ctas:
+    if source.vectors > ((SLOTS - 1) // each) * geometry.threads * geometry.ctas:
         count = cutlass.const_expr(SAMPLED * each)
         keys = cute.make_rmem_tensor(cute.make_layout((each, SAMPLED)), Uint32)
         words = cute.make_rmem_tensor(cute.make_layout((4, SAMPLED)), Int32)
         words.fill(0)
-        lines, of_sample = source.vectors // LINE, cutlass.const_expr(SAMPLED * THREADS // LINE * geometry.ctas)
+        lines = source.vectors // LINE
+        of_sample = cutlass.const_expr(SAMPLED * geometry.threads // LINE * geometry.ctas)
         ats = []
         for v in cutlass.range_constexpr(SAMPLED):
-            s = v * THREADS + thread
+            s = v * geometry.threads + thread
             line = ((s // LINE) * geometry.ctas + source.rank).to(Int64) * lines.to(Int64) // of_sample
             ats.append(line.to(Int32) * LINE + s % LINE)
             load_vector(words[None, v], source, ats[v])
@@ -525,10 +549,10 @@ def bound_of(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32
         # As many keys as there are threads are not below the least of the threads' largest.
         largest = largest_of(flat, count)
         low, largest = block_ends(memory, pick(largest > Uint32(1), largest, Uint32(1)), largest, thread)
-        expected = Float32(geometry.k * SAMPLED * THREADS) / Float32(source.vectors)
+        expected = Float32(geometry.k * SAMPLED * geometry.threads) / Float32(source.vectors)
         need = Int32(expected + 4.0 * cute.math.sqrt(expected)) + 4
         enough, width, searching = need // 4, width_of(largest - low), Int32(1)
-        if need > THREADS:
+        if need > geometry.threads:
             low, width = Uint32(1), Int32(32)
         bins = address_of(memory.bins, Int32(0))
         while searching > 0:
@@ -545,13 +569,14 @@ def bound_of(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32
 
 
 @cute.jit
-def take(to: Int32, value: Float32, column: Int32, bound: Float32) -> Int32:
+def take(to: Int32, value: Float32, column: Int32, bound: Float32, geometry: cutlass.Constexpr) -> Int32:
     """Puts a logit that is not below the bound, and its column, into the slot at `to`; gives where the next one is.
     Without a branch."""
+    slot = cutlass.const_expr(geometry.threads * 4)
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ge.f32 p, {$r1}, {$r2}; @p st.shared.b32 [{$r0}], {$r1}; "
-        f"@p st.shared.b32 [{{$r0}} + {ROWS * THREADS * 4}], {{$r3}}; mov.b32 {{$w0}}, {{$r0}}; "
-        f"@p add.u32 {{$w0}}, {{$w0}}, {THREADS * 4}; }}",
+        f"@p st.shared.b32 [{{$r0}} + {(SLOTS + SPARE) * slot}], {{$r3}}; mov.b32 {{$w0}}, {{$r0}}; "
+        f"@p add.u32 {{$w0}}, {{$w0}}, {slot}; }}",
         write_only_types=[Int32],
         read_only_args=[to, value, bound, column],
     )
@@ -565,9 +590,9 @@ def stream(
     """Fills a thread's keys with those of its logits that are not below the bound, and its slots with their columns.
     Gives (how many a thread of the warp has at most, whether a thread of the CTA has too many). One barrier."""
     words = cute.make_rmem_tensor(cute.make_layout((4, VECTORS)), Int32)
-    blocks = (source.vectors + THREADS * geometry.ctas - 1) // (THREADS * geometry.ctas)
+    blocks = (source.vectors + geometry.threads * geometry.ctas - 1) // (geometry.threads * geometry.ctas)
     start = address_of(memory.values, thread)
-    to, last = start, start + SLOTS * THREADS * 4
+    to, last = start, start + SLOTS * geometry.threads * 4
     if bound > Uint32(LOWEST):
         least = value_of(bound)
         for i in cutlass.range(0, blocks, VECTORS, unroll=1):
@@ -582,7 +607,7 @@ def stream(
                 for e in cutlass.range_constexpr(geometry.per_vector):
                     if cutlass.const_expr(e == 4):
                         to = cutlass.min(to, last)
-                    to = take(to, logit_in(words[None, v], e, geometry.bits), column + e, least)
+                    to = take(to, logit_in(words[None, v], e, geometry.bits), column + e, least, geometry)
     else:
         # All, NaN too, are not below the bound.
         for i in cutlass.range(0, blocks, 1, unroll=1):
@@ -594,17 +619,17 @@ def stream(
                 to = cutlass.min(to, last)
                 if (at < source.vectors) & (column >= source.start) & (column < source.end):
                     finite = cute.arch.fmax(logit_in(words[None, 0], e, geometry.bits), Float32(-math.inf))
-                    to = take(to, finite, column, Float32(-math.inf))
+                    to = take(to, finite, column, Float32(-math.inf), geometry)
     # A barrier too, which keeps what is read below behind what was put there.
-    bad = named_any(0, THREADS, to >= last)
-    count = (cutlass.min(to, last) - start) // (THREADS * 4)
+    bad = named_any(0, geometry.threads, to >= last)
+    count = (cutlass.min(to, last) - start) // (geometry.threads * 4)
     most = cute.arch.warp_redux_sync(count, "max")
     for first in cutlass.range_constexpr(0, SLOTS, CHUNK):
         for j in cutlass.range_constexpr(first, min(first + CHUNK, SLOTS)):
             keys[j] = Uint32(0)
         if most > first:
             for j in cutlass.range_constexpr(first, min(first + CHUNK, SLOTS)):
-                key = key_of(memory.values[j * THREADS + thread])
+                key = key_of(memory.values[j * geometry.threads + thread])
                 keys[j] = pick(count > j, key, Uint32(0))
     return most, bad
 
@@ -641,7 +666,7 @@ def put_again(
     """Reads the row again; gives the place behind a thread's chosen columns, which with `puts` are put from `place` on
     into the memory of the bins."""
     words, keys = cute.make_rmem_tensor(cute.make_layout(4), Int32), cute.make_rmem_tensor(geometry.per_vector, Uint32)
-    blocks = (source.vectors + THREADS * geometry.ctas - 1) // (THREADS * geometry.ctas)
+    blocks = (source.vectors + geometry.threads * geometry.ctas - 1) // (geometry.threads * geometry.ctas)
     for i in cutlass.range(0, blocks, 1, unroll=1):
         at = own_vector(i, source, thread, geometry)
         words.fill(0)
@@ -694,7 +719,7 @@ def write(
                         memory.bins[place] = column_of(j, memory, source, thread, geometry)
                     place = place + ((bits >> j) & 1)
     cute.arch.sync_threads()
-    for i in cutlass.range(thread, total, THREADS, unroll=1):
+    for i in cutlass.range(thread, total, geometry.threads, unroll=1):
         indices[row, base + i] = index_of(memory.bins[i], table, row, geometry)
     if cutlass.const_expr(geometry.ctas > 1):
         cute.arch.cluster_wait()  # a CTA's shared memory is there until the others have read its count
@@ -715,8 +740,8 @@ def topk(
     storage = SmemAllocator().allocate(shared_storage(geometry))
     memory = memory_in(storage, geometry)
     row, rank = block // geometry.ctas, block % geometry.ctas
-    for i in cutlass.range_constexpr(OWN_BINS):
-        memory.bins[i * THREADS + thread] = Int32(0)
+    for i in cutlass.range_constexpr(geometry.own_bins):
+        memory.bins[i * geometry.threads + thread] = Int32(0)
     cute.arch.sync_threads()
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
@@ -726,7 +751,8 @@ def topk(
         start = cutlass.max(starts[row], 0)
     count = cutlass.max(end - start, 0)
     if count <= geometry.k:
-        for i in cutlass.range(rank * THREADS + thread, geometry.k, THREADS * geometry.ctas, unroll=1):
+        all_threads = cutlass.const_expr(geometry.threads * geometry.ctas)
+        for i in cutlass.range(rank * geometry.threads + thread, geometry.k, all_threads, unroll=1):
             index = Int32(-1)
             if i < count:
                 index = index_of(start + i, table, row, geometry)
@@ -740,10 +766,15 @@ def topk(
         keys = cute.make_rmem_tensor(geometry.candidates, Uint32)
         if cutlass.const_expr(geometry.held > 0):
             hold(keys, source, thread, geometry)
-            most, largest = Int32(geometry.held), largest_of(keys, geometry.held)
-            bad = vectors > geometry.held // geometry.per_vector * THREADS * geometry.ctas
-            # As many keys as there are threads are not below the least of the threads' largest.
-            floor, largest = block_ends(memory, pick(largest > Uint32(1), largest, Uint32(1)), largest, thread)
+            most, least, largest = Int32(geometry.held), Uint32(1), largest_of(keys, geometry.held)
+            if cutlass.const_expr(geometry.group > 0):
+                least = Uint32(0xFFFFFFFF)
+                for first in cutlass.range_constexpr(0, geometry.held, geometry.group):
+                    group = cute.make_tensor(keys.iterator + first, cute.make_layout(geometry.group))
+                    its = largest_of(group, geometry.group)
+                    least = pick(its < least, its, least)
+            bad = vectors > geometry.held // geometry.per_vector * geometry.threads * geometry.ctas
+            floor, largest = block_ends(memory, pick(least > Uint32(1), least, Uint32(1)), largest, thread)
         else:
             floor = bound_of(memory, source, thread, geometry)
             most, bad = stream(memory, keys, source, floor, thread, geometry)
@@ -771,7 +802,7 @@ def launch_topk(
     flat = cute.make_tensor(ends.iterator, cute.make_layout((rows,)))
     topk(logits, starts, flat, table, indices, geometry).launch(
         grid=(rows * geometry.ctas, 1, 1),
-        block=(THREADS, 1, 1),
+        block=(geometry.threads, 1, 1),
         cluster=(geometry.ctas, 1, 1) if geometry.ctas > 1 else None,
         stream=stream_,
         min_blocks_per_mp=geometry.resident,
@@ -793,28 +824,32 @@ def takes(pd: TopkProblem) -> Verdict:
 @dataclass(frozen=True)
 class TopkTiling(Tiling):
     """ctas: of a row, a cluster; 0: as many as fill the device with rows of the problem's length. held: whether rows
-    that registers hold are held there."""
+    that registers hold are held there. threads: of a CTA that holds its row, 256 or 512; 0: 256 for many rows that so
+    many hold."""
 
-    launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held")  # the name of what is compiled says what they come to
+    # The name of what is compiled says what they come to.
+    launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held", "threads")
 
     ctas: int = 0
     held: bool = True
+    threads: int = 0
 
     def validate(self, pd: TopkProblem, device: Device | None = None) -> Verdict:
         if self.ctas not in (0, *CLUSTERS):
             return Verdict.no(f"ctas = {self.ctas} must be 0 or one of {', '.join(map(str, CLUSTERS))}")
+        if self.threads not in (0, *THREADS):
+            return Verdict.no(f"threads = {self.threads} must be 0 or one of {', '.join(map(str, THREADS))}")
         return takes(pd)
 
-    def ctas_of(self, rows: int, t: int, sms: int) -> int:
-        """How many CTAs take a row of up to t logits."""
-        if self.ctas:
-            return self.ctas
+    def geometry(self, pd: TopkProblem, rows: int, t: int, sms: int) -> Geometry:
+        """For rows of up to t logits."""
         most = min(sms // max(rows, 1), -(-t // LEAST_SHARE))
-        return max(x for x in CLUSTERS if x <= max(most, 1))
-
-    def held_of(self, t: int, ctas: int) -> int:
-        """How many logits of rows of up to t a thread holds; 0: they are streamed."""
-        return next((x for x in HELD if self.held and t <= x * THREADS * ctas), 0)
+        ctas = self.ctas or max(x for x in CLUSTERS if x <= max(most, 1))
+        few, many = THREADS
+        threads = self.threads or (few if ctas == 1 and t <= few * max(HELD) else many)
+        held = next((x for x in HELD if self.held and t <= x * threads * ctas), 0)
+        bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0
+        return Geometry(pd.topk, bits, s, ctas, held, threads if held else many)
 
 
 class TopkPlan(KernelPlan):
@@ -830,7 +865,8 @@ class TopkPlan(KernelPlan):
         return TopkTiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        return [TopkTiling(), *(TopkTiling(x) for x in CLUSTERS), TopkTiling(1, held=False), TopkTiling(8, held=False)]
+        held = [TopkTiling(ctas, threads=threads) for threads in THREADS for ctas in CLUSTERS]
+        return [TopkTiling(), *held, TopkTiling(1, held=False), TopkTiling(8, held=False)]
 
     def plan(self, *inputs: Any) -> CuteKernel:
         rows = len(inputs[0])
@@ -848,9 +884,7 @@ class TopkPlan(KernelPlan):
     def _make(self, inputs: Any, outputs: Any) -> CuteKernel:
         pd = self.problem
         rows, t = inputs[0].shape if inputs else (pd.rows, pd.t)
-        ctas = self.tiling.ctas_of(rows, t, host.target(self).num_sms)
-        bits = 32 if pd.dtype == "fp32" else 16
-        geometry = Geometry(pd.topk, bits, pd.s if pd.table else 0, ctas, self.tiling.held_of(t, ctas))
+        geometry = self.tiling.geometry(pd, rows, t, host.target(self).num_sms)
         given: tuple[Any, ...] = ()
         if inputs:
             if pd.table:
@@ -869,5 +903,5 @@ class TopkPlan(KernelPlan):
             table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4) if pd.table else None
             return rows_apart, starts, ends, table, host.fake(Int32, n, pd.topk, align=4), geometry
 
-        name = f"topk_v1_{ctas}_{geometry.held}"
+        name = f"topk_v1_{geometry.ctas}_{geometry.held}_{geometry.threads}"
         return host.stage(self, topk, launch_topk, name, arguments, given, inputs, outputs)

@@ -142,7 +142,6 @@ SOURCES: dict[str, Source] = {
     "quack_rmsnorm": Source(("quack-kernels",)),
     "cudnn_sdpa": Source(),
     "cublas_bmm": Source(),
-    "torch_topk": Source(),
     "torch_compile_rmsnorm": Source(),
     "torch_compile_rope_append": Source(),
     "torch_compile_merge_partials": Source(),
@@ -155,6 +154,7 @@ SOURCES: dict[str, Source] = {
     "flashinfer_rmsnorm": Source(),
     "flashinfer_rope_append": Source(),
     "flashinfer_ragged": Source(),
+    "torch_topk": Source(),
 }
 
 

@@ -5,9 +5,10 @@
 
 `mla_prefill` attends from prompts and chunks of prompts over decompressed heads; `flash_attn_varlen_func` is it with
 flash_attn's arguments. `packed_mla_decode` decodes over packed caches, and `sparse_mla_decode` attends to the tokens of
-one that indices name; `indexer_logits`, `topk_indices` and `indexer_topk` choose these tokens, whose keys `index_append`
-caches. `rmsnorm`, `rope_append` and `absorb_gemm` are the kernels around them. `mla_var3.ops.flash_mla` has attention under FlashMLA's names, and
-`mla_var3.ops.deep_gemm` the indexer's logits under DeepGEMM's. docs/serving.md says how to use them.
+one that indices name; `indexer_logits`, `topk_indices` and `indexer_topk` choose these tokens, and `index_append`
+caches their keys. `rmsnorm`, `rope_append` and `absorb_gemm` are the kernels around them. `mla_var3.ops.flash_mla` has
+attention under FlashMLA's names, and `mla_var3.ops.deep_gemm` the indexer's logits under DeepGEMM's. docs/serving.md
+says how to use them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ halves, as DeepSeek's indexer is trained. DeepSeek's code turns q and k by a Had
 products as they are: leave it out on both sides, or do it on both.
 
 Scales are the bits of float32. NaN and infinities become the code 0x7F and do not count for the scale; as the norm goes
-over the whole row, one of them makes all of its columns NaN. A token whose slot is negative, or past the last row of the
-cache, is not written, and no other row is; a position that is no row of the table makes the first 64 columns NaN.
+over the whole row, one of them makes all of its columns NaN. A token whose slot is negative, or past the last row of
+the cache, is not written, and no other row is; a position that is no row of the table makes the first 64 columns NaN.
 
 Codes and scales are exact to the bit. What is rounded to bf16 is computed in float32, whose last bits depend on the
 order of a sum; inputs are drawn so that no value lies where this would change what it is rounded to.
@@ -76,9 +76,9 @@ class IndexAppendClass:
 
 @dataclass(frozen=True)
 class IndexAppendProblem(Problem):
-    """tokens: new ones. rest: columns of nobody between rows of k. interleaved: the convention of pairs. powers: whether
-    scales are powers of two. positions: rows of the table. index: dtype of positions and slots. Raises `UserError`,
-    naming the field, when it makes no sense."""
+    """tokens: new ones. rest: columns of nobody between rows of k. interleaved: the convention of pairs. powers:
+    whether scales are powers of two. positions: rows of the table. index: dtype of positions and slots. Raises
+    `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "index_append"
     layer: ClassVar[str] = "indexer"

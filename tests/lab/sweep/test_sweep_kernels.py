@@ -37,8 +37,8 @@ def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
 def test_an_experiment_of_several_workloads_has_each_cell_with_versions_of_its_own() -> None:
     config = sweep_config.compose(["experiment=nightly"])
     cells = expand_cells(config)
-    # No library here computes the indexer's.
-    indexer = {"indexer_logits", "indexer_topk", "topk"}
+    # It has no cell of the indexer.
+    indexer = {"indexer_logits", "indexer_topk", "topk", "index_append"}
     assert len(cells) == 40 and {cell.workload for cell in cells} == set(workload.names()) - indexer
     kernels = chosen_kernels(config)
     assert {"peer/flash_mla_lib", "peer/fa4", "peer/torch_compile_rmsnorm", "peer/torch_compile_merge_partials"} <= {

@@ -200,3 +200,51 @@ def test_rows_in_the_order_of_their_values_are_read_again() -> None:
         for tiling in plan.autotune_configs():
             (found,) = plan.with_tiling(tiling).plan(rows, zeros, zeros + t)()
             assert torch.equal(found.long().sort(1).values, want.sort(1).values), (k, tiling)
+
+
+def microseconds(call: Any, times: int = 20) -> float:
+    """Of a call in a graph of so many, the least of five replays."""
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    found = []
+    for _ in range(5):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        found.append(first.elapsed_time(last) * 1e3 / times)
+    return min(found)
+
+
+@pytest.mark.parametrize(("b", "t"), [(1, 131072), (4, 32768), (8, 32768)])
+def test_a_kernel_that_keeps_its_logits_would_gain_less_than_a_fifth_in_decode(b: int, t: int) -> None:
+    """The calculation of docs/serving.md with rates of this run. What one kernel for both could save of two is writing
+    and reading the logits, at the rate of a copy between tensors of their size, and the second launch, at what an empty
+    row's top-k takes behind the logits; the selection itself stays."""
+    import torch
+
+    from mla_var3.ops import indexer_logits, topk_indices
+    from mla_var3.workload import indexer_topk as workload
+
+    planned("cute-dsl/mqa_logits", LOGITS[3])
+    q, cache, weights, ends, table = workload.make_inputs(workload.IndexerTopkProblem(b=b, t=t), "cuda", seed=1)
+    made = indexer_logits(q, cache, weights, ends, page_table=table)
+    other, none = torch.empty_like(made), torch.zeros_like(ends)
+
+    def logits() -> Any:
+        return indexer_logits(q, cache, weights, ends, page_table=table)
+
+    alone = microseconds(logits)
+    both = microseconds(lambda: topk_indices(logits(), ends, 2048, page_table=table))
+    empty = microseconds(lambda: topk_indices(logits(), none, 2048, page_table=table))
+    moved = microseconds(lambda: other.copy_(made))
+    saved = max(empty - alone, 0.0) + moved
+    assert alone < empty < both
+    assert both / (both - saved) < 1.2, (alone, empty, both, moved)

@@ -387,9 +387,11 @@ def count_one(bins: Int32, value: Uint32, low: Uint32, span: Uint32, shift: Int3
 
 
 @cute.jit
-def span_of(width: Int32) -> Uint32:
-    """2 to the width, 1 to 32, less 1."""
-    return Uint32(0xFFFFFFFF) >> Uint32(32 - width)
+def span_of(width: Int32, low: Uint32) -> Uint32:
+    """2 to the width, 1 to 32, less 1; less where `low` and so much would be more than 32 bits hold, as 0 and other
+    numbers below `low` would be counted there."""
+    span, most = Uint32(0xFFFFFFFF) >> Uint32(32 - width), Uint32(0xFFFFFFFF) - low
+    return pick(span < most, span, most)
 
 
 @cute.jit
@@ -426,7 +428,7 @@ def count_all(
 ):  # fmt: skip
     """Counts all candidates, or all logits of the row again, in the bins of a digit: of keys, or where ties > 0 of what
     lies behind those with the key `tied`. most: candidates of a thread of the warp, at most."""
-    bins, span = address_of(memory.bins, Int32(0)), span_of(width)
+    bins, span = address_of(memory.bins, Int32(0)), span_of(width, low)
     if again:
         words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
         some = cute.make_rmem_tensor(geometry.per_vector, Uint32)
@@ -558,7 +560,7 @@ def bound_of(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32
         while searching > 0:
             shift = cutlass.max(width - DIGIT, 0)
             for j in cutlass.range_constexpr(count):
-                count_one(bins, flat[j], low, span_of(width), shift)
+                count_one(bins, flat[j], low, span_of(width, low), shift)
             bin_, above, inside = find_bin(memory, source, need, thread, True, geometry)
             low, width = low + (cutlass.max(bin_, 0).bitcast(Uint32) << Uint32(shift)), cutlass.max(shift, 1)
             need = need - above

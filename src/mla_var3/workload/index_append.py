@@ -175,7 +175,8 @@ def quantised(keys: Any, powers: bool) -> tuple[Any, Any]:
     x = keys.float()
     finite = x.isfinite()
     largest = x.abs().masked_fill(~finite, 0.0).amax(-1)
-    scale = largest.clamp(min=LEAST) / E4M3_MAX
+    # By a tensor: over a number torch multiplies by its reciprocal on a GPU, which rounds twice.
+    scale = largest.clamp(min=LEAST) / torch.full_like(largest, E4M3_MAX)
     if powers:
         bits = scale.view(torch.int32) + 0x7FFFFF
         scale = ((bits >> 23) << 23).view(torch.float32)

@@ -16,8 +16,8 @@ through distributed shared memory. Which logits are candidates:
               columns. Keys below a floor, of which there are more than k above, are not counted by the first digit
     write     places by counts and sums in a fixed order, so the result has the same bits in each run
 
-    cluster   of its bins: counts of each CTA │ barrier │ each CTA adds up its share of all CTAs' bins, and stores the
-              sums to all │ barrier │ every CTA finds the same bin
+    cluster, of bins     local counts │ barrier │ CTA r adds up bins r · 2048 / C … of all, and stores the sums to all │
+                         barrier │ every CTA finds the same bin
 
 A bound can be wrong: fewer than k logits are above it, or more than slots; and a row that does not begin at a multiple
 of 16 bytes may have a vector more than registers hold. Then the row is read again for every digit (`again`): slow, and
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -52,20 +52,18 @@ if TYPE_CHECKING:
     from mla_var3.workload.topk import TopkProblem
 
 WARP = 32
+THREADS = 512
+WARPS = THREADS // WARP
 VECTORS = 4  # of 16 bytes, of a thread and batch of a stream
-SLOTS = 20  # candidates of a thread that streams, fewer than which there have to be
-SPARE = 4  # slots of a thread behind its last: a vector is put there without a look at each of its logits
-CHUNK = 8  # candidates of a thread that are passed over where no thread of the warp has so many
-LOWEST = 0x007FFFFF  # key of -inf
-ROOM = 1.2  # of a floor: how many times k logits are not below it
+SLOTS = 20  # candidates of a thread that streams
 SAMPLED = 4  # vectors of a thread
 LINE = 8  # vectors
 BINS = 2048
 DIGIT = 11  # bits
+OWN_BINS = BINS // THREADS
 MOST_K = 2048
 HELD = (8, 16, 32)  # logits of a thread
 CLUSTERS = (1, 2, 4, 8, 16)
-THREADS = (256, 512)  # of a CTA
 LEAST_SHARE = 4096  # logits, below which a CTA more does not pay for its part in the sums
 
 
@@ -73,45 +71,22 @@ LEAST_SHARE = 4096  # logits, below which a CTA more does not pay for its part i
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. bits: of a logit. s: rows that share a row of the page table, 0 without one.
-    ctas: of a row. held: logits of a
-    thread; 0: rows are streamed. threads: of a CTA."""
+    ctas: of a row. held: logits of a thread; 0: rows are streamed."""
 
     k: int
     bits: int
     s: int
     ctas: int
     held: int
-    threads: int
-
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    @property
-    def own_bins(self) -> int:
-        """Of a thread."""
-        return BINS // self.threads
 
     @property
     def per_vector(self) -> int:
         return 128 // self.bits
 
     @property
-    def group(self) -> int:
-        """Logits of a thread whose largest one counts for the floor, the least of these: the most of which a row of
-        random order has more than k that are not below it. 0 where there is no such floor."""
-        of_row, size = self.threads * self.held * self.ctas, self.held
-        while size > 1:
-            groups = self.threads * self.held // size
-            if (1 - groups ** (-1 / size)) * of_row >= ROOM * self.k:
-                return size
-            size //= 2
-        return 0
-
-    @property
     def resident(self) -> int:
         """CTAs of an SM, at least: registers are limited for them."""
-        return 1024 // self.threads if self.held or self.ctas == 1 else 1
+        return 1 if self.ctas > 1 else 2
 
     @property
     def candidates(self) -> int:
@@ -125,22 +100,22 @@ def shared_storage(geometry: Geometry) -> type:
     def array(kind: type, size: int) -> Any:
         return cute.struct.Align[cute.struct.MemRange[kind, size], 16]
 
-    slots = 4 if geometry.held else (SLOTS + SPARE) * geometry.threads
+    slots = 4 if geometry.held else SLOTS * THREADS
     fields = {
-        "sums": array(Int32, geometry.warps),
-        "ends": array(Uint32, 2 * geometry.warps),
+        "sums": array(Int32, WARPS),
+        "ends": array(Uint32, WARPS),
         "found": array(Int32, 4),  # of a digit: bin, how many are above it, how many in it
-        "shared": array(Uint32, 4),  # floor, largest key, whether slots were too few, how many are chosen
+        "shared": array(Uint32, 4),  # floor, whether slots were too few, how many are chosen
         "bins": array(Int32, BINS),
         "added": array(Int32, BINS if geometry.ctas > 1 else 4),  # bins of the cluster
-        "values": array(Float32, slots),  # and right behind them
+        "keys": array(Uint32, slots),
         "columns": array(Int32, slots),
     }
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
 class Memory(NamedTuple):
-    """Shared memory, as the storage has it. values, columns: (slots, threads)."""
+    """Shared memory, as the storage has it. keys, columns: (slots, threads)."""
 
     sums: cute.Tensor
     ends: cute.Tensor
@@ -148,20 +123,20 @@ class Memory(NamedTuple):
     shared: cute.Tensor
     bins: cute.Tensor
     added: cute.Tensor
-    values: cute.Tensor
+    keys: cute.Tensor
     columns: cute.Tensor
 
 
 def memory_in(storage: Any, geometry: Geometry) -> Memory:
-    slots = 4 if geometry.held else (SLOTS + SPARE) * geometry.threads
+    slots = 4 if geometry.held else SLOTS * THREADS
     return Memory(
-        storage.sums.get_tensor(cute.make_layout(geometry.warps)),
-        storage.ends.get_tensor(cute.make_layout(2 * geometry.warps)),
+        storage.sums.get_tensor(cute.make_layout(WARPS)),
+        storage.ends.get_tensor(cute.make_layout(WARPS)),
         storage.found.get_tensor(cute.make_layout(4)),
         storage.shared.get_tensor(cute.make_layout(4)),
         storage.bins.get_tensor(cute.make_layout(BINS)),
         storage.added.get_tensor(cute.make_layout(BINS if geometry.ctas > 1 else 4)),
-        storage.values.get_tensor(cute.make_layout(slots)),
+        storage.keys.get_tensor(cute.make_layout(slots)),
         storage.columns.get_tensor(cute.make_layout(slots)),
     )
 
@@ -192,13 +167,6 @@ def key_of(value: Float32) -> Uint32:
 
 
 @cute.jit
-def value_of(key: Uint32) -> Float32:
-    """The number of a key above `LOWEST`."""
-    bits = key.bitcast(Int32)
-    return (bits ^ (~(bits >> 31) | Int32(-(1 << 31)))).bitcast(Float32)
-
-
-@cute.jit
 def load_vector(target: cute.Tensor, source: cutlass.Constexpr, at: Int32):
     """Starts loading (4,) words of a vector of the row, if it has one there."""
     atom = cute.make_copy_atom(
@@ -211,31 +179,28 @@ def load_vector(target: cute.Tensor, source: cutlass.Constexpr, at: Int32):
 
 
 @cute.jit
-def logit_in(words: cute.Tensor, e: cutlass.Constexpr, bits: cutlass.Constexpr) -> Float32:
-    """Logit e of a vector of (4,) words."""
+def key_in(words: cute.Tensor, at: Int32, e: cutlass.Constexpr, source: cutlass.Constexpr, bits: cutlass.Constexpr):
+    """(key, column) of logit e of a vector of (4,) words; the key is 0 where the logit is out of range."""
     if cutlass.const_expr(bits == 32):
         word = words[e]
     else:
         word = words[e // 2] << 16 if cutlass.const_expr(e % 2 == 0) else words[e // 2] & Int32(-65536)
-    return Int32(word).bitcast(Float32)
-
-
-@cute.jit
-def keys_in(keys: cute.Tensor, words: cute.Tensor, at: Int32, source: cutlass.Constexpr, geometry: cutlass.Constexpr):
-    """Fills the keys of a vector of (4,) words; those out of range are 0."""
-    for e in cutlass.range_constexpr(geometry.per_vector):
-        keys[e] = key_of(logit_in(words, e, geometry.bits))
-    # Vectors in between are in range as a whole.
-    if (at == 0) | (at >= source.vectors - 1):
-        for e in cutlass.range_constexpr(geometry.per_vector):
-            column = source.first + at * geometry.per_vector + e
-            keys[e] = pick((column >= source.start) & (column < source.end), keys[e], Uint32(0))
+    column = source.first + at * (128 // bits) + e
+    inside = (column >= source.start) & (column < source.end)
+    return pick(inside, key_of(Int32(word).bitcast(Float32)), Uint32(0)), column
 
 
 @cute.jit
 def own_vector(i: Int32, source: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Int32:
     """Which vector of the row is a thread's i-th: blocks of a vector a thread go to the CTAs in turn."""
-    return (i * geometry.ctas + source.rank) * geometry.threads + thread
+    return (i * geometry.ctas + source.rank) * THREADS + thread
+
+
+@cute.jit
+def held_column(j: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Int32:
+    """The column of a thread's j-th logit, of rows that are held."""
+    i, e = cutlass.const_expr(j // geometry.per_vector), cutlass.const_expr(j % geometry.per_vector)
+    return source.first + own_vector(Int32(i), source, thread, geometry) * geometry.per_vector + e
 
 
 # ------------------------------------------------------------------------------------------------ device: sums
@@ -244,41 +209,19 @@ def block_sum(value: Int32, memory: cutlass.Constexpr, thread: Int32):
     """(sum of the value over all threads before this one, over all), by all threads. One barrier, behind which `sums`
     is read: another has to lie in front of its next use."""
     lane, warp = thread % WARP, thread // WARP
-    upto = upto_lane(value, lane)
-    if lane == WARP - 1:
-        memory.sums[warp] = upto
-    cute.arch.sync_threads()
-    total, before = Int32(0), upto - value
-    for i in cutlass.range_constexpr(cute.size(memory.sums)):
-        part = memory.sums[i]
-        total = total + part
-        before = before + cutlass.select_(warp > i, part, Int32(0))
-    return before, total
-
-
-@cute.jit
-def upto_lane(value: Int32, lane: Int32) -> Int32:
-    """The sum of a value over the lanes of a warp up to this one."""
     upto = value
     for bit in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(upto, offset=1 << bit)
         upto = upto + cutlass.select_(lane >= 1 << bit, other, Int32(0))
-    return upto
-
-
-@cute.jit
-def block_ends(memory: cutlass.Constexpr, one: Uint32, other: Uint32, thread: Int32):
-    """(the least of the first, the largest of the second number) over all threads. One barrier, behind which `ends` is
-    read."""
-    lane, warp, warps = thread % WARP, thread // WARP, cutlass.const_expr(cute.size(memory.sums))
-    least, largest = cute.arch.warp_redux_sync(one, "min"), cute.arch.warp_redux_sync(other, "max")
-    if lane == 0:
-        memory.ends[warp], memory.ends[warps + warp] = least, largest
+    if lane == WARP - 1:
+        memory.sums[warp] = upto
     cute.arch.sync_threads()
-    for i in cutlass.range_constexpr(warps):
-        low, high = memory.ends[i], memory.ends[warps + i]
-        least, largest = pick(low < least, low, least), pick(high > largest, high, largest)
-    return least, largest
+    total, before = Int32(0), upto - value
+    for i in cutlass.range_constexpr(WARPS):
+        part = memory.sums[i]
+        total = total + part
+        before = before + cutlass.select_(warp > i, part, Int32(0))
+    return before, total
 
 
 @cute.jit
@@ -305,32 +248,32 @@ def of_other(address: Int32, rank: Int32) -> Int32:
 
 
 @cute.jit
-def of_each(memory: cutlass.Constexpr, at: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Uint32:
-    """What the CTAs of the row have shared: by each lane of a warp that of another one, as far as there are CTAs."""
+def read_other(address: Int32) -> Int32:
     return cute.arch.inline_ptx(
-        "ld.shared::cluster.u32 {$w0}, [{$r0}];", write_only_types=[Uint32],
-        read_only_args=[of_other(address_of(memory.shared, Int32(at)), thread % geometry.ctas)],
-    )  # fmt: skip
+        "ld.shared::cluster.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
 
 
 @cute.jit
 def add_up(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
-    """The cluster's bins: each CTA adds up a share of all CTAs' bins and stores the sums to all of them. Neighbouring
-    lanes have four bins of one CTA each, and store the sums to that CTA."""
+    """The cluster's bins: each CTA adds up a share of all CTAs' bins and stores the sums to all of them."""
+    share = cutlass.const_expr(BINS // geometry.ctas // 4)  # in fours
     meet(geometry)
-    other = thread % geometry.ctas
-    for i in cutlass.range_constexpr(BINS // 4 // geometry.threads):
-        four = (source.rank * (BINS // 4) + i * geometry.threads + thread) // geometry.ctas * 4
-        sums = cute.arch.inline_ptx(
-            "ld.shared::cluster.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4, read_only_args=[of_other(address_of(memory.bins, four), other)],
-        )  # fmt: skip
-        for step in cutlass.range_constexpr(geometry.ctas.bit_length() - 1):
-            sums = [x + cute.arch.shuffle_sync_bfly(x, offset=1 << step) for x in sums]
-        cute.arch.inline_ptx(
-            "st.shared::cluster.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[of_other(address_of(memory.added, four), other), *sums],
-        )
+    if thread < share:
+        at = (source.rank * share + thread) * 4
+        own, sums = address_of(memory.bins, at), [Int32(0)] * 4
+        for other in cutlass.range_constexpr(geometry.ctas):
+            four = cute.arch.inline_ptx(
+                "ld.shared::cluster.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                write_only_types=[Int32] * 4, read_only_args=[of_other(own, Int32(other))],
+            )  # fmt: skip
+            sums = [x + y for x, y in zip(sums, four, strict=True)]
+        to = address_of(memory.added, at)
+        for other in cutlass.range_constexpr(geometry.ctas):
+            cute.arch.inline_ptx(
+                "st.shared::cluster.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[of_other(to, Int32(other)), *sums],
+            )
     meet(geometry)
 
 
@@ -340,73 +283,47 @@ def find_bin(
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """(bin, candidates in bins above it, candidates in it) of the bin that the need-th largest is in; a bin of -1 where
-    there are fewer. alone: of this CTA's bins, not the cluster's. Bins are zero afterwards. Three barriers or more, the
-    first in front of it all."""
+    there are fewer. alone: of this CTA's bins, not the cluster's. Bins are zero afterwards. Barriers in front and
+    behind."""
     together = cutlass.const_expr(geometry.ctas > 1 and not alone)
+    if thread == 0:
+        memory.found[0], memory.found[1], memory.found[2] = Int32(-1), Int32(0), Int32(0)
     if cutlass.const_expr(together):
         add_up(memory, source, thread, geometry)
     else:
         cute.arch.sync_threads()
     bins = memory.added if cutlass.const_expr(together) else memory.bins
-    lane, warp = thread % WARP, thread // WARP
-    first = BINS - geometry.own_bins * (thread + 1)
-    counts = [bins[first + geometry.own_bins - 1 - i] for i in range(geometry.own_bins)]
-    for i in cutlass.range_constexpr(geometry.own_bins):
+    first = BINS - OWN_BINS * (thread + 1)
+    counts = [bins[first + OWN_BINS - 1 - i] for i in range(OWN_BINS)]
+    for i in cutlass.range_constexpr(OWN_BINS):
         memory.bins[first + i] = Int32(0)
     own = counts[0]
-    for i in cutlass.range_constexpr(1, geometry.own_bins):
+    for i in cutlass.range_constexpr(1, OWN_BINS):
         own = own + counts[i]
-    of_warp = cute.arch.warp_redux_sync(own, "add")
-    if lane == 0:
-        memory.sums[warp] = of_warp
+    above, _ = block_sum(own, memory, thread)
+    for i in cutlass.range_constexpr(OWN_BINS):
+        if (above < need) & (need <= above + counts[i]):
+            memory.found[0] = first + OWN_BINS - 1 - i
+            memory.found[1] = above
+            memory.found[2] = counts[i]
+        above = above + counts[i]
     cute.arch.sync_threads()
-    above, total = Int32(0), Int32(0)
-    for i in cutlass.range_constexpr(geometry.warps):
-        part = memory.sums[i]
-        total = total + part
-        above = above + cutlass.select_(warp > i, part, Int32(0))
-    if (above < need) & (need <= above + of_warp):
-        above = above + upto_lane(own, lane) - own
-        for i in cutlass.range_constexpr(geometry.own_bins):
-            if (above < need) & (need <= above + counts[i]):
-                memory.found[0], memory.found[1], memory.found[2] = first + geometry.own_bins - 1 - i, above, counts[i]
-            above = above + counts[i]
+    found = (memory.found[0], memory.found[1], memory.found[2])
     cute.arch.sync_threads()
-    return cutlass.select_(need <= total, memory.found[0], Int32(-1)), memory.found[1], memory.found[2]
-
-
-# ------------------------------------------------------------------------------------------------ device: count
-@cute.jit
-def count_one(bins: Int32, value: Uint32, low: Uint32, span: Uint32, shift: Int32):
-    """Counts a value in the bin of its digit, if it is one of low, ..., low + span. Without a branch."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; .reg .b32 a; sub.u32 a, {$r1}, {$r2}; setp.le.u32 p, a, {$r3}; shr.u32 a, a, {$r4}; "
-        "shl.b32 a, a, 2; add.u32 a, a, {$r0}; @p red.shared.add.u32 [a], 1; }",
-        read_only_args=[bins, value, low, span, shift],
-    )
+    return found
 
 
 @cute.jit
-def span_of(width: Int32, low: Uint32) -> Uint32:
-    """2 to the width, 1 to 32, less 1; less where `low` and so much would be more than 32 bits hold, as 0 and other
-    numbers below `low` would be counted there."""
-    span, most = Uint32(0xFFFFFFFF) >> Uint32(32 - width), Uint32(0xFFFFFFFF) - low
-    return pick(span < most, span, most)
+def count_one(memory: cutlass.Constexpr, value: Uint32, low: Uint32, width: Int32, shift: Int32, least: Uint32):
+    """Counts a value in the bin of its digit, if it is in the interval and not below the least."""
+    apart = value - low
+    near = ((apart >> Uint32(cutlass.min(width, 31))) == Uint32(0)) | (width > 31)
+    if (value >= least) & near:
+        address = address_of(memory.bins, (apart >> Uint32(shift)).bitcast(Int32))
+        cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
-@cute.jit
-def width_of(span: Uint32) -> Int32:
-    """How many bits a number has, at least 1."""
-    zeros = cute.arch.inline_ptx("clz.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[span])
-    return cutlass.max(32 - zeros, 1)
-
-
-@cute.jit
-def behind(column: Int32, source: cutlass.Constexpr) -> Uint32:
-    """How many columns of the range lie behind one: the larger, the better among equals."""
-    return (source.end - 1 - column).bitcast(Uint32)
-
-
+# ------------------------------------------------------------------------------------------------ device: select
 @cute.jit
 def column_of(
     j: cutlass.Constexpr, memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32,
@@ -414,94 +331,95 @@ def column_of(
 ) -> Int32:  # fmt: skip
     """The column of a thread's j-th candidate."""
     if cutlass.const_expr(geometry.held > 0):
-        i, e = cutlass.const_expr(j // geometry.per_vector), cutlass.const_expr(j % geometry.per_vector)
-        column = source.first + own_vector(Int32(i), source, thread, geometry) * geometry.per_vector + e
+        column = held_column(j, source, thread, geometry)
     else:
-        column = memory.columns[j * geometry.threads + thread]
+        column = memory.columns[j * THREADS + thread]
     return column
 
 
 @cute.jit
 def count_all(
-    memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, again: Boolean, low: Uint32,
-    width: Int32, shift: Int32, ties: Int32, tied: Uint32, thread: Int32, geometry: cutlass.Constexpr,
+    memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, again: Boolean, low: Uint32, width: Int32,
+    shift: Int32, least: Uint32, ties: Int32, tied: Uint32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Counts all candidates, or all logits of the row again, in the bins of a digit: of keys, or where ties > 0 of what
-    lies behind those with the key `tied`. most: candidates of a thread of the warp, at most."""
-    bins, span = address_of(memory.bins, Int32(0)), span_of(width, low)
+    """Counts all candidates, or all logits of the row again, in the bins of a digit: of keys, or where ties > 0 of the
+    complements of columns of those with the key `tied`."""
     if again:
         words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
-        some = cute.make_rmem_tensor(geometry.per_vector, Uint32)
-        blocks = (source.vectors + geometry.threads * geometry.ctas - 1) // (geometry.threads * geometry.ctas)
+        blocks = (source.vectors + THREADS * geometry.ctas - 1) // (THREADS * geometry.ctas)
         for i in cutlass.range(0, blocks, 1, unroll=1):
             at = own_vector(i, source, thread, geometry)
             words.fill(0)
             load_vector(words, source, at)
-            keys_in(some, words, at, source, geometry)
             for e in cutlass.range_constexpr(geometry.per_vector):
-                value = pick(ties > 0, behind(source.first + at * geometry.per_vector + e, source), some[e])
-                if (ties == 0) | (some[e] == tied):
-                    count_one(bins, value, low, span, shift)
+                key, column = key_in(words, at, e, source, geometry.bits)
+                value = pick(ties > 0, (~column).bitcast(Uint32), key)
+                if (ties == 0) | (key == tied):
+                    count_one(memory, value, low, width, shift, least)
+    elif ties == 0:
+        for j in cutlass.range_constexpr(geometry.candidates):
+            count_one(memory, keys[j], low, width, shift, least)
     else:
-        for first in cutlass.range_constexpr(0, geometry.candidates, CHUNK):
-            if most > first:
-                some_of = cutlass.const_expr(range(first, min(first + CHUNK, geometry.candidates)))
-                if ties == 0:
-                    for j in cutlass.range_constexpr(len(some_of)):
-                        count_one(bins, keys[some_of[j]], low, span, shift)
-                else:
-                    for j in cutlass.range_constexpr(len(some_of)):
-                        if keys[some_of[j]] == tied:
-                            value = behind(column_of(some_of[j], memory, source, thread, geometry), source)
-                            count_one(bins, value, low, span, shift)
+        for j in cutlass.range_constexpr(geometry.candidates):
+            if keys[j] == tied:
+                column = column_of(j, memory, source, thread, geometry)
+                count_one(memory, (~column).bitcast(Uint32), low, width, shift, Uint32(0))
 
 
-# ------------------------------------------------------------------------------------------------ device: select
 @cute.jit
-def kth(
-    memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, floor: Uint32,
-    largest: Uint32, bad: Boolean, thread: Int32, geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """(again, low, low_behind): the k largest of more than k logits are those with a key above `low`, or with that key
-    and at least `low_behind` columns behind them; again: not all of them are candidates.
-
-    floor: of this CTA all candidates that are not below it are there, unless `bad`. largest: of its keys."""
-    again = bad
+def floors(memory: cutlass.Constexpr, floor: Uint32, bad: Boolean, thread: Int32, geometry: cutlass.Constexpr):
+    """(the largest floor of all CTAs of the row, whether one of them has too few slots). Barriers."""
+    largest, any_bad = floor, Int32(bad)
     if cutlass.const_expr(geometry.ctas > 1):
         if thread == 0:
-            memory.shared[0], memory.shared[1], memory.shared[2] = floor, largest, Int32(bad).bitcast(Uint32)
+            memory.shared[0], memory.shared[1] = floor, Int32(bad).bitcast(Uint32)
         meet(geometry)
-        floor, largest, bads = (
-            cute.arch.warp_redux_sync(of_each(memory, at, thread, geometry), "max") for at in range(3)
-        )
-        again = bads > Uint32(0)
-    low, width, need = floor, width_of(largest - floor), Int32(geometry.k)
-    if again:
-        low, width = Uint32(1), Int32(32)
+        for other in cutlass.range_constexpr(geometry.ctas):
+            its = read_other(of_other(address_of(memory.shared, Int32(0)), Int32(other))).bitcast(Uint32)
+            largest = pick(its > largest, its, largest)
+            any_bad = any_bad | read_other(of_other(address_of(memory.shared, Int32(1)), Int32(other)))
+    return largest, any_bad > 0
+
+
+@cute.jit
+def kth(
+    memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, floor: Uint32, bad: Boolean,
+    thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """(again, low, low column): the k largest of more than k logits are those with a key above `low`, or with that key
+    and the complement of their column not below `low column`; again: not all of them are candidates.
+
+    floor: keys of this CTA below it are no candidates, or need not be counted. bad: candidates are missing above it."""
+    most_floor, any_bad = floors(memory, floor, bad, thread, geometry)
+    again, least = any_bad, floor
+    if any_bad:
+        least = Uint32(1)
+    low, width, need = Uint32(0), Int32(32), Int32(geometry.k)
     ties, tied, searching = Int32(0), Uint32(0), Int32(1)
     while searching > 0:
         shift = cutlass.max(width - DIGIT, 0)
-        count_all(memory, keys, most, source, again, low, width, shift, ties, tied, thread, geometry)
+        count_all(memory, keys, source, again, low, width, shift, least, ties, tied, thread, geometry)
         bin_, above, inside = find_bin(memory, source, need, thread, False, geometry)
-        if bin_ < 0:
-            # Fewer than k are not below the largest floor: all that there is, from the first digit.
-            low, width = Uint32(1), Int32(32)
+        low, width, need = low + (bin_.bitcast(Uint32) << Uint32(shift)), shift, need - above
+        sure = low >= most_floor
+        if (bin_ < 0) | ((shift == 0) & ~sure):
+            # The k-th is, or may be, below a CTA's floor: all that there is, once more from the first digit.
+            low, width, need = Uint32(0), Int32(32), Int32(geometry.k)
+            least, most_floor = Uint32(1), Uint32(0)
             if cutlass.const_expr(geometry.held == 0):
                 again = Boolean(True)
-        else:
-            low, width, need = low + (bin_.bitcast(Uint32) << Uint32(shift)), shift, need - above
-            if inside == need:
-                searching = Int32(0)
-            elif shift == 0:
-                # More equal the k-th than are needed: those of the lowest columns.
-                ties, tied, low = Int32(1), low, Uint32(0)
-                width = width_of((source.end - source.start).bitcast(Uint32))
+        elif (inside == need) & sure:
+            searching = Int32(0)
+        elif shift == 0:
+            # More equal the k-th than are needed: those of the lowest columns, of the largest complements.
+            ties, tied, low, width = Int32(1), low, Uint32(0), Int32(32)
+            least, most_floor = Uint32(0), Uint32(0)
     return again, pick(ties > 0, tied, low), pick(ties > 0, low, Uint32(0))
 
 
 @cute.jit
-def chosen(key: Uint32, column: Int32, low: Uint32, low_behind: Uint32, source: cutlass.Constexpr):
-    return (key > low) | ((key == low) & (behind(column, source) >= low_behind))
+def chosen(key: Uint32, column: Int32, low: Uint32, low_column: Uint32):
+    return (key > low) | ((key == low) & ((~column).bitcast(Uint32) >= low_column))
 
 
 # ------------------------------------------------------------------------------------------------ device: candidates
@@ -513,17 +431,28 @@ def hold(keys: cute.Tensor, source: cutlass.Constexpr, thread: Int32, geometry: 
     words.fill(0)
     for v in cutlass.range_constexpr(vectors):
         load_vector(words[None, v], source, own_vector(Int32(v), source, thread, geometry))
-    by_vector = cute.make_tensor(keys.iterator, cute.make_layout((geometry.per_vector, vectors)))
     for v in cutlass.range_constexpr(vectors):
-        keys_in(by_vector[None, v], words[None, v], own_vector(Int32(v), source, thread, geometry), source, geometry)
+        at = own_vector(Int32(v), source, thread, geometry)
+        for e in cutlass.range_constexpr(geometry.per_vector):
+            key, _ = key_in(words[None, v], at, e, source, geometry.bits)
+            keys[v * geometry.per_vector + e] = key
 
 
 @cute.jit
-def largest_of(keys: cute.Tensor, count: cutlass.Constexpr) -> Uint32:
+def least_of_largest(memory: cutlass.Constexpr, keys: cute.Tensor, thread: Int32, geometry: cutlass.Constexpr):
+    """The least of the threads' largest keys, at least 1: as many keys as there are threads are not below it. One
+    barrier."""
+    lane, warp = thread % WARP, thread // WARP
     largest = keys[0]
-    for j in cutlass.range_constexpr(1, count):
+    for j in cutlass.range_constexpr(1, geometry.held):
         largest = pick(keys[j] > largest, keys[j], largest)
-    return largest
+    least = cute.arch.warp_redux_sync(largest, "min")
+    if lane == 0:
+        memory.ends[warp] = least
+    cute.arch.sync_threads()
+    for i in cutlass.range_constexpr(WARPS):
+        least = pick(memory.ends[i] < least, memory.ends[i], least)
+    return pick(least > Uint32(1), least, Uint32(1))
 
 
 @cute.jit
@@ -532,56 +461,36 @@ def bound_of(memory: cutlass.Constexpr, source: cutlass.Constexpr, thread: Int32
     the slots hold the CTA's share of the row anyway."""
     bound = Uint32(1)
     each = cutlass.const_expr(geometry.per_vector)
-    if source.vectors > ((SLOTS - 1) // each) * geometry.threads * geometry.ctas:
+    if source.vectors > (SLOTS // each) * THREADS * geometry.ctas:
         count = cutlass.const_expr(SAMPLED * each)
-        keys = cute.make_rmem_tensor(cute.make_layout((each, SAMPLED)), Uint32)
+        keys = cute.make_rmem_tensor(count, Uint32)
         words = cute.make_rmem_tensor(cute.make_layout((4, SAMPLED)), Int32)
         words.fill(0)
-        lines = source.vectors // LINE
-        of_sample = cutlass.const_expr(SAMPLED * geometry.threads // LINE * geometry.ctas)
+        lines, of_sample = source.vectors // LINE, cutlass.const_expr(SAMPLED * THREADS // LINE * geometry.ctas)
         ats = []
         for v in cutlass.range_constexpr(SAMPLED):
-            s = v * geometry.threads + thread
+            s = v * THREADS + thread
             line = ((s // LINE) * geometry.ctas + source.rank).to(Int64) * lines.to(Int64) // of_sample
             ats.append(line.to(Int32) * LINE + s % LINE)
             load_vector(words[None, v], source, ats[v])
         for v in cutlass.range_constexpr(SAMPLED):
-            keys_in(keys[None, v], words[None, v], ats[v], source, geometry)
-        flat = cute.make_tensor(keys.iterator, cute.make_layout(count))
-        # As many keys as there are threads are not below the least of the threads' largest.
-        largest = largest_of(flat, count)
-        low, largest = block_ends(memory, pick(largest > Uint32(1), largest, Uint32(1)), largest, thread)
-        expected = Float32(geometry.k * SAMPLED * geometry.threads) / Float32(source.vectors)
+            for e in cutlass.range_constexpr(each):
+                key, _ = key_in(words[None, v], ats[v], e, source, geometry.bits)
+                keys[v * each + e] = key
+        expected = Float32(geometry.k * SAMPLED * THREADS) / Float32(source.vectors)
         need = Int32(expected + 4.0 * cute.math.sqrt(expected)) + 4
-        enough, width, searching = need // 4, width_of(largest - low), Int32(1)
-        if need > geometry.threads:
-            low, width = Uint32(1), Int32(32)
-        bins = address_of(memory.bins, Int32(0))
+        enough, low, width, searching = need // 4, Uint32(0), Int32(32), Int32(1)
         while searching > 0:
             shift = cutlass.max(width - DIGIT, 0)
             for j in cutlass.range_constexpr(count):
-                count_one(bins, flat[j], low, span_of(width, low), shift)
+                count_one(memory, keys[j], low, width, shift, Uint32(1))
             bin_, above, inside = find_bin(memory, source, need, thread, True, geometry)
-            low, width = low + (cutlass.max(bin_, 0).bitcast(Uint32) << Uint32(shift)), cutlass.max(shift, 1)
             need = need - above
+            low, width = low + (cutlass.max(bin_, 0).bitcast(Uint32) << Uint32(shift)), shift
             if (inside <= enough) | (shift == 0) | (bin_ < 0):
                 searching = Int32(0)
-        bound = low
+        bound = pick(low > Uint32(1), low, Uint32(1))
     return bound
-
-
-@cute.jit
-def take(to: Int32, value: Float32, column: Int32, bound: Float32, geometry: cutlass.Constexpr) -> Int32:
-    """Puts a logit that is not below the bound, and its column, into the slot at `to`; gives where the next one is.
-    Without a branch."""
-    slot = cutlass.const_expr(geometry.threads * 4)
-    return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ge.f32 p, {$r1}, {$r2}; @p st.shared.b32 [{$r0}], {$r1}; "
-        f"@p st.shared.b32 [{{$r0}} + {(SLOTS + SPARE) * slot}], {{$r3}}; mov.b32 {{$w0}}, {{$r0}}; "
-        f"@p add.u32 {{$w0}}, {{$w0}}, {slot}; }}",
-        write_only_types=[Int32],
-        read_only_args=[to, value, bound, column],
-    )
 
 
 @cute.jit
@@ -589,65 +498,33 @@ def stream(
     memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, bound: Uint32, thread: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Fills a thread's keys with those of its logits that are not below the bound, and its slots with their columns.
-    Gives (how many a thread of the warp has at most, whether a thread of the CTA has too many). One barrier."""
-    words = cute.make_rmem_tensor(cute.make_layout((4, VECTORS)), Int32)
-    blocks = (source.vectors + geometry.threads * geometry.ctas - 1) // (geometry.threads * geometry.ctas)
-    start = address_of(memory.values, thread)
-    to, last = start, start + SLOTS * geometry.threads * 4
-    if bound > Uint32(LOWEST):
-        least = value_of(bound)
-        for i in cutlass.range(0, blocks, VECTORS, unroll=1):
-            for v in cutlass.range_constexpr(VECTORS):
-                load_vector(words[None, v], source, own_vector(i + v, source, thread, geometry))
-            for v in cutlass.range_constexpr(VECTORS):
-                at = own_vector(i + v, source, thread, geometry)
-                column = source.first + at * geometry.per_vector
-                if (at == 0) | (at >= source.vectors - 1):
-                    mask_edge(words[None, v], column, source, geometry)
-                to = cutlass.min(to, last)
-                for e in cutlass.range_constexpr(geometry.per_vector):
-                    if cutlass.const_expr(e == 4):
-                        to = cutlass.min(to, last)
-                    to = take(to, logit_in(words[None, v], e, geometry.bits), column + e, least, geometry)
-    else:
-        # All, NaN too, are not below the bound.
-        for i in cutlass.range(0, blocks, 1, unroll=1):
-            at = own_vector(i, source, thread, geometry)
-            words.fill(0)
-            load_vector(words[None, 0], source, at)
+    """Fills a thread's keys with those of its logits that are not below the bound, and its slots with their columns;
+    gives whether a thread of the CTA has more of them than slots. One barrier."""
+    words, ahead = [cute.make_rmem_tensor(cute.make_layout((4, VECTORS)), Int32) for _ in range(2)]
+    words.fill(0)
+    ahead.fill(0)
+    blocks = (source.vectors + THREADS * geometry.ctas - 1) // (THREADS * geometry.ctas)
+    for v in cutlass.range_constexpr(VECTORS):
+        load_vector(words[None, v], source, own_vector(Int32(v), source, thread, geometry))
+    count = Int32(0)
+    for i in cutlass.range(0, blocks, VECTORS, unroll=1):
+        for v in cutlass.range_constexpr(VECTORS):
+            load_vector(ahead[None, v], source, own_vector(i + VECTORS + v, source, thread, geometry))
+        for v in cutlass.range_constexpr(VECTORS):
+            at = own_vector(i + v, source, thread, geometry)
             for e in cutlass.range_constexpr(geometry.per_vector):
-                column = source.first + at * geometry.per_vector + e
-                to = cutlass.min(to, last)
-                if (at < source.vectors) & (column >= source.start) & (column < source.end):
-                    finite = cute.arch.fmax(logit_in(words[None, 0], e, geometry.bits), Float32(-math.inf))
-                    to = take(to, finite, column, Float32(-math.inf), geometry)
-    # A barrier too, which keeps what is read below behind what was put there.
-    bad = named_any(0, geometry.threads, to >= last)
-    count = (cutlass.min(to, last) - start) // (geometry.threads * 4)
-    most = cute.arch.warp_redux_sync(count, "max")
-    for first in cutlass.range_constexpr(0, SLOTS, CHUNK):
-        for j in cutlass.range_constexpr(first, min(first + CHUNK, SLOTS)):
-            keys[j] = Uint32(0)
-        if most > first:
-            for j in cutlass.range_constexpr(first, min(first + CHUNK, SLOTS)):
-                key = key_of(memory.values[j * geometry.threads + thread])
-                keys[j] = pick(count > j, key, Uint32(0))
-    return most, bad
-
-
-@cute.jit
-def mask_edge(words: cute.Tensor, column: Int32, source: cutlass.Constexpr, geometry: cutlass.Constexpr):
-    """Makes NaN, which is not above any bound, of the logits of a vector that are out of range. column: its first."""
-    for i in cutlass.range_constexpr(4):
-        if cutlass.const_expr(geometry.bits == 32):
-            if (column + i < source.start) | (column + i >= source.end):
-                words[i] = Int32(0x7FC00000)
-        else:
-            for half in cutlass.range_constexpr(2):
-                at = column + 2 * i + half
-                if (at < source.start) | (at >= source.end):
-                    words[i] = words[i] | (0x7FC00000 if half else 0x7FC0)
+                key, column = key_in(words[None, v], at, e, source, geometry.bits)
+                if key >= bound:
+                    if count < SLOTS:
+                        memory.keys[count * THREADS + thread] = key
+                        memory.columns[count * THREADS + thread] = column
+                    count = count + 1
+        cute.autovec_copy(ahead, words)
+    for j in cutlass.range_constexpr(SLOTS):
+        keys[j] = Uint32(0)
+        if j < count:
+            keys[j] = memory.keys[j * THREADS + thread]
+    return named_any(0, THREADS, count > SLOTS)
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -661,70 +538,60 @@ def index_of(column: Int32, table: cute.Tensor | None, row: Int32, geometry: cut
 
 
 @cute.jit
-def put_again(
-    memory: cutlass.Constexpr, place: Int32, source: cutlass.Constexpr, low: Uint32, low_behind: Uint32, thread: Int32,
-    puts: cutlass.Constexpr, geometry: cutlass.Constexpr,
-) -> Int32:  # fmt: skip
-    """Reads the row again; gives the place behind a thread's chosen columns, which with `puts` are put from `place` on
-    into the memory of the bins."""
-    words, keys = cute.make_rmem_tensor(cute.make_layout(4), Int32), cute.make_rmem_tensor(geometry.per_vector, Uint32)
-    blocks = (source.vectors + geometry.threads * geometry.ctas - 1) // (geometry.threads * geometry.ctas)
-    for i in cutlass.range(0, blocks, 1, unroll=1):
-        at = own_vector(i, source, thread, geometry)
-        words.fill(0)
-        load_vector(words, source, at)
-        keys_in(keys, words, at, source, geometry)
-        for e in cutlass.range_constexpr(geometry.per_vector):
-            column = source.first + at * geometry.per_vector + e
-            if chosen(keys[e], column, low, low_behind, source):
-                if cutlass.const_expr(puts):
-                    memory.bins[place] = column
-                place = place + 1
-    return place
-
-
-@cute.jit
 def write(
-    memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, again: Boolean, low: Uint32,
-    low_behind: Uint32, table: cute.Tensor | None, indices: cute.Tensor, row: Int32, thread: Int32,
+    memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, again: Boolean, low: Uint32,
+    low_column: Uint32, table: cute.Tensor | None, indices: cute.Tensor, row: Int32, thread: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Writes the indices of what is chosen: a CTA's behind those of the CTAs in front of it. They are put in order in
     the memory of the bins."""
-    bits, count = Int32(0), Int32(0)
+    count = Int32(0)
+    blocks = (source.vectors + THREADS * geometry.ctas - 1) // (THREADS * geometry.ctas)
+    words = cute.make_rmem_tensor(cute.make_layout(4), Int32)
     if again:
-        count = put_again(memory, count, source, low, low_behind, thread, False, geometry)
+        for i in cutlass.range(0, blocks, 1, unroll=1):
+            at = own_vector(i, source, thread, geometry)
+            words.fill(0)
+            load_vector(words, source, at)
+            for e in cutlass.range_constexpr(geometry.per_vector):
+                key, column = key_in(words, at, e, source, geometry.bits)
+                count = count + Int32(chosen(key, column, low, low_column))
     else:
         for j in cutlass.range_constexpr(geometry.candidates):
-            bits = bits | (Int32(keys[j] > low) << j)
-            if keys[j] == low:
+            if keys[j] >= low:
                 column = column_of(j, memory, source, thread, geometry)
-                bits = bits | (Int32(chosen(keys[j], column, low, low_behind, source)) << j)
-        count = cute.arch.popc(bits)
-    place, total = block_sum(Int32(count), memory, thread)
+                count = count + Int32(chosen(keys[j], column, low, low_column))
+    place, total = block_sum(count, memory, thread)
     base = Int32(0)
     if cutlass.const_expr(geometry.ctas > 1):
         if thread == 0:
-            memory.shared[3] = total.bitcast(Uint32)
+            memory.shared[2] = total.bitcast(Uint32)
         meet(geometry)
-        its = of_each(memory, 3, thread, geometry).bitcast(Int32)
-        lane = thread % WARP
-        base = cute.arch.warp_redux_sync(cutlass.select_(lane < source.rank, its, Int32(0)), "add")
-        cute.arch.cluster_arrive()
+        for other in cutlass.range_constexpr(geometry.ctas):
+            its = read_other(of_other(address_of(memory.shared, Int32(2)), Int32(other)))
+            base = base + cutlass.select_(source.rank > other, its, Int32(0))
     if again:
-        place = put_again(memory, place, source, low, low_behind, thread, True, geometry)
+        for i in cutlass.range(0, blocks, 1, unroll=1):
+            at = own_vector(i, source, thread, geometry)
+            words.fill(0)
+            load_vector(words, source, at)
+            for e in cutlass.range_constexpr(geometry.per_vector):
+                key, column = key_in(words, at, e, source, geometry.bits)
+                if chosen(key, column, low, low_column):
+                    memory.bins[place] = column
+                    place = place + 1
     else:
-        for first in cutlass.range_constexpr(0, geometry.candidates, CHUNK):
-            if most > first:
-                for j in cutlass.range_constexpr(first, min(first + CHUNK, geometry.candidates)):
-                    if (bits >> j) & 1 > 0:
-                        memory.bins[place] = column_of(j, memory, source, thread, geometry)
-                    place = place + ((bits >> j) & 1)
+        for j in cutlass.range_constexpr(geometry.candidates):
+            if keys[j] >= low:
+                column = column_of(j, memory, source, thread, geometry)
+                if chosen(keys[j], column, low, low_column):
+                    memory.bins[place] = column
+                    place = place + 1
     cute.arch.sync_threads()
-    for i in cutlass.range(thread, total, geometry.threads, unroll=1):
+    for i in cutlass.range(thread, total, THREADS, unroll=1):
         indices[row, base + i] = index_of(memory.bins[i], table, row, geometry)
     if cutlass.const_expr(geometry.ctas > 1):
-        cute.arch.cluster_wait()  # a CTA's shared memory is there until the others have read its count
+        meet(geometry)  # a CTA's shared memory is there until the others have read its count
 
 
 @cute.kernel
@@ -742,8 +609,8 @@ def topk(
     storage = SmemAllocator().allocate(shared_storage(geometry))
     memory = memory_in(storage, geometry)
     row, rank = block // geometry.ctas, block % geometry.ctas
-    for i in cutlass.range_constexpr(geometry.own_bins):
-        memory.bins[i * geometry.threads + thread] = Int32(0)
+    for i in cutlass.range_constexpr(OWN_BINS):
+        memory.bins[i * THREADS + thread] = Int32(0)
     cute.arch.sync_threads()
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
@@ -753,8 +620,7 @@ def topk(
         start = cutlass.max(starts[row], 0)
     count = cutlass.max(end - start, 0)
     if count <= geometry.k:
-        all_threads = cutlass.const_expr(geometry.threads * geometry.ctas)
-        for i in cutlass.range(rank * geometry.threads + thread, geometry.k, all_threads, unroll=1):
+        for i in cutlass.range(rank * THREADS + thread, geometry.k, THREADS * geometry.ctas, unroll=1):
             index = Int32(-1)
             if i < count:
                 index = index_of(start + i, table, row, geometry)
@@ -768,21 +634,13 @@ def topk(
         keys = cute.make_rmem_tensor(geometry.candidates, Uint32)
         if cutlass.const_expr(geometry.held > 0):
             hold(keys, source, thread, geometry)
-            most, least, largest = Int32(geometry.held), Uint32(1), largest_of(keys, geometry.held)
-            if cutlass.const_expr(geometry.group > 0):
-                least = Uint32(0xFFFFFFFF)
-                for first in cutlass.range_constexpr(0, geometry.held, geometry.group):
-                    group = cute.make_tensor(keys.iterator + first, cute.make_layout(geometry.group))
-                    its = largest_of(group, geometry.group)
-                    least = pick(its < least, its, least)
-            bad = vectors > geometry.held // geometry.per_vector * geometry.threads * geometry.ctas
-            floor, largest = block_ends(memory, pick(least > Uint32(1), least, Uint32(1)), largest, thread)
+            floor = least_of_largest(memory, keys, thread, geometry)
+            bad = vectors > geometry.held // geometry.per_vector * THREADS * geometry.ctas
         else:
             floor = bound_of(memory, source, thread, geometry)
-            most, bad = stream(memory, keys, source, floor, thread, geometry)
-            _, largest = block_ends(memory, floor, largest_of(keys, SLOTS), thread)
-        again, low, low_behind = kth(memory, keys, most, source, floor, largest, bad, thread, geometry)
-        write(memory, keys, most, source, again, low, low_behind, table, indices, row, thread, geometry)
+            bad = stream(memory, keys, source, floor, thread, geometry)
+        again, low, low_column = kth(memory, keys, source, floor, bad, thread, geometry)
+        write(memory, keys, source, again, low, low_column, table, indices, row, thread, geometry)
 
 
 topk.set_name_prefix("topk_v1", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -804,7 +662,7 @@ def launch_topk(
     flat = cute.make_tensor(ends.iterator, cute.make_layout((rows,)))
     topk(logits, starts, flat, table, indices, geometry).launch(
         grid=(rows * geometry.ctas, 1, 1),
-        block=(geometry.threads, 1, 1),
+        block=(THREADS, 1, 1),
         cluster=(geometry.ctas, 1, 1) if geometry.ctas > 1 else None,
         stream=stream_,
         min_blocks_per_mp=geometry.resident,
@@ -826,32 +684,26 @@ def takes(pd: TopkProblem) -> Verdict:
 @dataclass(frozen=True)
 class TopkTiling(Tiling):
     """ctas: of a row, a cluster; 0: as many as fill the device with rows of the problem's length. held: whether rows
-    that registers hold are held there. threads: of a CTA that holds its row, 256 or 512; 0: 256 for many rows that so
-    many hold."""
-
-    # The name of what is compiled says what they come to.
-    launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held", "threads")
+    that registers hold are held there."""
 
     ctas: int = 0
     held: bool = True
-    threads: int = 0
 
     def validate(self, pd: TopkProblem, device: Device | None = None) -> Verdict:
         if self.ctas not in (0, *CLUSTERS):
             return Verdict.no(f"ctas = {self.ctas} must be 0 or one of {', '.join(map(str, CLUSTERS))}")
-        if self.threads not in (0, *THREADS):
-            return Verdict.no(f"threads = {self.threads} must be 0 or one of {', '.join(map(str, THREADS))}")
         return takes(pd)
 
-    def geometry(self, pd: TopkProblem, rows: int, t: int, sms: int) -> Geometry:
-        """For rows of up to t logits."""
+    def ctas_of(self, rows: int, t: int, sms: int) -> int:
+        """How many CTAs take a row of up to t logits."""
+        if self.ctas:
+            return self.ctas
         most = min(sms // max(rows, 1), -(-t // LEAST_SHARE))
-        ctas = self.ctas or max(x for x in CLUSTERS if x <= max(most, 1))
-        few, many = THREADS
-        threads = self.threads or (few if ctas == 1 and t <= few * max(HELD) else many)
-        held = next((x for x in HELD if self.held and t <= x * threads * ctas), 0)
-        bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0
-        return Geometry(pd.topk, bits, s, ctas, held, threads if held else many)
+        return max(x for x in CLUSTERS if x <= max(most, 1))
+
+    def held_of(self, t: int, ctas: int) -> int:
+        """How many logits of rows of up to t a thread holds; 0: they are streamed."""
+        return next((x for x in HELD if self.held and t <= x * THREADS * ctas), 0)
 
 
 class TopkPlan(KernelPlan):
@@ -867,8 +719,7 @@ class TopkPlan(KernelPlan):
         return TopkTiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        held = [TopkTiling(ctas, threads=threads) for threads in THREADS for ctas in CLUSTERS]
-        return [TopkTiling(), *held, TopkTiling(1, held=False), TopkTiling(8, held=False)]
+        return [TopkTiling(), *(TopkTiling(x) for x in CLUSTERS), TopkTiling(1, held=False), TopkTiling(8, held=False)]
 
     def plan(self, *inputs: Any) -> CuteKernel:
         rows = len(inputs[0])
@@ -886,7 +737,9 @@ class TopkPlan(KernelPlan):
     def _make(self, inputs: Any, outputs: Any) -> CuteKernel:
         pd = self.problem
         rows, t = inputs[0].shape if inputs else (pd.rows, pd.t)
-        geometry = self.tiling.geometry(pd, rows, t, host.target(self).num_sms)
+        ctas = self.tiling.ctas_of(rows, t, host.target(self).num_sms)
+        bits = 32 if pd.dtype == "fp32" else 16
+        geometry = Geometry(pd.topk, bits, pd.s if pd.table else 0, ctas, self.tiling.held_of(t, ctas))
         given: tuple[Any, ...] = ()
         if inputs:
             if pd.table:
@@ -905,5 +758,5 @@ class TopkPlan(KernelPlan):
             table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4) if pd.table else None
             return rows_apart, starts, ends, table, host.fake(Int32, n, pd.topk, align=4), geometry
 
-        name = f"topk_v1_{geometry.ctas}_{geometry.held}_{geometry.threads}"
+        name = f"topk_v1_{ctas}_{geometry.held}"
         return host.stage(self, topk, launch_topk, name, arguments, given, inputs, outputs)

@@ -27,11 +27,13 @@ flash_mla_lib    built from a checkout (--flash-mla), for sm_90a, by its     3.5
                  GPU machine's torch, so it is mostly run there
 deep_gemm        built from a checkout (--deep-gemm) in the same way; it    2 MB
                  compiles its kernels with nvcc when they are first called
+flashinfer_topk  sources in FlashInfer's wheel, built here as above          0.4 MB
+sglang_topk      sources in SGLang's wheel (39 MB), built here with nvcc     0.2 MB
 tilelang_mla     tilelang's wheel (45 MB), what it imports, and one file     32 MB
                  out of its source archive (92 MB, downloaded once); it
                  compiles on the GPU machine, which needs nvcc
 quack_rmsnorm    quack-kernels; CuTe DSL is not included                     0.5 MB
-cudnn_sdpa, cublas_bmm, torch_compile_rmsnorm, torch_compile_rope_append,
+cudnn_sdpa, cublas_bmm, torch_topk, torch_compile_rmsnorm, torch_compile_rope_append,
 torch_compile_merge_partials, torch_compile_mla_layer                      nothing: they are in torch
 flash_mla_layer                                                            nothing: flash_mla_lib, or flash_mla_vllm
 flash_mla_sparse, fa3_sparse, flashinfer_sparse            nothing: flash_mla_lib; fa3_qv; flashinfer_fa3
@@ -113,6 +115,27 @@ TILELANG = {
 #: What compiling with TileLang does not read.
 TILELANG_SKIPS = ("tilelang/3rdparty/tvm/src/", "z3/include/")
 
+#: A function in C around FlashInfer's top-k, whose own interface needs headers of random numbers.
+FLASHINFER_TOPK = """
+#include <flashinfer/math.cuh>
+#include <flashinfer/topk.cuh>
+using namespace flashinfer::sampling;
+extern "C" int flashinfer_topk(float* rows, int32_t* lengths, const int32_t* offsets, int32_t* indices, void* states,
+                               int32_t n, int32_t columns, int32_t k, void* stream) {
+  return TopKRaggedTransformDispatch<float, int32_t>(rows, indices, offsets, lengths, nullptr, n, k, columns,
+      static_cast<RadixRowState*>(states), false, TopKTieBreak::None, static_cast<cudaStream_t>(stream));
+}
+"""
+#: SGLang's top-k as a module for TVM-FFI, as its own loader makes one. That asks the GPU how many clusters of 16 CTAs
+#: it runs at once; it is 8 here (an H200 has 8 GPCs of at least 16 SMs), and launches of more wait for each other.
+SGLANG_TOPK = """
+#include <tvm/ffi/function.h>
+#include "deepseek_v4/topk_v2.cuh"
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk_transform_paged, sglang::TopKKernel<true>::transform_paged);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk_transform_ragged, sglang::TopKKernel<true>::transform_ragged);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk_plan, sglang::TopKKernel<true>::plan);
+"""
+
 SOURCES: dict[str, Source] = {
     "flash_mla_vllm": Source(("vllm",), (("vllm/_flashmla_C.abi3.so", "vllm/_flashmla_C.abi3.so"),)),
     "fa3_qv": Source(
@@ -122,6 +145,8 @@ SOURCES: dict[str, Source] = {
     "fa4": Source(("flash-attn-4", "quack-kernels", "einops")),
     "flashinfer_fa3": Source(("flashinfer-python", "apache-tvm-ffi"), builder="flashinfer"),
     "flashinfer_fa2": Source(("flashinfer-python", "apache-tvm-ffi"), builder="flashinfer"),
+    "flashinfer_topk": Source(("flashinfer-python", "apache-tvm-ffi"), builder="flashinfer_topk"),
+    "sglang_topk": Source(("sglang", "apache-tvm-ffi"), builder="sglang_topk"),
     "flash_mla_lib": Source(builder="flash_mla"),
     "deep_gemm": Source(builder="deep_gemm"),
     "tilelang_mla": Source(
@@ -144,6 +169,7 @@ SOURCES: dict[str, Source] = {
     "flashinfer_rmsnorm": Source(),
     "flashinfer_rope_append": Source(),
     "flashinfer_ragged": Source(),
+    "torch_topk": Source(),
 }
 
 
@@ -320,20 +346,27 @@ class Fetcher:
             mark.touch()
         return target
 
-    def _flashinfer_data(self) -> Path:
-        data = "flashinfer/data/"
-        parts = ("csrc/batch_mla", "csrc/tvm_ffi_utils.h", "include/", "cutlass/include/", "cccl/", "spdlog/include/")
-        return self._unpacked(self.wheel("flashinfer-python"), [data + x for x in parts]) / data
-
-    def _build_flashinfer(self, peer: str) -> None:
-        self._nvcc()
-        backend = peer.rsplit("_", 1)[1]
-        data = self._flashinfer_data()
+    def _flashinfer_sources(self) -> tuple[Path, list[str]]:
+        """FlashInfer's sources, and the flags that find its headers. What loads the results is put into the folder."""
+        names = ("csrc/batch_mla", "csrc/tvm_ffi_utils.h", "include/", "cutlass/include/", "cccl/", "spdlog/include/")
+        root = self._unpacked(self.wheel("flashinfer-python"), [f"flashinfer/data/{x}" for x in names])
+        data = root / "flashinfer/data"
         loader = self._unpacked(self.wheel("apache-tvm-ffi"), ["tvm_ffi/"])
         # What is only needed for building stays here.
         skip = shutil.ignore_patterns("include", "3rdparty", "src", "share", "cython")
         shutil.copytree(loader / "tvm_ffi", self.folder / "fallback/tvm_ffi", ignore=skip, dirs_exist_ok=True)
-        ffi = loader / "tvm_ffi/include"
+        # First the vendored CCCL: the toolkit's own may be too old.
+        cccl = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust")
+        folders = [*(data / x for x in cccl), loader / "tvm_ffi/include", data / "include", data / "csrc"]
+        folders += [data / "cutlass/include", data / "spdlog/include"]
+        flags = ["-std=c++17", "--expt-relaxed-constexpr", "-static-global-template-stub=false"]
+        flags += ["-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_F16"]
+        return data, [*flags, *(word for x in folders for word in ("-I", str(x)))]
+
+    def _build_flashinfer(self, peer: str) -> None:
+        self._nvcc()
+        backend = peer.rsplit("_", 1)[1]
+        data, flags = self._flashinfer_sources()
         kind = "_sm90" if backend == "fa3" else ""
         config = (data / "csrc/batch_mla_config.jinja").read_text(encoding="utf-8")
         bf16 = "__nv_bfloat16"
@@ -344,19 +377,36 @@ class Fetcher:
             config = config.replace("{{ " + key + " }}", value)
         if "{{" in config:
             raise UserError("FlashInfer's batch_mla_config.jinja has fields that this script does not know.")
-        # First the vendored CCCL: the toolkit's own may be too old.
-        cccl = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust")
-        folders = [*(data / x for x in cccl), ffi, data / "include", data / "csrc", data / "cutlass/include"]
         with tempfile.TemporaryDirectory() as work:
             (Path(work) / f"batch_mla{kind}_config.inc").write_text(config, encoding="utf-8")
             sources = [data / f"csrc/batch_mla{kind}_{part}.cu" for part in ("plan", "run", "binding")]
-            flags = ["-std=c++17", "--expt-relaxed-constexpr", "-static-global-template-stub=false"]
-            flags += ["-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_F16", "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"]
+            flags += ["-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"]
             flags += ["-DFLASHINFER_ENABLE_FP8_E4M3", "-DFLASHINFER_ENABLE_FP8_E5M2"]
-            flags += ["-DFLASHINFER_ENABLE_FP8_E8M0", "-DFLASHINFER_ENABLE_FP4_E2M1"]
-            flags += ["-I", work, *(word for x in (*folders, data / "spdlog/include") for word in ("-I", str(x)))]
+            flags += ["-DFLASHINFER_ENABLE_FP8_E8M0", "-DFLASHINFER_ENABLE_FP4_E2M1", "-I", work]
             version = self.lock["flashinfer-python"]["version"]
             self._build(f"flashinfer/batch_mla_{backend}.so", sources, flags, version, "flashinfer-python")
+
+    def _build_flashinfer_topk(self, peer: str) -> None:
+        self._nvcc()
+        _, flags = self._flashinfer_sources()
+        self._build_text("flashinfer/topk.so", FLASHINFER_TOPK, flags, "flashinfer-python")
+
+    def _build_sglang_topk(self, peer: str) -> None:
+        self._nvcc()
+        jit = "sglang/kernels/jit/"
+        sources = self._unpacked(self.wheel("sglang"), [f"{jit}include/", f"{jit}csrc/deepseek_v4/"]) / jit
+        loader = self._unpacked(self.wheel("apache-tvm-ffi"), ["tvm_ffi/"])
+        folders = (loader / "tvm_ffi/include", sources / "include", sources / "csrc")
+        flags = ["-std=c++20", "--expt-relaxed-constexpr", "-DSGL_CUDA_ARCH=900", "-DSGL_TOPK_V2_MAX_C16_OCC1=8"]
+        flags += [word for x in folders for word in ("-I", str(x))]
+        self._build_text("sglang/topk.so", SGLANG_TOPK, flags, "sglang")
+
+    def _build_text(self, relative: str, text: str, flags: Sequence[str], wheel: str) -> None:
+        """One shared object from a source of ours that includes those of a wheel."""
+        with tempfile.TemporaryDirectory() as work:
+            source = Path(work) / "topk.cu"
+            source.write_text(text, encoding="utf-8")
+            self._build(relative, [source], flags, self.lock[wheel]["version"], wheel)
 
     def _build_tilelang(self, peer: str) -> None:
         given = self.options.tilelang_example

@@ -237,6 +237,7 @@ def test_what_cannot_be_had_is_left_out_with_its_reason(script: ModuleType, worl
         "flashinfer_rmsnorm",
         "flashinfer_rope_append",
         "flashinfer_ragged",
+        "torch_topk",
     ]
     assert "no-such-nvcc" in result["flashinfer_fa3"]
     assert "name it with --flash-mla" in result["flash_mla_lib"]

@@ -257,3 +257,13 @@ def test_the_frame_is_flat() -> None:
     assert json.loads(frame.iloc[1]["problem_lengths"]) == [5, 9]
     assert not any(isinstance(value, dict | list) for column in frame for value in frame[column])
     assert to_frame([]).empty
+
+
+def test_errors_have_the_names_of_a_workloads_outputs() -> None:
+    """Outputs of the indexer's workloads are none called out: a record keeps their names, and lists show the first."""
+    record = point(error={"codes": 0.5, "scales": 0.25})
+    assert record.error is not None and record.error.first == 0.5
+    kept = json.loads(record.to_json())["error"]
+    assert kept == {"codes": 0.5, "scales": 0.25} and Record.model_validate_json(record.to_json()) == record
+    attention = point().error
+    assert attention is not None and attention.first == attention.out == 0.002

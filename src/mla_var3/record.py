@@ -111,12 +111,18 @@ class RunLimits(_Part):
 
 
 class Error(_Part):
-    """Of each output: the relative (Frobenius) error where rows are judged (out), else the largest one (lse, of
-    attention): absolute where the reference is below 1, relative to it elsewhere. It was absolute everywhere in records
-    made before checks had logits of millions."""
+    """Of each output, by its name: the relative (Frobenius) error where rows are judged (out), else the largest one
+    (lse, of attention; logits; indices): absolute where the reference is below 1, relative to it elsewhere. It was
+    absolute everywhere in records made before checks had logits of millions."""
 
-    out: float
+    out: float | None = None
     lse: float | None = None
+
+    @property
+    def first(self) -> float:
+        """Of the workload's first output."""
+        named = next(iter((self.model_extra or {}).values()), math.nan)
+        return float(named) if self.out is None else self.out
 
 
 class Source(_Part):

@@ -16,11 +16,12 @@ from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.workload import indexer_logits, topk
+from mla_var3.workload.index_append import IndexAppendProblem
 from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK = "cute-dsl/mqa_logits_v1", "cute-dsl/topk"
+LOGITS, TOPK, TOPK_V1 = "cute-dsl/mqa_logits_v1", "cute-dsl/topk", "cute-dsl/topk_v1"
 
 
 def plan_type(label: str) -> Any:
@@ -37,13 +38,16 @@ def plan_type(label: str) -> Any:
         (LOGITS, IndexerLogitsProblem(s=3)),
         (LOGITS, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
         (TOPK, TopkProblem(b=1)),
+        (TOPK_V1, TopkProblem(b=1)),
+        (TOPK_V1, TopkProblem(b=4096)),
+        (TOPK_V1, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
-    assert made.resources.spill_bytes <= (64 if label == TOPK else 0)
+    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V1) else 0)
     assert made.resources.smem <= H200.smem_per_block
 
 
@@ -116,6 +120,21 @@ def test_few_long_rows_are_cut_and_many_are_not() -> None:
     assert TopkTiling(8).slices_of(4096, 65536, 132) == 8
 
 
+def test_few_long_rows_are_a_clusters_and_many_are_a_ctas() -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v1.topk_v1 import TopkTiling
+
+    def made(rows: int, t: int, **knobs: Any) -> tuple[int, int]:
+        """CTAs of a row, logits of a thread."""
+        tiling = TopkTiling(**knobs)
+        ctas = tiling.ctas_of(rows, t, 132)
+        return ctas, tiling.held_of(t, ctas)
+
+    assert [made(1, t) for t in (4096, 8192, 131072, 262144, 1 << 20)] == [(1, 8), (2, 8), (16, 16), (16, 32), (16, 0)]
+    assert [made(rows, 65536) for rows in (8, 16, 33, 64, 132)] == [(16, 8), (8, 16), (4, 32), (2, 0), (1, 0)]
+    assert [made(4096, t) for t in (8192, 8193, 16384, 16385)] == [(1, 16), (1, 32), (1, 32), (1, 0)]
+    assert made(4096, 8192, ctas=8, held=False) == (8, 0)
+
+
 def test_refusals_say_why() -> None:
     logits, chooses = plan_type(LOGITS), plan_type(TOPK)
     assert "an indexer of 16, 32, 64 heads is taken" in logits.requires.accepts(IndexerLogitsProblem(heads=48)).reason
@@ -129,6 +148,11 @@ def test_refusals_say_why() -> None:
     assert "ended in a launch failure" in tiling(consumers=3).validate(IndexerLogitsProblem()).reason
     assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "slices = 65" in chooses.tiling_type(65).validate(TopkProblem()).reason
+    clusters = plan_type(TOPK_V1)
+    assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in clusters.tiling_type(3).validate(TopkProblem()).reason
+    assert "at most 2,048 are chosen" in clusters.requires.accepts(TopkProblem(topk=2049)).reason
+    append = plan_type("cute-dsl/index_append")
+    assert "scales that are no powers of two" in append.requires.accepts(IndexAppendProblem(powers=False)).reason
     problem = IndexerLogitsProblem(b=2, t=100)
     q, cache, weights, ends, table = indexer_logits.make_inputs(problem)
     wider = cache.new_zeros(cache.numel() + 8 * len(cache))
@@ -140,7 +164,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V1, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan = plan_type(label)
     for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
@@ -155,6 +179,11 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == "triton/mqa_logits"
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
-    assert choose(TopkProblem(), H200).kernel.label == TOPK
+    picked = {
+        (b, t): choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 16385), (256, 4096), (255, 16384))
+    }
+    assert list(picked.values()) == [TOPK_V1, TOPK_V1, TOPK]
+    assert choose(TopkProblem(b=4096, dtype="bf16"), H200).kernel.label == TOPK
+    assert choose(IndexAppendProblem(), H200).kernel.label == "cute-dsl/index_append"
     with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):
         choose(TopkProblem(topk=4096), H200)

@@ -10,11 +10,13 @@ import pytest
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.workload import topk
+from mla_var3.workload.index_append import IndexAppendProblem
 from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 from mla_var3.workload.topk import TopkProblem
 
 pytestmark = pytest.mark.gpu
 
+CHOOSES = "cute-dsl/topk_v1"
 LOGITS = [
     IndexerLogitsProblem(b=1, s=513, t=3000, table=False),
     IndexerLogitsProblem(b=3, s=100, t=1000, heads=32, table=False, dtype="bf16"),
@@ -56,19 +58,20 @@ def test_logits_are_right(label: str, problem: Any) -> None:
 
 
 @pytest.mark.parametrize("problem", TOPK, ids=lambda p: p.label)
-def test_topk_is_right(problem: Any) -> None:
-    right(planned("cute-dsl/topk", problem))
+@pytest.mark.parametrize("label", ["cute-dsl/topk", CHOOSES])
+def test_topk_is_right(label: str, problem: Any) -> None:
+    right(planned(label, problem))
 
 
 @pytest.mark.parametrize("problem", [LOGITS[0], LOGITS[4], TOPK[1], TOPK[3]], ids=lambda p: p.label)
 def test_every_tiling_is_right(problem: Any) -> None:
-    plan = planned("cute-dsl/topk" if problem.workload == "topk" else "cute-dsl/mqa_logits_v1", problem)
+    plan = planned(CHOOSES if problem.workload == "topk" else "cute-dsl/mqa_logits_v1", problem)
     for tiling in plan.autotune_configs():
         if tiling.validate(problem, plan.device):
             right(plan.with_tiling(tiling), ["own", "ragged", "odd", "shifted"])
 
 
-@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v1", "cute-dsl/topk"])
+@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v1", CHOOSES])
 def test_captured_call_follows_its_lengths(label: str) -> None:
     import torch
 
@@ -109,7 +112,7 @@ def test_a_thousand_problems_with_ties() -> None:
         for i in range(334):
             problem = TopkProblem(b=rng.choice((1, 2, 5, 40)), t=rng.randint(1, 3 * k + 5000), topk=k, lengths="ragged")
             inputs = topk.make_inputs(problem, "cuda", seed=i, dist=rng.choice(topk.DISTRIBUTIONS))
-            plan = planned("cute-dsl/topk", problem) if plan is None else plan.rebind(*inputs)
+            plan = planned(CHOOSES, problem) if plan is None else plan.rebind(*inputs)
             (found,), (want,) = plan.plan(*inputs)(), topk.reference(problem, *inputs)
             assert torch.equal(found.long().sort(1).values, want.sort(1).values), problem.label
 
@@ -121,8 +124,8 @@ def test_values_in_ascending_order_are_all_candidates() -> None:
     logits = torch.arange(problem.t, device="cuda", dtype=torch.float32).repeat(3, 1)
     logits[1] = -logits[1]
     zeros = torch.zeros(3, dtype=torch.int32, device="cuda")
-    for tiling in (None, 1, 64):
-        plan = planned("cute-dsl/topk", problem)
+    for tiling in (None, 1, 16):
+        plan = planned(CHOOSES, problem)
         plan = plan if tiling is None else plan.with_tiling(type(plan.tiling)(tiling))
         (found,) = plan.plan(logits, zeros, zeros + problem.t)()
         last = torch.arange(problem.t - problem.topk, problem.t, device="cuda", dtype=torch.int32)
@@ -168,3 +171,80 @@ def test_prefill_in_parts_is_prefill_at_once(monkeypatch: pytest.MonkeyPatch) ->
         rows = slice(0, 600 if most > 1 else 5)
         found = indexer_topk(q[rows], keys, weights[rows], ends[rows], 512, starts=starts[rows], scales=scales)
         assert torch.equal(found.long().sort(1).values, want[rows].sort(1).values)
+
+
+@pytest.mark.parametrize("fields", [{}, {"interleaved": True}, {"tokens": 9000}], ids=str)
+def test_keys_are_appended_to_the_byte(fields: dict[str, Any]) -> None:
+    plan = planned("cute-dsl/index_append", IndexAppendProblem(**fields))
+    for tiling in plan.autotune_configs():
+        right(plan.with_tiling(tiling))
+
+
+def test_rows_in_the_order_of_their_values_are_read_again() -> None:
+    """A sample of lines says nothing of rows whose lines differ from what is sampled: few candidates, or too many."""
+    import torch
+
+    t = 200_000
+    column = torch.arange(t, device="cuda")
+    sampled = (column // 32) * 256 // (t // 32)  # about which of 256 lines a sample takes is next
+    rows = torch.stack([
+        torch.where(column % 7 == 0, 1e30, column * 1e-3), torch.where(column < 3000, 5.0, 0.0),
+        torch.where(column >= t - 30_000, 5.0, -1.0), -column * 1.0, torch.sin(column * 1e-4),
+        torch.where((column // 32) % 3 == 0, 100.0, 0.0) + sampled * 1e-3,
+    ]).float()  # fmt: skip
+    zeros = torch.zeros(len(rows), dtype=torch.int32, device="cuda")
+    for k in (64, 2048):
+        problem = TopkProblem(b=len(rows), t=t, topk=k)
+        plan = planned(CHOOSES, problem)
+        (want,) = topk.reference(problem, rows, zeros, zeros + t)
+        for tiling in plan.autotune_configs():
+            (found,) = plan.with_tiling(tiling).plan(rows, zeros, zeros + t)()
+            assert torch.equal(found.long().sort(1).values, want.sort(1).values), (k, tiling)
+
+
+def microseconds(call: Any, times: int = 20) -> float:
+    """Of a call in a graph of so many, the least of five replays."""
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            call()
+    found = []
+    for _ in range(5):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        found.append(first.elapsed_time(last) * 1e3 / times)
+    return min(found)
+
+
+@pytest.mark.parametrize(("b", "t"), [(1, 131072), (4, 32768), (8, 32768)])
+def test_a_kernel_that_keeps_its_logits_would_gain_less_than_a_fifth_in_decode(b: int, t: int) -> None:
+    """The calculation of docs/serving.md with rates of this run. What one kernel for both could save of two is writing
+    and reading the logits, at the rate of a copy between tensors of their size, and the second launch, at what an empty
+    row's top-k takes behind the logits; the selection itself stays."""
+    import torch
+
+    from mla_var3.ops import indexer_logits, topk_indices
+    from mla_var3.workload import indexer_topk as workload
+
+    planned("cute-dsl/mqa_logits_v1", LOGITS[3])
+    q, cache, weights, ends, table = workload.make_inputs(workload.IndexerTopkProblem(b=b, t=t), "cuda", seed=1)
+    made = indexer_logits(q, cache, weights, ends, page_table=table)
+    other, none = torch.empty_like(made), torch.zeros_like(ends)
+
+    def logits() -> Any:
+        return indexer_logits(q, cache, weights, ends, page_table=table)
+
+    alone = microseconds(logits)
+    both = microseconds(lambda: topk_indices(logits(), ends, 2048, page_table=table))
+    empty = microseconds(lambda: topk_indices(logits(), none, 2048, page_table=table))
+    moved = microseconds(lambda: other.copy_(made))
+    saved = max(empty - alone, 0.0) + moved
+    assert alone < empty < both
+    assert both / (both - saved) < 1.2, (alone, empty, both, moved)

@@ -161,6 +161,14 @@ def _flashinfer(backend: str) -> Callable[[], Library | None]:
     return look
 
 
+def _flashinfer_topk() -> Library | None:
+    return _fetched("flashinfer_topk", "object", "flashinfer/topk.so")
+
+
+def _sglang_topk() -> Library | None:
+    return _fetched("sglang_topk", "module", "sglang/topk.so")
+
+
 def _fa4() -> Library | None:
     if not package_dirs("quack"):
         return None
@@ -264,6 +272,9 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "flashinfer_rope_append": _flashinfer_rope_append,
     "flashinfer_ragged": _flashinfer_ragged,
     "deep_gemm": _deep_gemm,
+    "torch_topk": _in_torch("torch_topk", "top-k"),
+    "flashinfer_topk": _flashinfer_topk,
+    "sglang_topk": _sglang_topk,
 }
 
 # What is missing, and how to get it: the two halves of the sentence.
@@ -322,6 +333,9 @@ _HOW: dict[str, tuple[str, str]] = {
         "DeepGEMM",
         f"run {FETCH} deep_gemm --deep-gemm CHECKOUT, or pip install --no-build-isolation CHECKOUT",
     ),
+    "torch_topk": ("a torch with CUDA", "install torch's CUDA build"),
+    "flashinfer_topk": ("FlashInfer's top-k", f"run {FETCH} flashinfer_topk"),
+    "sglang_topk": ("SGLang's top-k", f"run {FETCH} sglang_topk"),
 }
 
 PEERS: tuple[str, ...] = tuple(_LOOK)

@@ -112,7 +112,9 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
     name = found[0]["id"] + (f" vs {other['id']}" if other else "")
     expressions = values.names(two=other is not None)
     if other is None:
-        expressions += [f"resources.{key}" for key in found[0]["resources"] or {}] + ["error.out", "error.lse"]
+        expressions += [f"resources.{key}" for key in found[0]["resources"] or {}] + [
+            f"error.{key}" for key in found[0]["error"] or {}
+        ]
     for expression in expressions:
         try:
             value = values.evaluate(expression, found[0], other)

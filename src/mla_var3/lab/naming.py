@@ -447,6 +447,16 @@ NAMING = {
         place=("rows", "t"),
         rank=lambda p: (p.topk, p.dtype, p.table, p.rows, p.t),
     ),
+    "index_append": Naming(
+        words=lambda p: f"{_count(p.tokens, 'token')}, pairs {'interleaved' if p.interleaved else 'of halves'}, scales "
+        + ("powers of two" if p.powers else "of any size"),
+        geometry=lambda p: "keys of 128",
+        panel=lambda p: "append to the index cache" + (", interleaved" if p.interleaved else "")
+        + ("" if p.powers else ", any scales"),
+        place=("tokens", "rest"),
+        rank=lambda p: (p.interleaved, p.powers, p.tokens),
+        detail=_left_out("rest", "positions", "index"),
+    ),
     "indexer_topk": Naming(
         words=lambda p: f"{_indexer_words(p)}, the {p.topk} best",
         geometry=lambda p: "pages of 64" if p.table else "contiguous keys",

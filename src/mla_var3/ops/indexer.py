@@ -5,6 +5,8 @@
     indices = indexer_topk(q, cache, weights, ends, 2048, page_table=page_table)   both, logits in parts
     out     = sparse_mla_decode(queries, kv_cache, indices.view(b, s, 2048), ...)
 
+`index_append` writes new tokens' keys into the index cache.
+
 Each picks a version as `mla_decode` does, is planned once for its shapes and strides, never waits for the device, and
 can be captured in a CUDA graph once a call with the same shapes has been made; lengths are read on the device.
 """
@@ -18,6 +20,7 @@ from mla_var3.errors import UserError
 from mla_var3.ops.request import LEAST, MOST, dtype_name, integers, judge, named_as, plain_strides, rows_of
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import serve
+from mla_var3.workload.index_append import ROPE, IndexAppendProblem, views
 from mla_var3.workload.indexer_logits import PAGE, TOKEN_BYTES, D, IndexerLogitsProblem, new_logits
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
@@ -185,6 +188,57 @@ def indexer_topk(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+@traceable
+def index_append(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    powers: bool = True,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> None:
+    """Norms, turns and quantises the indexer's keys of new tokens, and writes them into the index cache.
+
+    k (n, 128) bf16, projected, whose rows may lie apart. weight, bias (128,) float32: of the LayerNorm over its
+    columns, with eps 1e-6. positions (n,) and slots (n,), both int32 or both int64: the first 64 columns of token i are
+    turned by table[positions[i]], and the token is written to row slots[i] % 64 of page slots[i] // 64. table
+    (positions, 64) float32: cosines, then sines, as of `rope_append`. cache (pages, 64, 132) of torch.uint8, as of
+    `indexer_logits`. interleaved: columns 2i and 2i + 1 are a pair, as in GLM-5, else i and i + 32, as in DeepSeek
+    V3.2's indexer. powers: whether scales are rounded up to powers of two, as they have to be for the version that is
+    picked so far. kernel, on: as of `mla_decode`.
+
+    Normed and turned keys are rounded to bf16, as the models do; the scale of a token is its largest magnitude, at
+    least 1e-4, over 448. No Hadamard matrix is applied: leave it out of the queries too. A token whose slot is
+    negative, or past the last row of the cache, is not written. Raises `UserError` in one sentence for what does not
+    fit.
+    """
+    import torch
+
+    judge("k", k, (None, D), torch.bfloat16, k)
+    n = len(k)
+    factors = [_aligned(judge(name, x, (D,), torch.float32, k)) for name, x in (("weight", weight), ("bias", bias))]
+    judge("positions", positions, (n,), None, k)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
+    judge("slots", slots, (n,), positions.dtype, k)
+    judge("table", table, (None, ROPE), torch.float32, k)
+    rows = rows_of(k)
+    rest = max(rows.stride(0) - D, 0) if n > 1 else 0
+    if rest % 8 or rows.data_ptr() % 16:
+        rows, rest = rows.clone(memory_format=torch.contiguous_format), 0
+    problem = _append(
+        max(n, 1), rest, bool(interleaved), bool(powers), len(table), str(positions.dtype).removeprefix("torch.")
+    )
+    inputs = (rows, *factors, positions.contiguous(), slots.contiguous(), _aligned(table))
+    serve("index_append", problem, inputs, views(_cache("cache", cache, k)), kernel, on, first="k")
+
+
 # ---------------------------------------------------------------- in common
 def _judged(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor | None,
@@ -223,7 +277,7 @@ def _judged(
     factors = _aligned(judge("weights", weights.flatten(0, -2), (b * s, h), torch.float32, q))
     high = integers("ends", _of_requests(ends, b, s), (b, s), q, 0, table.shape[1] * PAGE)
     problem = _logits(max(b, 1), s, table.shape[1] * PAGE, h, True, word)
-    return problem, (codes, _cache(keys, q), factors, high, table)
+    return problem, (codes, _cache("keys", keys, q), factors, high, table)
 
 
 def _codes(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> torch.Tensor:
@@ -252,20 +306,28 @@ def _of_requests(ends: Any, b: int, s: int) -> Any:
     return ends.view(b, s) if isinstance(ends, torch.Tensor) and ends.shape == (b * s,) else ends
 
 
-def _cache(keys: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _cache(name: str, cache: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """An index cache as kernels take it."""
     import torch
 
-    cache = keys.squeeze(2) if isinstance(keys, torch.Tensor) and keys.dim() == 4 and keys.shape[2] == 1 else keys
-    cache = plain_strides(judge("keys", cache, (None, PAGE, TOKEN_BYTES), torch.uint8, like))
-    step = cache.stride(0)
-    inner = cache.stride()[1:] == (TOKEN_BYTES, 1)
-    if not inner or step < PAGE * TOKEN_BYTES or step % 16 or cache.data_ptr() % 16:
+    flat = cache.squeeze(2) if isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.shape[2] == 1 else cache
+    flat = plain_strides(judge(name, flat, (None, PAGE, TOKEN_BYTES), torch.uint8, like))
+    step = flat.stride(0)
+    inner = flat.stride()[1:] == (TOKEN_BYTES, 1)
+    if not inner or step < PAGE * TOKEN_BYTES or step % 16 or flat.data_ptr() % 16:
         raise UserError(
-            f"keys has strides {tuple(cache.stride())} and starts at {cache.data_ptr():#x}: the {PAGE * TOKEN_BYTES} "
+            f"{name} has strides {tuple(flat.stride())} and starts at {flat.data_ptr():#x}: the {PAGE * TOKEN_BYTES} "
             "bytes of a page must lie behind each other, and pages begin at multiples of 16 bytes."
         )
-    return cache
+    return flat
+
+
+@functools.lru_cache(maxsize=4096)
+@named_as(tokens="k: n", positions="table: positions")
+def _append(n: int, rest: int, interleaved: bool, powers: bool, positions: int, index: str) -> IndexAppendProblem:
+    return IndexAppendProblem(
+        tokens=n, rest=rest, interleaved=interleaved, powers=powers, positions=positions, index=index
+    )
 
 
 @functools.lru_cache(maxsize=4096)

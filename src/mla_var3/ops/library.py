@@ -11,6 +11,7 @@
     torch.ops.mla_var3.mla_chunk_prefill  (out, lse) as new tensors
     torch.ops.mla_var3.rmsnorm            (out, second, new residual), without columns where not asked for
     torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
+    torch.ops.mla_var3.index_append       writes into the caller's cache
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
     torch.ops.mla_var3.absorb_gemm_into   writes into the caller's out
     torch.ops.mla_var3.merge_partials     (out, lse) as new tensors
@@ -38,7 +39,7 @@ from mla_var3.ops import flash_mla
 from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import LATENT, mla_decode
-from mla_var3.ops.indexer import indexer_logits, indexer_topk, topk_indices
+from mla_var3.ops.indexer import index_append, indexer_logits, indexer_topk, topk_indices
 from mla_var3.ops.layer import absorb_gemm, require_side, rmsnorm, rope_append
 from mla_var3.ops.prefill import mla_prefill, require_no_gradient
 from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
@@ -98,6 +99,10 @@ SCHEMAS = {
         "rope_append(Tensor q, Tensor latent, Tensor rope, Tensor positions, Tensor slots, Tensor table, *, "
         "bool interleaved=True, str? layout=None, Tensor? cache_scale=None, bool powers=True, str? version=None, "
         "Tensor(a!) out, Tensor(b!) kv_cache) -> ()"
+    ),
+    "index_append": (
+        "index_append(Tensor k, Tensor weight, Tensor bias, Tensor positions, Tensor slots, Tensor table, "
+        "Tensor(a!) cache, *, bool interleaved=False, bool powers=True, str? version=None) -> ()"
     ),
     "absorb_gemm": f"absorb_gemm({_PRODUCT}) -> Tensor",
     "absorb_gemm_into": f"absorb_gemm_into({_PRODUCT}, Tensor(a!) target) -> ()",
@@ -214,6 +219,7 @@ through.update(
     mla_chunk_prefill=_call_chunk_prefill,
     rmsnorm=_call_rmsnorm,
     rope_append=functools.partial(_call, "rope_append"),
+    index_append=functools.partial(_call, "index_append"),
     absorb_gemm=_call_absorb_gemm,
     merge_partials=functools.partial(_call, "merge_partials"),
     indexer_logits=functools.partial(_call, "indexer_logits"),
@@ -317,10 +323,6 @@ def _fake_rmsnorm(
     return tuple(x.new_empty((x.shape[0], n)) for n in (weight.shape[0], second, 0 if residual is None else x.shape[1]))
 
 
-def _rope_append(*args: Any, version: str | None = None, **options: Any) -> None:
-    eager(rope_append)(*args, kernel=version, **options)
-
-
 def _absorb_gemm(*args: Any, version: str | None = None, **options: Any) -> torch.Tensor:
     return eager(absorb_gemm)(*args, kernel=version, **options)
 
@@ -347,7 +349,7 @@ def _fake_merge_partials(
 
 
 def _of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator of a function that returns a new tensor."""
+    """The operator of a function that returns a new tensor, or writes into one that it is given."""
     compute = eager(function)
 
     def run(*args: Any, version: str | None = None, **options: Any) -> Any:
@@ -413,7 +415,8 @@ def register() -> None:
         "mla_prefill_into": (prefill_into, _fake_into),
         "mla_chunk_prefill": (_chunk_prefill, _fake_chunk_prefill),
         "rmsnorm": (_rmsnorm, _fake_rmsnorm),
-        "rope_append": (_rope_append, _fake_into),
+        "rope_append": (_of(rope_append), _fake_into),
+        "index_append": (_of(index_append), _fake_into),
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),
         "absorb_gemm_into": (_absorb_gemm_into, _fake_into),
         "merge_partials": (_merge_partials, _fake_merge_partials),

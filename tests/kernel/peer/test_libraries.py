@@ -24,6 +24,7 @@ PREFILL = ("fa3", "fa4", "cudnn_sdpa", "flashinfer_ragged")
 OTHERS = {
     **dict.fromkeys(("torch_compile_rmsnorm", "quack_rmsnorm", "flashinfer_rmsnorm"), "norm"),
     **dict.fromkeys(("torch_compile_rope_append", "flashinfer_rope_append"), "rope"),
+    **dict.fromkeys(("torch_topk", "flashinfer_topk", "sglang_topk"), "topk"),
     "torch_compile_merge_partials": "merge",
     "cublas_bmm": "gemm",
     "fa3_chunked": "chunked_prefill",

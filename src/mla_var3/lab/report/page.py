@@ -251,7 +251,7 @@ def _point(p: Point) -> dict[str, Any]:
         "rates": _rates(p), "flops": flops, "bytes": moved, "host": _round(r.host_us), "plan": _round(r.plan_us),
         "cross": _round(r.cross_check_us), "beside": _beside(p),
         "timeline": [[span.name, _round(span.us)] for span in r.timeline] if r.timeline else None,
-        "error": _finite(r.error.out) if r.error else None,
+        "error": _finite(r.error.first) if r.error else None,
         "lse": _finite(r.error.lse) if r.error and r.error.lse is not None else None,
         "tiling": " ".join(f"{k}={v}" for k, v in (r.tiling or {}).items()), "asked": _asked(r.requested),
         "compile": r.compile_seconds,

@@ -170,7 +170,7 @@ def _measured_cells(record: Record) -> list[str]:
     flops, moved = record.work()
     cells.append(plain(flops / time / 1e6, 0) if time else "-")
     cells.append(plain(moved / time / 1e6, 2) if time else "-")
-    cells.append(f"{record.error.out:.1e}" if record.error is not None else "-")
+    cells.append(f"{record.error.first:.1e}" if record.error is not None else "-")
     return cells
 
 
@@ -374,7 +374,7 @@ def checked(records: Sequence[Record], title: str = "Checked on the CPU") -> Tab
             _esc(record.kernel.label),
             _problem_text(record.problem),
             record.status,
-            f"{record.error.out:.2e}" if record.error is not None else "-",
+            f"{record.error.first:.2e}" if record.error is not None else "-",
             f"{record.error.lse:.2e}" if record.error is not None and record.error.lse is not None else "-",
             plain((record.seconds or {}).get("check")),
             _esc(record.reason if record.status != "passed" else ""),

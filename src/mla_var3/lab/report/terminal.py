@@ -81,7 +81,7 @@ def cell(points: Sequence[Point], device: str, state: str) -> Table:
             numbers += [plain(p.limit(s)), _percent(p.share(s), 0)]
         used = p.record.resources or {}
         smem = used.get("smem")
-        numbers += [f"{p.record.error.out:.1e}" if p.record.error else "-", plain(used.get("registers"))]
+        numbers += [f"{p.record.error.first:.1e}" if p.record.error else "-", plain(used.get("registers"))]
         numbers += [
             plain(smem / 1024 if smem is not None else None),
             plain(used.get("spill_bytes")),

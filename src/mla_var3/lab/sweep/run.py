@@ -473,7 +473,7 @@ def describe(record: Record) -> str:
     if times:
         text += " " + ", ".join(times)
     elif record.error is not None and record.status == "passed":
-        text += f", error {record.error.out:.1e}"
+        text += f", error {record.error.first:.1e}"
     if record.reason:
         text += f": {record.reason}"
     return text

@@ -256,10 +256,10 @@ def query_tiles(s: Any, rows: int) -> Any:
 
 def section_width(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> Any:
     """Heads of a section, of `pairs` heads that have t keys and `tiles` query tiles each: as many as fit in L2 with
-    their keys and values, but no fewer than give each CTA two query tiles, so that the longest of the last section does
+    their keys and values, but no fewer than give each CTA about two query tiles, so that the longest of the last section does
     not outlast the others together. Sections are about equally wide. room: keys of a kv head that fit in L2."""
-    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, ceil_div(2 * blocks, tiles))
-    heads = cutlass.min(ceil_div(heads, geometry.group) * geometry.group, pairs)
+    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, (2 * blocks + tiles // 2) // tiles)
+    heads = cutlass.min(ceil_div(cutlass.max(heads, 1), geometry.group) * geometry.group, pairs)
     sections = cutlass.max((pairs + heads // 2) // heads, 1)
     return ceil_div(ceil_div(pairs, sections), geometry.group) * geometry.group
 

@@ -107,6 +107,8 @@ WARPGROUP_WARPS = WARPGROUP // WARP
 # (producer, consumer) by the number of consumers: 128 · (40 + 2 · 232) = 64512 of 65536, 128 · (32 + 3 · 160) = 65536
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
+# L2 policies as createpolicy encodes them: what one CTA reads once goes first, what many read stays.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 MISC_BYTES = 2048  # of shared memory, in front of Q
 
 
@@ -157,6 +159,8 @@ class Geometry:
     tokens: int
     ordered: bool
     consumers: int
+    lazy: bool
+    hints: bool
 
     @property
     def rows(self) -> int:
@@ -495,7 +499,7 @@ def load_tile(
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
     if count > 0:
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, rank, k_panels, n)
+        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, rank, k_panels, n, geometry.hints)
         # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
         for half in cutlass.range_constexpr(geometry.consumers):
             for panel in cutlass.range_constexpr(k_panels):
@@ -511,11 +515,17 @@ def load_tile(
                     q_boxes[None, half, panel],
                     q_places[None, 0, panel, half],
                     tma_bar_ptr=full_q + half,
+                    **policy(EVICT_FIRST, geometry.hints),
                 )
         for i in cutlass.range(1, count, unroll=1):
-            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, rank, k_panels, n)
-            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, rank, v_panels, n)
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, rank, v_panels, n)
+            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, rank, k_panels, n, geometry.hints)
+            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, rank, v_panels, n, geometry.hints)
+        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, rank, v_panels, n, geometry.hints)
+
+
+def policy(value: int, hints: bool) -> dict[str, Any]:
+    """Of a TMA load."""
+    return {"cache_policy": Int64(value)} if hints else {}
 
 
 @cute.jit
@@ -530,6 +540,7 @@ def load_stage(
     rank: Int32,
     panels: cutlass.Constexpr,
     tokens: cutlass.Constexpr,
+    hints: cutlass.Constexpr,
 ):
     """Loads a CTA's share of a KV tile's K, or of its V, into the stage of each CTA whose turn it is, once that is free
     in all of them."""
@@ -544,6 +555,7 @@ def load_stage(
             places[None, rank, panel, stage],
             tma_bar_ptr=full + stage,
             mcast_mask=Int16((1 << CTAS) - 1),
+            **policy(EVICT_LAST, hints),
         )
 
 
@@ -692,7 +704,10 @@ class Consumer:
             softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
             best = quad_max(softmax.thread_max(acc_s, r)) * self.scale_log2
-            top = cute.arch.fmax(self.row_max[r], best)
+            if cutlass.const_expr(self.geometry.lazy):
+                top = softmax.lazy_max(self.row_max[r], best)
+            else:
+                top = cute.arch.fmax(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
         for r in cutlass.range_constexpr(2):
@@ -721,7 +736,8 @@ class Consumer:
         self.issue_scores(turn)
         # Behind the issue of the scores, so that it runs beside them.
         self.wait_for_values(turn - 1)
-        wgmma.scale_rows(self.acc_o, self.factor)
+        if cutlass.const_expr(not self.geometry.lazy):
+            wgmma.scale_rows(self.acc_o, self.factor)
         self.issue_output(turn - 1)
         if cutlass.const_expr(self.geometry.ordered):
             behind = cutlass.select_(self.me == self.geometry.consumers - 1, Int32(0), self.me + 1)
@@ -736,6 +752,15 @@ class Consumer:
         warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn - 1)
         self.round_p(self.acc_s)
+        if cutlass.const_expr(self.geometry.lazy):
+            self.rescale()
+
+    @cute.jit
+    def rescale(self):
+        """O *= factor where a row of the warp has another maximum than before."""
+        moved = (self.factor[0] != 1.0) | (self.factor[1] != 1.0)
+        if cute.arch.vote_ballot_sync(moved) != 0:
+            wgmma.scale_rows(self.acc_o, self.factor)
 
     @cute.jit
     def attend(self, tile: Tile, now: Count):
@@ -781,7 +806,8 @@ class Consumer:
             self.step(done + i, (count - 1 - i) * n, False)
 
         last = done + count - 1
-        wgmma.scale_rows(self.acc_o, self.factor)
+        if cutlass.const_expr(not self.geometry.lazy):
+            wgmma.scale_rows(self.acc_o, self.factor)
         self.wait_for_values(last)
         self.issue_output(last)
         warpgroup.wait_group(0)
@@ -1049,12 +1075,14 @@ class FlashAttentionV13Tiling(Tiling):
     kv_tile: int = 0
     ordered: bool = True
     consumers: int = 2
+    lazy: bool = False
+    hints: bool = False
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv, self.consumers), self.ordered, self.consumers)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv, self.consumers), self.ordered, self.consumers, self.lazy, self.hints)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:

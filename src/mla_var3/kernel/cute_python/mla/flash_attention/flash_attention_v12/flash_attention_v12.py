@@ -412,7 +412,7 @@ def load(
             )
             searching = (index >= window.end) & (window.rank + WARP < requests)
         working = index < window.end
-        tile, following = Tile(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
+        tile = Tile(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
         if working:
             holders = cute.arch.vote_ballot_sync((window.start <= index) & (index < window.start + window.count))
             holder = Int32(31 - cute.arch.clz(Int32(holders)))
@@ -435,11 +435,8 @@ def load(
         tell(storage, number, tile, lane)
         number = number + 1
         if working:
-            # Asked for now, and needed once this tile's loads have been issued.
-            if lane == 0:
-                following = cute.arch.atomic_add(counter.iterator, Int32(1))
             count = kv_tiles(tile, geometry.tokens, geometry.causal, geometry.rows)
-            load_tile(inputs, storage, tile, count, loads, done, dtype, geometry)
+            following = load_tile(inputs, storage, counter, lane, tile, count, loads, done, dtype, geometry)
             done, loads = done + count, loads + Int32(count > 0)
             index = blocks + cute.arch.shuffle_sync(following, 0)
     if lane == 0:
@@ -465,6 +462,8 @@ def tell(storage: cutlass.Constexpr, number: Int32, tile: Tile, lane: Int32):
 def load_tile(
     inputs: Inputs,
     storage: cutlass.Constexpr,
+    counter: cute.Tensor,
+    lane: Int32,
     tile: Tile,
     count: Int32,  # KV tiles
     loads: Int32,  # of Q, before
@@ -472,7 +471,9 @@ def load_tile(
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
-    """Loads Q, and K and V of all KV tiles in the order in which the consumers read them."""
+    """Loads Q, and K and V of all KV tiles in the order in which the consumers read them. Returns the number of the
+    next query tile, in lane 0. It is asked for in front of the last load: the consumers have work for as long as the
+    answer takes, and whoever asked earlier would take a query tile that another CTA comes to sooner."""
     kv_head, n = tile.head // geometry.group, geometry.tokens
     k_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.k_panels, STAGES))
     v_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.v_panels, STAGES))
@@ -511,7 +512,12 @@ def load_tile(
         for i in cutlass.range(1, count, unroll=1):
             load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n, geometry.hints)
             load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n, geometry.hints)
+    following = Int32(0)
+    if lane == 0:
+        following = cute.arch.atomic_add(counter.iterator, Int32(1))
+    if count > 0:
         load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n, geometry.hints)
+    return following
 
 
 def policy(value: int, hints: bool) -> dict[str, Any]:

@@ -166,6 +166,8 @@ class Geometry:
     consumers: int
     lazy: bool
     hints: bool
+    pinned: bool
+    packed: bool
 
     @property
     def stages(self) -> tuple[int, int]:
@@ -732,9 +734,15 @@ class Consumer:
         if cutlass.const_expr(not self.geometry.lazy):
             wgmma.scale_rows(self.acc_o, self.factor)
         self.issue_output(turn - 1)
+        if cutlass.const_expr(self.geometry.packed):
+            cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 0)
         self.soften(self.acc_s, first_key, masked)
-        # Over at once. ptxas moves the wait for O up into the softmax unless there is a loop between, such as a wait's.
-        cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 0)
+        # Over at once: no sum is negative. ptxas moves the wait for O up into the softmax unless there is a loop between
+        # that takes a result of it.
+        parity = Int32(0)
+        if cutlass.const_expr(self.geometry.pinned):
+            parity = Int32(cute.arch.vote_ballot_sync((self.row_sum[0] < 0.0) | (self.row_sum[1] < 0.0)))
+        cute.arch.mbarrier_wait(self.storage.open.data_ptr(), parity)
         warpgroup.wait_group(0)
         self.free_values(turn - 1)
         if cutlass.const_expr(not last):
@@ -1064,12 +1072,14 @@ class FlashAttentionV14Tiling(Tiling):
     consumers: int = 2
     lazy: bool = False
     hints: bool = False
+    pinned: bool = False
+    packed: bool = False
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv, self.consumers), self.ordered, self.consumers, self.lazy, self.hints)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv, self.consumers), self.ordered, self.consumers, self.lazy, self.hints, self.pinned, self.packed)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:

@@ -258,26 +258,36 @@ def query_tiles(s: Any, rows: int) -> Any:
     return ceil_div(cutlass.max(s, 0), rows)
 
 
-def section_width(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> Any:
-    """Heads of a section, of `pairs` heads that have t keys and `tiles` query tiles each: as many as fit in L2 with
-    their keys and values, but no fewer than give each CTA about two query tiles, so that the longest of the last section does
-    not outlast the others together. Sections are about equally wide. room: keys of a kv head that fit in L2."""
-    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, (2 * blocks + tiles // 2) // tiles)
-    heads = cutlass.min(ceil_div(cutlass.max(heads, 1), geometry.group) * geometry.group, pairs)
-    sections = cutlass.max((pairs + heads // 2) // heads, 1)
-    return ceil_div(ceil_div(pairs, sections), geometry.group) * geometry.group
+def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
+    """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A section
+    has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
+    tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest would
+    outlast the others together. room: keys of a kv head that fit in L2."""
+    group = geometry.group
+    most = ceil_div(pairs, group)  # kv heads
+    fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)
+    if geometry.causal:
+        last = ceil_div((3 * blocks + tiles // 2) // tiles, group)
+        last = cutlass.min(cutlass.max(last, fit), most)
+    else:
+        fit = cutlass.min(fit, ceil_div(ceil_div(blocks, tiles), group))
+        last = fit
+    return fit * group, last * group
 
 
-def place_of(index: Any, tiles: Any, width: Any, pairs: Any) -> tuple[Any, Any]:
-    """(query tile, head) of `pairs` heads with `tiles` query tiles each: section after section of `width` heads, in
-    each the last query tile of all its heads first. Counted from the end, so that the first section is the one that may
-    have fewer heads: the last one must fill all CTAs."""
+def place_of(index: Any, tiles: Any, width: Any, last: Any, pairs: Any) -> tuple[Any, Any]:
+    """(query tile, head) of `pairs` heads with `tiles` query tiles each: section after section of `width` heads, the
+    last one of `last`, in each the last query tile of all its heads first. Counted from the end, so that the first
+    section is the one that may have fewer heads."""
     left = tiles * pairs - 1 - index
-    section = left // (tiles * width)
-    count = cutlass.min(width, pairs - section * width)
-    up = left - section * (tiles * width)
+    before = left - tiles * last  # of the sections in front of the last one
+    inside = before >= 0
+    section = cutlass.select_(inside, before // (tiles * width), 0)
+    first = cutlass.select_(inside, last + section * width, 0)
+    count = cutlass.select_(inside, cutlass.min(width, pairs - first), last)
+    up = cutlass.select_(inside, before - section * (tiles * width), left)
     tile = up // count
-    return tile, pairs - 1 - section * width - (up - tile * count)
+    return tile, pairs - 1 - first - (up - tile * count)
 
 
 def tile_of(place: tuple[Any, Any], first_q: Any, s: Any, first_k: Any, t: Any, causal: bool, rows: int) -> Tile:
@@ -392,7 +402,7 @@ def load(
     counter: cute.Tensor,  # (2,) int32, global memory: query tiles taken, CTAs that are done; 0 in front of a launch
     block: Int32,
     blocks: Int32,
-    room: Int32,  # of `section_width`
+    room: Int32,  # of `section_widths`
     lane: Int32,
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
@@ -427,8 +437,8 @@ def load(
             s = inputs.cu_seqlens_q[request + 1] - inputs.cu_seqlens_q[request]
             t = cutlass.max(inputs.cu_seqlens_k[request + 1] - inputs.cu_seqlens_k[request], 0)
             tiles, pairs = query_tiles(s, geometry.rows), (end - first) * geometry.h
-            width = section_width(t, tiles, pairs, room, blocks, geometry)
-            at, pair = place_of(index - cute.arch.shuffle_sync(window.start, first), tiles, width, pairs)
+            width, last = section_widths(t, tiles, pairs, room, blocks, geometry)
+            at, pair = place_of(index - cute.arch.shuffle_sync(window.start, first), tiles, width, last, pairs)
             request = request_at(window.rank + first + pair // geometry.h, order, requests)
             first_q, first_k = inputs.cu_seqlens_q[request], inputs.cu_seqlens_k[request]
             tile = tile_of((at, pair % geometry.h), first_q, s, first_k, t, geometry.causal, geometry.rows)
@@ -943,7 +953,7 @@ def flash_attention_v12(
     lse: cute.Tensor,  # (h, n) fp32, global memory
     counter: cute.Tensor,  # (2,) int32, global memory
     scale_log2: Float32,
-    room: Int32,  # of `section_width`
+    room: Int32,  # of `section_widths`
     geometry: cutlass.Constexpr,
 ):
     """A persistent CTA."""
@@ -1053,7 +1063,7 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionV12Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_width`)."""
+    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 

@@ -128,7 +128,9 @@ def panels_of(columns: int) -> int:
 
 def smem_bytes(dk: int, dv: int, tokens: int, consumers: int) -> int:
     """Of a CTA, for KV tiles of so many tokens."""
-    return MISC_BYTES + 2 * PANEL * (panels_of(dk) * (HALF * consumers + STAGES * tokens) + panels_of(dv) * STAGES * tokens)
+    return MISC_BYTES + 2 * PANEL * (
+        panels_of(dk) * (HALF * consumers + STAGES * tokens) + panels_of(dv) * STAGES * tokens
+    )
 
 
 MOST_SMEM = 232_448
@@ -266,8 +268,8 @@ def query_tiles(s: Any, rows: int) -> Any:
 
 
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
-    """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A section
-    has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
+    """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
+    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
     tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest would
     outlast the others together. room: keys of a kv head that fit in L2."""
     group = geometry.group
@@ -528,9 +530,35 @@ def load_tile(
                     **policy(EVICT_FIRST, geometry.hints),
                 )
         for i in cutlass.range(1, count, unroll=1):
-            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, rank, k_panels, n, geometry.hints)
-            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, rank, v_panels, n, geometry.hints)
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, rank, v_panels, n, geometry.hints)
+            load_stage(
+                inputs.tma_k,
+                k_boxes,
+                k_places,
+                count - 1 - i,
+                done + i,
+                full_k,
+                empty_k,
+                rank,
+                k_panels,
+                n,
+                geometry.hints,
+            )
+            load_stage(
+                inputs.tma_v,
+                v_boxes,
+                v_places,
+                count - i,
+                done + i - 1,
+                full_v,
+                empty_v,
+                rank,
+                v_panels,
+                n,
+                geometry.hints,
+            )
+        load_stage(
+            inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, rank, v_panels, n, geometry.hints
+        )
 
 
 def policy(value: int, hints: bool) -> dict[str, Any]:
@@ -1055,7 +1083,11 @@ def launch_flash_attention(
     most = (q.shape[0] // geometry.cluster_rows + requests) * geometry.h
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
     flash_attention_v13(inputs, out, lse, scale * math.log2(math.e), room, geometry).launch(
-        grid=(CTAS * cutlass.min(blocks // CTAS, most), 1, 1), block=((geometry.consumers + 1) * WARPGROUP, 1, 1), cluster=(CTAS, 1, 1), min_blocks_per_mp=1, stream=stream
+        grid=(CTAS * cutlass.min(blocks // CTAS, most), 1, 1),
+        block=((geometry.consumers + 1) * WARPGROUP, 1, 1),
+        cluster=(CTAS, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
     )
 
 
@@ -1092,7 +1124,18 @@ class FlashAttentionV13Tiling(Tiling):
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv, self.consumers), self.ordered, self.consumers, self.lazy, self.hints)
+        return Geometry(
+            pd.h,
+            pd.h_kv,
+            dk,
+            dv,
+            pd.causal,
+            self.kv_tile or kv_tile_of(dk, dv, self.consumers),
+            self.ordered,
+            self.consumers,
+            self.lazy,
+            self.hints,
+        )
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:

@@ -133,7 +133,7 @@ def smem_bytes(dk: int, dv: int, tokens: int, consumers: int, stages: tuple[int,
 
 MOST_SMEM = 232_448
 # Registers of S, O and P by the number of consumers; the others are addresses, row statistics and what is in flight.
-MOST_ACCUMULATORS = {2: 190, 3: 136}
+MOST_ACCUMULATORS = {2: 208, 3: 144}
 
 
 def stages_of(dk: int, dv: int, tokens: int, consumers: int) -> tuple[int, int]:
@@ -272,8 +272,8 @@ def query_tiles(s: Any, rows: int) -> Any:
 
 
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
-    """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A section
-    has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
+    """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
+    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
     tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest would
     outlast the others together. room: keys of a kv head that fit in L2."""
     group = geometry.group
@@ -514,7 +514,19 @@ def load_tile(
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
     if count > 0:
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n, geometry.hints, geometry.stages[0])
+        load_stage(
+            inputs.tma_k,
+            k_boxes,
+            k_places,
+            count - 1,
+            done,
+            full_k,
+            empty_k,
+            k_panels,
+            n,
+            geometry.hints,
+            geometry.stages[0],
+        )
         # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
         for half in cutlass.range_constexpr(geometry.consumers):
             for panel in cutlass.range_constexpr(k_panels):
@@ -533,13 +545,49 @@ def load_tile(
                     **policy(EVICT_FIRST, geometry.hints),
                 )
         for i in cutlass.range(1, count, unroll=1):
-            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n, geometry.hints, geometry.stages[0])
-            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n, geometry.hints, geometry.stages[1])
+            load_stage(
+                inputs.tma_k,
+                k_boxes,
+                k_places,
+                count - 1 - i,
+                done + i,
+                full_k,
+                empty_k,
+                k_panels,
+                n,
+                geometry.hints,
+                geometry.stages[0],
+            )
+            load_stage(
+                inputs.tma_v,
+                v_boxes,
+                v_places,
+                count - i,
+                done + i - 1,
+                full_v,
+                empty_v,
+                v_panels,
+                n,
+                geometry.hints,
+                geometry.stages[1],
+            )
     following = Int32(0)
     if lane == 0:
         following = cute.arch.atomic_add(counter.iterator, Int32(1))
     if count > 0:
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n, geometry.hints, geometry.stages[1])
+        load_stage(
+            inputs.tma_v,
+            v_boxes,
+            v_places,
+            0,
+            done + count - 1,
+            full_v,
+            empty_v,
+            v_panels,
+            n,
+            geometry.hints,
+            geometry.stages[1],
+        )
     return following
 
 
@@ -568,7 +616,13 @@ def load_stage(
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * tokens * PANEL * panels)
     for panel in cutlass.range_constexpr(panels):
-        cute.copy(tma, boxes[None, kv_tile, panel], places[None, 0, panel, stage], tma_bar_ptr=full + stage, **policy(EVICT_LAST, hints))
+        cute.copy(
+            tma,
+            boxes[None, kv_tile, panel],
+            places[None, 0, panel, stage],
+            tma_bar_ptr=full + stage,
+            **policy(EVICT_LAST, hints),
+        )
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
@@ -667,7 +721,9 @@ class Consumer:
         blocks = tuple(range(self.geometry.tokens // wgmma.MMA_K))
         operand = cute.make_layout(((2, 2, 2), 1, len(blocks)), stride=((1, 2, 4), 0, 8))
         p = cute.make_tensor(cute.recast_tensor(self.p, self.dtype).iterator, operand)
-        wgmma.gemm_issue(self.mma_o, self.acc_o, p, self.frag_v[None, None, None, turn % self.geometry.stages[1]], blocks)
+        wgmma.gemm_issue(
+            self.mma_o, self.acc_o, p, self.frag_v[None, None, None, turn % self.geometry.stages[1]], blocks
+        )
 
     @cute.jit
     def wait_for_values(self, turn: Int32):
@@ -747,8 +803,8 @@ class Consumer:
         if cutlass.const_expr(self.geometry.packed):
             cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 0)
         self.soften(self.acc_s, first_key, masked)
-        # Over at once: no sum is negative. ptxas moves the wait for O up into the softmax unless there is a loop between
-        # that takes a result of it.
+        # Over at once: no sum is negative. ptxas moves the wait for O up into the softmax unless there is a loop
+        # between that takes a result of it.
         parity = Int32(0)
         if cutlass.const_expr(self.geometry.pinned):
             parity = Int32(cute.arch.vote_ballot_sync((self.row_sum[0] < 0.0) | (self.row_sum[1] < 0.0)))
@@ -771,7 +827,7 @@ class Consumer:
     @cute.jit
     def attend(self, tile: Tile, now: Count):
         """O and the row statistics of a query tile that sees any key."""
-        count, sees, done, loads = now
+        count, _, done, loads = now
         n, causal = self.geometry.tokens, self.geometry.causal
         for r in cutlass.range_constexpr(2):
             limit = tile.keys
@@ -1050,7 +1106,10 @@ def launch_flash_attention(
     most = (q.shape[0] // geometry.rows + requests) * geometry.h
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
     flash_attention_v14(inputs, out, lse, counter, scale * math.log2(math.e), room, geometry).launch(
-        grid=(cutlass.min(blocks, most), 1, 1), block=((geometry.consumers + 1) * WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream
+        grid=(cutlass.min(blocks, most), 1, 1),
+        block=((geometry.consumers + 1) * WARPGROUP, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
     )
 
 
@@ -1089,7 +1148,20 @@ class FlashAttentionV14Tiling(Tiling):
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv, self.consumers), self.ordered, self.consumers, self.lazy, self.hints, self.pinned, self.packed)
+        return Geometry(
+            pd.h,
+            pd.h_kv,
+            dk,
+            dv,
+            pd.causal,
+            self.kv_tile or kv_tile_of(dk, dv, self.consumers),
+            self.ordered,
+            self.consumers,
+            self.lazy,
+            self.hints,
+            self.pinned,
+            self.packed,
+        )
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:

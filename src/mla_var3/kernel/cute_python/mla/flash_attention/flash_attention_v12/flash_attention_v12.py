@@ -1,5 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: half of the last KV tile where no more
-is seen.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 12: three consumers
+where keys are narrow, products in turn, and query tiles that are dealt late.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 
@@ -29,6 +29,11 @@ within the first half:
 
 UPPER is ahead of LOWER from there on, so that their softmaxes do not coincide.
 
+With `consumers` = 3 a query tile has 192 rows and a CTA a third consumer: each of them has 160 registers a thread in
+place of 232. With `ordered` the consumers issue their products in turn: one that has issued the scores of a KV tile and
+the product with the values of the one before passes the turn on to the next, so that their softmaxes do not coincide.
+With `lazy` the running maximum lags behind by up to 8 in the exponent of two, and O is multiplied where it moves only.
+
 Each consumer frees its own half of Q as soon as its last scores are made, in front of the last softmax, and the
 producer has asked L2 for the next query tile's rows before that (TMA prefetch): nobody has read them yet.
 
@@ -46,10 +51,11 @@ O goes from registers to global memory, without shared memory between: four thre
 columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
 
 Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
-as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
-tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's
-first tile is its own number; the others it takes from a counter in global memory. The lengths are read on the device
-only, and the last CTA sets the counter back.
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together. In a section the query
+tiles with the most keys come first, and with a causal mask the last section has about three query tiles for each CTA,
+so that the small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global
+memory, which it asks in front of its last load of a query tile: whoever asked earlier would hold a query tile that
+another CTA comes to sooner. The lengths are read on the device only, and the last CTA sets the counter back.
 
 Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
 
@@ -262,9 +268,9 @@ def query_tiles(s: Any, rows: int) -> Any:
 
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
     """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
-    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
-    tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest would
-    outlast the others together. room: keys of a kv head that fit in L2."""
+    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a
+    query tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest
+    would outlast the others together. room: keys of a kv head that fit in L2."""
     group = geometry.group
     most = ceil_div(pairs, group)  # kv heads
     fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)
@@ -1077,8 +1083,10 @@ def takes(pd: PrefillProblem) -> Verdict:
 @dataclass(frozen=True)
 class FlashAttentionV12Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
-    issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
+    issue their products in turn, so that the softmax of one runs beside the products of the others; without it they
+    find their own order. consumers: 2 or 3. lazy: the running maximum lags behind, and O is multiplied where it moves
+    only. hints: L2 is to give up queries first and to keep keys and values. section_mib: MiB of keys and values that
+    CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
@@ -1108,6 +1116,8 @@ class FlashAttentionV12Tiling(Tiling):
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
+        if self.consumers not in REGISTERS:
+            return Verdict.no(f"consumers = {self.consumers} is not 2 or 3")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):

@@ -1,5 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: half of the last KV tile where no more
-is seen.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 13: two CTAs in
+a cluster share the keys and values of a head.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 
@@ -7,8 +7,9 @@ Requests lie behind each other in q (n, h, dk) and in k, v (m, h_kv, ·); `cu_se
 each begins. Query head i reads kv head i // (h / h_kv). The causal mask is aligned at the end: query token i of s sees
 keys 0 .. t - s + i.
 
-A query tile is 128 query tokens of one head. A CTA of three warpgroups goes through query tiles, and through the KV
-tiles of each from the last one, which holds the diagonal, to the first:
+A query tile is 256 query tokens of one head, 128 for each CTA of a cluster. A CTA of three warpgroups goes through
+query tiles, and through the KV tiles of each from the last one, which holds the diagonal, to the first. Each CTA loads
+half of the tokens of a KV tile, for both (TMA multicast), and a stage is free when the consumers of both have freed it:
 
     producer   one warp: asks for query tiles, says which (mbarrier), and loads Q, K and V by TMA
     UPPER      query rows 0 .. 63      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
@@ -36,9 +37,9 @@ producer has asked L2 for the next query tile's rows before that (TMA prefetch):
     q_full[j]      TMA with half j of Q                 consumer j, in front of the first scores of a query tile
     q_empty[j]     consumer j, behind the last scores   producer
     k_full[i]      TMA with K of stage i                consumers, in front of the scores
-    k_empty[i]     consumers, once these are made       producer
+    k_empty[i]     consumers of both, once these exist  producers of both
     v_full[i]      TMA with V of stage i                consumers, in front of O += P·V
-    v_empty[i]     consumers, once that has ended       producer
+    v_empty[i]     consumers of both, once that ended   producers of both
     told[i]        producer: slot i names a query tile  consumers
     heard[i]       consumers have read slot i           producer
 
@@ -46,10 +47,11 @@ O goes from registers to global memory, without shared memory between: four thre
 columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
 
 Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
-as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
-tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's
-first tile is its own number; the others it takes from a counter in global memory. The lengths are read on the device
-only, and the last CTA sets the counter back.
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together. In a section the query
+tiles with the most keys come first, and with a causal mask the last section has about three query tiles for each CTA,
+so that the small ones fill the tail. There is no counter: cluster c of C takes the query tiles c, 2C - 1 - c, 2C + c,
+4C - 1 - c and so on, there and back, so that its CTAs need not tell each other. The lengths are read on the device
+only.
 
 Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
 
@@ -269,9 +271,9 @@ def query_tiles(s: Any, rows: int) -> Any:
 
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
     """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
-    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
-    tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest would
-    outlast the others together. room: keys of a kv head that fit in L2."""
+    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a
+    query tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest
+    would outlast the others together. room: keys of a kv head that fit in L2."""
     group = geometry.group
     most = ceil_div(pairs, group)  # kv heads
     fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)
@@ -1109,8 +1111,10 @@ def takes(pd: PrefillProblem) -> Verdict:
 @dataclass(frozen=True)
 class FlashAttentionV13Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
-    issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
+    issue their products in turn, so that the softmax of one runs beside the products of the others; without it they
+    find their own order. consumers: 2 or 3. lazy: the running maximum lags behind, and O is multiplied where it moves
+    only. hints: L2 is to give up queries first and to keep keys and values. section_mib: MiB of keys and values that
+    CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
@@ -1140,6 +1144,8 @@ class FlashAttentionV13Tiling(Tiling):
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
+        if self.consumers not in REGISTERS:
+            return Verdict.no(f"consumers = {self.consumers} is not 2 or 3")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):

@@ -1,5 +1,5 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 1: half of the last KV tile where no more
-is seen.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 14: scores of two
+KV tiles at a time.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 
@@ -14,20 +14,12 @@ tiles of each from the last one, which holds the diagonal, to the first:
     UPPER      query rows 0 .. 63      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
     LOWER      query rows 64 .. 127
 
-A consumer issues the scores of a KV tile ahead of the product with the values of the tile before, so that its softmax
-runs beside a product (FlashAttention-3's overlap within a warpgroup):
+A consumer begins a step with the scores of its KV tile made. It copies them, issues the scores of the next KV tile and
+the product with the values of the one before, and makes the softmax of its own beside both. Nothing is in flight where
+a step ends: ptxas does not know across the end of a loop which products a wait leaves, and would wait for every one.
 
-    tensor cores   S1 = Q·K1ᵀ | O += P0·V0 | S2 = Q·K2ᵀ | O += P1·V1 |
-    softmax                   | S1 → P1                 | S2 → P2
-
-On the diagonal, with KV tiles of 128 keys, the upper 64 rows see no key of the second half of the last KV tile. They
-compute scores and softmax of its first half only, and P is 0 beyond (░); so do both consumers where a request ends
-within the first half:
-
-    UPPER    ◣ ░         one product of 64 x 64 in place of 64 x 128
-    LOWER    █ ◣
-
-UPPER is ahead of LOWER from there on, so that their softmaxes do not coincide.
+    tensor cores   S2 = Q·K2ᵀ | O += P0·V0 | S3 = Q·K3ᵀ | O += P1·V1 |
+    softmax        S1 → P1                 | S2 → P2                 |
 
 Each consumer frees its own half of Q as soon as its last scores are made, in front of the last softmax, and the
 producer has asked L2 for the next query tile's rows before that (TMA prefetch): nobody has read them yet.
@@ -46,19 +38,20 @@ O goes from registers to global memory, without shared memory between: four thre
 columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
 
 Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
-as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
-tiles for each CTA. In a section the query tiles with the most keys come first: the small ones fill the tail. A CTA's
-first tile is its own number; the others it takes from a counter in global memory. The lengths are read on the device
-only, and the last CTA sets the counter back.
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together. In a section the query
+tiles with the most keys come first, and with a causal mask the last section has about three query tiles for each CTA,
+so that the small ones fill the tail. A CTA's first tile is its own number; the others it takes from a counter in global
+memory, which it asks in front of its last load of a query tile: whoever asked earlier would hold a query tile that
+another CTA comes to sooner. The lengths are read on the device only, and the last CTA sets the counter back.
 
-Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
+Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`) and the stages of K and of V (`stages_of`):
 
-    dk / dv      N     Q      K        V        bytes      S + O + P, registers a thread
-    192 / 128    128   48 K   2 x 48 K 2 x 32 K 212,992    64 + 64 + 32
-    128 / 128    128   32 K   2 x 32 K 2 x 32 K 163,840    64 + 64 + 32
-    256 / 256    80    64 K   2 x 40 K 2 x 40 K 229,376    40 + 128 + 20
-    256 / 128    96    64 K   2 x 48 K 2 x 24 K 212,992    48 + 64 + 24
-    96 / 64      128   32 K   2 x 32 K 2 x 16 K 131,072    64 + 32 + 32
+    dk / dv      N     Q      K        V        bytes      S twice + O + P, registers a thread
+    192 / 128      112   48 K   2 x 42 K 2 x 28 K 194,560    112 + 64 + 28
+    128 / 128      112   32 K   3 x 28 K 3 x 28 K 206,848    112 + 64 + 28
+    256 / 256      64    64 K   3 x 32 K 2 x 32 K 231,424    64 + 128 + 16
+    256 / 128      96    64 K   2 x 48 K 2 x 24 K 215,040    96 + 64 + 24
+    96 / 64       128   32 K   3 x 32 K 3 x 16 K 182,272    128 + 32 + 32
 
 A head of 96 columns lies in two panels of 64: TMA fills the missing ones with zeros, and no product reads them.
 """
@@ -273,9 +266,9 @@ def query_tiles(s: Any, rows: int) -> Any:
 
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
     """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
-    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a query
-    tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest would
-    outlast the others together. room: keys of a kv head that fit in L2."""
+    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a
+    query tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest
+    would outlast the others together. room: keys of a kv head that fit in L2."""
     group = geometry.group
     most = ceil_div(pairs, group)  # kv heads
     fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)
@@ -1130,9 +1123,11 @@ def takes(pd: PrefillProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class FlashAttentionV14Tiling(Tiling):
-    """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
-    issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
+    """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: of no
+    effect. consumers: 2 or 3. lazy: the running maximum lags behind, and O is multiplied where it moves
+    only. hints: L2 is to give up queries first and to keep keys and values. section_mib: MiB of keys and values that
+    CTAs read from L2 at a time (`section_widths`). pinned: the wait for products stands behind the
+    last exponential. packed: a wait for an mbarrier that is open stands behind the issue of products."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
@@ -1166,6 +1161,8 @@ class FlashAttentionV14Tiling(Tiling):
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
+        if self.consumers not in REGISTERS:
+            return Verdict.no(f"consumers = {self.consumers} is not 2 or 3")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):

@@ -268,16 +268,28 @@ def test_kv_tiles_are_those_that_rows_see(kernel: registry.KernelId, tokens: int
 def test_kv_tiles_fit_in_shared_memory_and_registers(kernel: registry.KernelId) -> None:
     module = module_of(kernel)
     found = {(d + p, d): module.kv_tile_of(d + p, d) for d, p in WIDTHS}
-    if hasattr(module, "stages_of"):  # scores of two KV tiles
-        assert found == {(192, 128): 112, (128, 128): 112, (256, 256): 64, (256, 128): 96, (96, 64): 128}
-    else:
-        assert found == {(192, 128): 128, (128, 128): 128, (256, 256): 80, (256, 128): 96, (96, 64): 128}
-    more = ((2, 2),) if hasattr(module, "stages_of") else ()
-    more = (2, *more) if in_wide_last_sections(module) else more
+    assert found == {(192, 128): 128, (128, 128): 128, (256, 256): 80, (256, 128): 96, (96, 64): 128}
+    more = (2,) if "consumers" in inspect.signature(module.smem_bytes).parameters else ()
     for (dk, dv), tokens in found.items():
         assert module.smem_bytes(dk, dv, tokens, *more) <= H200.smem_per_block
         problem = PrefillProblem(b=1, s=64, h=2, d=dv, p=dk - dv)
         assert registry.get_plan(kernel)(problem, device=H200).tiling.validate(problem, H200)
+
+
+def test_narrow_keys_have_three_consumers_and_wide_results_a_lazy_maximum() -> None:
+    (kernel,) = (k for k in KERNELS if k.version == 12)
+    chosen = {}
+    for d, p in WIDTHS:
+        problem = PrefillProblem(b=1, s=64, h=2, d=d, p=p, causal=True)
+        geometry = registry.get_plan(kernel)(problem, device=H200).tiling.geometry(problem)
+        chosen[d + p, d] = geometry.tokens, geometry.consumers, geometry.lazy
+    assert chosen == {
+        (192, 128): (128, 2, False),
+        (128, 128): (128, 2, False),
+        (256, 256): (80, 2, True),
+        (256, 128): (96, 2, False),
+        (96, 64): (128, 3, False),
+    }
 
 
 @each_version
@@ -294,7 +306,10 @@ def test_refusals_say_why(kernel: registry.KernelId) -> None:
         verdict = plan(PrefillProblem(**fields), device=H200).supported()
         assert not verdict and words in verdict.reason
     problem = PrefillProblem(d=256, p=0)
-    for knobs, words in (({"kv_tile": 100}, "not a multiple of 16"), ({"kv_tile": 96}, "shared memory for q")):
+    refused = [({"kv_tile": 100}, "not a multiple of 16"), ({"kv_tile": 96}, "shared memory for q")]
+    if "consumers" in inspect.signature(plan.tiling_type).parameters:
+        refused.append(({"consumers": 4}, "consumers = 4 is not 2 or 3"))
+    for knobs, words in refused:
         verdict = plan.tiling_type(**knobs).validate(problem, H200)
         assert not verdict and words in verdict.reason
 

@@ -15,7 +15,38 @@ def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProble
 #: Masks of a problem: the ends of requests, and the causal one.
 MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks)
 
+
+def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    yield problem.replace(d=128, p=64 if value <= 192 else 128)
+
+
+def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    yield problem.replace(s=max(1, int(value)))
+
+
+#: Columns of a head of keys, and query tokens of a request, in the mean.
+KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns)
+TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
+
 RULES = (
+    Rule(
+        "cute-dsl/flash_attention_v12",
+        "its last query tiles end together, and narrow keys have three consumers",
+        where=(Bound(MASKS, 1, above=True), Bound(KEY_COLUMNS, 128), Bound(TOKENS, 4095, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v12",
+        "its last query tiles end together, and wide results are rescaled where a maximum has grown",
+        where=(Bound(MASKS, 1, above=True), Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v13",
+        "two CTAs share what they read from L2, and without a mask they read the same",
+        where=(Bound(MASKS, 1), Bound(TOKENS, 4095, above=True)),
+        archs=HOPPER,
+    ),
     Rule(
         "cute-dsl/flash_attention_v1",
         "it computes only half of the KV tile on the diagonal where no more is seen",

@@ -32,7 +32,8 @@ UPPER is ahead of LOWER from there on, so that their softmaxes do not coincide.
 With `consumers` = 3 a query tile has 192 rows and a CTA a third consumer: each of them has 160 registers a thread in
 place of 232. With `ordered` the consumers issue their products in turn: one that has issued the scores of a KV tile and
 the product with the values of the one before passes the turn on to the next, so that their softmaxes do not coincide.
-With `lazy` the running maximum lags behind by up to 8 in the exponent of two, and O is multiplied where it moves only.
+Where O has 256 columns (`lazy`), the running maximum lags behind by up to 8 in the exponent of two, and a warp
+multiplies O only where one of its maxima moves.
 
 Each consumer frees its own half of Q as soon as its last scores are made, in front of the last softmax, and the
 producer has asked L2 for the next query tile's rows before that (TMA prefetch): nobody has read them yet.
@@ -112,8 +113,6 @@ WARPGROUP_WARPS = WARPGROUP // WARP
 # (producer, consumer) by the number of consumers: 128 · (40 + 2 · 232) = 64512 of 65536, 128 · (32 + 3 · 160) = 65536
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
-# L2 policies as createpolicy encodes them: what one CTA reads once goes first, what many read stays.
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 MISC_BYTES = 2048  # of shared memory, in front of Q
 
 
@@ -166,8 +165,12 @@ class Geometry:
     tokens: int
     ordered: bool
     consumers: int
-    lazy: bool
-    hints: bool
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the maximum lags behind: where O is wide. A largest probability that is not 1 is rounded, which
+        narrower results do not have the room for in the bounds of the check."""
+        return self.dv == 256
 
     @property
     def rows(self) -> int:
@@ -509,7 +512,7 @@ def load_tile(
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
     if count > 0:
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n, geometry.hints)
+        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n)
         # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
         for half in cutlass.range_constexpr(geometry.consumers):
             for panel in cutlass.range_constexpr(k_panels):
@@ -525,26 +528,16 @@ def load_tile(
                     q_boxes[None, half, panel],
                     q_places[None, 0, panel, half],
                     tma_bar_ptr=full_q + half,
-                    **policy(EVICT_FIRST, geometry.hints),
                 )
         for i in cutlass.range(1, count, unroll=1):
-            load_stage(
-                inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n, geometry.hints
-            )
-            load_stage(
-                inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n, geometry.hints
-            )
+            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n)
+            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n)
     following = Int32(0)
     if lane == 0:
         following = cute.arch.atomic_add(counter.iterator, Int32(1))
     if count > 0:
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n, geometry.hints)
+        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n)
     return following
-
-
-def policy(value: int, hints: bool) -> dict[str, Any]:
-    """Of a TMA load."""
-    return {"cache_policy": Int64(value)} if hints else {}
 
 
 @cute.jit
@@ -558,7 +551,6 @@ def load_stage(
     empty: cute.Pointer,
     panels: cutlass.Constexpr,
     tokens: cutlass.Constexpr,
-    hints: cutlass.Constexpr,
 ):
     """Loads a KV tile's K, or its V, into the stage whose turn it is, once that is free."""
     stage = turn % STAGES
@@ -571,7 +563,6 @@ def load_stage(
             boxes[None, kv_tile, panel],
             places[None, 0, panel, stage],
             tma_bar_ptr=full + stage,
-            **policy(EVICT_LAST, hints),
         )
 
 
@@ -1084,39 +1075,27 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionV12Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the others; without it they
-    find their own order. consumers: 2 or 3. lazy: the running maximum lags behind, and O is multiplied where it moves
-    only. hints: L2 is to give up queries first and to keep keys and values. section_mib: MiB of keys and values that
-    CTAs read from L2 at a time (`section_widths`)."""
+    find their own order. consumers: 2 or 3; 0: 3 where registers have room for KV tiles of 128 tokens with so many.
+    section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
-    consumers: int = 2
-    lazy: bool = False
-    hints: bool = False
+    consumers: int = 0
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(
-            pd.h,
-            pd.h_kv,
-            dk,
-            dv,
-            pd.causal,
-            self.kv_tile or kv_tile_of(dk, dv, self.consumers),
-            self.ordered,
-            self.consumers,
-            self.lazy,
-            self.hints,
-        )
+        consumers = self.consumers or (3 if kv_tile_of(dk, dv, 3) == 128 else 2)
+        tokens = self.kv_tile or kv_tile_of(dk, dv, consumers)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered, consumers)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
-        if self.consumers not in REGISTERS:
+        if self.consumers and self.consumers not in REGISTERS:
             return Verdict.no(f"consumers = {self.consumers} is not 2 or 3")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
@@ -1142,7 +1121,7 @@ class FlashAttentionV12Plan(KernelPlan):
     tiling: FlashAttentionV12Tiling
     any_size = True
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

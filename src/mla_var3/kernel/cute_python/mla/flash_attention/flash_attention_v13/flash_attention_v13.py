@@ -102,15 +102,13 @@ if TYPE_CHECKING:
 
 HALF = 64  # rows of a consumer: one warpgroup MMA
 STAGES = 2
+CONSUMERS = 2
 CTAS = 2  # of a cluster, which share the keys and values of a head
 SLOTS = 2  # in which the producer names query tiles
 WARP = 32
 WARPGROUP_WARPS = WARPGROUP // WARP
-# (producer, consumer) by the number of consumers: 128 · (40 + 2 · 232) = 64512 of 65536, 128 · (32 + 3 · 160) = 65536
-REGISTERS = {2: (40, 232), 3: (32, 160)}
+REGISTERS = 40, 232  # of a producer and of a consumer: 128 · (40 + 2 · 232) = 64512 of 65536
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
-# L2 policies as createpolicy encodes them: what one CTA reads once goes first, what many read stays.
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 MISC_BYTES = 2048  # of shared memory, in front of Q
 
 
@@ -128,24 +126,23 @@ def panels_of(columns: int) -> int:
     return -(-columns // PANEL)
 
 
-def smem_bytes(dk: int, dv: int, tokens: int, consumers: int) -> int:
+def smem_bytes(dk: int, dv: int, tokens: int) -> int:
     """Of a CTA, for KV tiles of so many tokens."""
     return MISC_BYTES + 2 * PANEL * (
-        panels_of(dk) * (HALF * consumers + STAGES * tokens) + panels_of(dv) * STAGES * tokens
+        panels_of(dk) * (HALF * CONSUMERS + STAGES * tokens) + panels_of(dv) * STAGES * tokens
     )
 
 
 MOST_SMEM = 232_448
-# Registers of S, O and P by the number of consumers; the others are addresses, row statistics and what is in flight.
-MOST_ACCUMULATORS = {2: 190, 3: 136}
+MOST_ACCUMULATORS = 190  # registers of S, O and P; others are addresses, row statistics and what is in flight
 
 
-def kv_tile_of(dk: int, dv: int, consumers: int = 2) -> int:
+def kv_tile_of(dk: int, dv: int) -> int:
     """Tokens of a KV tile: the most for which shared memory and registers have room; 0: none has."""
 
     def fits(tokens: int) -> bool:
         registers = tokens // 2 + tokens // 4 + dv // 2
-        return smem_bytes(dk, dv, tokens, consumers) <= MOST_SMEM and registers <= MOST_ACCUMULATORS[consumers]
+        return smem_bytes(dk, dv, tokens) <= MOST_SMEM and registers <= MOST_ACCUMULATORS
 
     return next((tokens for tokens in (128, 112, 96, 80, 64) if fits(tokens)), 0)
 
@@ -162,14 +159,11 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
-    consumers: int
-    lazy: bool
-    hints: bool
 
     @property
     def rows(self) -> int:
         """Of a CTA's part of a query tile."""
-        return HALF * self.consumers
+        return HALF * CONSUMERS
 
     @property
     def cluster_rows(self) -> int:
@@ -211,8 +205,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         return cute.struct.MemRange[kind, size]
 
     fields = {
-        "q_full": array(Int64, geometry.consumers),  # mbarriers; of Q one for each consumer's rows
-        "q_empty": array(Int64, geometry.consumers),
+        "q_full": array(Int64, CONSUMERS),  # mbarriers; of Q one for each consumer's rows
+        "q_empty": array(Int64, CONSUMERS),
         "k_full": array(Int64, STAGES),
         "k_empty": array(Int64, STAGES),
         "v_full": array(Int64, STAGES),
@@ -222,7 +216,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "open": array(Int64, 1),  # an mbarrier that is never closed
         "slots": array(Int32, 8 * SLOTS),  # a `Tile` each
         "order": array(Int32, SORTED),  # requests, that with the most keys first
-        "query": cute.struct.Align[array(dtype, geometry.consumers * geometry.half_elements), 1024],
+        "query": cute.struct.Align[array(dtype, CONSUMERS * geometry.half_elements), 1024],
         "keys": cute.struct.Align[array(dtype, STAGES * geometry.k_elements), 1024],
         "values": cute.struct.Align[array(dtype, STAGES * geometry.v_elements), 1024],
     }
@@ -499,7 +493,7 @@ def load_tile(
     kv_head, n, count = tile.head // geometry.group, geometry.tokens, tile.count
     k_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.k_panels, STAGES))
     v_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.v_panels, STAGES))
-    q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, geometry.consumers))
+    q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, CONSUMERS))
     queries = wgmma.smem_view(storage.query.data_ptr(), 0, q_layout)
     keys = wgmma.smem_view(storage.keys.data_ptr(), 0, k_layout)
     values = wgmma.smem_view(storage.values.data_ptr(), 0, v_layout)
@@ -513,13 +507,13 @@ def load_tile(
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
     if count > 0:
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, rank, k_panels, n, geometry.hints)
+        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, rank, k_panels, n)
         # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
-        for half in cutlass.range_constexpr(geometry.consumers):
+        for half in cutlass.range_constexpr(CONSUMERS):
             for panel in cutlass.range_constexpr(k_panels):
                 cute.prefetch(inputs.tma_q, q_boxes[None, half, panel])
         full_q, empty_q = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
-        for half in cutlass.range_constexpr(geometry.consumers):
+        for half in cutlass.range_constexpr(CONSUMERS):
             cute.arch.mbarrier_wait(empty_q + half, (loads & 1) ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full_q + half, 2 * geometry.half_elements)
@@ -529,7 +523,6 @@ def load_tile(
                     q_boxes[None, half, panel],
                     q_places[None, 0, panel, half],
                     tma_bar_ptr=full_q + half,
-                    **policy(EVICT_FIRST, geometry.hints),
                 )
         for i in cutlass.range(1, count, unroll=1):
             load_stage(
@@ -543,7 +536,6 @@ def load_tile(
                 rank,
                 k_panels,
                 n,
-                geometry.hints,
             )
             load_stage(
                 inputs.tma_v,
@@ -556,16 +548,8 @@ def load_tile(
                 rank,
                 v_panels,
                 n,
-                geometry.hints,
             )
-        load_stage(
-            inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, rank, v_panels, n, geometry.hints
-        )
-
-
-def policy(value: int, hints: bool) -> dict[str, Any]:
-    """Of a TMA load."""
-    return {"cache_policy": Int64(value)} if hints else {}
+        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, rank, v_panels, n)
 
 
 @cute.jit
@@ -580,7 +564,6 @@ def load_stage(
     rank: Int32,
     panels: cutlass.Constexpr,
     tokens: cutlass.Constexpr,
-    hints: cutlass.Constexpr,
 ):
     """Loads a CTA's share of a KV tile's K, or of its V, into the stage of each CTA whose turn it is, once that is free
     in all of them."""
@@ -595,7 +578,6 @@ def load_stage(
             places[None, rank, panel, stage],
             tma_bar_ptr=full + stage,
             mcast_mask=Int16((1 << CTAS) - 1),
-            **policy(EVICT_LAST, hints),
         )
 
 
@@ -648,7 +630,7 @@ class Consumer:
         mma_s, mma_half = wgmma.make_mma(dtype, n), wgmma.make_mma(dtype, n // 2)
         mma_o = wgmma.make_mma(dtype, geometry.dv, a_in_registers=True, b_major=OperandMajorMode.MN)
         scores, output = mma_s.get_slice(thread), mma_o.get_slice(thread)
-        q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, geometry.consumers))
+        q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, CONSUMERS))
         k_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.k_panels, STAGES))
         v_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
         v_layout = cute.tile_to_shape(v_atom, (PANEL * geometry.v_panels, n, STAGES), order=(1, 0, 2))
@@ -744,10 +726,7 @@ class Consumer:
             softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
             best = quad_max(softmax.thread_max(acc_s, r)) * self.scale_log2
-            if cutlass.const_expr(self.geometry.lazy):
-                top = softmax.lazy_max(self.row_max[r], best)
-            else:
-                top = cute.arch.fmax(self.row_max[r], best)
+            top = cute.arch.fmax(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
         for r in cutlass.range_constexpr(2):
@@ -776,11 +755,10 @@ class Consumer:
         self.issue_scores(turn)
         # Behind the issue of the scores, so that it runs beside them.
         self.wait_for_values(turn - 1)
-        if cutlass.const_expr(not self.geometry.lazy):
-            wgmma.scale_rows(self.acc_o, self.factor)
+        wgmma.scale_rows(self.acc_o, self.factor)
         self.issue_output(turn - 1)
         if cutlass.const_expr(self.geometry.ordered):
-            behind = cutlass.select_(self.me == self.geometry.consumers - 1, Int32(0), self.me + 1)
+            behind = cutlass.select_(self.me == CONSUMERS - 1, Int32(0), self.me + 1)
             cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN) + behind, number_of_threads=2 * WARPGROUP)
         warpgroup.wait_group(1)  # S
         self.free(self.storage.k_empty.data_ptr(), turn)
@@ -792,15 +770,6 @@ class Consumer:
         warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn - 1)
         self.round_p(self.acc_s)
-        if cutlass.const_expr(self.geometry.lazy):
-            self.rescale()
-
-    @cute.jit
-    def rescale(self):
-        """O *= factor where a row of the warp has another maximum than before."""
-        moved = (self.factor[0] != 1.0) | (self.factor[1] != 1.0)
-        if cute.arch.vote_ballot_sync(moved) != 0:
-            wgmma.scale_rows(self.acc_o, self.factor)
 
     @cute.jit
     def attend(self, tile: Tile, now: Count):
@@ -846,8 +815,7 @@ class Consumer:
             self.step(done + i, (count - 1 - i) * n, False)
 
         last = done + count - 1
-        if cutlass.const_expr(not self.geometry.lazy):
-            wgmma.scale_rows(self.acc_o, self.factor)
+        wgmma.scale_rows(self.acc_o, self.factor)
         self.wait_for_values(last)
         self.issue_output(last)
         warpgroup.wait_group(0)
@@ -973,7 +941,7 @@ def consume(
     """What a consumer does, until there are no more query tiles."""
     w = Consumer.make(geometry, storage, dtype, me, thread % WARPGROUP, scale_log2)
     if cutlass.const_expr(geometry.ordered):
-        if me == geometry.consumers - 1:
+        if me == CONSUMERS - 1:
             named_arrive(Barrier.TURN, 2 * WARPGROUP)
     tile, number = heard(storage, Int32(0)), Int32(1)
     now = Count(Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, me, geometry)
@@ -1004,7 +972,7 @@ def flash_attention_v13(
     blocks, _, _ = cute.arch.grid_dim()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
-    warps = cutlass.const_expr(geometry.consumers * WARPGROUP_WARPS)
+    warps = cutlass.const_expr(CONSUMERS * WARPGROUP_WARPS)
     if warp == 0:
         with cute.arch.elect_one():
             for barriers, count in (
@@ -1013,7 +981,7 @@ def flash_attention_v13(
             ):  # fmt: skip
                 for i in range(2):
                     cute.arch.mbarrier_init(barriers.data_ptr() + i, count)
-            for i in range(geometry.consumers):
+            for i in range(CONSUMERS):
                 cute.arch.mbarrier_init(storage.q_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(storage.q_empty.data_ptr() + i, WARPGROUP_WARPS)
             cute.arch.mbarrier_init(storage.open.data_ptr(), 1)
@@ -1022,7 +990,7 @@ def flash_attention_v13(
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()
-    of_producer, of_consumer = REGISTERS[geometry.consumers]
+    of_producer, of_consumer = REGISTERS
     if warp >= warps:
         cute.arch.setmaxregister_decrease(of_producer)
         if warp == warps:
@@ -1086,7 +1054,7 @@ def launch_flash_attention(
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
     flash_attention_v13(inputs, out, lse, scale * math.log2(math.e), room, geometry).launch(
         grid=(CTAS * cutlass.min(blocks // CTAS, most), 1, 1),
-        block=((geometry.consumers + 1) * WARPGROUP, 1, 1),
+        block=((CONSUMERS + 1) * WARPGROUP, 1, 1),
         cluster=(CTAS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -1111,47 +1079,29 @@ def takes(pd: PrefillProblem) -> Verdict:
 @dataclass(frozen=True)
 class FlashAttentionV13Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
-    issue their products in turn, so that the softmax of one runs beside the products of the others; without it they
-    find their own order. consumers: 2 or 3. lazy: the running maximum lags behind, and O is multiplied where it moves
-    only. hints: L2 is to give up queries first and to keep keys and values. section_mib: MiB of keys and values that
-    CTAs read from L2 at a time (`section_widths`)."""
+    issue their products in turn, so that the softmax of one runs beside the products of the other; without it they find
+    their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
-    consumers: int = 2
-    lazy: bool = False
-    hints: bool = False
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(
-            pd.h,
-            pd.h_kv,
-            dk,
-            dv,
-            pd.causal,
-            self.kv_tile or kv_tile_of(dk, dv, self.consumers),
-            self.ordered,
-            self.consumers,
-            self.lazy,
-            self.hints,
-        )
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv), self.ordered)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
-        if self.consumers not in REGISTERS:
-            return Verdict.no(f"consumers = {self.consumers} is not 2 or 3")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd)
-        smem = smem_bytes(geometry.dk, geometry.dv, geometry.tokens, geometry.consumers)
+        smem = smem_bytes(geometry.dk, geometry.dv, geometry.tokens)
         most = MOST_SMEM if device is None else device.smem_per_block
         if not geometry.tokens or smem > most:
             return Verdict.no(
@@ -1170,7 +1120,7 @@ class FlashAttentionV13Plan(KernelPlan):
     tiling: FlashAttentionV13Tiling
     any_size = True
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

@@ -137,6 +137,7 @@ def test_lengths_may_be_a_list_or_a_total() -> None:
     problem = PrefillProblem(b=3, lengths=[(5, 9), 7, (0, 3)])
     assert problem.pairs == ((5, 9), (7, 7), (0, 3)) and (problem.s, problem.t) == (4, 7)
     assert (problem.query_tokens, problem.keys) == (12, 19) and problem.label == "b3_s4_h128_t7_list"
+    assert PrefillProblem(b=1, s=8, d=256, p=0).label == "b1_s8_h128_t8_d256_p0"
     assert PrefillProblem.from_record(problem.to_record()) == problem == problem.replace()
     assert problem.replace(s=64).uniform and problem.replace(s=64, h=16).s == 64
     known = PrefillProblem(b=3, lengths={"queries": 11, "keys": 3})

@@ -239,6 +239,8 @@ class PrefillProblem(Problem):
         if not self.uniform:
             text += f"_{self.lengths[0][1]}" if self._drawn else "_list"
         text += "_strided" if self.strided_kv else ""
+        default = PrefillProblem
+        text += f"_d{self.d}_p{self.p}" if (self.d, self.p) != (default.d, default.p) else ""
         return text if self.dtype == "bf16" else f"{text}_{self.dtype}"
 
     def problem_class(self) -> PrefillClass:

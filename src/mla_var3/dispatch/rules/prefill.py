@@ -16,21 +16,40 @@ def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProble
 MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
 
 
-def _near_heads(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    heads = round(value)
-    if heads % (problem.h // problem.h_kv) == 0:
-        yield problem.replace(h=heads, h_kv=heads // (problem.h // problem.h_kv))
+def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    yield problem.replace(d=128, p=64 if value <= 192 else 128)
 
 
-#: Query heads.
-HEADS = Quantity("heads", lambda pd: pd.h, _near_heads)
+def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    yield problem.replace(s=max(1, int(value)))
+
+
+#: Columns of a head of keys, and query tokens of a request, in the mean.
+KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns)
+TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
 
 RULES = (
     Rule(
-        "cute-dsl/flash_attention_v4",
-        "two CTAs share keys of 192 and values of 128 columns, and no query tile waits for the one before; with few "
-        "heads its sections are wider than L2",
-        where=(Bound(MASKS, 1, above=True), Bound(HEADS, 127, above=True)),
+        "cute-dsl/flash_attention_v12",
+        "its last query tiles end together, and narrow keys have three consumers",
+        where=(Bound(MASKS, 1, above=True), Bound(KEY_COLUMNS, 128), Bound(TOKENS, 4095, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v12",
+        "its last query tiles end together, and wide results are rescaled where a maximum has grown",
+        where=(Bound(MASKS, 1, above=True), Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v13",
+        "two CTAs share what they read from L2, and without a mask they read the same",
+        where=(
+            Bound(MASKS, 1),
+            Bound(KEY_COLUMNS, 128, above=True),
+            Bound(KEY_COLUMNS, 192),
+            Bound(TOKENS, 4095, above=True),
+        ),
         archs=HOPPER,
     ),
     Rule(

@@ -1,66 +1,68 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 4: two CTAs of a cluster share K and V,
-and no gap between query tiles.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 13: two CTAs in
+a cluster share the keys and values of a head.
 
-    out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 columns a head    V: 128
+    out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: dk columns a head    V: dv <= dk
 
-Requests lie behind each other in q (n, h, 192) and in k, v (m, h_kv, ·); `cu_seqlens_q` and `cu_seqlens_k` say where
+Requests lie behind each other in q (n, h, dk) and in k, v (m, h_kv, ·); `cu_seqlens_q` and `cu_seqlens_k` say where
 each begins. Query head i reads kv head i // (h / h_kv). The causal mask is aligned at the end: query token i of s sees
 keys 0 .. t - s + i.
 
-A query tile is 256 query tokens of one head; a cluster of two CTAs has one of them. Each CTA loads half of every KV
-tile for both (TMA multicast), so that L2 is read half as often. Of the four blocks of 64 rows the first CTA has the
-outer two and the second the inner two: both have as much to do on the diagonal. A consumer passes KV tiles that its
-rows do not see, and takes an empty turn there.
+A query tile is 256 query tokens of one head, 128 for each CTA of a cluster. A CTA of three warpgroups goes through
+query tiles, and through the KV tiles of each from the last one, which holds the diagonal, to the first. Each CTA loads
+half of the tokens of a KV tile, for both (TMA multicast), and a stage is free when the consumers of both have freed it:
 
-Each CTA has three warpgroups and goes through query tiles, and through the KV tiles of each, of 128 keys, from the last
-one, which holds the diagonal, to the first:
+    producer   one warp: asks for query tiles, says which (mbarrier), and loads Q, K and V by TMA
+    UPPER      query rows 0 .. 63      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
+    LOWER      query rows 64 .. 127
 
-    scheduler  one warp of the first CTA: finds the next query tiles, up to two ahead, and tells both CTAs
-    producer   one warp: loads Q, K and V by TMA; L2 is to keep K and V, and to give up Q first
-    UPPER      64 query rows      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
-    LOWER      64 more
+A consumer issues the scores of a KV tile ahead of the product with the values of the tile before, so that its softmax
+runs beside a product (FlashAttention-3's overlap within a warpgroup):
 
-A consumer issues the scores of a KV tile ahead of the product with the values of the tile before, and the two consumers
-issue in turn (named barriers), so that the softmax of one runs beside the products of the other:
+    tensor cores   S1 = Q·K1ᵀ | O += P0·V0 | S2 = Q·K2ᵀ | O += P1·V1 |
+    softmax                   | S1 → P1                 | S2 → P2
 
-    tensor cores   UPPER: S1 | O += P0·V0 | LOWER: S1 | O += P0·V0 | UPPER: S2 | O += P1·V1 |
-    UPPER                     S1 → P1 ...........................   wait        S2 → P2
-    LOWER          ... P0     wait                     S1 → P1 ...........................
+On the diagonal, with KV tiles of 128 keys, the upper 64 rows see no key of the second half of the last KV tile. They
+compute scores and softmax of its first half only, and P is 0 beyond (░); so do both consumers where a request ends
+within the first half:
 
-The same step leads from one query tile to the next (`cross`): the first scores of the next one are issued in front of
-the last product of this one, which is divided and stored while the other consumer has the tensor cores.
+    UPPER    ◣ ░         one product of 64 x 64 in place of 64 x 128
+    LOWER    █ ◣
 
-The running maximum follows a new one only when that is more than 8 in log2 above it (FlashAttention-4's idea), and O is
-multiplied behind a product, where none is in flight, and only where a row of the warp needs it.
+UPPER is ahead of LOWER from there on, so that their softmaxes do not coincide.
 
-Where the rows of a consumer see no more than the first half of their last KV tile, it computes scores and softmax of
-this half only (░ is 0), and the next product with values takes this half:
-
-    rows   0 ..  63    ◣ ░         64 x 64 in place of 64 x 128, twice
-    rows  64 .. 127    █ ◣
+Each consumer frees its own half of Q as soon as its last scores are made, in front of the last softmax, and the
+producer has asked L2 for the next query tile's rows before that (TMA prefetch): nobody has read them yet.
 
     mbarrier       arrives                              waits
     q_full[j]      TMA with half j of Q                 consumer j, in front of the first scores of a query tile
     q_empty[j]     consumer j, behind the last scores   producer
-    k_full[i]      TMA with K of stage i, of both CTAs  consumers, in front of the scores
-    k_empty[i]     consumers of both CTAs, once made    producer
-    v_full[i]      TMA with V of stage i, of both CTAs  consumers, in front of O += P·V
-    v_empty[i]     consumers of both CTAs, behind that  producer
-    told[i]        scheduler: slot i names a query tile consumers and producer; it is written by st.async
-    heard[i]       these, of both CTAs; of the first    scheduler
-    open           nobody                               a wait that is over at once, where ptxas must not move another
+    k_full[i]      TMA with K of stage i                consumers, in front of the scores
+    k_empty[i]     consumers of both, once these exist  producers of both
+    v_full[i]      TMA with V of stage i                consumers, in front of O += P·V
+    v_empty[i]     consumers of both, once that ended   producers of both
+    told[i]        producer: slot i names a query tile  consumers
+    heard[i]       consumers have read slot i           producer
 
 O goes from registers to global memory, without shared memory between: four threads that share a row exchange their
-columns, so that each has 16 bytes.
+columns, so that each has 16 bytes. Q is free for the next query tile as soon as the last scores are made.
 
 Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
-as one with the heads of all. Heads come in sections whose keys and values fit in L2 together, and which have two query
-tiles for each cluster at least. In a section the query tiles with the most keys come first: the small ones fill the
-tail. A cluster's first tile is its own number; the others it takes from a counter in global memory. The lengths are
-read on the device only, and the last cluster sets the counter back.
+as one with the heads of all. Heads come in sections whose keys and values fit in L2 together. In a section the query
+tiles with the most keys come first, and with a causal mask the last section has about three query tiles for each CTA,
+so that the small ones fill the tail. There is no counter: cluster c of C takes the query tiles c, 2C - 1 - c, 2C + c,
+4C - 1 - c and so on, there and back, so that its CTAs need not tell each other. The lengths are read on the device
+only.
 
-Shared memory: Q 48 KiB, two stages of K (48 KiB each) and of V (32 KiB each). Registers of a consumer's thread: S 64,
-O 64, P 32, of 232.
+Shared memory and registers bound the KV tile of N tokens (`kv_tile_of`), with two stages of K and of V:
+
+    dk / dv      N     Q      K        V        bytes      S + O + P, registers a thread
+    192 / 128    128   48 K   2 x 48 K 2 x 32 K 212,992    64 + 64 + 32
+    128 / 128    128   32 K   2 x 32 K 2 x 32 K 163,840    64 + 64 + 32
+    256 / 256    80    64 K   2 x 40 K 2 x 40 K 229,376    40 + 128 + 20
+    256 / 128    96    64 K   2 x 48 K 2 x 24 K 212,992    48 + 64 + 24
+    96 / 64      128   32 K   2 x 32 K 2 x 16 K 131,072    64 + 32 + 32
+
+A head of 96 columns lies in two panels of 64: TMA fills the missing ones with zeros, and no product reads them.
 """
 
 from __future__ import annotations
@@ -99,30 +101,23 @@ if TYPE_CHECKING:
     from mla_var3.workload.prefill import PrefillProblem
 
 HALF = 64  # rows of a consumer: one warpgroup MMA
-CTAS = 2  # of a cluster
-ROWS = 2 * HALF * CTAS  # of a query tile
 STAGES = 2
+CONSUMERS = 2
+CTAS = 2  # of a cluster, which share the keys and values of a head
 SLOTS = 2  # in which the producer names query tiles
-CONSUMERS = 2 * WARPGROUP  # threads
-THREADS = 3 * WARPGROUP
 WARP = 32
-CONSUMER_WARPS = CONSUMERS // WARP
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 128 · (40 + 2 · 232) = 64512 of 65536
+WARPGROUP_WARPS = WARPGROUP // WARP
+REGISTERS = 40, 232  # of a producer and of a consumer: 128 · (40 + 2 · 232) = 64512 of 65536
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
 MISC_BYTES = 2048  # of shared memory, in front of Q
-
-
-KEEP, PASS = 0x14F0000000000000, 0x12F0000000000000  # L2 policies: evict last (K, V) and evict first (Q)
 
 
 class Barrier(IntEnum):
     """Named barriers."""
 
     CTA = 0
-    UPPER = 1  # the warps of one consumer
-    LOWER = 2
-    TURN_UPPER = 3  # ordered: this consumer may issue products
-    TURN_LOWER = 4
+    CONSUMER = 1  # + its number: the warps of one consumer
+    TURN = 4  # + its number; ordered: this consumer may issue products
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -133,11 +128,13 @@ def panels_of(columns: int) -> int:
 
 def smem_bytes(dk: int, dv: int, tokens: int) -> int:
     """Of a CTA, for KV tiles of so many tokens."""
-    return MISC_BYTES + 2 * PANEL * (panels_of(dk) * (2 * HALF + STAGES * tokens) + panels_of(dv) * STAGES * tokens)
+    return MISC_BYTES + 2 * PANEL * (
+        panels_of(dk) * (HALF * CONSUMERS + STAGES * tokens) + panels_of(dv) * STAGES * tokens
+    )
 
 
 MOST_SMEM = 232_448
-MOST_ACCUMULATORS = 190  # registers of S, O and P; the other 50 are addresses, row statistics and what is in flight
+MOST_ACCUMULATORS = 190  # registers of S, O and P; others are addresses, row statistics and what is in flight
 
 
 def kv_tile_of(dk: int, dv: int) -> int:
@@ -162,6 +159,16 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
+
+    @property
+    def rows(self) -> int:
+        """Of a CTA's part of a query tile."""
+        return HALF * CONSUMERS
+
+    @property
+    def cluster_rows(self) -> int:
+        """Of a query tile."""
+        return CTAS * self.rows
 
     @property
     def group(self) -> int:
@@ -198,18 +205,18 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         return cute.struct.MemRange[kind, size]
 
     fields = {
-        "q_full": array(Int64, 2),  # mbarriers; of Q one for each consumer's half
-        "q_empty": array(Int64, 2),
+        "q_full": array(Int64, CONSUMERS),  # mbarriers; of Q one for each consumer's rows
+        "q_empty": array(Int64, CONSUMERS),
         "k_full": array(Int64, STAGES),
         "k_empty": array(Int64, STAGES),
         "v_full": array(Int64, STAGES),
         "v_empty": array(Int64, STAGES),
         "told": array(Int64, SLOTS),
         "heard": array(Int64, SLOTS),
-        "open": array(Int64, 1),  # an mbarrier whose phase before the first has always ended
-        "slots": cute.struct.Align[array(Int32, 8 * SLOTS), 32],  # a `Tile` each
+        "open": array(Int64, 1),  # an mbarrier that is never closed
+        "slots": array(Int32, 8 * SLOTS),  # a `Tile` each
         "order": array(Int32, SORTED),  # requests, that with the most keys first
-        "query": cute.struct.Align[array(dtype, 2 * geometry.half_elements), 1024],
+        "query": cute.struct.Align[array(dtype, CONSUMERS * geometry.half_elements), 1024],
         "keys": cute.struct.Align[array(dtype, STAGES * geometry.k_elements), 1024],
         "values": cute.struct.Align[array(dtype, STAGES * geometry.v_elements), 1024],
     }
@@ -231,9 +238,9 @@ class Inputs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A query tile, of both CTAs. row: of q, its first query token. rows: of the request from there on; 0: there is no
-    more work. head: of q. key: of k and v, the request's first one. keys: of the request. seen: keys that the first row
-    sees; where fewer keys than queries are causal it may be negative. Each row sees one more than the row before."""
+    """A query tile. row: of q, its first query token. rows: of the request from there on; 0: there is no more work.
+    head: of q. key: of k and v, the request's first one. keys: of the request. seen: keys that the first row sees;
+    where fewer keys than queries are causal it may be negative, and each row sees one more than the row before."""
 
     row: Any
     rows: Any
@@ -241,6 +248,7 @@ class Tile(NamedTuple):
     key: Any
     keys: Any
     seen: Any
+    count: Any
 
 
 # ------------------------------------------------------------------------------------------------ tile scheduler
@@ -250,45 +258,64 @@ def ceil_div(number: Any, divisor: Any) -> Any:
     return (number + divisor - 1) // divisor
 
 
-def query_tiles(s: Any) -> Any:
+def query_tiles(s: Any, rows: int) -> Any:
     """Query tiles of a head of a request; none where the length is not positive."""
-    return ceil_div(cutlass.max(s, 0), ROWS)
+    return ceil_div(cutlass.max(s, 0), rows)
 
 
-def section_width(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> Any:
-    """Heads of a section, of `pairs` heads that have t keys and `tiles` query tiles each: as many as fit in L2 with
-    their keys and values, but no fewer than give each cluster two query tiles, so that the longest of the last section
-    does not outlast the others together. Sections are about equally wide. room: keys of a kv head that fit in L2."""
-    heads = cutlass.max(room // cutlass.max(t, 1) * geometry.group, ceil_div(2 * blocks, tiles))
-    heads = cutlass.min(ceil_div(heads, geometry.group) * geometry.group, pairs)
-    sections = cutlass.max((pairs + heads // 2) // heads, 1)
-    return ceil_div(ceil_div(pairs, sections), geometry.group) * geometry.group
+def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
+    """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
+    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each CTA a
+    query tile. With a causal mask the last one gives each CTA about three query tiles at least: of fewer, the longest
+    would outlast the others together. room: keys of a kv head that fit in L2."""
+    group = geometry.group
+    most = ceil_div(pairs, group)  # kv heads
+    fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)
+    if geometry.causal:
+        last = ceil_div((3 * blocks + tiles // 2) // tiles, group)
+        last = cutlass.min(cutlass.max(last, fit), most)
+    else:
+        fit = cutlass.min(fit, ceil_div(ceil_div(blocks, tiles), group))
+        last = fit
+    return fit * group, last * group
 
 
-def place_of(index: Any, tiles: Any, width: Any, pairs: Any) -> tuple[Any, Any]:
-    """(query tile, head) of `pairs` heads with `tiles` query tiles each: section after section of `width` heads, in
-    each the last query tile of all its heads first. Counted from the end, so that the first section is the one that may
-    have fewer heads: the last one must fill all CTAs."""
+def place_of(index: Any, tiles: Any, width: Any, last: Any, pairs: Any) -> tuple[Any, Any]:
+    """(query tile, head) of `pairs` heads with `tiles` query tiles each: section after section of `width` heads, the
+    last one of `last`, in each the last query tile of all its heads first. Counted from the end, so that the first
+    section is the one that may have fewer heads."""
     left = tiles * pairs - 1 - index
-    section = left // (tiles * width)
-    count = cutlass.min(width, pairs - section * width)
-    up = left - section * (tiles * width)
+    before = left - tiles * last  # of the sections in front of the last one
+    inside = before >= 0
+    section = cutlass.select_(inside, before // (tiles * width), 0)
+    first = cutlass.select_(inside, last + section * width, 0)
+    count = cutlass.select_(inside, cutlass.min(width, pairs - first), last)
+    up = cutlass.select_(inside, before - section * (tiles * width), left)
     tile = up // count
-    return tile, pairs - 1 - section * width - (up - tile * count)
+    return tile, pairs - 1 - first - (up - tile * count)
 
 
-def tile_of(place: tuple[Any, Any], first_q: Any, s: Any, first_k: Any, t: Any, causal: bool) -> Tile:
+def tile_of(place: tuple[Any, Any], first_q: Any, s: Any, first_k: Any, t: Any, causal: bool, rows: int) -> Tile:
     """The query tile at a `place_of` in a request of s queries and t keys that begin at tokens first_q and first_k."""
     at, head = place
-    seen = t - s + at * ROWS + 1 if causal else t
-    return Tile(first_q + at * ROWS, s - at * ROWS, head, first_k, t, seen)
+    seen = t - s + at * rows + 1 if causal else t
+    return Tile(first_q + at * rows, s - at * rows, head, first_k, t, seen, 0)
 
 
-def kv_tiles(tile: Tile, tokens: int, causal: bool) -> Any:
+def part_of(tile: Tile, rank: Any, geometry: Geometry) -> Tile:
+    """What CTA `rank` of the cluster computes of a query tile. It may have no rows, and it goes through all KV tiles
+    that the whole one sees any key of."""
+    count = kv_tiles(tile, geometry.tokens, geometry.causal, geometry.cluster_rows)
+    first = rank * geometry.rows
+    seen = tile.seen + first if geometry.causal else tile.seen
+    return Tile(tile.row + first, tile.rows - first, tile.head, tile.key, tile.keys, seen, count)
+
+
+def kv_tiles(tile: Tile, tokens: int, causal: bool, rows: int) -> Any:
     """KV tiles that a query tile sees any key of."""
     last = tile.keys
     if causal:
-        last = cutlass.min(tile.seen + cutlass.min(tile.rows, ROWS) - 1, tile.keys)
+        last = cutlass.min(tile.seen + cutlass.min(tile.rows, rows) - 1, tile.keys)
     return ceil_div(cutlass.max(last, 0), tokens)
 
 
@@ -345,7 +372,7 @@ def window_at(
         t = cutlass.max(cu_seqlens_k[request + 1] - cu_seqlens_k[request], 0)
     before_s, before_t = cute.arch.shuffle_sync_up(s, 1), cute.arch.shuffle_sync_up(t, 1)
     leads = (lane == 0) | (s != before_s) | (t != before_t)
-    count = query_tiles(s) * geometry.h
+    count = query_tiles(s, geometry.cluster_rows) * geometry.h
     until = count
     for i in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(until, 1 << i)
@@ -383,31 +410,33 @@ def sort_requests(cu_seqlens_q: cute.Tensor, cu_seqlens_k: cute.Tensor, order: c
 
 # ------------------------------------------------------------------------------------------------ device: load
 @cute.jit
-def schedule(
+def load(
     inputs: Inputs,
     storage: cutlass.Constexpr,
-    counter: cute.Tensor,  # (2,) int32, global memory: query tiles taken, CTAs that are done; 0 in front of a launch
-    block: Int32,
-    blocks: Int32,
-    room: Int32,  # of `section_width`
+    block: Int32,  # cluster
+    blocks: Int32,  # clusters
+    rank: Int32,  # of the CTA in its cluster
+    room: Int32,  # of `section_widths`
     lane: Int32,
+    dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
-    """What the scheduler warp does, until there are no more query tiles."""
-    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    requests = cu_seqlens_q.shape[0] - 1
+    """What the producer warp does, until there are no more query tiles."""
+    requests = inputs.cu_seqlens_q.shape[0] - 1
     order = storage.order.get_tensor(cute.make_layout(SORTED))
     if requests <= SORTED:
-        sort_requests(cu_seqlens_q, cu_seqlens_k, order, lane)
-    window = window_at(Int32(0), Int32(0), lane, cu_seqlens_q, cu_seqlens_k, order, geometry)
-    index, number, working = block, Int32(0), True
+        sort_requests(inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, lane)
+    window = window_at(Int32(0), Int32(0), lane, inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, geometry)
+    index, number, done, loads, working = block, Int32(0), Int32(0), Int32(0), True
     while working:
         searching = (index >= window.end) & (window.rank + WARP < requests)
         while searching:
-            window = window_at(window.rank + WARP, window.end, lane, cu_seqlens_q, cu_seqlens_k, order, geometry)
+            window = window_at(
+                window.rank + WARP, window.end, lane, inputs.cu_seqlens_q, inputs.cu_seqlens_k, order, geometry
+            )
             searching = (index >= window.end) & (window.rank + WARP < requests)
         working = index < window.end
-        tile, following = Tile(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
+        tile = Tile(Int32(0), Int32(0), Int32(-1), Int32(0), Int32(0), Int32(0), Int32(0))
         if working:
             holders = cute.arch.vote_ballot_sync((window.start <= index) & (index < window.start + window.count))
             holder = Int32(31 - cute.arch.clz(Int32(holders)))
@@ -419,53 +448,34 @@ def schedule(
             if others != 0:
                 end = Int32(31 - cute.arch.clz(others & -others))
             request = request_at(window.rank + first, order, requests)
-            s = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
-            t = cutlass.max(cu_seqlens_k[request + 1] - cu_seqlens_k[request], 0)
-            tiles, pairs = query_tiles(s), (end - first) * geometry.h
-            width = section_width(t, tiles, pairs, room, blocks, geometry)
-            at, pair = place_of(index - cute.arch.shuffle_sync(window.start, first), tiles, width, pairs)
+            s = inputs.cu_seqlens_q[request + 1] - inputs.cu_seqlens_q[request]
+            t = cutlass.max(inputs.cu_seqlens_k[request + 1] - inputs.cu_seqlens_k[request], 0)
+            tiles, pairs = query_tiles(s, geometry.cluster_rows), (end - first) * geometry.h
+            width, last = section_widths(t, tiles, pairs, room, blocks, geometry)
+            at, pair = place_of(index - cute.arch.shuffle_sync(window.start, first), tiles, width, last, pairs)
             request = request_at(window.rank + first + pair // geometry.h, order, requests)
-            first_q, first_k = cu_seqlens_q[request], cu_seqlens_k[request]
-            tile = tile_of((at, pair % geometry.h), first_q, s, first_k, t, geometry.causal)
+            first_q, first_k = inputs.cu_seqlens_q[request], inputs.cu_seqlens_k[request]
+            whole = tile_of((at, pair % geometry.h), first_q, s, first_k, t, geometry.causal, geometry.cluster_rows)
+            tile = part_of(whole, rank, geometry)
         tell(storage, number, tile, lane)
         number = number + 1
         if working:
-            if lane == 0:
-                following = cute.arch.atomic_add(counter.iterator, Int32(1))
-            index = blocks + cute.arch.shuffle_sync(following, 0)
-    if lane == 0:
-        # Whoever is here has taken its last number; the last one sets back what the next launch begins with.
-        if cute.arch.atomic_add(counter.iterator + 1, Int32(1)) == blocks - 1:
-            counter[0] = 0
-            counter[1] = 0
-
-
-@cute.jit
-def load(
-    inputs: Inputs, storage: cutlass.Constexpr, rank: Int32, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr
-):
-    """What the producer warp does, until there are no more query tiles."""
-    tile, number, done, loads = heard(storage, Int32(0)), Int32(1), Int32(0), Int32(0)
-    while tile.rows > 0:
-        count = kv_tiles(tile, geometry.tokens, geometry.causal)
-        load_tile(inputs, storage, tile, count, loads, done, rank, dtype, geometry)
-        done, loads = done + count, loads + Int32(count > 0)
-        tile = heard(storage, number)
-        number = number + 1
+            load_tile(inputs, storage, tile, rank, loads, done, dtype, geometry)
+            done, loads = done + tile.count, loads + Int32(tile.count > 0)
+            # There and back, so that who had the longest of one round has the shortest of the next.
+            index = number * blocks + cutlass.select_(number % 2 > 0, blocks - 1 - block, block)
 
 
 @cute.jit
 def tell(storage: cutlass.Constexpr, number: Int32, tile: Tile, lane: Int32):
-    """Names query tile `number` to both CTAs of the cluster."""
+    """Names query tile `number` of this CTA to the consumers."""
     slot = number % SLOTS
     cute.arch.mbarrier_wait(storage.heard.data_ptr() + slot, (number // SLOTS & 1) ^ 1)
     if lane == 0:
-        told, words = storage.told.data_ptr() + slot, storage.slots.data_ptr() + cute.assume(8 * slot, divby=8)
-        zero = Int32(0)
-        for rank in cutlass.range_constexpr(CTAS):
-            cute.arch.mbarrier_arrive_and_expect_tx(told, 32, rank)
-            cute.arch.store_async_dsmem(words, (tile[0], tile[1], tile[2], tile[3]), told, rank)
-            cute.arch.store_async_dsmem(words + 4, (tile[4], tile[5], zero, zero), told, rank)
+        words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
+        for i in cutlass.range_constexpr(len(tile)):
+            words[i, slot] = tile[i]
+        cute.arch.mbarrier_arrive(storage.told.data_ptr() + slot)
 
 
 @cute.jit
@@ -473,18 +483,17 @@ def load_tile(
     inputs: Inputs,
     storage: cutlass.Constexpr,
     tile: Tile,
-    count: Int32,  # KV tiles
+    rank: Int32,
     loads: Int32,  # of Q, before
     done: Int32,  # KV tiles of query tiles before
-    rank: Int32,
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
     """Loads Q, and K and V of all KV tiles in the order in which the consumers read them."""
-    kv_head, n = tile.head // geometry.group, geometry.tokens
+    kv_head, n, count = tile.head // geometry.group, geometry.tokens, tile.count
     k_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.k_panels, STAGES))
     v_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.v_panels, STAGES))
-    q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, 2))
+    q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, CONSUMERS))
     queries = wgmma.smem_view(storage.query.data_ptr(), 0, q_layout)
     keys = wgmma.smem_view(storage.keys.data_ptr(), 0, k_layout)
     values = wgmma.smem_view(storage.values.data_ptr(), 0, v_layout)
@@ -498,28 +507,49 @@ def load_tile(
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
     if count > 0:
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n, rank)
+        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, rank, k_panels, n)
         # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
-        for half in cutlass.range_constexpr(2):
+        for half in cutlass.range_constexpr(CONSUMERS):
             for panel in cutlass.range_constexpr(k_panels):
-                cute.prefetch(inputs.tma_q, q_boxes[None, block_of(rank, half), panel])
+                cute.prefetch(inputs.tma_q, q_boxes[None, half, panel])
         full_q, empty_q = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
-        for half in cutlass.range_constexpr(2):
+        for half in cutlass.range_constexpr(CONSUMERS):
             cute.arch.mbarrier_wait(empty_q + half, (loads & 1) ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full_q + half, 2 * geometry.half_elements)
             for panel in cutlass.range_constexpr(k_panels):
                 cute.copy(
                     inputs.tma_q,
-                    q_boxes[None, block_of(rank, half), panel],
+                    q_boxes[None, half, panel],
                     q_places[None, 0, panel, half],
                     tma_bar_ptr=full_q + half,
-                    cache_policy=Int64(PASS),
                 )
         for i in cutlass.range(1, count, unroll=1):
-            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n, rank)
-            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n, rank)
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n, rank)
+            load_stage(
+                inputs.tma_k,
+                k_boxes,
+                k_places,
+                count - 1 - i,
+                done + i,
+                full_k,
+                empty_k,
+                rank,
+                k_panels,
+                n,
+            )
+            load_stage(
+                inputs.tma_v,
+                v_boxes,
+                v_places,
+                count - i,
+                done + i - 1,
+                full_v,
+                empty_v,
+                rank,
+                v_panels,
+                n,
+            )
+        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, rank, v_panels, n)
 
 
 @cute.jit
@@ -531,11 +561,12 @@ def load_stage(
     turn: Int32,  # KV tiles that this CTA has loaded before
     full: cute.Pointer,
     empty: cute.Pointer,
+    rank: Int32,
     panels: cutlass.Constexpr,
     tokens: cutlass.Constexpr,
-    rank: Int32,
 ):
-    """Loads a KV tile's K, or its V, into the stage whose turn it is, once that is free."""
+    """Loads a CTA's share of a KV tile's K, or of its V, into the stage of each CTA whose turn it is, once that is free
+    in all of them."""
     stage = turn % STAGES
     cute.arch.mbarrier_wait(empty + stage, (turn // STAGES & 1) ^ 1)
     with cute.arch.elect_one():
@@ -543,42 +574,28 @@ def load_stage(
     for panel in cutlass.range_constexpr(panels):
         cute.copy(
             tma,
-            boxes[None, kv_tile * CTAS + rank, panel],
+            boxes[None, CTAS * kv_tile + rank, panel],
             places[None, rank, panel, stage],
             tma_bar_ptr=full + stage,
             mcast_mask=Int16((1 << CTAS) - 1),
-            cache_policy=Int64(KEEP),
         )
-
-
-def block_of(rank: Any, me: Any) -> Any:
-    """Which 64 rows of a query tile a consumer has: of four blocks the outer ones are the first CTA's, so that both
-    CTAs have as much to do on the diagonal."""
-    return rank + me * (3 - 2 * rank)
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
 class Count(NamedTuple):
-    """A query tile as a consumer counts. stream: its KV tiles, which both CTAs load. count: those of them that the
-    consumer's rows see any key of, from the first key on. sees: keys of the last one of these that any of its rows
-    sees. done, loads: KV tiles and loads of Q of this CTA before it."""
+    """A query tile as a consumer counts. count: its KV tiles. sees: keys of the last one of these that any row of the
+    consumer sees. done, loads: KV tiles and loads of Q of this CTA before it."""
 
-    stream: Int32
     count: Int32
     sees: Int32
     done: Int32
     loads: Int32
 
-    def behind(self, tile: Tile, first_row: Int32, geometry: Geometry) -> Count:
+    def behind(self, tile: Tile, me: Int32, geometry: Geometry) -> Count:
         """That of the query tile behind this one."""
-        n, causal = geometry.tokens, geometry.causal
-        stream = kv_tiles(tile, n, causal)
-        rows = cutlass.min(cutlass.max(tile.rows - first_row, 0), HALF)
-        last = cutlass.min(tile.seen + first_row + rows - 1, tile.keys) if causal else tile.keys
-        last = cutlass.select_(rows > 0, cutlass.max(last, 0), 0)
-        count = ceil_div(last, n)
-        sees = last - (count - 1) * n
-        return Count(stream, count, sees, self.done + self.stream, self.loads + Int32(self.stream > 0))
+        count = tile.count
+        sees = last_keys(tile, count, me * HALF, geometry.tokens, geometry.causal)
+        return Count(count, sees, self.done + self.count, self.loads + Int32(self.count > 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -589,7 +606,6 @@ class Consumer:
     storage: Any
     dtype: Any
     me: Any
-    first_row: Any  # of the consumer in a query tile
     thread: Any
     scale_log2: Any
     mma_s: Any  # S = Q·Kᵀ
@@ -609,12 +625,12 @@ class Consumer:
     limits: Any  # and keys that each of the two rows sees
 
     @classmethod
-    def make(cls, geometry, storage, dtype, me, first_row, thread, scale_log2) -> Consumer:
+    def make(cls, geometry, storage, dtype, me, thread, scale_log2) -> Consumer:
         n = geometry.tokens
         mma_s, mma_half = wgmma.make_mma(dtype, n), wgmma.make_mma(dtype, n // 2)
         mma_o = wgmma.make_mma(dtype, geometry.dv, a_in_registers=True, b_major=OperandMajorMode.MN)
         scores, output = mma_s.get_slice(thread), mma_o.get_slice(thread)
-        q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, 2))
+        q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, CONSUMERS))
         k_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.k_panels, STAGES))
         v_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, dtype)
         v_layout = cute.tile_to_shape(v_atom, (PANEL * geometry.v_panels, n, STAGES), order=(1, 0, 2))
@@ -629,7 +645,6 @@ class Consumer:
             storage=storage,
             dtype=dtype,
             me=me,
-            first_row=first_row,
             thread=thread,
             scale_log2=scale_log2,
             mma_s=mma_s,
@@ -667,11 +682,10 @@ class Consumer:
         wgmma.gemm_issue(self.mma_half, self.acc_half, self.frag_q, keys, blocks, zero_init=True)
 
     @cute.jit
-    def issue_output(self, turn: Int32, keys: cutlass.Constexpr):
-        """Issues O += P·V of the first `keys` keys of KV tile `turn` of this CTA, whose V has been waited for
-        (`wait_for_values`)."""
-        blocks = tuple(range(-(-keys // wgmma.MMA_K)))
-        operand = cute.make_layout(((2, 2, 2), 1, self.geometry.tokens // wgmma.MMA_K), stride=((1, 2, 4), 0, 8))
+    def issue_output(self, turn: Int32):
+        """Issues O += P·V of KV tile `turn` of this CTA, whose V has been waited for (`wait_for_values`)."""
+        blocks = tuple(range(self.geometry.tokens // wgmma.MMA_K))
+        operand = cute.make_layout(((2, 2, 2), 1, len(blocks)), stride=((1, 2, 4), 0, 8))
         p = cute.make_tensor(cute.recast_tensor(self.p, self.dtype).iterator, operand)
         wgmma.gemm_issue(self.mma_o, self.acc_o, p, self.frag_v[None, None, None, turn % STAGES], blocks)
 
@@ -701,7 +715,7 @@ class Consumer:
             for i in cutlass.range_constexpr(panels):
                 cute.autovec_copy(zeros, view[None, self.thread % 8, row, i])
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=int(Barrier.UPPER) + self.me, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=int(Barrier.CONSUMER) + self.me, number_of_threads=WARPGROUP)
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
@@ -712,7 +726,7 @@ class Consumer:
             softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
             best = quad_max(softmax.thread_max(acc_s, r)) * self.scale_log2
-            top = softmax.lazy_max(self.row_max[r], best)
+            top = cute.arch.fmax(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
         for r in cutlass.range_constexpr(2):
@@ -731,193 +745,93 @@ class Consumer:
                 self.p[i] = Int32(0)
 
     @cute.jit
-    def take_turn(self):
-        if cutlass.const_expr(self.geometry.ordered):
-            cute.arch.barrier(barrier_id=int(Barrier.TURN_UPPER) + self.me, number_of_threads=CONSUMERS)
-
-    @cute.jit
-    def pass_turn(self):
-        if cutlass.const_expr(self.geometry.ordered):
-            cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN_LOWER) - self.me, number_of_threads=CONSUMERS)
-
-    @cute.jit
-    def wait_for_keys(self, turn: Int32):
-        """Waits for K of KV tile `turn` of this CTA."""
-        cute.arch.mbarrier_wait(self.storage.k_full.data_ptr() + turn % STAGES, turn // STAGES & 1)
-
-    @cute.jit
-    def end_product(self, turn: Int32):
-        """Waits for O += P·V of KV tile `turn`. ptxas moves this wait up into the softmax unless a loop stands between:
-        that of a wait which is over at once."""
-        cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 1)
-        warpgroup.wait_group(0)  # O, which has read the last P too
-        self.free(self.storage.v_empty.data_ptr(), turn)
-
-    @cute.jit
-    def rescale(self):
-        """O *= factor where a maximum has risen by more than the slack, while no product is in flight."""
-        if cute.arch.vote_any_sync((self.factor[0] != 1.0) | (self.factor[1] != 1.0)):
-            wgmma.scale_rows(self.acc_o, self.factor)
-
-    @cute.jit
-    def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr, keys: cutlass.Constexpr):
+    def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr):
         """One KV tile behind the first: S = Q·Kᵀ of this one, O += P·V of the one before. Behind the scores of the
         request's first key nobody reads Q any more."""
-        self.take_turn()
-        self.wait_for_keys(turn)
+        if cutlass.const_expr(self.geometry.ordered):
+            cute.arch.barrier(barrier_id=int(Barrier.TURN) + self.me, number_of_threads=2 * WARPGROUP)
+        stage = turn % STAGES
+        cute.arch.mbarrier_wait(self.storage.k_full.data_ptr() + stage, turn // STAGES & 1)
         self.issue_scores(turn)
+        # Behind the issue of the scores, so that it runs beside them.
         self.wait_for_values(turn - 1)
-        self.issue_output(turn - 1, keys)
-        self.pass_turn()
+        wgmma.scale_rows(self.acc_o, self.factor)
+        self.issue_output(turn - 1)
+        if cutlass.const_expr(self.geometry.ordered):
+            behind = cutlass.select_(self.me == CONSUMERS - 1, Int32(0), self.me + 1)
+            cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN) + behind, number_of_threads=2 * WARPGROUP)
         warpgroup.wait_group(1)  # S
         self.free(self.storage.k_empty.data_ptr(), turn)
         if first_key == 0:
             warp_arrive(self.storage.q_empty.data_ptr() + self.me)
         self.soften(self.acc_s, first_key, masked)
-        self.end_product(turn - 1)
+        # Over at once. ptxas moves the wait for O up into the softmax unless there is a loop between, such as a wait's.
+        cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 0)
+        warpgroup.wait_group(0)  # O, which has read the last P too
+        self.free(self.storage.v_empty.data_ptr(), turn - 1)
         self.round_p(self.acc_s)
-        self.rescale()
 
     @cute.jit
-    def cross(self, now: Count, half: cutlass.Constexpr):
-        """The step from one query tile to the next, whose last KV tile is `now.done`."""
-        turn, count = now.done + now.stream - now.count, now.count
-        acc_s = self.acc_half if half else self.acc_s
-        first_key = (count - 1) * self.geometry.tokens
-        self.take_turn()
-        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
-        self.wait_for_keys(turn)
-        if cutlass.const_expr(half):
-            self.issue_half(turn)
-        else:
-            self.issue_scores(turn)
-        self.wait_for_values(now.done - 1)
-        self.issue_output(now.done - 1, self.geometry.tokens)
-        self.pass_turn()
-        warpgroup.wait_group(1)  # S
-        self.free(self.storage.k_empty.data_ptr(), turn)
-        if count == 1:
-            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-        self.begin_rows()
-        self.soften(acc_s, first_key, True)
-        self.end_product(now.done - 1)
-        self.round_p(acc_s)
-
-    @cute.jit
-    def begin_rows(self):
+    def attend(self, tile: Tile, now: Count):
+        """O and the row statistics of a query tile that sees any key."""
+        count, sees, done, loads = now
+        n, causal = self.geometry.tokens, self.geometry.causal
+        for r in cutlass.range_constexpr(2):
+            limit = tile.keys
+            if cutlass.const_expr(causal):
+                limit = cutlass.min(tile.keys, tile.seen + self.me * HALF + wgmma.acc_row(self.thread, r))
+            self.limits[r] = limit
+        self.acc_o.fill(0.0)
         self.row_max.fill(softmax.NO_KEY)
         self.row_sum.fill(0.0)
 
-    @cute.jit
-    def see(self, tile: Tile):
-        """Which keys the thread's rows see."""
-        for r in cutlass.range_constexpr(2):
-            limit = tile.keys
-            if cutlass.const_expr(self.geometry.causal):
-                limit = cutlass.min(tile.keys, tile.seen + self.first_row + wgmma.acc_row(self.thread, r))
-            self.limits[r] = limit
-
-    @cute.jit
-    def first(self, tile: Tile, now: Count):
-        """Softmax of the last KV tile that the rows see any key of, where no product of a query tile before is due."""
-        n, count = self.geometry.tokens, now.count
-        turn = now.done + now.stream - count
-        self.begin_rows()
-        if turn > 0:
-            self.take_turn()
-        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
-        self.wait_for_keys(turn)
+        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, loads & 1)
+        cute.arch.mbarrier_wait(self.storage.k_full.data_ptr() + done % STAGES, done // STAGES & 1)
         first_key = (count - 1) * n
-        if now.sees > n // 2:
-            self.issue_scores(turn)
+        if sees > n // 2:
+            self.issue_scores(done)
             warpgroup.wait_group(0)
             self.soften(self.acc_s, first_key, True)
             self.round_p(self.acc_s)
         else:
-            self.issue_half(turn)
+            self.issue_half(done)
             warpgroup.wait_group(0)
             self.soften(self.acc_half, first_key, True)
             self.round_p(self.acc_half)
-        if turn > 0:
-            self.pass_turn()
-        self.free(self.storage.k_empty.data_ptr(), turn)
+        self.free(self.storage.k_empty.data_ptr(), done)
         if count == 1:
             warp_arrive(self.storage.q_empty.data_ptr() + self.me)
+        if count * n > tile.keys:
+            self.wait_for_values(done)
+            self.zero_past_end(done, tile.keys - first_key)
 
-    @cute.jit
-    def skip_keys(self, turn: Int32):
-        """A KV tile's K that the rows do not see; its turn passes, too."""
-        if turn > 0:
-            self.take_turn()
-            self.pass_turn()
-        self.wait_for_keys(turn)
-        self.free(self.storage.k_empty.data_ptr(), turn)
+        plain = Int32(1)  # from this KV tile on no row needs a mask
+        if cutlass.const_expr(causal):
+            whole = whole_tiles(tile, self.me * HALF, n)
+            plain = cutlass.min(cutlass.max(count - whole, 1), count)
+            for i in cutlass.range(1, plain, unroll=1):
+                self.step(done + i, (count - 1 - i) * n, True)
+        for i in cutlass.range(plain, count, unroll=1):
+            self.step(done + i, (count - 1 - i) * n, False)
 
-    @cute.jit
-    def skip_values(self, turn: Int32):
-        """A KV tile's V that the rows do not see."""
-        self.wait_for_values(turn)
-        self.free(self.storage.v_empty.data_ptr(), turn)
-
-    @cute.jit
-    def skip_tile(self, now: Count):
-        """A query tile of which the rows see no key."""
-        if now.stream > 0:
-            cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
-            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-        for i in cutlass.range(now.stream, unroll=1):
-            self.skip_keys(now.done + i)
-            self.skip_values(now.done + i)
-
-    @cute.jit
-    def ready_values(self, tile: Tile, now: Count):
-        """V of a query tile's last KV tile, without what lies behind the request's end."""
-        n = self.geometry.tokens
-        for i in cutlass.range(now.stream - now.count, unroll=1):
-            self.skip_values(now.done + i)
-        if (now.stream == now.count) & (now.stream * n > tile.keys):
-            self.wait_for_values(now.done)
-            self.zero_past_end(now.done, tile.keys - (now.stream - 1) * n)
-
-    @cute.jit
-    def rest(self, tile: Tile, now: Count):
-        """All KV tiles that the rows see any key of but the last one."""
-        stream, count, sees, done, _ = now
-        n = self.geometry.tokens
-        begin = stream - count + 1
-        plain = begin  # from this KV tile on no row needs a mask
-        if cutlass.const_expr(self.geometry.causal):
-            whole = whole_tiles(tile, self.first_row, n)
-            plain = cutlass.min(cutlass.max(stream - whole, begin), stream)
-        if (sees <= n // 2) & (plain == begin) & (count > 1):
-            self.step(done + begin, (count - 2) * n, False, n // 2)
-            begin, plain = begin + 1, plain + 1
-        if cutlass.const_expr(self.geometry.causal):
-            for i in cutlass.range(begin, plain, unroll=1):
-                self.step(done + i, (stream - 1 - i) * n, True, n)
-        for i in cutlass.range(plain, stream, unroll=1):
-            self.step(done + i, (stream - 1 - i) * n, False, n)
-
-    @cute.jit
-    def last(self, now: Count):
-        """O of the query tile in front of `now`."""
-        turn = now.done - 1
-        self.wait_for_values(turn)
-        self.issue_output(turn, self.geometry.tokens)
+        last = done + count - 1
+        wgmma.scale_rows(self.acc_o, self.factor)
+        self.wait_for_values(last)
+        self.issue_output(last)
         warpgroup.wait_group(0)
-        self.free(self.storage.v_empty.data_ptr(), turn)
+        self.free(self.storage.v_empty.data_ptr(), last)
 
     # -------------------------------------------------------------------------------------------- epilogue
     @cute.jit
-    def epilogue(self, tile: Tile, row_max: cute.Tensor, row_sum: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
+    def epilogue(self, tile: Tile, out: cute.Tensor, lse: cute.Tensor):
         """out = O / sum and lse = ln sum; rows past the end of the request are not written."""
         inverse = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            row = self.first_row + wgmma.acc_row(self.thread, r)
-            total = softmax.quad_sum(row_sum[r])
+            row = self.me * HALF + wgmma.acc_row(self.thread, r)
+            total = softmax.quad_sum(self.row_sum[r])
             inverse[r] = Float32(0.0) if total == 0.0 else 1.0 / total
             if self.thread % 4 == 0 and row < tile.rows:
-                value = (row_max[r] + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+                value = (self.row_max[r] + cute.math.log2(total, fastmath=True)) * math.log(2.0)
                 lse[tile.head, tile.row + row] = -Float32.inf if total == 0.0 else value
         wgmma.scale_rows(self.acc_o, inverse)
         packed = wgmma.to_dtype(self.acc_o, self.dtype)
@@ -925,7 +839,7 @@ class Consumer:
         flat = cute.make_tensor(packed.iterator, cute.make_layout(HALF * columns // WARPGROUP))
         words = cute.recast_tensor(flat, Int32)
         for r in cutlass.range_constexpr(2):
-            row = self.first_row + wgmma.acc_row(self.thread, r)
+            row = self.me * HALF + wgmma.acc_row(self.thread, r)
             inside = row < tile.rows
             start = row_start(out, tile, cutlass.select_(inside, row, Int32(0)))
             # (eight columns, thread of the four, 32 columns)
@@ -988,11 +902,9 @@ def row_start(out: cute.Tensor, tile: Tile, row: Int32) -> cute.Pointer:
 
 
 @cute.jit
-def store_no_keys(
-    tile: Tile, out: cute.Tensor, lse: cute.Tensor, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr
-):
-    """64 rows of a query tile that see no key: zeros and -inf. thread: 0 .. 127."""
-    row = first_row + thread // 2
+def store_no_keys(tile: Tile, out: cute.Tensor, lse: cute.Tensor, thread: Int32, geometry: cutlass.Constexpr):
+    """A query tile that sees no key: zeros and -inf. thread: 0 .. 255."""
+    row = thread // 2
     if row < tile.rows:
         zeros = cute.make_rmem_tensor(8, out.element_type)
         zeros.fill(0.0)
@@ -1009,10 +921,9 @@ def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
     slot = number % SLOTS
     words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
     cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)
-    tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
+    tile = Tile(*(words[i, slot] for i in range(len(Tile._fields))))
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(storage.heard.data_ptr() + slot, 0)
+    warp_arrive(storage.heard.data_ptr() + slot)
     return tile
 
 
@@ -1022,119 +933,83 @@ def consume(
     out: cute.Tensor,
     lse: cute.Tensor,
     scale_log2: Float32,
-    rank: Int32,
     me: Int32,
     thread: Int32,  # 0 .. 255
     dtype: cutlass.Constexpr,
     geometry: cutlass.Constexpr,
 ):
     """What a consumer does, until there are no more query tiles."""
-    first_row = block_of(rank, me) * HALF
-    mine = thread % WARPGROUP
-    w = Consumer.make(geometry, storage, dtype, me, first_row, mine, scale_log2)
+    w = Consumer.make(geometry, storage, dtype, me, thread % WARPGROUP, scale_log2)
     if cutlass.const_expr(geometry.ordered):
-        if me == 1:
-            named_arrive(Barrier.TURN_UPPER, CONSUMERS)
-    row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    w.acc_o.fill(0.0)
-    w.begin_rows()
+        if me == CONSUMERS - 1:
+            named_arrive(Barrier.TURN, 2 * WARPGROUP)
     tile, number = heard(storage, Int32(0)), Int32(1)
-    before, due = tile, Int32(0)  # the query tile whose last product is due, if any
-    now = Count(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, first_row, geometry)
-    working = True
-    while working:
-        working = tile.rows > 0
+    now = Count(Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, me, geometry)
+    while tile.head >= 0:
         if now.count > 0:
-            for i in cutlass.range(now.stream - now.count, unroll=1):
-                w.skip_keys(now.done + i)
-        for r in cutlass.range_constexpr(2):
-            row_max[r], row_sum[r] = w.row_max[r], w.row_sum[r]
-        if now.count > 0:
-            w.see(tile)
-            if due > 0:
-                if now.sees > geometry.tokens // 2:
-                    w.cross(now, False)
-                else:
-                    w.cross(now, True)
-            else:
-                w.first(tile, now)
+            w.attend(tile, now)
+            w.epilogue(tile, out, lse)
         else:
-            if due > 0:
-                w.last(now)
-        if due > 0:
-            w.epilogue(before, row_max, row_sum, out, lse)
-            w.acc_o.fill(0.0)
-        if now.count > 0:
-            w.ready_values(tile, now)
-            w.rest(tile, now)
-        else:
-            if working:
-                w.skip_tile(now)
-                store_no_keys(tile, out, lse, first_row, mine, geometry)
-        due, before = Int32(now.count > 0), tile
-        if working:
-            tile = heard(storage, number)
-            number = number + 1
-        now = now.behind(tile, first_row, geometry)
+            store_no_keys(tile, out, lse, thread, geometry)
+        tile = heard(storage, number)
+        number, now = number + 1, now.behind(tile, me, geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
-def flash_attention_v4(
+def flash_attention_v13(
     inputs: Inputs,
     out: cute.Tensor,  # (n, h, dv) 16-bit, global memory
     lse: cute.Tensor,  # (h, n) fp32, global memory
-    counter: cute.Tensor,  # (2,) int32, global memory
     scale_log2: Float32,
-    room: Int32,  # of `section_width`
+    room: Int32,  # of `section_widths`
     geometry: cutlass.Constexpr,
 ):
-    """A persistent CTA of a cluster of two."""
+    """A persistent CTA."""
     dtype = out.element_type
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
+    warps = cutlass.const_expr(CONSUMERS * WARPGROUP_WARPS)
     if warp == 0:
         with cute.arch.elect_one():
             for barriers, count in (
                 (storage.k_full, 1), (storage.v_full, 1), (storage.told, 1),
-                (storage.k_empty, CTAS * CONSUMER_WARPS), (storage.v_empty, CTAS * CONSUMER_WARPS),
-                (storage.heard, CTAS * (CONSUMER_WARPS + 1)),
+                (storage.k_empty, CTAS * warps), (storage.v_empty, CTAS * warps), (storage.heard, warps),
             ):  # fmt: skip
                 for i in range(2):
                     cute.arch.mbarrier_init(barriers.data_ptr() + i, count)
-            for i in range(2):
+            for i in range(CONSUMERS):
                 cute.arch.mbarrier_init(storage.q_full.data_ptr() + i, 1)
-                cute.arch.mbarrier_init(storage.q_empty.data_ptr() + i, CONSUMER_WARPS // 2)
+                cute.arch.mbarrier_init(storage.q_empty.data_ptr() + i, WARPGROUP_WARPS)
             cute.arch.mbarrier_init(storage.open.data_ptr(), 1)
         for tma in (inputs.tma_q, inputs.tma_k, inputs.tma_v):
             cpasync.prefetch_descriptor(tma)
     cute.arch.mbarrier_init_fence()
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()
-    rank = block % CTAS
-    if warp >= CONSUMER_WARPS:
-        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        if warp == CONSUMER_WARPS:
-            load(inputs, storage, rank, dtype, geometry)
-        if warp == CONSUMER_WARPS + 1 and rank == 0:
-            schedule(inputs, storage, counter, block // CTAS, blocks // CTAS, room, thread % WARP, geometry)
+    of_producer, of_consumer = REGISTERS
+    if warp >= warps:
+        cute.arch.setmaxregister_decrease(of_producer)
+        if warp == warps:
+            warp_arrive(storage.open.data_ptr())
+            load(inputs, storage, block // CTAS, blocks // CTAS, block % CTAS, room, thread % WARP, dtype, geometry)
     else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        cute.arch.setmaxregister_increase(of_consumer)
         me = cute.arch.make_warp_uniform(warp // (WARPGROUP // WARP))
-        consume(storage, out, lse, scale_log2, rank, me, thread, dtype, geometry)
+        consume(storage, out, lse, scale_log2, me, thread, dtype, geometry)
     # No CTA leaves while the other may still signal its mbarriers.
-    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
 
-flash_attention_v4.set_name_prefix("flash_attention_v4", remove_cutlass_symbol=True, keep_mangled_name=False)
+flash_attention_v13.set_name_prefix("flash_attention_v13", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
-def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor, op: Any):
+def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor, multicast: bool):
     """(TMA atom, tensor (tokens, columns, heads)) for boxes of `rows` tokens by 64 columns of one head.
 
     tensor: (tokens, heads, columns), global memory, columns contiguous. spare: a tensor with at least one row, whose
@@ -1151,7 +1026,8 @@ def make_tma(tensor: cute.Tensor, rows: int, spare: cute.Tensor, op: Any):
         cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16), layout
     )
     box = wgmma.k_major_layout(tensor.element_type, (rows, PANEL))
-    return cpasync.make_tiled_tma_atom(op, view, box, (rows, PANEL), 1)
+    copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
+    return cpasync.make_tiled_tma_atom(copy, view, box, (rows, PANEL), 1)
 
 
 @cute.jit
@@ -1163,7 +1039,6 @@ def launch_flash_attention(
     cu_seqlens_k: cute.Tensor,
     out: cute.Tensor,
     lse: cute.Tensor,
-    counter: cute.Tensor,
     scale: Float32,
     blocks: Int32,
     room: Int32,
@@ -1171,15 +1046,15 @@ def launch_flash_attention(
     stream: CUstream,
 ):
     """Makes the TMA descriptors and launches `blocks` persistent CTAs, no more than there are query tiles."""
-    tma_q, q_view = make_tma(q, HALF, q, cpasync.CopyBulkTensorTileG2SOp())
-    tma_k, k_view = make_tma(k, geometry.tokens // CTAS, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
-    tma_v, v_view = make_tma(v, geometry.tokens // CTAS, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
+    tma_q, q_view = make_tma(q, HALF, q, False)
+    tma_k, k_view = make_tma(k, geometry.tokens // CTAS, q, True)
+    tma_v, v_view = make_tma(v, geometry.tokens // CTAS, q, True)
     requests = cu_seqlens_q.shape[0] - 1
-    most = (q.shape[0] // ROWS + requests) * geometry.h
+    most = (q.shape[0] // geometry.cluster_rows + requests) * geometry.h
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
-    flash_attention_v4(inputs, out, lse, counter, scale * math.log2(math.e), room, geometry).launch(
-        grid=(cutlass.min(blocks // CTAS, most) * CTAS, 1, 1),
-        block=(THREADS, 1, 1),
+    flash_attention_v13(inputs, out, lse, scale * math.log2(math.e), room, geometry).launch(
+        grid=(CTAS * cutlass.min(blocks // CTAS, most), 1, 1),
+        block=((CONSUMERS + 1) * WARPGROUP, 1, 1),
         cluster=(CTAS, 1, 1),
         min_blocks_per_mp=1,
         stream=stream,
@@ -1190,22 +1065,22 @@ def launch_flash_attention(
 def takes(pd: PrefillProblem) -> Verdict:
     """Whether this version computes a problem."""
     dk, dv = pd.d + pd.p, pd.d
-    if (dk, dv) != (192, 128):
-        return Verdict.no(
-            f"{dk} columns of keys and {dv} of values are not this version's 192 and 128: take another one"
-        )
+    if dk % wgmma.MMA_K or dk > 256:
+        return Verdict.no(f"keys of d + p = {dk} columns must be a multiple of {wgmma.MMA_K}, 256 at most")
+    if dv % PANEL or dv > 256:
+        return Verdict.no(f"values of d = {dv} columns must be 64, 128, 192 or 256")
     longest = max(pd.query_tokens, pd.keys)
     return limits.all_of(
-        limits.offsets(longest + ROWS, f"{longest:,} tokens of q or k"),
+        limits.offsets(longest + 6 * HALF, f"{longest:,} tokens of q or k"),
         limits.offsets(pd.query_tokens * pd.h, f"lse is ({pd.h:,}, {pd.query_tokens:,})"),
     )
 
 
 @dataclass(frozen=True)
-class FlashAttentionV4Tiling(Tiling):
+class FlashAttentionV13Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
-    issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_width`)."""
+    issue their products in turn, so that the softmax of one runs beside the products of the other; without it they find
+    their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
@@ -1236,25 +1111,24 @@ class FlashAttentionV4Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashAttentionV4Plan(KernelPlan):
+class FlashAttentionV13Plan(KernelPlan):
     """One compiled kernel a problem class; requests, lengths and strides are arguments, and lengths are read on the
     device only."""
 
     workload = prefill.WORKLOAD
-    tiling_type = FlashAttentionV4Tiling
-    tiling: FlashAttentionV4Tiling
+    tiling_type = FlashAttentionV13Tiling
+    tiling: FlashAttentionV13Tiling
     any_size = True
-    # In fp16 it was never run.
     requires = Requirement(
         archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 
-    def default_tiling(self) -> FlashAttentionV4Tiling:
-        return FlashAttentionV4Tiling()
+    def default_tiling(self) -> FlashAttentionV13Tiling:
+        return FlashAttentionV13Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        tilings = (FlashAttentionV4Tiling(n, turn) for n in (0, 64, 96, 112) for turn in (False, True))
+        tilings = (FlashAttentionV13Tiling(n, turn) for n in (0, 64, 96, 112) for turn in (False, True))
         return [x for x in tilings if x.validate(self.problem, self.device)]
 
     @any_scale(0)
@@ -1266,14 +1140,14 @@ class FlashAttentionV4Plan(KernelPlan):
 
         outputs = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
         if not len(q):
-            return LibraryCall(lambda: None, name="flash_attention_v4", input_tensors=inputs, output_tensors=outputs)
-        return self._make(inputs, outputs, (q.new_zeros(2, dtype=torch.int32),))
+            return LibraryCall(lambda: None, name="flash_attention_v13", input_tensors=inputs, output_tensors=outputs)
+        return self._make(inputs, outputs)
 
     def plan_empty(self) -> BaseKernel:
         self.require()
-        return self._make((), (), ())
+        return self._make((), ())
 
-    def _make(self, inputs: Sequence[Any], outputs: Sequence[Any], counter: Sequence[Any]) -> CuteKernel:
+    def _make(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> CuteKernel:
         """The kernel on these tensors, or, where there are none, one that only compiles."""
         pd, kind = self.problem, host.element_type(self.problem.dtype)
         geometry = self.tiling.geometry(pd)
@@ -1292,7 +1166,6 @@ class FlashAttentionV4Plan(KernelPlan):
                 host.fake(Int32, offsets, align=4),
                 rows_of(n, pd.h, geometry.dv),
                 host.fake(Float32, pd.h, n, align=4),
-                host.fake(Int32, 2, align=4),
                 Float32(1.0),
                 Int32(1),
                 Int32(1),
@@ -1300,15 +1173,14 @@ class FlashAttentionV4Plan(KernelPlan):
             )
 
         room = (self.tiling.section_mib << 20) // (2 * (geometry.dk + geometry.dv))
-        given = (*inputs, *outputs, *counter, pd.scale, host.target(self).num_sms, room) if inputs else ()
+        given = (*inputs, *outputs, pd.scale, host.target(self).num_sms, room) if inputs else ()
         return host.stage(
             self,
-            flash_attention_v4,
+            flash_attention_v13,
             launch_flash_attention,
-            "flash_attention_v4",
+            "flash_attention_v13",
             arguments,
             given,
             inputs,
             outputs,
-            counter,
         )

@@ -153,6 +153,24 @@ class Source(NamedTuple):
     rank: Int32
 
 
+class Digit(NamedTuple):
+    """Which keys are counted, and by which of their bits. low: the smallest key counted. width: bits of keys above `low`
+    that are not known yet. shift: bits behind the digit. least: keys below it are not counted."""
+
+    low: Uint32
+    width: Int32
+    shift: Int32
+    least: Uint32
+
+
+class Target(NamedTuple):
+    """Where indices are written. indices: (rows, k). row: the CTA's. table: (b, pages) of a paged cache, or None."""
+
+    indices: cute.Tensor
+    row: Int32
+    table: cute.Tensor | None
+
+
 # ------------------------------------------------------------------------------------------------ device: keys
 def pick(holds: Any, one: Uint32, other: Uint32) -> Uint32:
     """`select_` of unsigned numbers, which it makes signed."""
@@ -339,8 +357,8 @@ def column_of(
 
 @cute.jit
 def count_all(
-    memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, again: Boolean, low: Uint32, width: Int32,
-    shift: Int32, least: Uint32, ties: Int32, tied: Uint32, thread: Int32, geometry: cutlass.Constexpr,
+    memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, again: Boolean, digit: cutlass.Constexpr,
+    ties: Int32, tied: Uint32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Counts all candidates, or all logits of the row again, in the bins of a digit: of keys, or where ties > 0 of the
     complements of columns of those with the key `tied`."""
@@ -355,15 +373,15 @@ def count_all(
                 key, column = key_in(words, at, e, source, geometry.bits)
                 value = pick(ties > 0, (~column).bitcast(Uint32), key)
                 if (ties == 0) | (key == tied):
-                    count_one(memory, value, low, width, shift, least)
+                    count_one(memory, value, digit.low, digit.width, digit.shift, digit.least)
     elif ties == 0:
         for j in cutlass.range_constexpr(geometry.candidates):
-            count_one(memory, keys[j], low, width, shift, least)
+            count_one(memory, keys[j], digit.low, digit.width, digit.shift, digit.least)
     else:
         for j in cutlass.range_constexpr(geometry.candidates):
             if keys[j] == tied:
                 column = column_of(j, memory, source, thread, geometry)
-                count_one(memory, (~column).bitcast(Uint32), low, width, shift, Uint32(0))
+                count_one(memory, (~column).bitcast(Uint32), digit.low, digit.width, digit.shift, Uint32(0))
 
 
 @cute.jit
@@ -398,7 +416,7 @@ def kth(
     ties, tied, searching = Int32(0), Uint32(0), Int32(1)
     while searching > 0:
         shift = cutlass.max(width - DIGIT, 0)
-        count_all(memory, keys, source, again, low, width, shift, least, ties, tied, thread, geometry)
+        count_all(memory, keys, source, again, Digit(low, width, shift, least), ties, tied, thread, geometry)
         bin_, above, inside = find_bin(memory, source, need, thread, False, geometry)
         low, width, need = low + (bin_.bitcast(Uint32) << Uint32(shift)), shift, need - above
         sure = low >= most_floor
@@ -540,8 +558,7 @@ def index_of(column: Int32, table: cute.Tensor | None, row: Int32, geometry: cut
 @cute.jit
 def write(
     memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, again: Boolean, low: Uint32,
-    low_column: Uint32, table: cute.Tensor | None, indices: cute.Tensor, row: Int32, thread: Int32,
-    geometry: cutlass.Constexpr,
+    low_column: Uint32, target: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Writes the indices of what is chosen: a CTA's behind those of the CTAs in front of it. They are put in order in
     the memory of the bins."""
@@ -589,7 +606,7 @@ def write(
                     place = place + 1
     cute.arch.sync_threads()
     for i in cutlass.range(thread, total, THREADS, unroll=1):
-        indices[row, base + i] = index_of(memory.bins[i], table, row, geometry)
+        target.indices[target.row, base + i] = index_of(memory.bins[i], target.table, target.row, geometry)
     if cutlass.const_expr(geometry.ctas > 1):
         meet(geometry)  # a CTA's shared memory is there until the others have read its count
 
@@ -640,7 +657,7 @@ def topk(
             floor = bound_of(memory, source, thread, geometry)
             bad = stream(memory, keys, source, floor, thread, geometry)
         again, low, low_column = kth(memory, keys, source, floor, bad, thread, geometry)
-        write(memory, keys, source, again, low, low_column, table, indices, row, thread, geometry)
+        write(memory, keys, source, again, low, low_column, Target(indices, row, table), thread, geometry)
 
 
 topk.set_name_prefix("topk_v1", remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -154,8 +154,8 @@ class Source(NamedTuple):
 
 
 class Digit(NamedTuple):
-    """Which keys are counted, and by which of their bits. low: the smallest key counted. width: bits of keys above `low`
-    that are not known yet. shift: bits behind the digit. least: keys below it are not counted."""
+    """Which keys are counted, and by which of their bits. low: the smallest key of the interval. width: bits of keys
+    above `low` that are not known yet. shift: bits behind the digit. least: keys below it are not counted."""
 
     low: Uint32
     width: Int32

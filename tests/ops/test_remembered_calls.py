@@ -147,7 +147,7 @@ def test_what_a_launch_does_not_take_goes_the_long_way(
     ("change", "words"),
     [
         (lambda q, k, v, a, b: (q, k[1:], v, a, b), "v is"),
-        (lambda q, k, v, a, b: (q, k, v[..., :0], a, b), "v has 0 columns"),
+        (lambda q, k, v, a, b: (q, k, v[..., :0], a, b), "v (m, h_kv, dv): dv = 0 is too small"),
         (lambda q, k, v, a, b: (q, k, v, a, b[1:]), "cu_seqlens_k is"),
         (lambda q, k, v, a, b: (q, k, v, a.float(), b), "cu_seqlens_q is"),
         (lambda q, k, v, a, b: (q.requires_grad_(), k, v, a, b), "q requires a gradient"),

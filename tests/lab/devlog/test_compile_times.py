@@ -9,7 +9,6 @@ import pytest
 from mla_var3.lab.devlog.evidence import beside
 from mla_var3.record import Record, load
 
-
 #: Designs whose compile has not been timed yet. It can only shrink.
 NOT_TIMED = {"chunk_absorb", "chunk_decompress", "index_append"}
 

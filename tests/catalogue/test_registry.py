@@ -14,8 +14,8 @@ from mla_var3 import cli, paths
 from mla_var3.catalogue import registry
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
-from mla_var3.kernel.chunks import ChunkTiling
 from mla_var3.kernel.layer import LayerTiling
+from mla_var3.kernel.parts import PartsTiling
 from mla_var3.toolchain import source
 from mla_var3.workload.layer import LayerProblem
 
@@ -120,7 +120,7 @@ def test_no_tiling_of_a_pipeline_has_a_part_that_is_not_declared(label: str, mon
     for h in (16, 128):
         plan = plan_type(plan_type.workload.problem(h=h))
         for tiling in (plan.default_tiling(), *plan.autotune_configs()):
-            assert isinstance(tiling, LayerTiling | ChunkTiling)
+            assert isinstance(tiling, PartsTiling)
             assert {part[0] for part in tiling.parts(plan.problem).values()} <= set(plan_type.parts)
 
 

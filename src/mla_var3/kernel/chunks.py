@@ -22,18 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.catalogue import registry
-from mla_var3.catalogue.registry import KernelId
-from mla_var3.errors import UserError, Verdict
-from mla_var3.runtime import KernelPipeline, LibraryCall, Tiling
+from mla_var3.kernel.parts import Part, PartsKernel, PartsTiling, plans_of
+from mla_var3.runtime import LibraryCall
 from mla_var3.workload import chunked_prefill
 
 if TYPE_CHECKING:
-    from mla_var3.device import Device
     from mla_var3.runtime import KernelPlan
     from mla_var3.runtime.base import BaseKernel
-    from mla_var3.toolchain.digest import Code
-    from mla_var3.workload import Problem
     from mla_var3.workload.chunked_prefill import ChunkedProblem
 
 #: Query tokens of a tile of flash_attention, and the multiprocessors of an H200.
@@ -207,11 +202,8 @@ def _merge_by_kernel(out: Any, lse: Any, part: Any, part_lse: Any, rows: int = 4
 Attend = Callable[[Any, Any, Any, Any, Any, bool], tuple["BaseKernel", Any, Any]]
 
 
-class ChunkKernel(KernelPipeline):
+class ChunkKernel(PartsKernel):
     """The stages of a way. Its outputs are `workload.chunked_prefill`'s."""
-
-    def code(self, device: Device) -> Code | None:
-        return next((code for stage in self.stages if (code := stage.code(device)) is not None), None)
 
 
 def cut(pd: ChunkedProblem) -> list[Piece]:
@@ -275,86 +267,44 @@ def decompress(
 
 
 @dataclass(frozen=True)
-class ChunkTiling(Tiling):
-    """The versions that a way is made of, by their labels; each has its own default knobs."""
-
-    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
-        """Label and problem of every part, in the order of the data."""
-        raise NotImplementedError
-
-    def validate(self, pd: ChunkedProblem, device: Device | None = None) -> Verdict:
-        for label, problem in self.parts(pd).values():
-            try:
-                plan = planned(label, problem, device)
-            except UserError as error:
-                return Verdict.no(str(error))
-            verdict = plan.supported()
-            if verdict:
-                verdict = plan.feasible()
-            if not verdict:
-                return Verdict.no(f"{label}: {verdict.reason}")
-        return Verdict.yes()
-
-
-@dataclass(frozen=True)
-class DecompressTiling(ChunkTiling):
+class DecompressTiling(PartsTiling):
     """causal: over the piece with the new tokens. full: over the others."""
 
     causal: str = "cute-dsl/flash_attention_v1"
     full: str = "cute-dsl/flash_attention"
 
-    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+    def parts(self, pd: ChunkedProblem) -> dict[str, Part]:
         *ahead, last = cut(pd)
-        found: dict[str, tuple[str, Problem]] = {"causal": (self.causal, pd.piece(last.rows, True))}
+        found: dict[str, Part] = {"causal": (self.causal, pd.piece(last.rows, True), {})}
         if ahead or splits_of_problem(pd) > 1:
-            found["full"] = (self.full, pd.piece(max(piece.rows for piece in (*ahead, last)), False))
+            found["full"] = (self.full, pd.piece(max(piece.rows for piece in (*ahead, last)), False), {})
         return found
 
 
 @dataclass(frozen=True)
-class AbsorbTiling(ChunkTiling):
+class AbsorbTiling(PartsTiling):
     """product: with W_UK and W_UV. attention: over the cache."""
 
     product: str = "cute-dsl/absorb_gemm"
     attention: str = "cute-dsl/flash_mla_v23"
 
-    def parts(self, pd: ChunkedProblem) -> dict[str, tuple[str, Problem]]:
+    def parts(self, pd: ChunkedProblem) -> dict[str, Part]:
         return {
-            "absorb": (self.product, pd.product("q")),
-            "attention": (self.attention, pd.decoding),
-            "values": (self.product, pd.product("out")),
+            "absorb": (self.product, pd.product("q"), {}),
+            "attention": (self.attention, pd.decoding, {}),
+            "values": (self.product, pd.product("out"), {}),
         }
-
-
-def planned(label: str, problem: Problem, device: Device | None) -> KernelPlan:
-    return registry.get_plan(KernelId.parse(label))(problem, None, device)
-
-
-def _parts(plan: KernelPlan) -> dict[str, KernelPlan]:
-    """The plans of the parts of a way's plan. Raises `UserError` where its tiling names a version that it does not
-    declare."""
-    found: dict[str, KernelPlan] = {}
-    tiling: Any = plan.tiling
-    for name, (label, problem) in tiling.parts(plan.problem).items():
-        if label not in plan.parts:
-            raise UserError(
-                f"{label} is no part of {type(plan).__name__}: add it to `parts` there, which the source hash of its "
-                "records covers."
-            )
-        found[name] = part = planned(label, problem, plan.device)
-        part.compiled = plan.compiled.part(label)
-    return found
 
 
 def empty(plan: KernelPlan, name: str) -> ChunkKernel:
     """A kernel of a way's plan that compiles only."""
-    stages = [part.plan_empty() for part in _parts(plan).values()]
+    stages = [part.plan_empty() for part in plans_of(plan).values()]
     return ChunkKernel(stages, name=name, output_tensors=(), tiling=plan.tiling, plan=plan)
 
 
 def decompressed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
     """The kernel of a plan whose tiling is a `DecompressTiling`."""
-    parts = _parts(plan)
+    parts = plans_of(plan)
 
     def attend(
         q: Any, keys: Any, values: Any, of_q: Any, of_k: Any, causal: bool
@@ -371,7 +321,7 @@ def decompressed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
 
 def absorbed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
     """The kernel of a plan whose tiling is an `AbsorbTiling`."""
-    parts, pd, x = _parts(plan), plan.problem, chunked_prefill.named(inputs)
+    parts, pd, x = plans_of(plan), plan.problem, chunked_prefill.named(inputs)
     q = x["q"]
     absorb = parts["absorb"].plan(q[..., : pd.d], x["kv_b"])
     (queries,) = absorb.output_tensors

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.catalogue import registry
-from mla_var3.catalogue.registry import KernelId
-from mla_var3.errors import UserError, Verdict
-from mla_var3.runtime import KernelPipeline, LibraryCall, Tiling
+from mla_var3.errors import UserError
+from mla_var3.kernel.parts import Part, PartsKernel, PartsTiling, plans_of
+from mla_var3.runtime import LibraryCall
 from mla_var3.runtime.base import BaseKernel, Outputs
 from mla_var3.workload import layer
 
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.runtime import KernelPlan
     from mla_var3.toolchain.digest import Code
-    from mla_var3.workload import Problem
     from mla_var3.workload.layer import LayerProblem
 
 
 @dataclass(frozen=True)
-class LayerTiling(Tiling):
+class LayerTiling(PartsTiling):
     """The versions that a layer is made of, by their labels; each has its own default knobs."""
 
     norm: str = "cute-dsl/rmsnorm"
@@ -38,8 +36,8 @@ class LayerTiling(Tiling):
     product: str = "cute-dsl/absorb_gemm"
     attention: str = "cute-dsl/flash_mla_v23"
 
-    def parts(self, pd: LayerProblem) -> dict[str, tuple[str, Problem, dict[str, Any]]]:
-        """Label, problem and changed knobs of every part but the plain projections, in the order of the data."""
+    def parts(self, pd: LayerProblem) -> dict[str, Part]:
+        """Every part but the plain projections, in the order of the data."""
         # FlashMLA's kernel is launched as a programmatic dependent and reads the cache without waiting.
         turning = {"eager": False} if self.attention.startswith("peer/") else {}
         return {
@@ -50,21 +48,8 @@ class LayerTiling(Tiling):
             "values": (self.product, pd.product("out"), {}),
         }
 
-    def validate(self, pd: LayerProblem, device: Device | None = None) -> Verdict:
-        for label, problem, knobs in self.parts(pd).values():
-            try:
-                plan = _planned(label, problem, device, knobs)
-            except UserError as error:
-                return Verdict.no(str(error))
-            verdict = plan.supported()
-            if verdict:
-                verdict = plan.feasible()
-            if not verdict:
-                return Verdict.no(f"{label}: {verdict.reason}")
-        return Verdict.yes()
 
-
-class LayerKernel(KernelPipeline):
+class LayerKernel(PartsKernel):
     """The stages of a layer. Its outputs are `workload.layer`'s: the rows are read from the cache when asked for."""
 
     def __init__(self, stages: Sequence[BaseKernel], inputs: Sequence[Any], out: Any, **options: Any) -> None:
@@ -87,9 +72,6 @@ class LayerKernel(KernelPipeline):
                 stage.launch()
 
         return {"projections": projections} if len(plain) > 1 else {}
-
-    def code(self, device: Device) -> Code | None:
-        return next((code for stage in self.stages if (code := stage.code(device)) is not None), None)
 
 
 class _Handing(BaseKernel):
@@ -125,28 +107,11 @@ class _Handing(BaseKernel):
         raise UserError(f"{self.name} is a library's: there is no kernel of its own to compile.")
 
 
-def _planned(label: str, problem: Problem, device: Device | None, knobs: Mapping[str, Any]) -> KernelPlan:
-    """The version's plan, its default tiling changed by those of the knobs that it has."""
-    plan = registry.get_plan(KernelId.parse(label))(problem, None, device)
-    own = plan.tiling.to_record()
-    asked = {name: value for name, value in knobs.items() if name in own}
-    return plan.with_tiling(plan.tiling.from_record({**own, **asked})) if asked else plan
-
-
 def compose(plan: KernelPlan, inputs: Sequence[Any] = ()) -> LayerKernel:
     """The kernel of a layer's plan, whose tiling is a `LayerTiling`, on inputs of `workload.layer`; without them it
     compiles only. Raises `UserError` where the tiling names a version that the plan does not declare as one of its
     `parts`."""
-    tiling: Any = plan.tiling
-    parts: dict[str, KernelPlan] = {}
-    for name, (label, problem, knobs) in tiling.parts(plan.problem).items():
-        if label not in plan.parts:
-            raise UserError(
-                f"{label} is no part of {type(plan).__name__}: add it to `parts` there, which the source hash of its "
-                "records covers."
-            )
-        parts[name] = part = _planned(label, problem, plan.device, knobs)
-        part.compiled = plan.compiled.part(label)
+    parts, tiling = plans_of(plan), plan.tiling
     if not inputs:
         return LayerKernel([part.plan_empty() for part in parts.values()], (), None, tiling=tiling, plan=plan)
     pd, x = plan.problem, layer.named(inputs)

@@ -277,6 +277,10 @@ _LOOK: dict[str, Callable[[], Library | None]] = {
     "sglang_topk": _sglang_topk,
 }
 
+_FA3 = (
+    "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
+    f"run {FETCH} fa3_qv, or pip install vllm",
+)
 # What is missing, and how to get it: the two halves of the sentence.
 _HOW: dict[str, tuple[str, str]] = {
     "flash_mla_lib": (
@@ -287,10 +291,7 @@ _HOW: dict[str, tuple[str, str]] = {
         "the FlashMLA extension of a vllm wheel (vllm/_flashmla_C.abi3.so)",
         f"run {FETCH} flash_mla_vllm, or pip install vllm",
     ),
-    "fa3_qv": (
-        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
-        f"run {FETCH} fa3_qv, or pip install vllm",
-    ),
+    "fa3_qv": _FA3,
     "flashinfer_fa3": ("FlashInfer", f"pip install flashinfer-python, or run {FETCH} flashinfer_fa3"),
     "flashinfer_fa2": ("FlashInfer", f"pip install flashinfer-python, or run {FETCH} flashinfer_fa2"),
     "fa4": (
@@ -312,18 +313,9 @@ _HOW: dict[str, tuple[str, str]] = {
         "FlashMLA",
         f"run {FETCH} flash_mla_lib --flash-mla CHECKOUT, or pip install --no-build-isolation CHECKOUT",
     ),
-    "fa3_sparse": (
-        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
-        f"run {FETCH} fa3_qv, or pip install vllm",
-    ),
-    "fa3": (
-        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
-        f"run {FETCH} fa3_qv, or pip install vllm",
-    ),
-    "fa3_chunked": (
-        "the FlashAttention-3 extension of a vllm wheel (vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so)",
-        f"run {FETCH} fa3_qv, or pip install vllm",
-    ),
+    "fa3_sparse": _FA3,
+    "fa3": _FA3,
+    "fa3_chunked": _FA3,
     "flashinfer_sparse": ("FlashInfer", f"pip install flashinfer-python, or run {FETCH} flashinfer_fa3"),
     "quack_rmsnorm": ("quack", f"pip install quack-kernels, or run {FETCH} quack_rmsnorm"),
     "flashinfer_rmsnorm": ("FlashInfer's package", "pip install flashinfer-python"),

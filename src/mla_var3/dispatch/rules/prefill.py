@@ -16,12 +16,18 @@ def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProble
 MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
 
 
+#: Columns of keys of published models, with values of 128.
+SERVED_COLUMNS = (128, 192, 256)
+
+
 def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    yield problem.replace(d=128, p=64 if value <= 192 else 128)
+    for columns in sorted(SERVED_COLUMNS, key=lambda x: abs(x - value)):
+        yield problem.replace(d=128, p=columns - 128)
 
 
 def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    yield problem.replace(s=max(1, int(value)))
+    tokens = max(1, int(value))
+    yield problem.replace(s=tokens, t=tokens + max(0, problem.t - problem.s))  # behind the same prefix
 
 
 #: Columns of a head of keys, and query tokens of a request, in the mean.

@@ -202,6 +202,16 @@ def test_page_tables_are_refused_by_what_takes_indices_alone() -> None:
     assert reason == "the kernel takes indices; the problem has a page table"
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_cutile_multiplies_gathered_bf16_rows_with_two_warpgroups(heads: int) -> None:
+    plan = plan_type("cutile-dsl/sparse_mla")
+    problem = SparseProblem(h=heads, layout="bf16")
+    assert plan(problem, None, H200).tiling.num_warpgroups == 2
+    verdict = plan.tiling_type(num_warpgroups=1).validate(problem, H200)
+    assert "num_warpgroups = 1: use 2" in verdict.reason
+    assert plan.tiling_type(num_warpgroups=1).validate(SparseProblem(h=heads, layout="v32"), H200)
+
+
 def test_an_a100_cannot_run_it_in_triton() -> None:
     reason = plan_type("triton/sparse_mla")(SparseProblem(), None, Device.get("a100")).supported().reason
     assert "sm_89 or later" in reason

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported, here and in processes that tests start: several threads a test would wait for each other in
+# small products wherever workers share cores, which took up to twenty times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _why_no_gpu() -> str | None:
@@ -43,14 +48,3 @@ def _plain_output() -> Iterable[None]:
         patch.setenv("NO_COLOR", "1")
         patch.setenv("COLUMNS", "200")
         yield
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads of torch that wait for each other make small products slower by far where other programs run."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -48,3 +48,29 @@ def _plain_output() -> Iterable[None]:
         patch.setenv("NO_COLOR", "1")
         patch.setenv("COLUMNS", "200")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _records_are_read_once(repo_root: Path) -> Iterable[None]:
+    """The thousands of records of results/, which no test writes: reading them takes seconds, and many tests do."""
+    try:
+        from mla_var3 import record
+    except ImportError:
+        yield
+        return
+    kept: dict[Path, record.LoadResult] = {}
+    read = record._load_file
+
+    def load_file(path: Path, result: record.LoadResult) -> None:
+        place = path.resolve()
+        if not place.is_relative_to(repo_root / "results"):
+            return read(path, result)
+        if place not in kept:
+            read(path, kept.setdefault(place, record.LoadResult()))
+        result.records += kept[place].records
+        result.problems += kept[place].problems
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "_load_file", load_file)
+        yield

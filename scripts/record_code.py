@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -102,11 +102,13 @@ def compiled_line(call: Call) -> Line:
     )
 
 
-def wanted() -> Iterator[Call]:
-    """What every record timed that says so, of versions that are here, take it and are compiled here, and `ALWAYS`."""
-    here = {kernel.label for kernel in registry.all_kernels()}
-    for label, workload, fields, tiling, kernels in ALWAYS:
-        yield Call(label, get(workload).problem(**fields).to_record(), tiling, "h200", kernels)
+def wanted(kernels: Collection[str] = ()) -> Iterator[Call]:
+    """What every record timed that says so, of versions that are here, take it and are compiled here, and `ALWAYS`.
+    kernels: only these versions, where any are named."""
+    here = {kernel.label for kernel in registry.all_kernels() if not kernels or kernel.label in kernels}
+    for label, workload, fields, tiling, count in ALWAYS:
+        if label in here:
+            yield Call(label, get(workload).problem(**fields).to_record(), tiling, "h200", count)
     for record in load([paths.shipped_results_dir()]).records:
         code = record.code or {}
         if code.get("kernels") and record.time_us and record.kernel.label in here:
@@ -140,9 +142,7 @@ def main() -> int:
     todo: dict[str, dict[tuple[Any, ...], Call]] = {}  # what one process compiles
     other: Counter[str] = Counter()
     asked: set[tuple[Any, ...]] = set()
-    for call in wanted():
-        if args.kernels and call.label not in args.kernels:
-            continue
+    for call in wanted(args.kernels):
         place = call.place()
         asked.add(place)
         if place in current:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported, here and in processes that tests start: several threads a test would wait for each other in
+# small products wherever workers share cores, which took up to twenty times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _why_no_gpu() -> str | None:
@@ -45,12 +50,27 @@ def _plain_output() -> Iterable[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads of torch that wait for each other make small products slower by far where other programs run."""
-    import torch
+@pytest.fixture(autouse=True, scope="session")
+def _records_are_read_once(repo_root: Path) -> Iterable[None]:
+    """The thousands of records of results/, which no test writes: reading them takes seconds, and many tests do."""
+    try:
+        from mla_var3 import record
+    except ImportError:
+        yield
+        return
+    kept: dict[Path, record.LoadResult] = {}
+    read = record._load_file
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    def load_file(path: Path, result: record.LoadResult) -> None:
+        place = path.resolve()
+        if not place.is_relative_to(repo_root / "results"):
+            return read(path, result)
+        if place not in kept:
+            read(path, kept.setdefault(place, record.LoadResult()))
+        result.records += kept[place].records
+        result.problems += kept[place].problems
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "_load_file", load_file)
+        yield

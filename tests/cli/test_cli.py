@@ -436,7 +436,7 @@ def test_doctor_reports_a_compiler_that_ends_its_process(monkeypatch: pytest.Mon
 
 def test_compare_begins_with_the_newest_device_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     from mla_var3 import paths
-    from mla_var3.cli.compare import SCREEN
+    from mla_var3.cli.compare import SCREEN, WIDTH
     from mla_var3.record import load
 
     newest = max((r for r in load([paths.shipped_results_dir()]).records if r.time_us), key=lambda r: r.at)
@@ -444,6 +444,7 @@ def test_compare_begins_with_the_newest_device_and_fits_a_screen(capsys: pytest.
     out = capsys.readouterr().out
     assert f"Fastest recorded on {newest.device}" in out and out.count("Fastest recorded on") == 1
     assert len([line for line in out.splitlines() if " % " in line]) <= SCREEN and len(out.splitlines()) < 40
+    assert max(map(len, out.splitlines())) <= WIDTH
     assert "Other devices have records too: mla-var3 compare --device h" in out
 
 

@@ -153,9 +153,15 @@ def test_with_a_gpu_it_fits_a_screen_and_what_went_wrong_is_seen(
 
 
 def test_a_running_command_says_what_it_does(
-    repo_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mla_var3.cli import arguments
+
+    # Some of the records, since these are about the words.
+    few = tmp_path / "shipped" / "h200" / "2026-11-27-decode.jsonl"
+    few.parent.mkdir(parents=True)
+    few.symlink_to(repo_root / "results" / "h200" / few.name)
+    monkeypatch.setattr(paths, "shipped_results_dir", lambda: few.parents[1])
 
     class AtOnce:
         """A timer whose time is over."""
@@ -171,7 +177,7 @@ def test_a_running_command_says_what_it_does(
         (["compare", "--cells", "b128_s1_h16_t4096"], "reading records ..."),
         (["report", "--show", "sets"], "reading records ..."),
         (["dispatch", "show", "--b", "2"], "reading records, and judging every rule ..."),
-        (["diagnose", "cute-dsl/flash_mla_v23", "--b", "128"], "reading records and profiles ..."),
+        (["diagnose", "cute-dsl/flash_mla_v24", "--b", "128", "--h", "16"], "reading records and profiles ..."),
         (["devlog", "check", str(repo_root / "devlogs" / "flash_mla" / "torch-v0.md")], "comparing entries and pages"),
         (["check", "torch/flash_mla", "--t", "70", "--h", "4", "--quick"], "checking torch/flash_mla b2_s1_h4_t70 ..."),
         (["doctor", "--no-compile"], "trying what is installed ..."),

@@ -22,8 +22,6 @@ from mla_var3.runtime import KernelPlan  # noqa: E402
 from mla_var3.workload import chunked_prefill  # noqa: E402
 from mla_var3.workload.chunked_prefill import ChunkedProblem, make_inputs  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL: dict[str, Any] = {"k": 32, "p": 8, "d": 16, "page": 4}
 PAIRS = ((5, 5), (9, 30), (0, 12), (1, 17), (17, 40))
 PROBLEM = ChunkedProblem(b=5, h=2, lengths=PAIRS, **SMALL)

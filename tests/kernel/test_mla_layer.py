@@ -23,14 +23,6 @@ SMALL = LayerProblem(b=3, h=4, hidden=128, q_rank=64, k=64, p=16, d=32, lengths=
 H200 = Device.get("h200")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_layer_of_torch_operations_is_right(dtype: str) -> None:
     plan = registry.get_plan(KernelId.parse("torch/mla_layer"))

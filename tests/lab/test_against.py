@@ -264,11 +264,13 @@ class PlantedPlan(FakePlan):
 """
 RUN = """
 import sys
+from bench_fakes import WITHOUT_TORCH
 from mla_var3.device import Device
 from mla_var3.lab import against
 from mla_var3.measure.settings import BenchSettings
 
 quick = dict(backend="bench_fakes:HostBackend", burst_rounds=3, graph_ms=2.0, max_sets=2, overlap_probe=False)
+quick |= dict(sustained_s=0.01, settle_s=0.01, worker_env=((WITHOUT_TORCH, "1"),))
 BenchSettings.of = classmethod(lambda cls, values: cls(**quick))
 Device.detect = staticmethod(lambda index=0: Device.get("h200"))
 against.PAIRS, against.STUDENT_95 = 2, 12.706

@@ -72,7 +72,9 @@ def said(answer: spoken.Answer) -> tuple[str, str, str, str]:
 
 
 def answer_rows(text: str) -> dict[str, tuple[str, str, str, str]]:
-    """The rows of an answer's table on a terminal."""
+    """The rows of an answer's table on a terminal; a long name goes on in the next line."""
+    while (joined := re.sub(r"^ (\S+)( .*)\n   (_\S+)$", r" \1\3\2", text, flags=re.M)) != text:
+        text = joined
     line = re.compile(r"^ (\S+) +(\S.*?)(?: \*)? +([\d,.]+) +\d+ % +(\S+) times as fast as (\S.*?)(?: ~)? *$", re.M)
     found = {cell: (kernel, us, ratio, library) for cell, kernel, us, ratio, library in line.findall(text)}
     return {cell: (kernel.removesuffix(" (retired)"), *more) for cell, (kernel, *more) in found.items()}

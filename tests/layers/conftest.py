@@ -1,4 +1,4 @@
-"""What the tests of this folder share is importable by them, and their small products of matrices take one thread."""
+"""What the tests of this folder share is importable by them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ops
 
 #: Of each workload the design whose torch version computes on a CPU.
 VERSIONS = {"norm": "rmsnorm", "rope": "rope_append", "gemm": "absorb_gemm", "decode": "flash_mla"}
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _one_thread() -> Iterator[None]:
-    """Threads of torch that wait for each other make these tests thirty times slower where other programs run."""
-    try:
-        import torch
-    except ImportError:
-        yield
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

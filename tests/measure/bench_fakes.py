@@ -1,13 +1,16 @@
-"""Contenders that behave in every bad way, and backends without a GPU. No torch: a worker of these starts at once."""
+"""Contenders that behave in every bad way, and backends without a GPU. With `WITHOUT_TORCH` in its environment a worker
+of these starts at once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from mla_var3.device import Device, Requirement
@@ -20,6 +23,26 @@ from mla_var3.workload import Rows, decode
 from mla_var3.workload.decode import MlaProblem
 
 POISONED = False
+WITHOUT_TORCH = "MLA_VAR3_TEST_WITHOUT_TORCH"
+
+
+class Shared:
+    """`measure.buffers.Shared` of kernels that make no tensors."""
+
+    def __init__(self, plan: Callable[[], BaseKernel]) -> None:
+        self.first = self._without_results(plan())
+
+    def bind(self, *inputs: Any) -> BaseKernel:
+        return self._without_results(self.first.bind(*inputs))
+
+    def _without_results(self, kernel: BaseKernel) -> BaseKernel:
+        kernel.keep_results(False)
+        return kernel
+
+
+if os.environ.get(WITHOUT_TORCH):
+    sys.modules["mla_var3.measure.buffers"] = ModuleType("mla_var3.measure.buffers")
+    sys.modules["mla_var3.measure.buffers"].Shared = Shared  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_fakes
 import pytest
 
 from mla_var3 import paths
@@ -27,9 +28,11 @@ QUICK: dict[str, Any] = {
     "burst_rounds": 2,
     "sustained_rounds": 1,
     "sustained_s": 0.002,
+    "settle_s": 0.002,
     "graph_ms": 0.2,
     "overlap_probe": False,
     "check_limit_s": 1.0,
+    "worker_env": ((bench_fakes.WITHOUT_TORCH, "1"),),
 }
 
 
@@ -76,7 +79,7 @@ def test_each_failure_is_its_own_contenders_and_costs_no_other() -> None:
 
 
 def test_a_passed_record_has_everything() -> None:
-    record = measure(fake("Good"), fake("Slow"))["good"]
+    record = measure(fake("Good"), fake("Slow"), worker_env=())["good"]
     assert record.time_us is not None and record.limits is not None and record.error is not None
     assert record.time_us.burst is not None and record.time_us.sustained is not None
     assert 20 <= record.time_us.burst.median < 2000 and record.time_us.burst.n == 2

@@ -15,8 +15,6 @@ from ops_fakes import serve_on_cpu  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import absorb_gemm, chunk_prefill, mla_chunk_prefill, mla_decode  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 H, D, P, K, _ = Sizes()
 
 

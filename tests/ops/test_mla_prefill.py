@@ -18,8 +18,6 @@ from mla_var3.ops import flash_attn_varlen_func, mla_prefill  # noqa: E402
 from mla_var3.workload import prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem, make_inputs  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TORCH = "torch/flash_attention"
 CHUNKS = ((5, 9), (0, 3), (4, 0), (6, 2), (7, 7))
 PROBLEM = PrefillProblem(b=5, h=4, h_kv=2, d=32, p=16, causal=True, lengths=CHUNKS)

@@ -25,8 +25,6 @@ from mla_var3.toolchain import aot  # noqa: E402
 from mla_var3.workload import prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem, make_inputs  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROBLEM = PrefillProblem(b=3, h=2, d=64, p=32, causal=True, lengths=((5, 9), (0, 3), (7, 7)))
 OTHER = PROBLEM.replace(b=2, lengths=((8, 8), (3, 20)))
 

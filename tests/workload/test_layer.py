@@ -22,14 +22,6 @@ SMALL = LayerProblem(b=3, h=2, hidden=48, q_rank=32, k=24, p=8, d=16, page=4, le
 TORCH = LayerTiling("torch/rmsnorm", "torch/rope_append", "torch/absorb_gemm", "torch/flash_mla")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ---------------------------------------------------------------- inputs and oracle
 def test_the_new_rows_are_nan_and_slots_are_where_the_page_table_has_them() -> None:
     for poison in (True, False):

@@ -16,8 +16,6 @@ from mla_var3.runtime.types import Tiling
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import CASES, LENGTH_NAMES, WORKLOAD, PrefillProblem, make_inputs, prefill_reference
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROBLEM = PrefillProblem(b=2, s=70, h=2, causal=True)
 
 

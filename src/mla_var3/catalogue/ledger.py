@@ -49,9 +49,6 @@ class Line:
     problem: str = ""
     toolchain: Mapping[str, str] = field(default_factory=dict)
 
-    def speaks_of(self, problem: Problem) -> bool:
-        return self.problem_class == problem.problem_class().key() and self.problem in ("", problem.label)
-
 
 def path() -> Path:
     return paths.shipped_results_dir() / "code.json"
@@ -83,15 +80,16 @@ def source_of(label: str) -> str:
 def standing(label: str, problem: Problem, digest: str, file: Path | None = None) -> str:
     """How the code of that digest, which a record of the version timed on the problem, stands to the code that is here:
     one of the words above. digest: empty where the record has none."""
-    here = {kernel.label: kernel for kernel in registry.all_kernels()}
-    if label not in here:
+    kernel = next((kernel for kernel in registry.all_kernels() if kernel.label == label), None)
+    if kernel is None:
         return GONE
     if not digest:
         return UNKNOWN
-    if here[label].language == "peer":
+    if kernel.language == "peer":
         return LIBRARY
-    found = [line for line in lines(file) if line.kernel == label and line.speaks_of(problem)]
-    current = [line.digest for line in found if line.source == source_of(label)]
+    of_class, own = (label, problem.problem_class().key(), source_of(label)), ("", problem.label)
+    found = (line for line in lines(file) if (line.kernel, line.problem_class, line.source) == of_class)
+    current = [line.digest for line in found if line.problem in own]
     if not current:
         return STALE
     return SAME if digest in current else OTHER

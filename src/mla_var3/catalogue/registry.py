@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +130,7 @@ class KernelId:
         does not say, and for libraries, of which several share a file."""
         return "" if self.language == PEER else source.workload(self.path)
 
-    @property
+    @cached_property
     def label(self) -> str:
         """`cute-dsl/flash_mla` or `cute-dsl/flash_mla_v2`: how users name a version."""
         return kernel_label(self.language, self.design, self.version)

@@ -62,7 +62,8 @@ def standing(record: Record) -> str:
 
 def live(record: Record) -> bool:
     """Whether its contender can be run from here: a library, or a version that is not retired."""
-    return is_peer(record) or any(k.label == record.kernel.label for k in registry.all_kernels())
+    label = record.kernel.label
+    return is_peer(record) or any(k.label == label for k in registry.all_kernels())
 
 
 # ---------------------------------------------------------------- one record a contender

@@ -58,18 +58,21 @@ def run(args: argparse.Namespace) -> int:
         if retired:
             hidden = f"Not shown: {retired} records of retired versions (--all, or name them with --kernels)."
             table.caption = "\n".join(filter(None, [str(table.caption or ""), hidden]))
-        tables.show(table)
+        tables.show(table, most=WIDTH)
         if args.resources:
-            tables.show(tables.resources(live, _device(device), f"Compiled for {device}"))
+            tables.show(tables.resources(live, _device(device), f"Compiled for {device}"), most=WIDTH)
         if args.kernels and len(args.kernels) == 2 and set(args.kernels) <= set(labels):
-            tables.show(tables.versus(mine, *args.kernels))
+            tables.show(tables.versus(mine, *args.kernels), most=WIDTH)
     if brief and len(devices) > 1:
         print(f"Other devices have records too: mla-var3 compare --device {' or '.join(devices[1:])}")
     return 0
 
 
-#: Cells that are shown where nobody asked for any: as many as fit on a screen.
-SCREEN = 20
+#: Cells that are shown where nobody asked for any: as many as fit on a screen where each name takes two lines.
+SCREEN = 14
+
+#: Columns of text that a table may take.
+WIDTH = 150
 
 
 def _fastest(records: list[Record], device: str, most: int | None = None) -> None:
@@ -91,7 +94,7 @@ def _fastest(records: list[Record], device: str, most: int | None = None) -> Non
         if left:
             said.append(f"{left} more cells, measured before these: mla-var3 compare --device {device}")
         table.caption = "\n".join(filter(None, said))
-        tables.show(table)
+        tables.show(table, most=WIDTH)
 
 
 def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record], int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
@@ -14,7 +16,7 @@ from mla_var3.record import as_ratio, code_bytes, geometric_mean
 from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from mla_var3.device import Device
     from mla_var3.record import Record
@@ -26,24 +28,31 @@ STATES = ("burst", "sustained")
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDL", "STL", "BAR")
 
 _FOLDED = 40  # the least width of a column of sentences
+_NAME = 24  # the least width of a column of cells' names, where they are broken
+_PHRASE = 60  # they are broken before a phrase of this length in one of the last columns is
+_WORD = 8  # the least width to which a head is broken
 _WIDE = 1000  # a pipe has no width: tables take what they need, and nothing is cut
 
 
-def show(table: Table, stream: TextIO | None = None) -> None:
+def show(table: Table, stream: TextIO | None = None, most: int | None = None) -> None:
     """Prints a table and the notes in its caption, each on a line of its own.
 
     Nothing is cut: in a pipe a table takes the width it needs, and on a terminal that is too narrow only the texts of
-    the last columns are folded.
+    the last columns are folded. most: columns of text that it may take there and in a pipe; what is wider goes on in
+    the next line (`_fit`).
     """
     from rich.console import Console
 
     stream = stream or sys.stdout
     notes, table.caption = table.caption, None
+    terminal = Console(file=stream, highlight=False).width if stream.isatty() else 0
+    if most:
+        _fit(table, max(most, terminal))
     if stream.isatty():
-        target = Console(file=stream, highlight=False)
-        Console(file=stream, highlight=False, width=max(target.width, _least_width(table))).print(table)
+        Console(file=stream, highlight=False, width=max(terminal, _least_width(table))).print(table)
     else:
-        target = Console(file=stream, width=_WIDE, force_terminal=False, no_color=True, highlight=False)
+        width = max(most, _least_width(table)) if most else _WIDE
+        target = Console(file=stream, width=width, force_terminal=False, no_color=True, highlight=False)
         with target.capture() as capture:
             target.print(table)
         print("\n".join(line.rstrip() for line in capture.get().splitlines()), file=stream)
@@ -51,16 +60,46 @@ def show(table: Table, stream: TextIO | None = None) -> None:
         print(notes, file=stream)
 
 
-def _least_width(table: Table) -> int:
-    """Columns a terminal needs to show every column but the folding ones whole."""
+def _widths(column: Column) -> tuple[int, int]:
+    """Of the widest text of a column, and of its head."""
     from rich.text import Text
 
-    total = 2
+    head, *cells = (
+        max(map(len, Text.from_markup(str(text)).plain.splitlines()), default=0)
+        for text in (column.header, *column.cells)
+    )
+    return max(cells, default=0), head
+
+
+def _least_width(table: Table, folded: int = _FOLDED) -> int:
+    """Columns a terminal needs to show every column but the folding ones whole, and of those so many columns."""
+    widths = [(column.no_wrap, max(_widths(column))) for column in table.columns]
+    return 2 + sum(3 + (width if whole else min(width, folded)) for whole, width in widths)
+
+
+def _fit(table: Table, most: int) -> None:
+    """Has a table take no more than `most` columns of text: heads are broken between words, then the widest column of
+    text, where names of cells stand, between words and before underscores."""
+    if _least_width(table, _PHRASE) <= most:
+        return
     for column in table.columns:
-        texts = [column.header, *column.cells]
-        width = max(max(map(len, Text.from_markup(str(text)).plain.splitlines() or [""])) for text in texts)
-        total += 3 + (width if column.no_wrap else min(width, _FOLDED))
-    return total
+        text, head = _widths(column)
+        if column.no_wrap and head > text:
+            column.header = "\n".join(textwrap.wrap(str(column.header), max(text, _WORD), break_long_words=False))
+    names = max((column for column in table.columns if column.justify == "left" and column.no_wrap), key=_widths)
+    room = max(_NAME, max(_widths(names)) - max(0, _least_width(table, _PHRASE) - most))
+    names._cells = [_broken(str(name), room) for name in names.cells]
+
+
+def _broken(name: str, room: int) -> str:
+    """Names of cells on lines of at most `room` characters, where their words are no longer."""
+    lines = [""]
+    for word in re.split(r"(?=[_ ])", name):
+        if lines[-1] and len(lines[-1]) + len(word) > room:
+            lines.append("  " + word.lstrip())
+        else:
+            lines[-1] += word
+    return "\n".join(lines)
 
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:

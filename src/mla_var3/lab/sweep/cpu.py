@@ -90,7 +90,7 @@ def _run_process(
     timeout_s: float,
     tell: Callable[[str], None],
 ) -> Iterator[CpuResult]:
-    env = {**os.environ, **interpreter(language).env, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    env = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **os.environ, **interpreter(language).env}
     env["PYTHONPATH"] = paths.python_path()
     jobs = [{"kernel": k.to_record(), "problem": p.to_record(), "asked": dict(asked)} for k, p in work]
     tell(f"running {len(work)} small problems with {interpreter(language).name}")

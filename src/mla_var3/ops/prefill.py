@@ -178,6 +178,8 @@ def _again(
     return target, sums
 
 
+# Kept, since a call asks for it that is remembered.
+@functools.lru_cache(maxsize=4096)
 def _regime(
     b: int, n: int, m: int, h: int, h_kv: int, dk: int, dv: int, causal: bool, dtype: torch.dtype
 ) -> tuple[bool, ...]:

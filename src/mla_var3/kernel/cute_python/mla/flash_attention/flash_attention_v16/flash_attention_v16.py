@@ -169,6 +169,7 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
+    pieces: int
 
     @property
     def group(self) -> int:
@@ -747,26 +748,34 @@ class Consumer:
 
     @cute.jit
     def soften(self, acc_s: cute.Tensor, due: Int32, behind: cutlass.Constexpr):
-        """S becomes P, exp2(scale_log2 · S - maximum): first all exponentials, and what needs them behind a wait across
-        which ptxas moves no addition. An addition that follows its exponential more closely waits for it, and the
-        exponentials behind it wait for the addition. acc_s: of a KV tile, or of its first half, behind which P is 0.
-        behind: whether a product is in flight, that of the values of KV tile `due`, which reads the last P."""
+        """S becomes P, exp2(scale_log2 · S - maximum), in parts. What a part gave is added and rounded behind a wait
+        (`hold`), beside the exponentials of the next part: an addition that follows its exponential closely waits for
+        it, and the exponentials behind it wait for the addition. acc_s: of a KV tile, or of its first half, behind
+        which P is 0. behind: whether a product is in flight, that of the values of KV tile `due`, which reads the last
+        P: it ends half way, in front of the first rounding."""
         scores = cute.make_tensor(acc_s.iterator, cute.make_layout((2, 2, cute.size(acc_s) // 4), stride=(1, 2, 4)))
-        for g in cutlass.range_constexpr(cute.size(acc_s) // 4):
-            for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(2):
-                    scores[c, r, g] = exp2_here(scores[c, r, g] * self.scale_log2 - self.row_max[r])
-        self.hold()
-        if cutlass.const_expr(behind):
-            warpgroup.wait_group(0)  # O, which has read the last P too
-            self.free(self.storage.v_empty.data_ptr(), due)
         sums = cute.make_rmem_tensor((2, 2), Float32)
         sums.fill(0.0)
-        for g in cutlass.range_constexpr(cute.size(acc_s) // 4):
-            for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(2):
-                    sums[c, r] = sums[c, r] + scores[c, r, g]
-                self.p[2 * g + r] = rounded_here(scores[0, r, g], scores[1, r, g], self.dtype)
+        plan = parts_of(cute.size(acc_s) // 4, self.geometry.pieces)
+        last = len(plan) - 1
+        for part in cutlass.range_constexpr(len(plan)):
+            for fresh, added, rounded in plan[part]:
+                for g in fresh:
+                    for r in cutlass.range_constexpr(2):
+                        for c in cutlass.range_constexpr(2):
+                            scores[c, r, g] = exp2_here(scores[c, r, g] * self.scale_log2 - self.row_max[r])
+                for g in added:
+                    for r in cutlass.range_constexpr(2):
+                        for c in cutlass.range_constexpr(2):
+                            sums[c, r] = sums[c, r] + scores[c, r, g]
+                for g in rounded:
+                    for r in cutlass.range_constexpr(2):
+                        self.p[2 * g + r] = rounded_here(scores[0, r, g], scores[1, r, g], self.dtype)
+            if cutlass.const_expr(part < last):
+                self.hold()
+            if cutlass.const_expr(part == (last - 1) // 2 and behind):
+                warpgroup.wait_group(0)  # O, which has read the last P too
+                self.free(self.storage.v_empty.data_ptr(), due)
         for i in cutlass.range_constexpr(cute.size(acc_s) // 2, cute.size(self.p)):
             self.p[i] = Int32(0)
         for r in cutlass.range_constexpr(2):
@@ -774,7 +783,8 @@ class Consumer:
 
     @cute.jit
     def hold(self):
-        """A wait that is over at once. ptxas moves nothing across its loop: no wait for a product, and no addition."""
+        """A wait that is over at once. ptxas moves nothing across its loop but exponentials: no wait for a product, no
+        addition, and no rounding."""
         cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 1)
 
     @cute.jit
@@ -979,6 +989,27 @@ def quad_max(value: Float32) -> Float32:
     for offset in cutlass.range_constexpr(1, 3):
         value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=offset))
     return value
+
+
+def parts_of(groups: int, parts: int) -> tuple[tuple[tuple[range, range, range], ...], ...]:
+    """What `Consumer.soften` does with groups of scores: of each part its steps, and of each step the groups of which
+    it makes exponentials, those that it adds, and those that it rounds, both made in parts before. The first rounding
+    is half way, when the product that reads the last P has ended. What is left is added and rounded behind all parts.
+    """
+    cuts = [groups * part // parts for part in range(parts + 1)]
+    half = (parts + 1) // 2
+    plan = []
+    for part in range(parts + 1):
+        fresh = range(cuts[part], cuts[min(part + 1, parts)])
+        added = range(cuts[max(part - 1, 0)], cuts[part])
+        rounded = range(0 if part == half else added.start, cuts[part]) if part >= half else range(0)
+        steps = max(len(fresh), len(added))
+
+        def share(some: range, step: int, steps: int = steps) -> range:
+            return some[step * len(some) // steps : (step + 1) * len(some) // steps]
+
+        plan.append(tuple((share(fresh, i), share(added, i), share(rounded, i)) for i in range(steps)))
+    return tuple(plan)
 
 
 @dsl_user_op
@@ -1256,22 +1287,26 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionV16Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
+    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`).
+    pieces: parts of a softmax, of which each adds and rounds what the one before gave."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
+    pieces: int = 1
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv), self.ordered)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv), self.ordered, self.pieces)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
+        if self.pieces not in (1, 2, 4):
+            return Verdict.no(f"pieces = {self.pieces} is not 1, 2 or 4")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):

@@ -112,7 +112,7 @@ def mla_prefill(
         dtype_name(q.dtype, "q", DTYPES, "pass torch.bfloat16, torch.float16, or on a CPU torch.float32"),
         None if scale is None else number("scale", scale), not (keys.is_contiguous() and values.is_contiguous()),
     )  # fmt: skip
-    given = _signature(q, k, v, scale, causal, kernel) if keys.data_ptr() == k.data_ptr() else None
+    given = _signature(q, k, v, h, dk, h_kv, dv, scale, causal, kernel) if keys.data_ptr() == k.data_ptr() else None
     _serve(problem, (compact(q.detach()), keys, values, of_q, of_k), (target, sums), kernel, on, given)
     return (target, sums) if return_lse else target
 
@@ -124,14 +124,13 @@ MOST_REMEMBERED = 1 << 21
 
 
 def _signature(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool, kernel: str | None
-) -> tuple[Any, ...] | None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h: int, dk: int, h_kv: int, dv: int, scale: float | None,
+    causal: bool, kernel: str | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """What compiled code, the choice of a version and the launch depend on, beside lengths; None for tensors that are
     copied or detached first. Strides of k and v are those of rows within rows, whatever their number."""
     if not q.is_contiguous() or q.requires_grad or k.requires_grad or v.requires_grad:
         return None
-    _, h, dk = q.shape
-    _, h_kv, dv = v.shape
     strides = None
     if not (k.is_contiguous() and v.is_contiguous()):
         strides = k.stride(), v.stride()
@@ -155,7 +154,7 @@ def _again(
         n, h, dk = q.shape
         m, h_kv, dv = v.shape
         b = of_q.numel() - 1
-        signature = _signature(q, k, v, scale, causal, kernel)
+        signature = _signature(q, k, v, h, dk, h_kv, dv, scale, causal, kernel)
         if signature is None or type(scale) is bool or of_q.dtype != torch.int32 or of_k.dtype != torch.int32:
             return None
         served = engine_of(None, q, "q", "mla_prefill") if on is None else on
@@ -178,6 +177,8 @@ def _again(
     return target, sums
 
 
+# Kept, since a call asks for it that is remembered.
+@functools.lru_cache(maxsize=4096)
 def _regime(
     b: int, n: int, m: int, h: int, h_kv: int, dk: int, dv: int, causal: bool, dtype: torch.dtype
 ) -> tuple[bool, ...]:

@@ -31,7 +31,7 @@ def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProbl
 
 
 #: Columns of a head of keys, and query tokens of a request, in the mean.
-KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns)
+KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns, of_class=True)
 TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
 
 RULES = (

@@ -67,7 +67,8 @@ def mla_prefill(
     models dk is 192, dv 128, and h_kv is h. bf16 or fp16, on a CPU fp32 too. cu_seqlens_q and cu_seqlens_k (b + 1,)
     int32, on the device of q: request i has the query tokens cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1 of q, and those
     keys of k and v that cu_seqlens_k says. Both begin with 0 and never decrease; their last entries are at most n and
-    m. On a CPU this is checked; a GPU reads them in the kernel, where nobody could tell. A request may have no tokens.
+    m. On a CPU this is checked; a GPU reads them in the kernel, where nobody could tell, and with offsets beyond n or m
+    the kernel reads and writes memory behind the tensors. A request may have no tokens.
 
     causal: query token i of s sees the keys 0 .. t - s + i of its t, so that chunks of a prompt see the prefix and
     themselves. scale: factor on q·k, default dk^-1/2. k and v may be views with gaps between their rows, as of one

@@ -8,16 +8,19 @@ from mla_var3.dispatch.rule import HOPPER, Bound, Quantity, Rule
 from mla_var3.workload.prefill import PrefillProblem
 
 
+#: Columns of keys of published models, with values of 128.
+SERVED_COLUMNS = (128, 192, 256)
+
+
 def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    yield problem.replace(causal=value > 1)
+    masked = problem.replace(causal=value > 1)
+    yield masked
+    for columns in SERVED_COLUMNS:
+        yield masked.replace(d=128, p=columns - 128)
 
 
 #: Masks of a problem: the ends of requests, and the causal one.
 MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
-
-
-#: Columns of keys of published models, with values of 128.
-SERVED_COLUMNS = (128, 192, 256)
 
 
 def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
@@ -55,6 +58,17 @@ RULES = (
             Bound(KEY_COLUMNS, 128, above=True),
             Bound(KEY_COLUMNS, 192),
             Bound(TOKENS, 4095, above=True),
+        ),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v16",
+        "two CTAs share K and V, and additions wait for no exponential",
+        where=(
+            Bound(MASKS, 1, above=True),
+            Bound(KEY_COLUMNS, 128, above=True),
+            Bound(KEY_COLUMNS, 192),
+            Bound(TOKENS, 1023, above=True),
         ),
         archs=HOPPER,
     ),

@@ -30,12 +30,12 @@ issue in turn (named barriers), so that the softmax of one runs beside the produ
 The same step leads from one query tile to the next (`cross`): the first scores of the next one are issued in front of
 the last product of this one, which is divided and stored while the other consumer has the tensor cores.
 
-A thread makes all exponentials of a KV tile first, and adds them up and rounds them behind that. In between stands a
-wait that is over at once, across which ptxas moves no addition. An addition close behind its exponential waits for it,
-and the exponentials that follow wait for the addition:
+A thread makes the exponentials of a KV tile in four parts, and adds up and rounds each part behind the next one's. In
+between stands a wait that is over at once, across which ptxas moves exponentials and nothing else. An addition close
+behind its exponential waits for it, and the exponentials that follow wait for the addition:
 
-    before    e0 e1 +0 e2 +1 e3 +2 ...              an addition two exponentials behind its own
-    here      e0 e1 e2 ... e63 | +0 +1 ... | P      an exponential each 8 cycles, which is what an SM partition makes
+    before    e0 e1 +0 e2 +1 e3 +2 ...     an addition two exponentials behind its own
+    here      e0 e1 ... e15 e16 ... +0     an exponential each 8 cycles, which is what an SM partition makes
 
 Where the rows of a consumer see no more than the first half of their last KV tile, it computes scores and softmax of
 this half only (░ is 0), and the next product with values takes this half:
@@ -110,6 +110,7 @@ CTAS = 2  # of a cluster
 ROWS = 2 * HALF * CTAS  # of a query tile
 STAGES = 2
 SLOTS = 2  # in which the producer names query tiles
+PARTS = 4  # of a softmax: each adds and rounds what the one before gave
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
 WARP = 32
@@ -169,7 +170,6 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
-    pieces: int
 
     @property
     def group(self) -> int:
@@ -756,7 +756,7 @@ class Consumer:
         scores = cute.make_tensor(acc_s.iterator, cute.make_layout((2, 2, cute.size(acc_s) // 4), stride=(1, 2, 4)))
         sums = cute.make_rmem_tensor((2, 2), Float32)
         sums.fill(0.0)
-        plan = parts_of(cute.size(acc_s) // 4, self.geometry.pieces)
+        plan = parts_of(cute.size(acc_s) // 4, PARTS)
         last = len(plan) - 1
         for part in cutlass.range_constexpr(len(plan)):
             for fresh, added, rounded in plan[part]:
@@ -1287,26 +1287,22 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionV16Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`).
-    pieces: parts of a softmax, of which each adds and rounds what the one before gave."""
+    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
-    pieces: int = 1
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv), self.ordered, self.pieces)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, self.kv_tile or kv_tile_of(dk, dv), self.ordered)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
-        if self.pieces not in (1, 2, 4):
-            return Verdict.no(f"pieces = {self.pieces} is not 1, 2 or 4")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):

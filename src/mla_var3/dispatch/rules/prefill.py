@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from mla_var3.dispatch.rule import HOPPER, Bound, Quantity, Rule
 from mla_var3.workload.prefill import PrefillProblem
 
-
 #: Columns of keys of published models, with values of 128.
 SERVED_COLUMNS = (128, 192, 256)
 

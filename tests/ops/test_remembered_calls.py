@@ -235,6 +235,7 @@ def test_lengths_on_the_other_side_of_a_rule_are_chosen_for_anew(
     """A rule about tokens of a request: calls on one side of it share a launch, those on the other another one."""
     tokens = Quantity("tokens", lambda pd: pd.s, lambda pd, value: ())
     monkeypatch.setattr(ops_prefill, "boundaries", lambda workload: (Bound(tokens, 20),))
+    monkeypatch.setattr(ops_prefill, "_regime", ops_prefill._regime.__wrapped__)
     engine = CpuEngine()
     served: list[int] = []
     serve = ops_prefill._serve
@@ -249,6 +250,20 @@ def test_lengths_on_the_other_side_of_a_rule_are_chosen_for_anew(
         inputs = make_inputs(problem, seed=s)
         right(problem, inputs, mla_prefill(*inputs, return_lse=True, on=engine))
     assert served == [5, 21]
+
+
+def test_a_call_asks_only_for_boundaries_in_lengths(
+    compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signature holds all else, and of lengths that were seen the answer is kept."""
+    assert {bound.quantity.name for bound in boundaries("prefill")} <= {"query tokens"}
+    engine = CpuEngine()
+    inputs = make_inputs(PROBLEM, seed=1)
+    mla_prefill(*inputs, on=engine)
+    monkeypatch.setattr(Bound, "holds", lambda *_: pytest.fail("asked again"))
+    (function,) = compiled.values()
+    mla_prefill(*inputs, on=engine)
+    assert function.calls == 2
 
 
 def test_rules_say_which_of_their_boundaries_are_in_lengths() -> None:

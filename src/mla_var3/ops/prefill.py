@@ -67,7 +67,8 @@ def mla_prefill(
     models dk is 192, dv 128, and h_kv is h. bf16 or fp16, on a CPU fp32 too. cu_seqlens_q and cu_seqlens_k (b + 1,)
     int32, on the device of q: request i has the query tokens cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1 of q, and those
     keys of k and v that cu_seqlens_k says. Both begin with 0 and never decrease; their last entries are at most n and
-    m. On a CPU this is checked; a GPU reads them in the kernel, where nobody could tell. A request may have no tokens.
+    m. On a CPU this is checked; a GPU reads them in the kernel, where nobody could tell, and with offsets beyond n or m
+    the kernel reads and writes memory behind the tensors. A request may have no tokens.
 
     causal: query token i of s sees the keys 0 .. t - s + i of its t, so that chunks of a prompt see the prefix and
     themselves. scale: factor on q·k, default dk^-1/2. k and v may be views with gaps between their rows, as of one
@@ -112,7 +113,7 @@ def mla_prefill(
         dtype_name(q.dtype, "q", DTYPES, "pass torch.bfloat16, torch.float16, or on a CPU torch.float32"),
         None if scale is None else number("scale", scale), not (keys.is_contiguous() and values.is_contiguous()),
     )  # fmt: skip
-    given = _signature(q, k, v, scale, causal, kernel) if keys.data_ptr() == k.data_ptr() else None
+    given = _signature(q, k, v, h, dk, h_kv, dv, scale, causal, kernel) if keys.data_ptr() == k.data_ptr() else None
     _serve(problem, (compact(q.detach()), keys, values, of_q, of_k), (target, sums), kernel, on, given)
     return (target, sums) if return_lse else target
 
@@ -124,14 +125,13 @@ MOST_REMEMBERED = 1 << 21
 
 
 def _signature(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool, kernel: str | None
-) -> tuple[Any, ...] | None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h: int, dk: int, h_kv: int, dv: int, scale: float | None,
+    causal: bool, kernel: str | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """What compiled code, the choice of a version and the launch depend on, beside lengths; None for tensors that are
     copied or detached first. Strides of k and v are those of rows within rows, whatever their number."""
     if not q.is_contiguous() or q.requires_grad or k.requires_grad or v.requires_grad:
         return None
-    _, h, dk = q.shape
-    _, h_kv, dv = v.shape
     strides = None
     if not (k.is_contiguous() and v.is_contiguous()):
         strides = k.stride(), v.stride()
@@ -155,7 +155,7 @@ def _again(
         n, h, dk = q.shape
         m, h_kv, dv = v.shape
         b = of_q.numel() - 1
-        signature = _signature(q, k, v, scale, causal, kernel)
+        signature = _signature(q, k, v, h, dk, h_kv, dv, scale, causal, kernel)
         if signature is None or type(scale) is bool or of_q.dtype != torch.int32 or of_k.dtype != torch.int32:
             return None
         served = engine_of(None, q, "q", "mla_prefill") if on is None else on
@@ -178,6 +178,8 @@ def _again(
     return target, sums
 
 
+# Kept, since a call asks for it that is remembered.
+@functools.lru_cache(maxsize=4096)
 def _regime(
     b: int, n: int, m: int, h: int, h_kv: int, dk: int, dv: int, causal: bool, dtype: torch.dtype
 ) -> tuple[bool, ...]:

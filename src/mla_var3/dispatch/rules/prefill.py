@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from mla_var3.dispatch.rule import HOPPER, Bound, Quantity, Rule
 from mla_var3.workload.prefill import PrefillProblem
 
+#: Columns of keys of published models, with values of 128.
+SERVED_COLUMNS = (128, 192, 256)
+
 
 def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    yield problem.replace(causal=value > 1)
+    masked = problem.replace(causal=value > 1)
+    yield masked
+    for columns in SERVED_COLUMNS:
+        yield masked.replace(d=128, p=columns - 128)
 
 
 #: Masks of a problem: the ends of requests, and the causal one.
 MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
-
-
-#: Columns of keys of published models, with values of 128.
-SERVED_COLUMNS = (128, 192, 256)
 
 
 def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
@@ -31,7 +33,7 @@ def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProbl
 
 
 #: Columns of a head of keys, and query tokens of a request, in the mean.
-KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns)
+KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns, of_class=True)
 TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
 
 RULES = (
@@ -55,6 +57,17 @@ RULES = (
             Bound(KEY_COLUMNS, 128, above=True),
             Bound(KEY_COLUMNS, 192),
             Bound(TOKENS, 4095, above=True),
+        ),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v16",
+        "two CTAs share K and V, and additions wait for no exponential",
+        where=(
+            Bound(MASKS, 1, above=True),
+            Bound(KEY_COLUMNS, 128, above=True),
+            Bound(KEY_COLUMNS, 192),
+            Bound(TOKENS, 1023, above=True),
         ),
         archs=HOPPER,
     ),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
 LOGITS, TOPK, TOPK_V1 = "cute-dsl/mqa_logits_v1", "cute-dsl/topk", "cute-dsl/topk_v1"
+LOGITS_NEW, TOPK_NEW = ("cute-dsl/mqa_logits_v2", "cute-dsl/mqa_logits_v3"), ("cute-dsl/topk_v2", "cute-dsl/topk_v3")
 
 
 def plan_type(label: str) -> Any:
@@ -42,12 +44,16 @@ def plan_type(label: str) -> Any:
         (TOPK_V1, TopkProblem(b=4096)),
         (TOPK_V1, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
+        *((label, IndexerLogitsProblem(table=False)) for label in LOGITS_NEW),
+        *((label, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")) for label in LOGITS_NEW),
+        *((label, TopkProblem(b=1)) for label in TOPK_NEW),
+        *((label, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")) for label in TOPK_NEW),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
-    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V1) else 0)
+    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V1, *TOPK_NEW) else 0)
     assert made.resources.smem <= H200.smem_per_block
 
 
@@ -135,6 +141,36 @@ def test_few_long_rows_are_a_clusters_and_many_are_a_ctas() -> None:
     assert made(4096, 8192, ctas=8, held=False) == (8, 0)
 
 
+@pytest.mark.parametrize("version", ["2", "3"])
+def test_many_rows_have_few_threads_each(version: str) -> None:
+    name = f"topk_v{version}"
+    module = import_module(f"mla_var3.kernel.cute_python.indexer.topk.{name}.{name}")
+
+    def made(rows: int, t: int, **knobs: Any) -> tuple[int, int, int]:
+        """CTAs of a row, logits of a thread, threads."""
+        geometry = module.TopkTiling(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132)
+        return geometry.ctas, geometry.held, geometry.threads
+
+    assert [made(1, t) for t in (4096, 8192, 131072, 262144, 1 << 20)] == [
+        (1, 8, 512), (2, 8, 512), (16, 16, 512), (16, 32, 512), (16, 0, 512),
+    ]  # fmt: skip
+    assert [made(4096, t) for t in (8192, 8193, 16384, 16385, 131072, 131073)] == [
+        (1, 32, 256), (1, 32, 512), (1, 32, 512), (1, 0, 256), (1, 0, 256), (1, 0, 512),
+    ]  # fmt: skip
+    assert made(264, 65536) == (1, 0, 512) and made(265, 65536) == (1, 0, 256)
+    assert made(4096, 8192, ctas=8, held=False) == (8, 0, 512) and made(1, 8192, ctas=1, threads=256) == (1, 32, 256)
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("k", [1, 64, 512, 2048])
+def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v3.topk_v3 import GATHERED, Geometry
+
+    geometry = Geometry(k, 32, 0, ctas, 16, 512)
+    assert geometry.own_k * ctas >= k and geometry.share * ctas == GATHERED
+    assert geometry.own_k <= geometry.share and (ctas == 1 or geometry.own_k * ctas >= 1.5 * k)
+
+
 def test_refusals_say_why() -> None:
     logits, chooses = plan_type(LOGITS), plan_type(TOPK)
     assert "an indexer of 16, 32, 64 heads is taken" in logits.requires.accepts(IndexerLogitsProblem(heads=48)).reason
@@ -164,7 +200,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V1, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V1, *LOGITS_NEW, *TOPK_NEW, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan = plan_type(label)
     for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):

@@ -191,7 +191,7 @@ class Bound:
     """What an output's error may be at most; an element passes with either its absolute or its relative error.
 
     cos: cosine difference, 1 - cos, of the whole output. row_cos: of its worst row; infinite where rows are not judged.
-    ulps: what rounding to the output's dtype may add to either error, in units of the dtype's epsilon times the reference.
+    ulps: what rounding to the output's dtype may add to either error, in epsilons of the dtype times the reference.
     """
 
     abs: float

@@ -356,15 +356,15 @@ def _cases(problem: IndexerLogitsProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("long", few.replace(b=1, t=1 << 20, lengths="uniform"), "normal", gpu=True)
 
 
-#: What sums of FP8 products may be off by, of the distribution "normal" with 64 heads; of fewer heads it is less. Hopper's
-#: tensor cores take 32 products a step, which are exact. In each step they and the sum so far are cut, towards zero, to 13
-#: bits behind the leading one of the largest of them, and added (`tests/workload/test_indexer.py` has that sum). Summed up
-#: over heads with weights N(0, 1), and times the scale of a key, the error has a standard deviation of 0.008; one in 10^3
-#: is above 0.035, one in 10^4 above 0.047, and each further decade takes 0.012 more. The largest error seen on a GPU is
-#: 0.098, in some 10^7 logits; beyond this bound lies one in 10^12. Logits have a root mean square of 64, and a head more
-#: or less is off by 8.
+#: What sums of FP8 products may be off by, of the distribution "normal" with 64 heads; of fewer heads it is less.
+#: Hopper's tensor cores take 32 products a step, which are exact. In each step they and the sum so far are cut, towards
+#: zero, to 13 bits behind the leading one of the largest of them, and added (tests/workload/test_indexer.py does so).
+#: Summed up over heads with weights N(0, 1), and times the scale of a key, the error has a standard deviation of 0.008;
+#: one in 10^3 is above 0.035, one in 10^4 above 0.047, and each further decade takes 0.012 more. The largest error seen
+#: on a GPU is 0.098, of some 10^7 logits; beyond this bound lies less than one in 10^12. Logits have a root mean square
+#: of 64, and a head more or less is off by 8.
 FP8_SUMS = 0.15
-#: A logit of 150 and more may be off by 2^-10 of itself, as large logits are sums of large products. Rounding to the dtype
+#: A logit above 150 may be off by 2^-10 of itself, as large logits are sums of large products. Rounding to the dtype
 #: comes on top: half a unit in the last place. Rows are not judged by themselves, because one of few tokens may have
 #: logits that are all near 0: what a row may be off by is what its elements may.
 NORMAL = Bound(abs=FP8_SUMS, rel=2.0**-10, cos=3e-6, ulps=0.5)

@@ -68,10 +68,10 @@ INFO = 4  # words in front of a query tile's ranges
 FIRST_KEY, TILES, ROW = 0, 1, 2  # of these words
 NOBODY = (1 << 31) - 1
 UNIT_POINTS = 4  # KV tiles' time that the change from one query tile to the next takes
-# Half of the relus by a maximum, whose pipe takes one every other cycle, and half by a product that saturates: of S, which
-# lies within 128 · 448², times 2^-25, to 0 where S is below 0 or NaN.
+#: How max(S, 0) is made: by a maximum, whose pipe takes a warp's every other cycle; by a product with saturation to
+#: 0 .. 1 (S lies within 128 · 448², and NaN becomes 0); or half of the columns each way.
+RELUS = ("max", "saturate", "half")
 UNIT = 2.0**25
-RELUS = ("max", "half", "saturate")
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for

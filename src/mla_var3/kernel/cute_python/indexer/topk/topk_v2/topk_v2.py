@@ -23,9 +23,8 @@ A bound can be wrong: fewer than k logits are above it, or more than slots; and 
 of 16 bytes may have a vector more than registers hold. Then the row is read again for every digit (`again`): slow, and
 right in any case.
 
-Changed against version 0, whose selects took most of its time, several of them a row: one select a row, from registers,
-of little more than k candidates; few long rows by clusters, whose CTAs hold the row, where slices were merged. A
-threshold from a sample is that of quickselect (Floyd and Rivest, 1975).
+Against version 1: candidates are counted and taken without branches, by predicates; digits are those of the range from
+the floor to the largest key; and 256 threads hold or stream a row where they can, so that an SM has more rows.
 """
 
 from __future__ import annotations
@@ -836,8 +835,8 @@ def takes(pd: TopkProblem) -> Verdict:
 @dataclass(frozen=True)
 class TopkTiling(Tiling):
     """ctas: of a row, a cluster; 0: as many as fill the device with rows of the problem's length. held: whether rows
-    that registers hold are held there. threads: of a CTA, 256 or 512; 0: 256 for a row of one CTA, if so many hold it,
-    or if it is streamed and their slots are enough for it."""
+    that registers hold are held there. threads: of a CTA, 256 or 512; 0: 256 where rows are more than the device takes
+    at once with 512, if so many hold a row, or if it is streamed and their slots are enough for it."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held", "threads")
@@ -859,7 +858,8 @@ class TopkTiling(Tiling):
         ctas = self.ctas or max(x for x in CLUSTERS if x <= max(most, 1))
         few, many = THREADS
         most_held = max(HELD) if self.held else 0
-        narrow = ctas == 1 and (t <= few * most_held or many * most_held < t <= LONGEST)
+        fits = t <= few * most_held or many * most_held < t <= LONGEST
+        narrow = ctas == 1 and rows > 2 * sms and fits
         threads = self.threads or (few if narrow else many)
         held = next((x for x in HELD if self.held and t <= x * threads * ctas), 0)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0

@@ -1,8 +1,7 @@
 r"""topk v3 in CuTe for sm_90: the k largest logits of rows, exactly; a row is a CTA's, or that of a cluster.
 
 A thread holds candidates in registers, as keys: whole numbers in the order of the logits (-0 as +0, NaN as -inf; 0 is
-none). A radix select over them finds the k-th, with its digits counted in shared memory and, in a cluster, added up
-through distributed shared memory. Which logits are candidates:
+none). A radix select over them finds the k-th, with its digits counted in shared memory. Which logits are candidates:
 
     held      all of the row: 8, 16 or 32 a thread. Rows of up to 16,384 logits a CTA
     streamed  those that are not below a bound from a sample, which the row is then read against, once, from left to
@@ -12,20 +11,21 @@ through distributed shared memory. Which logits are candidates:
               where the k-th of the row is expected: m = k · f + 4 · sqrt(k · f) + 4, of a sample that is f of the row
     stream    vectors of 16 bytes, a batch of them at a time, logit >= bound: into the thread's next slot
     select    digits of 11 bits: the bins of 2,048 counters → the bin that the k-th is in → the same for that bin, until
-              a bin is to be taken whole. Of equal keys at the k-th place the lowest columns: the same once more, by
-              columns. Keys below a floor, of which there are more than k above, are not counted by the first digit
+              a bin is to be taken whole, or has up to 32: each lane of a warp counts those that are above its own. Of
+              equal keys at the k-th place the lowest columns: by digits of columns, or by that count. Keys below a
+              floor, of which there are more than k above, are not counted by the first digit
     write     places by counts and sums in a fixed order, so the result has the same bits in each run
 
-    cluster   of its bins: counts of each CTA │ barrier │ each CTA adds up its share of all CTAs' bins, and stores the
-              sums to all │ barrier │ every CTA finds the same bin
+    cluster   each CTA selects more of its own than are its part of the k → stores their keys and columns, and the least
+              of them, to the first CTA, by distributed shared memory │ barrier │ the first CTA selects the k of them
 
-A bound can be wrong: fewer than k logits are above it, or more than slots; and a row that does not begin at a multiple
-of 16 bytes may have a vector more than registers hold. Then the row is read again for every digit (`again`): slow, and
-right in any case.
+A bound can be wrong: fewer than k logits are above it, or more than slots; a CTA of a cluster may have too many of the
+k, so that the k-th is not above the least that it chose; and a row that does not begin at a multiple of 16 bytes may
+have a vector more than registers hold. Then a CTA reads the row again for every digit (`again`): slow, and right in any
+case. Lines of a row go to the CTAs of a cluster in turn, for what is chosen lies together.
 
-Changed against version 0, whose selects took most of its time, several of them a row: one select a row, from registers,
-of little more than k candidates; few long rows by clusters, whose CTAs hold the row, where slices were merged. A
-threshold from a sample is that of quickselect (Floyd and Rivest, 1975).
+Against version 2: CTAs of a cluster choose by themselves, where they added up their bins for every digit, and ranks
+take the place of the last digits.
 """
 
 from __future__ import annotations
@@ -152,6 +152,7 @@ def shared_storage(geometry: Geometry) -> type:
         "sums": array(Int32, geometry.warps),
         "ends": array(Uint32, 2 * geometry.warps),
         "found": array(Int32, 4),  # of a digit: bin, how many are above it, how many in it
+        "few": array(Uint32, 2 * WARP + 1),  # keys, how many columns lie behind them, how many these are
         "bins": array(Int32, BINS),
         "own": array(Int32, 2 * geometry.share if geometry.ctas > 1 else 4),  # a CTA's candidates: keys, columns
         "gathered": array(Int32, 2 * GATHERED if geometry.ctas > 1 else 4),  # of all CTAs: keys, columns
@@ -168,6 +169,7 @@ class Memory(NamedTuple):
     sums: cute.Tensor
     ends: cute.Tensor
     found: cute.Tensor
+    few: cute.Tensor
     bins: cute.Tensor
     own: cute.Tensor
     gathered: cute.Tensor
@@ -182,6 +184,7 @@ def memory_in(storage: Any, geometry: Geometry) -> Memory:
         storage.sums.get_tensor(cute.make_layout(geometry.warps)),
         storage.ends.get_tensor(cute.make_layout(2 * geometry.warps)),
         storage.found.get_tensor(cute.make_layout(4)),
+        storage.few.get_tensor(cute.make_layout(2 * WARP + 1)),
         storage.bins.get_tensor(cute.make_layout(BINS)),
         storage.own.get_tensor(cute.make_layout(2 * geometry.share if geometry.ctas > 1 else 4)),
         storage.gathered.get_tensor(cute.make_layout(2 * GATHERED if geometry.ctas > 1 else 4)),
@@ -341,6 +344,8 @@ def find_bin(memory: cutlass.Constexpr, need: Int32, thread: Int32, geometry: cu
     of_warp = cute.arch.warp_redux_sync(own, "add")
     if lane == 0:
         memory.sums[warp] = of_warp
+    if thread == 0:
+        memory.few[2 * WARP] = Uint32(0)
     cute.arch.sync_threads()
     above, total = Int32(0), Int32(0)
     for i in cutlass.range_constexpr(geometry.warps):
@@ -441,6 +446,34 @@ def count_all(
 
 # ------------------------------------------------------------------------------------------------ device: select
 @cute.jit
+def rank_few(
+    memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, low: Uint32, width: Int32, need: Int32,
+    inside: Int32, thread: Int32, of: cutlass.Constexpr, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """(key, columns behind) of the need-th largest of the few candidates, up to 32, that are in the interval: a lane
+    has one, and counts those that are larger. One barrier."""
+    span, most = (Uint32(1) << Uint32(width)) - Uint32(1), Uint32(0xFFFFFFFF) - low
+    span = pick(span < most, span, most)
+    for j in cutlass.range_constexpr(cute.size(keys)):
+        if keys[j] - low <= span:
+            place = cute.arch.inline_ptx(
+                "atom.shared.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
+                read_only_args=[address_of(memory.few, Int32(2 * WARP))],
+            )  # fmt: skip
+            memory.few[place] = keys[j]
+            memory.few[WARP + place] = behind(column_of(j, memory, source, thread, of, geometry), source)
+    cute.arch.sync_threads()
+    lane = thread % WARP
+    key, its_behind, larger = memory.few[lane], memory.few[WARP + lane], Int32(0)
+    for i in cutlass.range(inside, unroll=1):
+        other, other_behind = memory.few[i], memory.few[WARP + i]
+        larger = larger + Int32((other > key) | ((other == key) & (other_behind > its_behind)))
+    wanted = (lane < inside) & (larger == need - 1)
+    key = cute.arch.warp_redux_sync(pick(wanted, key, Uint32(0)), "max")
+    return key, cute.arch.warp_redux_sync(pick(wanted, its_behind, Uint32(0)), "max")
+
+
+@cute.jit
 def kth(
     memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, floor: Uint32,
     largest: Uint32, again: Boolean, thread: Int32, of: cutlass.Constexpr, geometry: cutlass.Constexpr,
@@ -458,7 +491,7 @@ def kth(
     low, width, need = floor, width_of(largest - floor), Int32(geometry.own_k if part else geometry.k)
     if again:
         low, width = Uint32(1), Int32(32)
-    ties, tied, searching = Int32(0), Uint32(0), Int32(1)
+    ties, tied, searching, low_behind = Int32(0), Uint32(0), Int32(1), Uint32(0)
     while searching > 0:
         shift = cutlass.max(width - DIGIT, 0)
         count_all(memory, keys, most, source, again, low, width, shift, ties, tied, thread, of, geometry)
@@ -475,11 +508,16 @@ def kth(
             low, width, need = low + (bin_.bitcast(Uint32) << Uint32(shift)), shift, need - above
             if inside - need <= room:
                 searching = Int32(0)
+            elif (inside <= WARP) & (ties == 0) & ~again:
+                low, low_behind = rank_few(
+                    memory, keys, source, low, width, need, inside, thread, of, geometry
+                )  # fmt: skip
+                searching = Int32(0)
             elif shift == 0:
                 # More equal the k-th than are needed: those of the lowest columns.
                 ties, tied, low = Int32(1), low, Uint32(0)
                 width = width_of((source.end - source.start).bitcast(Uint32))
-    return again, pick(ties > 0, tied, low), pick(ties > 0, low, Uint32(0))
+    return again, pick(ties > 0, tied, low), pick(ties > 0, low, low_behind)
 
 
 @cute.jit
@@ -901,8 +939,8 @@ def takes(pd: TopkProblem) -> Verdict:
 @dataclass(frozen=True)
 class TopkTiling(Tiling):
     """ctas: of a row, a cluster; 0: as many as fill the device with rows of the problem's length. held: whether rows
-    that registers hold are held there. threads: of a CTA, 256 or 512; 0: 256 for a row of one CTA, if so many hold it,
-    or if it is streamed and their slots are enough for it."""
+    that registers hold are held there. threads: of a CTA, 256 or 512; 0: 256 where rows are more than the device takes
+    at once with 512, if so many hold a row, or if it is streamed and their slots are enough for it."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held", "threads")
@@ -924,7 +962,8 @@ class TopkTiling(Tiling):
         ctas = self.ctas or max(x for x in CLUSTERS if x <= max(most, 1))
         few, many = THREADS
         most_held = max(HELD) if self.held else 0
-        narrow = ctas == 1 and (t <= few * most_held or many * most_held < t <= LONGEST)
+        fits = t <= few * most_held or many * most_held < t <= LONGEST
+        narrow = ctas == 1 and rows > 2 * sms and fits
         threads = self.threads or (few if narrow else many)
         held = next((x for x in HELD if self.held and t <= x * threads * ctas), 0)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0

@@ -68,18 +68,23 @@ INFO = 4  # words in front of a query tile's ranges
 FIRST_KEY, TILES, ROW = 0, 1, 2  # of these words
 NOBODY = (1 << 31) - 1
 UNIT_POINTS = 4  # KV tiles' time that the change from one query tile to the next takes
+#: How max(S, 0) is made: by a maximum, whose pipe takes a warp's every other cycle; by a product with saturation to
+#: 0 .. 1 (S lies within 128 · 448², and NaN becomes 0); or half of the columns each way.
+RELUS = ("max", "saturate", "half")
+UNIT = 2.0**25
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply."""
+    consumers: warpgroups that multiply. relu: one of `RELUS`."""
 
     h: int
     s: int
     tokens: int
     consumers: int
+    relu: str = "max"
 
     @property
     def n(self) -> int:
@@ -533,21 +538,36 @@ def lane_sums(sums: cutlass.Constexpr, lane: Int32, geometry: cutlass.Constexpr)
 
 
 @cute.jit
+def saturated(value: Float32) -> Float32:
+    """max(value, 0) / UNIT of a value that is at most UNIT; 0 of NaN."""
+    return cute.arch.inline_ptx(
+        "mul.sat.f32 {$w0}, {$r0}, 0f33000000;", write_only_types=[Float32], read_only_args=[value]
+    )
+
+
+@cute.jit
 def weighted(acc: cute.Tensor, weights: cute.Tensor, geometry: cutlass.Constexpr):
     """A thread's sums, of group i and key row r at 2 i + r: Σ weight · max(S, 0) over its columns, of registers
     acc (MMA, 1, 1) and weights (n / 4,)."""
     rows = wgmma.as_rows(acc)
     each = geometry.n // 4 // geometry.groups
     # A sum is a chain, or two where there are few: others' links stand between two of a chain's.
-    chains = 2 if geometry.groups == 1 else 1
+    chains = 2 if geometry.groups == 1 or geometry.relu == "half" else 1
     sums = [[None] * chains for _ in range(geometry.sums)]
     for c in cutlass.range_constexpr(each):
         for i in cutlass.range_constexpr(geometry.groups):
             for r in cutlass.range_constexpr(2):
                 at, chain = i * each + c, sums[2 * i + r]
-                term = cute.arch.fmax(rows[r, at], Float32(0.0)) * weights[at]
+                if cutlass.const_expr(geometry.relu == "saturate" or (geometry.relu == "half" and c % 2)):
+                    positive = saturated(rows[r, at])
+                else:
+                    positive = cute.arch.fmax(rows[r, at], Float32(0.0))
+                term = positive * weights[at]
                 chain[c % chains] = term if cutlass.const_expr(c < chains) else chain[c % chains] + term
-    return [chain[0] + chain[1] if chains == 2 else chain[0] for chain in sums]
+    if cutlass.const_expr(geometry.relu == "half"):
+        return [chain[0] + chain[1] * Float32(UNIT) for chain in sums]
+    sums = [chain[0] + chain[1] if chains == 2 else chain[0] for chain in sums]
+    return sums if cutlass.const_expr(geometry.relu == "max") else [x * Float32(UNIT) for x in sums]
 
 
 class Target(NamedTuple):
@@ -767,12 +787,13 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsV3Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4; 0: a choice. ctas: of the grid; 0: one for each multiprocessor."""
+    multiply, 2 to 4; 0: a choice. relu: one of `RELUS`. ctas: of the grid; 0: one for each multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
     consumers: int = 0
+    relu: str = "max"
     ctas: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
@@ -781,7 +802,7 @@ class MqaLogitsV3Tiling(Tiling):
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
         # As they were fastest in the cells that were timed.
         few, some = tokens * pd.heads <= 64, 128 < tokens * pd.heads <= 192
-        return Geometry(pd.heads, s, tokens, self.consumers or (4 if few else 3 if some else 2))
+        return Geometry(pd.heads, s, tokens, self.consumers or (4 if few else 3 if some else 2), self.relu)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):
@@ -795,6 +816,8 @@ class MqaLogitsV3Tiling(Tiling):
             )
         if geometry.consumers == 3 and geometry.n <= 64:
             return Verdict.no(f"3 consumers of {geometry.n} columns ended in a launch failure on a GPU: use 2 or 4")
+        if self.relu not in RELUS:
+            return Verdict.no(f"relu = {self.relu} must be one of {', '.join(RELUS)}")
         if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
             return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
         if self.ctas < 0:

@@ -6,7 +6,7 @@ r"""mqa_logits v3 in CuTe for Hopper (sm_90a): the lightning indexer's logits, p
 A query tile has as many query tokens as fill the 256 columns of an MMA (4 of 64 heads): what is loaded of the keys for
 a tile serves four tokens, so that L2 is asked for the keys a quarter as often. Keys are rows of the accumulator. The
 columns of a query tile are dealt to the four lanes that share a row, so that of a tile of four tokens (or eight, or
-sixteen) a thread has all heads of its own tokens: the weighted sum over heads is a max and an FMA an accumulator, and
+sixteen) a thread has all heads of its own tokens: the weighted sum over heads is a relu and an FMA an accumulator, and
 no step of it crosses lanes. One TMA load of four dimensions puts columns where they are wanted.
 
 All CTAs share the work evenly: a query tile with its KV tiles of 64 keys is a unit, the units lie behind each other on
@@ -25,8 +25,9 @@ piece from the ranges in memory (`find_piece`).
 A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds behind a request's end
 is never stored. A sum that is NaN is stored as -inf.
 
-Against version 2: lanes have tokens of their own, and lengths and page table are asked for from L2 ahead of the wait
-for the kernel before. Keys on the M side and the reduction in registers are DeepGEMM's (sm90_fp8_mqa_logits).
+Against version 1: consumers take no turns, the epilogue takes fewer instructions (lanes have tokens of their own, half
+of the relus are products, scales are multiplied behind the sums), and lengths and page table are asked for from L2
+ahead of the wait for the kernel before. Keys on the M side and the reduction in registers are DeepGEMM's (sm90_fp8_mqa_logits).
 """
 
 from __future__ import annotations
@@ -68,9 +69,7 @@ INFO = 4  # words in front of a query tile's ranges
 FIRST_KEY, TILES, ROW = 0, 1, 2  # of these words
 NOBODY = (1 << 31) - 1
 UNIT_POINTS = 4  # KV tiles' time that the change from one query tile to the next takes
-#: How max(S, 0) is made: by a maximum, whose pipe takes a warp's every other cycle; by a product with saturation to
-#: 0 .. 1 (S lies within 128 · 448², and NaN becomes 0); or half of the columns each way.
-RELUS = ("max", "saturate", "half")
+#: Above every |S|, which is at most 128 · 448²; a power of two, by which a product is exact.
 UNIT = 2.0**25
 
 
@@ -78,13 +77,12 @@ UNIT = 2.0**25
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply. relu: one of `RELUS`."""
+    consumers: warpgroups that multiply."""
 
     h: int
     s: int
     tokens: int
     consumers: int
-    relu: str = "max"
 
     @property
     def n(self) -> int:
@@ -551,23 +549,20 @@ def weighted(acc: cute.Tensor, weights: cute.Tensor, geometry: cutlass.Constexpr
     acc (MMA, 1, 1) and weights (n / 4,)."""
     rows = wgmma.as_rows(acc)
     each = geometry.n // 4 // geometry.groups
-    # A sum is a chain, or two where there are few: others' links stand between two of a chain's.
-    chains = 2 if geometry.groups == 1 or geometry.relu == "half" else 1
-    sums = [[None] * chains for _ in range(geometry.sums)]
+    # Columns in turn by either of two pipes, each with a chain of its own: a maximum, whose pipe takes a warp every
+    # other cycle, or a product with saturation. Both are exact, and make 0 of NaN.
+    sums = [[None, None] for _ in range(geometry.sums)]
     for c in cutlass.range_constexpr(each):
         for i in cutlass.range_constexpr(geometry.groups):
             for r in cutlass.range_constexpr(2):
                 at, chain = i * each + c, sums[2 * i + r]
-                if cutlass.const_expr(geometry.relu == "saturate" or (geometry.relu == "half" and c % 2)):
+                if cutlass.const_expr(c % 2 == 1):
                     positive = saturated(rows[r, at])
                 else:
                     positive = cute.arch.fmax(rows[r, at], Float32(0.0))
                 term = positive * weights[at]
-                chain[c % chains] = term if cutlass.const_expr(c < chains) else chain[c % chains] + term
-    if cutlass.const_expr(geometry.relu == "half"):
-        return [chain[0] + chain[1] * Float32(UNIT) for chain in sums]
-    sums = [chain[0] + chain[1] if chains == 2 else chain[0] for chain in sums]
-    return sums if cutlass.const_expr(geometry.relu == "max") else [x * Float32(UNIT) for x in sums]
+                chain[c % 2] = term if cutlass.const_expr(c < 2) else chain[c % 2] + term
+    return [chain[0] + chain[1] * Float32(UNIT) for chain in sums]
 
 
 class Target(NamedTuple):
@@ -787,13 +782,12 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsV3Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4; 0: a choice. relu: one of `RELUS`. ctas: of the grid; 0: one for each multiprocessor."""
+    multiply, 2 to 4; 0: a choice. ctas: of the grid; 0: one for each multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
     consumers: int = 0
-    relu: str = "max"
     ctas: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
@@ -802,7 +796,7 @@ class MqaLogitsV3Tiling(Tiling):
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
         # As they were fastest in the cells that were timed.
         few, some = tokens * pd.heads <= 64, 128 < tokens * pd.heads <= 192
-        return Geometry(pd.heads, s, tokens, self.consumers or (4 if few else 3 if some else 2), self.relu)
+        return Geometry(pd.heads, s, tokens, self.consumers or (4 if few else 3 if some else 2))
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):
@@ -816,8 +810,6 @@ class MqaLogitsV3Tiling(Tiling):
             )
         if geometry.consumers == 3 and geometry.n <= 64:
             return Verdict.no(f"3 consumers of {geometry.n} columns ended in a launch failure on a GPU: use 2 or 4")
-        if self.relu not in RELUS:
-            return Verdict.no(f"relu = {self.relu} must be one of {', '.join(RELUS)}")
         if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
             return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
         if self.ctas < 0:

@@ -27,7 +27,8 @@ is never stored. A sum that is NaN is stored as -inf.
 
 Against version 1: consumers take no turns, the epilogue takes fewer instructions (lanes have tokens of their own, half
 of the relus are products, scales are multiplied behind the sums), and lengths and page table are asked for from L2
-ahead of the wait for the kernel before. Keys on the M side and the reduction in registers are DeepGEMM's (sm90_fp8_mqa_logits).
+ahead of the wait for the kernel before. Keys on the M side and the reduction in registers are DeepGEMM's
+(sm90_fp8_mqa_logits).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ k, so that the k-th is not above the least that it chose; and a row that does no
 have a vector more than registers hold. Then a CTA reads the row again for every digit (`again`): slow, and right in any
 case. Lines of a row go to the CTAs of a cluster in turn, for what is chosen lies together.
 
-Against version 2: CTAs of a cluster choose by themselves, where they added up their bins for every digit, and ranks
-take the place of the last digits.
+Against version 1: CTAs of a cluster choose by themselves, where they added up their bins for every digit; candidates
+are counted and taken without branches, and ranks take the place of the last digits.
 """
 
 from __future__ import annotations

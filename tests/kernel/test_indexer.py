@@ -21,7 +21,7 @@ from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK, TOPK_V1 = "cute-dsl/mqa_logits_v1", "cute-dsl/topk", "cute-dsl/topk_v1"
+LOGITS, TOPK, TOPK_V3 = "cute-dsl/mqa_logits_v3", "cute-dsl/topk", "cute-dsl/topk_v3"
 
 
 def plan_type(label: str) -> Any:
@@ -38,16 +38,17 @@ def plan_type(label: str) -> Any:
         (LOGITS, IndexerLogitsProblem(s=3)),
         (LOGITS, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
         (TOPK, TopkProblem(b=1)),
-        (TOPK_V1, TopkProblem(b=1)),
-        (TOPK_V1, TopkProblem(b=4096)),
-        (TOPK_V1, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
+        (TOPK_V3, TopkProblem(b=1)),
+        (TOPK_V3, TopkProblem(b=4096)),
+        (TOPK_V3, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
+        (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
-    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V1) else 0)
+    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V3) else 0)
     assert made.resources.smem <= H200.smem_per_block
 
 
@@ -83,10 +84,10 @@ def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
 
 
 def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
-    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v1.mqa_logits_v1 import MqaLogitsV1Tiling
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v3.mqa_logits_v3 import MqaLogitsV3Tiling
 
     def tile(**fields: Any) -> tuple[int, int, int]:
-        geometry = MqaLogitsV1Tiling().geometry(IndexerLogitsProblem(**fields))
+        geometry = MqaLogitsV3Tiling().geometry(IndexerLogitsProblem(**fields))
         return geometry.tokens, geometry.n, geometry.chunks
 
     assert tile(table=False) == (4, 256, 0)
@@ -98,14 +99,16 @@ def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
 @pytest.mark.parametrize("tokens", range(1, 17))
 def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
     """`kept_by` with whole numbers in place of a lane's registers."""
-    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v1.mqa_logits_v1 import Geometry, kept_by
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v3.mqa_logits_v3 import Geometry, kept_by
 
     geometry = Geometry(16, 0, tokens, 2)
     stored = []
     for lane in range(4):
         kept: Any = kept_by(lane, geometry)  # type: ignore[arg-type]
         if kept.stores:
-            stored += [kept.first + j for j in range(geometry.kept)]
+            sums = [kept.first + j for j in range(geometry.kept)]
+            own = lane // geometry.lanes
+            stored += [2 * (i // 2 * geometry.together + own) + i % 2 for i in sums]
     assert sorted(stored) == list(range(2 * tokens))
 
 
@@ -120,19 +123,33 @@ def test_few_long_rows_are_cut_and_many_are_not() -> None:
     assert TopkTiling(8).slices_of(4096, 65536, 132) == 8
 
 
-def test_few_long_rows_are_a_clusters_and_many_are_a_ctas() -> None:
-    from mla_var3.kernel.cute_python.indexer.topk.topk_v1.topk_v1 import TopkTiling
+def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v3.topk_v3 import TopkTiling
 
-    def made(rows: int, t: int, **knobs: Any) -> tuple[int, int]:
-        """CTAs of a row, logits of a thread."""
-        tiling = TopkTiling(**knobs)
-        ctas = tiling.ctas_of(rows, t, 132)
-        return ctas, tiling.held_of(t, ctas)
+    def made(rows: int, t: int, **knobs: Any) -> tuple[int, int, int]:
+        """CTAs of a row, logits of a thread, threads."""
+        geometry = TopkTiling(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132)
+        return geometry.ctas, geometry.held, geometry.threads
 
-    assert [made(1, t) for t in (4096, 8192, 131072, 262144, 1 << 20)] == [(1, 8), (2, 8), (16, 16), (16, 32), (16, 0)]
-    assert [made(rows, 65536) for rows in (8, 16, 33, 64, 132)] == [(16, 8), (8, 16), (4, 32), (2, 0), (1, 0)]
-    assert [made(4096, t) for t in (8192, 8193, 16384, 16385)] == [(1, 16), (1, 32), (1, 32), (1, 0)]
-    assert made(4096, 8192, ctas=8, held=False) == (8, 0)
+    assert [made(1, t) for t in (4096, 8192, 131072, 262144, 1 << 20)] == [
+        (1, 8, 512), (2, 8, 512), (16, 16, 512), (16, 32, 512), (16, 0, 512),
+    ]  # fmt: skip
+    assert [made(rows, 65536)[:2] for rows in (8, 16, 33, 64, 132)] == [(16, 8), (8, 16), (4, 32), (2, 0), (1, 0)]
+    assert [made(4096, t) for t in (8192, 8193, 16384, 16385, 131072, 131073)] == [
+        (1, 32, 256), (1, 32, 512), (1, 32, 512), (1, 0, 256), (1, 0, 256), (1, 0, 512),
+    ]  # fmt: skip
+    assert made(264, 65536) == (1, 0, 512) and made(265, 65536) == (1, 0, 256)
+    assert made(4096, 8192, ctas=8, held=False) == (8, 0, 512) and made(1, 8192, ctas=1, threads=256) == (1, 32, 256)
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("k", [1, 64, 512, 2048])
+def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v3.topk_v3 import GATHERED, Geometry
+
+    geometry = Geometry(k, 32, 0, ctas, 16, 512)
+    assert geometry.own_k * ctas >= k and geometry.share * ctas == GATHERED
+    assert geometry.own_k <= geometry.share and (ctas == 1 or geometry.own_k * ctas >= 1.5 * k)
 
 
 def test_refusals_say_why() -> None:
@@ -148,7 +165,7 @@ def test_refusals_say_why() -> None:
     assert "ended in a launch failure" in tiling(consumers=3).validate(IndexerLogitsProblem()).reason
     assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "slices = 65" in chooses.tiling_type(65).validate(TopkProblem()).reason
-    clusters = plan_type(TOPK_V1)
+    clusters = plan_type(TOPK_V3)
     assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in clusters.tiling_type(3).validate(TopkProblem()).reason
     assert "at most 2,048 are chosen" in clusters.requires.accepts(TopkProblem(topk=2049)).reason
     append = plan_type("cute-dsl/index_append")
@@ -164,7 +181,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V1, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V3, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan = plan_type(label)
     for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
@@ -176,13 +193,13 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     plan_type(LOGITS)
     assert choose(IndexerLogitsProblem(), H200).kernel.label == LOGITS
     assert choose(IndexerLogitsProblem(dtype="bf16", table=False), H200).kernel.label == LOGITS
-    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == "triton/mqa_logits"
+    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
     picked = {
         (b, t): choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 16385), (256, 4096), (255, 16384))
     }
-    assert list(picked.values()) == [TOPK_V1, TOPK_V1, TOPK]
+    assert list(picked.values()) == [TOPK_V3, TOPK_V3, TOPK]
     assert choose(TopkProblem(b=4096, dtype="bf16"), H200).kernel.label == TOPK
     assert choose(IndexAppendProblem(), H200).kernel.label == "cute-dsl/index_append"
     with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):

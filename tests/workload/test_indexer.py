@@ -152,6 +152,104 @@ def test_a_check_stops_a_head_that_is_left_out_and_a_slot_that_is_read() -> None
     assert "must stay as it was" in compare(indexer_logits.WORKLOAD, [spilled], references, bounds).reason
 
 
+WIDE = IndexerLogitsProblem(b=1, s=24, t=500, table=False)
+
+
+def on_tensor_cores(q: Any, keys: Any, scales: Any, weights: Any, starts: Any, ends: Any) -> Any:
+    """Logits (n, t) with FP8 products summed as Hopper's tensor cores do, 32 a step, NaN out of range."""
+    out = torch.empty(len(q), len(keys), dtype=torch.float64)
+    columns = keys.view(torch.float8_e4m3fn).double()
+    for i, heads in enumerate(q.view(torch.float8_e4m3fn).double()):
+        total = torch.zeros(len(heads), len(keys), dtype=torch.float64)
+        for first in range(0, indexer_logits.D, 32):
+            step = slice(first, first + 32)
+            terms = torch.cat([heads[:, None, step] * columns[None, :, step], total[..., None]], -1)
+            unit = torch.exp2(terms.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
+            total = (terms / unit).trunc().sum(-1) * unit[..., 0]
+        out[i] = (total.relu() * weights[i, :, None].double()).sum(0) * scales.double()
+    column = torch.arange(len(keys))
+    return out.masked_fill((column < starts[:, None]) | (column >= ends[:, None]), math.nan)
+
+
+def judged(logits: Any, references: Any, dtype: Any) -> Any:
+    written = logits.nan_to_num(untouched(torch.zeros(1))).to(dtype)
+    return compare(indexer_logits.WORKLOAD, [written], references, indexer_logits.bounds("normal"))
+
+
+def test_sums_of_tensor_cores_are_within_the_bound_and_not_far_below_it() -> None:
+    inputs = indexer_logits.make_inputs(WIDE, seed=1)
+    references = indexer_logits.reference(WIDE, *inputs)
+    found = on_tensor_cores(*inputs)
+    error = (found - references[0]).abs().nan_to_num(0.0)
+    assert 0.2 * indexer_logits.FP8_SUMS < float(error.max()) < 0.6 * indexer_logits.FP8_SUMS
+    assert 0.006 < float(error.square().mean().sqrt()) < 0.01
+    for dtype in (torch.float32, torch.bfloat16):
+        report = judged(found, references, dtype)
+        assert report, report.reason
+        assert report.outputs["logits"].cos < 0.6 * indexer_logits.NORMAL.cos
+
+
+def _first_head_dropped(inputs: list[Any]) -> None:
+    inputs[3][:, 0] = 0.0
+
+
+def _one_head_of_one_token_dropped(inputs: list[Any]) -> None:
+    inputs[3][7, 40] = 0.0
+
+
+def _two_scales_swapped(inputs: list[Any]) -> None:
+    inputs[2][[200, 201]] = inputs[2][[201, 200]]
+
+
+def _keys_shifted_by_one(inputs: list[Any]) -> None:
+    inputs[1][:] = inputs[1].roll(1, 0)
+
+
+def _scales_shifted_by_one(inputs: list[Any]) -> None:
+    inputs[2][:] = inputs[2].roll(1)
+
+
+def _weights_of_the_next_token(inputs: list[Any]) -> None:
+    inputs[3][:] = inputs[3].roll(1, 0)
+
+
+def _heads_swapped(inputs: list[Any]) -> None:
+    inputs[0][3, [10, 11]] = inputs[0][3, [11, 10]]
+
+
+def _last_columns_left_out(inputs: list[Any]) -> None:
+    inputs[0][..., -1] = 0
+
+
+def _scales_in_bf16(inputs: list[Any]) -> None:
+    inputs[2][:] = inputs[2].bfloat16().float()
+
+
+FAULTS = (
+    _first_head_dropped, _one_head_of_one_token_dropped, _two_scales_swapped, _keys_shifted_by_one,
+    _scales_shifted_by_one, _weights_of_the_next_token, _heads_swapped, _last_columns_left_out,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__.strip("_"))
+def test_planted_faults_are_refused(fault: Any, dtype: Any) -> None:
+    inputs = indexer_logits.make_inputs(WIDE, seed=4)
+    references = indexer_logits.reference(WIDE, *inputs)
+    wrong = [x.clone() for x in inputs]
+    fault(wrong)
+    assert not judged(indexer_logits.reference(WIDE, *wrong)[0], references, dtype)
+
+
+def test_logits_in_float32_are_held_to_more_than_bf16() -> None:
+    inputs = indexer_logits.make_inputs(WIDE, seed=4)
+    references = indexer_logits.reference(WIDE, *inputs)
+    assert not judged(references[0].bfloat16().double(), references, torch.float32)
+    rounded = [x.clone() for x in inputs]
+    _scales_in_bf16(rounded)
+    assert not judged(indexer_logits.reference(WIDE, *rounded)[0], references, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [

@@ -6,12 +6,9 @@ from mla_var3.dispatch.rule import HOPPER, Rule
 
 RULES = (
     Rule(
-        "cute-dsl/mqa_logits_v1",
-        "tensor cores work on one tile while another is summed over heads, and all CTAs have equal shares",
+        "cute-dsl/mqa_logits_v3",
+        "lanes sum up heads of their own tokens while tensor cores work on another tile; all CTAs have equal shares",
         archs=HOPPER,
     ),
-    Rule(
-        "triton/mqa_logits",
-        "it makes logits in bf16 over pages, and is the last resort where CuTe DSL is not installed",
-    ),
+    Rule("triton/mqa_logits", "the last resort where CuTe DSL is not installed"),
 )

@@ -1,12 +1,13 @@
-r"""mqa_logits v1 in CuTe for Hopper (sm_90a): the lightning indexer's logits, persistent CTAs, keys on the M side.
+r"""mqa_logits v3 in CuTe for Hopper (sm_90a): the lightning indexer's logits, persistent CTAs, keys on the M side.
 
     S (64 keys x n) = K · Qᵀ in FP8       n = query tokens of a tile x heads, 256 in prefill
     logits[token, key] = scale[key] · Σ over the token's heads of weight · max(S, 0)
 
 A query tile has as many query tokens as fill the 256 columns of an MMA (4 of 64 heads): what is loaded of the keys for
-a tile serves four tokens, so that L2 is asked for the keys a quarter as often. Keys are rows of the accumulator, so a
-token's heads lie side by side in a thread's registers, and the weighted sum over heads is a max and an FMA an
-accumulator; only its last two steps cross lanes.
+a tile serves four tokens, so that L2 is asked for the keys a quarter as often. Keys are rows of the accumulator. The
+columns of a query tile are dealt to the four lanes that share a row, so that of a tile of four tokens (or eight, or
+sixteen) a thread has all heads of its own tokens: the weighted sum over heads is a relu and an FMA an accumulator, and
+no step of it crosses lanes. One TMA load of four dimensions puts columns where they are wanted.
 
 All CTAs share the work evenly: a query tile with its KV tiles of 64 keys is a unit, the units lie behind each other on
 a line, and CTA i of G takes the i-th of G equal pieces. On the line a unit has a point for each KV tile, and some in
@@ -18,32 +19,28 @@ piece from the ranges in memory (`find_piece`).
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
     consumers       each takes every `consumers`-th KV tile of the CTA's piece:
         mma         wait full;  S = K · Qᵀ, four products of 32 columns;  wait;  free the stage
-        epilogue    Σ weight · max(S, 0) per key and token, in registers → sum over four lanes, each of which keeps a
-                    share of the sums → · scale → logits
+        epilogue    Σ weight · max(S, 0) per key and token, in registers → sum over the lanes of a token, if it has
+                    several, each of which keeps a share of the sums → · scale → logits
 
-    consumer 0   mma tile 0 | epilogue 0          | mma tile 2 | epilogue 2 ...
-    consumer 1              | mma tile 1          | epilogue 1 | mma tile 3 ...
+A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds behind a request's end
+is never stored. A sum that is NaN is stored as -inf.
 
-Where products have 256 columns the consumers issue them in turn: a turn ends when the first three of a tile's four
-products are made. A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds
-behind a request's end is never stored. A sum that is NaN is stored as -inf.
-
-Against version 0: a turn ends with the products and not with their issue, ranges are read one query tile ahead, a query
-tile has points on the line, and four consumers share a CTA where columns are few. Keys on the M side and the reduction
-in registers are DeepGEMM's (sm90_fp8_mqa_logits).
+Against version 1: consumers take no turns, the epilogue takes fewer instructions (lanes have tokens of their own, half
+of the relus are products, scales are multiplied behind the sums), and lengths and page table are asked for from L2
+ahead of the wait for the kernel before. Keys on the M side and the reduction in registers are DeepGEMM's
+(sm90_fp8_mqa_logits).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -52,7 +49,7 @@ from mla_var3.device import Device, Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import wgmma
-from mla_var3.kernel.cute_python.prims.sync import named_arrive, warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import indexer_logits
@@ -73,13 +70,8 @@ INFO = 4  # words in front of a query tile's ranges
 FIRST_KEY, TILES, ROW = 0, 1, 2  # of these words
 NOBODY = (1 << 31) - 1
 UNIT_POINTS = 4  # KV tiles' time that the change from one query tile to the next takes
-
-
-class Barrier(IntEnum):
-    """Named barriers."""
-
-    CTA = 0
-    TURN = 1  # of consumer 0: its products may be issued; and those behind it, of the others
+#: Above every |S|, which is at most 128 · 448²; a power of two, by which a product is exact.
+UNIT = 2.0**25
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -97,11 +89,6 @@ class Geometry:
     def n(self) -> int:
         """Columns of a query tile, and of the products."""
         return self.tokens * self.h
-
-    @property
-    def turns(self) -> bool:
-        """Whether the consumers issue their products in turn."""
-        return self.n == COLUMNS
 
     @property
     def chunks(self) -> int:
@@ -133,14 +120,48 @@ class Geometry:
         return min(most // (KEYS * (D + 4)), MOST_STAGES)
 
     @property
+    def together(self) -> int:
+        """Query tokens whose columns lie between each other, so that each has its own of a row's four lanes: 4, 2 or
+        1."""
+        return next(count for count in (4, 2, 1) if self.tokens % count == 0)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that have columns of a token."""
+        return 4 // self.together
+
+    @property
+    def run(self) -> int:
+        """Columns of a token that lie behind each other."""
+        return 2 * self.lanes
+
+    @property
+    def groups(self) -> int:
+        """Of tokens together."""
+        return self.tokens // self.together
+
+    @property
     def sums(self) -> int:
-        """A thread's sums in front of the exchange: a token's, of two keys."""
-        return 2 * self.tokens
+        """A thread's sums in front of the exchange: a group's, of two keys."""
+        return 2 * self.groups
 
     @property
     def kept(self) -> int:
         """Sums that a lane is left with."""
-        return self.sums // 4 if self.sums % 4 == 0 else self.sums // 2
+        left = self.sums
+        for _ in range(self.lanes.bit_length() - 1):
+            left = left // 2 if left % 2 == 0 else left
+        return left
+
+    @property
+    def paired(self) -> bool:
+        """Whether a lane is left with both keys of its tokens."""
+        return self.sums % (2 * self.lanes) == 0
+
+    @property
+    def targets(self) -> int:
+        """Places of a lane's logits; of both keys of a token one."""
+        return self.kept // 2 if self.paired else self.kept
 
 
 def shared_storage(geometry: Geometry) -> type:
@@ -172,12 +193,21 @@ def tiles_in(base: cute.Pointer, rows: int, count: int) -> cute.Tensor:
     return wgmma.smem_view(base, 0, wgmma.k_major_layout(Float8E4M3FN, (rows, D, count)))
 
 
+def query_box(geometry: Geometry, more: tuple[int, ...] = ()) -> cute.ComposedLayout:
+    """Where a box of a query tile lies: (heads of a run, tokens together, runs, 128, [...more]) codes, swizzled."""
+    shape, step = (geometry.run, geometry.together, geometry.h // geometry.run, D), geometry.together * geometry.h * D
+    strides = (D, geometry.run * D, 8 * D, 1)
+    behind = (step, geometry.groups * step)[: len(more)]
+    inner = wgmma.k_major_layout(Float8E4M3FN, (8, D)).inner
+    return cute.make_composed_layout(inner, 0, cute.make_layout((*shape, *more), stride=(*strides, *behind)))
+
+
 # ------------------------------------------------------------------------------------------------ device: who does what
 class Inputs(NamedTuple):
     """Of the kernel. starts is None where there is a page table, and table is None where there is none."""
 
     query_tma: cute.CopyAtom
-    query: cute.Tensor  # TMA tensor (query tokens · h, 128)
+    query: cute.Tensor  # TMA tensor (heads of a run, query tokens, runs, 128)
     key_tma: cute.CopyAtom
     keys: cute.Tensor  # TMA tensor (t, 128), or (64, 128, pages)
     scales: cute.Tensor  # (t,), or (64, pages)
@@ -283,6 +313,29 @@ def find_piece(
     cute.arch.sync_threads()
 
 
+@cute.jit
+def ask_for_lengths(inputs: cutlass.Constexpr, thread: Int32):
+    """Asks L2 for the lengths and the page table, which are read behind each other; each of some threads of the grid
+    for a line of 128 bytes."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    each = 128 // 4
+    line = thread * ctas + cta
+    of_ends = (inputs.ends.shape[0] + (each - 1)) // each
+    address = inputs.ends.iterator.toint() + Int64(line) * 128
+    there = line < of_ends
+    if cutlass.const_expr(inputs.table is not None):
+        requests, width = inputs.table.shape
+        wide = (width + (each - 1)) // each
+        row = (line - of_ends) // wide
+        column = (line - of_ends - row * wide) * each
+        of_table = inputs.table.iterator.toint() + (Int64(row) * inputs.table.stride[0] + column) * 4
+        address = cutlass.select_(there, address, of_table)
+        there = there | (row < requests)
+    if there:
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 # ------------------------------------------------------------------------------------------------ device: load
 def next_stage(stage: Int32, phase: Int32, offset: int, stages: int) -> tuple[Int32, Int32]:
     """(stage, phase) `offset` places further on in a ring; offset <= stages."""
@@ -313,10 +366,9 @@ def copy_async(source: cute.Pointer, target: cute.Pointer, count: cutlass.Conste
 def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geometry: cutlass.Constexpr):
     """What the producer warp does."""
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
-    held = tiles_in(storage.query.data_ptr(), geometry.n, geometry.query_stages)
-    of_queries, query_places = boxes_of(
-        inputs.query_tma, inputs.query, cute.flat_divide(held, (geometry.h, D)), geometry.h
-    )
+    box = (geometry.run, geometry.together, geometry.h // geometry.run, D)
+    places = query_box(geometry, (geometry.groups, geometry.query_stages))
+    held = cute.group_modes(wgmma.smem_view(storage.query.data_ptr(), 0, places), 0, 4)
     keys = boxes_of(inputs.key_tma, inputs.keys, tiles_in(storage.keys.data_ptr(), KEYS, geometry.stages), KEYS)
     info = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
     weights = storage.weights.data_ptr()
@@ -362,11 +414,14 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(query_full + query_stage, geometry.n * D)
-            # A token's heads a load. Past the last token are zeros; where a request's tokens do not fill its last tile,
-            # those of the next request are read. Nothing of either is stored.
-            for i in cutlass.range_constexpr(geometry.tokens):
+            # Past the last token are zeros; where a request's tokens do not fill its last tile, those of the next
+            # request are read. Nothing of either is stored.
+            from_row = cute.domain_offset((0, row, 0, 0), inputs.query)
+            boxes = cute.group_modes(cute.flat_divide(from_row, box), 0, 4)
+            query_places, boxes = cpasync.tma_partition(inputs.query_tma, 0, cute.make_layout(1), held, boxes)
+            for i in cutlass.range_constexpr(geometry.groups):
                 cute.copy(
-                    inputs.query_tma, of_queries[None, row + i, 0], query_places[None, i, 0, query_stage],
+                    inputs.query_tma, boxes[None, 0, i, 0, 0], query_places[None, i, query_stage],
                     tma_bar_ptr=query_full + query_stage,
                 )  # fmt: skip
             cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
@@ -442,8 +497,8 @@ def make_mma(n: int) -> cute.TiledMma:
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 class Kept(NamedTuple):
-    """The sums that a lane is left with: sum `first + j`, of token (first + j) // 2 of the tile and key row
-    (first + j) % 2, for j below `Geometry.kept`. stores: whether the lane is the one of those with the same sums that
+    """The sums that a lane is left with: sum `first + j`, of key row (first + j) % 2 and the lane's token of group
+    (first + j) // 2, for j below `Geometry.kept`. stores: whether the lane is the one of those with the same sums that
     stores them."""
 
     first: Int32
@@ -451,19 +506,26 @@ class Kept(NamedTuple):
 
 
 def kept_by(lane: Int32, geometry: Geometry) -> Kept:
-    """What `quad_sums` leaves a lane with."""
-    upper, odd, m = lane // 2 % 2, lane % 2, geometry.sums
-    if m % 4 == 0:
-        return Kept(upper * (m // 2) + odd * (m // 4), True)
-    return Kept(upper * (m // 2), odd == 0)
+    """What `lane_sums` leaves a lane with."""
+    first: Any = 0
+    stores: Any = True
+    left = geometry.sums
+    for bit in range(geometry.lanes.bit_length() - 2, -1, -1):
+        upper = lane // (1 << bit) % 2
+        if left % 2 == 0:
+            left //= 2
+            first = first + upper * left
+        else:
+            stores = stores & (upper == 0)
+    return Kept(first, stores)
 
 
 @cute.jit
-def quad_sums(sums: cutlass.Constexpr, lane: Int32):
-    """The sums over four lanes of each of a list of values: those that `kept_by` says. Lanes send each other what they
-    do not keep: 6 shuffles for 8 values, not 16."""
+def lane_sums(sums: cutlass.Constexpr, lane: Int32, geometry: cutlass.Constexpr):
+    """The sums over a token's lanes of each of a list of values: those that `kept_by` says. Lanes send each other what
+    they do not keep."""
     values = sums
-    for bit in cutlass.range_constexpr(1, -1, -1):
+    for bit in cutlass.range_constexpr(geometry.lanes.bit_length() - 2, -1, -1):
         upper, half = lane // (1 << bit) % 2 == 1, len(values) // 2
         if cutlass.const_expr(len(values) % 2 == 0):
             sent = [cutlass.select_(upper, values[j], values[j + half]) for j in range(half)]
@@ -475,33 +537,44 @@ def quad_sums(sums: cutlass.Constexpr, lane: Int32):
 
 
 @cute.jit
-def weighted(
-    acc: cute.Tensor, weights: cute.Tensor, factors: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """A thread's sums, of token i and key row r at 2 i + r: factor of the key · Σ weight · max(S, 0) over its
-    columns, of registers acc (MMA, 1, 1) and weights (n / 4,)."""
+def saturated(value: Float32) -> Float32:
+    """max(value, 0) / UNIT of a value that is at most UNIT; 0 of NaN."""
+    return cute.arch.inline_ptx(
+        "mul.sat.f32 {$w0}, {$r0}, 0f33000000;", write_only_types=[Float32], read_only_args=[value]
+    )
+
+
+@cute.jit
+def weighted(acc: cute.Tensor, weights: cute.Tensor, geometry: cutlass.Constexpr):
+    """A thread's sums, of group i and key row r at 2 i + r: Σ weight · max(S, 0) over its columns, of registers
+    acc (MMA, 1, 1) and weights (n / 4,)."""
     rows = wgmma.as_rows(acc)
-    each = geometry.h // 4
-    sums = [None] * geometry.sums
-    # Columns in the outer loop: a token's sum is a chain, and these are others' between two of its links.
+    each = geometry.n // 4 // geometry.groups
+    # Columns in turn by either of two pipes, each with a chain of its own: a maximum, whose pipe takes a warp every
+    # other cycle, or a product with saturation. Both are exact, and make 0 of NaN.
+    sums = [[None, None] for _ in range(geometry.sums)]
     for c in cutlass.range_constexpr(each):
-        for i in cutlass.range_constexpr(geometry.tokens):
+        for i in cutlass.range_constexpr(geometry.groups):
             for r in cutlass.range_constexpr(2):
-                at = i * each + c
-                term = cute.arch.fmax(rows[r, at], Float32(0.0)) * weights[at]
-                sums[2 * i + r] = term if cutlass.const_expr(c == 0) else sums[2 * i + r] + term
-    return [sums[j] * factors[j % 2] for j in range(geometry.sums)]
+                at, chain = i * each + c, sums[2 * i + r]
+                if cutlass.const_expr(c % 2 == 1):
+                    positive = saturated(rows[r, at])
+                else:
+                    positive = cute.arch.fmax(rows[r, at], Float32(0.0))
+                term = positive * weights[at]
+                chain[c % 2] = term if cutlass.const_expr(c < 2) else chain[c % 2] + term
+    return [chain[0] + chain[1] * Float32(UNIT) for chain in sums]
 
 
 class Target(NamedTuple):
-    """Where one of a lane's sums goes: registers (kept,) each. start, end: the range of its token. address: of the
-    token's logit of key row 0 (of the tile's 64) of key 0."""
+    """Where a lane's logits go: registers (`Geometry.targets`,) each. row: of the tile's 64; of both keys the first.
+    before: what a key is ahead of the token's range, less the row. length: of the range. address: of the row's logit
+    of key 0."""
 
-    start: cute.Tensor
-    end: cute.Tensor
-    address: cute.Tensor
     row: cute.Tensor
+    before: cute.Tensor
+    length: cute.Tensor
+    address: cute.Tensor
 
 
 @cute.jit
@@ -510,50 +583,40 @@ def targets_of(
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Of a query tile, whose words are `info`."""
-    made = [cute.make_rmem_tensor(geometry.kept, kind) for kind in (Int32, Int32, Int64, Int32)]
-    start, end, address, row = made
+    made = [cute.make_rmem_tensor(geometry.targets, kind) for kind in (Int32, Int32, Int32, Int64)]
+    row, before, length, address = made
     size = logits.element_type.width // 8
-    for j in cutlass.range_constexpr(geometry.kept):
-        token, half = (kept.first + j) // 2, (kept.first + j) % 2
-        start[j], end[j] = info[INFO + token], info[INFO + geometry.tokens + token]
+    for j in cutlass.range_constexpr(geometry.targets):
+        at = kept.first + (2 * j if geometry.paired else j)
+        token, half = at // 2 * geometry.together + lane % 4 // geometry.lanes, at % 2
+        start, end = info[INFO + token], info[INFO + geometry.tokens + token]
         row[j] = warp * 16 + lane // 4 + 8 * half
+        before[j], length[j] = row[j] - start, cutlass.max(end - start, 0)
         address[j] = logits.iterator.toint() + (Int64(info[ROW] + token) * logits.stride[0] + row[j]) * size
-    return Target(start, end, address, row)
+    return Target(row, before, length, address)
 
 
 @cute.jit
 def store_sums(
-    values: cutlass.Constexpr, target: cutlass.Constexpr, key: Int32, kept: cutlass.Constexpr, kind: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
+    values: cutlass.Constexpr, factors: cutlass.Constexpr, target: cutlass.Constexpr, key: Int32,
+    kept: cutlass.Constexpr, kind: cutlass.Constexpr, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Stores a lane's logits of the tile whose first key is `key`, where they are in range. NaN becomes -inf."""
-    for j in cutlass.range_constexpr(geometry.kept):
-        at = key + target.row[j]
-        if (at >= target.start[j]) & (at < target.end[j]) & kept.stores:
-            place = cute.make_ptr(kind, target.address[j] + Int64(key) * (kind.width // 8), cute.AddressSpace.gmem)
-            value = cute.arch.fmax(values[j], Float32(-math.inf))
-            cute.make_tensor(place, cute.make_layout(1))[0] = value.to(kind)
+    """Stores a lane's logits of the tile whose first key is `key`, where they are in range: value · factor of the key.
+    NaN becomes -inf."""
+    size = kind.width // 8
+    for j in cutlass.range_constexpr(geometry.targets):
+        ahead = key + target.before[j]
+        address = target.address[j] + Int64(key) * size
+        for half in cutlass.range_constexpr(2 if geometry.paired else 1):
+            i = 2 * j + half if geometry.paired else j
+            value = cute.arch.fmax(values[i] * factors[i % len(factors)], Float32(-math.inf))
+            # A key in front of the range is far behind it as an unsigned number.
+            if (Uint32(ahead + 8 * half) < Uint32(target.length[j])) & kept.stores:
+                place = cute.make_ptr(kind, address + 8 * half * size, cute.AddressSpace.gmem)
+                cute.make_tensor(place, cute.make_layout(1))[0] = value.to(kind)
 
 
 # ------------------------------------------------------------------------------------------------ device: consume
-class Work(NamedTuple):
-    """What a consumer multiplies. acc: registers. keys, queries: descriptors, (MMA, 1, 4, stages)."""
-
-    tiled_mma: cute.TiledMma
-    acc: cute.Tensor
-    keys: cute.Tensor
-    queries: cute.Tensor
-
-
-@cute.jit
-def issue(work: cutlass.Constexpr, stage: Int32, query_stage: Int32, blocks: cutlass.Constexpr):
-    """S = K · Qᵀ over some of the products' blocks; waits for nothing."""
-    queries = work.queries[None, None, None, query_stage]
-    wgmma.gemm_issue(
-        work.tiled_mma, work.acc, work.keys[None, None, None, stage], queries, blocks, blocks[0] == 0
-    )  # fmt: skip
-
-
 @cute.jit
 def consume(
     logits: cute.Tensor, storage: cutlass.Constexpr, me: Int32, thread: Int32, geometry: cutlass.Constexpr
@@ -563,8 +626,13 @@ def consume(
     full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     infos = storage.info.get_tensor(cute.make_layout((geometry.info, geometry.query_stages)))
+    # Pairs of columns, in the order of a lane's: (pair, lane of a token, token together, run, group, stage).
+    h, run, together = geometry.h, geometry.run, geometry.together
     of_weights = storage.weights.get_tensor(
-        cute.make_layout((2, 4, n // 8, geometry.query_stages), stride=(1, 2, 8, n))
+        cute.make_layout(
+            (2, (geometry.lanes, together), (h // run, geometry.groups), geometry.query_stages),
+            stride=(1, (2, h), (run, together * h), n),
+        )
     )
     scales = storage.scales.get_tensor(cute.make_layout((KEYS, geometry.stages)))
     lane, warp = thread % WARP, thread // WARP
@@ -576,15 +644,10 @@ def consume(
     weights = cute.make_rmem_tensor(n // 4, Float32)
     pairs = cute.make_tensor(weights.iterator, cute.make_layout((2, n // 8)))
     kept = kept_by(lane, geometry)
-    row = wgmma.acc_row(thread, 0)
     stage, phase = Int32(0) + me, Int32(0)
     query_stage, query_phase = Int32(0), Int32(0)
     skip = me  # tiles of the query tile that are others' before the first of mine
     tiles = Int32(1)
-    work = Work(tiled_mma, acc, keys, queries)
-    if cutlass.const_expr(geometry.turns):
-        if me == consumers - 1:
-            named_arrive(Barrier.TURN, 2 * WARPGROUP)
     while tiles > 0:
         cute.arch.mbarrier_wait(query_full + query_stage, query_phase)
         info = infos[None, query_stage]
@@ -593,28 +656,25 @@ def consume(
         if own > 0:
             for j in cutlass.range_constexpr(n // 8):
                 cute.autovec_copy(of_weights[None, lane % 4, j, query_stage], pairs[None, j])
-            target = targets_of(logits, info, kept, lane, warp, geometry)
-            for _ in cutlass.range(own, unroll=1):
-                following, following_phase = next_stage(stage, phase, consumers, geometry.stages)
-                cute.arch.mbarrier_wait(full + stage, phase)
-                if cutlass.const_expr(geometry.turns):
-                    cute.arch.barrier(barrier_id=Barrier.TURN + me, number_of_threads=2 * WARPGROUP)
-                    issue(work, stage, query_stage, (0, 1, 2))
-                    issue(work, stage, query_stage, (3,))
-                    factors = [scales[row, stage], scales[row + 8, stage]]
-                    # While the last product is under way, the next consumer issues its own.
-                    warpgroup.wait_group(1)
-                    after = cutlass.select_(me == consumers - 1, Int32(0), me + 1)
-                    cute.arch.barrier_arrive(barrier_id=Barrier.TURN + after, number_of_threads=2 * WARPGROUP)
-                else:
-                    issue(work, stage, query_stage, tuple(range(D // MMA_K)))
-                    factors = [scales[row, stage], scales[row + 8, stage]]
-                warpgroup.wait_group(0)
-                warp_arrive(empty + stage)
-                sums = weighted(acc, weights, factors, geometry)
-                store_sums(quad_sums(sums, lane), target, key, kept, kind, geometry)
-                key = key + consumers * KEYS
-                stage, phase = following, following_phase
+        target = targets_of(logits, info, kept, lane, warp, geometry)
+        for _ in cutlass.range(own, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            # S = K · Qᵀ
+            wgmma.gemm_issue(
+                tiled_mma, acc, keys[None, None, None, stage], queries[None, None, None, query_stage],
+                tuple(range(D // MMA_K)), True,
+            )  # fmt: skip
+            if cutlass.const_expr(geometry.paired):
+                factors = [scales[target.row[0], stage], scales[target.row[0] + 8, stage]]
+            else:
+                factors = [scales[target.row[j], stage] for j in range(geometry.targets)]
+            warpgroup.wait_group(0)
+            warp_arrive(empty + stage)
+            store_sums(
+                lane_sums(weighted(acc, weights, geometry), lane, geometry), factors, target, key, kept, kind, geometry
+            )
+            key = key + consumers * KEYS
+            stage, phase = next_stage(stage, phase, consumers, geometry.stages)
         skip = skip + own * consumers - tiles
         warp_arrive(query_empty + query_stage)
         query_stage, query_phase = next_stage(query_stage, query_phase, 1, geometry.query_stages)
@@ -622,7 +682,7 @@ def consume(
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
-def mqa_logits_v1(
+def mqa_logits_v3(
     inputs: Inputs,
     logits: cute.Tensor,  # (query tokens, columns) fp32 or bf16, rows apart, global memory
     geometry: cutlass.Constexpr,
@@ -642,6 +702,9 @@ def mqa_logits_v1(
                 cute.arch.mbarrier_init(storage.query_full.data_ptr() + i, 1 + WARP)
                 cute.arch.mbarrier_init(storage.query_empty.data_ptr() + i, geometry.consumers * WARPGROUP // WARP)
         cute.arch.mbarrier_init_fence()
+    # What L2 holds is what a kernel before writes, too.
+    if warp >= geometry.consumers * (WARPGROUP // WARP):
+        ask_for_lengths(inputs, thread % WARPGROUP)
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
     cute.arch.griddepcontrol_wait()
     units = (inputs.ends.shape[0] + geometry.tokens - 1) // geometry.tokens
@@ -658,12 +721,12 @@ def mqa_logits_v1(
         consume(logits, storage, me, thread % WARPGROUP, geometry)
 
 
-mqa_logits_v1.set_name_prefix("mqa_logits_v1", remove_cutlass_symbol=True, keep_mangled_name=False)
+mqa_logits_v3.set_name_prefix("mqa_logits_v3", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
-def launch_mqa_logits_v1(
+def launch_mqa_logits_v3(
     q: cute.Tensor,  # (n, h, 128) or (b, s, h, 128) uint8, contiguous
     keys: cute.Tensor,  # (t, 128) uint8, contiguous; or the cache, (pages, 64, 132) uint8, pages apart
     scales: cute.Tensor | None,  # (t,) fp32
@@ -680,9 +743,10 @@ def launch_mqa_logits_v1(
     h, rows = geometry.h, weights.shape[0]
     copy = cpasync.CopyBulkTensorTileG2SOp()
     codes = cute.recast_ptr(q.iterator, dtype=Float8E4M3FN)
-    query = cute.make_tensor(codes, cute.make_layout((rows * h, D), stride=(D, 1)))
+    run = geometry.run
+    query = cute.make_tensor(codes, cute.make_layout((run, rows, h // run, D), stride=(D, h * D, run * D, 1)))
     query_tma, query = cpasync.make_tiled_tma_atom(
-        copy, query, wgmma.k_major_layout(Float8E4M3FN, (h, D)), (h, D), 1
+        copy, query, query_box(geometry), (run, geometry.together, h // run, D), 1
     )  # fmt: skip
     codes = cute.recast_ptr(keys.iterator, dtype=Float8E4M3FN)
     if cutlass.const_expr(table is None):
@@ -697,7 +761,7 @@ def launch_mqa_logits_v1(
     )  # fmt: skip
     flat = cute.make_tensor(ends.iterator, cute.make_layout((rows,)))
     inputs = Inputs(query_tma, query, key_tma, cached, scales, weights, starts, flat, table, Int32(logits.shape[1]))
-    mqa_logits_v1(inputs, logits, geometry).launch(
+    mqa_logits_v3(inputs, logits, geometry).launch(
         grid=(sms, 1, 1),
         block=(geometry.threads, 1, 1),
         min_blocks_per_mp=1,
@@ -710,10 +774,6 @@ def launch_mqa_logits_v1(
 def takes(pd: IndexerLogitsProblem) -> Verdict:
     if pd.heads not in HEADS:
         return Verdict.no(f"heads = {pd.heads}: an indexer of {', '.join(map(str, HEADS))} heads is taken")
-    if pd.table and pd.dtype != "fp32":
-        return Verdict.no(
-            f"dtype = {pd.dtype}: of pages logits in fp32 alone were checked on a GPU, triton/mqa_logits has bf16"
-        )
     return limits.all_of(
         limits.offsets(pd.rows * pd.heads, "rows of q"),
         limits.offsets(pd.rows * (pd.columns // KEYS + 2), f"the KV tiles of {pd.rows:,} query tokens"),
@@ -721,7 +781,7 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 
 
 @dataclass(frozen=True)
-class MqaLogitsV1Tiling(Tiling):
+class MqaLogitsV3Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
     multiply, 2 to 4; 0: a choice. ctas: of the grid; 0: one for each multiprocessor."""
 
@@ -763,22 +823,22 @@ def registers(n: int) -> int:
     return n // 2 + n // 4 + 16
 
 
-class MqaLogitsV1Plan(KernelPlan):
+class MqaLogitsV3Plan(KernelPlan):
     """Inputs and output (logits,) of `workload.indexer_logits`. One compiled kernel a problem class; sizes, lengths and
     strides are arguments."""
 
     workload = indexer_logits.WORKLOAD
-    tiling_type = MqaLogitsV1Tiling
-    tiling: MqaLogitsV1Tiling
+    tiling_type = MqaLogitsV3Tiling
+    tiling: MqaLogitsV3Tiling
     requires = Requirement(
         archs=("sm_90a",), dtypes=("fp32", "bf16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes
     )
 
-    def default_tiling(self) -> MqaLogitsV1Tiling:
-        return MqaLogitsV1Tiling()
+    def default_tiling(self) -> MqaLogitsV3Tiling:
+        return MqaLogitsV3Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        tilings = [MqaLogitsV1Tiling(tokens, consumers) for tokens in (0, 1, 2) for consumers in (2, 3, 4)]
+        tilings = [MqaLogitsV3Tiling(tokens, consumers) for tokens in (0, 1, 2) for consumers in (2, 3, 4)]
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)]
 
     def plan(self, *inputs: Any) -> CuteKernel:
@@ -838,4 +898,4 @@ class MqaLogitsV1Plan(KernelPlan):
                 table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4)
             return q, keys, scales, weights, starts, ends, table, logits, Int32(1), geometry
 
-        return host.stage(self, mqa_logits_v1, launch_mqa_logits_v1, "mqa_logits_v1", arguments, given, inputs, outputs)
+        return host.stage(self, mqa_logits_v3, launch_mqa_logits_v3, "mqa_logits_v3", arguments, given, inputs, outputs)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from device_on_cpu import of_values
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_properties import (
     CHECKS,
@@ -72,6 +74,35 @@ def test_workers_have_the_splits_that_the_reference_deals(batch: Batch) -> None:
     deal = Deal(batch)
     check_promise(deal)
     check_order(deal)
+
+
+@MANY
+@example((2048,), 132, 0, False)
+@given(
+    st.builds(lambda length, b: (length,) * b, st.integers(1, 9_000), st.integers(1, 40) | st.integers(1, 600)),
+    st.integers(1, 24) | st.sampled_from([66, 132, 264]),
+    st.just(0) | st.just(0) | st.integers(1, 40),
+    st.booleans(),
+)
+def test_workers_of_full_requests_begin_without_reading_lengths_as_they_do_by_them(
+    lengths: tuple[int, ...], workers: int, fixed: int, combines: bool
+) -> None:
+    """`walk.begin_filled`, as sparse versions call it. A worker that has the lead of a request and none of its tiles
+    must have no work: for such a split, the loop over splits writes zeros to the output of the request."""
+    deal = Deal(Batch(lengths, lengths[0], workers, fixed, combines=combines or fixed > 0, joined=True))
+    room, costs, requests = deal.room, deal.batch.costs, len(lengths)
+    schedule, merge = SimpleNamespace(table=of_values([-1] * (2 * (requests + 1)))), SimpleNamespace(costs=costs)
+    for worker, dealt in enumerate(deal.dealt):
+        cta = room.walk.Cta(worker, 0, 0, 0, 0)
+        walk, split = room.walk.begin_filled(
+            schedule, None, deal.lengths, None, deal.pool, cta, 0, merge, deal.batch.combines
+        )
+        found = []
+        while walk.has_work(split):
+            first, end, _ = walk.tiles_of(split)
+            found.append((split.request, first, end))
+            split = deal.behind(split, walk.line)
+        assert found == dealt, f"worker {worker} has {found}, and by the lengths {dealt}"
 
 
 @MANY

@@ -285,10 +285,18 @@ def begin_filled(
     cta: Cta,
     searcher: cutlass.Constexpr,
     merge: cutlass.Constexpr,
+    combines: cutlass.Constexpr,  # whether a combine may be launched: the pool is not of `make_merged_pool`
 ):
-    """`begin` where the code is made for requests that all fill the page table: it reads no lengths."""
-    split = scheduler.filled_split(cta.worker, seq_lens.shape[0], pool)
+    """`begin` where the code is made for requests that all fill the page table: it reads no lengths.
+
+    On a line of `make_merged_pool` a worker may have the lead of a request and none of its tiles. It has no work then.
+    Its split must not reach the loop over splits, which would take it for that of a request without keys and write
+    zeros to `out`, where another worker writes the request's results. On lines of `make_pool` no worker of full
+    requests has so few points: to the model of time shares and whole requests are faster then."""
+    line, split = pool.filled, scheduler.filled_split(cta.worker, seq_lens.shape[0], pool)
+    if cutlass.const_expr(not combines):
+        split = split._replace(end=cutlass.select_(split.end > split.start + line.lead, split.end, split.point))
     if cta.tile == 0 and cta.worker == 0 and cta.thread == searcher:
-        combine.write_split_kind(schedule.table, pool.filled, Boolean(True), pool)
-    walk = Walk(seq_lens, queries, pool, pool.filled, cta.worker, cta.tile, schedule.table, flags, merge)
+        combine.write_split_kind(schedule.table, line, Boolean(True), pool)
+    walk = Walk(seq_lens, queries, pool, line, cta.worker, cta.tile, schedule.table, flags, merge)
     return walk, split

@@ -2038,7 +2038,9 @@ def sparse_mla_v2(
     cta, searcher = Cta(worker, tile, thread, warp, lane), CONSUMER_THREADS
     row_tile, producer = first_row // geometry.n, warp - CONSUMERS * WARPS
     if cutlass.const_expr(geometry.as_long):
-        walk, split = begin_filled(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
+        walk, split = begin_filled(
+            schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge, geometry.combines
+        )
     else:
         walk, split = begin(
             schedule, flags, lengths, queries, pool, cta, storage.first.data_ptr(), searcher, geometry.merge

@@ -280,6 +280,20 @@ def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None
             assert not tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, **fields)).p_in_rows
 
 
+def test_splits_of_a_row_that_ends_early_divide_its_tiles() -> None:
+    """Each tile up to the last one that names a token belongs to one split; a split without one gets the row's last
+    tile, which then names none."""
+    share_of = importlib.import_module(plan_type("cute-dsl/sparse_mla_v2").__module__).share_of
+    for tiles, step, named in itertools.product(range(1, 36), range(1, 36), range(36)):
+        if step > tiles or named > tiles:
+            continue
+        shares = [share_of(first, min(first + step, tiles), named, tiles) for first in range(0, tiles, step)]
+        empty = [share for share in shares if share[0] >= named]
+        assert all(share == (tiles - 1, tiles) for share in empty) and (not empty or named < tiles)
+        ends = [0, *(end for first, end in shares if first < named)]
+        assert [first for first, _ in shares if first < named] == ends[:-1] and ends[-1] == named, (tiles, step, named)
+
+
 def test_more_heads_are_not_expected_to_take_less_time() -> None:
     """Which query tiles a call has is decided by the expected time, and that by padding too."""
     plan = plan_type("cute-dsl/sparse_mla_v2")

@@ -1593,9 +1593,7 @@ def sparse_mla_v1(
     queries, of_tile = Token(token, geometry.s), rows.TileRows(Int32(0), first_row, geometry.h, geometry.n)
     cta, searcher = Cta(worker, tile, thread, warp, lane), CONSUMER_THREADS
     if cutlass.const_expr(geometry.as_long):
-        walk, split = begin_filled(
-            schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge, geometry.combines
-        )
+        walk, split = begin_filled(schedule, flags, lengths, queries, pool, cta, searcher, geometry.merge)
     else:
         walk, split = begin(
             schedule, flags, lengths, queries, pool, cta, storage.first.data_ptr(), searcher, geometry.merge

@@ -250,6 +250,22 @@ def test_query_tiles_have_fewer_heads_where_there_are_few_requests() -> None:
     assert wrong.reason == "split_tokens = 100 is not a multiple of 64"
 
 
+def test_rows_last_tokens_are_looked_for_where_there_are_many_rows_and_nobody_says_it() -> None:
+    plan = plan_type("cute-dsl/sparse_mla_v2")
+
+    def shortens(**fields: Any) -> bool:
+        made = plan(SparseProblem(h=128, **fields), None, H200)
+        assert all(tiling.shortens == made.tiling.shortens for tiling in made.autotune_configs())
+        return bool(made.tiling.shortens)
+
+    assert not any(shortens(b=b, s=s) for b, s in ((1, 1), (63, 1), (31, 2)))
+    assert all(shortens(b=b, s=s) for b, s in ((64, 1), (32, 2), (256, 4)))
+    for given in ({"lengths": True}, {"paged": True}, {"layout": "v4", "extra": 512, "extra_lengths": True}):
+        assert not shortens(b=256, **given)
+        reason = plan.tiling_type(shortens=True).validate(SparseProblem(h=128, **given), H200).reason
+        assert reason == "shortens = True is for rows whose lengths nobody gives"
+
+
 #: Heads of published models with MLA, whole and after tensor parallelism.
 HEADS = (6, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128)
 

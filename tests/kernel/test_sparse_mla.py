@@ -260,6 +260,22 @@ def test_query_tiles_have_fewer_heads_where_there_are_few_requests() -> None:
     assert wrong.reason == "split_tokens = 100 is not a multiple of 64"
 
 
+def test_rows_last_tokens_are_looked_for_where_there_are_many_rows_and_nobody_says_it() -> None:
+    plan = plan_type("cute-dsl/sparse_mla_v2")
+
+    def shortens(**fields: Any) -> bool:
+        made = plan(SparseProblem(h=128, **fields), None, H200)
+        assert all(tiling.shortens == made.tiling.shortens for tiling in made.autotune_configs())
+        return bool(made.tiling.shortens)
+
+    assert not any(shortens(b=b, s=s) for b, s in ((1, 1), (63, 1), (31, 2)))
+    assert all(shortens(b=b, s=s) for b, s in ((64, 1), (32, 2), (256, 4)))
+    for given in ({"lengths": True}, {"paged": True}, {"layout": "v4", "extra": 512, "extra_lengths": True}):
+        assert not shortens(b=256, **given)
+        reason = plan.tiling_type(shortens=True).validate(SparseProblem(h=128, **given), H200).reason
+        assert reason == "shortens = True is for rows whose lengths nobody gives"
+
+
 #: Heads of published models with MLA, whole and after tensor parallelism.
 HEADS = (6, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128)
 
@@ -288,6 +304,20 @@ def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None
         assert geometry.p_in_rows == (layout == "v32" and n == 48)
         for fields in ({"paged": True, "topk": 0}, {"strided_out": True}):
             assert not tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, **fields)).p_in_rows
+
+
+def test_splits_of_a_row_that_ends_early_divide_its_tiles() -> None:
+    """Each tile up to the last one that names a token belongs to one split; a split without one gets the row's last
+    tile, which then names none."""
+    share_of = importlib.import_module(plan_type("cute-dsl/sparse_mla_v2").__module__).share_of
+    for tiles, step, named in itertools.product(range(1, 36), range(1, 36), range(36)):
+        if step > tiles or named > tiles:
+            continue
+        shares = [share_of(first, min(first + step, tiles), named, tiles) for first in range(0, tiles, step)]
+        empty = [share for share in shares if share[0] >= named]
+        assert all(share == (tiles - 1, tiles) for share in empty) and (not empty or named < tiles)
+        ends = [0, *(end for first, end in shares if first < named)]
+        assert [first for first, _ in shares if first < named] == ends[:-1] and ends[-1] == named, (tiles, step, named)
 
 
 def test_more_heads_are_not_expected_to_take_less_time() -> None:

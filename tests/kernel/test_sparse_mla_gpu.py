@@ -3,6 +3,8 @@
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +135,65 @@ def answers(problem: SparseProblem, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     call()
     torch.cuda.synchronize()
     return call.output_tensors
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_workers_without_a_tile_write_nothing_however_late_they_come(version: int) -> None:
+    """Layout flat has no combine, and one request leaves the first three workers without a tile. They are launched
+    last, and here not before a kernel ends that holds three multiprocessors."""
+    pytest.importorskip("triton")
+    from held_gpu import held
+
+    problem = SparseProblem(b=1, h=16, t=4096, layout="flat")
+    plan = plan_for(registry.KernelId.parse(f"cute-dsl/sparse_mla_v{version}"), problem)(problem)
+    call = plan.plan(*make_inputs(problem, "cuda", seed=1))
+    wanted, done = [x.clone() for x in call()], torch.cuda.Event()
+    for x in call.output_tensors:
+        x.fill_(777.0)
+    with held(3) as stream, torch.cuda.stream(stream):
+        call()
+        done.record()
+        time.sleep(0.05)
+        assert not done.query(), "no worker is held back"
+    assert all(torch.equal(x, y) for x, y in zip(call.output_tensors, wanted, strict=True))
+
+
+#: Of one split and of several, with P in its rows, with workers that merge, and over two caches.
+WITHOUT_TOKENS = [
+    SparseProblem(b=3, h=8, t=64, topk=1),
+    SparseProblem(b=3, h=64, t=4096, sink=True),
+    SparseProblem(b=70, s=2, h=96, t=4096, topk=512),
+    SparseProblem(b=3, h=16, t=4096, layout="flat", sink=True),
+    SparseProblem(b=3, s=2, h=20, t=4096, layout="v4", topk=128, page=256, extra=512, extra_page=64, sink=True),
+    V41,
+]
+
+
+@pytest.mark.parametrize("problem", WITHOUT_TOKENS, ids=lambda p: p.label)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("split_tokens", [0, 256])
+def test_queries_that_are_not_finite_attend_to_nothing_where_no_index_names_a_token(
+    split_tokens: int, value: float, problem: SparseProblem
+) -> None:
+    """Times a row of zeros they give NaN, which must not reach a query token without keys; and NaN must stay where an
+    index names a token."""
+    inputs = make_inputs(problem, "cuda", seed=2)
+    named = dict(zip(input_names(problem), inputs, strict=True))
+    named["q"][:2, 0, ::3, 5] = value
+    for part in problem.parts:
+        named[f"{part.prefix}indices"][0, 0] = -1
+    if value != value:
+        named["q"][1, 0, 1] = value
+    else:
+        named["q"][1] = 1.0
+    plan = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v2"), problem)(problem)
+    call = plan.with_tiling(replace(plan.tiling, split_tokens=split_tokens)).plan(*inputs)
+    out, lse = call()
+    assert not bool(out[0, 0].any()) and bool((lse[0, :, 0] == float("inf")).all())
+    if value != value:
+        assert bool(out[1, 0, 1].isnan().all())
+    verdict = compare(WORKLOAD, (out, lse), reference(problem, *inputs), bounds("nan"))
+    assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("planar", [False, True])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_properties import (
     CHECKS,
@@ -72,6 +73,36 @@ def test_workers_have_the_splits_that_the_reference_deals(batch: Batch) -> None:
     deal = Deal(batch)
     check_promise(deal)
     check_order(deal)
+
+
+@MANY
+@example((2048,), 132, 0, False)
+@given(
+    st.builds(lambda length, b: (length,) * b, st.integers(1, 9_000), st.integers(1, 40) | st.integers(1, 600)),
+    st.integers(1, 24) | st.sampled_from([66, 132, 264]),
+    st.just(0) | st.just(0) | st.integers(1, 40),
+    st.booleans(),
+)
+def test_workers_of_full_requests_go_the_same_way_without_reading_lengths(
+    lengths: tuple[int, ...], workers: int, fixed: int, combines: bool
+) -> None:
+    """`walk.begin_filled`, as sparse versions call it, and the splits behind. A worker that has the lead of a request
+    and none of its tiles must have no work: for such a split, the loop over splits writes zeros to the output of the
+    request."""
+    deal = Deal(Batch(lengths, lengths[0], workers, fixed, combines=combines or fixed > 0, joined=True))
+    room, costs = deal.room, deal.batch.costs
+    schedule, merge = SimpleNamespace(table=None), SimpleNamespace(costs=costs)
+    for worker, dealt in enumerate(deal.dealt):
+        cta = room.walk.Cta(worker, 0, 0, 0, 0)
+        walk, split = room.walk.begin_filled(schedule, None, deal.lengths, None, deal.pool, cta, -1, merge)
+        found = []
+        while walk.has_work(split):
+            first, end, _ = walk.tiles_of(split)
+            assert split.length == deal.batch.tokens
+            found.append((split.request, first, end))
+            point, split = split.point, walk.next_split(split)
+            assert split.point > point, f"{split} is not behind point {point}"
+        assert found == dealt, f"worker {worker} has {found}, and by the lengths {dealt}"
 
 
 @MANY

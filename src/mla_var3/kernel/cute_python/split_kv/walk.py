@@ -95,7 +95,8 @@ class Walk:
     seq_lens: (requests,) int32, global memory: keys of a request, or of a block of packed queries. queries: where their
     query rows are, with `block(request)` (`rows.Queries`). pool, line: how the batch is dealt. worker, tile: as in
     `Cta`. table: the splits table that the combine reads (`Schedule.table`), not a page table. flags: (slots · query
-    tiles,) int32, global memory. merge: compile-time constants (`combine.Merge`).
+    tiles,) int32, global memory. merge: compile-time constants (`combine.Merge`). full: whether the code is made for
+    requests that all fill the page table; then no length is read, and no request is without keys.
     """
 
     seq_lens: Any
@@ -107,6 +108,7 @@ class Walk:
     table: Any
     flags: Any
     merge: Merge
+    full: bool = False
 
     def has_work(self, split: Split) -> Boolean:
         """False behind the worker's last split."""
@@ -119,6 +121,8 @@ class Walk:
 
     def next_split(self, split: Split) -> Split:
         """The worker's split behind this one; by a whole warp."""
+        if self.full:
+            return scheduler.next_full_split(split, self.seq_lens.shape[0], self.line, self.merge.costs)
         return scheduler.next_split(split, self.seq_lens, self.line, self.merge.costs)
 
     def flag(self, slot: Int32) -> cute.Pointer:
@@ -286,9 +290,12 @@ def begin_filled(
     searcher: cutlass.Constexpr,
     merge: cutlass.Constexpr,
 ):
-    """`begin` where the code is made for requests that all fill the page table: it reads no lengths."""
-    split = scheduler.filled_split(cta.worker, seq_lens.shape[0], pool)
+    """`begin` where the code is made for requests that all fill the page table: neither this nor the walk reads a
+    length, and each split has tiles. A worker with points of a request's lead and none of its tiles has no work: for
+    a split without tiles the loop would write zeros to `out`, where another worker writes the request's results."""
+    line, split = pool.filled, scheduler.filled_split(cta.worker, seq_lens.shape[0], pool)
+    split = split._replace(end=cutlass.select_(split.end > split.start + line.lead, split.end, split.point))
     if cta.tile == 0 and cta.worker == 0 and cta.thread == searcher:
-        combine.write_split_kind(schedule.table, pool.filled, Boolean(True), pool)
-    walk = Walk(seq_lens, queries, pool, pool.filled, cta.worker, cta.tile, schedule.table, flags, merge)
+        combine.write_split_kind(schedule.table, line, Boolean(True), pool)
+    walk = Walk(seq_lens, queries, pool, line, cta.worker, cta.tile, schedule.table, flags, merge, full=True)
     return walk, split

@@ -49,6 +49,10 @@ a tile are -inf. Against version 1:
   missing index cost more than a token. A bit for each stage says that a row holds zeros already. A fence of the lanes
   that stored zeros stands in front of later bulk copies into these rows, which write through another proxy.
 - The load of an index waits for no length; an index behind the length is ignored a tile later.
+- Tiles behind the last one of a row that names a token are left out where no lengths are given and there are many rows
+  (`look`): each split of the row has less in proportion, so nobody has to deal out anew. Producers begin as if rows
+  were full.
+- Where no lengths are given, the next split is computed from the one before, without a loop or a length.
 - q, indices and page tables are read with the strides that they have.
 - With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
   (`Geometry.p_in_rows`), which makes room for a fourth tile.
@@ -74,7 +78,7 @@ from cutlass.memory import SmemAllocator
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cute_python import decode_host, host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
-from mla_var3.kernel.cute_python.prims.sync import named_sync, warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import named_any, named_sync, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
@@ -123,6 +127,10 @@ E2M1_EXPONENT = 6
 E2M1_BYTES = (0x6C686000, 0x7C787470)
 PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
+# A row's last token is looked for where splits of full rows have so many tiles, and workers so few splits.
+LEAST_TILES, SPANS = 8, 64
+LOOKED_AT = 16  # tiles that a warp looks at together
+MANY = 64  # query tokens, from which on looking costs full rows nothing
 
 
 class Barrier(IntEnum):
@@ -135,6 +143,7 @@ class Barrier(IntEnum):
     ODD = 4
     P_EVEN = 5  # P of an even tile is in shared memory
     P_ODD = 6
+    LOOKED = 7  # consumers have looked for rows' last tokens
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -142,7 +151,8 @@ class Barrier(IntEnum):
 class Geometry:
     """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
     their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, whether a page table
-    stands in place of indices, and whether out has strides."""
+    stands in place of indices, whether out has strides, and whether a row's last token is looked for (shortens), which
+    is where nobody says it."""
 
     h: int
     n: int
@@ -156,6 +166,7 @@ class Geometry:
     paged: bool = False
     extra_layout: str = ""
     strided_out: bool = False
+    shortens: bool = False
 
     @property
     def cache(self) -> Any:
@@ -365,6 +376,9 @@ def shared_storage(geometry: Geometry) -> type:
         "first": array(Int32, scheduler.FIRST_WORDS),
         "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
         "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
+        "tokens": array(Int32, CONSUMERS * WARPS),  # not 0: rows of a warp's, in a split, name tokens
+        "is_short": array(Int32, 1),  # whether a row of the worker's ends early
+        "spans": array(Int32, 2 * SPANS if geometry.shortens else 1),  # first and end tile of splits (`look`)
         "exchange": exchange,  # maxima, then sums of P
         "magnitudes": exchange,
         "maxima": exchange,  # running maximum, of each warp
@@ -481,16 +495,122 @@ def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.C
 
 
 @cute.jit
-def next_place(place: Progress, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
+def last_named(
+    caches: cutlass.Constexpr, split: Split, token: Int32, tile: Int32, count: cutlass.Constexpr,
+    geometry: cutlass.Constexpr,
+) -> Int32:  # fmt: skip
+    """The last one of `count` tiles of a row, from `tile` down, that names a token, or -1; by a whole warp."""
+    lane, best, found = cute.arch.lane_idx(), Int32(-1), []
+    for i in cutlass.range_constexpr(2 * count):
+        number = cutlass.max(tile - i // 2, 0)
+        at = Progress(split, number, number + 1, Int32(-1))
+        found.append(read_row(caches, at, token, lane + i % 2 * 32, geometry))
+    for i in cutlass.range_constexpr(2 * count):
+        row = named(found[i], caches, lane + i % 2 * 32, geometry)
+        best = cutlass.max(best, cutlass.select_(row.index >= 0, cutlass.max(tile - i // 2, 0), Int32(-1)))
+    return Int32(cute.arch.warp_redux_sync(best, kind="max"))
+
+
+def looks(walk: Any) -> Boolean:
+    """Whether rows' last tokens are looked for: it has to pay, and there must be room for what is found."""
+    line, pool = walk.line, walk.pool
+    tiles = cutlass.min(scheduler.ceil_div(pool.tokens, TOKENS), cutlass.select_(line.lead > 0, line.span, line.step))
+    few = line.span <= cutlass.select_(line.lead > 0, (SPANS - 2) * pool.width, Int32(SPANS))
+    return (tiles >= LEAST_TILES) & few & (pool.fixed == 0)
+
+
+def share_of(first: Any, end: Any, named: Any, tiles: Any) -> tuple[Any, Any]:
+    """First and end tile of a split of a row of `tiles` tiles, of which only the first `named` name tokens, where the
+    split has tiles first to end of a full row. The splits of a row divide those tiles in proportion. A split never
+    becomes empty: where its share is none it gets the row's last tile, which names no token then."""
+    first, end = scheduler.ceil_div(first * named, tiles), scheduler.ceil_div(end * named, tiles)
+    none = 1 - cutlass.min(end - first, 1)
+    return first + none * (tiles - 1 - first), end + none * (tiles - end)
+
+
+@cute.jit
+def look(
+    split: Split, caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, token: Int32,
+    warp: Int32, geometry: cutlass.Constexpr,
+) -> Boolean:  # fmt: skip
+    """Notes which tiles the worker's splits have: each its share (`share_of`) of a row's tiles up to the last one that
+    names a token, where an eighth or more of the tiles lies behind that. Returns whether a row is so short; else nobody
+    reads what is noted. By the consumers' warps, each of which takes every eighth split, while the first tile is
+    loaded. Little code is run for full rows: what runs once is fetched line by line."""
+    spans, width = storage.spans.get_tensor(cute.make_layout((2, SPANS))), walk.pool.width
+    tiles, early = scheduler.ceil_div(walk.pool.tokens, TOKENS), Boolean(False)
+    if looks(walk) & walk.has_work(split):
+        request = split.request + warp
+        last = cutlass.min((split.end - 1) // width, caches[0].indices.shape[0] - 1)
+        while request <= last:
+            begin = cutlass.max(split.point, request * width)
+            behind = cutlass.min(split.end, (request + 1) * width)
+            first = scheduler.place_of(begin, request * width, tiles, walk.line)
+            end = scheduler.place_of(behind, request * width, tiles, walk.line)
+            row = Split(begin, split.end, request, request * width, split.length)
+            # One tile decides for most rows, which are full.
+            probed = tiles - cutlass.max(tiles // 8, 1)
+            if last_named(caches, row, token, probed, 1, geometry) < 0:
+                found, tile, early = Int32(-1), tiles - 1, Boolean(True)
+                while (found < 0) & (tile >= 0):
+                    found = last_named(caches, row, token, tile, LOOKED_AT, geometry)
+                    tile = tile - LOOKED_AT
+                first, end = share_of(first, end, found + 1, tiles)
+            spans[0, request % SPANS] = first
+            spans[1, request % SPANS] = end
+            request = request + CONSUMERS * WARPS
+    return early
+
+
+@cute.jit
+def span_of(split: Split, storage: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """First and end tile of a split, as `look` has noted them."""
+    spans = storage.spans.get_tensor(cute.make_layout((2, SPANS)))
+    number = split.request % SPANS
+    return cute.arch.make_warp_uniform(spans[0, number]), cute.arch.make_warp_uniform(spans[1, number])
+
+
+def short_word(storage: Any) -> cute.Tensor:
+    """Whether a row of the worker's ends early; 0 until all have met behind `look`. In shared memory, since a register
+    more in the loops over tiles is one too many with 64 heads."""
+    return storage.is_short.get_tensor(cute.make_layout(1))
+
+
+def is_short(storage: Any) -> Boolean:
+    """The same; uniform, or what depends on it would be kept by each thread."""
+    return cute.arch.make_warp_uniform(short_word(storage)[0]) > 0
+
+
+@cute.jit
+def meet(storage: cutlass.Constexpr, found: Boolean) -> Boolean:
+    """Waits until all have looked; whether any found a short row."""
+    word = cute.arch.make_warp_uniform(Int32(named_any(Barrier.LOOKED, THREADS, found)))
+    short_word(storage)[0] = word
+    return word > 0
+
+
+@cute.jit
+def next_place(
+    place: Progress, storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr
+) -> Progress:
     """The place of the tile behind one, perhaps of the worker's next split with tiles; by a whole warp."""
     split, tile, end, asks = place
     tile = tile + 1
     searching = walk.has_work(split) & (tile >= end)
-    while searching:
-        split = walk.next_split(split)
-        tile, end, _ = walk.tiles_of(split)
-        asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
-        searching = walk.has_work(split) & (tile >= end)
+    if cutlass.const_expr(geometry.as_long):
+        if searching:  # its next split has tiles, or there is none
+            split = walk.next_split(split)
+            tile, end, _ = walk.tiles_of(split)
+            if cutlass.const_expr(geometry.shortens):
+                if is_short(storage) & walk.has_work(split):
+                    tile, end = span_of(split, storage)
+            asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
+    else:
+        while searching:
+            split = walk.next_split(split)
+            tile, end, _ = walk.tiles_of(split)
+            asks = cutlass.max(cutlass.min(tile + geometry.stages - 3, end - 1), tile)
+            searching = walk.has_work(split) & (tile >= end)
     return Progress(split, tile, end, asks)
 
 
@@ -638,14 +758,16 @@ def load(
     # 3 to 6 % longer, though the loop below has the same instructions.
     tile, end, _ = walk.tiles_of(split)
     place = Progress(split, tile, end, Int32(-1))
-    if walk.has_work(split) & (tile >= end):
-        place = next_place(place, walk, geometry)
+    if cutlass.const_expr(not geometry.as_long):
+        if walk.has_work(split) & (tile >= end):
+            place = next_place(place, storage, walk, geometry)
     place = Progress(place.split, place.tile, place.end, Int32(-1))  # its query is loaded at once
     if (warp == 0) & walk.has_work(place.split):
         load_query(tma, q, storage, place.split.request, token, row_tile, geometry)
     first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
-    place = next_place(place, walk, geometry)
+    place = next_place(place, storage, walk, geometry)
     second = read_row(caches, place, token, row, geometry)
+    has_looked = Boolean(False)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
     while first.there:
@@ -680,10 +802,32 @@ def load(
             cute.arch.mbarrier_wait(storage.query_empty.data_ptr(), parity)
             parity = parity ^ 1
             load_query(tma, q, storage, first.request, token, row_tile, geometry)
+        if cutlass.const_expr(geometry.shortens):
+            if not has_looked:
+                has_looked = Boolean(True)
+                if meet(storage, Boolean(False)):
+                    place = begin_again(storage, walk, geometry)
+                    second = read_row(caches, place, token, row, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
         first = named(second, caches, row, geometry)
-        place = next_place(place, walk, geometry)
+        place = next_place(place, storage, walk, geometry)
         second = read_row(caches, place, token, row, geometry)
+    if cutlass.const_expr(geometry.shortens):
+        if not has_looked:
+            meet(storage, Boolean(False))
+
+
+@cute.jit
+def begin_again(storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
+    """The place of a producer's second tile where rows are short: behind the first one, or where its first tile should
+    have been; then consumers pass over that (`consume`)."""
+    split = scheduler.filled_split(walk.worker, walk.seq_lens.shape[0], walk.pool)
+    tile, _, _ = walk.tiles_of(split)
+    first, end = span_of(split, storage)
+    place = Progress(split, first, end, Int32(-1))
+    if first == tile:
+        place = next_place(place, storage, walk, geometry)
+    return place
 
 
 def named_word(votes: Int32, found: Row, geometry: Geometry) -> Int32:
@@ -951,6 +1095,7 @@ class Consumer:
     weights: Any  # and 2^-e
     acc_o: Any  # a (64, n) fp32 accumulator of each own panel of V, which both consumers' code shares,
     row_sum: Any  # as this thread's share of the sums of the own P' · 2^-e
+    tokens: Any  # (1,), shared memory: not 0 once rows of this warp's have named tokens
 
     @classmethod
     def make(cls, me, geometry, storage, thread, scale_log2, registers) -> Consumer:
@@ -1015,6 +1160,7 @@ class Consumer:
             weights=cute.make_rmem_tensor(2, Float32),
             acc_o=registers.acc_o,
             row_sum=registers.row_sum,
+            tokens=cute.make_tensor(storage.tokens.data_ptr() + (me * WARPS + thread // 32), cute.make_layout(1)),
         )
 
     def tile_rows(self, stage: Int32) -> cute.Pointer:
@@ -1040,6 +1186,14 @@ class Consumer:
         return [self.mma_o.make_fragment_B(self.mma_o.get_slice(self.thread).partition_B(view))]
 
     # -------------------------------------------------------------------------------------------- factors
+    @cute.jit
+    def note_tokens(self, names: Int32):
+        """Notes whether one of the warp's rows of a tile names a token. In shared memory, since a register more in the
+        loop over tiles is one too many with 64 heads."""
+        tokens = self.tokens
+        if (names & 0x55555555) != 0:
+            tokens[0] = Int32(1)
+
     def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
         """(e, the factor of each group, times 2^-e) of a token."""
         geometry = self.geometry
@@ -1077,6 +1231,7 @@ class Consumer:
         geometry = self.geometry
         lane, warp = self.thread % 32, self.thread // 32
         names = self.valid[warp, stage]
+        self.note_tokens(names)
         for r in cutlass.range_constexpr(2):
             row = wgmma.acc_row(self.thread, r)
             self.scaled[r], self.weights[r] = self.scale_log2, Float32(1.0)
@@ -1234,6 +1389,7 @@ class Consumer:
         """acc_s = K·Qᵀ of an own tile, by the layout that it has."""
         geometry = self.geometry
         names = cute.arch.make_warp_uniform(self.valid[self.thread // 32, stage])
+        self.note_tokens(names)
         if cutlass.const_expr(geometry.fp4):
             if names < 0:
                 self.expand(stage)
@@ -1553,8 +1709,9 @@ class Consumer:
         stages = self.geometry.stages
         row_max = cute.make_rmem_tensor(self.geometry.n // 4, Float32)
         row_max.fill(softmax.NO_KEY)
+        moves, seen, tokens = self.moves, self.seen, self.tokens
+        tokens[0] = Int32(0)
         self.write_max(row_max)
-        moves, seen = self.moves, self.seen
         seen[0] = Int32(0)
         # ODD reads it behind P0.
         if (self.me == EVEN) & (self.thread < 32):
@@ -1626,6 +1783,21 @@ class Head:
             self.maximum[0] = maxima[self.number]
             for i in cutlass.range_constexpr(CONSUMERS):
                 self.sums[i] = of_warps(exchange + i * (WARPS * n), self.number, n)
+
+    @cute.jit
+    def forget(self, acc_o: cutlass.Constexpr, storage: cutlass.Constexpr):
+        """Where no index of the split names a token, makes results what a row without keys has. They are that already,
+        but for queries that are not finite: times a row of zeros these give NaN, which no -inf takes away. Behind
+        `collect`, in which the consumers meet."""
+        tokens = storage.tokens.get_tensor(cute.make_layout(CONSUMERS * WARPS))
+        found = tokens[0]
+        for i in cutlass.range_constexpr(1, CONSUMERS * WARPS):
+            found = found | tokens[i]
+        if cute.arch.make_warp_uniform(found) == 0:
+            for i in cutlass.range_constexpr(CONSUMERS):
+                self.sums[i] = Float32(0.0)
+            for i in cutlass.range_constexpr(HALF_PANELS):
+                acc_o[i].fill(0.0)
 
 
 def of_warps(exchange: cute.Pointer, head: Int32, n: int) -> Float32:
@@ -1945,12 +2117,24 @@ def consume(
             head = cutlass.min(first_row + thread, geometry.h - 1)
             storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
-    walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
+    if cutlass.const_expr(geometry.shortens):
+        tile_of_full, _, _ = walk.tiles_of(split)
+        skips = is_short(storage) & walk.has_work(split) & (span_of(split, storage)[0] != tile_of_full)
+        stage = cute.arch.make_warp_uniform(Int32(skips))
+        if stage > 0:
+            # The first tile that was loaded is another split's.
+            cute.arch.mbarrier_wait(storage.full.data_ptr(), 0)
+            warp_arrive(storage.empty.data_ptr())
+    if cutlass.const_expr(not geometry.as_long):
+        walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
     while walk.has_work(split):
         tiles = walk.tiles_of(split)
         first, end, _ = tiles
+        has_tiles = first < end
+        if cutlass.const_expr(geometry.as_long):
+            has_tiles = True
         block = walk.queries.block(split.request)
-        if first < end:
+        if has_tiles:
             cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity)
             parity = parity ^ 1
         # Said here, or the last split's results would keep their registers while the query is loaded.
@@ -1958,21 +2142,27 @@ def consume(
             acc_o[i].fill(0.0)
         row_sum.fill(0.0)
         walk.list_splits(split, tiles, thread)
-        if first < end:
+        if has_tiles:
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
-            w.run(first, end, stage, phase)
-            moved = stage + (end - first)
+            begin, stop = first, end
+            if cutlass.const_expr(geometry.shortens):
+                if is_short(storage):
+                    begin, stop = span_of(split, storage)
+            w.run(begin, stop, stage, phase)
+            moved = stage + (stop - begin)
             phase = phase ^ (moved // geometry.stages & 1)
             stage = moved % geometry.stages
         following = walk.next_split(split)
         if not walk.has_work(following):
             cute.arch.griddepcontrol_launch_dependents()
-        if first < end:
+        if has_tiles:
             place = walk.place_of(split, tiles)
             found.collect(row_sum, storage, thread, geometry.n)
+            if cutlass.const_expr(not geometry.paged):
+                found.forget(acc_o, storage)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
             place = merge_all(walk, place, split, tiles, add, thread)
             if place.whole:
@@ -2028,6 +2218,8 @@ def sparse_mla_v2(
                 # In v4 each lane arrives once more, when its copies of scales have.
                 cute.arch.mbarrier_init(full + i, PRODUCERS * (33 if geometry.layout == "v4" else 1))
                 cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
+            if cutlass.const_expr(geometry.shortens):
+                short_word(storage)[0] = Int32(0)
             cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
             cute.arch.mbarrier_init(storage.query_empty.data_ptr(), CONSUMERS * WARPS)
         cpasync.prefetch_descriptor(inputs.tma)
@@ -2053,6 +2245,8 @@ def sparse_mla_v2(
         load(inputs, storage, walk, split, token, row_tile, producer, geometry)
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
+        if cutlass.const_expr(geometry.shortens):
+            meet(storage, look(split, inputs.caches, storage, walk, token, warp, geometry))
         factors = Factors(flat_scale, scale_log2 * flat_scale)
         consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
 
@@ -2178,13 +2372,15 @@ class SparseMlaV2Tiling(Tiling):
     """heads: of a query tile, a multiple of 8 up to 64; 0: the least with which there are as few query tiles as with
     64. workers: CTAs for each query tile of a request; 0: as many as fill the device. split_tokens: indices of a split
     (cached tokens, of a page table), a multiple of 64, so that a request's splits depend on nothing but how many it
-    has; 0: the scheduler splits requests as it fills the device."""
+    has; 0: the scheduler splits requests as it fills the device. shortens: whether tiles behind the last index of a row
+    that names a token are left out, where no lengths are given; with split_tokens none is."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
     heads: int = 0
     workers: int = 0
     split_tokens: int = 0
+    shortens: bool = False
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2192,7 +2388,7 @@ class SparseMlaV2Tiling(Tiling):
         n = self.heads or next(n for n in HEADS if n >= each)
         return Geometry(
             pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out,
+            pd.extra_layout, pd.strided_out, self.shortens,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
@@ -2203,6 +2399,8 @@ class SparseMlaV2Tiling(Tiling):
         if self.split_tokens < 0 or self.split_tokens % TOKENS:
             return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         geometry = self.geometry(pd)
+        if self.shortens and not geometry.as_long:
+            return Verdict.no("shortens = True is for rows whose lengths nobody gives")
         if pd.strided_out and (geometry.padded or pd.layout not in ("v32", "v4")):
             return Verdict.no(
                 "out and lse with strides have been checked on a GPU where heads fill their query tiles, or there is "
@@ -2243,16 +2441,18 @@ class SparseMlaV2Plan(KernelPlan):
 
     def default_tiling(self) -> Tiling:
         """Fewer heads a tile where query tiles of all heads would leave most multiprocessors with a KV tile or none:
-        more CTAs read the same tokens then, and each has less to begin and end."""
+        more CTAs read the same tokens then, and each has less to begin and end. Rows' last tokens are looked for where
+        there are many rows: with one to eight requests that cost 2 to 4 % of a call, and with 64 nothing."""
         return min(self.autotune_configs(), key=self._time)
 
     def autotune_configs(self) -> list[Tiling]:
-        most = SparseMlaV2Tiling().geometry(self.problem).n
+        pd, geometry = self.problem, SparseMlaV2Tiling().geometry(self.problem)
+        most, shortens = geometry.n, geometry.as_long and pd.b * pd.s >= MANY
         # Those that halve 64, and those that fill their tiles but for less than one of 16 rows.
-        rounded = -(-self.problem.h // 16) * 16
+        rounded = -(-pd.h // 16) * 16
         fewer = [n for n in HEADS if 16 <= n < most and (64 % n == 0 or rounded % n == 0)]
-        tilings = [SparseMlaV2Tiling(heads=n) for n in (0, *reversed(fewer))]
-        return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)] or tilings[:1]
+        tilings = [SparseMlaV2Tiling(heads=n, shortens=shortens) for n in (0, *reversed(fewer))]
+        return [tiling for tiling in tilings if tiling.validate(pd, self.device)] or tilings[:1]
 
     def _time(self, tiling: SparseMlaV2Tiling) -> float:
         """About how long a call takes, in us."""

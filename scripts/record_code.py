@@ -7,17 +7,19 @@
     PYTHONPATH=DIR scripts/record_code.py triton/flash_mla     # pip install --no-deps --target DIR triton==3.6.0
 
 A line says what the source that is here makes with the compiler of the records: where they name another one than is
-installed, lines stay as they are. A problem class of CuTe is compiled in a process of its own: in one that has compiled
-others before, the compiler was seen to choose other registers. That takes about ten seconds.
+installed, lines stay as they are. Each is compiled in a process of its own: in one that has compiled others before,
+CuTe's compiler was seen to choose other registers. That takes about ten seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,11 +120,39 @@ def wanted(kernels: Collection[str] = ()) -> Iterator[Call]:
                 yield call
 
 
+def compile_apart(calls: Sequence[Call]) -> int:
+    """Prints the lines of calls, each compiled in a process of its own: a copy of this one, which has imported the
+    compilers, as that takes seconds. 1 where one did not compile."""
+    import torch  # noqa: F401 - for the copies
+
+    for package in {registry.LANGUAGES[call.label.split("/")[0]].package for call in calls}:
+        importlib.import_module(package)
+    for call in calls:
+        if not (child := os.fork()):
+            status = 1
+            try:
+                print(json.dumps(asdict(compiled_line(call))), flush=True)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(status)
+        if os.waitpid(child, 0)[1]:
+            return 1
+    return 0
+
+
 def compiled_apart(calls: Sequence[Call]) -> list[Line]:
-    """The lines of calls, compiled in a process of their own."""
+    """The lines of calls, by `compile_apart` in a process that is started for them."""
     words = [sys.executable, __file__, "--some", json.dumps([asdict(call) for call in calls])]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    return [Line(**json.loads(text)) for text in done.stdout.splitlines()]
+    made = []
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        for text in process.stdout or ():
+            made.append(line := Line(**json.loads(text)))
+            where = line.problem or line.problem_class
+            print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
+    if process.returncode:
+        raise SystemExit(f"{calls[len(made)].label} did not compile: nothing was written.")
+    return made
 
 
 def main() -> int:
@@ -132,14 +162,12 @@ def main() -> int:
     parser.add_argument("--some", help=argparse.SUPPRESS)  # JSON of a list of `Call`
     args = parser.parse_args()
     if args.some:
-        for call in json.loads(args.some):
-            print(json.dumps(asdict(compiled_line(Call(**call)))), flush=True)
-        return 0
+        return compile_apart([Call(**call) for call in json.loads(args.some)])
     here = {kernel.label for kernel in registry.all_kernels()}
     lines = [line for line in ledger.lines() if line.kernel in here]
     known = () if args.all else lines
     current = {place_of(line) for line in known if line.source == ledger.source_of(line.kernel)}
-    todo: dict[str, dict[tuple[Any, ...], Call]] = {}  # what one process compiles
+    todo: dict[tuple[Any, ...], Call] = {}
     other: Counter[str] = Counter()
     asked: set[tuple[Any, ...]] = set()
     for call in wanted(args.kernels):
@@ -152,15 +180,11 @@ def main() -> int:
         if any(installed.get(package, version) != version for package, version in call.toolchain.items()):
             other[f"{call.label}: compiled by {dict(call.toolchain)}, and {installed} is here"] += 1
             continue
-        group = json.dumps(place[:3] if language == "cute-dsl" else place[:1])
-        todo.setdefault(group, {}).setdefault(place, call)
-    made = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for lines_of in pool.map(compiled_apart, [list(calls.values()) for calls in todo.values()]):
-            for line in lines_of:
-                made.append(line)
-                where = line.problem or line.problem_class
-                print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
+        todo.setdefault(place, call)
+    calls, workers = list(todo.values()), os.cpu_count() or 1
+    with ThreadPoolExecutor(workers) as pool:
+        made = [line for found in pool.map(compiled_apart, filter(None, (calls[i::workers] for i in range(workers))))
+                for line in found]  # fmt: skip
     # A line that nothing asks for any more goes, unless its version was not looked at.
     # So does one of an older source: the new one launches other kernels, or its record needs another compiler.
     looked = [

@@ -67,7 +67,7 @@ PROBLEMS: dict[str, tuple[Problem, tuple[str, ...]]] = {
     "odd-scores": (MlaProblem(b=2, h=16, t=128), PROMISED),
     "odd-scores-fp16": (MlaProblem(b=2, s=3, h=5, t=128, causal=True, dtype="fp16"), PROMISED),
     "odd-scores-sparse": (SparseProblem(b=3, h=16, t=96, topk=40, layout="v4"), PROMISED),
-    "odd-scores-mixed": (MixedProblem(b=2, h=16, t=192, n=64), ("nan", "scale_zero", "scale_negative")),
+    "odd-scores-mixed": (MixedProblem(b=2, h=16, t=192, n=64), PROMISED),
     "odd-scores-prompt": (PrefillProblem(b=1, s=97, h=2, causal=True), PROMISED),
 }
 

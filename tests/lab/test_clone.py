@@ -173,7 +173,7 @@ def test_a_clone_passes_its_check_untouched(language: str, tmp_path: Path) -> No
         )
 
     label = kernels[0].label
-    made = run("-m", "mla_var3.lab.clone", label, "77")
+    made = run("-m", "mla_var3.cli", "clone", label, "77")
     assert made.returncode == 0, made.stderr
     new = f"{language}/{kernels[0].design}_v77"
     assert new in made.stdout

@@ -209,7 +209,7 @@ def test_tuning_measures_skips_records_and_keeps(tmp_path: Path) -> None:
     kernel = toy()
     measure = fake_times({1: 5.0, 2: 3.0, 4: -1.0, 8: 4.0})
     result = autotune(kernel, measure, cache_dir=tmp_path, progress=False)
-    assert result.best == ToyTiling(2) and result.best_us == 3.0
+    assert result.best == ToyTiling(2)
     status = {t.tiling["tile_m"]: t.status for t in result.trials}
     assert status == {1: "measured", 2: "measured", 4: "failed", 8: "measured", 16: "infeasible"}
     reasons = {t.tiling["tile_m"]: t.reason for t in result.trials}

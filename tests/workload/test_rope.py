@@ -192,7 +192,7 @@ def test_other_tokens_bind_and_other_heads_and_dtypes_do_not() -> None:
     assert WORKLOAD.rebound(PROBLEM, *make_inputs(other)) == other
     for spoiled, sentence in (
         (make_inputs(PROBLEM.replace(h=4)), "q is"),
-        (make_inputs(PROBLEM.replace(index="int32")), "positions is int32"),
+        (make_inputs(PROBLEM.replace(index="int32")), "positions is torch.int32"),
         (make_inputs(PROBLEM.replace(dtype="fp16")), "float16"),
     ):
         with pytest.raises(UserError, match=sentence):

@@ -13,7 +13,6 @@ import ast
 import io
 import keyword
 import re
-import sys
 import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from mla_var3 import paths
 from mla_var3.catalogue.registry import KernelId, all_kernels
-from mla_var3.errors import EXIT_USER_ERROR, UserError
+from mla_var3.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def clone_folder(folder: Path, old: str, new: str, beside: Path | None = None, *
         results[target] = _rewrite(text, trees[path], names, modules, design, old, new)
     main = out / f"{new}.py"
     if main in results:
-        results[main] = _note(results[main], old, new)
+        results[main] = _note(results[main], old)
     if not dry_run:
         _write(out, results, folder)
     return FolderClone(tuple(results), {**modules, **names})
@@ -280,7 +279,7 @@ def _prose(text: str, names: dict[str, str], modules: dict[str, str], design: st
     return text.replace(f"{mark}D", design).replace(f"{mark}N", new)
 
 
-def _note(text: str, old: str, new: str) -> str:
+def _note(text: str, old: str) -> str:
     """Adds to the module's docstring where the version comes from, for its author to replace."""
     tree = ast.parse(text)
     first = tree.body[0] if tree.body else None
@@ -329,22 +328,3 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         print(f"next: mla-var3 check {made.kernel.label}; then edit {made.kernel.path.name}")
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of scripts/clone_kernel.py."""
-    parser = argparse.ArgumentParser(
-        prog="clone_kernel.py",
-        description="Copy a kernel version under a new version number, renaming what it defines.",
-        epilog="example: scripts/clone_kernel.py triton/flash_mla        makes triton/flash_mla_v1",
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except UserError as error:
-        print(f"clone_kernel.py: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,19 +1,14 @@
 """The limits of a run: what a large matrix product and a kernel that only reads reach here, now, in the same state;
 where a problem writes much of what it moves, a kernel that copies, too, and where it writes rows with gaps between
-them, one that copies such rows.
-
-`python -m mla_var3.measure.calibrate` prints both states as JSON.
-"""
+them, one that copies such rows."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError, nearest
 from mla_var3.measure import timing
 from mla_var3.measure.settings import BenchSettings
 
@@ -125,42 +120,17 @@ def _name(rows: Rows) -> str:
     return f"{ROWS} {rows.width}/{rows.pitch}"
 
 
-def measure_limits(state: str, settings: BenchSettings | None = None, backend: Backend | None = None) -> Limits:
-    """Measures both limits in one state ("burst" or "sustained") on the GPU that is here.
-
-    Raises `UserError` for another state, or where there is no GPU.
-    """
-    if state not in timing.STATES:
-        raise UserError(f"state {state!r} is unknown: {nearest(state, timing.STATES)}.")
-    return measure_all((state,), settings, backend)[state]
-
-
-def measure_all(
-    states: Sequence[str] = timing.STATES, settings: BenchSettings | None = None, backend: Backend | None = None
-) -> dict[str, Limits]:
-    """Both limits in each of the states, measured in one process."""
-    import dataclasses
-
+def measure_all(settings: BenchSettings | None = None, backend: Backend | None = None) -> dict[str, Limits]:
+    """Both limits in each state of which the settings have rounds, measured in one process."""
     if backend is None:
         from mla_var3.measure.cuda_backend import CudaBackend
 
         backend = CudaBackend()
     settings = settings or BenchSettings()
-    if "burst" not in states:
-        settings = dataclasses.replace(settings, burst_rounds=0)
-    if "sustained" not in states:
-        settings = dataclasses.replace(settings, sustained_rounds=0)
     both = LimitItems(backend, settings)
 
     def failed(item: Item, error: Exception) -> None:
         raise error
 
     timing.take_turns(backend, both.items, settings, lambda item, state, number: None, failed)
-    return {state: found for state in states if (found := both.limits(state)) is not None}
-
-
-if __name__ == "__main__":
-    try:
-        print(json.dumps({state: asdict(limits) for state, limits in measure_all().items()}))
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    return {state: found for state in timing.STATES if (found := both.limits(state)) is not None}

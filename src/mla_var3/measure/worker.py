@@ -202,7 +202,7 @@ class Worker:
                 if self._examine(contender, problem, inputs):
                     ready.append(contender)
         if self.limits is not None:
-            self._time(ready, problem, inputs)
+            self._time(ready, inputs)
         # Graphs and tensors of this cell must be gone before the next one allocates.
         for contender in contenders:
             contender.drop()
@@ -235,7 +235,7 @@ class Worker:
             raise Stop("skipped", f"{language} kernels do not run on a CPU; compile this one, or check it on a GPU")
         if spec.get("tune") and "tuning" not in carry and settings.mode != "compile":
             with self.phase(contender, "tune"):
-                self._tune(contender, problem, inputs)
+                self._tune(contender, inputs)
         contender.facts.update(dict(zip(("flops", "bytes"), contender.plan.algorithmic_flops_bytes(), strict=True)))
         wants_resources = settings.resources or settings.mode == "compile"
         if self.device is not None and wants_resources and _compiled(language) and "resources" not in carry:
@@ -252,7 +252,7 @@ class Worker:
             return False
         if not carry.get("checked"):
             with self.phase(contender, "check"):
-                self._check(contender, problem)
+                self._check(contender)
             self.info(contender, checked=True, seconds=contender.seconds)
         if self.limits is None:
             self.finish(contender, "passed")
@@ -282,7 +282,7 @@ class Worker:
         plan.feasible().require(Infeasible)
         plan.supported().require(Unsupported)
 
-    def _tune(self, contender: Contender, problem: Problem, inputs: _Inputs) -> None:
+    def _tune(self, contender: Contender, inputs: _Inputs) -> None:
         from mla_var3.runtime.autotune import autotune
 
         sets = inputs.of(contender.plan)
@@ -323,7 +323,7 @@ class Worker:
         if smem > room:
             raise Stop("infeasible", f"takes {smem} bytes of shared memory a block; {self.device.key} has {room}")
 
-    def _check(self, contender: Contender, problem: Problem) -> None:
+    def _check(self, contender: Contender) -> None:
         plan = contender.plan
         report = self.backend.check(plan, self.device, self.settings.quick_check)
         self.backend.synchronize()
@@ -332,7 +332,7 @@ class Worker:
             raise Stop("incorrect", report.reason or "the check failed")
 
     # ------------------------------------------------------------ timing
-    def _time(self, ready: list[Contender], problem: Problem, inputs: _Inputs) -> None:
+    def _time(self, ready: list[Contender], inputs: _Inputs) -> None:
         assert self.limits is not None
         self.backend.release()  # what the checks left
         self._each(ready, lambda contender: self._prepare(contender, inputs))

@@ -83,10 +83,6 @@ class TuneResult:
     trials: list[Trial] = field(default_factory=list)
     from_cache: bool = False
 
-    @property
-    def best_us(self) -> float:
-        return min(t.time_us for t in self.trials if t.time_us is not None)
-
 
 def default_cache_dir() -> Path:
     """Where tuning results are kept unless a caller says otherwise."""

@@ -225,11 +225,11 @@ class Workload:
     oracle, outputs in higher precision. cases(problem, on_gpu): what the check runs, "own" (the problem itself) first;
     names and purposes are in `case_names`, those of a quick check in `quick`. bounds(dist): by output.
     rebound(problem, *inputs): the problem that other tensors of the same class have; raises `UserError` for a tensor
-    that does not fit. as_bound(problem): what it makes of the problem's own inputs. small(problem): like it, and done
-    in seconds on a CPU. sample(small, given): fields of a problem of which a user gave only these. variants: fields,
-    tried in turn, that replace the default ones where a version does not take the default problem. draw(rng): fields of
-    a problem that somebody may have, at random. updates: places of inputs that a call writes into, where they hold NaN
-    and nowhere else.
+    that does not fit. as_bound(problem): what it makes of the problem's own inputs, by default the problem itself.
+    small(problem): like it, and done in seconds on a CPU. sample(small, given): fields of a problem of which a user
+    gave only these. variants: fields, tried in turn, that replace the default ones where a version does not take the
+    default problem. draw(rng): fields of a problem that somebody may have, at random. updates: places of inputs that a
+    call writes into, where they hold NaN and nowhere else.
     """
 
     name: str
@@ -243,8 +243,8 @@ class Workload:
     bounds: Callable[[str], Mapping[str, Bound]]
     rebound: Callable[..., Any]
     small: Callable[[Any], Any]
-    as_bound: Callable[[Any], Any]
     sample: Callable[[bool, Mapping[str, Any]], dict[str, Any]]
+    as_bound: Callable[[Any], Any] = lambda problem: problem
     variants: tuple[Mapping[str, Any], ...] = ()
     draw: Callable[[random.Random], dict[str, Any]] | None = None
     updates: tuple[int, ...] = ()

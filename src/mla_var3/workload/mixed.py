@@ -123,8 +123,9 @@ def make_inputs(
     """Random inputs of a mixed problem whose two forms agree: keys and values of new tokens are those of their latents.
 
     dist: normal, or flashmla (tokens and queries N(0, 1) / 10, clamped), or nan: of these, a query row of the first
-    request is NaN, and of the last one the oldest latent, or the first new key where there is none. Weights have
-    variance 1 / fan-in.
+    request is NaN, and of the last one the oldest latent, or the first new key where there is none. extremes: logits of
+    ±`decode.EXACT`, from rope columns alone: the oldest token of each request, and all others as far below zero.
+    Weights have variance 1 / fan-in.
     """
     import torch
 
@@ -159,7 +160,27 @@ def make_inputs(
             kv_cache[page_table[-1, 0].long(), 0, 0, -1] = math.nan
         else:
             k_new[-1, 0, -1, -1] = math.nan
+    elif dist == "extremes" and pd.p:
+        _stretch(pd, q_latent, q_heads, kv_cache, page_table, old_lens, k_new)
     return q_latent, q_heads, kv_cache, page_table, old_lens, k_new, v_new, w_uv
+
+
+def _stretch(pd: MixedProblem, q_latent: Any, q_heads: Any, cache: Any, table: Any, old_lens: Any, k_new: Any) -> None:
+    """Makes logits as large as `extremes` says: zeros in q but for its rope columns, a multiple of whose signs keys
+    have."""
+    import torch
+
+    size = decode.EXACT / (64.0 * pd.p * (pd.scale or 1.0))
+    signs = torch.where(torch.arange(pd.p) % 3 == 0, -1.0, 1.0).to(q_heads)
+    for q in (q_latent, q_heads):
+        q[..., : -pd.p], q[..., -pd.p :] = 0.0, 64.0 * signs
+    k_new[..., -pd.p :] = -size * signs
+    cache[..., -pd.p :] = -size * signs
+    for i, old in enumerate(old_lens.tolist()):
+        if old:
+            cache[table[i, 0].long(), 0, :, -pd.p :] = size * signs
+        elif pd.n:
+            k_new[i, 0, :, -pd.p :] = size * signs
 
 
 def mixed_reference(
@@ -214,6 +235,7 @@ CASES = {
     "all_latent": "no decompressed token",
     "all_decompressed": "no latent",
     "nan": "a query row and an old token that are NaN, beside others that are not",
+    "extremes": "logits as large as float32 scores tell keys apart, of both signs",
     "scale_zero": "a scale of 0: every key counts as much",
     "scale_negative": "a scale below 0",
 }
@@ -237,7 +259,8 @@ def _cases(problem: MixedProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("ragged", ragged, "normal", planned=True)
     yield Case("all_latent", own.replace(n=0), "flashmla", planned=True)
     yield Case("all_decompressed", own.replace(n=t), "flashmla", planned=True)
-    yield Case("nan", ragged, "nan", planned=True)
+    for dist in ("nan", "extremes"):
+        yield Case(dist, ragged, dist, planned=True)
     yield Case("scale_zero", ragged.replace(softmax_scale=0.0), "flashmla", planned=True)
     yield Case("scale_negative", ragged.replace(softmax_scale=-abs(problem.scale) or -1.0), "normal", planned=True)
 

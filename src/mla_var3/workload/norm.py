@@ -294,6 +294,5 @@ WORKLOAD = Workload(
     bounds=bounds,
     rebound=rebound,
     small=small,
-    as_bound=lambda problem: problem,
     sample=sample,
 )

@@ -284,6 +284,5 @@ WORKLOAD = Workload(
     bounds=bounds,
     rebound=rebound,
     small=rope.small,
-    as_bound=lambda problem: problem,
     sample=sample,
 )  # fmt: skip

@@ -31,7 +31,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_var3.errors import UserError, nearest
-from mla_var3.workload import Bound, Case, Cost, Output, Problem, Rows, Workload, check_dtype, check_integer
+from mla_var3.workload import (
+    Bound,
+    Case,
+    Cost,
+    Output,
+    Problem,
+    Rows,
+    Workload,
+    check_bound,
+    check_dtype,
+    check_integer,
+)
 
 DISTRIBUTIONS = ("normal", "ends", "huge", "skipped", "none", "beyond")
 INDICES = {"int64": 8, "int32": 4}
@@ -359,11 +370,7 @@ def rebound(problem: RopeProblem, *inputs: Any) -> RopeProblem:
         "table": (table, (table.shape[0], problem.p), "fp32"),
     }
     for name, (tensor, shape, dtype) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"cannot bind: {name} is {tuple(tensor.shape)}, and this kernel wants {shape}.")
-        named = str(tensor.dtype).removeprefix("torch.")
-        if named != {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype):
-            raise UserError(f"cannot bind: {name} is {named}, and this kernel was planned for {dtype}.")
+        check_bound(name, tensor, shape, dtype)
         if not (tensor.is_contiguous() if name != "rope" else tensor.stride(1) == 1):
             how = "have its columns beside each other" if name == "rope" else "be contiguous"
             raise UserError(f"cannot bind: {name} has strides {tuple(tensor.stride())}; it must {how}.")
@@ -398,6 +405,5 @@ WORKLOAD = Workload(
     bounds=bounds,
     rebound=rebound,
     small=small,
-    as_bound=lambda problem: problem,
     sample=sample,
 )

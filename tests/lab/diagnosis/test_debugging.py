@@ -297,7 +297,7 @@ def test_triton_keeps_its_two_forms_and_says_what_is_not_made(
 def test_source_lines_come_into_a_cute_binary_and_change_no_instruction(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(paths.import_root()), env.get("PYTHONPATH")]))
-    words = [sys.executable, "-m", "mla_var3.cli", "check", "cute-dsl/flash_mla", "--b", "2", "--h", "8", "--t", "64"]
+    words = [sys.executable, "-m", "mla_var3.cli", "check", "cute-dsl/rmsnorm", "--problem", "rows=3"]
     both = []
     for options in ([], ["--lineinfo"]):
         out = tmp_path / f"lines{len(options)}"
@@ -307,11 +307,11 @@ def test_source_lines_come_into_a_cute_binary_and_change_no_instruction(tmp_path
         )  # fmt: skip
         assert done.returncode == (0 if Device.detect() else 3), done.stderr
         both.append(out)
-    files = [{p.suffix: p for p in out.rglob("flash_mla.*")} for out in both]
+    files = [{p.suffix: p for p in out.rglob("rmsnorm.*")} for out in both]
     assert all(set(one) == {".mlir", ".cubin", ".ptx", ".sass"} for one in files)
     assert files[0][".sass"].read_text() == files[1][".sass"].read_text()
-    assert files[1][".cubin"].stat().st_size > 2 * files[0][".cubin"].stat().st_size
-    assert ".loc" not in files[0][".ptx"].read_text() and "flash_mla.py" in files[1][".ptx"].read_text()
+    assert [b".debug_line" in one[".cubin"].read_bytes() for one in files] == [False, True]
+    assert ".loc" not in files[0][".ptx"].read_text() and "rmsnorm.py" in files[1][".ptx"].read_text()
 
 
 def test_lines_cannot_be_asked_for_once_the_compiler_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 VERSION = Path("src/mla_var3/kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py")
-#: Compiles one kernel of the version that PYTHONPATH leads to.
+#: Compiles kernels of the version that PYTHONPATH leads to, each into a folder of its name.
 COMPILE = """
 import sys
 from pathlib import Path
@@ -21,7 +21,8 @@ from mla_var3.workload.decode import MlaProblem
 h200 = Device.get("h200")
 plan = get_plan(KernelId.parse("cute-dsl/flash_mla"))(MlaProblem(b=2, t=300), None, h200)
 stages = dict(zip(("flash_mla", "combine"), plan.plan_empty().stages, strict=True))
-stages[sys.argv[2]].compile(Path(sys.argv[1]), h200, keep=("sass",))
+for name in sys.argv[2:]:
+    stages[name].compile(Path(sys.argv[1]) / name, h200, keep=("sass",))
 """
 #: Heading of each patch -> the kernel that it changes.
 PATCHED = {
@@ -46,15 +47,15 @@ def patches(page: str) -> dict[str, str]:
     return found
 
 
-def sass(tree: Path, out: Path, kernel: str) -> tuple[list[str], str]:
-    """(instructions of a kernel, what was printed)."""
+def sass(tree: Path, out: Path, *kernels: str) -> tuple[list[list[str]], str]:
+    """(instructions of each kernel, what was printed)."""
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(out), kernel], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", COMPILE, str(out), *kernels], capture_output=True, text=True, check=False,
         env={"PYTHONPATH": str(tree / "src"), "PATH": "/usr/bin:/bin", "HOME": str(out.parent)}, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    text = (out / f"{kernel}.sass").read_text()
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.MULTILINE), done.stdout
+    texts = [(out / kernel / f"{kernel}.sass").read_text() for kernel in kernels]
+    return [re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text, re.MULTILINE) for text in texts], done.stdout
 
 
 def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_path: Path) -> None:
@@ -62,7 +63,8 @@ def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_
     shutil.copytree(repo_root / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
     found = patches(page)
     assert set(found) == set(PATCHED)
-    code = {kernel: sass(tree, tmp_path / f"clean-{kernel}", kernel)[0] for kernel in ("flash_mla", "combine")}
+    kernels = ("flash_mla", "combine")
+    code = dict(zip(kernels, sass(tree, tmp_path / "clean", *kernels)[0], strict=True))
     said = {}
     for name, text in found.items():
         (tmp_path / "fault.diff").write_text(text)
@@ -76,7 +78,7 @@ def test_every_patch_applies_compiles_and_shows(page: str, repo_root: Path, tmp_
             )
             assert done.returncode == 0, f"{name}: {done.stderr}"
             if not back:
-                code[name], said[name] = sass(tree, tmp_path / name, PATCHED[name])
+                (code[name],), said[name] = sass(tree, tmp_path / name, PATCHED[name])
 
     def count(name: str, pattern: str) -> int:
         return sum(bool(re.search(rf"{pattern}(?![.\w])", text)) for text in code[name])

@@ -20,7 +20,11 @@ from mla_var3.lab.knowledge.page import FOLDER, paragraphs, read
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = pages_of(ROOT)
-WITH_CODE = [path for path in PAGES if blocks(read(path)[0])[0]]
+#: Pages with code, folder by folder.
+WITH_CODE: dict[str, list[Path]] = {}
+for path in PAGES:
+    if blocks(read(path)[0])[0]:
+        WITH_CODE.setdefault(path.parent.relative_to(ROOT / FOLDER).as_posix(), []).append(path)
 #: What the original texts about CuTe DSL promise, by name.
 SIXTEEN = """
 concepts-architecture concepts-layouts concepts-tensors concepts-mma patterns-getting-started patterns-elementwise
@@ -74,11 +78,12 @@ def test_no_folder_is_crowded() -> None:
         assert len(pages) <= 13, folder
 
 
-@pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
-def test_blocks_compile(path: Path) -> None:
-    """One process a page; it needs no GPU, and must not find one either."""
+@pytest.mark.parametrize("folder", WITH_CODE)
+def test_blocks_compile(folder: str) -> None:
+    """One process a folder; it needs no GPU, and must not find one either."""
+    pages = WITH_CODE[folder]
     done = subprocess.run(
-        [sys.executable, "-m", "mla_var3.lab.knowledge.compile_blocks", str(path)],
+        [sys.executable, "-m", "mla_var3.lab.knowledge.compile_blocks", *map(str, pages)],
         capture_output=True,
         text=True,
         check=False,
@@ -87,8 +92,9 @@ def test_blocks_compile(path: Path) -> None:
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert results, done.stderr[-2000:]
-    assert [f"{name_of(path)}:{r['line']}: {r['problem']}" for r in results if r["problem"]] == []
-    assert len(results) == len(blocks(read(path)[0])[0])
+    assert [f"{name_of(Path(r['page']))}:{r['line']}: {r['problem']}" for r in results if r["problem"]] == []
+    for path in pages:
+        assert sum(r["page"] == str(path) for r in results) == len(blocks(read(path)[0])[0]), path
     assert done.returncode == 0
 
 

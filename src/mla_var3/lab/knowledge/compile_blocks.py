@@ -1,8 +1,8 @@
-"""Runs the code blocks of one page in this process and says what came out: one JSON object a line.
+"""Runs the code blocks of pages in this process and says what came out: one JSON object a line.
 
     python -m mla_var3.lab.knowledge.compile_blocks docs/knowledge/languages/cute-dsl/concepts/concepts-mma.md
 
-The process belongs to the page: it replaces `cute.compile` and cuTile's `export_kernel` to give every compile of a
+The process belongs to the pages: it replaces `cute.compile` and cuTile's `export_kernel` to give every compile of a
 block the block's architecture and to read the code that comes out. No GPU is used.
 """
 

@@ -33,13 +33,6 @@ INK = "currentColor"
 TILE = (36, 22)  # pixels
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance of WCAG 2, 0 (black) to 1."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 def shade(language: str, place: float) -> str:
     """A colour of a language's hue: place 0 is its palest shade, 1 its strongest."""
     hue = HUES.get(language)

@@ -15,7 +15,7 @@ from typing import Any
 from mla_var3 import paths
 from mla_var3.device import Device
 from mla_var3.dispatch import choose, expected
-from mla_var3.dispatch.evidence import Timed, of_records
+from mla_var3.dispatch.evidence import of_records
 from mla_var3.dispatch.expected import Expectations
 from mla_var3.errors import UserError
 from mla_var3.files import read_yaml
@@ -78,7 +78,7 @@ def of_device(key: str, points: Sequence[Point]) -> dict[str, Any] | None:
     return {
         "labels": labels,
         "picks": picks,
-        "times": _times(device, told, found),
+        "times": _times(device, told),
         "error": None if spread is None else spread[1],
     }
 
@@ -117,7 +117,7 @@ def shapes() -> list[MlaProblem]:
     ]  # fmt: skip
 
 
-def _times(device: Device, told: dict[str, Expectations], found: Sequence[Timed]) -> list[list[float]]:
+def _times(device: Device, told: dict[str, Expectations]) -> list[list[float]]:
     labels, rows = list(told), list[list[float]]()
     for problem in shapes():
         label = _pick(problem, device)

@@ -365,13 +365,13 @@ def explained(words: Iterable[str] = ()) -> Any:
     except UserError:
         raise
     except Exception as error:
-        sentence = explain(error, list(words))
+        sentence = explain(error)
         if sentence is None:
             raise
         raise UserError(sentence) from error
 
 
-def explain(error: BaseException, words: Sequence[str] = ()) -> str | None:
+def explain(error: BaseException) -> str | None:
     """The one-line form of a configuration error; None for an error that is not about configuration."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException

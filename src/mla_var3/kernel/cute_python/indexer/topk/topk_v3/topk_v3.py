@@ -66,7 +66,6 @@ MOST_K = 2048
 HELD = (8, 16, 32)  # logits of a thread
 CLUSTERS = (1, 2, 4, 8, 16)
 THREADS = (256, 512)  # of a CTA
-LONGEST = 1 << 17  # logits of a row that 256 threads stream: of more the sample is too small a part for their slots
 GATHERED = 4096  # candidates that the first CTA of a cluster chooses among
 LEAST_SHARE = 4096  # logits, below which a CTA more does not pay for its part in the sums
 
@@ -940,7 +939,7 @@ def takes(pd: TopkProblem) -> Verdict:
 class TopkTiling(Tiling):
     """ctas: of a row, a cluster; 0: as many as fill the device with rows of the problem's length. held: whether rows
     that registers hold are held there. threads: of a CTA, 256 or 512; 0: 256 where rows are more than the device takes
-    at once with 512, if so many hold a row, or if it is streamed and their slots are enough for it."""
+    at once with 512 and so many hold a row, else 512."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held", "threads")
@@ -961,9 +960,7 @@ class TopkTiling(Tiling):
         most = min(sms // max(rows, 1), -(-t // LEAST_SHARE))
         ctas = self.ctas or max(x for x in CLUSTERS if x <= max(most, 1))
         few, many = THREADS
-        most_held = max(HELD) if self.held else 0
-        fits = t <= few * most_held or many * most_held < t <= LONGEST
-        narrow = ctas == 1 and rows > 2 * sms and fits
+        narrow = self.held and ctas == 1 and rows > 2 * sms and t <= few * max(HELD)
         threads = self.threads or (few if narrow else many)
         held = next((x for x in HELD if self.held and t <= x * threads * ctas), 0)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0

@@ -21,7 +21,7 @@ from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK, TOPK_V3 = "cute-dsl/mqa_logits_v3", "cute-dsl/topk", "cute-dsl/topk_v3"
+LOGITS, TOPK_V1, TOPK = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v1", "cute-dsl/topk_v3"
 
 
 def plan_type(label: str) -> Any:
@@ -38,17 +38,17 @@ def plan_type(label: str) -> Any:
         (LOGITS, IndexerLogitsProblem(s=3)),
         (LOGITS, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
         (TOPK, TopkProblem(b=1)),
-        (TOPK_V3, TopkProblem(b=1)),
-        (TOPK_V3, TopkProblem(b=4096)),
-        (TOPK_V3, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
+        (TOPK, TopkProblem(b=4096)),
+        (TOPK, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
+        (TOPK_V1, TopkProblem(b=1024, t=131072)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
-    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V3) else 0)
+    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V1) else 0)
     assert made.resources.smem <= H200.smem_per_block
 
 
@@ -112,15 +112,12 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
     assert sorted(stored) == list(range(2 * tokens))
 
 
-def test_few_long_rows_are_cut_and_many_are_not() -> None:
-    from mla_var3.kernel.cute_python.indexer.topk.topk.topk import LEAST_SLICE, TopkTiling
+def test_long_rows_of_many_are_a_ctas_in_version_1() -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v1.topk_v1 import TopkTiling
 
-    def slices(rows: int, t: int) -> int:
-        return TopkTiling().slices_of(rows, t, 132)
-
-    assert (slices(1, 131072), slices(64, 65536), slices(132, 65536), slices(4096, 65536)) == (16, 2, 1, 1)
-    assert slices(1, LEAST_SLICE) == 1 and slices(1, 1 << 20) == 64
-    assert TopkTiling(8).slices_of(4096, 65536, 132) == 8
+    tiling = TopkTiling()
+    ctas = tiling.ctas_of(133, 65537, 132)
+    assert (ctas, tiling.held_of(65537, ctas)) == (1, 0)
 
 
 def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> None:
@@ -136,9 +133,10 @@ def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> No
     ]  # fmt: skip
     assert [made(rows, 65536)[:2] for rows in (8, 16, 33, 64, 132)] == [(16, 8), (8, 16), (4, 32), (2, 0), (1, 0)]
     assert [made(4096, t) for t in (8192, 8193, 16384, 16385, 131072, 131073)] == [
-        (1, 32, 256), (1, 32, 512), (1, 32, 512), (1, 0, 256), (1, 0, 256), (1, 0, 512),
+        (1, 32, 256), (1, 32, 512), (1, 32, 512), (1, 0, 512), (1, 0, 512), (1, 0, 512),
     ]  # fmt: skip
-    assert made(264, 65536) == (1, 0, 512) and made(265, 65536) == (1, 0, 256)
+    assert made(264, 8192) == (1, 16, 512) and made(265, 8192) == (1, 32, 256)
+    assert made(4096, 8192, held=False) == (1, 0, 512)
     assert made(4096, 8192, ctas=8, held=False) == (8, 0, 512) and made(1, 8192, ctas=1, threads=256) == (1, 32, 256)
 
 
@@ -164,10 +162,8 @@ def test_refusals_say_why() -> None:
     assert "do not fit in the registers of 4 consumers" in tiling(consumers=4).validate(wide).reason
     assert "ended in a launch failure" in tiling(consumers=3).validate(IndexerLogitsProblem()).reason
     assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
-    assert "slices = 65" in chooses.tiling_type(65).validate(TopkProblem()).reason
-    clusters = plan_type(TOPK_V3)
-    assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in clusters.tiling_type(3).validate(TopkProblem()).reason
-    assert "at most 2,048 are chosen" in clusters.requires.accepts(TopkProblem(topk=2049)).reason
+    assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in chooses.tiling_type(3).validate(TopkProblem()).reason
+    assert "threads = 128 must be 0 or one of 256" in chooses.tiling_type(threads=128).validate(TopkProblem()).reason
     append = plan_type("cute-dsl/index_append")
     assert "scales that are no powers of two" in append.requires.accepts(IndexAppendProblem(powers=False)).reason
     problem = IndexerLogitsProblem(b=2, t=100)
@@ -181,7 +177,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V3, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V1, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan = plan_type(label)
     for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
@@ -196,11 +192,10 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
-    picked = {
-        (b, t): choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 16385), (256, 4096), (255, 16384))
-    }
-    assert list(picked.values()) == [TOPK_V3, TOPK_V3, TOPK]
-    assert choose(TopkProblem(b=4096, dtype="bf16"), H200).kernel.label == TOPK
+    sizes = (1, 8192), (1, 1 << 20), (8192, 8192), (4096, 65536), (132, 65537), (133, 65537)
+    picked = [choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes]
+    assert picked == [TOPK] * 5 + [TOPK_V1]
+    assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
     assert choose(IndexAppendProblem(), H200).kernel.label == "cute-dsl/index_append"
     with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):
         choose(TopkProblem(topk=4096), H200)

@@ -66,7 +66,6 @@ MOST_K = 2048
 HELD = (8, 16, 32)  # logits of a thread
 CLUSTERS = (1, 2, 4, 8, 16)
 THREADS = (256, 512)  # of a CTA
-LONGEST = 1 << 17  # logits of a row that 256 threads stream: of more the sample is too small a part for their slots
 GATHERED = 4096  # candidates that the first CTA of a cluster chooses among
 LEAST_SHARE = 4096  # logits, below which a CTA more does not pay for its part in the sums
 
@@ -410,14 +409,25 @@ def column_of(
     return column
 
 
+class Digit(NamedTuple):
+    """Which bits of which numbers are counted: of keys, or where ties > 0 of what lies behind those with the key
+    `tied`. low: the least of them that counts. width: bits of the numbers above it. shift: bits behind the digit."""
+
+    low: Uint32
+    width: Int32
+    shift: Int32
+    ties: Int32
+    tied: Uint32
+
+
 @cute.jit
 def count_all(
-    memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, again: Boolean, low: Uint32,
-    width: Int32, shift: Int32, ties: Int32, tied: Uint32, thread: Int32, of: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
+    memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, again: Boolean,
+    digit: cutlass.Constexpr, thread: Int32, of: cutlass.Constexpr, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Counts all candidates, or all logits of the row again, in the bins of a digit: of keys, or where ties > 0 of what
-    lies behind those with the key `tied`. most: candidates of a thread of the warp, at most."""
+    """Counts all candidates, or all logits of the row again, in the bins of a digit. most: candidates of a thread of
+    the warp, at most."""
+    low, width, shift, ties, tied = digit
     bins, span = address_of(memory.bins, Int32(0)), span_of(width, low)
     candidates = cutlass.const_expr(cute.size(keys))
     if again:
@@ -494,7 +504,8 @@ def kth(
     ties, tied, searching, low_behind = Int32(0), Uint32(0), Int32(1), Uint32(0)
     while searching > 0:
         shift = cutlass.max(width - DIGIT, 0)
-        count_all(memory, keys, most, source, again, low, width, shift, ties, tied, thread, of, geometry)
+        digit = Digit(low, width, shift, ties, tied)
+        count_all(memory, keys, most, source, again, digit, thread, of, geometry)
         bin_, above, inside = find_bin(memory, need, thread, geometry)
         if bin_ < 0:
             # Fewer than are wanted are not below the floor: all that there is, from the first digit.
@@ -615,7 +626,7 @@ def choose_gathered(
             lacks = lacks | ((memory.least[2 * i] == low) & (memory.least[2 * i + 1] > low_behind))
         trying = Int32(lacks & ~again)
         again = again | lacks
-    write(memory, keys, Int32(each), source, again, low, low_behind, target, thread, "gathered", geometry)
+    write(memory, keys, Int32(each), source, again, (low, low_behind), target, thread, "gathered", geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: candidates
@@ -804,10 +815,13 @@ def put_again(
 
 @cute.jit
 def write(
-    memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, again: Boolean, low: Uint32,
-    low_behind: Uint32, target: cutlass.Constexpr, thread: Int32, of: cutlass.Constexpr, geometry: cutlass.Constexpr,
+    memory: cutlass.Constexpr, keys: cute.Tensor, most: Int32, source: cutlass.Constexpr, again: Boolean,
+    last: cutlass.Constexpr, target: cutlass.Constexpr, thread: Int32, of: cutlass.Constexpr,
+    geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Writes the indices of what is chosen. They are put in order in the memory of the bins."""
+    """Writes the indices of what is chosen. They are put in order in the memory of the bins. last: key of the last that
+    is chosen, and the columns behind it."""
+    low, low_behind = last
     bits, count, candidates = Int32(0), Int32(0), cutlass.const_expr(cute.size(keys))
     if again:
         count = put_again(memory, count, source, low, low_behind, thread, False, geometry)
@@ -888,7 +902,7 @@ def topk(
         target = Target(table, indices, row)
         if cutlass.const_expr(geometry.ctas == 1):
             again, low, low_behind = kth(memory, keys, most, source, floor, largest, bad, thread, "own", geometry)
-            write(memory, keys, most, source, again, low, low_behind, target, thread, "own", geometry)
+            write(memory, keys, most, source, again, (low, low_behind), target, thread, "own", geometry)
         else:
             _, low, low_behind = kth(
                 memory, keys, most, source, floor, largest, Boolean(False), thread, "own", geometry
@@ -940,7 +954,7 @@ def takes(pd: TopkProblem) -> Verdict:
 class TopkTiling(Tiling):
     """ctas: of a row, a cluster; 0: as many as fill the device with rows of the problem's length. held: whether rows
     that registers hold are held there. threads: of a CTA, 256 or 512; 0: 256 where rows are more than the device takes
-    at once with 512, if so many hold a row, or if it is streamed and their slots are enough for it."""
+    at once with 512 and so many hold a row, else 512."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas", "held", "threads")
@@ -961,9 +975,7 @@ class TopkTiling(Tiling):
         most = min(sms // max(rows, 1), -(-t // LEAST_SHARE))
         ctas = self.ctas or max(x for x in CLUSTERS if x <= max(most, 1))
         few, many = THREADS
-        most_held = max(HELD) if self.held else 0
-        fits = t <= few * most_held or many * most_held < t <= LONGEST
-        narrow = ctas == 1 and rows > 2 * sms and fits
+        narrow = self.held and ctas == 1 and rows > 2 * sms and t <= few * max(HELD)
         threads = self.threads or (few if narrow else many)
         held = next((x for x in HELD if self.held and t <= x * threads * ctas), 0)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0

@@ -62,7 +62,7 @@ RULES = (
     ),
     Rule(
         "cute-dsl/flash_attention_v16",
-        "two CTAs share K and V, and additions wait for no exponential",
+        "two CTAs share K and V, and query tiles are dealt late",
         where=(
             Bound(MASKS, 1, above=True),
             Bound(KEY_COLUMNS, 128, above=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from compiled import compiled
 
 from mla_var3.device import Device
 from mla_var3.errors import Unsupported
@@ -22,8 +23,8 @@ H200 = Device.get("h200")
 
 
 def test_compiles_without_spills_on_the_fast_path() -> None:
-    plan = FlashMlaPlan(MlaProblem(h=16, t=512), FlashMlaTiling(num_splits=2), H200)
-    main, combine = plan.plan_empty().compile(None, H200).stages
+    plan = FlashMlaPlan(MlaProblem(h=128, t=512), FlashMlaTiling(num_splits=2), H200)
+    main, combine = compiled(plan).stages
     assert (main.resources.registers, main.resources.spill_bytes, main.resources.stack_bytes) == (168, 0, 0)
     assert main.resources.threads == 384
     # 2 x (2 x 36) for the scores, prologue and loop; 2 x 2 x 8 for the values, loop and last pair

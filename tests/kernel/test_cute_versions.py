@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from compiled import compiled
 from reading_sass import overwritten_operands
 
 from mla_var3.catalogue import registry
@@ -88,27 +88,27 @@ def test_splits_do_not_compile_again(kernel: registry.KernelId) -> None:
 
 
 @pytest.mark.parametrize("kernel", VERSIONS, ids=lambda k: k.label)
-def test_machine_code_of_the_loop(kernel: registry.KernelId, tmp_path: Path) -> None:
+def test_machine_code_of_the_loop(kernel: registry.KernelId) -> None:
     """What results do not show: operands of products in flight stay as they are, and the loop of products holds neither
     a sleeping wait nor moves of addresses into uniform registers (see `devlogs/flash_mla`)."""
-    check_machine_code(kernel, MlaProblem(h=16 if kernel.version == 24 else 128), tmp_path)
+    check_machine_code(kernel, MlaProblem(h=16 if kernel.version == 24 else 128))
 
 
-def test_machine_code_of_a_query_tile_that_is_not_full(tmp_path: Path) -> None:
+def test_machine_code_of_a_query_tile_that_is_not_full() -> None:
     """A branch where query rows end would make ptxas move addresses of the loop into uniform registers."""
-    check_machine_code(registry.KernelId.parse("cute-dsl/flash_mla_v23"), MlaProblem(h=40), tmp_path)
+    check_machine_code(registry.KernelId.parse("cute-dsl/flash_mla_v23"), MlaProblem(h=40))
 
 
 @pytest.mark.parametrize(("k", "p"), WIDTHS)
 @pytest.mark.parametrize("kernel", WIDE, ids=lambda k: k.label)
-def test_machine_code_of_other_widths(kernel: registry.KernelId, k: int, p: int, tmp_path: Path) -> None:
-    check_machine_code(kernel, MlaProblem(h=16 if kernel.version == 24 else 128, k=k, p=p), tmp_path)
+def test_machine_code_of_other_widths(kernel: registry.KernelId, k: int, p: int) -> None:
+    check_machine_code(kernel, MlaProblem(h=16 if kernel.version == 24 else 128, k=k, p=p))
 
 
-def check_machine_code(kernel: registry.KernelId, problem: MlaProblem, tmp_path: Path) -> None:
+def check_machine_code(kernel: registry.KernelId, problem: MlaProblem) -> None:
     h200 = Device.get("h200")
     plan = registry.get_plan(kernel)(problem, None, h200)
-    made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
+    made = compiled(plan)
     # Of the kernel with the most products. Producers of v23 have 24 registers, the schedule's numbers among them, and
     # its consumers keep what begins and ends a split in local memory. The loop, below, may not.
     assert made.resources.spill_bytes <= (160 if kernel.version == 23 else 24)
@@ -123,12 +123,12 @@ def check_machine_code(kernel: registry.KernelId, problem: MlaProblem, tmp_path:
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("label", ["cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"])
-def test_machine_code_of_small_pages(label: str, page: int, tmp_path: Path) -> None:
+def test_machine_code_of_small_pages(label: str, page: int) -> None:
     """Pages of 16 tokens are read by TMA, as those of 32 are, and those of one token are gathered; the loop of
     products stays as it is."""
     h200, kernel = Device.get("h200"), registry.KernelId.parse(label)
     plan = registry.get_plan(kernel)(MlaProblem(h=16 if kernel.version == 24 else 128, page=page), None, h200)
-    made = plan.plan_empty().compile(tmp_path, h200, ("sass",))
+    made = compiled(plan)
     counts = made.resources.instructions
     # Producers of v23 have 24 registers: they keep some of a split's and the schedule's numbers in local memory.
     assert made.resources.spill_bytes <= (24 if kernel.version == 24 else 160)
@@ -144,7 +144,7 @@ def test_pages_that_lie_apart_change_the_host_function_alone_and_strides_no_prod
     h200, kernel = Device.get("h200"), registry.KernelId.parse("cute-dsl/flash_mla_v24")
     strided = {"strided": True, "strided_out": True}
     problems = [MlaProblem(h=16), MlaProblem(h=16, strided_pages=True), MlaProblem(h=16, **strided)]
-    made = [registry.get_plan(kernel)(pd, None, h200).plan_empty().compile(None, h200) for pd in problems]
+    made = [compiled(registry.get_plan(kernel)(pd, None, h200)) for pd in problems]
     plain, apart, of_rows = (x.code for x in made)
     assert plain.kernels == apart.kernels and plain.launch != apart.launch
     assert of_rows.kernels != plain.kernels and [x.name for x in of_rows.kernels] == [x.name for x in plain.kernels]

@@ -276,13 +276,12 @@ def test_operators_are_there_once_torch_is(imports: str) -> None:
 
 
 def test_importing_is_cheap_without_torch_and_on_top_of_it() -> None:
-    """Least CPU time of five runs: other processes must not decide it. Stated limits: 0.3 s, and 0.2 s on top."""
+    """CPU time of one of five runs: other processes must not decide it. Stated limits: 0.3 s, and 0.2 s on top."""
     code = "import time\n{}\nstart = time.process_time()\nimport mla_var3.ops\nprint(time.process_time() - start)"
 
     def cost(before: str) -> float:
         run = [sys.executable, "-c", code.format(before)]
-        done = [subprocess.run(run, capture_output=True, text=True, timeout=120, check=True) for _ in range(5)]
-        return min(float(each.stdout) for each in done)
+        return float(subprocess.run(run, capture_output=True, text=True, timeout=120, check=True).stdout)
 
-    assert cost("") < 0.3
-    assert cost("import torch") < 0.2
+    assert any(cost("") < 0.3 for _ in range(5))
+    assert any(cost("import torch") < 0.2 for _ in range(5))

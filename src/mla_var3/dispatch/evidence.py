@@ -25,6 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3 import paths
@@ -81,13 +82,17 @@ def complete() -> bool:
     return paths.repo_root() is not None
 
 
-@functools.lru_cache(maxsize=32)
 def timed(workload: str, device: str) -> tuple[Timed, ...]:
     """What the shipped records have of a workload's versions on a device, oldest first. An installed package has only
     the records that rules name and those of quickstart's cells."""
+    return _timed(workload, paths.shipped_results_dir() / device)
+
+
+@functools.lru_cache(maxsize=32)
+def _timed(workload: str, folder: Path) -> tuple[Timed, ...]:
     ours = {kernel: kernel.label for kernel in registry.all_kernels() if kernel.language not in selection.NOT_SERVED}
     found = []
-    for path in sorted((paths.shipped_results_dir() / device).glob("*.jsonl")):
+    for path in sorted(folder.glob("*.jsonl")):
         with path.open(encoding="utf-8") as lines:
             found += [line for line in lines if _may_count(line, workload, ours)]
     return of_records(_read(found), workload)

@@ -112,6 +112,7 @@ def shell(tmp_path: Path) -> Shell:
     env = {
         "PATH": f"{tools}:{os.defpath}", "HOME": str(tmp_path), "EDITOR": str(tools / "editor"), "NO_COLOR": "1",
         "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     return Shell(copy, start, env)
 

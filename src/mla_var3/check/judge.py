@@ -176,9 +176,7 @@ def _judge_output(output: Output, answer: torch.Tensor, reference: torch.Tensor,
         a, r = a.masked_fill(judged_already, 0.0), r.masked_fill(judged_already, 0.0)
 
     diff = (a - r).abs_()
-    # A bound may say what rounding to the output's dtype adds to it, in epsilons of the dtype times the reference.
-    rounding = getattr(bound, "ulps", 0.0)
-    beyond = diff - rounding * torch.finfo(answer.dtype).eps * r.abs() if rounding else diff
+    beyond = diff - bound.ulps * torch.finfo(answer.dtype).eps * r.abs() if bound.ulps else diff
     fails = (beyond >= bound.abs) & (beyond >= bound.rel * (r.abs() + 1e-6))
     over = diff.square().sum(dim=-1) if output.rows else diff.square()
     ref_square, ans_square = (x.square().sum(dim=-1) if output.rows else x.square() for x in (r, a))

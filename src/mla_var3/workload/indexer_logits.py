@@ -357,14 +357,6 @@ def _cases(problem: IndexerLogitsProblem, on_gpu: bool) -> Iterator[Case]:
     yield Case("long", few.replace(b=1, t=1 << 20, lengths="uniform"), "normal", gpu=True)
 
 
-@dataclass(frozen=True)
-class RoundedBound(Bound):
-    """A bound on what is rounded to its output's dtype at the end. ulps: what that may add to either error, in epsilons
-    of the dtype times the reference."""
-
-    ulps: float = 0.5
-
-
 #: What sums of FP8 products may be off by, of the distribution "normal" with 64 heads; of fewer heads it is less.
 #: Hopper's tensor cores take 32 products a step, which are exact. In each step they and the sum so far are cut, towards
 #: zero, to 13 bits behind the leading one of the largest of them, and added (tests/workload/test_indexer.py does so).
@@ -376,12 +368,12 @@ FP8_SUMS = 0.15
 #: A logit above 150 may be off by 2^-10 of itself, as large logits are sums of large products. Rounding to the dtype
 #: comes on top: half a unit in the last place. Rows are not judged by themselves, because one of few tokens may have
 #: logits that are all near 0: what a row may be off by is what its elements may.
-NORMAL = RoundedBound(abs=FP8_SUMS, rel=2.0**-10, cos=3e-6)
+NORMAL = Bound(abs=FP8_SUMS, rel=2.0**-10, cos=3e-6, ulps=0.5)
 _BOUNDS = {
     # Sums are exact: what is left is the rounding to the dtype.
-    "exact": RoundedBound(abs=1e-30, rel=0.0, cos=3e-6, row_cos=2e-5),
+    "exact": Bound(abs=1e-30, rel=0.0, cos=3e-6, row_cos=2e-5, ulps=0.5),
     # Scales are 1e-40 in place of some 1/160, and weights 1e30 times as large.
-    "denormal": RoundedBound(abs=160 * 1e-10 * FP8_SUMS, rel=2.0**-10, cos=3e-6),
+    "denormal": Bound(abs=160 * 1e-10 * FP8_SUMS, rel=2.0**-10, cos=3e-6, ulps=0.5),
 }
 
 

@@ -5,6 +5,12 @@
     scripts/record_code.py --all           # all of them
     scripts/record_code.py cute-dsl/flash_mla_v23
     PYTHONPATH=DIR scripts/record_code.py triton/flash_mla     # pip install --no-deps --target DIR triton==3.6.0
+    PYTHONPATH=DIR scripts/record_code.py --compare    # lists what another compiler makes otherwise; writes nothing
+
+Of CuTe, DIR has two folders to name, as its packages are found through a .pth file: with the release 4.8.0,
+
+    pip install --no-deps --target DIR nvidia-cutlass-dsl{,-libs-base,-libs-core,-libs-cu13}==4.8.0
+    PYTHONPATH=DIR/nvidia_cutlass_dsl/dsl_packages:DIR scripts/record_code.py --compare cute-dsl/flash_mla_v23
 
 A line says what the source that is here makes with the compiler of the records: where they name another one than is
 installed, lines stay as they are. Each is compiled in a process of its own: in one that has compiled others before,
@@ -155,14 +161,40 @@ def compiled_apart(calls: Sequence[Call]) -> list[Line]:
     return made
 
 
+def compiled_here(calls: Sequence[Call]) -> list[Line]:
+    """The lines of calls, by as many processes as there are cores."""
+    workers = os.cpu_count() or 1
+    with ThreadPoolExecutor(workers) as pool:
+        shares = filter(None, (calls[i::workers] for i in range(workers)))
+        return [line for found in pool.map(compiled_apart, shares) for line in found]
+
+
+def compare(kernels: Collection[str]) -> int:
+    """Compiles what lines of unchanged sources stand for with the compiler that is here, and prints those whose digest
+    is another; 1 where there are any."""
+    before = {place_of(line): line for line in ledger.lines() if line.source == ledger.source_of(line.kernel)}
+    calls = {place: call for call in wanted(kernels) if (place := call.place()) in before}
+    made = compiled_here(list(calls.values()))
+    differing = [line for line in made if line.digest != before[place_of(line)].digest]
+    for line in differing:
+        was = before[place_of(line)]
+        print(f"{line.kernel} {line.problem or line.problem_class} {dict(line.knobs)}: {was.digest} -> {line.digest}")
+    releases = sorted({(name, version) for line in made for name, version in line.toolchain.items()})
+    print(f"{len(differing)} of {len(made)} lines differ with {', '.join(map(' '.join, releases))}")
+    return bool(differing)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="only these versions")
     parser.add_argument("--all", action="store_true", help="also what has a line of the source that is here")
+    parser.add_argument("--compare", action="store_true", help="compile the lines anew and list those that differ")
     parser.add_argument("--some", help=argparse.SUPPRESS)  # JSON of a list of `Call`
     args = parser.parse_args()
     if args.some:
         return compile_apart([Call(**call) for call in json.loads(args.some)])
+    if args.compare:
+        return compare(args.kernels)
     here = {kernel.label for kernel in registry.all_kernels()}
     lines = [line for line in ledger.lines() if line.kernel in here]
     known = () if args.all else lines
@@ -181,10 +213,7 @@ def main() -> int:
             other[f"{call.label}: compiled by {dict(call.toolchain)}, and {installed} is here"] += 1
             continue
         todo.setdefault(place, call)
-    calls, workers = list(todo.values()), os.cpu_count() or 1
-    with ThreadPoolExecutor(workers) as pool:
-        made = [line for found in pool.map(compiled_apart, filter(None, (calls[i::workers] for i in range(workers))))
-                for line in found]  # fmt: skip
+    made = compiled_here(list(todo.values()))
     # A line that nothing asks for any more goes, unless its version was not looked at.
     # So does one of an older source: the new one launches other kernels, or its record needs another compiler.
     looked = [

@@ -244,7 +244,6 @@ def test_list_answers_in_half_a_second(repo_root: Path) -> None:
 def test_pins_of_what_generates_code_agree(repo_root: Path) -> None:
     extras = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pins = dict(d.split("==") for extra in ("cute", "cutile") for d in extras[extra] if "==" in d)
-    assert pins["nvidia-cutlass-dsl[cu13]"] == "4.8.1"
     tools = {pins[name] for name in ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")}
     assert len(tools) == 1, "tileiras, ptxas and libnvvm must be of one release"
     assert not any(d.startswith("cuda-tile[") for d in extras["cutile"]), "its extra collides with torch's pins"

@@ -20,8 +20,8 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError, install
 from mla_var3.lab import bundle
 from mla_var3.toolchain import aot, loader
-from mla_var3.toolchain.bundle import close_bundle, open_bundle
-from mla_var3.workload import get
+from mla_var3.toolchain.bundle import Bundle, close_bundle, open_bundle
+from mla_var3.workload import get, problem_from_record
 from mla_var3.workload.decode import MlaProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -132,6 +132,16 @@ def test_an_opened_bundle_is_loaded_and_not_compiled(shipped: Path, monkeypatch:
     assert len(opened.entries) == 4 and aot.usable("cute-dsl") and not aot.usable("triton")
     found = aot.compiled_host(plan, "tiny_scale", never)
     assert found.handle is not None and found.resources.threads == 128
+    # A compiler of another point release, which an engine brings, does not compile what the bundle holds.
+    here = {**aot._installed(), "nvidia-cutlass-dsl": "4.8.0"}
+    monkeypatch.setattr(aot, "_installed", lambda: here)
+    plan.compiled = aot.CompileCache()
+    assert aot.compiled_host(plan, "tiny_scale", never).handle is not None
+    here["recipe"] = "another way of calling it"
+    plan.compiled = aot.CompileCache()
+    with pytest.raises(AssertionError, match="compiled"):
+        aot.compiled_host(plan, "tiny_scale", never)
+    monkeypatch.undo()
     close_bundle(shipped)
     assert aot.bundle_dirs() == [] and not aot.usable("cute-dsl")
 
@@ -181,11 +191,14 @@ def test_another_source_or_compiler_is_not_taken(shipped: Path) -> None:
         ask("0" * 16)
         installed["nvidia-cutlass-dsl-libs-cu13"] = "4.7.0"
         ask(source)
+        installed["nvidia-cutlass-dsl-libs-cu13"] = "4.8.0"
+        ask(source)
         """,
         **{aot.BUNDLES: str(shipped)},
     ).splitlines()
     assert "the nearest has source " in said[0]
     assert "the nearest has nvidia-cutlass-dsl-libs-cu13 4.8.1 (here 4.7.0)" in said[1]
+    assert len(said) == 2, "another point release, as an engine pins it, is taken"
 
 
 def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
@@ -290,6 +303,32 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(bundle, "compile_many", lambda jobs, *rest, run, **options: [_Done(run(job)) for job in jobs])
     assert bundle.bundle_main(args, [TINY], [ONE], Device.get("h200")) == 0  # type: ignore[list-item]
     assert f"{folder}: 4 host functions of {TINY}" in capsys.readouterr().out
+
+
+def test_a_servers_bundle_has_the_versions_of_its_calls(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_var3.cli import main
+
+    made: list[bundle.BundleJob] = []
+
+    def made_of(folder: Path, jobs: Any, refused: Any, *rest: Any) -> Any:
+        made[:] = jobs
+        return Bundle(folder, {"entries": []}, tuple(refused))
+
+    monkeypatch.setattr(bundle, "_make", made_of)
+    words = ["compile", "--bundle", "somewhere", "--model", "deepseek-v3.2", "--tp", "8", "--device", "h200"]
+    assert main([*words, "--page", "32"]) == 0 and not capsys.readouterr().err
+    classes = {problem_from_record(job.points[0][0]).problem_class().key() for job in made}
+    assert {f"s{s}_h16_kv1_k512_p64_d128_causal_pg32_bf16" for s in range(2, 9)} < classes
+    assert {"s1_h16_kv1_k512_p64_d128_causal_pg32_bf16_packed", "sparse_v32_s1_h16_pg32_x0"} < classes
+    assert {"prefill_h16_kv16_p64_d128_causal_bf16", "append_v32_powers_h16_c192_interleaved_32_int64"} < classes
+    assert not any(job.checked for job in made), "of a server, nobody checks"
+    for name in ("deepseek-v2-lite", "deepseek-v4-flash", "minicpm3", "kimi-linear", "longcat-flash"):
+        assert main([*words, "--model", name, "--tp", "1"]) == 0 and made
+    assert main([*words, "--tp", "3"]) == 2
+    assert "--tp 3 does not divide the 128 heads of deepseek-v3.2: give a divisor." in capsys.readouterr().err
+    assert main(["compile", "--device", "h200"]) == 2 and "no KERNEL is named" in capsys.readouterr().err
 
 
 class _Done:

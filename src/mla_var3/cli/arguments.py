@@ -147,18 +147,24 @@ def _asked(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
 
     fields = given_fields(args, workload)
     if args.page is not None:
-        fields["page"] = None if args.page in ("contiguous", "none") else _integer("--page", args.page)
+        fields["page"] = page_of(args)
     if args.lengths is not None:
         fields |= _lengths(args.lengths)
     # A problem's own heads and widths are those of the default model.
-    return {**(model_dims(_model(args.model), workload.problem) if args.model else {}), **fields}
+    return {**(model_dims(model_of(args), workload.problem) if args.model else {}), **fields}
 
 
-def _model(name: str) -> dict[str, Any]:
-    """What a file of conf/model says."""
+def page_of(args: argparse.Namespace) -> int | None:
+    """What `--page` says, None for a contiguous cache."""
+    return None if args.page in ("contiguous", "none") else _integer("--page", args.page)
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the file of conf/model says that `--model` names."""
     from mla_var3 import paths
     from mla_var3.files import read_yaml
 
+    name = args.model
     if name not in (models := paths.options("model")):
         raise UserError(f"--model {name!r} is unknown: {nearest(name, models)}.")
     return read_yaml(paths.option_file("model", name))

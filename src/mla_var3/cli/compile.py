@@ -15,6 +15,8 @@ from mla_var3.cli.arguments import (
     doing,
     experiment_cells,
     job_count,
+    model_of,
+    page_of,
     problem_for,
     tiling_fields,
     tiling_of,
@@ -29,11 +31,12 @@ HELP = "registers, shared memory, spills and instructions for a device, without 
 EPILOG = """\
 examples:
   mla-var3 compile '*/flash_mla' --device h200
-  mla-var3 compile cute-dsl/flash_mla --h 16 --keep ptx,sass --out out/sass --tiling num_splits=4"""
+  mla-var3 compile cute-dsl/flash_mla --h 16 --keep ptx,sass --out out/sass --tiling num_splits=4
+  mla-var3 compile --bundle bundle --model deepseek-v3 --tp 8 --device h200    what a server calls, of any engine"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_kernels(parser, "+")
+    add_kernels(parser, "*")
     add_problem(parser)
     add_tiling(parser)
     parser.add_argument(
@@ -68,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
     workers = job_count(args)
     if keep or args.bundle:
         check_folder(args.bundle or args.out, "--bundle" if args.bundle else "--out")
+    if not args.kernels:
+        if not (args.bundle and args.model):
+            raise UserError("no KERNEL is named: name one, or give --bundle DIR --model NAME for what a server calls.")
+        from mla_var3.lab.bundle import PAGE, served, served_main
+
+        page = PAGE if args.page is None else page_of(args)
+        return served_main(args, served(model_of(args), args.tp, page), device)
     kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
     if args.bundle:
         from mla_var3.lab.bundle import bundle_main

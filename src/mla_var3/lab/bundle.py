@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -18,11 +19,18 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
+from mla_var3.ops.ways import way_for
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain import aot, loader, without_compiler
 from mla_var3.toolchain.bundle import Bundle
 from mla_var3.toolchain.pool import compile_many
 from mla_var3.workload import Problem, problem_from_record
+from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.norm import NormProblem
+from mla_var3.workload.packed_append import PackedAppendProblem
+from mla_var3.workload.prefill import PrefillProblem
+from mla_var3.workload.rope import RopeProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 if TYPE_CHECKING:
     import argparse
@@ -279,6 +287,84 @@ def _joined(folder: Path, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return list(entries.values())
 
 
+# ---------------------------------------------------------------- for a server
+#: Models whose layers attend to tokens that an indexer chose, and to how many.
+CHOSEN = {"deepseek-v3.2": 2048, "glm-5": 2048}
+#: Query tokens of a request, requests and cached tokens of calls: a class of calls gets the versions of all of them.
+TOKENS, REQUESTS, CONTEXTS = range(1, 9), (1, 8, 64, 256), (256, 2048, 16384, 131072)
+#: Query tokens of a request in the mean, where requests differ in theirs.
+MEANS = (1, 2, 4, 8, 32, 128)
+#: Tokens of a cache page of an engine whose kernels are these.
+PAGE = 64
+
+
+def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> list[Problem]:
+    """Problems that stand for the calls of a serving engine: `model`, a file of conf/model, on each of tp devices.
+
+    Dense decode of one to eight query tokens a request and of requests that differ in theirs, over caches in bf16 and,
+    of 576 columns, in fp8 with one scale; sparse decode of models that choose tokens; prompts and chunks; new tokens
+    into these caches; and the norm of the latent.
+    """
+    if tp < 1 or model["h"] % tp:
+        raise UserError(f"--tp {tp} does not divide the {model['h']} heads of {model['name']}: give a divisor.")
+    h, k, p, d = model["h"] // tp, model["k"], model["p"], model["d"]
+    found: list[Problem] = []
+    for b, t in itertools.product(REQUESTS, CONTEXTS):
+        widths = {"b": b, "h": h, "t": t, "k": k, "p": p, "d": d, "page": page}
+        found += [MlaProblem(**widths, s=s, causal=s > 1) for s in TOKENS]
+        found += [MlaProblem(**widths, causal=True, queries={"total": b * s}) for s in MEANS]
+        if (k, p) == (512, 64):
+            sizes = {"b": b, "h": h, "t": t, "page": page}
+            found += [SparseProblem(**sizes, s=s, layout="flat", paged=True) for s in TOKENS]
+            chosen = CHOSEN.get(model["name"])
+            if chosen is not None:
+                found += [SparseProblem(**sizes, topk=chosen, layout=layout) for layout in ("v32", "bf16")]
+    for s, t in itertools.product((128, 1024, 8192), (0, 8192)):
+        heads = {"h": h, "p": p, "d": d}
+        found.append(PrefillProblem(**heads, s=s, t=t or s, causal=not t))
+        found.append(PrefillProblem(**heads, s=s, t=t or s, causal=not t, strided_kv=True))
+    for tokens in (1, 64, 8192):
+        found.append(NormProblem(rows=tokens, width=k))
+        if not p:
+            continue
+        new = {"tokens": tokens, "h": h, "columns": d + p, "page": page, "rest": 0}
+        found.append(RopeProblem(**new, k=k, p=p))
+        if (k, p) == (512, 64):
+            layouts = ("flat", "v32") if model["name"] in CHOSEN else ("flat",)
+            found += [PackedAppendProblem(**new, k=k, p=p, layout=layout) for layout in layouts]
+    return list(dict.fromkeys(found))
+
+
+def make_served(
+    folder: Path,
+    problems: Sequence[Problem],
+    device: Device | str = "h200",
+    workers: int | None = None,
+    *,
+    progress: bool = True,
+) -> Bundle:
+    """Compiles into `folder` what the functions of `mla_var3.ops` pick for these problems. A problem that a version of
+    another language computes is refused; where that is Triton's, the server compiles it."""
+    device = Device.get(device) if isinstance(device, str) else device
+    groups: dict[tuple[str, str, str], BundleJob] = {}
+    refused: dict[tuple[str, str], str] = {}
+    for problem in problems:
+        try:
+            way = way_for(problem, device)
+        except UserError as error:
+            refused[problem.workload, str(error)] = problem.label
+            continue
+        label, plan = way.key[0].label, way.make(problem, device)
+        if _language(label) != LANGUAGE:
+            refused[problem.workload, f"{label} computes it, which is not of {LANGUAGE}"] = problem.label
+            continue
+        key = label, problem.problem_class().key(), json.dumps(aot.code_knobs(plan.tiling), sort_keys=True, default=str)
+        job = groups.get(key) or BundleJob(label, (), device.key, str(Path(folder) / "objects"))
+        groups[key] = replace(job, points=(*job.points, (problem.to_record(), plan.tiling.to_record())))
+    said = [(f"{workload} {label}", why) for (workload, why), label in refused.items()]
+    return _make(Path(folder), list(groups.values()), said, device, workers, progress)
+
+
 # ---------------------------------------------------------------- command line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `mla-var3 compile` that make a bundle."""
@@ -291,6 +377,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experiment", metavar="NAME", help="of the bundle: the cells of an experiment, not one problem"
     )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N",
+        help="of the bundle, with --model and no KERNEL: what a server calls that divides the heads among N devices",
+    )  # fmt: skip
 
 
 def bundle_main(
@@ -305,7 +395,16 @@ def bundle_main(
     fields: knobs over the default tiling (`--tiling`); they replace `--tilings`.
     """
     tilings = [fields] if fields else args.tilings
-    bundle = make_bundle(Path(args.bundle), kernels, problems, tilings, device, args.jobs or None)
+    return told(make_bundle(Path(args.bundle), kernels, problems, tilings, device, args.jobs or None))
+
+
+def served_main(args: argparse.Namespace, problems: Sequence[Problem], device: Device) -> int:
+    """`mla-var3 compile --bundle DIR --model NAME --tp N`, as `bundle_main`."""
+    return told(make_served(Path(args.bundle), problems, device, args.jobs or None))
+
+
+def told(bundle: Bundle) -> int:
+    """Prints what was made and what was refused; 1 when something did not compile."""
     for label, reason in bundle.refused:
         print(f"refused: {label}: {reason}", file=sys.stderr)
     print(bundle.summary())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials, mla_decode_cp
-from mla_var3.ops.decode import compile_for, mla_decode
+from mla_var3.ops.decode import compile_for, mla_decode, use_bundle
 from mla_var3.ops.engine import DecodeSchedule
 from mla_var3.ops.indexer import index_append, indexer_logits, indexer_topk, topk_indices
 from mla_var3.ops.layer import absorb_gemm, rmsnorm, rope_append
@@ -41,6 +41,7 @@ __all__ = [
     "rope_append",
     "sparse_mla_decode",
     "topk_indices",
+    "use_bundle",
 ]
 
 register_with_torch()

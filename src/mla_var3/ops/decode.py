@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.ops.engine import DecodeSchedule
@@ -150,3 +151,16 @@ def compile_for(
         plan.plan_empty().compile(None, hardware)
         labels.append(str(getattr(way.key[0], "label", way.key[0])))
     return labels
+
+
+def use_bundle(folder: str | Path) -> None:
+    """Serves from a bundle of compiled kernels (`mla-var3 compile --bundle`), in this process and those it starts.
+
+    Call it before the first call of a function, or set the environment variable MLA_VAR3_BUNDLES to the folder, or to
+    several with colons between. What the bundle holds is loaded, not compiled, and needs no CuTe DSL. Raises
+    `UserError` for a bundle that is damaged, or was made for another machine or another TVM-FFI.
+    """
+    from mla_var3.toolchain.bundle import open_bundle
+
+    open_bundle(Path(folder))
+    way_for.cache_clear()  # a version may be here now that was missing before

@@ -6,7 +6,8 @@ the architecture, the name of the host function, compile options, and what gener
 environment variables and this package's way of calling it. Entries are looked for in the cache
 (`$XDG_CACHE_HOME/mla_var3/cute`) and in the bundles that are open (`mla_var3.toolchain.bundle`).
 
-On a machine without the compiler an entry of a bundle counts whose key agrees in all but the compiler's packages.
+On a machine without the compiler an entry of a bundle counts whose key agrees in all but the compiler's packages, and
+with it one that another point release of the compiler made, as of the release that a serving engine pins.
 """
 
 from __future__ import annotations
@@ -462,8 +463,7 @@ def _from_bundles(key: Key) -> CompiledKernel | None:
     compiler = loader.compiler_here()
     for folder in bundle_dirs():
         for entry in entries_of(folder):
-            exact = entry["key"] == key.digest
-            if not exact and (compiler or entry["identity"] != key.identity or _clashes(entry, key)):
+            if entry["key"] != key.digest and (entry["identity"] != key.identity or _clashes(entry, key)):
                 continue
             try:
                 return load_entry(folder / "objects", entry)
@@ -497,10 +497,19 @@ def _entries(path: Path, mtime_ns: int, size: int) -> list[dict[str, Any]]:
 
 
 def _clashes(entry: Mapping[str, Any], key: Key) -> list[str]:
-    """Where an entry's toolchain contradicts what is installed; what is not installed contradicts nothing."""
+    """Where an entry's toolchain contradicts what is installed; what is not installed contradicts nothing, and another
+    point release of the compiler does not either. Where the compiler is here, all else that it is given must agree."""
     made, here = entry["toolchain"], key.toolchain
-    names = [*PACKAGES, "tvm-ffi-abi"]
-    return [f"{n} {made.get(n)} (here {here[n]})" for n in names if here.get(n) and here[n] != made.get(n)]
+    names = {*PACKAGES, "tvm-ffi-abi"}
+    clashes = [n for n in sorted(names) if here.get(n) and _series(here[n]) != _series(made.get(n, ""))]
+    if loader.compiler_here():
+        clashes += [n for n in sorted({*made, *here} - names) if made.get(n) != here.get(n)]
+    return [f"{n} {made.get(n)} (here {here.get(n)})" for n in clashes]
+
+
+def _series(version: str) -> list[str]:
+    """The releases that a version is a point release of."""
+    return version.split(".")[:2]
 
 
 def _why_missing(key: Key) -> str:

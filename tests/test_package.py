@@ -207,7 +207,9 @@ def test_a_clone_from_the_wheel_is_the_users_own(unpacked: Path, tmp_path: Path)
 
 def test_wheel_names_its_command_and_licence(unpacked: Path, repo_root: Path) -> None:
     (info,) = unpacked.glob("mla_var3-*.dist-info")
-    assert "mla-var3 = mla_var3.cli:main" in (info / "entry_points.txt").read_text()
+    points = (info / "entry_points.txt").read_text()
+    assert "mla-var3 = mla_var3.cli:main" in points
+    assert "[vllm.general_plugins]\nmla_var3 = mla_var3.engines.vllm:register\n" in points
     assert (info / "licenses" / "LICENSE").read_text() == (repo_root / "LICENSE").read_text()
     assert "License-Expression: Apache-2.0" in (info / "METADATA").read_text()
 

@@ -1,0 +1,110 @@
+"""`MLA_VAR3_SPARSE`: attention to the tokens that an indexer chose, of DeepSeek V3.2 and GLM-5.
+
+Every query token is a request of its own with a row of indices, whether it decodes or belongs to a prompt, so a full
+CUDA graph may hold any batch. Caches are in bfloat16, or packed with 656 bytes a token (`fp8_ds_mla`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
+from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import FlashInferMLASparseMetadataBuilder
+from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
+
+from mla_var3.catalogue import registry
+from mla_var3.engines.vllm.releases import base_of_sparse, init_sparse
+from mla_var3.engines.vllm.told import say
+from mla_var3.ops.sparse import sparse_mla_decode
+from mla_var3.packed_cache import layout_of
+
+PACKED = "fp8_ds_mla"
+
+
+class MlaVar3SparseBackend(AttentionBackend):
+    """What vLLM asks before it takes the backend for a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", PACKED]
+
+    @staticmethod
+    def get_name() -> str:
+        return "MLA_VAR3_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type[MlaVar3SparseImpl]:
+        return MlaVar3SparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MlaVar3SparseMetadataBuilder]:
+        return MlaVar3SparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [64]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        columns = layout_of("v32").token_bytes if cache_dtype_str == PACKED else head_size
+        return (num_blocks, block_size, columns)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major == 9)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
+    ) -> str | None:  # fmt: skip
+        return registry.missing("cute-dsl")
+
+
+class MlaVar3SparseMetadataBuilder(FlashInferMLASparseMetadataBuilder):
+    """vLLM's own, which says of each query token whose it is."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+
+class MlaVar3SparseImpl(base_of_sparse()):  # type: ignore[misc]
+    """The calls of a layer."""
+
+    is_sparse = True
+
+    def __init__(self, topk_indices_buffer: torch.Tensor | None = None, indexer: Any = None, **given: Any) -> None:
+        init_sparse(self, super().__init__, given, indexer, topk_indices_buffer)
+        self.supports_quant_query_input = False
+        say("MLA_VAR3_SPARSE", self.num_heads, self.kv_cache_dtype)
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As of the dense backend."""
+        rows = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        tokens = len(rows)
+        chosen = self.topk_indices_buffer[:tokens]
+        slots = triton_convert_req_index_to_global_index(
+            attn_metadata.req_id_per_token[:tokens], attn_metadata.block_table, chosen,
+            BLOCK_SIZE=attn_metadata.block_size, NUM_TOPK_TOKENS=chosen.shape[1],
+        )  # fmt: skip
+        out = sparse_mla_decode(
+            rows.unsqueeze(1), kv_c_and_k_pe_cache, slots.unsqueeze(1), scale=self.scale,
+            layout="v32" if self.kv_cache_dtype == PACKED else "bf16",
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out.squeeze(1), None

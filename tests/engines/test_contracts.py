@@ -1,0 +1,175 @@
+"""The plug-ins of serving engines against what the engines' releases ask of them, without an engine.
+
+`contracts/` is written by scripts/engine_contracts.py from the engines' wheels. What runs is read as source.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import mla_var3
+
+CONTRACTS = Path(__file__).parent / "contracts"
+RELEASES = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(CONTRACTS.glob("*.json"))}
+ENGINES = Path(mla_var3.__file__).parent / "engines"
+REGISTRY = "vllm.v1.attention.backends.registry"
+#: What a plug-in reads of objects that it is handed: the class, and its fields in each release, or a release.
+FIELDS = {
+    "MLACommonMetadata": ("decode", "num_decodes", "max_query_len", "query_start_loc"),
+    "MLACommonDecodeMetadata": ("block_table", "seq_lens"),
+    "MLACommonPrefillMetadata": ("query_start_loc",),
+    "MLACommonPrefillMetadata 0.25.1": ("ChunkedContextMetadata.cu_seq_lens",),
+    "MLACommonPrefillMetadata 0.33.0": ("ContextChunk.query_start_loc", "ContextChunk.cu_seq_lens"),
+    "FlashInferMLASparseMetadata": ("req_id_per_token", "block_table", "block_size"),
+    "AttentionImplBase": ("need_to_return_lse_for_decode", "num_heads", "scale"),
+}
+
+
+def sources(engine: str) -> dict[str, ast.Module]:
+    return {file.name: ast.parse(file.read_text(encoding="utf-8")) for file in (ENGINES / engine).glob("*.py")}
+
+
+def imported(tree: ast.Module, engine: str) -> dict[str, str]:
+    """Names of a file that come from the engine, and their paths in it."""
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == engine
+        for alias in node.names
+    }
+
+
+def chain(names: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """A class of the engine and those that it is derived from."""
+    entry = names[path]
+    return [entry, *(each for base in entry["bases"] if base in names for each in chain(names, base))]
+
+
+def plug_in(contract: dict[str, Any]) -> Iterator[tuple[str, ast.ClassDef, list[dict[str, Any]]]]:
+    """Each class that is derived from one of the engine, with what that one and its bases have."""
+    engine, names = contract["engine"], contract["names"]
+    for file, tree in sources(engine).items():
+        known = imported(tree, engine)
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef) or not node.bases:
+                continue
+            base = ast.unparse(node.bases[0]).split("[")[0]
+            path = known.get(base)
+            if base.endswith("()"):  # what differs between releases
+                paths = re.findall(rf"\"({engine}\.[\w.]+)\"", (ENGINES / engine / "releases.py").read_text())
+                (path,) = [path for path in paths if path in names]
+            if path is not None:
+                yield file, node, chain(names, path)
+
+
+def of(text: str) -> ast.arguments:
+    return ast.parse(f"def f{text}: ...").body[0].args  # type: ignore[attr-defined]
+
+
+def takes(ours: ast.arguments, theirs: ast.arguments) -> str:
+    """What a call with the engine's arguments would lack in ours, and the other way round; "" where it fits."""
+    names = [x.arg for x in (*ours.posonlyargs, *ours.args, *ours.kwonlyargs)]
+    asked = [x.arg for x in (*theirs.posonlyargs, *theirs.args, *theirs.kwonlyargs)]
+    lacking = [name for name in asked if name not in names]
+    if lacking and ours.kwarg is None:
+        return f"lacks {lacking}"
+    needed = [x.arg for x in ours.args[: len(ours.args) - len(ours.defaults)]]
+    more = [name for name in needed if name not in asked]
+    return f"asks for {more}" if more else ""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_is_imported_is_there(release: str) -> None:
+    contract = RELEASES[release]
+    for file, tree in sources(contract["engine"]).items():
+        for path in imported(tree, contract["engine"]).values():
+            assert path in contract["names"], f"{file} imports {path}, which {release} has not"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_classes_have_the_methods_and_arguments_of_the_engine(release: str) -> None:
+    found = list(plug_in(RELEASES[release]))
+    assert found
+    for file, node, bases in found:
+        where = f"{file}: {node.name} in {release}"
+        ours = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        concrete = set(ours)
+        for base in bases:
+            for name, method in base["methods"].items():
+                marks = method.get("marks", [])
+                if name in ours and name != "__init__":
+                    kind = {ast.unparse(mark) for mark in ours[name].decorator_list}
+                    assert kind >= {mark for mark in marks if mark in ("staticmethod", "classmethod", "property")}, (
+                        where
+                    )
+                    wrong = takes(ours[name].args, of(method["arguments"]))
+                    assert not wrong, f"{where}: {name} {wrong}"
+                if "abstractmethod" not in marks:
+                    concrete.add(name)
+                assert name in concrete, f"{where}: {name} is abstract and not there"
+
+
+def test_what_is_overridden_is_asked_for_by_some_release() -> None:
+    known: dict[tuple[str, str], set[str]] = {}
+    own: dict[tuple[str, str], set[str]] = {}
+    for contract in RELEASES.values():
+        for _, node, bases in plug_in(contract):
+            key = contract["engine"], node.name
+            for base in bases:
+                known.setdefault(key, set()).update(base["methods"], base["attributes"])
+            own[key] = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            for part in node.body:
+                targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+                own[key] |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for key, names in own.items():
+        assert names <= known[key], f"{key}: {names - known[key]} overrides nothing"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_fields_that_are_read_are_there(release: str) -> None:
+    contract = RELEASES[release]
+    for what, fields in FIELDS.items():
+        name, _, only = what.partition(" ")
+        for path in contract["names"]:
+            if path.endswith(f".{name}") and only in ("", contract["release"]):
+                there = {each for base in chain(contract["names"], path) for each in base["attributes"]}
+                assert set(fields) <= there, f"{path} of {release} has no {set(fields) - there}"
+
+
+def test_each_release_that_is_known_has_its_contract() -> None:
+    from mla_var3.engines.vllm import releases
+
+    assert [f"vllm-{known.version}" for known in releases.RELEASES] == [x for x in RELEASES if x.startswith("vllm-")]
+    for known in releases.RELEASES:
+        names = RELEASES[f"vllm-{known.version}"]["names"]
+        assert known.sparse_impl in names
+        assert known.names == ("register" in names[f"{REGISTRY}.AttentionBackendEnum"]["methods"])
+        assert known.sparse_init == (
+            "abstractmethod" not in names[known.sparse_impl]["methods"]["__init__"].get("marks", "")
+        )
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_package_can_be_installed_beside_the_engine(release: str, repo_root: Path) -> None:
+    """What an engine pins is allowed by the package, and from the release on that pins CuTe DSL 4.8 by [cute] too."""
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [Requirement(text) for text in project["dependencies"]]
+    pins = RELEASES[release]["pins"]
+    if pins["nvidia-cutlass-dsl"].startswith("==4.8."):
+        asked += [Requirement(text) for text in project["optional-dependencies"]["cute"]]
+    checked = [
+        requirement.specifier.contains(pin.removeprefix("=="))
+        for requirement in asked
+        if (pin := pins.get(requirement.name)) and SpecifierSet(pin)
+    ]
+    assert len(checked) >= 2 and all(checked), pins

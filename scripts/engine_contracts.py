@@ -33,6 +33,11 @@ READ = {
         "vllm.model_executor.layers.attention.mla_attention.MLACommonPrefillMetadata",
         "vllm.v1.attention.backends.mla.flashinfer_mla_sparse.FlashInferMLASparseMetadata",
     ),
+    "sglang": (
+        "sglang.srt.layers.attention.flashmla_backend.FlashMLADecodeMetadata",
+        "sglang.srt.layers.radix_attention.RadixAttention",
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+    ),
 }
 
 
@@ -71,11 +76,16 @@ class Wheel:
         for node in ast.walk(tree) if tree else ():
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return module, node
+        for node in tree.body if tree else ():
+            if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
+                return module, node
         for node in ast.walk(tree) if tree else ():
             if isinstance(node, ast.ImportFrom) and node.module and node.module != module:
                 for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        return self.find(f"{node.module}.{alias.name}")
+                    if (alias.asname or alias.name) in (name, "*"):
+                        at = self.find(f"{node.module}.{name if alias.name == '*' else alias.name}")
+                        if at is not None:
+                            return at
         return None
 
 
@@ -127,7 +137,9 @@ def contract(engine: str, path: Path) -> dict[str, Any]:
         if isinstance(node, ast.FunctionDef):
             found[place] = {"arguments": signature(node)}
             continue
-        assert isinstance(node, ast.ClassDef)
+        if not isinstance(node, ast.ClassDef):
+            found[place] = {"value": type(node.value).__name__.lower()}  # type: ignore[attr-defined]
+            continue
         bases = []
         for base in node.bases:
             name = ast.unparse(base).split("[")[0]
@@ -148,8 +160,8 @@ def flat(data: dict[str, Any]) -> dict[str, str]:
     """What can change, a line each."""
     lines = {f"pin {name}": pin for name, pin in data["pins"].items()}
     for name, entry in data["names"].items():
-        if "arguments" in entry:
-            lines[name] = entry["arguments"]
+        if "bases" not in entry:
+            lines[name] = entry.get("arguments") or entry["value"]
             continue
         lines[name] = "class of " + (", ".join(entry["bases"]) or "no base")
         for method, each in entry["methods"].items():

@@ -210,6 +210,7 @@ def test_wheel_names_its_command_and_licence(unpacked: Path, repo_root: Path) ->
     points = (info / "entry_points.txt").read_text()
     assert "mla-var3 = mla_var3.cli:main" in points
     assert "[vllm.general_plugins]\nmla_var3 = mla_var3.engines.vllm:register\n" in points
+    assert "[sglang.srt.plugins]\nmla_var3 = mla_var3.engines.sglang:register\n" in points
     assert (info / "licenses" / "LICENSE").read_text() == (repo_root / "LICENSE").read_text()
     assert "License-Expression: Apache-2.0" in (info / "METADATA").read_text()
 

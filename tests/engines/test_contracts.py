@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,11 @@ FIELDS = {
     "MLACommonPrefillMetadata 0.25.1": ("ChunkedContextMetadata.cu_seq_lens",),
     "MLACommonPrefillMetadata 0.33.0": ("ContextChunk.query_start_loc", "ContextChunk.cu_seq_lens"),
     "FlashInferMLASparseMetadata": ("req_id_per_token", "block_table", "block_size"),
+    "FlashMLADecodeMetadata": ("block_kv_indices", "seq_lens_k"),
+    "FlashMLABackend": ("kv_lora_rank", "num_draft_tokens", "is_fp8_kvcache", "num_local_heads", "token_to_kv_pool"),
+    "DeepseekSparseAttnBackend": ("dsa_kv_cache_store_fp8", "kv_cache_dim", "physical_page_size"),
+    "RadixAttention": ("tp_q_head_num", "head_dim", "v_head_dim", "scaling", "k_scale", "layer_id"),
+    "ForwardBatch": ("batch_size", "seq_lens", "forward_mode"),
     "AttentionImplBase": ("need_to_return_lse_for_decode", "num_heads", "scale"),
 }
 
@@ -52,6 +60,8 @@ def imported(tree: ast.Module, engine: str) -> dict[str, str]:
 def chain(names: dict[str, Any], path: str) -> list[dict[str, Any]]:
     """A class of the engine and those that it is derived from."""
     entry = names[path]
+    if "bases" not in entry:
+        return []
     return [entry, *(each for base in entry["bases"] if base in names for each in chain(names, base))]
 
 
@@ -103,11 +113,12 @@ def test_classes_have_the_methods_and_arguments_of_the_engine(release: str) -> N
     for file, node, bases in found:
         where = f"{file}: {node.name} in {release}"
         ours = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
-        concrete = set(ours)
+        concrete, compared = set(ours), {"__init__"}
         for base in bases:
             for name, method in base["methods"].items():
                 marks = method.get("marks", [])
-                if name in ours and name != "__init__":
+                if name in ours and name not in compared:
+                    compared.add(name)
                     kind = {ast.unparse(mark) for mark in ours[name].decorator_list}
                     assert kind >= {mark for mark in marks if mark in ("staticmethod", "classmethod", "property")}, (
                         where
@@ -143,11 +154,15 @@ def test_fields_that_are_read_are_there(release: str) -> None:
         for path in contract["names"]:
             if path.endswith(f".{name}") and only in ("", contract["release"]):
                 there = {each for base in chain(contract["names"], path) for each in base["attributes"]}
+                assert there, what
                 assert set(fields) <= there, f"{path} of {release} has no {set(fields) - there}"
 
 
 def test_each_release_that_is_known_has_its_contract() -> None:
+    from mla_var3.engines import sglang
     from mla_var3.engines.vllm import releases
+
+    assert [f"sglang-{version}" for version in sglang.RELEASES] == [x for x in RELEASES if x.startswith("sglang-")]
 
     assert [f"vllm-{known.version}" for known in releases.RELEASES] == [x for x in RELEASES if x.startswith("vllm-")]
     for known in releases.RELEASES:
@@ -173,3 +188,28 @@ def test_the_package_can_be_installed_beside_the_engine(release: str, repo_root:
         if (pin := pins.get(requirement.name)) and SpecifierSet(pin)
     ]
     assert len(checked) >= 2 and all(checked), pins
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_plug_in_never_stops_a_server(
+    engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the engine it depends on, as with one whose registries are others."""
+    monkeypatch.setitem(sys.modules, engine, None)
+    caplog.set_level(logging.WARNING)
+    import_module(f"mla_var3.engines.{engine}").register()
+    assert "The backends of mla_var3 are not available: " in caplog.text
+
+
+def test_a_release_that_is_not_known_is_taken_for_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_var3.engines.vllm import releases
+
+    for here, nearest in (("0.25.1", "0.25.1"), ("0.26.0rc1", "0.25.1"), ("0.32", "0.33.0"), ("1.0.0+cu130", "0.33.0")):
+        releases.release.cache_clear()
+        monkeypatch.setattr(releases, "installed", lambda here=here: here)
+        assert releases.release().version == nearest
+        known = "which knows 0.25.1, 0.33.0: it is taken for"
+        assert releases.unknown() == (
+            "" if here == nearest else f"vLLM {here} is not known to mla_var3, {known} {nearest}."
+        )
+    releases.release.cache_clear()

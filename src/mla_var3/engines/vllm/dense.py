@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from mla_var3.catalogue import registry
-from mla_var3.engines.vllm.told import say
+from mla_var3.engines.told import say
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.sparse import packed_mla_decode
 
@@ -106,7 +106,7 @@ class MlaVar3Impl(MLACommonImpl[MLACommonMetadata]):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.supports_quant_query_input = False  # queries stay in the model's dtype beside FP8 caches
-        say("MLA_VAR3", self.num_heads, self.kv_cache_dtype)
+        say("vllm.mla_var3", "MLA_VAR3", self.num_heads, self.kv_cache_dtype)
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any

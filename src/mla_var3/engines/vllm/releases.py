@@ -48,18 +48,17 @@ def installed() -> str:
     return metadata.version("vllm")
 
 
-def _number(version: str) -> tuple[int, int]:
-    """Of "0.25.1" (0, 2501)."""
+def _number(version: str) -> int:
+    """Of "0.25.1" 25001."""
     parts = [int(digits) for digits in re.findall(r"\d+", version.partition("+")[0])[:3]]
     major, minor, patch = (*parts, 0, 0, 0)[:3]
-    return major, 100 * minor + patch
+    return (1000 * major + minor) * 1000 + patch
 
 
 @functools.cache
 def release() -> Release:
     """The known release that is the installed one, or the nearest to it."""
-    here = _number(installed())
-    return min(RELEASES, key=lambda known: [abs(a - b) for a, b in zip(_number(known.version), here, strict=True)])
+    return min(RELEASES, key=lambda known: abs(_number(known.version) - _number(installed())))
 
 
 def unknown() -> str:

@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import FlashInferMLASp
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
 from mla_var3.catalogue import registry
+from mla_var3.engines.told import say
 from mla_var3.engines.vllm.releases import base_of_sparse, init_sparse
-from mla_var3.engines.vllm.told import say
 from mla_var3.ops.sparse import sparse_mla_decode
 from mla_var3.packed_cache import layout_of
 
@@ -89,7 +89,7 @@ class MlaVar3SparseImpl(base_of_sparse()):  # type: ignore[misc]
     def __init__(self, topk_indices_buffer: torch.Tensor | None = None, indexer: Any = None, **given: Any) -> None:
         init_sparse(self, super().__init__, given, indexer, topk_indices_buffer)
         self.supports_quant_query_input = False
-        say("MLA_VAR3_SPARSE", self.num_heads, self.kv_cache_dtype)
+        say("vllm.mla_var3", "MLA_VAR3_SPARSE", self.num_heads, self.kv_cache_dtype)
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any

@@ -10,12 +10,12 @@ from mla_var3.toolchain import aot, loader
 
 
 @functools.cache
-def say(backend: str, heads: int, cache: str) -> None:
-    """One line: the backend, of which heads and cache, and where its kernels come from."""
+def say(logger: str, backend: str, heads: int, cache: str) -> None:
+    """One line to a logger: the backend, of which heads and cache, and where its kernels come from."""
     folders = ", ".join(map(str, aot.bundle_dirs()))
     source = f"from the bundle {folders}" if folders else f"from {aot.default_cache_dir()}"
     if loader.compiler_here():
         source += ", others compiled when they are needed"
-    logging.getLogger("vllm.mla_var3").info(
+    logging.getLogger(logger).info(
         "%s of mla_var3 %s: %d heads, cache %s, kernels %s", backend, __version__, heads, cache, source
     )

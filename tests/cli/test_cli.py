@@ -409,6 +409,19 @@ def test_doctor_compares_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(text.startswith("cuTile's compilers disagree") for text in texts)
 
 
+def test_doctor_says_which_engines_find_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"vllm": "0.33.0", "sglang": "0.6.0"}
+    monkeypatch.setattr(doctor, "installed", here.get)
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group, name: (name,))
+    known, unknown = doctor._engines()
+    assert known.state == doctor.OK and "vllm 0.33.0 finds the plug-in: --attention-backend MLA_VAR3" in known.text
+    assert unknown.state == doctor.NOTE and unknown.text == "sglang 0.6.0 is not known; these are: 0.5.23"
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group, name: ())
+    assert [found.state for found in doctor._engines()] == [doctor.MISSING] * 2
+    here.clear()
+    assert [found.state for found in doctor._engines()] == [doctor.NOTE] * 2
+
+
 def test_doctor_knows_who_may_read_counters(tmp_path: Path) -> None:
     params, status = tmp_path / "params", tmp_path / "status"
     assert doctor.counters(params, status).state == doctor.NOTE

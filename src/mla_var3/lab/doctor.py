@@ -75,6 +75,7 @@ def examine(device: Device, *, compile_too: bool = True) -> Iterator[Finding]:
         yield from _compilers(device)
     yield from _on_cpu()
     yield from _peers()
+    yield from _engines()
     yield from _profilers()
     yield from _cluster()
     yield from _folders()
@@ -259,6 +260,27 @@ def _peers() -> Iterator[Finding]:
         if kernel.language == "peer" and missing("peer") is None:
             what, _, how = (missing(kernel) or "").partition(": ")
             yield Finding("peer", NOTE, what, how.rstrip(".")) if what else Finding("peer", OK, kernel.label)
+
+
+def _engines() -> Iterator[Finding]:
+    """Serving engines that are installed, and whether they find the plug-in."""
+    from mla_var3.engines import sglang
+    from mla_var3.engines.vllm import releases
+
+    for engine, group, known, how in (
+        ("vllm", "vllm.general_plugins", [each.version for each in releases.RELEASES],
+         "--attention-backend MLA_VAR3 or MLA_VAR3_SPARSE"),
+        ("sglang", "sglang.srt.plugins", list(sglang.RELEASES), "--attention-backend mla_var3 --page-size 64"),
+    ):  # fmt: skip
+        version = installed(engine)
+        if version is None:
+            yield Finding("engine", NOTE, f"{engine} is not installed")
+        elif not metadata.entry_points(group=group, name="mla_var3"):
+            yield Finding("engine", MISSING, f"{engine} {version} does not find the plug-in", "pip install mla_var3")
+        elif version not in known:
+            yield Finding("engine", NOTE, f"{engine} {version} is not known; these are: {', '.join(known)}", how)
+        else:
+            yield Finding("engine", OK, f"{engine} {version} finds the plug-in: {how}")
 
 
 # ---------------------------------------------------------------- profilers

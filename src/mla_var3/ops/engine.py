@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError
+from mla_var3.ops.captured import notes
 from mla_var3.toolchain.aot import CompileCache
 from mla_var3.toolchain.compiled import CompiledKernel
 
@@ -263,6 +264,8 @@ class Engine:
                     )
                 schedule.key = key
             capture = self.capture(stream)
+            if (written := notes()) is not None:
+                written.note(problem, inputs, capture is not None)
             bound = self._find(key, stream, capture)
             if bound is None:
                 bound = self._plan(way, problem, inputs, key)
@@ -280,6 +283,8 @@ class Engine:
     def remembered(self, signature: Any, device: torch.device) -> Remembered | None:
         """What an earlier call of this signature kept for the current stream of a device; None where there is none, the
         device is not the current one, or a graph is being captured, which has workspaces of its own."""
+        if notes() is not None:
+            return None  # every call is written down
         stream = self.plain_stream(device)
         found = None if stream is None else self._remembered.get((signature, device.index, stream))
         if found is not None:

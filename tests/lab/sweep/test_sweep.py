@@ -137,7 +137,7 @@ def files(folder: Path) -> list[Record]:
         ("problm.b=3", "there is no key 'problm': did you mean 'problem'?"),
         ("problem.bb=3", "there is no key 'problem.bb': did you mean 'b'?"),
         ("experiment.cels=[]", "there is no key 'experiment.cels': did you mean 'cells'?"),
-        ("+extra.key=1", "there is no key 'extra': valid: bench"),
+        ("+extra.key=1", "there is no key 'extra': the nearest of 19 are "),
         ("resume=maybe", "resume has a wrong value: Value 'maybe' is not a valid bool"),
         ("experiment.mode=measured", "experiment.mode = 'measured' is unknown: did you mean 'measure'?"),
         ("decode", "'decode' is not KEY=VALUE: did you mean experiment=decode?"),
@@ -157,6 +157,8 @@ def test_every_experiment_composes_and_expands() -> None:
     for name in paths.options("experiment"):
         config = sweep_config.compose([f"experiment={name}"])
         assert config.experiment.name == name
+        if name == "captured":  # cells of a file
+            continue
         sizes[name] = len(sweep_plan.expand_cells(config))
     assert sizes["decode"] == 17 and sizes["sparse_served"] == 30
     assert set(sizes) >= {"quickstart", "decode", "tensor_parallel", "speculative", "ladder", "compile_matrix"}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import struct
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from mla_var3.catalogue import registry
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
 from mla_var3.lab.export import references
+from mla_var3.ops.captured import safetensors
 from mla_var3.workload import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -290,19 +290,6 @@ def solution(form: Form, kernel: KernelId | None) -> dict[str, Any]:
         },
         "sources": [{"path": "main.py", "content": content}],
     }
-
-
-def safetensors(tensors: Mapping[str, Any]) -> bytes:
-    """int32 tensors as the bytes of a .safetensors file."""
-    header: dict[str, Any] = {}
-    data = b""
-    for name, tensor in tensors.items():
-        some = tensor.contiguous().numpy().astype("<i4").tobytes()
-        header[name] = {"dtype": "I32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(some)]}
-        data += some
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + data
 
 
 # ---------------------------------------------------------------- all of it

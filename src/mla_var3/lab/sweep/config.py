@@ -109,8 +109,9 @@ class SweepConfig:
 
     tilings: mappings of knobs, over `tiling`; every version is run in each of them, in turn, as a contender of its own.
     bench: `tune`, and fields of `mla_var3.measure.settings.BenchSettings`. part: "k/n", every n-th cell from the k-th.
-    seed: of drawn cells. budget_s: no cell is begun after this many seconds of measuring; 0: all of them. launcher:
-    local, or ray: on the Ray cluster that is here.
+    seed: of drawn cells. workload: a file or folder of workloads of flashinfer-bench, which are cells too. budget_s: no
+    cell is begun after this many seconds of measuring; 0: all of them. launcher: local, or ray: on the Ray cluster that
+    is here.
     """
 
     experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
@@ -123,6 +124,7 @@ class SweepConfig:
     tiling: dict[str, Any] = field(default_factory=dict)
     tilings: list[Any] = field(default_factory=list)
     seed: int = 0
+    workload: str = ""
     part: str = "1/1"
     resume: bool = False
     budget_s: float = 0.0

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3 import workload
@@ -22,6 +23,7 @@ from mla_var3.device import Device
 from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
 from mla_var3.lab.knobs import knobs, own_knobs
 from mla_var3.lab.naming import model_dims, with_batch
+from mla_var3.ops import captured
 from mla_var3.toolchain import mistakes
 from mla_var3.workload import Problem, Workload
 
@@ -116,10 +118,15 @@ def expand_cells(config: SweepConfig) -> list[Problem]:
                 )
         cells += [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if grid]
     cells += _drawn(config)
+    if config.workload:
+        cells += [problem.to_record() for problem in captured.problems(Path(config.workload))]
     if experiment.boundaries:
         return _part(list(_lacking(config)), config.part)
     if not cells:
-        raise UserError(f"experiment {experiment.name!r} has neither cells nor a grid: add one, or choose another.")
+        raise UserError(
+            f"experiment {experiment.name!r} has neither cells nor a grid: add one, choose another, "
+            "or give workload=FILE, of calls that were captured."
+        )
     changes = {name: value for name, value in config.problem.items() if value is not None}
     problems = list(dict.fromkeys(_problem(config, {**cell, **changes}) for cell in cells))
     if experiment.order != "even":

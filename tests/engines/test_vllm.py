@@ -131,11 +131,13 @@ def builder_of(layer: Layer, backend: Any) -> Any:
     return backend.get_builder_cls()(spec, ["layer"], layer.settings, torch.device("cpu"))
 
 
-def dense_impl(cache: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def dense_impl(cache: str, monkeypatch: pytest.MonkeyPatch, second_runner: bool = False) -> Any:
     settings = SimpleNamespace(
-        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=1)
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1, decode_context_parallel_size=1),
+        use_v2_model_runner=second_runner,
     )
-    monkeypatch.setattr(mla_attention, "get_current_vllm_config", lambda: settings)
+    for module in (mla_attention, dense):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: settings)
     return dense.MlaVar3Impl(
         num_heads=H, head_size=K + P, scale=(D + P) ** -0.5, num_kv_heads=1, alibi_slopes=None, sliding_window=None,
         kv_cache_dtype=cache, logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None,
@@ -171,6 +173,17 @@ def test_requests_of_any_lengths_are_one_call_and_graphs_are_padded(monkeypatch:
     metadata = builder.build(0, layer.common(tokens=8, most=8))
     rows = torch.cat([torch.cat(layer.latent(), -1), torch.zeros(5, H, K + P).bfloat16()])
     assert near(layer.impl.forward_mqa(rows, layer.cache, metadata, layer)[0][:3], layer.expected())
+
+
+def test_a_graph_whose_requests_have_fewer_tokens_than_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second model runner of vLLM 0.33 captures one for any mixture of up to so many query tokens."""
+    layer = Layer([(1, 70), (2, 129)], config(draft=2), dense_impl("auto", monkeypatch, second_runner=True))
+    if not releases.release().trims:
+        pytest.skip("this release has no such graphs")
+    metadata = builder_of(layer, dense.MlaVar3Backend).build(0, layer.common(tokens=6, most=3))
+    rows = torch.cat([torch.cat(layer.latent(), -1), torch.zeros(3, H, K + P).bfloat16()])
+    out, _ = layer.impl.forward_mqa(rows, layer.cache, metadata, layer)
+    assert near(out[:3], layer.expected())
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -288,6 +301,8 @@ def test_what_is_not_served_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     from vllm.platforms.interface import DeviceCapability
 
     monkeypatch.setattr(dense.registry, "missing", lambda language: None)
+    monkeypatch.setattr(dense, "get_current_vllm_config", lambda: config("fp8"))
+    assert not dense.MlaVar3Backend.supports_device_cpu_query_lens_mismatch()
     asked = {
         "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True,
         "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,

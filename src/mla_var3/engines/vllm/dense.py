@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -23,6 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from mla_var3.catalogue import registry
 from mla_var3.engines.told import say
+from mla_var3.engines.vllm.releases import keeps_counts
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.sparse import packed_mla_decode
 
@@ -71,6 +73,10 @@ class MlaVar3Backend(MLACommonBackend):
             return f"MLA_VAR3 reads FP8 caches of 576 columns with queries in bfloat16, not {head_size} and {dtype}"
         return registry.missing("cute-dsl")
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return get_current_vllm_config().cache_config.cache_dtype not in FP8
+
 
 class MlaVar3MetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Which requests of a step are attended to in latent space."""
@@ -106,6 +112,7 @@ class MlaVar3Impl(MLACommonImpl[MLACommonMetadata]):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.supports_quant_query_input = False  # queries stay in the model's dtype beside FP8 caches
+        self._keeps_counts = keeps_counts(get_current_vllm_config())
         say("vllm.mla_var3", "MLA_VAR3", self.num_heads, self.kv_cache_dtype)
 
     def forward_mqa(
@@ -117,8 +124,10 @@ class MlaVar3Impl(MLACommonImpl[MLACommonMetadata]):
         decode, requests, most = attn_metadata.decode, attn_metadata.num_decodes, attn_metadata.max_query_len
         given = kv_c_and_k_pe_cache, decode.block_table, decode.seq_lens
         wants_lse = self.need_to_return_lse_for_decode
-        # One request may be shorter than the graph that it is computed by.
-        even = requests * most == len(rows) and (requests > 1 or most == 1)
+        # Requests of equally many query tokens are a call of their own, which is faster. One request alone may have
+        # fewer than the graph that it is computed by.
+        one = len(rows) == requests and (most == 1 or attn_metadata.num_prefills > 0)
+        even = one or (self._keeps_counts and len(rows) == requests * most and requests > 1)
         if self.kv_cache_dtype in FP8:
             made = packed_mla_decode(
                 rows.view(requests, -1, *rows.shape[1:]), *given, layout="flat", scale=self.scale,
@@ -126,7 +135,7 @@ class MlaVar3Impl(MLACommonImpl[MLACommonMetadata]):
             )  # fmt: skip
         elif even:
             made = mla_decode(
-                rows.view(requests, most, *rows.shape[1:]), *given, scale=self.scale, causal=True,
+                rows.view(requests, -1, *rows.shape[1:]), *given, scale=self.scale, causal=True,
                 head_dim_v=self.kv_lora_rank, return_lse=wants_lse,
             )  # fmt: skip
         else:

@@ -19,19 +19,21 @@ from typing import Any
 class Release:
     """names: whether its registries take new names. sparse_impl: path of what implementations of sparse attention are
     derived from. sparse_init: whether that has a constructor. pieces: whether a piece of the context of chunks knows
-    its offsets, or is a number."""
+    its offsets, or is a number. trims: whether the second model runner may change on the device how many query tokens
+    a request has."""
 
     version: str
     names: bool
     sparse_impl: str
     sparse_init: bool
     pieces: bool
+    trims: bool
 
 
 SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention.SparseMLACommonImpl"
 RELEASES = (
-    Release("0.25.1", False, "vllm.v1.attention.backend.SparseMLAAttentionImpl", False, False),
-    Release("0.33.0", True, SPARSE, True, True),
+    Release("0.25.1", False, "vllm.v1.attention.backend.SparseMLAAttentionImpl", False, False, False),
+    Release("0.33.0", True, SPARSE, True, True, True),
 )
 
 
@@ -124,6 +126,11 @@ def init_sparse(impl: Any, init: Callable[..., None], given: Mapping[str, Any], 
         setattr(impl, name, given[name])
     impl.scale = float(given["scale"])
     impl.topk_indices_buffer = buffer if indexer is None else indexer.topk_indices_buffer
+
+
+def keeps_counts(config: Any) -> bool:
+    """Whether requests have as many query tokens as the host says, when a graph is replayed too."""
+    return not (release().trims and config.use_v2_model_runner)
 
 
 def of_context(prefill: Any, piece: Any) -> tuple[Any, Any]:

@@ -266,6 +266,27 @@ def test_the_package_alone_asks_for_what_runs_kernels_only(unpacked: Path) -> No
     )
 
 
+CONTRACTS = sorted((Path(__file__).parent / "engines" / "contracts").glob("*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("MLA_VAR3_NETWORK" not in os.environ, reason="asks a package index: MLA_VAR3_NETWORK=1 runs it")
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda file: file.stem)
+def test_pip_resolves_the_package_beside_an_engine(contract: Path, wheel: Path, tmp_path: Path) -> None:
+    """In an empty environment, with what the engine pins, and with [cute] where that is a release that it takes."""
+    pins = json.loads(contract.read_text(encoding="utf-8"))["pins"]
+    extra = "[cute]" if pins["nvidia-cutlass-dsl"].startswith("==4.8.") else ""
+    asked = [name.replace("-dsl", "-dsl[cu13]") + pin for name, pin in pins.items()]
+    words = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "-q", "--report", str(tmp_path / "report.json")]
+    done = subprocess.run(
+        [sys.executable, *words, f"{wheel}{extra}", *asked], text=True, capture_output=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made = [each["metadata"] for each in json.loads((tmp_path / "report.json").read_text())["install"]]
+    versions = {each["name"].lower().replace("_", "-"): each["version"] for each in made}
+    assert {name: f"=={versions[name]}" for name in pins} == pins and "mla-var3" in versions
+
+
 def test_every_package_of_an_extra_is_named_when_it_is_missing(
     repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,17 @@ def test_a_machine_without_the_compiler_plans_and_loads(shipped: Path) -> None:
     assert "it holds no tiny_other" in said[2] and install("cute") in said[2]
 
 
+def test_a_function_picks_versions_of_cute_once_a_bundle_is_used(shipped: Path) -> None:
+    said = run(f"""
+        from mla_var3.ops import use_bundle, ways
+        problem = MlaProblem(b=2, h=16, t=64)
+        for _ in range(2):
+            print(ways.way_for(problem, Device.get("h200")).key[0].language)
+            use_bundle({str(shipped)!r})
+    """).splitlines()
+    assert said[0] != "cute-dsl" and said[1] == "cute-dsl"
+
+
 def test_another_source_or_compiler_is_not_taken(shipped: Path) -> None:
     said = run(
         f"""

@@ -310,7 +310,13 @@ def test_what_is_not_served_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     }  # fmt: skip
     ask = dense.MlaVar3Backend.validate_configuration
     assert ask(**asked) == []
-    assert sparse.MlaVar3SparseBackend.validate_configuration(**{**asked, "use_sparse": True}) == []
+    of_sparse = {**asked, "use_sparse": True}
+    attention = SimpleNamespace(hisparse_config=None)
+    monkeypatch.setattr(sparse, "get_current_vllm_config", lambda: SimpleNamespace(attention_config=attention))
+    assert sparse.MlaVar3SparseBackend.validate_configuration(**of_sparse) == []
+    attention.hisparse_config = "some"
+    (reason,) = sparse.MlaVar3SparseBackend.validate_configuration(**of_sparse)
+    assert reason.endswith("a part of this one is on the host")
     assert ask(**{**asked, "device_capability": DeviceCapability(10, 0)}) == ["compute capability not supported"]
     assert "kv_cache_dtype not supported" in ask(**{**asked, "kv_cache_dtype": "fp8_e5m2"})
     (reason,) = ask(**{**asked, "kv_cache_dtype": "fp8", "head_size": 320})

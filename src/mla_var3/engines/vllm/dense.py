@@ -108,6 +108,7 @@ class MlaVar3Impl(MLACommonImpl[MLACommonMetadata]):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
+    supports_pcp: bool = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

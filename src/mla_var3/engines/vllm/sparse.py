@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import FlashInferMLASparseMetadataBuilder
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
@@ -72,6 +73,8 @@ class MlaVar3SparseBackend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, block_size: int | None, use_mla: bool,
         has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
     ) -> str | None:  # fmt: skip
+        if getattr(get_current_vllm_config().attention_config, "hisparse_config", None) is not None:
+            return "MLA_VAR3_SPARSE reads caches on the GPU, and a part of this one is on the host"
         return registry.missing("cute-dsl")
 
 
@@ -85,6 +88,7 @@ class MlaVar3SparseImpl(base_of_sparse()):  # type: ignore[misc]
     """The calls of a layer."""
 
     is_sparse = True
+    supports_pcp: bool = False
 
     def __init__(self, topk_indices_buffer: torch.Tensor | None = None, indexer: Any = None, **given: Any) -> None:
         init_sparse(self, super().__init__, given, indexer, topk_indices_buffer)

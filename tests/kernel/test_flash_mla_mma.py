@@ -40,14 +40,21 @@ def test_tiles_fit_every_device(device: Device) -> None:
         assert plan.supported() and plan.feasible(), (h, k, p)
         geometry = plan.geometry()
         assert geometry.stages >= 2 and geometry.m in (16, 32, 64)
-        assert geometry.m <= 32 or device.smem_per_block > 200_000 or k < 512
-    assert plan_type(MlaProblem(h=128), None, device).geometry().m == (64 if device.smem_per_block > 200_000 else 32)
+        assert geometry.m <= 32 or device.arch == "sm_90a"
+        assert geometry.overlapped == (geometry.stages >= 3)
+    chosen = plan_type(MlaProblem(h=128), None, device).geometry()
+    assert chosen.m == (64 if device.arch == "sm_90a" else 32)
+    assert chosen.overlapped == (device.smem_per_block > 150_000)
 
 
 def test_what_does_not_fit_or_is_not_written_is_refused_with_a_reason() -> None:
     plan_type, rtx = registry.get_plan(KERNEL), Device.get("rtx4090")
     for fields, knobs, word in (
-        ({"h": 128}, {"tile_m": 64}, "query rows and 2 KV tiles of 32 tokens are over the 101,376 that a CTA of rtx4090"),
+        (
+            {"h": 128},
+            {"tile_m": 64, "tile_n": 32},
+            "and 2 KV tiles of 32 tokens are over the 101,376 that a CTA of rtx4090",
+        ),
         ({"h": 16}, {"num_pipeline_stages": 3}, "are over the 101,376"),
         ({"h": 16}, {"num_pipeline_stages": 1}, "at least 2"),
         ({"h": 16}, {"tile_m": 16, "tile_n": 16}, "threads share a row, two tokens each at least"),

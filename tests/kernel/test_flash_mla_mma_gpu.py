@@ -24,6 +24,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"h": 16}, {"tile_m": 16, "tile_n": 32, "num_pipeline_stages": 2}),
     ({"h": 128}, {"tile_m": 32, "tile_n": 64}),
     ({"h": 16}, {"tile_n": 64}),
+    ({"h": 128}, {"overlap": False}),
+    ({"h": 16}, {"overlap": False}),
     ({"h": 32}, {"tile_m": 32, "tile_n": 16}),
     ({"h": 128}, {"tile_m": 64, "tile_n": 16, "num_pipeline_stages": 3}),
     ({"h": 128}, {"split_tokens": 256}),
@@ -62,7 +64,7 @@ def test_right_on_the_cases_that_break_kernels(fields: dict[str, Any], knobs: di
     assert len(report.cases) >= 10
 
 
-@pytest.mark.parametrize(("fields", "knobs"), CASES[:12], ids=str)
+@pytest.mark.parametrize(("fields", "knobs"), CASES[:14], ids=str)
 def test_the_same_bits_in_every_call(fields: dict[str, Any], knobs: dict[str, Any]) -> None:
     """Many short requests: splits follow each other in every CTA, and a stage that is filled too early would show."""
     import torch

@@ -14,8 +14,13 @@ the same, one KV tile of 16, 32 or 64 tokens at a time:
               | P, and factors of rows whose maximum has moved -> shared memory
     output    O += P·V: each warp has its own output columns in registers, of all rows
 
-    KV tile i       scores | barrier | softmax | barrier | output | barrier
-    KV tile i + 1   .. loads in flight ..                         | scores ..
+Where three KV tiles fit into shared memory, the softmax of one runs beside the scores of the next one:
+
+    warps 0..3   barrier | softmax i    | scores i + 1 | barrier | output i | barrier | softmax i + 1 | ..
+    warps 4..7   barrier | scores i + 1 | softmax i    | barrier | output i | barrier | scores i + 2  | ..
+
+Warps i and i + 4 share a quarter of the SM, so its tensor core multiplies for one while the other one is in its
+softmax. Where only two KV tiles fit (99 KB), scores, softmax and output of a KV tile follow each other.
 
 Why the columns of the scores are shared out: an operand that a warp reads from shared memory serves one row of 16 x 8
 products or one column of them, so that shared memory is the limit and not the tensor cores. A warp with 32 x 32 scores
@@ -24,9 +29,8 @@ would have nothing to do, unless four of them share the columns. What that costs
 and in a fixed order, where the softmax reads them. It then has rows in the order that suits it, each row within one
 warp, and no maximum to exchange.
 
-Up to 32 query rows lie in registers, in the order of the A operand: a warp needs its share of the columns only. Shared
-memory is left to KV tiles, and two stages of 32 tokens fit into the 99 KB of consumer GPUs. 64 rows lie in shared
-memory, which takes 227 KB.
+Query rows lie in registers, in the order of the A operand: a warp needs its share of the columns only. So they take
+neither shared memory nor reads of it.
 
 The running maximum may lag by 2^8 (lazy rescale), so that most tiles move it for no row. The barrier behind the softmax
 reports that to all warps (PTX `barrier.red.or`).
@@ -50,7 +54,7 @@ from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Device, Requirement
 from mla_var3.kernel.cute_python import decode_host, host
-from mla_var3.kernel.cute_python.prims import paged, softmax, warp_mma, wgmma
+from mla_var3.kernel.cute_python.prims import paged, softmax, warp_mma
 from mla_var3.kernel.cute_python.prims.paged import PANEL
 from mla_var3.kernel.cute_python.prims.sync import grid_wait, launch_dependents, named_any
 from mla_var3.kernel.cute_python.prims.warp_mma import load_matrices
@@ -71,7 +75,7 @@ WARP = 32
 THREADS = WARPS * WARP
 ROW_TILES = (16, 32, 64)
 TOKEN_TILES = (16, 32, 64)
-IN_REGISTERS = 32  # query rows up to which they lie in registers
+SCORE_ROWS = 32  # most query rows of a warp in the scores
 WIDTHS = (128, 256, 512)  # latent columns
 SLICE = warp_mma.K  # columns of a query or key that a product is over
 WARP_COLUMNS = 32  # fewest output columns of a warp: a vector of partials has 32
@@ -79,6 +83,7 @@ ROW_BYTES = 2 * PANEL  # of a token in a panel
 PAD = 8  # elements behind a row of P: ldmatrix reads eight rows from all banks
 ROOM = 4096  # bytes of shared memory for what a thread keeps of rows, and for alignment
 MOST_STAGES = 6
+OVERLAPPED_STAGES = 3  # at least: one KV tile's V, the next one's K, and one that is loaded
 
 
 class Barrier(IntEnum):
@@ -92,7 +97,8 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask. m: rows
-    of the query tile; tokens: of a KV tile; stages: KV tiles in shared memory. packed: requests differ in their query
+    of the query tile; tokens: of a KV tile; stages: KV tiles in shared memory. overlapped: whether a KV tile's softmax
+    runs beside the scores of the next one. packed: requests differ in their query
     tokens, and s is those of a block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query
     token sees."""
 
@@ -106,6 +112,7 @@ class Geometry:
     m: int
     tokens: int
     stages: int
+    overlapped: bool
     packed: bool = False
     tree: bool = False
 
@@ -160,16 +167,11 @@ class Geometry:
     def panel_bytes(self) -> int:
         return self.tokens * ROW_BYTES
 
-    @property
-    def in_registers(self) -> bool:
-        """Whether query rows lie in registers."""
-        return self.m <= IN_REGISTERS
-
     # -------------------------------------------------------------------------------------------- shares of warps
     @property
     def score_warps(self) -> tuple[int, int, int]:
         """(warps along the rows, along the tokens, along the columns) of the scores."""
-        of_rows = -(-self.m // IN_REGISTERS)
+        of_rows = -(-self.m // SCORE_ROWS)
         of_tokens = min(2 // of_rows, self.tokens // 16) if self.tokens < 64 else 2
         return of_rows, of_tokens, WARPS // (of_rows * of_tokens)
 
@@ -178,6 +180,11 @@ class Geometry:
         """(rows, tokens) of a warp's scores, in 16 x 8 products."""
         of_rows, of_tokens, _ = self.score_warps
         return self.m // of_rows // warp_mma.M, self.tokens // of_tokens // warp_mma.N
+
+    @property
+    def score_elements(self) -> int:
+        """Of a KV tile: a partial sum of each share of the columns."""
+        return self.score_warps[2] * self.m * self.tokens
 
     @property
     def slices(self) -> int:
@@ -246,9 +253,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "row_max": array(Float32, m),  # at the end of a split
         "row_sum": array(Float32, m),
         "magnitudes": array(Float32, m * columns),
-        "scores": array(Float32, geometry.score_warps[2] * m * geometry.tokens),  # partial sums
+        "scores": array(Float32, (1 + geometry.overlapped) * geometry.score_elements),  # partial sums
         "p": array(dtype, m * (geometry.tokens + PAD)),
-        "query": array(dtype, 8 if geometry.in_registers else m * PANEL * geometry.panels, 1024),
         "ring": array(dtype, geometry.stages * geometry.stage_elements, 1024),
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
@@ -256,9 +262,9 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
 
 
 def fixed_bytes(geometry: Geometry) -> int:
-    """Shared memory besides KV tiles: partial sums of scores, P, Q where it lies there, and `ROOM`."""
-    m, query = geometry.m, 0 if geometry.in_registers else geometry.m * ROW_BYTES * geometry.panels
-    return ROOM + 4 * geometry.score_warps[2] * m * geometry.tokens + 2 * m * (geometry.tokens + PAD) + query
+    """Shared memory besides KV tiles: partial sums of scores, P and `ROOM`."""
+    of_scores, of_p = (1 + geometry.overlapped) * geometry.score_elements, geometry.m * (geometry.tokens + PAD)
+    return ROOM + 4 * of_scores + 2 * of_p
 
 
 def score_place(row: Int32, column: Int32, tokens: int) -> Int32:
@@ -343,17 +349,14 @@ class Worker:
     scale_log2: Any
     kv_head: Any
     first_row: Any  # of the query tile
-    query: Any  # registers: A operands of this warp's slices, (8, rows, slices), or None
+    query: Any  # registers: A operands of this warp's slices, (8, rows, slices)
     acc_o: Any  # registers: (4, rows, columns) fp32, in 16 x 8 products
     of_row: Any  # registers: running maximum and this thread's share of the sum of its row in the softmax
 
     @classmethod
     def make(cls, geometry, inputs, storage, thread, warp, scale_log2, kv_head, first_row) -> Worker:
         dtype = inputs.q.element_type
-        query = None
-        if geometry.in_registers:
-            shape = (warp_mma.OPERANDS, geometry.score_shape[0], geometry.warp_slices)
-            query = cute.make_rmem_tensor(cute.make_layout(shape), dtype)
+        of_query = (warp_mma.OPERANDS, geometry.score_shape[0], geometry.warp_slices)
         return cls(
             geometry=geometry,
             inputs=inputs,
@@ -366,7 +369,7 @@ class Worker:
             scale_log2=scale_log2,
             kv_head=kv_head,
             first_row=first_row,
-            query=query,
+            query=cute.make_rmem_tensor(cute.make_layout(of_query), dtype),
             acc_o=cute.make_rmem_tensor(cute.make_layout((4, *geometry.output_shape)), Float32),
             of_row=cute.make_rmem_tensor(2, Float32),
         )
@@ -378,6 +381,11 @@ class Worker:
     def stage(self, number: Int32) -> cute.Pointer:
         size = self.geometry.stage_elements
         return self.ring + cute.assume(number * size, divby=size)
+
+    def scores_in(self, buffer: Int32) -> cute.Pointer:
+        """Partial sums of a KV tile's scores, (shares, rows, tokens)."""
+        scores, size = self.storage.scores.data_ptr(), self.geometry.score_elements
+        return scores + cute.assume(buffer * size, divby=size) if self.geometry.overlapped else scores
 
     # -------------------------------------------------------------------------------------------- load
     @cute.jit
@@ -407,19 +415,11 @@ class Worker:
 
     @cute.jit
     def start(self, walk: cutlass.Constexpr, split: Split) -> Int32:
-        """Starts loading a split: its query rows, where they lie in shared memory, and `stages - 1` KV tiles. Returns
-        the pages of the next one."""
-        geometry = self.geometry
-        block = walk.queries.block(split.request)
-        tiles = walk.tiles_of(split)
-        if cutlass.const_expr(not geometry.in_registers):
-            of_tile = rows.TileRows(self.kv_head, self.first_row, geometry.group, geometry.m)
-            layout = wgmma.k_major_layout(self.dtype, (geometry.m, PANEL * geometry.panels))
-            tile = self.storage.query.get_tensor(layout.outer, swizzle=layout.inner)
-            rows.copy_query_rows(self.inputs.q, tile, block, of_tile, self.thread, THREADS)
+        """Starts loading the first `stages - 1` KV tiles of a split. Returns the pages of the next one."""
+        geometry, tiles = self.geometry, walk.tiles_of(split)
         pages = Int32(0)
         if tiles.first < tiles.end:
-            of = Reader(block.request, split.length, self.kv_head, tiles.end)
+            of = Reader(walk.queries.block(split.request).request, split.length, self.kv_head, tiles.end)
             found = [pages_at(self.inputs, of, tiles.first + i, self.warp, geometry) for i in range(geometry.stages)]
             for i in cutlass.range_constexpr(geometry.stages - 1):
                 load_tile(self.inputs, of, self.stage(i), tiles.first + i, found[i], self.warp, geometry)
@@ -428,8 +428,8 @@ class Worker:
 
     # -------------------------------------------------------------------------------------------- scores
     @cute.jit
-    def scores(self, stage: Int32):
-        """S = Q·Kᵀ over this warp's slices, to shared memory.
+    def scores(self, stage: Int32, buffer: Int32):
+        """S = Q·Kᵀ over this warp's slices, to shared memory. buffer: of two where they are overlapped.
 
         A slice is 32 bytes of a token's row in a panel; a lane's row of a matrix is 16 of them. They lie at chunk ^
         (token % 8) of the row, eight chunks long.
@@ -443,50 +443,38 @@ class Worker:
         chunk = share % 4 * 2
         token = token_warp * (along_n * warp_mma.N) + lane % 8 + matrix // 2 * 8
         keys = self.stage(stage).toint() + token * ROW_BYTES + ((chunk + matrix % 2) ^ swizzle) * 16
-        query = Int32(0)
-        if cutlass.const_expr(not geometry.in_registers):
-            row = row_warp * (along_m * warp_mma.M) + lane % 8 + matrix % 2 * 8
-            query = self.storage.query.data_ptr().toint() + row * ROW_BYTES + ((chunk + matrix // 2) ^ swizzle) * 16
-
-        acc = cute.make_rmem_tensor(cute.make_layout((4, along_m, along_n)), Float32)
-        acc.fill(0.0)
-        a = cute.make_rmem_tensor(cute.make_layout((warp_mma.OPERANDS, along_m)), self.dtype)
+        target = self.scores_in(buffer) + share * (geometry.m * geometry.tokens)
+        acc = cute.make_rmem_tensor(cute.make_layout((4, along_m, 2)), Float32)
         b = cute.make_rmem_tensor(cute.make_layout((4, 2)), self.dtype)
         both = cute.make_tensor(b.iterator, cute.make_layout(warp_mma.OPERANDS))
-        for n in cutlass.range_constexpr(geometry.warp_slices):
-            panel, flipped = divmod(n * of_columns, 4)
-            panel = Int32(panel)
-            if cutlass.const_expr(of_columns == 8):
-                # The last slices of some warps are past the end: zeros of the query, and keys that are there.
-                panel = panel + cutlass.min(share // 4, geometry.panels - 1 - n * of_columns // 4)
-            if cutlass.const_expr(geometry.in_registers):
-                a = self.query[None, None, n]
-            else:
-                for i in cutlass.range_constexpr(along_m):
-                    at = (query ^ flipped * 32) + panel * (geometry.m * ROW_BYTES) + i * warp_mma.M * ROW_BYTES
-                    load_matrices(at, a[None, i])
-            for j in cutlass.range_constexpr(along_n // 2):
+        pair = cute.make_rmem_tensor(2, Float32)
+        for j in cutlass.range_constexpr(along_n // 2):
+            acc.fill(0.0)
+            for n in cutlass.range_constexpr(geometry.warp_slices):
+                panel, flipped = divmod(n * of_columns, 4)
+                panel = Int32(panel)
+                if cutlass.const_expr(of_columns == 8):
+                    # The last slices of some warps are past the end: zeros of the query, and keys that are there.
+                    panel = panel + cutlass.min(share // 4, geometry.panels - 1 - n * of_columns // 4)
                 load_matrices((keys ^ flipped * 32) + panel * geometry.panel_bytes + j * 16 * ROW_BYTES, both)
                 for i in cutlass.range_constexpr(along_m):
                     for c in cutlass.range_constexpr(2):
-                        of_pair = acc[None, i, 2 * j + c]
-                        cute.mma_atom_call(self.mma, of_pair, a[None, i], b[None, c], of_pair)
-        target = self.storage.scores.data_ptr() + share * (geometry.m * geometry.tokens)
-        pair = cute.make_rmem_tensor(2, Float32)
-        for i in cutlass.range_constexpr(along_m):
-            for half in cutlass.range_constexpr(2):
-                row = row_warp * (along_m * warp_mma.M) + i * warp_mma.M + half * 8 + lane // 4
-                for j in cutlass.range_constexpr(along_n):
-                    column = token_warp * (along_n * warp_mma.N) + j * warp_mma.N + lane % 4 * 2
-                    pair[0], pair[1] = acc[2 * half, i, j], acc[2 * half + 1, i, j]
-                    place = target + cute.assume(score_place(row, column, geometry.tokens), divby=2)
-                    cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))
+                        of_pair = acc[None, i, c]
+                        cute.mma_atom_call(self.mma, of_pair, self.query[None, i, n], b[None, c], of_pair)
+            for i in cutlass.range_constexpr(along_m):
+                for half in cutlass.range_constexpr(2):
+                    row = row_warp * (along_m * warp_mma.M) + i * warp_mma.M + half * 8 + lane // 4
+                    for c in cutlass.range_constexpr(2):
+                        column = token_warp * (along_n * warp_mma.N) + (2 * j + c) * warp_mma.N + lane % 4 * 2
+                        pair[0], pair[1] = acc[2 * half, i, c], acc[2 * half + 1, i, c]
+                        place = target + cute.assume(score_place(row, column, geometry.tokens), divby=2)
+                        cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
-    def softmax(self, first_token: Int32, length: Int32, unmasked: Int32, block: rows.Block) -> Boolean:
-        """P of a KV tile and the factors of its rows, to shared memory. Returns in every thread whether any factor is
-        not 1: behind a barrier."""
+    def softmax(self, first_token: Int32, length: Int32, unmasked: Int32, block: rows.Block, buffer: Int32) -> Boolean:
+        """P of a KV tile and the factors of its rows, to shared memory. Returns whether this thread's factor is not
+        1."""
         geometry, threads = self.geometry, self.geometry.row_threads
         size, count = geometry.vector, geometry.vectors
         row, place = self.thread // threads, self.thread % threads
@@ -495,7 +483,7 @@ class Worker:
         for c in cutlass.range_constexpr(count):
             column = (c * threads + place) * size
             for share in cutlass.range_constexpr(geometry.score_warps[2]):
-                source = self.storage.scores.data_ptr() + share * (geometry.m * geometry.tokens)
+                source = self.scores_in(buffer) + share * (geometry.m * geometry.tokens)
                 source = source + cute.assume(score_place(row, column, geometry.tokens), divby=size)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(size)), part)
                 for i in cutlass.range_constexpr(size):
@@ -525,7 +513,7 @@ class Worker:
         factors = self.rows_in(self.storage.factor)
         if place == 0:
             factors[row] = factor
-        return named_any(Barrier.MOVED, THREADS, newer != older)
+        return newer != older
 
     @cute.jit
     def mask(self, values: cute.Tensor, row: Int32, place: Int32, first_token: Int32, length: Int32, block: rows.Block):
@@ -609,22 +597,40 @@ class Worker:
         stages = geometry.stages
         self.acc_o.fill(0.0)
         self.of_row[0], self.of_row[1] = Float32(softmax.NO_KEY), Float32(0.0)
-        if cutlass.const_expr(geometry.in_registers):
-            self.load_query(block)
-        stage = Int32(0)
-        for tile in cutlass.range(first, of.end, unroll=1):
-            # Past it the tile is there, and all warps are done with the one before, whose stage is filled next.
+        self.load_query(block)
+        stage, buffer = Int32(0), Int32(0)
+        if cutlass.const_expr(geometry.overlapped):
             cute.arch.cp_async_wait_group(stages - 2)
+            cute.arch.sync_threads()
+            self.scores(stage, buffer)
+        for tile in cutlass.range(first, of.end, unroll=1):
+            # Past it the KV tile that is multiplied next is there, and all warps are done with the tile before this
+            # one, whose stage is filled next.
+            cute.arch.cp_async_wait_group(stages - 2 - geometry.overlapped)
             cute.arch.sync_threads()
             free = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
             load_tile(self.inputs, of, self.stage(free), tile + (stages - 1), pages, self.warp, geometry)
             pages = pages_at(self.inputs, of, tile + stages, self.warp, geometry)
-            self.scores(stage)
-            cute.arch.sync_threads()
-            if self.softmax(tile * geometry.tokens, of.length, unmasked, block):
+            following = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
+            token, moved = tile * geometry.tokens, Boolean(False)
+            if cutlass.const_expr(not geometry.overlapped):
+                self.scores(stage, buffer)
+                cute.arch.sync_threads()
+                moved = self.softmax(token, of.length, unmasked, block, buffer)
+            else:
+                # Warps i and i + 4 share a quarter of the SM: one is in its softmax while the other one multiplies.
+                if self.warp < WARPS // 2:
+                    moved = self.softmax(token, of.length, unmasked, block, buffer)
+                    if tile + 1 < of.end:
+                        self.scores(following, 1 - buffer)
+                else:
+                    if tile + 1 < of.end:
+                        self.scores(following, 1 - buffer)
+                    moved = self.softmax(token, of.length, unmasked, block, buffer)
+            if named_any(Barrier.MOVED, THREADS, moved):
                 self.rescale()
             self.output(stage)
-            stage = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
+            stage, buffer = following, 1 - buffer
 
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
@@ -872,6 +878,7 @@ def takes(pd: MlaProblem) -> Verdict:
 class FlashMlaMmaTiling(Tiling):
     """tile_m: rows of the query tile, 16, 32 or 64. tile_n: tokens of a KV tile, 16, 32 or 64. num_pipeline_stages: KV
     tiles in shared memory, at least 2. Of these three 0 is what suits the problem and the shared memory of the device.
+    overlap: whether a KV tile's softmax runs beside the scores of the next one, where shared memory has room for that.
     workers: CTAs for each query tile; 0: as many as fill the device. split_tokens: tokens of a split, a multiple of 64,
     so that a request's splits depend on nothing but its length; 0: the scheduler chooses. query_tokens: of packed
     queries, tokens of a block; 0: as many as a tile has rows for."""
@@ -881,33 +888,37 @@ class FlashMlaMmaTiling(Tiling):
     tile_m: int = 0
     tile_n: int = 0
     num_pipeline_stages: int = 0
+    overlap: bool = True
     workers: int = 0
     split_tokens: int = 0
     query_tokens: int = 0
 
     def geometry(self, pd: MlaProblem, device: Device | None = None) -> Geometry:
         """What the code is made for, with everything chosen; device: None for the assumed one."""
-        memory = (device or Device.assumed()).smem_per_block
+        of = device or Device.assumed()
 
-        def made(m: int, tokens: int, stages: int) -> Geometry:
+        def made(m: int, tokens: int, stages: int, overlapped: bool) -> Geometry:
             s = (self.query_tokens or max(1, m // pd.group)) if pd.packed else pd.s
             causal = pd.causal and (pd.packed or s > 1)
-            return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, m, tokens, stages, pd.packed, pd.tree)
+            return Geometry(
+                pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, m, tokens, stages, overlapped, pd.packed, pd.tree
+            )  # fmt: skip
 
-        def stages_of(m: int, tokens: int) -> int:
-            bare = made(m, tokens, 0)
-            return min(MOST_STAGES, (memory - fixed_bytes(bare)) // (2 * bare.stage_elements))
+        def stages_of(m: int, tokens: int, overlapped: bool) -> int:
+            bare = made(m, tokens, 0, overlapped)
+            return min(MOST_STAGES, (of.smem_per_block - fixed_bytes(bare)) // (2 * bare.stage_elements))
 
         fewest = 32 if pd.k < WARPS * WARP_COLUMNS else ROW_TILES[0]  # rows of two warps
         query_rows = (self.query_tokens or 1) * pd.group if pd.packed else pd.rows
-        m = self.tile_m
-        if not m:
-            m = next((m for m in ROW_TILES if m >= max(fewest, query_rows)), ROW_TILES[-1])
-            # Q in shared memory leaves room for KV tiles on data center GPUs only.
-            if m > IN_REGISTERS and stages_of(m, self.tile_n or 32) < 3:
-                m = IN_REGISTERS
-        tokens = self.tile_n or next((n for n in (32, 16) if stages_of(m, n) >= 2), 32)
-        return made(m, tokens, self.num_pipeline_stages or max(0, stages_of(m, tokens)))
+        # ptxas keeps Q and O of 64 rows in registers for Hopper, and spills some of Q in the loop elsewhere.
+        most = ROW_TILES[-1] if of.arch == "sm_90a" else SCORE_ROWS
+        m = self.tile_m or next((m for m in ROW_TILES if m >= max(fewest, query_rows)), most)
+        m = m if self.tile_m else min(m, most)
+        tokens = self.tile_n or next((n for n in (32, 16) if stages_of(m, n, False) >= 2), 32)
+        stages = self.num_pipeline_stages or stages_of(m, tokens, True)
+        if not self.overlap or stages < OVERLAPPED_STAGES or stages_of(m, tokens, True) < stages:
+            return made(m, tokens, self.num_pipeline_stages or max(0, stages_of(m, tokens, False)), False)
+        return made(m, tokens, stages, True)
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         if self.tile_m not in (0, *ROW_TILES):
@@ -969,7 +980,7 @@ class FlashMlaMmaPlan(KernelPlan):
             return FlashMlaMmaTiling()
         # All of a tile where some have several: of a request in two blocks the cache is read twice, which costs more
         # than rows without a token.
-        return FlashMlaMmaTiling(query_tokens=max(1, IN_REGISTERS // pd.group))
+        return FlashMlaMmaTiling(query_tokens=max(1, SCORE_ROWS // pd.group))
 
     def autotune_configs(self) -> list[Tiling]:
         return [self.default_tiling()]

@@ -21,7 +21,7 @@ HEADS = (1, 8, 16, 17, 32, 40, 64, 128)
 
 
 def geometries() -> list[Any]:
-    plan_type = registry.get_plan(KERNEL)
+    plan_type: Any = registry.get_plan(KERNEL)
     knobs = [{"tile_m": m, "tile_n": n} for m in (16, 32, 64) for n in (16, 32, 64)]
     found = []
     for (k, p), fields in itertools.product(WIDTHS, knobs):
@@ -34,7 +34,7 @@ def geometries() -> list[Any]:
 
 @pytest.mark.parametrize("device", [d for d in Device.all() if d.sm_version >= (8, 0)], ids=lambda d: d.key)
 def test_tiles_fit_every_device(device: Device) -> None:
-    plan_type = registry.get_plan(KERNEL)
+    plan_type: Any = registry.get_plan(KERNEL)
     for (k, p), h in itertools.product(WIDTHS, HEADS):
         plan = plan_type(MlaProblem(h=h, k=k, p=p), None, device)
         assert plan.supported() and plan.feasible(), (h, k, p)
@@ -49,7 +49,7 @@ def test_tiles_fit_every_device(device: Device) -> None:
 
 def test_what_does_not_fit_or_is_not_written_is_refused_with_a_reason() -> None:
     plan_type, rtx = registry.get_plan(KERNEL), Device.get("rtx4090")
-    for fields, knobs, word in (
+    cases: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         (
             {"h": 128},
             {"tile_m": 64, "tile_n": 32},
@@ -63,7 +63,8 @@ def test_what_does_not_fit_or_is_not_written_is_refused_with_a_reason() -> None:
         ({"h": 16}, {"split_tokens": 96}, "not a multiple of 64"),
         ({"h": 16, "k": 384}, {}, "k = 384"),
         ({"h": 16, "p": 40}, {}, "p = 40"),
-    ):
+    )
+    for fields, knobs, word in cases:
         assert word in plan_type.tiling_type(**knobs).validate(MlaProblem(**fields), rtx).reason
 
 

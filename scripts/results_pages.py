@@ -47,6 +47,12 @@ WHAT = {
         "The problems were drawn at random, from a seed that no earlier run had used, so that no kernel can have been "
         "made for them (`experiment=unseen`)."
     ),
+    "regime_map": (
+        "An even grid of heads, requests, context and query tokens, which the map of the report is drawn from. Times "
+        "are in burst only, and of three samples (`experiment=regime_map bench=map bench.sustained_rounds=0 "
+        "bench.cross_check_ms=0`). On the H200 165 of the 168 cells were measured, and on the H100 80, which lie "
+        "evenly over the grid."
+    ),
     "sparse_decode": (
         "Attention reads only the tokens that indices name. The caches are packed FP8 ones in the layouts of DeepSeek "
         "V3.2 and V4 (`experiment=sparse_decode`). FlashMLA takes 64 or 128 heads, so queries with fewer heads are "
@@ -82,10 +88,12 @@ FILES = {
             for name in ("query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
         },
         "decode": "h200/2026-11-27-decode-evening.jsonl",
+        "regime_map": "h200/2026-11-28-regime_map.jsonl",
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
         **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged", "unseen")},
+        "regime_map": "h100/2026-11-28-regime_map.jsonl",
     },
 }
 MAIN, *OTHERS = FILES

@@ -56,6 +56,13 @@ def test_the_newest_of_todays_code_speaks_and_one_beside_a_library_first() -> No
     assert speaks(old, other, record(LIB, 99, "c", 23))[V23] is old, "today's code counts before that"
 
 
+def test_a_record_of_one_state_does_not_displace_one_of_both() -> None:
+    stats = {"median": 90.0, "p10": 90.0, "p90": 90.0, "n": 3}
+    both, burst = record(V23, 100, "a", 21), record(V23, 90, "b", 22, time_us={"burst": stats})
+    assert speaks(both, burst, record(LIB, 99, "b", 22))[V23] is both
+    assert speaks(record(V23, 100, "a", 21, today=False), burst)[V23] is burst, "today's code counts before that"
+
+
 def test_a_digest_that_the_ledger_knows_is_todays_code_too(monkeypatch: pytest.MonkeyPatch) -> None:
     known = record(V23, 100, "a", 21, today=False, code={"digest": "aa"})
     other = record(V23, 101, "b", 22, today=False, code={"digest": "bb"})

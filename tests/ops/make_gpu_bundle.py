@@ -132,14 +132,15 @@ def serving_part() -> Iterator[Wanted]:
 
 
 def sanitizer_part() -> Iterator[Wanted]:
-    """Every version on the cells of experiment=sanitizer, and what tests/ops/sanitizer_case.py adds to it."""
+    """Every version on the cells of the sanitizer's experiments, and what tests/ops/sanitizer_case.py adds to them."""
     from sanitizer_case import SPLIT_TOKENS
 
     cells = experiment_cells("sanitizer")
+    both = [*cells, *experiment_cells("sanitizer_sparse")]
     for kernel in registry.all_kernels():
         if kernel.language == bundle.LANGUAGE:
             plan_type = registry.get_plan(kernel)
-            yield from ((kernel, {}, cell) for cell in cells if plan_type(cell, None, DEVICE).supported())
+            yield from ((kernel, {}, cell) for cell in both if plan_type(cell, None, DEVICE).supported())
     yield from picked(cells)
     yield from fixed_splits([cell for cell in cells if not cell.packed], SPLIT_TOKENS)
 

@@ -3,8 +3,9 @@
     compute-sanitizer --tool memcheck  python3 tests/ops/sanitizer_case.py 'cute-dsl/*'
     compute-sanitizer --tool racecheck python3 tests/ops/sanitizer_case.py cute-dsl/flash_mla_v23
     compute-sanitizer --tool synccheck python3 tests/ops/sanitizer_case.py --bundle DIR 'cute-dsl/*'
+    compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_sparse cute-dsl/sparse_mla_v2
 
-The cells are those of experiment=sanitizer, which a bundle can be made of:
+The cells are those of experiment=sanitizer, or of another one of (sparse) decode, of which a bundle can be made:
 `mla-var3 compile 'cute-dsl/*' --device h200 --experiment sanitizer --bundle DIR`. Inputs are made and results judged
 on the CPU, so that the tool watches little else than the versions' own kernels. Where calls may share a schedule, one
 that makes it and one that reads it are watched too. --fixed adds the fixed-split mode and
@@ -34,7 +35,7 @@ def ways(kernel: Any) -> Iterator[tuple[str, Sequence[Any]]]:
         yield " reading a schedule", sharing()
 
 
-def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str, Any, Any]]:
+def cases(patterns: Sequence[str], fixed: bool, ops: bool, experiment: str) -> Iterator[tuple[str, Any, Any]]:
     """(name, problem, function of GPU inputs that returns what `ways` does)."""
     from ops_gpu import decode
 
@@ -42,11 +43,12 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
     from mla_var3.cli.arguments import experiment_cells
     from mla_var3.device import Device
     from mla_var3.lab.sweep.plan import select_kernels
+    from mla_var3.workload.decode import MlaProblem
 
     device = Device.detect()
     if device is None:
         sys.exit("there is no GPU here: compute-sanitizer watches kernels run.")
-    for problem in experiment_cells("sanitizer"):
+    for problem in experiment_cells(experiment):
         for kernel in select_kernels(patterns) if patterns else []:
             reason = registry.missing(kernel)
             if reason:
@@ -58,8 +60,9 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool) -> Iterator[tuple[str
                 print(f"{kernel.label} {problem.label}: skipped: {verdict.reason}")
                 continue
             yield kernel.label, problem, lambda given, plan=plan: ways(plan.plan(*given))
-        calls = [("mla_decode", {})] if ops else []
-        if fixed and not problem.packed:
+        dense = isinstance(problem, MlaProblem)
+        calls = [("mla_decode", {})] if ops and dense else []
+        if fixed and dense and not problem.packed:
             calls.append(("fixed_split", {"fixed_split": SPLIT_TOKENS}))
         for name, options in calls:
             yield name, problem, lambda given, pd=problem, options=options: [("", decode(pd, given, **options))]
@@ -69,6 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs every case once, prints a line for each, and returns 1 when one is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kernels", nargs="*", help="language/design[_vN]; * and ? are wildcards")
+    parser.add_argument("--experiment", default="sanitizer", help="whose cells (sanitizer)")
     parser.add_argument("--bundle", type=Path, help="compiled kernels, where the compiler is missing")
     parser.add_argument("--fixed", action="store_true", help="also the fixed-split mode")
     parser.add_argument("--ops", action="store_true", help="also what mla_decode picks")
@@ -80,15 +84,17 @@ def main(words: Sequence[str] | None = None) -> int:
     import torch
 
     from mla_var3.check.judge import compare
-    from mla_var3.workload.decode import DOMINATED, WORKLOAD, make_inputs
+    from mla_var3.workload import decode, sparse_decode
 
     wrong = count = 0
-    for name, problem, run in cases(args.kernels, args.fixed, args.ops):
-        given = make_inputs(problem, "cpu", seed=5)
-        reference = WORKLOAD.reference(problem, *given)
+    for name, problem, run in cases(args.kernels, args.fixed, args.ops, args.experiment):
+        of: Any = decode if isinstance(problem, decode.MlaProblem) else sparse_decode
+        bounds = decode.DOMINATED if of is decode else sparse_decode.bounds("flashmla")
+        given = of.make_inputs(problem, "cpu", seed=5)
+        reference = of.WORKLOAD.reference(problem, *given)
         for way, found in run(tuple(x.cuda() for x in given)):
             torch.cuda.synchronize()
-            verdict = compare(WORKLOAD, [x.cpu() for x in found], reference, DOMINATED)
+            verdict = compare(of.WORKLOAD, [x.cpu() for x in found], reference, bounds)
             print(f"{name}{way} {problem.label}: {'right' if verdict.ok else verdict.reason}", flush=True)
             wrong += not verdict.ok
             count += 1

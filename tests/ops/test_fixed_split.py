@@ -80,7 +80,7 @@ def test_where_no_version_has_the_knob_requests_stay_whole(only: None) -> None:
 @pytest.mark.parametrize("only", [("cute-dsl",)], indirect=True)
 def test_a_device_without_a_version_is_unsupported(only: None) -> None:
     with pytest.raises(Unsupported, match="no version takes"):
-        fixed_choice(MlaProblem(h=3), 4096, Device.get("a100"))
+        fixed_choice(MlaProblem(h=3, k=384), 4096, Device.get("a100"))
 
 
 #: Classes of sparse decode and of dense decode over packed caches; the last one has no version with the knob.

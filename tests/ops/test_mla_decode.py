@@ -215,7 +215,7 @@ def test_pages_apart_are_given_to_versions_that_take_them(monkeypatch: pytest.Mo
 
 
 def test_pages_apart_that_no_version_takes_are_refused_with_the_reasons() -> None:
-    problem = MlaProblem(b=3, h=16, t=4096, strided_pages=True)
+    problem = MlaProblem(b=3, h=16, k=64, t=4096, strided_pages=True)
     with pytest.raises(Unsupported, match=r"no version takes .*: the kernel reads contiguous caches; the problem's pa"):
         ways.way_for(problem, Device.get("a100"))
 
@@ -529,8 +529,8 @@ def test_tensors_of_the_host_are_refused() -> None:
 def test_a_device_without_a_version_is_refused_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     only = tuple(k for k in registry.all_kernels() if k.language == "cute-dsl")
     monkeypatch.setattr(registry, "all_kernels", lambda: only)
-    problem = MlaProblem(b=7, h=16, t=4096)
-    with pytest.raises(Unsupported, match=r"no version takes b7_s1_h16_t4096 on a100: .*this is sm_80"):
+    problem = MlaProblem(b=7, h=16, k=384, t=4096)
+    with pytest.raises(Unsupported, match=r"no version takes b7_s1_h16_t4096_k384_p64 on a100: .*this is sm_80"):
         ways.way_for(problem, Device.get("a100"))
     with pytest.raises(UserError, match="there is no GPU here"):
         ways.way_for(problem, None)

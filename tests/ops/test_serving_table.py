@@ -58,8 +58,10 @@ ROWS: dict[str, list[Cell]] = {
     "512 + 0, 256 + 0": widths((512, 0), (256, 0)),
     "128 + 64": widths((128, 64)),
     "384 + 64": widths((384, 64)),
-    "other powers of two, 16 to 512": widths((16, 16), (64, 64), (128, 32), (256, 128), (512, 128), (512, 512)),
-    "other widths": widths((500, 64), (512, 48), (128, 8), (64, 0)),
+    "128 + 32": widths((128, 32)),
+    "512 + 48, 128 + 0": widths((512, 48), (128, 0)),
+    "other powers of two, 16 to 512": widths((16, 16), (64, 64), (128, 128), (256, 128), (512, 128), (512, 512)),
+    "other widths": widths((500, 64), (512, 40), (128, 8), (64, 0)),
     "up to 16 query rows of a cache (s · h / h_kv)": here({"h": 1}, {"h": 3}, {"h": 16}, {"h": 4, "s": 4}),
     "17 to 32 query rows": here({"h": 17}, {"h": 20}, {"h": 32}, {"h": 16, "s": 2}, {"h": 8, "s": 4, "causal": True}),
     "more query rows": here({"h": 33}, {"h": 64}, {"h": 128}, {"h": 256}, {"h": 16, "s": 4}, {"h": 128, "s": 2}),
@@ -86,7 +88,7 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def versions() -> list[registry.KernelId]:
-    known = (k for k in registry.all_kernels() if k.layer == "mla" and k.design == "flash_mla")
+    known = (k for k in registry.all_kernels() if k.layer == "mla" and k.design in ("flash_mla", "flash_mla_mma"))
     return [k for k in known if k.language not in NOT_SERVED]
 
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.gpu
 
 SPLIT_TOKENS = 128
 V4 = {"layout": "v4", "topk": 128, "page": 256, "extra": 500, "extra_page": 64, "sink": True}
+V41 = {**V4, "layout": "v41"}
 #: Whole rows that count and such with lengths; query tiles that are full, and such with rows without a head; two
 #: caches; a scale of the cache, which partial results are multiplied with; page tables. Some requests are split.
 PROBLEMS = [
@@ -40,6 +41,8 @@ PROBLEMS = [
     SparseProblem(b=9, s=3, h=12, t=4096, topk=333, page=16, sink=True),
     SparseProblem(b=9, s=2, h=40, t=1500, page=61, paged=True, sink=True, lengths=True),
     SparseProblem(b=9, h=8, t=1500, layout="v4", page=256, paged=True, lengths=True),
+    SparseProblem(b=9, s=2, h=64, t=4096, lengths=True, extra_lengths=True, extra_layout="v41_fp4", **V41),
+    SparseProblem(b=9, h=16, t=4096, topk=700, layout="v32_no_rope"),
 ]
 #: What the caller may pass as one row for each request.
 OF_REQUESTS = ("q", "indices", "lengths", "extra_indices", "extra_lengths", "page_table", "seq_lens")
@@ -68,7 +71,9 @@ def call(problem: SparseProblem, given: dict[str, Any], fixed_split: int | None 
     b, s, h, _ = given["q"].shape
     out = torch.full((b, s, h, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
     lse = torch.full((b, h, s), float("nan"), device="cuda")
-    arguments = {NAMES.get(name, name): x for name, x in given.items()}
+    arguments: dict[str, Any] = {NAMES.get(name, name): x for name, x in given.items()}
+    if problem.extra_layout:
+        arguments["extra_layout"] = problem.extra_layout
     function(**arguments, layout=problem.layout, scale=problem.scale, out=out, lse=lse, fixed_split=fixed_split)
     return out, lse
 

@@ -2,8 +2,9 @@
 
 A cell is a problem on a device. Of each contender one record speaks:
 
-- of a version the newest that timed the code which is here today; where none did, the newest. One of a run in which a
-  library took turns counts before one of a run without: cards differ by more than versions do.
+- of a version the newest that timed the code which is here today; where none did, the newest. One that timed a cool
+  chip and one at its power limit counts before one that timed only one of the two, and one of a run in which a library
+  took turns before one of a run without: cards differ by more than versions do.
 - of a library the one of the run that speaks for the fastest version, so that the two took turns; where it was not in
   that run, its newest.
 
@@ -90,7 +91,7 @@ def _of_cell(block: Sequence[Record]) -> list[Record]:
         return list(block)
     beside = library_runs(block)
     versions = {
-        who: _newest(some, lambda r: (standing(r) in TODAY, r.run in beside))
+        who: _newest(some, lambda r: (standing(r) in TODAY, _in_both_states(r), r.run in beside))
         for who, some in by_name.items()
         if not is_peer(some[0])
     }
@@ -101,6 +102,10 @@ def _of_cell(block: Sequence[Record]) -> list[Record]:
         who: _newest(some, lambda r: (bool(run) and r.run == run,)) for who, some in by_name.items() if is_peer(some[0])
     }
     return [(libraries if is_peer(some[0]) else versions)[who] for who, some in by_name.items()]
+
+
+def _in_both_states(record: Record) -> bool:
+    return all(record.median(state) is not None for state in ("burst", "sustained"))
 
 
 def _newest(records: Sequence[Record], worth: Callable[[Record], tuple[bool, ...]]) -> Record:

@@ -67,5 +67,6 @@ RULES = (
     Rule("cute-dsl/flash_mla", "it takes widths that the later versions do not", archs=HOPPER),
     Rule("cutile-dsl/flash_mla_v2", "it takes what no version in CuTe DSL does, for few query rows"),
     Rule("cutile-dsl/flash_mla", "it takes what no version in CuTe DSL does"),
+    Rule("cute-dsl/flash_mla_mma", "its products are those of warps, which every GPU from sm_80 on has"),
     Rule("triton/flash_mla", "the last resort: it takes every GPU from sm_80 on, and needs no other compiler"),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.base_dsl import Arch
+from cutlass.cutlass_dsl import BaseDSL, T, dsl_user_op
 
 
 def named_sync(barrier: int, threads: int) -> None:
@@ -71,10 +73,28 @@ def take_flag(flag: cute.Pointer):
     cute.make_tensor(flag, cute.make_layout(1))[0] = 0
 
 
+def has_dependents() -> bool:
+    """Whether the architecture that is compiled for knows programmatic dependent launch; at compile time."""
+    return bool(BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90)
+
+
+def launch_dependents() -> None:
+    """`griddepcontrol.launch_dependents`: CTAs of a dependent kernel may come. Nothing on an architecture without."""
+    if has_dependents():
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def grid_wait() -> None:
+    """`griddepcontrol.wait`: the kernel before has ended. Nothing on an architecture without: kernels run in turn."""
+    if has_dependents():
+        cute.arch.griddepcontrol_wait()
+
+
 @cute.jit
 def wait_for_launch(addresses: Int64):
     """`griddepcontrol.wait` behind the computation of `addresses`, which are not 0: ptxas moves a wait without an
     operand up, in front of all that could run during it."""
-    cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s64 p, {$r0}, 0; @p griddepcontrol.wait; }", read_only_args=[addresses]
-    )
+    if cutlass.const_expr(has_dependents()):
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; setp.ne.s64 p, {$r0}, 0; @p griddepcontrol.wait; }", read_only_args=[addresses]
+        )

@@ -30,7 +30,13 @@ from cutlass import Boolean, Float16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.prims.softmax import NO_KEY, exp2, natural_lse
-from mla_var3.kernel.cute_python.prims.sync import named_sync, wait_for_launch
+from mla_var3.kernel.cute_python.prims.sync import (
+    grid_wait,
+    has_dependents,
+    launch_dependents,
+    named_sync,
+    wait_for_launch,
+)
 from mla_var3.kernel.cute_python.split_kv.partials import QUAD, STATS, VECTOR, Partials, Results, transpose_quad
 from mla_var3.kernel.cute_python.split_kv.rows import Queries, row_offset
 from mla_var3.kernel.cute_python.split_kv.scheduler import (
@@ -85,8 +91,16 @@ class Merge:
 
     @property
     def row_vectors(self) -> int:
-        """Vectors of a row in each of WARP lanes: one or two, of which the second is in the right half."""
-        return self.partials.columns // (VECTOR * WARP)
+        """Vectors of a row in each of its lanes: one or two, of which the second is in the right half."""
+        return max(1, self.partials.columns // (VECTOR * WARP))
+
+    @property
+    def row_lanes(self) -> int:
+        """Lanes of a warp that have a row's vectors; where they are half of them, the others do the same."""
+        return min(WARP, self.partials.columns // VECTOR)
+
+    def lane_of_row(self, lane: Any) -> Any:
+        return lane if self.row_lanes == WARP else lane % self.row_lanes
 
 
 class Splits(NamedTuple):
@@ -227,8 +241,9 @@ def add_splits(
     outputs, stats = results.outputs, results.stats
     rank, log2_warps, _, lane = warps
     layout, vectors = merge.partials, cute.size(sums.columns, mode=[1])
-    # With one vector of a row in a lane, the upper half of the warp has the right half of the columns.
-    in_right = lane >= WARP // 2 if cutlass.const_expr(merge.row_vectors == 1) else first_vector > 0
+    # With one vector of a row in a lane, the upper half of the row's lanes has the right half of the columns.
+    lane = merge.lane_of_row(lane)
+    in_right = lane >= merge.row_lanes // 2 if cutlass.const_expr(merge.row_vectors == 1) else first_vector > 0
     values = cute.make_rmem_tensor((VECTOR, vectors, together), Float16)
     found = cute.make_rmem_tensor((STATS, together), Float32)
     sums.clear()
@@ -310,7 +325,7 @@ def store_shared(
     if there:
         first_token = tensors.queries.block(request).first
         offset = row_offset(out, first_token, kv_head, row, merge.group)
-        pairs = cute.size(sums.columns) * WARP // 2
+        pairs = cute.size(sums.columns) * merge.row_lanes // 2
         for pair in cutlass.range((warp - first) * WARP + lane, pairs, warps * WARP, unroll=1):
             quad, block, of_quad = pair // (QUAD * QUAD), pair // QUAD % QUAD, pair % QUAD
             vector = quad * QUAD + of_quad
@@ -353,7 +368,8 @@ def store(
         for n in cutlass.range_constexpr(VECTOR):
             packed[n] = (sums.columns[n, v] * inverse).to(out.element_type)
         transpose_quad(cute.recast_tensor(packed, Int32), lane)
-        column = merge.partials.column(((first_vector + v) * WARP + lane) // QUAD, lane % QUAD)
+        vector = (first_vector + v) * WARP + merge.lane_of_row(lane)
+        column = merge.partials.column(vector // QUAD, lane % QUAD)
         target = out.iterator + cute.assume(offset + column, divby=VECTOR)
         cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(VECTOR)))
     if lane == 0 and first_vector == 0:
@@ -467,7 +483,7 @@ def combine(
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     # The next kernel's CTAs may come; if they are dependents, they wait for this one's end.
-    cute.arch.griddepcontrol_launch_dependents()
+    launch_dependents()
     lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
     memory = SmemAllocator()
     together, vectors = shape[0], min(shape[1], merge.row_vectors)
@@ -488,7 +504,7 @@ def combine(
     kind, item, following, log2_warps = Int32(-1), block, Int32(0), log2_warps_of(width, together)
     rows = cutlass.select_(width > 1, requests * (merge.all_rows * slices), Int32(0))  # times slices
     if rows == 0:
-        cute.arch.griddepcontrol_wait()
+        grid_wait()
         kind = word[0]
     searching = Boolean(True)
     while searching:
@@ -605,5 +621,5 @@ def launch_one(
         # As the attention has it: an SM that is to change what it has for shared memory has to run empty first.
         preferred_smem_carveout=100,
         stream=stream,
-        use_pdl=True,
+        use_pdl=has_dependents(),
     )

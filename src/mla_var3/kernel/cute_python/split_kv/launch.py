@@ -17,6 +17,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 
 from mla_var3.kernel.cute_python.prims import paged
+from mla_var3.kernel.cute_python.prims.sync import has_dependents
 from mla_var3.kernel.cute_python.split_kv import combine, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Results
 
@@ -93,7 +94,7 @@ def launch_decode(
         cluster=geometry.cluster,
         min_blocks_per_mp=1,
         stream=stream,
-        use_pdl=True,
+        use_pdl=has_dependents(),
     )
     ctas = workers * geometry.tiles
     combine.launch(results, schedule.table, lengths, schedule.blocks, pool, 2 * ctas, geometry.merge, stream)

@@ -39,6 +39,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from mla_var3.kernel.cute_python.prims.sync import grid_wait, has_dependents, launch_dependents
 from mla_var3.kernel.cute_python.split_kv import rows
 
 WARP = 32
@@ -506,8 +507,8 @@ def make_schedule(
     """Cuts packed queries into blocks, and finds all workers' first splits where the pool has them planned; one CTA."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
+    launch_dependents()
+    grid_wait()
     if cutlass.const_expr(schedule.blocks is not None):
         rows.cut_queries(cu_seqlens_q, seq_lens, schedule.blocks, schedule.table, WARPS, tokens, causal)
     lengths = schedule.lengths(seq_lens)
@@ -549,7 +550,7 @@ def prepare(
         needed = mode < SHARED
     if needed:
         make_schedule(schedule, seq_lens, cu_seqlens_q, pool, tokens, causal, costs).launch(
-            grid=(1, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream, use_pdl=True
+            grid=(1, 1, 1), block=(WARPS * WARP, 1, 1), stream=stream, use_pdl=has_dependents()
         )
 
 

@@ -4,7 +4,7 @@ A version is one attention kernel. Its producers are the warps that load KV tile
 compute. Both roles go through all splits of the worker with `has_work`, `tiles_of` and `next_split`. Everything else in
 the loop is the consumers' work:
 
-    griddepcontrol_wait()                                   or `wait_for_launch`: `begin` reads lengths, which a kernel
+    sync.grid_wait()                                        or `wait_for_launch`: `begin` reads lengths, which a kernel
                                                             before may have written
     walk, split = begin(...)                                by all threads of the CTA
     walk.store_empty(...)                                   zeros for requests that have no place on the line

@@ -2400,7 +2400,10 @@ class SparseMlaV2Tiling(Tiling):
             return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKENS}")
         geometry = self.geometry(pd)
         if self.shortens and not geometry.as_long:
-            return Verdict.no("shortens = True is for rows whose lengths nobody gives")
+            return Verdict.no(
+                "shortens = True is for rows whose lengths nobody gives: set it to False with lengths, extra_lengths "
+                "or a page table, which leave out tiles behind an end that is given"
+            )
         if pd.strided_out and (geometry.padded or pd.layout not in ("v32", "v4")):
             return Verdict.no(
                 "out and lse with strides have been checked on a GPU where heads fill their query tiles, or there is "

@@ -1,0 +1,303 @@
+#!/usr/bin/env python3
+"""Runs the cases of FlashMLA's own test of sparse decode over the functions of this package, on a GPU.
+
+    scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --seconds 180
+    scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --part 2/4
+    scripts/flash_mla_suite.py /path/to/FlashMLA/tests --count h200      # needs no GPU
+
+The folder is that of a checkout: of revision 9241ae3, whose test has 4,748 cases, or of a later one with the layouts of
+DeepSeek V4.1. Its modules make the inputs, with strides as they are there and the seed that a case has in a run of all,
+and the results that are expected; `flash_mla` is `mla_var3.ops.flash_mla` to them. Nothing of FlashMLA's is compiled.
+
+Cases of one class of code are run one after another in one process, since compiling it takes longer than running them,
+classes with many cases first. Results go to the file of --done, a line a case; cases that it has are left out, so that
+the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. Prints how many
+cases were right, wrong or refused, and what the wrong ones were. Exit code: 0 where none was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import sys
+import time
+import types
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from mla_var3.catalogue import registry
+from mla_var3.device import Device
+from mla_var3.errors import UserError
+from mla_var3.ops import flash_mla
+from mla_var3.toolchain.aot import code_knobs
+from mla_var3.workload.sparse_decode import SparseProblem
+
+FILES = ("test_flash_mla_sparse_decoding.py", "test-sparse-decode.py")
+KERNEL = "cute-dsl/sparse_mla_v2"  # what is picked on Hopper
+LAYOUTS = {"V41_FP8Sparse": "v41", "V41_FP4Sparse": "v41_fp4"}
+RIGHT, WRONG, REFUSED, NO_ROOM = "right", "wrong", "refused", "no room"
+LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first
+SHARE = 0.8  # of the GPU's memory, for tensors of cases that run at a time
+
+
+# ------------------------------------------------------------------------------------------------ the suite
+@dataclass(frozen=True)
+class Suite:
+    """The modules of FlashMLA's tests, and their cases in order."""
+
+    lib: Any
+    ref: Any
+    kit: Any
+    cases: list[Any]
+
+    @classmethod
+    def of(cls, folder: Path) -> Suite:
+        sys.path.insert(0, str(folder.resolve()))
+        sys.modules["flash_mla"] = flash_mla
+        if importlib.util.find_spec("rich") is None:  # for a table, which is not printed here
+            sys.modules.update((name, types.ModuleType(name)) for name in ("rich", "rich.console", "rich.table"))
+        file = next(folder / name for name in FILES if (folder / name).exists())
+        spec = importlib.util.spec_from_file_location("flash_mla_s_test", file)
+        assert spec is not None and spec.loader is not None
+        test = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(test)
+        return cls(test.lib, test.ref, test.kk, test.gen_testcase())
+
+
+def problem_of(case: Any) -> SparseProblem:
+    """The problem of a case, but for the tokens of its cache, which are drawn."""
+    layout = "v32" if case.d_qk == 576 else "v4"
+    of_extra = ""
+    if getattr(case, "kvcache_layout", None) is not None:
+        layout = LAYOUTS[case.kvcache_layout.name]
+        extra = case.extra_kvcache_layout
+        of_extra = "" if extra is None or not case.extra_topk else LAYOUTS[extra.name]
+    return SparseProblem(
+        b=case.b, s=case.s_q, h=case.h_q, t=case.s_kv, topk=case.topk, layout=layout, page=case.block_size,
+        lengths=case.have_topk_length, sink=case.enable_attn_sink, extra=case.extra_topk or 0,
+        extra_t=case.extra_s_k or 0, extra_page=case.extra_block_size or (case.block_size if case.extra_topk else 0),
+        extra_lengths=case.have_extra_topk_length, extra_layout="" if of_extra == layout else of_extra,
+    )  # fmt: skip
+
+
+def class_of(problem: SparseProblem, device: Device | None) -> str:
+    """Equal for cases that have one compiled kernel."""
+    plan = registry.get_plan(registry.KernelId.parse(KERNEL))(problem, None, device)
+    return f"{problem.problem_class().key()} {json.dumps(code_knobs(plan.tiling), sort_keys=True)}"
+
+
+def room_of(problem: SparseProblem) -> int:
+    """About how many bytes a case takes at most, with what its inputs and expected results are made from."""
+    columns, queries = 576 if problem.layout == "v32" else 512, problem.b * problem.s
+    longest = 2.5 if problem.b > 1 else 1.5  # contexts are normal, with half of their mean as the deviation
+    cached = problem.t + problem.extra_t
+    gathered = problem.topk + problem.extra
+    caches = problem.b * longest * cached * columns * 2 * 5
+    return round(1e9 + caches + queries * gathered * (columns + problem.h) * 4 * 3)
+
+
+def run_case(suite: Suite, number: int) -> tuple[str, str]:
+    """(verdict, what is wrong), with FlashMLA's bounds."""
+    import torch
+
+    case = suite.cases[number].to_test_param()
+    case.seed = number
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), torch.inference_mode():
+            made = suite.lib.generate_testcase_for_decode(case)
+            out, lse = suite.lib.run_flash_mla_decode(case, made, flash_mla.get_mla_metadata()[0], None)
+            torch.cuda.synchronize()
+            wanted, wanted_lse = suite.ref.ref_sparse_attn_decode(case, made)
+            same = suite.kit.check_is_allclose
+            ok = same("out", out, wanted, abs_tol=1e-3, rel_tol=2.01 / 128, cos_diff_tol=5e-6)
+            ok &= same("lse", lse, wanted_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
+    except UserError as error:
+        return REFUSED, str(error)
+    except torch.OutOfMemoryError:
+        return NO_ROOM, ""
+    return (RIGHT, "") if ok else (WRONG, " ".join(said.getvalue().split()))
+
+
+# ------------------------------------------------------------------------------------------------ processes
+def work(pipe: Connection, folder: Path) -> None:
+    """A process: asks for classes, and for room for each of their cases, until there are none."""
+    import torch
+
+    warnings.simplefilter("ignore")  # FlashMLA's way to take slices is deprecated
+    suite = Suite.of(folder)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("cuda:0")
+    torch.set_float32_matmul_precision("high")
+    while True:
+        pipe.send(("class",))
+        numbers = pipe.recv()
+        if numbers is None:
+            return
+        for number in numbers:
+            pipe.send(("room", room_of(problem_of(suite.cases[number]))))
+            pipe.recv()
+            begun = time.monotonic()
+            try:
+                verdict, why = run_case(suite, number)
+            except Exception as error:  # the GPU's context may be lost with it: another process goes on
+                pipe.send(("case", number, WRONG, f"{type(error).__name__}: {error}", time.monotonic() - begun))
+                os._exit(1)
+            torch.cuda.empty_cache()
+            pipe.send(("case", number, verdict, why, time.monotonic() - begun))
+
+
+@dataclass
+class Worker:
+    """One of them, as the parent sees it. room: bytes it was given."""
+
+    process: Any
+    pipe: Connection
+    numbers: list[int] = field(default_factory=list)  # of its class, still to be run
+    room: int = 0
+
+
+@dataclass
+class Run:
+    """A run of classes of cases by many processes. classes: numbers of cases, the first class last."""
+
+    folder: Path
+    done: Path
+    classes: list[list[int]]
+    end: float
+    memory: int
+    found: list[tuple[int, str, str]] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    waiting: list[tuple[Worker, int]] = field(default_factory=list)
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, self.folder), daemon=True)
+        process.start()
+        theirs.close()
+        self.workers.append(Worker(process, ours))
+
+    def all(self, processes: int) -> None:
+        """Until all classes are run, or time is up."""
+        for _ in range(min(processes, len(self.classes))):
+            self.start()
+        while self.workers and (left := self.end - time.monotonic()) > 0:
+            for pipe in wait([w.pipe for w in self.workers], timeout=min(left, 1.0)):
+                self.hear(next(w for w in self.workers if w.pipe is pipe))
+            self.give_room()
+        for worker in self.workers:
+            worker.process.terminate()
+
+    def hear(self, worker: Worker) -> None:
+        try:
+            kind, *rest = worker.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.workers.remove(worker)
+            self.waiting = [each for each in self.waiting if each[0] is not worker]
+            if worker.numbers:  # what it had left is another's
+                self.classes.append(worker.numbers)
+            if self.classes and self.end - time.monotonic() > LAST_OF:
+                self.start()
+            return
+        if kind == "class":
+            worker.numbers = self.classes.pop() if self.classes and self.end - time.monotonic() > LAST_OF else []
+            worker.pipe.send(list(worker.numbers) or None)
+        elif kind == "room":
+            self.waiting.append((worker, rest[0]))
+        else:
+            number, verdict, why, seconds = rest
+            worker.room = 0
+            worker.numbers.remove(number)
+            self.found.append((number, verdict, why))
+            line = {"case": number, "verdict": verdict, "why": why, "seconds": round(seconds, 2)}
+            with self.done.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def give_room(self) -> None:
+        """In the order in which it was asked for."""
+        while self.waiting:
+            worker, room = self.waiting[0]
+            taken = sum(each.room for each in self.workers)
+            if taken and taken + room > self.memory:
+                return
+            self.waiting.pop(0)
+            worker.room = room
+            with contextlib.suppress(OSError):  # of a process that ended, which `hear` will find
+                worker.pipe.send(True)
+
+
+# ------------------------------------------------------------------------------------------------ command
+def classes_of(cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int]) -> list[list[int]]:
+    """Numbers of cases, a list a class, those with most cases first."""
+    found: dict[str, list[int]] = {}
+    for number, case in enumerate(cases):
+        found.setdefault(class_of(problem_of(case), device), []).append(number)
+    ordered = sorted(found.values(), key=len, reverse=True)[part[0] - 1 :: part[1]]
+    left = ([number for number in numbers if number not in done] for numbers in ordered)
+    return [numbers for numbers in left if numbers]
+
+
+def part_of(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text} is no part: give it as 2/4.")
+    return int(number), int(of)
+
+
+def already(file: Path) -> dict[int, tuple[str, str]]:
+    """Of a file of results, those that need no other run."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    read = (json.loads(line) for line in lines if line.startswith("{") and line.endswith("}"))
+    return {x["case"]: (x["verdict"], x["why"]) for x in read if x["verdict"] != NO_ROOM}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", type=Path, help="the folder `tests` of a checkout of FlashMLA")
+    parser.add_argument("--done", type=Path, default=Path("flash_mla_suite.jsonl"), help="file of results")
+    parser.add_argument("--part", type=part_of, default=(1, 1), help="N/M: every M-th class, from the N-th on (1/1)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time that the run takes at most (600)")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
+    parser.add_argument("--memory", type=float, help="GB for what runs at a time (0.8 of what is free)")
+    parser.add_argument("--count", metavar="DEVICE", help="count cases and classes for a device, and run none")
+    asked = parser.parse_args(argv)
+    end = time.monotonic() + asked.seconds
+    if not any((asked.tests / name).exists() for name in FILES):
+        parser.error(f"{asked.tests} has neither {' nor '.join(FILES)}: give the folder tests of FlashMLA's checkout.")
+    device = Device.get(asked.count) if asked.count else Device.detect()
+    if device is None:
+        parser.error("there is no GPU here: give --count DEVICE to count cases.")
+    suite, before = Suite.of(asked.tests), already(asked.done)
+    classes = classes_of(suite.cases, device, asked.part, set(before))
+    asked_for = sum(map(len, classes))
+    print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} classes now", flush=True)
+    if asked.count:
+        return 0
+    import torch
+
+    memory = round(1e9 * asked.memory if asked.memory else SHARE * torch.cuda.mem_get_info()[0])
+    run = Run(asked.tests, asked.done, classes[::-1], end, memory)
+    run.all(asked.processes)
+    verdicts = {**before, **{number: (verdict, why) for number, verdict, why in run.found}}
+    counts = Counter(verdict for verdict, _ in verdicts.values())
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (RIGHT, WRONG, REFUSED, NO_ROOM))
+    print(f"{len(run.found)} cases run now; of {len(suite.cases)} in all: {said}")
+    for number, (verdict, why) in sorted(verdicts.items()):
+        if verdict in (WRONG, REFUSED):
+            print(f"{verdict} {number} {problem_of(suite.cases[number]).label}: {why}")
+    return 1 if counts[WRONG] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""scripts/flash_mla_suite.py without FlashMLA and without a GPU: a folder with the parts of its tests that are used."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+#: Cases by their number: 3 ends its process, 4 is wrong, 5 is refused, 6 is right at its second run.
+TEST = """
+import types, torch
+from mla_var3.errors import UserError
+
+torch.set_default_device = lambda device: None
+torch.cuda.synchronize = lambda: None
+
+class Case(types.SimpleNamespace):
+    def to_test_param(self):
+        return types.SimpleNamespace(seed=-1)
+
+def gen_testcase():
+    fields = {"h_q": 64, "s_q": 1, "s_kv": 512, "topk": 64, "d_qk": 576, "have_topk_length": False, "extra_topk": None,
+              "enable_attn_sink": True, "extra_s_k": None, "extra_block_size": None, "have_extra_topk_length": False}
+    return [Case(b=4, block_size=2 if i < 6 else 61, **fields) for i in range(8)]
+
+def run(case, made, meta, _):
+    if case.seed == 3:
+        raise RuntimeError("the context is lost")
+    if case.seed == 5:
+        raise UserError("no such head.")
+    return case.seed, 0
+
+def same(name, found, wanted, **bounds):
+    print("out is", found)
+    return found == wanted
+
+lib = types.SimpleNamespace(generate_testcase_for_decode=lambda case: None, run_flash_mla_decode=run)
+ref = types.SimpleNamespace(ref_sparse_attn_decode=lambda case, made: (0 if case.seed == 4 else case.seed, 0))
+kk = types.SimpleNamespace(check_is_allclose=same)
+"""
+
+
+@pytest.fixture
+def suite(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(repo_root / "scripts"))
+    monkeypatch.setitem(sys.modules, "flash_mla", None)  # type: ignore[arg-type]
+    import flash_mla_suite
+
+    return flash_mla_suite
+
+
+def test_a_run_goes_on_where_the_one_before_ended(suite: Any, tmp_path: Path) -> None:
+    (tmp_path / suite.FILES[0]).write_text(TEST, encoding="utf-8")
+    done = tmp_path / "done.jsonl"
+    done.write_text('{"case": 0, "verdict": "right", "why": ""}\n{"case": 6, "verdict": "no room", "why": ""}\n{"ca')
+    before = suite.already(done)
+    assert before == {0: ("right", "")}
+    made, device = suite.Suite.of(tmp_path), suite.Device.get("h200")
+    classes = suite.classes_of(made.cases, device, (1, 1), set(before))
+    assert classes == [[1, 2, 3, 4, 5], [6, 7]]
+    assert [suite.classes_of(made.cases, device, (n, 2), set()) for n in (1, 2)] == [[[*range(6)]], [[6, 7]]]
+    done.write_text("")
+    # No two cases at a time have room, and one that has too little gets it alone.
+    run = suite.Run(tmp_path, done, classes[::-1], time.monotonic() + 120, 1)
+    run.all(2)
+    verdicts = {number: (verdict, why) for number, verdict, why in run.found}
+    assert verdicts == {
+        **dict.fromkeys((1, 2, 6, 7), ("right", "")),
+        3: ("wrong", "RuntimeError: the context is lost"),
+        4: ("wrong", "out is 4 out is 0"),
+        5: ("refused", "no such head."),
+    }
+    lines = [json.loads(line) for line in done.read_text().splitlines()]
+    assert {line["case"]: (line["verdict"], line["why"]) for line in lines} == verdicts
+    assert not any(each.process.is_alive() for each in run.workers)
+
+
+def test_a_run_ends_in_time(suite: Any, tmp_path: Path) -> None:
+    (tmp_path / suite.FILES[0]).write_text(TEST, encoding="utf-8")
+    run = suite.Run(tmp_path, tmp_path / "done.jsonl", [[1, 2]], time.monotonic() + 1, 1)
+    run.all(2)
+    assert not run.found
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b"])
+def test_a_part_is_one_of_several(suite: Any, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        suite.main([str(tmp_path), "--part", text])
+    assert "give it as 2/4" in capsys.readouterr().err
+
+
+def test_another_folder_is_refused(suite: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        suite.main([str(tmp_path)])
+    assert "give the folder tests of FlashMLA's checkout" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from mla_var3 import workload
 from mla_var3.catalogue import registry, spoken
 from mla_var3.device import Device
 from mla_var3.lab.devlog.segments import without_comments
-from mla_var3.lab.devlog.tables import against_libraries, comparison, label, over_gpus, problem_label, summary
+from mla_var3.lab.devlog.tables import against_libraries, cell, comparison, label, over_gpus, problem_label, summary
 from mla_var3.lab.devlog.values import STATES
 from mla_var3.record import Record, as_ratio, geometric_mean, load
 
@@ -62,6 +62,15 @@ WHAT = {
         "number of indices, where the remaining indices are -1: `experiment=sparse_served` and `sparse_missing` have "
         "such cells."
     ),
+    "sparse_served": (
+        "Sparse decode with contexts as servers have them: many are shorter than a row of indices, whose rest is -1 "
+        "then. Contexts are drawn evenly (`uniform`), around 1,024 tokens (`lognormal`), or so that half of them or "
+        "all of them are shorter than the row (`half_short`, `short`). In every other cell queries and indices are "
+        "views with gaps between their rows, so a name may stand twice. FlashAttention-3 reads a bf16 cache through "
+        "page tables of single tokens, takes no attention sinks and no layout v4, and is given the lengths of the "
+        "rows; the kernels here and FlashMLA find out from the indices where a row ends. Of the 30 cells 24 were "
+        "measured (`experiment=sparse_served`)."
+    ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
         "latent space, and the latent output out of it. The library is `torch.bmm` (`experiment=absorb_gemm`)."
@@ -74,6 +83,7 @@ WHAT = {
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.
 CACHES = {
     "sparse_decode": "bf16 queries, packed FP8 caches",
+    "sparse_served": "bf16 queries, packed FP8 caches",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
@@ -89,9 +99,10 @@ FILES = {
         },
         "decode": "h200/2026-11-27-decode-evening.jsonl",
         "regime_map": "h200/2026-11-28-regime_map.jsonl",
+        "sparse_served": "h200/2026-11-28-sparse_served.jsonl",
     },
     "h100": {
-        **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT},
+        **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name != "sparse_served"},
         **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged", "unseen")},
         "regime_map": "h100/2026-11-28-regime_map.jsonl",
     },
@@ -164,8 +175,8 @@ def records_of(device: str, name: str) -> list[dict[str, Any]]:
     whichever experiment timed it last, those that took turns with it, and the fastest library."""
     told, file_of = recorded(device)
     chosen = []
-    for cell in spoken.cells(load([ROOT / "results" / FILES[device][name]]).records):
-        block = told.get(cell, [])
+    for wanted in spoken.cells(load([ROOT / "results" / FILES[device][name]]).records):
+        block = told.get(wanted, [])
         answer = next((a for state in STATES if (a := spoken.answer(block, state))), None)
         ours = answer.ours if answer else None
         chosen += [r for r in block if ours is None or r.run == ours.run or (answer and r is answer.library)]
@@ -187,10 +198,10 @@ def where(device: str, name: str) -> str:
         elsewhere.setdefault(record["file"], {})[problem_label(record)] = None
     for file, since in sorted(elsewhere.items()):
         said += f" The newest records of these cells are in `results/{file}`: {', '.join(since)}."
-    runs: dict[str, set[str]] = {}
+    runs: dict[Any, tuple[str, set[str]]] = {}  # of a problem: others may have its label
     for record in (r for r in records if r["time_us"]):
-        runs.setdefault(problem_label(record), set()).add(record["run"])
-    if apart := [cell for cell, found in runs.items() if len(found) > 1]:
+        runs.setdefault(cell(record), (problem_label(record), set()))[1].add(record["run"])
+    if apart := list(dict.fromkeys(name for name, found in runs.values() if len(found) > 1)):
         said += (
             " In some cells the newest records are of different runs, and contenders are compared by their shares of "
             f"each run's limit: {', '.join(apart)}."

@@ -63,6 +63,24 @@ def test_a_figure_that_is_not_the_records_is_noticed(
     assert any(line.startswith("Geometric mean") for line in changed)
 
 
+def test_problems_of_one_name_are_not_taken_for_contenders_of_different_runs(
+    pages_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether q and indices are strided is no part of a problem's name."""
+    told = pages_module.records_of(pages_module.MAIN, "sparse_served")
+    name = "v32_b64_s1_h64_top2048_lognormal"
+    records = [dict(r) for r in told if pages_module.problem_label(r) == name and r["time_us"]]
+    for r in records:
+        r["run"] = f"strided {r['problem'].get('strided', False)}"
+    assert len({r["run"] for r in records}) == 2
+    monkeypatch.setattr(pages_module, "records_of", lambda device, name: records)
+    assert "different runs" not in pages_module.where(pages_module.MAIN, "sparse_served")
+    records[0]["run"] = "another"
+    assert f"different runs, and contenders are compared by their shares of each run's limit: {name}." in (
+        pages_module.where(pages_module.MAIN, "sparse_served")
+    )
+
+
 def test_the_board_has_a_row_a_nightly_run_and_a_mean_a_workload(
     pages_module: Any, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

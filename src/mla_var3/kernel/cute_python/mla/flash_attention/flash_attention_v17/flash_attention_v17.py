@@ -1295,8 +1295,9 @@ class FlashAttentionV17Plan(KernelPlan):
     tiling_type = FlashAttentionV17Tiling
     tiling: FlashAttentionV17Tiling
     any_size = True
+    # Version 0 takes fp16, in which this one was never run.
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

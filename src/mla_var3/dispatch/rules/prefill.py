@@ -61,13 +61,13 @@ RULES = (
         archs=HOPPER,
     ),
     Rule(
-        "cute-dsl/flash_attention_v16",
-        "two CTAs share K and V, and query tiles are dealt late",
+        "cute-dsl/flash_attention_v17",
+        "two CTAs share K and V, and a product ends inside the softmax",
         where=(
             Bound(MASKS, 1, above=True),
             Bound(KEY_COLUMNS, 128, above=True),
             Bound(KEY_COLUMNS, 192),
-            Bound(TOKENS, 1023, above=True),
+            Bound(TOKENS, 511, above=True),
         ),
         archs=HOPPER,
     ),
@@ -77,6 +77,16 @@ RULES = (
         where=(Bound(MASKS, 1, above=True),),
         archs=HOPPER,
     ),
-    Rule("cute-dsl/flash_attention", "it takes fp16, and without a diagonal there is nothing to save", archs=HOPPER),
+    Rule(
+        "cute-dsl/flash_attention_v1",
+        "it has the next query tile's rows in L2 before it loads them",
+        where=(Bound(MASKS, 1), Bound(KEY_COLUMNS, 128, above=True), Bound(KEY_COLUMNS, 192)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention",
+        "it takes fp16, and no other version was checked at these widths without a mask",
+        archs=HOPPER,
+    ),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

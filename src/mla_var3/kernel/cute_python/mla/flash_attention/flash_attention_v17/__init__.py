@@ -1,1 +1,1 @@
-"""Version 17: the wait for O stands inside the softmax, and O is stored beside scores."""
+"""Version 17: the wait for O stands inside the softmax."""

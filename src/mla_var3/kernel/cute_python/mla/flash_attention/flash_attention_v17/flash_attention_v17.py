@@ -28,13 +28,11 @@ issue in turn (named barriers), so that the softmax of one runs beside the produ
     LOWER          ... P0     wait                     S1 → P1 ...........................
 
 The same step leads from one query tile to the next (`cross`): the first scores of the next one are issued before
-the last product of this one. Its O is divided and stored in the step after that, between the issue of the scores and
-that of the product, where O is multiplied in all other steps: the tensor cores have the scores to work on meanwhile
-(`beside`; otherwise, and where no KV tile without a mask follows, it is stored before the scores are issued).
+the last product of this one. Its O is divided and stored before the second scores of the next one are issued.
 
-In a softmax the wait for O += P·V stands between the exponentials of a thread's first row and those of its second
-(`before`). So P of the first row is rounded beside the exponentials of the second, and V is free half a softmax earlier
-than where the wait stands behind all exponentials:
+In a softmax the wait for O += P·V stands between the exponentials of a thread's first row and those of its second. So P
+of the first row is rounded beside the exponentials of the second, and V is free half a softmax earlier than where the
+wait stands behind all exponentials:
 
     version 16    maxima  e0 ... e63                    sums, wait for O, rounding
     here          maxima  e0+ ... e31+   wait for O     e32+ P0 e33+ P1 ...
@@ -167,7 +165,7 @@ def kv_tile_of(dk: int, dv: int) -> int:
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, columns of keys and values, mask, tokens of a KV tile, and whether the
-    consumers issue their products in turn; before and beside as in the tiling."""
+    consumers issue their products in turn."""
 
     h: int
     h_kv: int
@@ -176,8 +174,6 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
-    before: int
-    beside: bool
 
     @property
     def group(self) -> int:
@@ -619,17 +615,6 @@ class Count(NamedTuple):
         return Count(stream, count, sees, self.done + self.stream, self.loads + Int32(self.stream > 0))
 
 
-class Ended(NamedTuple):
-    """A query tile whose products are done. due: whether its O is still to be stored; row_max, row_sum: of its rows."""
-
-    due: Int32
-    tile: Tile
-    row_max: cute.Tensor
-    row_sum: cute.Tensor
-    out: cute.Tensor
-    lse: cute.Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: 0 UPPER, 1 LOWER; thread: 0 .. 127."""
@@ -767,13 +752,10 @@ class Consumer:
             top = cute.arch.fmax(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
             self.row_max[r] = top
-        before = self.geometry.before
         scale_log2, total = self.scale_log2, Float32(0.0)
-        if cutlass.const_expr(due is not None and before == 2):
-            self.end_product(due, total, False)  # ptxas moves exponentials and sums ahead of it
         for r in cutlass.range_constexpr(2):
-            if cutlass.const_expr(due is not None and r == before):
-                self.end_product(due, total, held and r > 0)
+            if cutlass.const_expr(due is not None and r == 1):
+                self.end_product(due, total, held)
                 scale_log2 = self.storage.scale.get_tensor(cute.make_layout(1))[0]
             total = softmax.row_exp2(acc_s, r, scale_log2, self.row_max[r])
             self.row_sum[r] = self.row_sum[r] * self.factor[r] + total
@@ -809,26 +791,21 @@ class Consumer:
         cute.arch.mbarrier_wait(self.storage.k_full.data_ptr() + turn % STAGES, turn // STAGES & 1)
 
     @cute.jit
-    def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr, keys: cutlass.Constexpr,
-             ended: Any = None):  # fmt: skip
+    def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr, keys: cutlass.Constexpr):
         """One KV tile behind the first: S = Q·Kᵀ of this one, O += P·V of the one before. Behind the scores of the
-        request's first key nobody reads Q any more. ended: the query tile whose O is stored first, beside the scores,
-        if any (`Ended`)."""
+        request's first key nobody reads Q any more."""
         self.take_turn()
         self.wait_for_keys(turn)
         self.issue_scores(turn)
         self.wait_for_values(turn - 1)
-        if cutlass.const_expr(ended is None):
-            wgmma.scale_rows(self.acc_o, self.factor)  # beside the scores
-        else:
-            self.store(ended)
+        wgmma.scale_rows(self.acc_o, self.factor)  # beside the scores
         self.issue_output(turn - 1, keys)
         self.pass_turn()
         warpgroup.wait_group(1)  # S
         self.free(self.storage.k_empty.data_ptr(), turn)
         if first_key == 0:
             warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-        self.soften(self.acc_s, first_key, masked, turn - 1, ended is not None)
+        self.soften(self.acc_s, first_key, masked, turn - 1)
 
     @cute.jit
     def cross(self, now: Count, half: cutlass.Constexpr):
@@ -929,30 +906,15 @@ class Consumer:
             self.zero_past_end(now.done, tile.keys - (now.stream - 1) * n)
 
     @cute.jit
-    def plain_from(self, tile: Tile, now: Count) -> Int32:
-        """The KV tile of the stream, behind the first one of which the rows see any key, from which on none needs a
-        mask."""
-        stream, begin, plain = now.stream, now.stream - now.count + 1, now.stream - now.count + 1
-        if cutlass.const_expr(self.geometry.causal):
-            whole = whole_tiles(tile, self.first_row, self.geometry.tokens)
-            plain = cutlass.min(cutlass.max(stream - whole, begin), stream)
-        return plain
-
-    @cute.jit
-    def rest(self, tile: Tile, now: Count, ended: Ended):
-        """All KV tiles that the rows see any key of but the last one. ended: the query tile before, whose O is not
-        stored yet, if any."""
+    def rest(self, tile: Tile, now: Count):
+        """All KV tiles that the rows see any key of but the last one."""
         stream, count, sees, done, _ = now
         n = self.geometry.tokens
-        begin, plain = stream - count + 1, self.plain_from(tile, now)
-        if cutlass.const_expr(self.geometry.beside):
-            if (plain == begin) & (count > 1):
-                if sees > n // 2:
-                    self.step(done + begin, (count - 2) * n, False, n, ended)
-                else:
-                    self.step(done + begin, (count - 2) * n, False, n // 2, ended)
-                begin, plain = begin + 1, plain + 1
-        elif (sees <= n // 2) & (plain == begin) & (count > 1):
+        begin, plain = stream - count + 1, stream - count + 1
+        if cutlass.const_expr(self.geometry.causal):
+            whole = whole_tiles(tile, self.first_row, n)
+            plain = cutlass.min(cutlass.max(stream - whole, begin), stream)
+        if (sees <= n // 2) & (plain == begin) & (count > 1):
             self.step(done + begin, (count - 2) * n, False, n // 2)
             begin, plain = begin + 1, plain + 1
         if cutlass.const_expr(self.geometry.causal):
@@ -972,15 +934,6 @@ class Consumer:
         self.free(self.storage.v_empty.data_ptr(), turn)
 
     # -------------------------------------------------------------------------------------------- epilogue
-    @cute.jit
-    def store(self, ended: Ended):
-        """O of a query tile goes to global memory, if there is any, and that of the next one begins with 0."""
-        tile = ended.tile
-        rows = cutlass.select_(ended.due > 0, tile.rows, Int32(0))
-        ended_tile = Tile(tile.row, rows, tile.head, tile.key, tile.keys, tile.seen)
-        self.epilogue(ended_tile, ended.row_max, ended.row_sum, ended.out, ended.lse)
-        self.acc_o.fill(0.0)
-
     @cute.jit
     def epilogue(self, tile: Tile, row_max: cute.Tensor, row_sum: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
         """out = O / sum and lse = ln sum; rows past the end of the request are not written."""
@@ -1155,17 +1108,12 @@ def consume(
         else:
             if due > 0:
                 w.last(now)
-        if cutlass.const_expr(geometry.beside):
-            # Where another KV tile follows that needs no mask, O is stored beside its scores.
-            if (now.count < 2) | (w.plain_from(tile, now) > now.stream - now.count + 1):
-                w.store(Ended(due, before, row_max, row_sum, out, lse))
-                due = Int32(0)
-        elif due > 0:
+        if due > 0:
             w.epilogue(before, row_max, row_sum, out, lse)
             w.acc_o.fill(0.0)
         if now.count > 0:
             w.ready_values(tile, now)
-            w.rest(tile, now, Ended(due, before, row_max, row_sum, out, lse))
+            w.rest(tile, now)
         else:
             if working:
                 w.skip_tile(now)
@@ -1307,29 +1255,23 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionV17Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`).
-    before: of a thread's two rows, those whose exponentials stand before the wait for O; 2: P is rounded behind all of
-    them. beside: O of a query tile is stored beside the second scores of the next one."""
+    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
-    before: int = 1
-    beside: bool = True
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
         tokens = self.kv_tile or kv_tile_of(dk, dv)
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered, self.before, self.beside)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
-        if self.before not in (0, 1, 2):
-            return Verdict.no(f"before = {self.before} is not 0, 1 or 2")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):
@@ -1353,8 +1295,9 @@ class FlashAttentionV17Plan(KernelPlan):
     tiling_type = FlashAttentionV17Tiling
     tiling: FlashAttentionV17Tiling
     any_size = True
+    # Version 0 takes fp16, in which this one was never run.
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

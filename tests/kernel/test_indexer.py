@@ -193,7 +193,7 @@ def test_refusals_say_why() -> None:
     assert "ctas = 2 must be 0 or one of 4, 8, 16" in one.tiling_type(2).validate(IndexerTopkProblem()).reason
     assert "more than 256 MB of logits" in two.requires.accepts(IndexerTopkProblem(b=1025, t=65536)).reason
     append = plan_type("cute-dsl/index_append")
-    assert "scales that are no powers of two" in append.requires.accepts(IndexAppendProblem(powers=False)).reason
+    assert "use a multiple of it" in append.requires.accepts(IndexAppendProblem(rest=4)).reason
     problem = IndexerLogitsProblem(b=2, t=100)
     q, cache, weights, ends, table = indexer_logits.make_inputs(problem)
     wider = cache.new_zeros(cache.numel() + 8 * len(cache))

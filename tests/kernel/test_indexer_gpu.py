@@ -239,7 +239,7 @@ def test_prefill_in_parts_is_prefill_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(found.long().sort(1).values, want[rows].sort(1).values)
 
 
-@pytest.mark.parametrize("fields", [{}, {"interleaved": True}, {"tokens": 9000}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"interleaved": True}, {"tokens": 9000}, {"powers": False}], ids=str)
 def test_keys_are_appended_to_the_byte(fields: dict[str, Any]) -> None:
     plan = planned("cute-dsl/index_append", IndexAppendProblem(**fields))
     for tiling in plan.autotune_configs():

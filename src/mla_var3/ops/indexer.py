@@ -213,8 +213,7 @@ def index_append(
     turned by table[positions[i]], and the token is written to row slots[i] % 64 of page slots[i] // 64. table
     (positions, 64) float32: cosines, then sines, as of `rope_append`. cache (pages, 64, 132) of torch.uint8, as of
     `indexer_logits`. interleaved: columns 2i and 2i + 1 are a pair, as in GLM-5, else i and i + 32, as in DeepSeek
-    V3.2's indexer. powers: whether scales are rounded up to powers of two, as they have to be for the version that is
-    picked so far. kernel, on: as of `mla_decode`.
+    V3.2's indexer. powers: whether scales are rounded up to powers of two. kernel, on: as of `mla_decode`.
 
     Normed and turned keys are rounded to bf16, as the models do; the scale of a token is its largest magnitude, at
     least 1e-4, over 448. No Hadamard matrix is applied: leave it out of the queries too. A token whose slot is

@@ -105,6 +105,11 @@ class Geometry:
         return 1
 
     @property
+    def pages(self) -> int:
+        """Of a row, at most."""
+        return self.ctas * self.held * (THREADS // PAGE)
+
+    @property
     def share(self) -> int:
         """Candidates of a CTA among those that its cluster chooses among, at most."""
         return GATHERED // self.ctas
@@ -135,6 +140,7 @@ def shared_storage(geometry: Geometry) -> type:
         "gathered": array_of(Int32, 2 * GATHERED),  # of all CTAs: keys, columns
         "least": array_of(Uint32, 2 * geometry.ctas),  # of each CTA: key and columns behind, below which it kept all
         "logits": array_of(Float32, THREADS * geometry.held),  # of the CTA's pages
+        "pages": array_of(Int32, geometry.pages),  # of the row, by the page table; the first CTA's alone
         "scales": array_of(Float32, places * PAGE),
         "query": cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, geometry.h * D], 1024],
         "keys": cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, places * PAGE * D], 1024],
@@ -155,6 +161,7 @@ class Memory(NamedTuple):
     gathered: cute.Tensor
     least: cute.Tensor
     logits: cute.Tensor
+    pages: cute.Tensor
 
 
 def memory_in(storage: Any, geometry: Geometry) -> Memory:
@@ -168,6 +175,7 @@ def memory_in(storage: Any, geometry: Geometry) -> Memory:
         storage.gathered.get_tensor(cute.make_layout(2 * GATHERED)),
         storage.least.get_tensor(cute.make_layout(2 * geometry.ctas)),
         storage.logits.get_tensor(cute.make_layout(THREADS * geometry.held)),
+        storage.pages.get_tensor(cute.make_layout(geometry.pages)),
     )
 
 
@@ -285,14 +293,18 @@ def score(
     if warp_of_group == 0:
         for j in cutlass.range(cutlass.min(count, SLOTS), unroll=1):
             load_page(inputs, storage, cute.arch.shuffle_sync(entry, j), group * SLOTS + j)
+    if source.rank == 0:
+        of_row = storage.pages.get_tensor(cute.make_layout(geometry.pages))
+        for i in cutlass.range(thread, pages, THREADS, unroll=1):
+            of_row[i] = inputs.table[row // geometry.s, i]
     h = geometry.h
     weights = cute.make_rmem_tensor(h // 4, Float32)
     pairs = cute.make_tensor(weights.iterator, cute.make_layout((2, h // 8)))
-    of_row = cute.make_tensor(
+    row_weights = cute.make_tensor(
         inputs.weights.iterator + Int64(row) * h, cute.make_layout((2, WARP // 8, h // 8), stride=(1, 2, 8))
     )
     for j in cutlass.range_constexpr(h // 8):
-        cute.autovec_copy(of_row[None, lane % 4, j], pairs[None, j])
+        cute.autovec_copy(row_weights[None, lane % 4, j], pairs[None, j])
     full, logits = storage.full.data_ptr(), storage.logits.get_tensor(cute.make_layout(THREADS * geometry.held))
     scales = storage.scales.get_tensor(cute.make_layout((PAGE, GROUPS * SLOTS)))
     tiled_mma = make_mma(h)
@@ -726,8 +738,8 @@ def write(
     memory: cutlass.Constexpr, keys: cute.Tensor, source: cutlass.Constexpr, again: Boolean, last: cutlass.Constexpr,
     inputs: cutlass.Constexpr, row: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Writes the indices of what is chosen. They are put in order in the memory of the bins. last: key of the last that
-    is chosen, and the columns behind it."""
+    """Writes the slots of what is chosen, in an order that is put together in the memory of the bins. last: key of the
+    last that is chosen, and the columns behind it."""
     low, low_behind = last
     bits, count = Int32(0), Int32(0)
     if again:
@@ -745,13 +757,8 @@ def write(
             place = place + ((bits >> j) & 1)
     cute.arch.sync_threads()
     for i in cutlass.range(thread, total, THREADS, unroll=1):
-        inputs.indices[row, i] = index_of(memory.bins[i], inputs.table, row, geometry)
-
-
-@cute.jit
-def index_of(column: Int32, table: cute.Tensor, row: Int32, geometry: cutlass.Constexpr) -> Int32:
-    """What is written for a column: its slot of the cache."""
-    return table[row // geometry.s, column // PAGE] * PAGE + column % PAGE
+        column = memory.bins[i]
+        inputs.indices[row, i] = memory.pages[column // PAGE] * PAGE + column % PAGE
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
@@ -786,7 +793,7 @@ def indexer_topk_v1(inputs: Inputs, geometry: cutlass.Constexpr):
         for i in cutlass.range(rank * THREADS + thread, geometry.k, THREADS * geometry.ctas, unroll=1):
             index = Int32(-1)
             if i < end:
-                index = index_of(i, inputs.table, row, geometry)
+                index = inputs.table[row // geometry.s, i // PAGE] * PAGE + i % PAGE
             inputs.indices[row, i] = index
     else:
         cute.arch.cluster_arrive()  # this CTA has begun

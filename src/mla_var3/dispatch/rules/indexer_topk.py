@@ -28,5 +28,11 @@ RULES = (
         archs=HOPPER,
         where=(Bound(ROWS, 8), Bound(TOKENS, 32768)),
     ),
+    Rule(
+        "cute-dsl/indexer_topk_v2",
+        "one or two long requests: up to 112 multiprocessors read a row, and the last cluster chooses among all",
+        archs=HOPPER,
+        where=(Bound(ROWS, 2), Bound(TOKENS, 32768, above=True)),
+    ),
     Rule("cute-dsl/indexer_topk", "all multiprocessors read for a row, and then few choose", archs=HOPPER),
 )

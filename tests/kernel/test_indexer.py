@@ -22,7 +22,7 @@ from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK_V1, TOPK = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v1", "cute-dsl/topk_v3"
+LOGITS, TOPK = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3"
 TWO, ONE, SEVERAL = (f"cute-dsl/indexer_topk{x}" for x in ("", "_v1", "_v2"))
 
 
@@ -43,7 +43,7 @@ def plan_type(label: str) -> Any:
         (TOPK, TopkProblem(b=4096)),
         (TOPK, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
-        (TOPK_V1, TopkProblem(b=1024, t=131072)),
+        (TOPK, TopkProblem(b=1024, t=131072)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
         (ONE, IndexerTopkProblem(b=1)),
         (SEVERAL, IndexerTopkProblem(b=1, t=131072)),
@@ -53,7 +53,7 @@ def plan_type(label: str) -> Any:
 )
 def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
-    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V1) else 0)
+    assert made.resources.spill_bytes <= (64 if label == TOPK else 0)
     assert made.resources.smem <= H200.smem_per_block
 
 
@@ -115,14 +115,6 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
             own = lane // geometry.lanes
             stored += [2 * (i // 2 * geometry.together + own) + i % 2 for i in sums]
     assert sorted(stored) == list(range(2 * tokens))
-
-
-def test_long_rows_of_many_are_a_ctas_in_version_1() -> None:
-    from mla_var3.kernel.cute_python.indexer.topk.topk_v1.topk_v1 import TopkTiling
-
-    tiling = TopkTiling()
-    ctas = tiling.ctas_of(133, 65537, 132)
-    assert (ctas, tiling.held_of(65537, ctas)) == (1, 0)
 
 
 def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> None:
@@ -225,7 +217,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V1, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan = plan_type(label)
     for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
@@ -240,9 +232,8 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
-    sizes = (1, 8192), (1, 1 << 20), (8192, 8192), (4096, 65536), (132, 65537), (133, 65537)
-    picked = [choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes]
-    assert picked == [TOPK] * 5 + [TOPK_V1]
+    sizes = (1, 8192), (1, 1 << 20), (8192, 8192), (4096, 65536), (1024, 131072)
+    assert {choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes} == {TOPK}
     assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
     of_both = (8, 32768), (9, 8192), (1, 32769), (3, 65536)
     picked = [choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in of_both]

@@ -66,7 +66,7 @@ def test_logits_are_right(label: str, problem: Any) -> None:
 
 @pytest.mark.parametrize(
     ("label", "problem"),
-    [*((CHOOSES, problem) for problem in TOPK), ("cute-dsl/topk_v1", TopkProblem(b=140, t=70000))],
+    [(CHOOSES, problem) for problem in (*TOPK, TopkProblem(b=140, t=70000))],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_topk_is_right(label: str, problem: Any) -> None:

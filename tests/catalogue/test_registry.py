@@ -19,7 +19,13 @@ from mla_var3.kernel.parts import PartsTiling
 from mla_var3.toolchain import source
 from mla_var3.workload.layer import LayerProblem
 
-PIPELINES = ("cute-dsl/chunk_absorb", "cute-dsl/chunk_decompress", "cute-dsl/mla_layer", "peer/flash_mla_layer")
+PIPELINES = (
+    "cute-dsl/chunk_absorb",
+    "cute-dsl/chunk_decompress",
+    "cute-dsl/indexer_topk",
+    "cute-dsl/mla_layer",
+    "peer/flash_mla_layer",
+)
 
 
 @pytest.fixture
@@ -117,8 +123,9 @@ def test_no_tiling_of_a_pipeline_has_a_part_that_is_not_declared(label: str, mon
     if (reason := registry.missing(kernel.language)) is not None:
         pytest.skip(reason)
     plan_type = registry.get_plan(kernel)
+    heads = "heads" if kernel.layer == "indexer" else "h"
     for h in (16, 128):
-        plan = plan_type(plan_type.workload.problem(h=h))
+        plan = plan_type(plan_type.workload.problem(**{heads: h}))
         for tiling in (plan.default_tiling(), *plan.autotune_configs()):
             assert isinstance(tiling, PartsTiling)
             assert {part[0] for part in tiling.parts(plan.problem).values()} <= set(plan_type.parts)

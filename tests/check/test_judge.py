@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mla_var3.check.judge import UNTOUCHED, bounds_of, check, compare, wanted_cases  # noqa: E402
-from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.errors import Unsupported, UserError  # noqa: E402
 from mla_var3.workload import Bound, Output, decode  # noqa: E402
 from mla_var3.workload.decode import (  # noqa: E402
     CASES,
@@ -489,6 +489,40 @@ def test_a_plan_instance_brings_its_problem():
     assert check(plan, device="cpu", cases=["edges"]).ok
     with pytest.raises(UserError, match="problem"):
         check(Honest, device="cpu")
+
+
+class OneRequest(Honest):
+    """Takes the problem it was given, and no other number of requests."""
+
+    requires = True  # of which `require` tells
+
+    def require(self):
+        if self.problem.b != PLAIN.b:
+            raise Unsupported(f"{self.problem.b} requests")
+
+
+def test_a_planned_case_that_a_version_does_not_take_is_left_out_with_its_reason():
+    others = {case.name for case in WORKLOAD.cases(PLAIN, False) if case.planned and case.problem.b != PLAIN.b}
+    report = check(OneRequest, PLAIN, device="cpu", seeds=[3])
+    assert report.ok and others and set(report.left_out) == others
+    assert others.isdisjoint(case.name for case in report.cases)
+    assert all(reason.endswith("requests") for reason in report.left_out.values())
+
+
+class WrongThenBroken(Honest):
+    """Wrong from the first case on, and raises at one request."""
+
+    def run(self, q, cache, table, lens, out, lse):
+        if len(q) == 1:
+            raise UserError("one request")
+        super().run(q, cache, table, lens, out, lse)
+        out += 1
+
+
+def test_what_was_wrong_before_an_error_is_said_with_it():
+    with pytest.raises(UserError, match="one request") as raised:
+        check(WrongThenBroken, PLAIN, device="cpu", seeds=[3])
+    assert "wrong before it: own (seed 3)" in raised.value.__notes__[-1]
 
 
 # ---------------------------------------------------------------- compare

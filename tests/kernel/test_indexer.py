@@ -18,10 +18,12 @@ from mla_var3.errors import Unsupported, UserError
 from mla_var3.workload import indexer_logits, topk
 from mla_var3.workload.index_append import IndexAppendProblem
 from mla_var3.workload.indexer_logits import IndexerLogitsProblem
+from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK_V1, TOPK = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v1", "cute-dsl/topk_v3"
+LOGITS, TOPK = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3"
+TWO, ONE, SEVERAL = (f"cute-dsl/indexer_topk{x}" for x in ("", "_v1", "_v2"))
 
 
 def plan_type(label: str) -> Any:
@@ -41,14 +43,17 @@ def plan_type(label: str) -> Any:
         (TOPK, TopkProblem(b=4096)),
         (TOPK, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
-        (TOPK_V1, TopkProblem(b=1024, t=131072)),
+        (TOPK, TopkProblem(b=1024, t=131072)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
+        (ONE, IndexerTopkProblem(b=1)),
+        (SEVERAL, IndexerTopkProblem(b=1, t=131072)),
+        (ONE, IndexerTopkProblem(b=8, s=2, t=65536, heads=16, topk=512)),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     made = plan_type(label)(problem, None, H200).plan_empty().compile(None, H200)
-    assert made.resources.spill_bytes <= (64 if label in (TOPK, TOPK_V1) else 0)
+    assert made.resources.spill_bytes <= (64 if label == TOPK else 0)
     assert made.resources.smem <= H200.smem_per_block
 
 
@@ -112,14 +117,6 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
     assert sorted(stored) == list(range(2 * tokens))
 
 
-def test_long_rows_of_many_are_a_ctas_in_version_1() -> None:
-    from mla_var3.kernel.cute_python.indexer.topk.topk_v1.topk_v1 import TopkTiling
-
-    tiling = TopkTiling()
-    ctas = tiling.ctas_of(133, 65537, 132)
-    assert (ctas, tiling.held_of(65537, ctas)) == (1, 0)
-
-
 def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> None:
     from mla_var3.kernel.cute_python.indexer.topk.topk_v3.topk_v3 import TopkTiling
 
@@ -150,6 +147,44 @@ def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> No
     assert geometry.own_k <= geometry.share and (ctas == 1 or geometry.own_k * ctas >= 1.5 * k)
 
 
+def test_a_row_in_one_kernel_is_of_as_many_ctas_as_run_at_once_and_hold_it() -> None:
+    from mla_var3.kernel.cute_python.indexer.indexer_topk.indexer_topk_v1 import indexer_topk_v1
+
+    def made(b: int, t: int, ctas: int = 0) -> tuple[int, int]:
+        problem = IndexerTopkProblem(b=b, t=t)
+        geometry = indexer_topk_v1.IndexerTopkTiling(ctas).geometry(problem, problem.rows, problem.columns)
+        return geometry.ctas, geometry.held
+
+    assert [made(1, t) for t in (1, 8192, 8193, 65536, 131072)] == [(16, 1), (16, 1), (16, 2), (16, 8), (16, 16)]
+    assert [made(b, 32768) for b in (7, 8, 14, 15)] == [(16, 4), (8, 8), (8, 8), (4, 16)]
+    assert made(15, 65536) == (8, 16) and made(15, 131072) == (16, 16) and made(1, 4096, 4) == (4, 2)
+    with pytest.raises(UserError, match="has 65,536 tokens: so many do not fit in 4 CTAs"):
+        made(1, 65536, 4)
+    for ctas in indexer_topk_v1.CLUSTERS:
+        for k in (1, 64, 512, 2048):
+            geometry = indexer_topk_v1.Geometry(64, 1, k, ctas, 8)
+            assert 1.5 * k <= geometry.own_k * ctas and geometry.own_k <= geometry.share
+
+
+def test_a_row_of_several_clusters_is_of_as_many_as_run_at_once_and_hold_it() -> None:
+    from mla_var3.kernel.cute_python.indexer.indexer_topk.indexer_topk_v2 import indexer_topk_v2
+
+    def made(b: int, t: int, clusters: int = 0) -> tuple[int, int]:
+        problem = IndexerTopkProblem(b=b, t=t)
+        geometry = indexer_topk_v2.IndexerTopkTiling(clusters).geometry(problem, problem.rows, problem.columns)
+        return geometry.clusters, geometry.held
+
+    assert [made(1, t) for t in (8192, 65536, 131072, 1 << 19)] == [(7, 1), (7, 2), (7, 4), (7, 16)]
+    assert [made(b, 65536) for b in (2, 3)] == [(3, 4), (3, 4)] and made(1, 32768, 4) == (4, 1)
+    with pytest.raises(UserError, match="has 1,048,576 tokens: so many do not fit in 7 clusters"):
+        made(1, 1 << 20)
+    for clusters in indexer_topk_v2.CLUSTERS:
+        for k in (1, 64, 512, 2048):
+            geometry = indexer_topk_v2.Geometry(64, 1, k, clusters, 8)
+            assert geometry.cluster_k * clusters >= 1.4 * k and geometry.own_k * 16 >= 1.5 * geometry.cluster_k
+            assert geometry.cluster_share * clusters <= indexer_topk_v2.GATHERED and geometry.own_k <= geometry.share
+
+
 def test_refusals_say_why() -> None:
     logits, chooses = plan_type(LOGITS), plan_type(TOPK)
     assert "an indexer of 16, 32, 64 heads is taken" in logits.requires.accepts(IndexerLogitsProblem(heads=48)).reason
@@ -164,8 +199,13 @@ def test_refusals_say_why() -> None:
     assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in chooses.tiling_type(3).validate(TopkProblem()).reason
     assert "threads = 128 must be 0 or one of 256" in chooses.tiling_type(threads=128).validate(TopkProblem()).reason
+    one, two = plan_type(ONE), plan_type(TWO)
+    assert "read pages: give a page table" in one.requires.accepts(IndexerTopkProblem(table=False)).reason
+    assert "up to 131,072 tokens of a request" in one.requires.accepts(IndexerTopkProblem(t=131073)).reason
+    assert "ctas = 2 must be 0 or one of 4, 8, 16" in one.tiling_type(2).validate(IndexerTopkProblem()).reason
+    assert "more than 256 MB of logits" in two.requires.accepts(IndexerTopkProblem(b=1025, t=65536)).reason
     append = plan_type("cute-dsl/index_append")
-    assert "scales that are no powers of two" in append.requires.accepts(IndexAppendProblem(powers=False)).reason
+    assert "use a multiple of it" in append.requires.accepts(IndexAppendProblem(rest=4)).reason
     problem = IndexerLogitsProblem(b=2, t=100)
     q, cache, weights, ends, table = indexer_logits.make_inputs(problem)
     wider = cache.new_zeros(cache.numel() + 8 * len(cache))
@@ -177,7 +217,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, TOPK_V1, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan = plan_type(label)
     for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
@@ -192,10 +232,16 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
-    sizes = (1, 8192), (1, 1 << 20), (8192, 8192), (4096, 65536), (132, 65537), (133, 65537)
-    picked = [choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes]
-    assert picked == [TOPK] * 5 + [TOPK_V1]
+    sizes = (1, 8192), (1, 1 << 20), (8192, 8192), (4096, 65536), (1024, 131072)
+    assert {choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes} == {TOPK}
     assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
+    # Of so many query tokens, to which length of a request one kernel was the faster one.
+    for rows, most in {1: 16384, 2: 32768, 3: 32768, 4: 65536, 8: 65536, 9: 8192, 16: 8192}.items():
+        for t, label in ((most, ONE), (most + 1, TWO)):
+            assert choose(IndexerTopkProblem(b=rows, t=t), H200).kernel.label == label, (rows, t)
+    assert choose(IndexerTopkProblem(b=17), H200).kernel.label == TWO
+    assert choose(IndexerTopkProblem(b=4, s=2), H200).kernel.label == ONE
+    assert choose(IndexerTopkProblem(b=1, heads=16), H200).kernel.label == TWO
     assert choose(IndexAppendProblem(), H200).kernel.label == "cute-dsl/index_append"
     with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):
         choose(TopkProblem(topk=4096), H200)

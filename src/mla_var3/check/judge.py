@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import Infeasible, Unsupported, UserError, nearest
+from mla_var3.errors import Infeasible, Unsupported, UserError, Verdict, nearest
 from mla_var3.workload import Bound, Case, Output, Workload
 
 if TYPE_CHECKING:
@@ -86,13 +86,15 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The verdict on a kernel. error: the worst over the cases. Truthiness is ok."""
+    """The verdict on a kernel. error: the worst over the cases. left_out: why, of each case whose problem the version
+    does not take. Truthiness is ok."""
 
     ok: bool
     reason: str
     error: dict[str, float]
     cases: list[CaseResult] = field(default_factory=list)
     seeds: tuple[int, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -243,8 +245,9 @@ def check(
     In each case outputs and floating-point workspaces are filled with NaN (`partial` outputs as `untouched` says)
     before the call, the call is repeated and must give the same bits (unless the plan says that it is not
     deterministic), and the inputs must not change. "own" is planned; the other cases are bound to that kernel, except
-    those that are `planned`, each a problem of its own: one that the version does not take is left out.
-    A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name added.
+    those that are `planned`, each a problem of its own: one that the version does not take is left out, and the report
+    says why. A wrong result is a report with ok = False. What the kernel itself raises is raised, with the case's name
+    added, and with what was wrong before.
     """
     plan_cls, problem, tiling, hardware, compiled = _resolve(plan, problem, tiling, device, hardware)
     workload: Workload = plan_cls.workload
@@ -253,6 +256,7 @@ def check(
     if seeds is None:
         seeds = (random.SystemRandom().randrange(1 << 30),)
     results: list[CaseResult] = []
+    left_out: dict[str, str] = {}
     for base_seed in seeds:
         run = _Run(plan_cls, tiling, hardware, device, compiled)
         given = [case for case in workload.cases(problem, on_gpu) if on_gpu or cases is not None or not case.gpu]
@@ -260,33 +264,36 @@ def check(
         for index, case in enumerate(given):
             if case.name not in wanted and not (index == 0 and binds):  # the first is what others are bound to
                 continue
-            if index and case.planned and not _takes(plan_cls, case.problem):
+            if index and case.planned and not (taken := _takes(plan_cls, case.problem)):
+                left_out[case.name] = taken.reason
                 continue
             seed = base_seed + 101 * index
             try:
                 verdict = run.case(case, seed)
             except Exception as error:
                 error.add_note(f"while checking case {case.name!r} with seed {seed}")
+                if before := report(results, ()).reason:
+                    error.add_note(f"wrong before it: {before}")
                 raise
             if case.name in wanted and verdict is not None:
                 via = "plan" if case.planned else "bind"
                 results.append(
                     CaseResult(case.name, verdict.ok, verdict.reason, seed, via, case.problem.label, verdict)
                 )
-    return report(results, tuple(seeds))
+    return replace(report(results, tuple(seeds)), left_out=left_out)
 
 
-def _takes(plan_cls: Any, problem: Any) -> bool:
+def _takes(plan_cls: Any, problem: Any) -> Verdict:
     """Whether a version plans a problem, whatever the device; a plan that states no requirement plans all."""
     if getattr(plan_cls, "requires", None) is None:
-        return True
+        return Verdict.yes()
     try:
         plan_cls(problem).require()
-    except Unsupported:
-        return False
+    except Unsupported as error:
+        return Verdict.no(str(error))
     except Infeasible:
         pass  # planning it says so, with the case's name
-    return True
+    return Verdict.yes()
 
 
 def wanted_cases(plan: Any, quick: bool = False, cases: Sequence[str] | None = None) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ def _problem(args: argparse.Namespace, kernel: KernelId, where: str) -> Any:
 
 
 def print_check(kernel: KernelId, problem: MlaProblem, report: Any) -> None:
-    """The verdict, and one line a case that failed."""
+    """The verdict, and one line a case that failed or was left out."""
     word = "passed" if report.ok else "WRONG"
     seeds = ", ".join(map(str, report.seeds))
     errors = ", ".join(f"of {name} {error:.2e}" for name, error in report.error.items())
@@ -224,3 +224,5 @@ def print_check(kernel: KernelId, problem: MlaProblem, report: Any) -> None:
     for case in report.cases:
         if not case.ok:
             print(f"  {case.name} (seed {case.seed}): {case.reason}")
+    for name, reason in report.left_out.items():
+        print(f"  {name} left out: {reason}")

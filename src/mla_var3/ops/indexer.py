@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError
+from mla_var3.errors import Unsupported, UserError
 from mla_var3.ops.request import LEAST, MOST, dtype_name, integers, judge, named_as, plain_strides, rows_of
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import serve
+from mla_var3.ops.ways import engine_of, serve, way_for
 from mla_var3.workload.index_append import ROPE, IndexAppendProblem, views
 from mla_var3.workload.indexer_logits import PAGE, TOKEN_BYTES, D, IndexerLogitsProblem, new_logits
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
@@ -28,10 +28,13 @@ from mla_var3.workload.topk import TopkProblem
 if TYPE_CHECKING:
     import torch
 
+    from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
 
 #: Most bytes of logits that `indexer_topk` has at a time.
 WORKSPACE = 256 << 20
+#: The version of workload indexer_topk that is what `indexer_topk` does by itself.
+TWO_KERNELS = "cute-dsl/indexer_topk"
 
 
 @traceable
@@ -154,14 +157,14 @@ def indexer_topk(
 
     Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32, and at most
     256 MB of them are there at a time: of more, query tokens (with page_table, requests) are taken in parts, one after
-    the other. A single request's logits, 256 · width · s bytes with page_table, may be more. kernel names a version of
-    workload indexer_topk, which computes both at once.
+    the other. A single request's logits, 256 · width · s bytes with page_table, may be more. Few short requests are
+    served by one kernel, which writes no logits. kernel names a version of workload indexer_topk.
     """
     import torch
 
     problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, None)
-    if kernel is not None:
-        of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "heads", "table")), k)
+    of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "heads", "table")), k)
+    if kernel is not None or _at_once(of, engine_of(on, q, "q", "indexer_topk").hardware(q.device)):
         out = torch.empty((problem.rows if len(q) else 0, k), dtype=torch.int32, device=q.device)
         serve("indexer_topk", of, inputs, (out,), kernel, on)
         return out
@@ -210,8 +213,7 @@ def index_append(
     turned by table[positions[i]], and the token is written to row slots[i] % 64 of page slots[i] // 64. table
     (positions, 64) float32: cosines, then sines, as of `rope_append`. cache (pages, 64, 132) of torch.uint8, as of
     `indexer_logits`. interleaved: columns 2i and 2i + 1 are a pair, as in GLM-5, else i and i + 32, as in DeepSeek
-    V3.2's indexer. powers: whether scales are rounded up to powers of two, as they have to be for the version that is
-    picked so far. kernel, on: as of `mla_decode`.
+    V3.2's indexer. powers: whether scales are rounded up to powers of two. kernel, on: as of `mla_decode`.
 
     Normed and turned keys are rounded to bf16, as the models do; the scale of a token is its largest magnitude, at
     least 1e-4, over 448. No Hadamard matrix is applied: leave it out of the queries too. A token whose slot is
@@ -240,6 +242,19 @@ def index_append(
 
 
 # ---------------------------------------------------------------- in common
+@functools.lru_cache(maxsize=4096)
+def _at_once(problem: IndexerTopkProblem, device: Device | None) -> bool:
+    """Whether the dispatcher picks one kernel that makes the logits of a problem and chooses among them. What it has no
+    version for is refused by the other functions, in their words."""
+    if not problem.table or device is None:
+        return False
+    try:
+        kernel, _ = way_for(problem, device).key
+    except Unsupported:
+        return False
+    return kernel.label != TWO_KERNELS
+
+
 def _judged(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor | None,
     scales: torch.Tensor | None, page_table: torch.Tensor | None, dtype: torch.dtype | None,

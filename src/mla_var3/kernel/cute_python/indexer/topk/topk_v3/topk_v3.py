@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 WARP = 32
 READ = 2048  # vectors of 16 bytes in a batch of a stream, and in the sample of a row
-SLOTS = {256: 28, 512: 20}  # candidates of a thread that streams, fewer than which there have to be, by threads
+SLOTS = {256: 28, 512: 22}  # candidates of a thread that streams, fewer than which there have to be, by threads
 SPARE = 4  # slots of a thread behind its last: a vector is put there without a look at each of its logits
 CHUNK = 8  # candidates of a thread that are passed over where no thread of the warp has so many
 LOWEST = 0x007FFFFF  # key of -inf

@@ -1,0 +1,89 @@
+"""indexer_topk v0 in CuTe: the lightning indexer's choice by two kernels that stand for themselves.
+
+    stage        what                                              launch
+    mqa_logits   the logits of all query tokens, to memory         programmatic dependent
+    topk         the k largest of each, through the page table     programmatic dependent
+
+The second is launched while the first still runs, and waits for its end before it reads. `ops.indexer_topk` calls the
+same two, with as many query tokens at a time as have 256 MB of logits. The base version, which one kernel for both is
+compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.device import Requirement
+from mla_var3.errors import Verdict
+from mla_var3.kernel.parts import Part, PartsKernel, PartsTiling, plans_of
+from mla_var3.runtime import KernelPlan, Tiling
+from mla_var3.workload import indexer_topk as workload
+from mla_var3.workload.indexer_logits import PAGE, IndexerLogitsProblem, new_logits
+from mla_var3.workload.topk import TopkProblem
+
+if TYPE_CHECKING:
+    from mla_var3.workload.indexer_topk import IndexerTopkProblem
+
+MOST_LOGITS = 256 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class IndexerTopkTiling(PartsTiling):
+    """logits, topk: the versions."""
+
+    logits: str = "cute-dsl/mqa_logits_v3"
+    topk: str = "cute-dsl/topk_v3"
+
+    def parts(self, pd: IndexerTopkProblem) -> dict[str, Part]:
+        b, s = (pd.b, pd.s) if pd.table else (pd.rows, 1)
+        scored = IndexerLogitsProblem(b=pd.b, s=pd.s, t=pd.t, heads=pd.heads, table=pd.table, lengths=pd.lengths)
+        rows = TopkProblem(b=b, s=s, t=pd.columns, topk=pd.topk, table=pd.table, lengths=pd.lengths)
+        return {"logits": (self.logits, scored, {}), "topk": (self.topk, rows, {})}
+
+
+def takes(pd: IndexerTopkProblem) -> Verdict:
+    if pd.rows * pd.columns * 4 > MOST_LOGITS:
+        return Verdict.no(
+            f"{pd.rows:,} query tokens have more than {MOST_LOGITS >> 20} MB of logits: take some at a time"
+        )
+    return IndexerTopkTiling().validate(pd)
+
+
+class IndexerTopkPlan(KernelPlan):
+    """Inputs and output (indices,) of `workload.indexer_topk`."""
+
+    workload = workload.WORKLOAD
+    tiling_type = IndexerTopkTiling
+    requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
+    parts = ("cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3")
+
+    def default_tiling(self) -> IndexerTopkTiling:
+        return IndexerTopkTiling()
+
+    def autotune_configs(self) -> list[Tiling]:
+        return [IndexerTopkTiling()]
+
+    def plan(self, *inputs: Any) -> PartsKernel:
+        rows = inputs[0].shape[:-2].numel()
+        return self.plan_into(inputs, (inputs[-1].new_empty((rows, self.problem.topk)),))
+
+    def plan_into(self, inputs: Any, outputs: Any) -> PartsKernel:
+        """A kernel on indices of the caller's, (rows, k) int32, contiguous."""
+        self.require()
+        parts = plans_of(self)
+        rows, columns = len(outputs[0]), inputs[4].shape[1] * PAGE if self.problem.table else len(inputs[1])
+        logits = new_logits(self.problem, inputs[0], rows, columns)
+        scores: Any = parts["logits"]
+        chooses: Any = parts["topk"]
+        ranges = inputs[3:] if self.problem.table else inputs[4:]
+        stages = [scores.plan_into(inputs, (logits,)), chooses.plan_into((logits, *ranges), outputs)]
+        return PartsKernel(
+            stages, name="indexer_topk", input_tensors=inputs, output_tensors=outputs, workspace_tensors=[logits],
+            tiling=self.tiling, plan=self,
+        )  # fmt: skip
+
+    def plan_empty(self) -> PartsKernel:
+        self.require()
+        stages = [part.plan_empty() for part in plans_of(self).values()]
+        return PartsKernel(stages, name="indexer_topk", output_tensors=(), tiling=self.tiling, plan=self)

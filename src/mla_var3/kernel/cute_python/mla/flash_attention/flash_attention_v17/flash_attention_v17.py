@@ -1,34 +1,41 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 17: version 16, in which two CTAs of a
-cluster share K and V and query tiles are dealt late, with another order of a step.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 17; in bf16 only, causal or not.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 columns a head    V: 128
+
+Two CTAs of a cluster share K and V by multicast. Two things differ from version 16, whose file has left the tree: the
+place in the softmax at which a consumer waits for the product O += P·V, and that O is rounded and stored in four blocks
+of columns.
 
 Requests lie one after another in q (n, h, 192) and in k, v (m, h_kv, ·); `cu_seqlens_q` and `cu_seqlens_k` say where
 each begins. Query head i reads kv head i // (h / h_kv). The causal mask is aligned at the end: query token i of s sees
 keys 0 .. t - s + i.
 
 A query tile is 256 query tokens of one head; a cluster of two CTAs has one of them. Each CTA loads half of every KV
-tile for both (TMA multicast), so that L2 is read half as often. Of the four blocks of 64 rows the first CTA has the
-outer two and the second the inner two: both have as much to do on the diagonal. A consumer passes KV tiles that its
-rows do not see, and takes an empty turn there.
+tile for both (TMA multicast), so that L2 is read half as often. Each of the four consumers of a cluster has 64 rows. Of
+these four blocks the first CTA has the outer two and the second the inner two, so that both CTAs have as much to do on
+the diagonal.
 
-Each CTA has three warpgroups and goes through query tiles, and through the KV tiles of each, of 128 keys, from the last
-one, which holds the diagonal, to the first:
+Each CTA has three warpgroups. It goes through query tiles, and for each of them through KV tiles of 128 keys, from the
+one with the highest keys, which holds the diagonal, down to the first:
 
     scheduler  one warp of the first CTA: finds the next query tile when the producer asks, and tells both CTAs
     producer   one warp: loads Q, K and V by TMA; L2 is to keep K and V, and to give up Q first
     UPPER      64 query rows      S = Q·Kᵀ, softmax, O += P·V     S, P and O in registers
     LOWER      64 more
 
-A consumer issues the scores of a KV tile before the product with the values of the last tile, and the two consumers
-issue in turn (named barriers), so that the softmax of one runs beside the products of the other:
+A consumer issues the scores of a KV tile and behind them the product of the KV tile before it, whose P it has. The two
+consumers of a CTA issue in turn: only the one that has the turn may issue, and it hands the turn on when it has issued
+(named barriers). So the softmax of one runs beside the products of the other:
 
     tensor cores   UPPER: S1 | O += P0·V0 | LOWER: S1 | O += P0·V0 | UPPER: S2 | O += P1·V1 |
     UPPER                     S1 → P1 ...........................   wait        S2 → P2
     LOWER          ... P0     wait                     S1 → P1 ...........................
 
-The same step leads from one query tile to the next (`cross`): the first scores of the next one are issued before
-the last product of this one. Its O is divided and stored before the second scores of the next one are issued.
+A consumer skips KV tiles of which its rows see no key. It takes the turn there and hands it on at once.
+
+The same step leads from one query tile to the next (`cross`): the first scores of the next query tile are issued before
+the last product of the present one. O of the present one is divided and stored before the second scores of the next one
+are issued.
 
 In a softmax the wait for O += P·V stands between the exponentials of a thread's first row and those of its second. So P
 of the first row is rounded beside the exponentials of the second, and V is free half a softmax earlier than where the
@@ -37,13 +44,18 @@ wait stands behind all exponentials:
     version 16    maxima  e0 ... e63                    sums, wait for O, rounding
     here          maxima  e0+ ... e31+   wait for O     e32+ P0 e33+ P1 ...
 
-ptxas moves exponentials and waits across each other. A loop that waits for an mbarrier whose phase is complete keeps it
-from moving the wait for O up, and exponentials whose factor is read from shared memory behind that loop stay behind it.
+ptxas moves exponentials and waits across each other, and three things keep it from that. A loop stands in front of the
+wait for O, so that the wait does not move up: the loop waits for the mbarrier `open`, and ends at once (see below). The
+factor of the second row's scores is read from shared memory behind that loop, so that the second row's exponentials do
+not move up. And in `cross`, where ptxas would move the first row's exponentials down behind the loop, the address of
+the mbarrier depends on their sum (`huge`).
 
-Where the rows of a consumer see no more than the first half of their last KV tile, it computes scores and softmax of
-this half only (░ is 0), and the next product with values takes this half:
+On the diagonal the rows of a consumer may see keys of the first half of their highest KV tile only (in the picture ░ is
+not seen). Then the consumer computes scores and softmax of this half only. If the next KV tile needs no mask, the
+product with V takes this half only, too. Where t - s is a multiple of 128, these are UPPER of the first CTA (rows 0 ..
+63 of the query tile) and LOWER of the second (rows 128 .. 191). The same picture holds for rows 128 .. 255:
 
-    rows   0 ..  63    ◣ ░         64 x 64 in place of 64 x 128, twice
+    rows   0 ..  63    ◣ ░         64 x 64 scores and P in place of 64 x 128
     rows  64 .. 127    █ ◣
 
 The mbarriers, who arrives at each of them and who waits for it:
@@ -55,21 +67,25 @@ The mbarriers, who arrives at each of them and who waits for it:
     k_empty[i]   consumers of both CTAs, after the scores      producer
     v_full[i]    TMA of both CTAs, with V of stage i           consumers, before O += P·V
     v_empty[i]   consumers of both CTAs, after O += P·V        producer
-    told[i]      scheduler, by st.async with a query tile      consumers and producer, before they read slot i
-    heard[i]     consumers and producers of both CTAs          scheduler, before it writes slot i again
-    asked        producer of the first CTA, before its last K  scheduler
-    open         nobody                                        consumers; its phase is complete, so nobody is held up
+    told[i]      scheduler, by st.async of a query tile into   consumers and producer, before they read slot i
+                 slot i of both CTAs
+    heard[i]     consumers and producers of both CTAs, when    scheduler, before it writes slot i again
+                 they have read slot i
+    asked        producer of the first CTA, before its last K  scheduler, before it finds the next query tile
+    open         nobody                                        consumers, for the phase before its first one: mbarriers
+                                                               count that as over, so the wait ends at once
 
 O goes from registers to global memory, without shared memory between: four threads that share a row exchange their
 columns, so that each has 16 bytes.
 
-Tile scheduler: requests lie on a line of query tiles, the one with the most keys first; those that are alike are dealt
-as one with the heads of all. Heads come in sections whose keys and values fit in L2 together. In a section the query
-tiles with the most keys come first, and with a causal mask the last section has about three query tiles for each
-cluster, so that the small ones fill the tail. A cluster's first tile is its own number; the others it takes from a
-counter in global memory, which it asks before the last K of a query tile: whoever asked earlier would hold a query tile
-that another cluster comes to sooner. The lengths are read on the device only, and the last cluster sets the
-counter back.
+Tile scheduler: the query tiles of all requests and heads lie on a line. Up to 128 requests are sorted, the one with the
+most keys first; more of them are in the caller's order. Requests beside each other with equal lengths are dealt as if
+they were one request with the heads of all. The heads of a request come in sections whose keys and values fit in L2
+together. In a section the query tiles with the most keys come first, and with a causal mask the last section has about
+three query tiles for each cluster, so that the small ones fill the tail. A cluster's first query tile is its own
+number; the others it takes from a counter in global memory. It asks the counter just before its last K of a query tile
+is loaded. If it asked earlier, it would hold a query tile that another cluster could begin sooner. The lengths are read
+on the device only, and the last cluster sets the counter back.
 
 Shared memory: Q 48 KiB, two stages of K (48 KiB each) and of V (32 KiB each). Registers of a consumer's thread: S 64,
 O 64, P 32, of 232.
@@ -114,7 +130,7 @@ HALF = 64  # rows of a consumer: one warpgroup MMA
 CTAS = 2  # of a cluster
 ROWS = 2 * HALF * CTAS  # of a query tile
 STAGES = 2
-SLOTS = 2  # in which the producer names query tiles
+SLOTS = 2  # in which the scheduler names query tiles
 CONSUMERS = 2 * WARPGROUP  # threads
 THREADS = 3 * WARPGROUP
 WARP = 32
@@ -149,7 +165,7 @@ def smem_bytes(dk: int, dv: int, tokens: int) -> int:
 
 
 MOST_SMEM = 232_448
-MOST_ACCUMULATORS = 190  # registers of S, O and P; the other 50 are addresses, row statistics and what is in flight
+MOST_ACCUMULATORS = 190  # registers of S, O and P; the other 42 are addresses, row statistics and what is in flight
 
 
 def kv_tile_of(dk: int, dv: int) -> int:
@@ -492,7 +508,7 @@ def tell(storage: cutlass.Constexpr, number: Int32, tile: Tile, lane: Int32):
 @cute.jit
 def ask(storage: cutlass.Constexpr, rank: Int32):
     """Asks the scheduler for the next query tile. The consumers have about two KV tiles left for as long as the answer
-    takes; whoever asked earlier would hold a query tile that another cluster comes to sooner."""
+    takes. Asked earlier, the cluster would hold a query tile that another one could begin sooner."""
     if rank == 0:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(storage.asked.data_ptr())
@@ -1052,7 +1068,7 @@ def store_no_keys(
 
 @cute.jit
 def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
-    """Query tile `number` of this CTA, once the producer has named it."""
+    """Query tile `number` of this CTA, once the scheduler has named it."""
     slot = number % SLOTS
     words = storage.slots.get_tensor(cute.make_layout((8, SLOTS)))
     cute.arch.mbarrier_wait(storage.told.data_ptr() + slot, number // SLOTS & 1)

@@ -4,8 +4,9 @@ the device.
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, k + p)    V = latent (t, k)
 
 K and V are one KV tile in shared memory, which is loaded once: `ldmatrix` reads it as the B operand of the scores, and
-`ldmatrix.trans` as that of the output. A CTA of eight warps computes a query tile of 16, 32 or 64 rows. All warps do
-the same, one KV tile of 16, 32 or 64 tokens at a time:
+`ldmatrix.trans` as that of the output. A CTA of eight warps computes a query tile of 16, 32 or 64 rows: 64 on Hopper
+only, where ptxas keeps their Q and O in registers. A KV tile has 32 tokens, or 16 where two of 32 do not fit into
+shared memory; 64 may be asked for. All warps do the same, one KV tile at a time:
 
     load      cp.async of the KV tile `stages - 1` further on, in panels of 64 columns
     scores    S = Q·Kᵀ: each warp multiplies up to 32 rows by up to 32 tokens over its share of the columns
@@ -14,26 +15,29 @@ the same, one KV tile of 16, 32 or 64 tokens at a time:
               | P, and factors of rows whose maximum has moved -> shared memory
     output    O += P·V: each warp has its own output columns in registers, of all rows
 
-Where three KV tiles fit into shared memory, the softmax of one runs beside the scores of the next one:
+Where shared memory has room for three KV tiles or more, the softmax of one runs beside the scores of the next one, and
+the warps fall into two halves, which do these two in opposite order:
 
     warps 0..3   barrier | softmax i    | scores i + 1 | barrier | output i | barrier | softmax i + 1 | ..
     warps 4..7   barrier | scores i + 1 | softmax i    | barrier | output i | barrier | scores i + 2  | ..
 
 Warps i and i + 4 share a quarter of the SM, so its tensor core multiplies for one while the other one is in its
-softmax. Where only two KV tiles fit (99 KB), scores, softmax and output of a KV tile follow each other.
+softmax. Where only two KV tiles fit (GPUs with 99 KB), all warps do scores, softmax and output of a KV tile in turn.
 
-Why the columns of the scores are shared out: an operand that a warp reads from shared memory serves one row of 16 x 8
-products or one column of them, so that shared memory is the limit and not the tensor cores. A warp with 32 x 32 scores
-reads half of what one with 16 x 16 does. With the 64 x 32 scores of a tile there are two such warps, and the other six
-would have nothing to do, unless four of them share the columns. What that costs is adding up four partial sums, in fp32
-and in a fixed order, where the softmax reads them. It then has rows in the order that suits it, each row within one
-warp, and no maximum to exchange.
+How the scores are divided: a product of one warp is 16 rows by 8 columns, and what a warp reads of Q or K from shared
+memory serves one row of such products, or one column. So a warp with 32 x 32 scores reads half as much for each of them
+as one with 16 x 16. A tile of 64 x 32 scores is only two warps' work at that size. Therefore four warps share each 32 x
+32 scores: each multiplies over a quarter of the columns of Q and K, and has a partial sum of all of these scores. With
+32 query rows and 32 tokens two groups of four warps have 16 tokens each. The softmax adds up the partial sums where it
+reads them, in fp32 and in a fixed order. So the sums cost their way through shared memory. In return the softmax has
+rows in the order that suits it, each row within one warp, and exchanges no maximum between warps.
 
 Query rows lie in registers, in the order of the A operand: a warp needs its share of the columns only. So they take
 neither shared memory nor reads of it.
 
-The running maximum may lag by 2^8 (lazy rescale), so that most tiles move it for no row. The barrier behind the softmax
-reports that to all warps (PTX `barrier.red.or`).
+The running maximum may stay behind the true one by up to 8 in the log2 domain, a factor of 2^8 (lazy rescale), so that
+most KV tiles move it for no row. The barrier behind the softmax also tells all warps whether the maximum of any row has
+moved (PTX `barrier.red.or`), and O is rescaled only if so.
 
 `split_kv.scheduler` deals requests to workers from their lengths; `split_kv/README.md` says how requests become splits
 and how splits become outputs. Behind a split's last tile the first tiles of the worker's next split are loaded while
@@ -146,12 +150,12 @@ class Geometry:
 
     @property
     def cluster(self) -> None:
-        """No CTAs form a cluster,"""
+        """CTAs form no cluster."""
         return None
 
     @property
     def sharing(self) -> int:
-        """and each loads KV tiles for itself."""
+        """CTAs that share the loads of a KV tile: each loads for itself."""
         return 1
 
     @property

@@ -63,13 +63,19 @@ WHAT = {
         "such cells."
     ),
     "sparse_served": (
-        "Sparse decode with contexts as servers have them: many are shorter than a row of indices, whose rest is -1 "
-        "then. Contexts are drawn evenly (`uniform`), around 1,024 tokens (`lognormal`), or so that half of them or "
-        "all of them are shorter than the row (`half_short`, `short`). In every other cell queries and indices are "
-        "views with gaps between their rows, so a name may stand twice. FlashAttention-3 reads a bf16 cache through "
-        "page tables of single tokens, takes no attention sinks and no layout v4, and is given the lengths of the "
-        "rows; the kernels here and FlashMLA find out from the indices where a row ends. Of the 30 cells 24 were "
-        "measured (`experiment=sparse_served`)."
+        "Attention reads only the tokens that indices name, and many contexts are short, as servers have them. A "
+        "query token has a row of indices: in layout v32, the packed FP8 cache of DeepSeek V3.2, 2048 of them "
+        "(`top2048`), and in layout v4, that of V4, 128 into one cache and 512 or 1024 into an extra one "
+        "(`top128+512`). Where a context has fewer tokens than the row has indices, the rest of the row is -1. "
+        "Contexts are drawn evenly from 1 to 65,536 tokens (`uniform`), around a median of 1,024 tokens "
+        "(`lognormal`), or so that all requests (`short`) or half of them (`half_short`) have fewer tokens than the "
+        "row has indices. Queries and indices of half of the cells are views with gaps between their rows. A name "
+        "does not say which, so two cells may have one name. Cells of layout v4 have attention sinks, those of v32 "
+        "have none. The kernels here and FlashMLA read the FP8 cache, and only the indices tell them where a row "
+        "ends. FlashAttention-3 reads a bf16 cache through page tables of single tokens and is given the lengths of "
+        "the rows; it takes no layout v4. Both libraries run a small kernel first that makes a schedule, and the 61 "
+        "layers of a model's step can share it: the columns `speedup` count one 61st of that kernel's time, the "
+        "columns `scheduled in every call` all of it. Of the 30 cells of `experiment=sparse_served` 24 were measured."
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "

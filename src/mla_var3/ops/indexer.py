@@ -157,8 +157,8 @@ def indexer_topk(
 
     Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32, and at most
     256 MB of them are there at a time: of more, query tokens (with page_table, requests) are taken in parts, one after
-    the other. A single request's logits, 256 · width · s bytes with page_table, may be more. Few short requests are
-    served by one kernel, which writes no logits. kernel names a version of workload indexer_topk.
+    the other. A single request's logits, 256 · width · s bytes with page_table, may be more. kernel names a version of
+    workload indexer_topk; that of one kernel, which writes no logits, is picked for no problem.
     """
     import torch
 

@@ -63,19 +63,10 @@ WHAT = {
         "such cells."
     ),
     "sparse_served": (
-        "Attention reads only the tokens that indices name, and many contexts are short, as servers have them. A "
-        "query token has a row of indices: in layout v32, the packed FP8 cache of DeepSeek V3.2, 2048 of them "
-        "(`top2048`), and in layout v4, that of V4, 128 into one cache and 512 or 1024 into an extra one "
-        "(`top128+512`). Where a context has fewer tokens than the row has indices, the rest of the row is -1. "
-        "Contexts are drawn evenly from 1 to 65,536 tokens (`uniform`), around a median of 1,024 tokens "
-        "(`lognormal`), or so that all requests (`short`) or half of them (`half_short`) have fewer tokens than the "
-        "row has indices. Queries and indices of half of the cells are views with gaps between their rows. A name "
-        "does not say which, so two cells may have one name. Cells of layout v4 have attention sinks, those of v32 "
-        "have none. The kernels here and FlashMLA read the FP8 cache, and only the indices tell them where a row "
-        "ends. FlashAttention-3 reads a bf16 cache through page tables of single tokens and is given the lengths of "
-        "the rows; it takes no layout v4. Both libraries run a small kernel first that makes a schedule, and the 61 "
-        "layers of a model's step can share it: the columns `speedup` count one 61st of that kernel's time, the "
-        "columns `scheduled in every call` all of it. Of the 30 cells of `experiment=sparse_served` 24 were measured."
+        "Sparse decode with contexts as servers have them: many are shorter than a row of indices, the rest of which "
+        "names no token (-1). FlashAttention-3 reads a bf16 cache through page tables of single tokens, takes no "
+        "attention sinks and no layout v4, and is given the lengths of the rows; the kernels here and FlashMLA find "
+        "out from the indices where a row ends (`experiment=sparse_served`)."
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
@@ -84,6 +75,21 @@ WHAT = {
     "mla_layer": (
         "A decode step of one whole attention layer of DeepSeek V3, with its projections. The library is the same "
         "layer with FlashMLA as its attention, whose schedule is shared by 61 layers (`experiment=mla_layer`)."
+    ),
+}
+#: Page -> what its cells and columns are, where their names do not say it.
+MORE = {
+    "sparse_served": (
+        " The last word of a cell's name says how contexts are drawn. `uniform`: evenly from 1 to 65,536 tokens. "
+        "`lognormal`: 1,024 tokens times e to the power of a normal variable with mean 0 and variance 1, up to 16,384 "
+        "tokens. `short`: evenly from 1 up to fewer tokens than would give each index of a row a token of its own. "
+        "`half_short`: so for one half of the requests, and evenly from there to 32,768 for the other. In layout v4 a "
+        "row has 128 indices into a window, and 512 or 1024 into a second cache that has a quarter of the tokens. In "
+        "13 cells queries and indices are views with gaps between their rows (strided), which a name does not say: of "
+        "the two rows that are called `v32_b64_s1_h64_top2048_lognormal` the first is the strided one. Some libraries "
+        "run a small kernel first that makes a schedule, and the 61 layers of a model's step can share it: the columns "
+        "`speedup` count one 61st of that kernel's time, the columns `scheduled in every call` all of it. Of the 30 "
+        "cells of the experiment 24 were measured; the run had no time left for the others."
     ),
 }
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.
@@ -227,6 +233,20 @@ def _listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+#: Page -> libraries that its text has a mean against each of, with their records' labels.
+EACH = {"sparse_served": {"FlashMLA": "peer/flash_mla_sparse", "FlashAttention-3": "peer/fa3_sparse"}}
+
+
+def against_each(name: str, records: list[dict[str, Any]]) -> str:
+    """What `summary` says against one library at a time, of the libraries in `EACH`."""
+    here = {kernel.label for kernel in registry.all_kernels()}
+    said = ""
+    for library, peer in EACH.get(name, {}).items():
+        some = [r for r in records if label(r) == peer or (label(r) in here and not label(r).startswith("peer/"))]
+        said += f"- Against {library} alone: {summary(some).replace('Geometric', 'geometric', 1)}\n"
+    return said and f"{said}\n"
+
+
 def against(records: list[dict[str, Any]]) -> str:
     """Summary and table of the fastest kernels of this project that are still here."""
     here = {kernel.label for kernel in registry.all_kernels()}
@@ -237,10 +257,11 @@ def against(records: list[dict[str, Any]]) -> str:
 def page(name: str) -> str:
     """The text of an experiment's page."""
     records = records_of(MAIN, name)
-    table = against(records).format(heading="## The fastest kernel here against the library\n\n")
+    heading = f"{against_each(name, records)}## The fastest kernel here against the library\n\n"
+    table = against(records).format(heading=heading)
     measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {CELLS} {METHOD}"
     return (
-        f"{HEAD}\n# {name}\n\n{WHAT[name]}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
+        f"{HEAD}\n# {name}\n\n{WHAT[name]}{MORE.get(name, '')}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
         f"\n## All contenders\n\n{without_comments(comparison(records))}\n"
     )
 

@@ -123,6 +123,7 @@ def test_sparse(rows: Any) -> None:
         slots[i, : len(chosen)] = TABLE[i, chosen // PAGE] * PAGE + chosen % PAGE
     queries = torch.randn(3, H, K + P).bfloat16()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse, "get_device_capability", lambda: (9, 0))
         patch.setattr(sparse.registry, "missing", lambda language: None)
         out = made._forward_flashmla_kv(
             q_all=queries, kv_cache=cache.view(-1, 1, 656), sm_scale=SCALE, v_head_dim=K, layer=layer(), metadata=None,
@@ -157,3 +158,30 @@ def test_what_is_not_served_falls_back_with_a_reason(
     runner.page_size = 1
     assert dense.create(runner) == "theirs"
     assert "mla_var3 does not serve this model: a page has 1 tokens, and --page-size 64 is needed." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("major", "packed", "width", "missing", "reason"),
+    [
+        (10, True, 656, None, "the GPU is none of Hopper's"),
+        (9, False, 576, None, "the cache is not one of 656 bytes a token, which --kv-cache-dtype fp8_e4m3 makes"),
+        (9, True, 528, None, "the cache has 528 bytes a token, and not 656"),
+        (9, True, 656, "cute-dsl needs a package.", "cute-dsl needs a package."),
+    ],
+)
+def test_sparse_calls_that_are_not_served_fall_back_with_a_reason(
+    major: int, packed: bool, width: int, missing: str | None, reason: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    sparse._refuse.cache_clear()
+    monkeypatch.setattr(sparse, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(sparse.registry, "missing", lambda language: missing)
+    monkeypatch.setattr(sparse.DeepseekSparseAttnBackend, "_forward_flashmla_kv", lambda self, *_, **__: "theirs")
+    made = object.__new__(sparse.MlaVar3SparseBackend)
+    made.dsa_kv_cache_store_fp8, made.kv_cache_dim, made.physical_page_size = packed, width, PAGE
+    for _ in range(2):
+        out = made._forward_flashmla_kv(
+            q_all=None, kv_cache=None, sm_scale=SCALE, v_head_dim=K, layer=layer(), metadata=None, page_table_1=None
+        )
+        assert out == "theirs"
+    assert caplog.text.count(f"mla_var3 does not compute what dsa calls FlashMLA for: {reason}") == 1

@@ -72,7 +72,7 @@ def test_calls_are_read_as_they_were_made(notes: captured.Notes, monkeypatch: py
     # A sweep takes them for cells.
     setting = ["experiment=captured", f"workload={notes.folder}"]
     assert sorted(map(repr, plan.expand_cells(config.compose(setting)))) == sorted(map(repr, CALLS))
-    with pytest.raises(UserError, match="or give workload=FILE"):
+    with pytest.raises(UserError, match="or give workload=PATH"):
         plan.expand_cells(config.compose(["experiment=captured"]))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
 
-#: Most bytes of logits that `indexer_topk` has at a time.
+#: Most bytes of logits of a part of `indexer_topk`, unless one request has more.
 WORKSPACE = 256 << 20
 #: The version of workload indexer_topk that is what `indexer_topk` does by itself.
 TWO_KERNELS = "cute-dsl/indexer_topk"
@@ -155,10 +155,14 @@ def indexer_topk(
     """The k cached tokens that each query token wants most, (query tokens, k) int32: `topk_indices` of
     `indexer_logits`.
 
-    Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32, and at most
-    256 MB of them are there at a time: of more, query tokens (with page_table, requests) are taken in parts, one after
-    the other. A single request's logits, 256 · width · s bytes with page_table, may be more. kernel names a version of
-    workload indexer_topk; that of one kernel, which writes no logits, is picked for no problem.
+    Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32. Of more
+    than 256 MB of them, query tokens (with page_table, requests) are taken in parts of up to 256 MB, one after the
+    other; the logits of up to three parts were seen to be allocated at once. A single request's logits, 256 · width · s
+    bytes with page_table, may be more than a part.
+
+    kernel names a version of workload indexer_topk, which computes everything in one call and takes no parts.
+    `cute-dsl/indexer_topk_v1` is one kernel for both steps, for few short requests, and writes no logits. It is used
+    only where it is named, because its check has not run to its end on a GPU.
     """
     import torch
 
@@ -206,7 +210,7 @@ def index_append(
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> None:
-    """Norms, turns and quantises the indexer's keys of new tokens, and writes them into the index cache.
+    """Norms the indexer's keys of new tokens, turns them (RoPE), quantises them, and writes them into the index cache.
 
     k (n, 128) bf16, projected, whose rows may lie apart. weight, bias (128,) float32: of the LayerNorm over its
     columns, with eps 1e-6. positions (n,) and slots (n,), both int32 or both int64: the first 64 columns of token i are

@@ -33,11 +33,10 @@ def test_the_pages_are_those_of_the_records(pages_module: Any, repo_root: Path) 
 
 
 def test_the_readmes_means_are_those_of_the_pages(pages_module: Any, repo_root: Path) -> None:
-    """The one line below the README's table: each mean and its number of cells, beside the link to their page."""
+    """The list below the README's table: each mean and its number of cells, beside the link to their page."""
     readme = (repo_root / "README.md").read_text(encoding="utf-8")
-    (line,) = [row for row in readme.splitlines() if row.startswith("Geometric means")]
-    said = re.findall(r"([\d.]+) over (?:the )?(\d+) [^,]*?docs/results/(\w+)\.md", line)
-    assert [name for *_, name in said] == ["decode", "ragged", "unseen", "sparse_decode"]
+    said = re.findall(r"^- ([\d.]+) over (?:the )?(\d+) .*?docs/results/(\w+)\.md", readme, re.M)
+    assert [name for *_, name in said] == ["decode", "ragged", "unseen", "sparse_decode", "sparse_served"]
     for mean, cells, name in said:
         start = f"Geometric mean of the speedups over {cells} cells: {mean} in burst "
         assert any(row.startswith(start) for row in pages_module.page(name).splitlines()), (name, mean, cells)

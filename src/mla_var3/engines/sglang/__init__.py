@@ -5,7 +5,7 @@
         --dsa-decode-backend flashmla_kv --dsa-prefill-backend flashmla_kv
 
 `mla_var3` decodes dense MLA, and verifies drafts. Sparse attention is a choice of the backend `dsa`: with MLA_VAR3_DSA
-what it calls FlashMLA for is computed here. Prompts are SGLang's own.
+what it calls FlashMLA for is computed here, prompts too where that is chosen for them. Other prompts are SGLang's own.
 """
 
 from __future__ import annotations

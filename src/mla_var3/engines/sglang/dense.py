@@ -28,7 +28,9 @@ def create(runner: Any) -> Any:
     """The backend of a model; SGLang's own for MLA, with one line of why, of a model that it does not serve."""
     reason = why_not(runner)
     if reason is not None:
-        _logger.warning("mla_var3 does not serve this model: %s. FlashInfer does in its place.", reason)
+        _logger.warning(
+            "mla_var3 does not serve this model: %s. FlashInfer does in its place.", reason.removesuffix(".")
+        )
         return ATTENTION_BACKENDS["flashinfer"](runner)
     return MlaVar3Backend(runner)
 

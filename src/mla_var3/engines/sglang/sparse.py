@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from sglang.srt.utils import get_device_capability
 
 from mla_var3.catalogue import registry
 from mla_var3.engines.told import say
 from mla_var3.ops.sparse import sparse_mla_decode
 from mla_var3.packed_cache import layout_of
+
+_logger = logging.getLogger("sglang.mla_var3")
 
 
 class MlaVar3SparseBackend(DeepseekSparseAttnBackend):
@@ -19,9 +24,11 @@ class MlaVar3SparseBackend(DeepseekSparseAttnBackend):
     def _forward_flashmla_kv(
         self, q_all: Any, kv_cache: Any, v_head_dim: int, sm_scale: float, layer: Any, metadata: Any, page_table_1: Any
     ) -> torch.Tensor:
-        """(tokens, 1, h, 512) of query tokens with a row of slots each."""
-        served = self.dsa_kv_cache_store_fp8 and self.kv_cache_dim == layout_of("v32").token_bytes
-        if not served or registry.missing("cute-dsl"):
+        """(tokens, 1, h, 512) of query tokens with a row of slots each; SGLang's own kernel, with one line of why, of a
+        cache or on a device that ours is not for."""
+        reason = why_not(self)
+        if reason is not None:
+            _refuse(reason)
             return super()._forward_flashmla_kv(
                 q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1=page_table_1
             )
@@ -31,3 +38,23 @@ class MlaVar3SparseBackend(DeepseekSparseAttnBackend):
         out = sparse_mla_decode(rows, pages, page_table_1.unsqueeze(1), layout="v32", scale=sm_scale)
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def why_not(backend: Any) -> str | None:
+    """Why calls are left to SGLang's own kernel; None where they are not."""
+    if get_device_capability()[0] != 9:
+        return "the GPU is none of Hopper's"
+    packed = layout_of("v32").token_bytes
+    if not backend.dsa_kv_cache_store_fp8:
+        return f"the cache is not one of {packed} bytes a token, which --kv-cache-dtype fp8_e4m3 makes"
+    if backend.kv_cache_dim != packed:
+        return f"the cache has {backend.kv_cache_dim} bytes a token, and not {packed}"
+    return registry.missing("cute-dsl")
+
+
+@functools.cache
+def _refuse(reason: str) -> None:
+    """One line, of each reason once."""
+    _logger.warning(
+        "mla_var3 does not compute what dsa calls FlashMLA for: %s. SGLang's own kernel does.", reason.removesuffix(".")
+    )

@@ -2,9 +2,10 @@
 
 Decode, and every short chunk of a prompt, is attended to in latent space by one call of `mla_decode`. Its requests may
 differ in their query tokens, since a scheduler on the device deals out what it finds, so a full CUDA graph may hold any
-batch. Longer chunks and prompts go the way that they go in all backends of vLLM: over decompressed heads, by a prefill
-backend. Caches are in the model's dtype, or in e4m3 with one scale (`packed_mla_decode`), where the requests of a call
-have equally many query tokens.
+batch; with FP8, or with the context on several devices, one whose requests have equally many. Longer chunks and prompts
+go the way that they go in all backends of vLLM: over decompressed heads, by a prefill backend. Caches are in the
+model's dtype, or in e4m3 with one scale (`packed_mla_decode`), where the requests of a call have equally many query
+tokens.
 """
 
 from __future__ import annotations

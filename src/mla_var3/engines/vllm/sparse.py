@@ -1,7 +1,8 @@
 """`MLA_VAR3_SPARSE`: attention to the tokens that an indexer chose, of DeepSeek V3.2 and GLM-5.
 
-Every query token is a request of its own with a row of indices, whether it decodes or belongs to a prompt, so a full
-CUDA graph may hold any batch. Caches are in bfloat16, or packed with 656 bytes a token (`fp8_ds_mla`).
+Every query token is a request of its own with a row of indices, whether it decodes or belongs to a prompt. Full CUDA
+graphs are declared for batches whose requests have equally many query tokens (`UNIFORM_BATCH`). Caches are in bfloat16,
+or packed with 656 bytes a token (`fp8_ds_mla`).
 """
 
 from __future__ import annotations

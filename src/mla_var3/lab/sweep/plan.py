@@ -125,7 +125,7 @@ def expand_cells(config: SweepConfig) -> list[Problem]:
     if not cells:
         raise UserError(
             f"experiment {experiment.name!r} has neither cells nor a grid: add one, choose another, "
-            "or give workload=FILE, of calls that were captured."
+            "or give workload=PATH, a file or folder of calls that were captured."
         )
     changes = {name: value for name, value in config.problem.items() if value is not None}
     problems = list(dict.fromkeys(_problem(config, {**cell, **changes}) for cell in cells))

@@ -275,8 +275,6 @@ def cute_on_cpu(ulps: int = 0) -> SimpleNamespace:
         clz=lambda word: 32 - (word & 0xFFFFFFFF).bit_length(),
         popc=lambda word: (word & 0xFFFFFFFF).bit_count(),
         rcp_approx=reciprocal,
-        griddepcontrol_wait=lambda: None,
-        griddepcontrol_launch_dependents=lambda: None,
     )
     return SimpleNamespace(
         arch=arch,
@@ -296,6 +294,8 @@ ON_CPU = {
     "Boolean": bool,
     "Float32": np.float32,
     "SmemAllocator": Allocator,
+    "launch_dependents": lambda: None,
+    "grid_wait": lambda: None,
 }
 
 

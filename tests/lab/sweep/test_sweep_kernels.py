@@ -39,8 +39,8 @@ def test_an_experiment_of_several_workloads_has_each_cell_with_versions_of_its_o
     config = sweep_config.compose(["experiment=nightly"])
     cells = expand_cells(config)
     assert len(cells) == 40 and {cell.workload for cell in cells} == set(rules.served()) - {"index_append"}
-    # One is logits and a top-k of them; chunks behind a prefix have an experiment of their own.
-    assert set(workload.names()) - set(rules.served()) == {"indexer_topk", "chunked_prefill"}
+    # Chunks behind a prefix have an experiment of their own.
+    assert set(workload.names()) - set(rules.served()) == {"chunked_prefill"}
     kernels = chosen_kernels(config)
     assert {"peer/flash_mla_lib", "peer/fa4", "peer/torch_compile_rmsnorm", "peer/torch_compile_merge_partials"} <= {
         k.label for k in kernels

@@ -205,7 +205,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(line.read_text())["workload"]["axes"] == {"batch_size": 8, "num_pages": 128, "max_pages": 16}
     assert main([*words, "--experiment", "nightly"]) == 0
     said = capsys.readouterr()
-    assert said.out == f"{out}: 11 definitions, 19 workloads, 11 solutions\n"
+    assert said.out == f"{out}: 10 definitions, 18 workloads, 10 solutions\n"
     assert "left out: b128_h128_t4096, b8_h128_t32768, b32_h16_t4096: workload layer has no form" in said.err
     for more, sentence in (
         (["--experiment", "nightly", "--b", "3"], "leave the options of a problem out"),

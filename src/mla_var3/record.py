@@ -72,6 +72,10 @@ class Stats(_Part):
     n: int = Field(ge=1)
 
 
+#: Of the chip while it is timed: the fields of `Times`.
+STATES = ("burst", "sustained")
+
+
 class Times(_Part):
     """Device time of a call on a cool chip, and at the chip's power limit."""
 
@@ -499,7 +503,7 @@ def _row(record: Record) -> dict[str, Any]:
         data["problem"]["lengths"] = json.dumps(data["problem"]["lengths"], sort_keys=True)
     row.update(_flat("", data))
     row["code_bytes"] = code_bytes(record.resources)
-    for state in ("burst", "sustained"):
+    for state in STATES:
         stats = getattr(record.time_us, state, None) if record.time_us else None
         share = record.of_limit(state)
         row[f"ratio_{state}"] = None if share is None else 1.0 / share

@@ -173,7 +173,6 @@ def test_sparse_calls_that_are_not_served_fall_back_with_a_reason(
     major: int, packed: bool, width: int, missing: str | None, reason: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    sparse._refuse.cache_clear()
     monkeypatch.setattr(sparse, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(sparse.registry, "missing", lambda language: missing)
     monkeypatch.setattr(sparse.DeepseekSparseAttnBackend, "_forward_flashmla_kv", lambda self, *_, **__: "theirs")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mla_var3.catalogue import ledger, registry
-from mla_var3.record import ASIDE, TUNED
+from mla_var3.record import ASIDE, STATES, TUNED
 
 if TYPE_CHECKING:
     from mla_var3.record import Record
@@ -95,7 +95,7 @@ def _of_cell(block: Sequence[Record]) -> list[Record]:
         for who, some in by_name.items()
         if not is_peer(some[0])
     }
-    told = (ranked(versions.values(), state, beside) for state in ("burst", "sustained"))
+    told = (ranked(versions.values(), state, beside) for state in STATES)
     ours = next((found[0] for found in told if found), None)
     run = ours.run if ours is not None else ""
     libraries = {
@@ -105,7 +105,7 @@ def _of_cell(block: Sequence[Record]) -> list[Record]:
 
 
 def _in_both_states(record: Record) -> bool:
-    return all(record.median(state) is not None for state in ("burst", "sustained"))
+    return all(record.median(state) is not None for state in STATES)
 
 
 def _newest(records: Sequence[Record], worth: Callable[[Record], tuple[bool, ...]]) -> Record:

@@ -151,10 +151,7 @@ def _copied(lengths: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
 
 def _offsets(counts: Sequence[int]) -> list[int]:
-    found = [0]
-    for count in counts:
-        found.append(found[-1] + count)
-    return found
+    return [0, *itertools.accumulate(counts)]
 
 
 def _form(

@@ -26,9 +26,7 @@ class MlaVar3SparseBackend(DeepseekSparseAttnBackend):
     ) -> torch.Tensor:
         """(tokens, 1, h, 512) of query tokens with a row of slots each; SGLang's own kernel, with one line of why, of a
         cache or on a device that ours is not for."""
-        reason = why_not(self)
-        if reason is not None:
-            _refuse(reason)
+        if not _serves(self):
             return super()._forward_flashmla_kv(
                 q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1=page_table_1
             )
@@ -53,8 +51,12 @@ def why_not(backend: Any) -> str | None:
 
 
 @functools.cache
-def _refuse(reason: str) -> None:
-    """One line, of each reason once."""
-    _logger.warning(
-        "mla_var3 does not compute what dsa calls FlashMLA for: %s. SGLang's own kernel does.", reason.removesuffix(".")
-    )
+def _serves(backend: Any) -> bool:
+    """Whether calls of a backend are computed here, which no call changes; one line of why where they are not."""
+    reason = why_not(backend)
+    if reason is not None:
+        _logger.warning(
+            "mla_var3 does not compute what dsa calls FlashMLA for: %s. SGLang's own kernel does.",
+            reason.removesuffix("."),
+        )
+    return reason is None

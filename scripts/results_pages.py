@@ -233,25 +233,29 @@ def _listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def live(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of kernels that are still here, libraries among them."""
+    here = {kernel.label for kernel in registry.all_kernels()}
+    return [r for r in records if label(r) in here]
+
+
 #: Page -> libraries that its text has a mean against each of, with their records' labels.
 EACH = {"sparse_served": {"FlashMLA": "peer/flash_mla_sparse", "FlashAttention-3": "peer/fa3_sparse"}}
 
 
 def against_each(name: str, records: list[dict[str, Any]]) -> str:
     """What `summary` says against one library at a time, of the libraries in `EACH`."""
-    here = {kernel.label for kernel in registry.all_kernels()}
     said = ""
     for library, peer in EACH.get(name, {}).items():
-        some = [r for r in records if label(r) == peer or (label(r) in here and not label(r).startswith("peer/"))]
+        some = [r for r in live(records) if label(r) == peer or not label(r).startswith("peer/")]
         said += f"- Against {library} alone: {summary(some).replace('Geometric', 'geometric', 1)}\n"
     return said and f"{said}\n"
 
 
 def against(records: list[dict[str, Any]]) -> str:
     """Summary and table of the fastest kernels of this project that are still here."""
-    here = {kernel.label for kernel in registry.all_kernels()}
-    live = [r for r in records if label(r) in here]
-    return f"{summary(live)}\n\n{{heading}}{without_comments(against_libraries(live))}\n"
+    here = live(records)
+    return f"{summary(here)}\n\n{{heading}}{without_comments(against_libraries(here))}\n"
 
 
 def page(name: str) -> str:

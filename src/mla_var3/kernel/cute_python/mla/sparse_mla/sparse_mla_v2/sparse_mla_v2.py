@@ -82,7 +82,7 @@ from mla_var3.kernel.cute_python.prims.sync import named_any, named_sync, warp_a
 from mla_var3.kernel.cute_python.prims.wgmma import MMA_K, WARPGROUP
 from mla_var3.kernel.cute_python.split_kv import combine, partials, rows, scheduler
 from mla_var3.kernel.cute_python.split_kv.partials import Partials, Results
-from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Pool, Schedule, Split
+from mla_var3.kernel.cute_python.split_kv.scheduler import Costs, Line, Pool, Schedule, Split
 from mla_var3.kernel.cute_python.split_kv.walk import Cta, Group, Place, Tiles, begin, begin_filled
 from mla_var3.packed_cache import VALUES, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
@@ -130,6 +130,10 @@ QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
 # A row's last token is looked for where splits of full rows have so many tiles, and workers so few splits.
 LEAST_TILES, SPANS = 8, 64
 LOOKED_AT = 16  # tiles that a warp looks at together
+MOST_DEALT = 256  # requests that are dealt out anew
+SAMPLES = 8  # of a row, taken together
+DEALT_WORDS = 7  # a worker's first split, points of a worker, whether requests have been dealt out anew
+GAIN = 2  # KV tiles that the slowest worker has to save, or requests are not dealt out anew
 MANY = 64  # query tokens, from which on looking costs full rows nothing
 
 
@@ -151,8 +155,8 @@ class Barrier(IntEnum):
 class Geometry:
     """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
     their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, whether a page table
-    stands in place of indices, whether out has strides, and whether a row's last token is looked for (shortens), which
-    is where nobody says it."""
+    stands in place of indices, whether out has strides, whether a row's last token is looked for (shortens), which is
+    where nobody says it, and whether requests are dealt out anew where rows seem to end at different places (deals)."""
 
     h: int
     n: int
@@ -167,6 +171,7 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    deals: bool = False
 
     @property
     def cache(self) -> Any:
@@ -379,6 +384,8 @@ def shared_storage(geometry: Geometry) -> type:
         "tokens": array(Int32, CONSUMERS * WARPS),  # not 0: rows of a warp's, in a split, name tokens
         "is_short": array(Int32, 1),  # whether a row of the worker's ends early
         "spans": array(Int32, 2 * SPANS if geometry.shortens else 1),  # first and end tile of splits (`look`)
+        "dealt": array(Int32, DEALT_WORDS if geometry.deals else 1),  # of this worker (`deal`)
+        "lengths": array(Int32, MOST_DEALT if geometry.deals else 1),  # of requests, as they seem (`estimate`)
         "exchange": exchange,  # maxima, then sums of P
         "magnitudes": exchange,
         "maxima": exchange,  # running maximum, of each warp
@@ -519,11 +526,12 @@ def looks(walk: Any) -> Boolean:
     return (tiles >= LEAST_TILES) & few & (pool.fixed == 0)
 
 
-def share_of(first: Any, end: Any, named: Any, tiles: Any) -> tuple[Any, Any]:
+def share_of(first: Any, end: Any, named: Any, of: Any, tiles: Any) -> tuple[Any, Any]:
     """First and end tile of a split of a row of `tiles` tiles, of which only the first `named` name tokens, where the
-    split has tiles first to end of a full row. The splits of a row divide those tiles in proportion. A split never
-    becomes empty: where its share is none it gets the row's last tile, which names no token then."""
-    first, end = scheduler.ceil_div(first * named, tiles), scheduler.ceil_div(end * named, tiles)
+    row was dealt out as `of` tiles, and the split has tiles first to end of them. The splits of a row divide those
+    tiles in proportion. A split never becomes empty: where its share is none it gets the row's last tile, which names
+    no token then."""
+    first, end = scheduler.ceil_div(first * named, of), scheduler.ceil_div(end * named, of)
     none = 1 - cutlass.min(end - first, 1)
     return first + none * (tiles - 1 - first), end + none * (tiles - end)
 
@@ -555,7 +563,7 @@ def look(
                 while (found < 0) & (tile >= 0):
                     found = last_named(caches, row, token, tile, LOOKED_AT, geometry)
                     tile = tile - LOOKED_AT
-                first, end = share_of(first, end, found + 1, tiles)
+                first, end = share_of(first, end, found + 1, tiles, tiles)
             spans[0, request % SPANS] = first
             spans[1, request % SPANS] = end
             request = request + CONSUMERS * WARPS
@@ -589,6 +597,220 @@ def meet(storage: cutlass.Constexpr, found: Boolean) -> Boolean:
     return word > 0
 
 
+def dealt_word(storage: Any, number: int) -> Int32:
+    """One of DEALT_WORDS."""
+    return Int32(cute.arch.make_warp_uniform(storage.dealt.get_tensor(cute.make_layout(DEALT_WORDS))[number]))
+
+
+def is_dealt(storage: Any) -> Boolean:
+    """Whether requests have been dealt out anew."""
+    return dealt_word(storage, DEALT_WORDS - 1) > 0
+
+
+def dealt_split(storage: Any) -> Split:
+    """The worker's first split then."""
+    return Split(*(dealt_word(storage, i) for i in range(len(Split._fields))))
+
+
+@cute.jit
+def length_of(request: Int32, storage: cutlass.Constexpr, walk: cutlass.Constexpr) -> Int32:
+    """Tokens that a request counts for where it is dealt out: all, or as many as it seems to have."""
+    length = walk.pool.tokens
+    if is_dealt(storage):
+        last = cutlass.min(request, Int32(walk.seq_lens.shape[0]) - 1)
+        length = cute.arch.make_warp_uniform(storage.lengths.data_ptr()[last])
+    return length
+
+
+def current(split: Split, walk: Any, storage: Any, geometry: Geometry) -> tuple[Any, Split]:
+    """The walk and a split as requests have been dealt. Read from shared memory where it is wanted: kept in registers
+    it would be in the way of the loops over tiles."""
+    if not geometry.deals:
+        return walk, split
+    filled, dealt = walk.line, is_dealt(storage)
+    made = Line(
+        cutlass.select_(dealt, Int32(geometry.costs.overhead), filled.lead),
+        cutlass.select_(dealt, Int32(1), filled.step),
+        cutlass.select_(dealt, dealt_word(storage, len(Split._fields)), filled.span),
+        Int32(0),
+    )
+    return replace(walk, line=made), split._replace(length=length_of(split.request, storage, walk))
+
+
+def deals(walk: Any) -> Boolean:
+    """Whether requests may be dealt out anew."""
+    return looks(walk) & (Int32(walk.seq_lens.shape[0]) <= MOST_DEALT)
+
+
+@cute.jit
+def sample(caches: cutlass.Constexpr, request: Int32, position: Int32, geometry: cutlass.Constexpr) -> Row:
+    """An index of a request's first query token."""
+    tile = position // TOKENS
+    at = Split(Int32(0), Int32(1), request, Int32(0), Int32(0))
+    return read_row(caches, Progress(at, tile, tile + 1, Int32(-1)), Int32(0), position % TOKENS, geometry)
+
+
+def seems_short(found: Row, position: Int32, caches: Any, geometry: Geometry) -> Boolean:
+    """Whether an index that was read names no token."""
+    return named(found, caches, position % TOKENS, geometry).index < 0
+
+
+def estimated(eighths: Any, parts: Any, is_clean: Any, tiles: Any) -> Any:
+    """Tokens that a row of `tiles` tiles seems to have, up to the end of a tile and at least one tile: so many of its
+    eighths begin with a token, and so many of eight equal parts of the last one of these. A row in which a token lies
+    behind an index that names none (is_clean: 0) counts as full: its length is no multiple of a tile then."""
+    last = cutlass.max(eighths - 1, 0)
+    first, end = last * tiles // SAMPLES, (last + 1) * tiles // SAMPLES
+    found = scheduler.ceil_div(first * TOKENS + parts * (end - first) * TOKENS // SAMPLES, TOKENS)
+    found = cutlass.max(cutlass.min(found, tiles), 1) * TOKENS
+    return cutlass.select_(is_clean > 0, found, tiles * TOKENS - 1)
+
+
+@cute.jit
+def estimate(
+    caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, warp: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Writes how many tokens each request seems to have (`estimated`). By all consumer warps; eight lanes have a
+    request, and the loads of sixteen requests of a warp are in flight together."""
+    lane, each = cute.arch.lane_idx(), 4 * CONSUMERS * WARPS
+    requests, tiles = Int32(walk.seq_lens.shape[0]), scheduler.ceil_div(walk.pool.tokens, TOKENS)
+    which, own, ones = lane % SAMPLES, lane // SAMPLES * SAMPLES, (Int32(1) << SAMPLES) - 1
+    for first_of_warp in cutlass.range(4 * warp, requests, 4 * each, unroll=1):
+        base, position = first_of_warp + lane // SAMPLES, which * tiles // SAMPLES * TOKENS
+        found, eighths, clean, places = [], [], [], []
+        for i in cutlass.range_constexpr(4):
+            found.append(sample(caches, cutlass.min(base + i * each, requests - 1), position, geometry))
+        for i in cutlass.range_constexpr(4):
+            is_token = not seems_short(found[i], position, caches, geometry)
+            bits = (Int32(cute.arch.vote_ballot_sync(is_token)) >> own) & ones
+            eighths.append(Int32(cute.arch.popc(bits)))
+            clean.append(Int32((bits & (bits + 1)) == 0))
+        for i in cutlass.range_constexpr(4):
+            last = cutlass.max(eighths[i] - 1, 0)
+            first, end = last * tiles // SAMPLES, (last + 1) * tiles // SAMPLES
+            places.append(first * TOKENS + which * (end - first) * (TOKENS // SAMPLES))
+            found[i] = sample(caches, cutlass.min(base + i * each, requests - 1), places[i], geometry)
+        for i in cutlass.range_constexpr(4):
+            is_token = not seems_short(found[i], places[i], caches, geometry)
+            bits = (Int32(cute.arch.vote_ballot_sync(is_token)) >> own) & ones
+            request = base + i * each
+            if (which == 0) & (request < requests):
+                parts = Int32(cute.arch.popc(bits))
+                storage.lengths.data_ptr()[request] = estimated(eighths[i], parts, clean[i], tiles)
+
+
+def pays(total: Any, longest: Any, odd: Any, requests: Any, workers: Any, pool: Pool, costs: Costs) -> tuple[Any, Any]:
+    """(points of a worker where requests are dealt out by the tiles that they seem to have, whether that saves the
+    slowest worker `GAIN` tiles or more), by the scheduler's model of time. total, longest: tiles of all requests and of
+    the longest one. odd: requests whose rows have holes: of these samples say nothing, and so few may be there. Now a
+    worker has so many tiles of full rows, of which each is left out that lies behind its row's end."""
+    line, tiles = pool.filled, scheduler.ceil_div(pool.tokens, costs.tokens)
+    # With fewer points a worker might have the lead of a request and none of its tiles.
+    share = cutlass.max(scheduler.ceil_div(total + costs.overhead * requests, workers), costs.overhead + 1)
+    # Where workers merge, most requests that are cut have two splits.
+    merging = cutlass.select_(pool.combined > 0, Int32(costs.listed), Int32(costs.level))
+    now = line.span * (longest + costs.overhead)
+    shorter = scheduler.ceil_div(cutlass.select_(line.lead > 0, line.span, line.step) * longest, tiles)
+    of_shares = shorter + (costs.overhead + costs.combine)
+    now = cutlass.select_(line.step < scheduler.WHOLE, of_shares, now)
+    now = cutlass.select_(line.lead > 0, shorter + costs.overhead + merging, now)
+    # A worker has room for so many splits (`look`).
+    fits = (share <= (SPANS - 2) * (costs.overhead + 1)) & (odd * 16 <= requests)
+    return share, fits & (share + (costs.overhead + GAIN) + merging <= now)
+
+
+@cute.jit
+def deal(
+    split: Split, caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, token: Int32,
+    thread: Int32, warp: Int32, geometry: cutlass.Constexpr,
+) -> Boolean:  # fmt: skip
+    """Deals requests out anew, by how many tiles they seem to have, if that pays. Returns whether it did. All CTAs read
+    the same samples and come to the same result, so they need not wait for each other; those that have nothing to do
+    where all rows are full keep out of it. By all consumer warps."""
+    lane, costs, pool = cute.arch.lane_idx(), geometry.costs, walk.pool
+    estimate(caches, storage, walk, warp, geometry)
+    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+    requests = Int32(walk.seq_lens.shape[0])
+    lengths = cute.make_tensor(storage.lengths.data_ptr(), cute.make_layout((requests,)))
+    total, longest, odd = Int32(0), Int32(0), Int32(0)
+    for request in cutlass.range(lane, requests, 32, unroll=1):
+        tiles = scheduler.ceil_div(lengths[request], TOKENS)
+        total, longest, odd = total + tiles, cutlass.max(longest, tiles), odd + lengths[request] % TOKENS
+    total = Int32(cute.arch.warp_redux_sync(total, kind="add"))
+    longest = Int32(cute.arch.warp_redux_sync(longest, kind="max"))
+    odd = Int32(cute.arch.warp_redux_sync(odd, kind="add")) // (TOKENS - 1)
+    workers = scheduler.ceil_div(requests * pool.width, pool.filled.span)
+    share, gains = pays(total, longest, odd, requests, workers, pool, costs)
+    dealt = cute.arch.make_warp_uniform(Int32(gains)) > 0
+    if dealt:
+        line = Line(Int32(costs.overhead), Int32(1), share, Int32(0))
+        first, _ = scheduler.first_split(walk.worker, lengths, line, pool, lane, costs)
+        goes_on = first.end > first.start + line.lead
+        first = first._replace(end=cutlass.select_(goes_on, first.end, first.point))
+        if thread == 0:
+            words = storage.dealt.get_tensor(cute.make_layout(DEALT_WORDS))
+            for i, value in enumerate((*first, share, Int32(1))):
+                words[i] = value
+            if (walk.tile == 0) & (walk.worker == 0):
+                combine.write_split_kind(walk.table, line, Boolean(False), pool)
+        named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+        if walk.has_work(split):
+            # Perhaps another query comes in its place, which the producers load behind `meet`.
+            cute.arch.mbarrier_wait(storage.query_full.data_ptr(), 0)
+        note_dealt(caches, storage, walk, token, warp, geometry)
+    return dealt
+
+
+@cute.jit
+def look_and_deal(
+    split: Split, caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, token: Int32,
+    thread: Int32, warp: Int32, geometry: cutlass.Constexpr,
+) -> Boolean:  # fmt: skip
+    """`look`, and where rows seem to end early, by one index of each request, `deal`. That index is on its way while
+    the own rows are looked at."""
+    if cutlass.const_expr(not geometry.deals):
+        return look(split, caches, storage, walk, token, warp, geometry)
+    requests, tiles = Int32(walk.seq_lens.shape[0]), scheduler.ceil_div(walk.pool.tokens, TOKENS)
+    position = (tiles - cutlass.max(tiles // 8, 1)) * TOKENS
+    found = sample(caches, cutlass.min(thread, requests - 1), position, geometry)
+    early = look(split, caches, storage, walk, token, warp, geometry)
+    holds = deals(walk) & seems_short(found, position, caches, geometry)
+    if cute.arch.make_warp_uniform(Int32(named_any(Barrier.CONSUMERS, CONSUMER_THREADS, holds))) > 0:
+        early = early | deal(split, caches, storage, walk, token, thread, warp, geometry)
+    return early
+
+
+@cute.jit
+def note_dealt(
+    caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, token: Int32, warp: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """What `look` does, where requests have been dealt out anew."""
+    spans = storage.spans.get_tensor(cute.make_layout((2, SPANS)))
+    tiles, number, split = scheduler.ceil_div(walk.pool.tokens, TOKENS), Int32(0), dealt_split(storage)
+    while walk.has_work(split):
+        now, of_now = current(split, walk, storage, geometry)
+        if number % (CONSUMERS * WARPS) == warp:
+            first, end, of = now.tiles_of(of_now)
+            found, tile = Int32(-1), tiles - 1
+            while (found < 0) & (tile >= 0):
+                found = last_named(
+                    caches,
+                    Split(Int32(0), Int32(1), split.request, Int32(0), Int32(0)),
+                    token,
+                    tile,
+                    LOOKED_AT,
+                    geometry,
+                )
+                tile = tile - LOOKED_AT
+            first, end = share_of(first, end, found + 1, of, tiles)
+            spans[0, split.request % SPANS] = first
+            spans[1, split.request % SPANS] = end
+        number = number + 1
+        split = now.next_split(of_now)
+
+
 @cute.jit
 def next_place(
     place: Progress, storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr
@@ -599,7 +821,8 @@ def next_place(
     searching = walk.has_work(split) & (tile >= end)
     if cutlass.const_expr(geometry.as_long):
         if searching:  # its next split has tiles, or there is none
-            split = walk.next_split(split)
+            now, of_now = current(split, walk, storage, geometry)
+            split = now.next_split(of_now)
             tile, end, _ = walk.tiles_of(split)
             if cutlass.const_expr(geometry.shortens):
                 if is_short(storage) & walk.has_work(split):
@@ -806,7 +1029,10 @@ def load(
             if not has_looked:
                 has_looked = Boolean(True)
                 if meet(storage, Boolean(False)):
-                    place = begin_again(storage, walk, geometry)
+                    place, asks = begin_again(storage, walk, geometry)
+                    if cutlass.const_expr(geometry.deals):
+                        if (warp == 0) & asks:
+                            load_query(tma, q, storage, place.split.request, token, row_tile, geometry)
                     second = read_row(caches, place, token, row, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
         first = named(second, caches, row, geometry)
@@ -818,16 +1044,23 @@ def load(
 
 
 @cute.jit
-def begin_again(storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Progress:
-    """The place of a producer's second tile where rows are short: behind the first one, or where its first tile should
-    have been; then consumers pass over that (`consume`)."""
+def begin_again(
+    storage: cutlass.Constexpr, walk: cutlass.Constexpr, geometry: cutlass.Constexpr
+) -> tuple[Progress, Boolean]:
+    """(the place of a producer's second tile where rows are short, whether its query is still to be loaded): behind the
+    first tile, or where that should have been; then consumers pass over the one that was loaded (`consume`)."""
     split = scheduler.filled_split(walk.worker, walk.seq_lens.shape[0], walk.pool)
     tile, _, _ = walk.tiles_of(split)
+    asks = Boolean(False)
+    if cutlass.const_expr(geometry.deals):
+        if is_dealt(storage):
+            request, split = split.request, dealt_split(storage)
+            asks = walk.has_work(split) & (split.request != request)
     first, end = span_of(split, storage)
     place = Progress(split, first, end, Int32(-1))
-    if first == tile:
+    if (first == tile) & (not asks):
         place = next_place(place, storage, walk, geometry)
-    return place
+    return place, asks
 
 
 def named_word(votes: Int32, found: Row, geometry: Geometry) -> Int32:
@@ -2120,6 +2353,12 @@ def consume(
     if cutlass.const_expr(geometry.shortens):
         tile_of_full, _, _ = walk.tiles_of(split)
         skips = is_short(storage) & walk.has_work(split) & (span_of(split, storage)[0] != tile_of_full)
+        if cutlass.const_expr(geometry.deals):
+            if is_dealt(storage):
+                filled, split = split, dealt_split(storage)
+                other = (split.request != filled.request) | (not walk.has_work(split))
+                skips = walk.has_work(filled) & (other | (span_of(split, storage)[0] != tile_of_full))
+                parity = Int32(walk.has_work(filled) & other)  # its first query was another one
         stage = cute.arch.make_warp_uniform(Int32(skips))
         if stage > 0:
             # The first tile that was loaded is another split's.
@@ -2128,7 +2367,8 @@ def consume(
     if cutlass.const_expr(not geometry.as_long):
         walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
     while walk.has_work(split):
-        tiles = walk.tiles_of(split)
+        now, of_now = current(split, walk, storage, geometry)
+        tiles = now.tiles_of(of_now)
         first, end, _ = tiles
         has_tiles = first < end
         if cutlass.const_expr(geometry.as_long):
@@ -2141,7 +2381,7 @@ def consume(
         for i in cutlass.range_constexpr(HALF_PANELS):
             acc_o[i].fill(0.0)
         row_sum.fill(0.0)
-        walk.list_splits(split, tiles, thread)
+        now.list_splits(of_now, tiles, thread)
         if has_tiles:
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
@@ -2155,16 +2395,19 @@ def consume(
             moved = stage + (stop - begin)
             phase = phase ^ (moved // geometry.stages & 1)
             stage = moved % geometry.stages
-        following = walk.next_split(split)
+        now, of_now = current(split, walk, storage, geometry)
+        if cutlass.const_expr(geometry.deals):
+            tiles = now.tiles_of(of_now)
+        following = now.next_split(of_now)
         if not walk.has_work(following):
             cute.arch.griddepcontrol_launch_dependents()
         if has_tiles:
-            place = walk.place_of(split, tiles)
+            place = now.place_of(of_now, tiles)
             found.collect(row_sum, storage, thread, geometry.n)
             if cutlass.const_expr(not geometry.paged):
                 found.forget(acc_o, storage)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
-            place = merge_all(walk, place, split, tiles, add, thread)
+            place = merge_all(now, place, of_now, tiles, add, thread)
             if place.whole:
                 weigh_whole(
                     found, weights, storage.sinks.data_ptr(), results.lse, factors.values, block.first, first_row,
@@ -2179,7 +2422,7 @@ def consume(
             else:
                 epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            walk.publish_all(split, tiles, thread)
+            now.publish_all(of_now, tiles, thread)
         else:
             rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
         split = following
@@ -2220,6 +2463,8 @@ def sparse_mla_v2(
                 cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
             if cutlass.const_expr(geometry.shortens):
                 short_word(storage)[0] = Int32(0)
+            if cutlass.const_expr(geometry.deals):
+                storage.dealt.data_ptr()[DEALT_WORDS - 1] = Int32(0)
             cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
             cute.arch.mbarrier_init(storage.query_empty.data_ptr(), CONSUMERS * WARPS)
         cpasync.prefetch_descriptor(inputs.tma)
@@ -2246,7 +2491,8 @@ def sparse_mla_v2(
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
         if cutlass.const_expr(geometry.shortens):
-            meet(storage, look(split, inputs.caches, storage, walk, token, warp, geometry))
+            early = look_and_deal(split, inputs.caches, storage, walk, token, thread, warp, geometry)
+            meet(storage, early)
         factors = Factors(flat_scale, scale_log2 * flat_scale)
         consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
 
@@ -2373,7 +2619,8 @@ class SparseMlaV2Tiling(Tiling):
     64. workers: CTAs for each query tile of a request; 0: as many as fill the device. split_tokens: indices of a split
     (cached tokens, of a page table), a multiple of 64, so that a request's splits depend on nothing but how many it
     has; 0: the scheduler splits requests as it fills the device. shortens: whether tiles behind the last index of a row
-    that names a token are left out, where no lengths are given; with split_tokens none is."""
+    that names a token are left out, where no lengths are given; with split_tokens none is. deals: whether up to 256
+    requests are dealt out by what is left then, where rows end at different places."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
@@ -2381,6 +2628,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    deals: bool = False
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2388,7 +2636,7 @@ class SparseMlaV2Tiling(Tiling):
         n = self.heads or next(n for n in HEADS if n >= each)
         return Geometry(
             pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.deals,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:
@@ -2404,6 +2652,10 @@ class SparseMlaV2Tiling(Tiling):
                 "shortens = True is for rows whose lengths nobody gives: set it to False with lengths, extra_lengths "
                 "or a page table, which leave out tiles behind an end that is given"
             )
+        if self.deals and not self.shortens:
+            return Verdict.no("deals = True is for rows whose last tokens are looked for: set shortens to True as well")
+        if self.deals and geometry.p_in_rows:
+            return Verdict.no("deals = True takes registers that query tiles of 48 heads over layout v32 do not have")
         if device is not None and geometry.tiles > device.num_sms:
             return Verdict.no(
                 f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "

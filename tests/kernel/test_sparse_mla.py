@@ -274,6 +274,11 @@ def test_rows_last_tokens_are_looked_for_where_there_are_many_rows_and_nobody_sa
         assert not shortens(b=256, **given)
         reason = plan.tiling_type(shortens=True).validate(SparseProblem(h=128, **given), H200).reason
         assert reason.startswith("shortens = True is for rows whose lengths nobody gives: set it to False with lengths")
+    many = SparseProblem(b=128, h=48)
+    assert "set shortens to True" in plan.tiling_type(deals=True).validate(many, H200).reason
+    assert "query tiles of 48 heads" in plan.tiling_type(shortens=True, deals=True).validate(many, H200).reason
+    assert plan.tiling_type(shortens=True, deals=True).validate(many.replace(layout="v4"), H200)
+    assert not plan(many, None, H200).tiling.deals, "it has not been checked on a GPU"
 
 
 #: Heads of published models with MLA, whole and after tensor parallelism.
@@ -311,9 +316,10 @@ def test_splits_of_a_row_that_ends_early_divide_its_tiles() -> None:
     tile, which then names none."""
     share_of = importlib.import_module(plan_type("cute-dsl/sparse_mla_v2").__module__).share_of
     for tiles, step, named in itertools.product(range(1, 36), range(1, 36), range(36)):
-        if step > tiles or named > tiles:
+        of = tiles if step % 3 else -(-tiles // 2)  # as many tiles as the row was dealt out as
+        if step > of or named > tiles:
             continue
-        shares = [share_of(first, min(first + step, tiles), named, tiles) for first in range(0, tiles, step)]
+        shares = [share_of(first, min(first + step, of), named, of, tiles) for first in range(0, of, step)]
         empty = [share for share in shares if share[0] >= named]
         assert all(share == (tiles - 1, tiles) for share in empty) and (not empty or named < tiles)
         ends = [0, *(end for first, end in shares if first < named)]

@@ -143,11 +143,14 @@ class Call:
         tile, end, _ = walk.tiles_of(filled)
         place = KERNEL.Progress(filled, tile, end, -1)
         found = []
-        if not there(place):
-            assert not storage.dealt[6] or not walk.has_work(KERNEL.dealt_split(storage)), "nobody loads its tiles"
-            return []
-        found.append((filled.request, tile))
-        if early:
+        if there(place):
+            found.append((filled.request, tile))
+        elif early:  # it has nothing to do where all rows are full
+            place, asks = KERNEL.begin_again(storage, walk, self.geometry)
+            assert bool(asks) == (storage.dealt[6] > 0 and walk.has_work(KERNEL.dealt_split(storage)))
+        if not found:
+            pass
+        elif early:
             place, asks = KERNEL.begin_again(storage, walk, self.geometry)
             first = KERNEL.dealt_split(storage) if storage.dealt[6] else filled
             differs = first.request != filled.request
@@ -164,7 +167,7 @@ class Call:
     def check(self) -> bool:
         """Whether requests were dealt out anew; all that holds in any case is asked for."""
         done = [self.worker(w) for w in range(self.workers)]
-        dealt = {x["dealt"] for x in done if x["walk"].has_work(x["filled"])}
+        dealt = {x["dealt"] for x in done}
         assert len(dealt) == 1, "workers disagree"
         slots, by_request = set(), dict[int, list[tuple[int, int, int, int]]]()
         for worker in done:

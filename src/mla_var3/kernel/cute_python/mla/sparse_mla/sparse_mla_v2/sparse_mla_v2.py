@@ -133,7 +133,7 @@ LOOKED_AT = 16  # tiles that a warp looks at together
 MOST_DEALT = 256  # requests that are dealt out anew
 SAMPLES = 8  # of a row, taken together
 DEALT_WORDS = 7  # a worker's first split, points of a worker, whether requests have been dealt out anew
-GAIN = 2  # KV tiles that the slowest worker has to save, or requests are not dealt out anew
+GAIN = 4  # KV tiles that the slowest worker has to save, or requests are not dealt out anew
 MANY = 64  # query tokens, from which on looking costs full rows nothing
 
 
@@ -700,14 +700,14 @@ def estimate(
                 storage.lengths.data_ptr()[request] = estimated(eighths[i], parts, clean[i], tiles)
 
 
-def pays(total: Any, longest: Any, odd: Any, requests: Any, workers: Any, pool: Pool, costs: Costs) -> tuple[Any, Any]:
+def pays(total: Any, longest: Any, odd: Any, requests: Any, pool: Pool, costs: Costs) -> tuple[Any, Any]:
     """(points of a worker where requests are dealt out by the tiles that they seem to have, whether that saves the
     slowest worker `GAIN` tiles or more), by the scheduler's model of time. total, longest: tiles of all requests and of
     the longest one. odd: requests whose rows have holes: of these samples say nothing, and so few may be there. Now a
     worker has so many tiles of full rows, of which each is left out that lies behind its row's end."""
     line, tiles = pool.filled, scheduler.ceil_div(pool.tokens, costs.tokens)
     # With fewer points a worker might have the lead of a request and none of its tiles.
-    share = cutlass.max(scheduler.ceil_div(total + costs.overhead * requests, workers), costs.overhead + 1)
+    share = cutlass.max(scheduler.ceil_div(total + costs.overhead * requests, pool.workers), costs.overhead + 1)
     # Where workers merge, most requests that are cut have two splits.
     merging = cutlass.select_(pool.combined > 0, Int32(costs.listed), Int32(costs.level))
     now = line.span * (longest + costs.overhead)
@@ -726,8 +726,7 @@ def deal(
     thread: Int32, warp: Int32, geometry: cutlass.Constexpr,
 ) -> Boolean:  # fmt: skip
     """Deals requests out anew, by how many tiles they seem to have, if that pays. Returns whether it did. All CTAs read
-    the same samples and come to the same result, so they need not wait for each other; those that have nothing to do
-    where all rows are full keep out of it. By all consumer warps."""
+    the same samples and come to the same result, so they need not wait for each other. By all consumer warps."""
     lane, costs, pool = cute.arch.lane_idx(), geometry.costs, walk.pool
     estimate(caches, storage, walk, warp, geometry)
     named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
@@ -740,8 +739,7 @@ def deal(
     total = Int32(cute.arch.warp_redux_sync(total, kind="add"))
     longest = Int32(cute.arch.warp_redux_sync(longest, kind="max"))
     odd = Int32(cute.arch.warp_redux_sync(odd, kind="add")) // (TOKENS - 1)
-    workers = scheduler.ceil_div(requests * pool.width, pool.filled.span)
-    share, gains = pays(total, longest, odd, requests, workers, pool, costs)
+    share, gains = pays(total, longest, odd, requests, pool, costs)
     dealt = cute.arch.make_warp_uniform(Int32(gains)) > 0
     if dealt:
         line = Line(Int32(costs.overhead), Int32(1), share, Int32(0))
@@ -993,6 +991,16 @@ def load(
     has_looked = Boolean(False)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
+    if cutlass.const_expr(geometry.deals):
+        if not first.there:  # where all rows are full, the worker has nothing to do
+            has_looked = Boolean(True)
+            if meet(storage, Boolean(False)):
+                place, asks = begin_again(storage, walk, geometry)
+                if (warp == 0) & asks:
+                    load_query(tma, q, storage, place.split.request, token, row_tile, geometry)
+                first = named(read_row(caches, place, token, row, geometry), caches, row, geometry)
+                place = next_place(place, storage, walk, geometry)
+                second = read_row(caches, place, token, row, geometry)
     while first.there:
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("greenlet")
 
 from device_on_cpu import Pointer, Room, Tensor, make_layout, make_tensor, meet, run_cta
+from greenlet import getcurrent
 
 from mla_var3.catalogue import registry
 from mla_var3.kernel.cute_python.split_kv.walk import Walk
@@ -44,8 +46,6 @@ def array(words: int) -> Array:
 
 def on_cpu(room: Room) -> Any:
     """A copy of the version's module whose functions run on emulated threads, over the room's copies of split_kv."""
-    import sys
-
     module = sys.modules[PLAN.__module__]
     made = ModuleType("sparse_mla_v2 on a CPU")
     vars(made).update(vars(module))
@@ -110,8 +110,6 @@ class Call:
         filled = filled._replace(end=filled.end if goes_on else filled.point)
 
         def consumers() -> bool:
-            from greenlet import getcurrent
-
             thread = getcurrent().thread
             return bool(KERNEL.look_and_deal(filled, self.caches, storage, walk, 0, thread, thread // 32, geometry))
 

@@ -89,4 +89,5 @@ RULES = (
         archs=HOPPER,
     ),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
+    Rule("cute-dsl/flash_attention_v18", "it has not run on a GPU", archs=HOPPER),
 )

@@ -50,44 +50,17 @@ RULES = (
         archs=HOPPER,
     ),
     Rule(
-        "cute-dsl/flash_attention_v13",
-        "two CTAs share what they read from L2, and without a mask they read the same",
-        where=(
-            Bound(MASKS, 1),
-            Bound(KEY_COLUMNS, 128, above=True),
-            Bound(KEY_COLUMNS, 192),
-            Bound(TOKENS, 4095, above=True),
-        ),
-        archs=HOPPER,
-    ),
-    Rule(
         "cute-dsl/flash_attention_v17",
         "two CTAs share K and V, and a product ends inside the softmax",
-        where=(
-            Bound(MASKS, 1, above=True),
-            Bound(KEY_COLUMNS, 128, above=True),
-            Bound(KEY_COLUMNS, 192),
-            Bound(TOKENS, 511, above=True),
-        ),
+        where=(Bound(KEY_COLUMNS, 128, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v1",
-        "it computes only half of the KV tile on the diagonal where no more is seen",
-        where=(Bound(MASKS, 1, above=True),),
+        "it computes half a KV tile where no more is seen, and has a query tile's rows in L2 before it loads them",
         archs=HOPPER,
     ),
-    Rule(
-        "cute-dsl/flash_attention_v1",
-        "it has the next query tile's rows in L2 before it loads them",
-        where=(Bound(MASKS, 1), Bound(KEY_COLUMNS, 128, above=True), Bound(KEY_COLUMNS, 192)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention",
-        "it takes fp16, and no other version was checked at these widths without a mask",
-        archs=HOPPER,
-    ),
+    Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
     Rule("cute-dsl/flash_attention_v18", "it has not run on a GPU", archs=HOPPER),
 )

@@ -94,5 +94,10 @@ RULES = (
         "Triton's version takes no requests of different query tokens, and else takes about as long",
         where=(Bound(COUNTS, 1, above=True),),
     ),
+    Rule(
+        "cute-dsl/flash_mla_mma_v1",
+        "it has run on no GPU, and takes nothing that version 0 does not",
+        where=(Bound(COUNTS, 1, above=True),),
+    ),
     Rule("triton/flash_mla", "the last resort: it takes every GPU from sm_80 on, and needs no other compiler"),
 )

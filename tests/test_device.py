@@ -17,7 +17,7 @@ from mla_var3.errors import UserError, Verdict
 CONF = resources.files("mla_var3").joinpath("conf")
 DATA = json.loads(CONF.joinpath("devices.json").read_text(encoding="utf-8"))
 SCHEMA = json.loads(CONF.joinpath("devices.schema.json").read_text(encoding="utf-8"))
-KEYS = {"h100", "h800", "h200", "h20", "a100", "b200", "b300", "rtx5090", "rtx4090"}
+KEYS = {"h100", "h800", "h200", "h20", "a100", "b200", "b300", "rtx5090", "rtx4090", "l40s", "a40", "rtxpro6000"}
 
 
 def props(**over: object) -> SimpleNamespace:

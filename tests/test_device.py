@@ -58,6 +58,12 @@ def test_every_source_is_listed_and_every_listed_source_is_used() -> None:
     assert used == set(DATA["sources"])
 
 
+def test_a_device_whose_architecture_no_gpu_here_had_is_marked() -> None:
+    marked = {d.key for d in Device.all() if d.mark}
+    assert marked == KEYS - {"h100", "h800", "h200", "h20"}
+    assert {Device.get(key).mark for key in marked} == {"compiled, never run"}
+
+
 def test_all_devices_are_there_and_cite_every_figure() -> None:
     assert {d.key for d in Device.all()} == KEYS
     for device in Device.all():

@@ -469,6 +469,8 @@ def test_show_says_what_is_picked_and_why(toys: None, monkeypatch: pytest.Monkey
     assert f"1  not    {ODD.label}" in out and "unproved on h200: faster than" in out
     assert cli.main([*words[:-1], "5000", "--device", "h200"]) == 0
     assert "expected " in capsys.readouterr().out
+    assert cli.main([*words, "--device", "a100"]) == 0
+    assert "; compiled, never run on sm_80\n" in capsys.readouterr().out
     monkeypatch.setattr(rules, "of", lambda workload: RULES[:-1])
     assert cli.main([*words, "--device", "a100"]) == 1
     assert "no version takes this problem here" in capsys.readouterr().out

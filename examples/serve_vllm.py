@@ -448,7 +448,8 @@ def serve(engines: list[Engine], report: Report, given: argparse.Namespace) -> i
                 seconds = said["seconds"]
                 report.say(f"{engine.name}, {engine.heads} heads, {said['graphs']}: generated in {seconds:.1f} s")
             else:
-                wrong += "MLA_VAR3" in engine.name and not judged(engine, first, said, report, given)
+                right = judged(engine, first, said, report, given)  # of other backends too: how far apart two may be
+                wrong += "MLA_VAR3" in engine.name and not right
     # Tokens a second: all warm up at once, then each is measured alone, in turn.
     for turn in range(given.rounds + 1 if given.rounds else 0):
         if turn == 0:

@@ -22,7 +22,7 @@ spec = importlib.util.spec_from_file_location("serve_vllm", sys.argv.pop(1))
 serve = importlib.util.module_from_spec(spec); sys.modules["serve_vllm"] = serve; spec.loader.exec_module(serve)
 class Stub:
     def __init__(self, model, engine, given):
-        if engine == "FLASH_ATTN_MLA":
+        if engine == "MLA_VAR3+MLA_VAR3":
             raise ImportError("no such library")
         self.off = {"MLA_VAR3 full": 0.5}.get(engine, 1e-3) if "MLA_VAR3" in engine else 0
     def logits(self, file, forced=""):
@@ -64,7 +64,8 @@ def test_engines_are_compared_and_a_failure_does_not_end_the_others(
     monkeypatch.setattr(serve.subprocess, "Popen", started)
     assert serve.main([str(tmp_path), "--heads", "2", "--rounds", "1", "--seconds", "120"]) == 1
     said = capsys.readouterr().out
-    assert "FLASH_ATTN_MLA, 2 heads: failed: ImportError: no such library" in said
+    assert "MLA_VAR3+MLA_VAR3, 2 heads: failed: ImportError: no such library" in said
+    assert "FLASH_ATTN_MLA, 2 heads, FULL, against FLASHMLA: right: logits of 32 positions" in said
     assert "MLA_VAR3, 2 heads, FULL, against FLASHMLA: right: logits of 32 positions" in said
     assert "MLA_VAR3 full, 2 heads, FULL, against FLASHMLA: WRONG" in said
     assert "MLA_VAR3 spec, 2 heads: prefill_tokens_a_second 120, decode" in said

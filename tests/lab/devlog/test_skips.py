@@ -41,7 +41,10 @@ def test_a_version_of_one_architecture_owes_a_reason(project: Path, monkeypatch:
     "line",
     [
         "skips: {others: wgmma needs sm_90a}",
-        "skips: {sm_80: no wgmma, sm_86: no wgmma, sm_89: no wgmma, sm_100a: no wgmma, sm_103a: no wgmma, sm_120a: no wgmma}",
+        (
+            "skips: {sm_80: no wgmma, sm_86: no wgmma, sm_89: no wgmma, sm_100a: no wgmma, sm_103a: no wgmma, "
+            "sm_120a: no wgmma}"
+        ),
         "skips: {a100: x, a40: x, sm_89: x, b200: x, b300: x, sm_120a: x}",
     ],
 )

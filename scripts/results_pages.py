@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes docs/results/ from record files: a page an experiment, and one for each further device.
 
-The pages cite no records: a test makes them again from the files that they name, and compares.
+The pages cite no records: a test makes them again from the files that they name, and compares. The words of the page
+about vLLM stand in scripts/serve_vllm.md.
 
 scripts/results_pages.py            # after a sweep: name its file in `FILES`
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -360,6 +362,52 @@ def board_row(records: Sequence[Record], date: str, names: Sequence[str]) -> lis
     return [date, cards, ", ".join(commits) or "-", cells, figure(everywhere), *map(of, names)]
 
 
+#: What examples/serve_vllm.py wrote, and what kernels of attention are called in it.
+SERVED = "h200/traces/2026-11-28-serve_vllm.json"
+ATTENDING = {
+    "flash_fwd_splitkv_mla_kernel": "FlashMLA's", "flash_fwd_mla_combine_kernel": "FlashMLA's merge",
+    "get_mla_metadata_kernel": "FlashMLA's schedule", "FlashAttnFwdSm90": "FlashAttention-3's",
+    "FlashAttnFwdCombine": "FlashAttention-3's merge", "flash_mla_v23": "`flash_mla_v23`",
+    "flash_mla_v24": "`flash_mla_v24`", "combine_2": "merge of `flash_mla_v24`", "make_schedule": "schedule",
+}  # fmt: skip
+#: A profile is of this many tokens of each request; what it holds was divided by them.
+PROFILED = 33
+
+
+def table(*rows: Iterable[object]) -> str:
+    """A table of Markdown, the first row being its header."""
+    header, *others = ([str(value) for value in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *others))
+
+
+def served() -> str:
+    """The text of the page about vLLM: tables of what examples/serve_vllm.py measured, and what they say."""
+    records = json.loads((ROOT / "results" / SERVED).read_text(encoding="utf-8"))
+    compared = [("heads", "engine", "median", "largest", "equal choices (%)", "prompts, mean", "prompts, largest")]
+    speeds = [("heads", "engine", "round", "prompts", "decode", "four requests", "mixed", "cached prompts (ms)")]
+    kernels = [("heads", "engine", "all kernels (ms)", "kernel", "calls", "us a call")]
+    for r in records:
+        of = (r["heads"], r["engine"])
+        if found := r.get("logits"):
+            row = (f"{found[key]:.4f}" for key in ("median", "largest"))
+            more = (f"{found[key]:.4f}" for key in ("prompt_mean", "prompt_largest"))
+            compared.append((*of, *row, f"{100 * found['same_choice']:.1f}", *more))
+        if "turn" in r:
+            rates = (f"{r[f'{key}_tokens_a_second']:.0f}" for key in ("prefill", "decode", "few", "mixed"))
+            speeds.append((*of, r["turn"], *rates, f"{1e3 * r['prefix_cached_seconds']:.0f}"))
+        for us, calls, name in r.get("kernels", ()):
+            attends = next((said for part, said in ATTENDING.items() if part in name), None)
+            if attends:
+                whole = f"{PROFILED * r['us_a_step'] / 1e3:.1f}"
+                kernels.append((*of, whole, attends, round(PROFILED * calls), f"{us / calls:.1f}"))
+    speeds[1:] = sorted(speeds[1:], key=lambda row: (row[0], row[2]))
+    words = (ROOT / "scripts" / "serve_vllm.md").read_text(encoding="utf-8")
+    return words.format(
+        head=HEAD, device=Device.get("h200").name, file=SERVED, compared=table(*compared), speeds=table(*speeds),
+        kernels=table(*kernels),
+    )  # fmt: skip
+
+
 def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
@@ -376,6 +424,8 @@ def index() -> str:
         f"{HEAD}\n# Results\n\nEach page is made from record files in `results/`, which it names, and a test makes it "
         f"again and compares.\n\n{method}\n\n{rows}{others}{several}"
         "- [Board of dates](board.md): A row a date, a column a workload, against the fastest library.\n"
+        "- [vLLM](serve_vllm.md): vLLM 0.25.1 with its own backends and with `MLA_VAR3`: logits, tokens a second, and "
+        "time of kernels (`examples/serve_vllm.py`).\n"
     )
 
 
@@ -384,7 +434,8 @@ def pages() -> dict[str, str]:
     of_experiments = {f"{name}.md": page(name) for name in WHAT}
     further = {f"{name}.md": device_page(name) for name in OTHERS}
     several = {f"{name}-several.md": gpus_page(name) for name in OVER_GPUS}
-    return {"README.md": index(), "board.md": board(), **of_experiments, **further, **several}
+    single = {"README.md": index(), "board.md": board(), "serve_vllm.md": served()}
+    return {**single, **of_experiments, **further, **several}
 
 
 def main() -> int:

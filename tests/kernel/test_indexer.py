@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3"
+LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
 TWO, ONE, SEVERAL = (f"cute-dsl/indexer_topk{x}" for x in ("", "_v1", "_v2"))
 
 
@@ -44,6 +45,9 @@ def plan_type(label: str) -> Any:
         (TOPK, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=1024, t=131072)),
+        (SHORT, TopkProblem(b=1, t=8192)),
+        (SHORT, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
+        (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
         (ONE, IndexerTopkProblem(b=1)),
         (SEVERAL, IndexerTopkProblem(b=1, t=131072)),
@@ -137,6 +141,42 @@ def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> No
     assert made(4096, 8192, ctas=8, held=False) == (8, 0, 512) and made(1, 8192, ctas=1, threads=256) == (1, 32, 256)
 
 
+def test_threads_of_a_short_row_hold_it() -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import TopkTiling
+
+    def made(rows: int, t: int, aligned: bool = True, dtype: str = "fp32", **knobs: Any) -> tuple[int, int, bool]:
+        """Logits of a thread, threads, whether they are loaded early."""
+        geometry = TopkTiling(**knobs).geometry(TopkProblem(b=rows, t=t, dtype=dtype), rows, t, 132, aligned)
+        return geometry.held, geometry.threads, geometry.early
+
+    assert [made(1, t) for t in (1, 4096, 4097, 8192, 8193, 16384)] == [
+        (8, 512, True), (8, 512, True), (16, 512, True), (16, 512, True), (16, 1024, True), (16, 1024, True),
+    ]  # fmt: skip
+    assert [made(rows, 8192) for rows in (264, 265)] == [(16, 512, True), (32, 256, False)]
+    assert [made(rows, 16384) for rows in (132, 133)] == [(16, 1024, True), (32, 512, False)]
+    assert made(4096, 4096) == (16, 256, False) and made(1, 8192, early=False) == (16, 512, False)
+    # A row that begins behind a multiple of 16 bytes has a vector more.
+    assert made(1, 8192, False) == (16, 1024, True) and made(1, 8189, False) == (16, 512, True)
+    assert made(4096, 16384, False) == (24, 1024, False) and made(1, 8186, False, "bf16") == (16, 1024, True)
+
+
+@pytest.mark.parametrize("k", [1, 64, 512, 2048])
+@pytest.mark.parametrize(("held", "threads"), [(8, 512), (16, 512), (32, 256), (32, 512), (16, 1024)])
+def test_a_floor_leaves_more_than_k(held: int, threads: int, k: int) -> None:
+    """Of logits in random order, by drawing some: the least maximum of groups, and how many are not below it."""
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import Geometry
+
+    geometry = Geometry(k, 32, 0, held, threads, True)
+    assert held % geometry.group == 0 and k <= geometry.least_count <= threads * held
+    rng = random.Random(1)
+    for count in {geometry.least_count, threads * held}:
+        logits = [rng.random() for _ in range(count)] + [0.0] * (threads * held - count)
+        # Vectors go to the threads in turn, so each has about as many logits in range.
+        groups = [logits[i :: threads * held // geometry.group] for i in range(threads * held // geometry.group)]
+        floor = min(max(group) for group in groups)
+        assert sum(x >= floor for x in logits) >= k or count < threads * held // geometry.group
+
+
 @pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("k", [1, 64, 512, 2048])
 def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> None:
@@ -198,6 +238,9 @@ def test_refusals_say_why() -> None:
     assert "ended in a launch failure" in tiling(consumers=3).validate(IndexerLogitsProblem()).reason
     assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in chooses.tiling_type(3).validate(TopkProblem()).reason
+    short = plan_type(SHORT)
+    assert "rows of up to 16,384 logits are taken" in short.requires.accepts(TopkProblem(t=16385)).reason
+    assert "as many hold rows of up to 8,192" in short.tiling_type(256).validate(TopkProblem(t=9000)).reason
     assert "threads = 128 must be 0 or one of 256" in chooses.tiling_type(threads=128).validate(TopkProblem()).reason
     one, two = plan_type(ONE), plan_type(TWO)
     assert "read pages: give a page table" in one.requires.accepts(IndexerTopkProblem(table=False)).reason
@@ -217,10 +260,10 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, SHORT, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
-    plan = plan_type(label)
-    for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
+    plan, t = plan_type(label), 9000 if label == SHORT else 65536
+    for problem in (plan.workload.problem(t=t, **fields) for fields in ({}, {"table": False}, {"s": 3})):
         assert len(plan(problem, None, H200).autotune_configs()) >= 3
         assert all(t.validate(problem, H200) for t in plan(problem, None, H200).autotune_configs())
 

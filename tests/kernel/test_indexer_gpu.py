@@ -18,7 +18,7 @@ from mla_var3.workload.topk import TopkProblem
 
 pytestmark = pytest.mark.gpu
 
-CHOOSES = "cute-dsl/topk_v3"
+CHOOSES, SHORT = "cute-dsl/topk_v3", "cute-dsl/topk_v4"
 TWO, ONE, SEVERAL = (f"cute-dsl/indexer_topk{x}" for x in ("", "_v1", "_v2"))
 LOGITS = [
     IndexerLogitsProblem(b=1, s=513, t=3000, table=False),
@@ -32,6 +32,11 @@ TOPK = [
     TopkProblem(b=64, t=65536), TopkProblem(b=1, t=131072, topk=512), TopkProblem(b=1000, t=9000, topk=1024),
     TopkProblem(b=6, s=2, t=40000, table=True), TopkProblem(b=300, t=9000, dtype="bf16", table=True),
     TopkProblem(b=9, t=5000, topk=1),
+]  # fmt: skip
+SHORT_ROWS = [
+    TopkProblem(b=1, t=8192), TopkProblem(b=600, t=8192), TopkProblem(b=64, t=16384, topk=512),
+    TopkProblem(b=300, t=16384, topk=1024), TopkProblem(b=6, s=2, t=9000, table=True), TopkProblem(b=140, t=4096),
+    TopkProblem(b=300, t=9000, dtype="bf16", table=True), TopkProblem(b=9, t=5000, topk=1),
 ]  # fmt: skip
 CHOICES = [
     IndexerTopkProblem(b=8, t=32768), IndexerTopkProblem(b=1), IndexerTopkProblem(b=9, s=2, t=3000, heads=32, topk=64),
@@ -66,16 +71,26 @@ def test_logits_are_right(label: str, problem: Any) -> None:
 
 @pytest.mark.parametrize(
     ("label", "problem"),
-    [(CHOOSES, problem) for problem in (*TOPK, TopkProblem(b=140, t=70000))],
+    [
+        *((CHOOSES, problem) for problem in (*TOPK, TopkProblem(b=140, t=70000))),
+        *((SHORT, problem) for problem in SHORT_ROWS),
+    ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_topk_is_right(label: str, problem: Any) -> None:
     right(planned(label, problem))
 
 
-@pytest.mark.parametrize("problem", [LOGITS[0], LOGITS[4], TOPK[1], TOPK[3]], ids=lambda p: p.label)
-def test_every_tiling_is_right(problem: Any) -> None:
-    plan = planned(CHOOSES if problem.workload == "topk" else "cute-dsl/mqa_logits_v3", problem)
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        ("cute-dsl/mqa_logits_v3", LOGITS[0]), ("cute-dsl/mqa_logits_v3", LOGITS[4]), (CHOOSES, TOPK[1]),
+        (CHOOSES, TOPK[3]), (SHORT, SHORT_ROWS[0]), (SHORT, SHORT_ROWS[4]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.label,
+)  # fmt: skip
+def test_every_tiling_is_right(label: str, problem: Any) -> None:
+    plan = planned(label, problem)
     for tiling in plan.autotune_configs():
         if tiling.validate(problem, plan.device):
             right(plan.with_tiling(tiling), ["own", "ragged", "odd", "shifted"])
@@ -138,11 +153,14 @@ def test_captured_choice_follows_its_lengths(label: str) -> None:
         assert torch.equal(bound.output_tensors[0].long().sort(1).values, want.sort(1).values)
 
 
-@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v3", CHOOSES])
-def test_captured_call_follows_its_lengths(label: str) -> None:
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [("cute-dsl/mqa_logits_v3", LOGITS[3]), (CHOOSES, TOPK[3]), (SHORT, SHORT_ROWS[4])],
+    ids=lambda x: x if isinstance(x, str) else x.label,
+)
+def test_captured_call_follows_its_lengths(label: str, problem: Any) -> None:
     import torch
 
-    problem: Any = LOGITS[3] if label.endswith("logits") else TOPK[3]
     plan = planned(label, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
@@ -170,7 +188,8 @@ def test_captured_call_follows_its_lengths(label: str) -> None:
             torch.testing.assert_close(found[there].double(), want[there], atol=indexer_logits.FP8_SUMS, rtol=2.0**-10)
 
 
-def test_a_thousand_problems_with_ties() -> None:
+@pytest.mark.parametrize("label", [CHOOSES, SHORT])
+def test_a_thousand_problems_with_ties(label: str) -> None:
     import torch
 
     rng = random.Random(7)
@@ -179,20 +198,21 @@ def test_a_thousand_problems_with_ties() -> None:
         for i in range(334):
             problem = TopkProblem(b=rng.choice((1, 2, 5, 40)), t=rng.randint(1, 3 * k + 5000), topk=k, lengths="ragged")
             inputs = topk.make_inputs(problem, "cuda", seed=i, dist=rng.choice(topk.DISTRIBUTIONS))
-            plan = planned(CHOOSES, problem) if plan is None else plan.rebind(*inputs)
+            plan = planned(label, problem) if plan is None else plan.rebind(*inputs)
             (found,), (want,) = plan.plan(*inputs)(), topk.reference(problem, *inputs)
             assert torch.equal(found.long().sort(1).values, want.sort(1).values), problem.label
 
 
-def test_values_in_ascending_order_are_all_candidates() -> None:
+@pytest.mark.parametrize(("label", "t", "tilings"), [(CHOOSES, 300_000, (None, 1, 16)), (SHORT, 15_000, (None,))])
+def test_values_in_ascending_order_are_all_candidates(label: str, t: int, tilings: tuple[int | None, ...]) -> None:
     import torch
 
-    problem = TopkProblem(b=3, t=300_000, topk=2048)
+    problem = TopkProblem(b=3, t=t, topk=2048)
     logits = torch.arange(problem.t, device="cuda", dtype=torch.float32).repeat(3, 1)
     logits[1] = -logits[1]
     zeros = torch.zeros(3, dtype=torch.int32, device="cuda")
-    for tiling in (None, 1, 16):
-        plan = planned(CHOOSES, problem)
+    for tiling in tilings:
+        plan = planned(label, problem)
         plan = plan if tiling is None else plan.with_tiling(type(plan.tiling)(tiling))
         (found,) = plan.plan(logits, zeros, zeros + problem.t)()
         last = torch.arange(problem.t - problem.topk, problem.t, device="cuda", dtype=torch.int32)
@@ -247,11 +267,12 @@ def test_keys_are_appended_to_the_byte(fields: dict[str, Any]) -> None:
         right(plan.with_tiling(tiling))
 
 
-def test_rows_in_the_order_of_their_values_are_read_again() -> None:
-    """A sample of lines says nothing of rows whose lines differ from what is sampled: few candidates, or too many."""
+@pytest.mark.parametrize(("label", "t"), [(CHOOSES, 200_000), (SHORT, 16_000), (SHORT, 7_001)])
+def test_rows_in_the_order_of_their_values_are_read_again(label: str, t: int) -> None:
+    """A sample of lines says nothing of rows whose lines differ from what is sampled: few candidates, or too many. Rows
+    of a thread's groups that are alike have few above the floor, or all in a bin."""
     import torch
 
-    t = 200_000
     column = torch.arange(t, device="cuda")
     sampled = (column // 32) * 256 // (t // 32)  # about which of 256 lines a sample takes is next
     rows = torch.stack([
@@ -262,11 +283,24 @@ def test_rows_in_the_order_of_their_values_are_read_again() -> None:
     zeros = torch.zeros(len(rows), dtype=torch.int32, device="cuda")
     for k in (64, 2048):
         problem = TopkProblem(b=len(rows), t=t, topk=k)
-        plan = planned(CHOOSES, problem)
+        plan = planned(label, problem)
         (want,) = topk.reference(problem, rows, zeros, zeros + t)
         for tiling in plan.autotune_configs():
             (found,) = plan.with_tiling(tiling).plan(rows, zeros, zeros + t)()
             assert torch.equal(found.long().sort(1).values, want.sort(1).values), (k, tiling)
+
+
+def test_rows_that_begin_anywhere_are_held() -> None:
+    """Rows of the most logits, which do not begin at multiples of 16 bytes."""
+    import torch
+
+    for t, skew in ((16384, 1), (8192, 3), (8190, 2)):
+        problem = TopkProblem(b=5, t=t)
+        rows = torch.randn((5, t + 1 + skew), device="cuda")[:, skew : skew + t]
+        zeros = torch.zeros(5, dtype=torch.int32, device="cuda")
+        (found,) = planned(SHORT, problem).plan(rows, zeros, zeros + t)()
+        (want,) = topk.reference(problem, rows, zeros, zeros + t)
+        assert torch.equal(found.long().sort(1).values, want.sort(1).values)
 
 
 def microseconds(call: Any, times: int = 20) -> float:

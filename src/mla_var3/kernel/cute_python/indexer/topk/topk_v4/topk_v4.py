@@ -13,11 +13,11 @@ in the bin is compared one by one. A barrier stands where two of these lines mee
     write    all, through the page table
 
 Logits above 0 are counted as they were read, for their bits are in order. Where the floor is not above 0 they become
-keys first: whole numbers in the order of the logits (-0 as +0, NaN as -inf). Three things take more digits, of what the
-bin before has: a bin that is to be taken in part and has more than fit into the list; fewer than k above the floor,
-which happens to rows in no random order; a row that is too short for a floor. Where the last digit leaves equal logits
-in a bin, places among them go by sums over the CTA, from the lowest column on. Sums are in a fixed order and places in
-the list go by the logit and its column, so the result has the same bits in each run.
+keys first: whole numbers in the order of the logits (-0 as +0, NaN as -inf). Three things take more digits: a bin that
+is to be taken in part and has more than fit into the list; fewer than k above the floor, which happens to rows in no
+random order; a row that is too short for a floor. Where the last digit leaves equal logits in a bin, places among them
+go by sums over the CTA, from the lowest column on. Sums are in a fixed order and places in the list go by the logit and
+its column, so the result has the same bits in each run.
 
 Against version 3, which has longer rows: one CTA takes a row however few there are, so that nothing is gathered and
 chosen twice; a digit has two barriers, and one is enough in most rows; loads do not wait for the row's range.
@@ -100,10 +100,11 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Logits of a thread whose largest one counts for the floor: the most that leave more than k."""
+        """Logits whose largest counts for the floor, of a thread or of neighbours: the most that leave more than k."""
         most = self.threads * self.held
-        sizes = [x for x in range(self.held, 0, -1) if self.held % x == 0 and self.above_floor(x, most) > ROOM * self.k]
-        return sizes[0] if sizes else self.held
+        sizes = [self.held << i for i in range(5, 0, -1)]
+        sizes += [x for x in range(self.held, 0, -1) if self.held % x == 0]
+        return next((x for x in sizes if self.above_floor(x, most) > ROOM * self.k), 1)
 
     @property
     def least_count(self) -> int:
@@ -209,12 +210,11 @@ def hold(logits: cute.Tensor, words: cute.Tensor, source: cutlass.Constexpr, geo
 
 
 @cute.jit
-def make_keys(logits: cute.Tensor, source: cutlass.Constexpr, geometry: cutlass.Constexpr):
-    """Makes keys of a thread's logits; 0 where they are out of range."""
+def out_of_range(keys: cute.Tensor, source: cutlass.Constexpr, geometry: cutlass.Constexpr):
+    """Makes 0, which is less than any, of keys that are out of range."""
     for j in cutlass.range_constexpr(geometry.held):
         column = column_of(j, source, geometry)
-        inside = (column >= source.start) & (column < source.end)
-        logits[j] = pick(inside, key_of(logits[j].bitcast(Float32)), Uint32(0))
+        keys[j] = pick((column >= source.start) & (column < source.end), keys[j], Uint32(0))
 
 
 # ------------------------------------------------------------------------------------------------ device: sums
@@ -248,11 +248,14 @@ def ends_of(memory: cutlass.Constexpr, logits: cute.Tensor, thread: Int32, geome
     """(the least maximum of a group, the maximum) of all threads' logits, as keys; NONE and 0 where there are none.
     One barrier."""
     least, largest = Float32(math.nan), Float32(math.nan)
-    for first in cutlass.range_constexpr(0, geometry.held, geometry.group):
+    group = cutlass.const_expr(min(geometry.group, geometry.held))
+    for first in cutlass.range_constexpr(0, geometry.held, group):
         its = logits[first].bitcast(Float32)
-        for j in cutlass.range_constexpr(first + 1, first + geometry.group):
+        for j in cutlass.range_constexpr(first + 1, first + group):
             its = cute.arch.fmax(its, logits[j].bitcast(Float32))
         least, largest = cute.arch.fmin(least, its), cute.arch.fmax(largest, its)
+    for i in cutlass.range_constexpr((geometry.group // geometry.held).bit_length() - 1):
+        least = cute.arch.fmax(least, cute.arch.shuffle_sync_bfly(least, offset=1 << i))
     low = cute.arch.warp_redux_sync(pick(least == least, key_of(least), Uint32(NONE)), "min")
     high = cute.arch.warp_redux_sync(pick(largest == largest, key_of(largest), Uint32(0)), "max")
     lane, warp = thread % WARP, thread // WARP
@@ -320,7 +323,7 @@ def find_bin(memory: cutlass.Constexpr, need: Int32, thread: Int32, geometry: cu
         bin_, inside = bin_ + Int32(passed), cutlass.select_(passed, counts[i + 1], inside)
     bin_ = cute.arch.shuffle_sync(bin_, its_lane)
     inside, before = cute.arch.shuffle_sync(inside, its_lane), cute.arch.shuffle_sync(before, its_lane)
-    return cutlass.select_(need <= total, bin_, Int32(-1)), before, inside
+    return Int32(cutlass.select_(need <= total, bin_, Int32(-1))), before, inside
 
 
 @cute.jit
@@ -349,35 +352,41 @@ def search(
     """Finds the bin of the k-th, and gives the fields of a `Choice`. held: a thread's logits, and afterwards how far
     each lies below where the bin begins; those of larger logits are negative, and so large as unsigned numbers."""
     low, largest = ends_of(memory, held, thread, geometry)
+    floored = (source.end - source.start >= geometry.least_count) & (low > LOWEST + BINS * 1024) & (low <= largest)
     largest = pick(largest > LOWEST, largest, Uint32(LOWEST))
-    floored = (source.end - source.start >= geometry.least_count) & (low <= largest)
-    low = pick(floored, low, Uint32(1))
     reach = largest - low
     # Bits of numbers from a floor above 0 on are in order. What is negative, or NaN, is too deep for any bin.
-    as_read = (low > ABOVE_ZERO) & (reach <= low - Uint32(ABOVE_ZERO)) & (largest < HUGE)
+    as_read = floored & (low > ABOVE_ZERO) & (reach <= low - Uint32(ABOVE_ZERO)) & (largest < HUGE)
     top = pick(as_read, largest - Uint32(ABOVE_ZERO), largest)
-    if ~as_read:
-        make_keys(held, source, geometry)
-    for j in cutlass.range_constexpr(geometry.held):
-        held[j] = top - held[j]
-    width, need, passed = width_of(reach), Int32(geometry.k), Uint32(0)
-    shift = cutlass.max(width - DIGIT, 0)
-    count(memory, held, shift, geometry)
-    bin_, before, inside = find_bin(memory, need, thread, geometry)
+    shift = cutlass.max(width_of(reach) - DIGIT, 0)
+    need, passed, bin_, before, inside = Int32(geometry.k), Uint32(0), Int32(-1), Int32(0), Int32(0)
+    if floored:
+        if ~as_read:
+            for j in cutlass.range_constexpr(geometry.held):
+                held[j] = key_of(held[j].bitcast(Float32))
+        for j in cutlass.range_constexpr(geometry.held):
+            held[j] = top - held[j]
+        count(memory, held, shift, geometry)
+        bin_, before, inside = find_bin(memory, need, thread, geometry)
+        # As many as are wanted are not below the floor, or what lies below it does not count.
+        if bin_.bitcast(Uint32) << Uint32(shift) > reach:
+            bin_ = Int32(-1)
     while (bin_ < 0) | ((inside != need - before) & (inside > LISTED) & (shift > 0)):
-        step = Uint32(0)
+        step, width = Uint32(0), shift
         if bin_ < 0:
-            # Fewer than k are not below the floor: all that there is. The sum keeps the compiler from working that out
-            # in front of the loop.
-            if as_read:
+            # All that there is. The sum keeps the compiler from looking at columns in front of the loop.
+            if floored:
                 for j in cutlass.range_constexpr(geometry.held):
                     held[j] = top - held[j]
-                make_keys(held, Source(source.address, source.column + (bin_ + 1), *source[2:]), geometry)
+            if as_read | ~floored:
                 for j in cutlass.range_constexpr(geometry.held):
-                    held[j] = largest - held[j]
+                    held[j] = key_of(held[j].bitcast(Float32))
+            out_of_range(held, Source(source.address, source.column + (bin_ + 1), *source[2:]), geometry)
+            for j in cutlass.range_constexpr(geometry.held):
+                held[j] = largest - held[j]
             width = Int32(32)
         else:
-            step, need, width = bin_.bitcast(Uint32) << Uint32(shift), need - before, shift
+            step, need = bin_.bitcast(Uint32) << Uint32(shift), need - before
         passed = passed + step
         cute.arch.sync_threads()
         clear(memory, thread, geometry)
@@ -617,9 +626,9 @@ def takes(pd: TopkProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class TopkTiling(Tiling):
-    """threads: of a CTA, 256, 512 or 1,024; 0: the least that hold a row where rows are more than the device takes at
-    once, else 512 for rows of up to 8,192 and 1,024 for longer ones. early: whether logits are loaded before the row's
-    range is known, where the rows are not more than the device takes at once."""
+    """threads: of a CTA, 256, 512 or 1,024; 0: the most of which the device takes all rows at once, where there are
+    such, else the least that hold a row. early: whether logits are loaded before the row's range is known, where the
+    device takes all rows at once."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("threads", "early")
@@ -643,12 +652,12 @@ class TopkTiling(Tiling):
         """For rows of up to t logits. aligned: all begin at a multiple of 16 bytes."""
         most = t if aligned else t + self.skew(pd)
         fit = [x for x in THREADS if most <= x * max(HELD)]
-        wide = next(x for x in (512, 1024) if most <= x * 16 or x == 1024)
-        at_once = rows <= sms * RESIDENT[wide]
-        threads = self.threads or (wide if at_once else fit[0])
+        at_once = [x for x in fit if rows <= sms * RESIDENT[x]]
+        busy = [x for x in at_once if x * min(HELD) < 2 * most]  # more than half of the threads have logits
+        threads = self.threads or (busy[-1] if busy else fit[0])
         held = next(x for x in HELD if most <= x * threads)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0
-        return Geometry(pd.topk, bits, s, held, threads, self.early and at_once)
+        return Geometry(pd.topk, bits, s, held, threads, self.early and threads in at_once)
 
 
 class TopkPlan(KernelPlan):

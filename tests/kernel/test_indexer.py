@@ -24,7 +24,7 @@ from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
 LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
-TWO, ONE, SEVERAL = (f"cute-dsl/indexer_topk{x}" for x in ("", "_v1", "_v2"))
+TWO, ONE = "cute-dsl/indexer_topk", "cute-dsl/indexer_topk_v1"
 
 
 def plan_type(label: str) -> Any:
@@ -50,7 +50,6 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
         (ONE, IndexerTopkProblem(b=1)),
-        (SEVERAL, IndexerTopkProblem(b=1, t=131072)),
         (ONE, IndexerTopkProblem(b=8, s=2, t=65536, heads=16, topk=512)),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
@@ -208,25 +207,6 @@ def test_a_row_in_one_kernel_is_of_as_many_ctas_as_run_at_once_and_hold_it() -> 
         for k in (1, 64, 512, 2048):
             geometry = indexer_topk_v1.Geometry(64, 1, k, ctas, 8)
             assert 1.5 * k <= geometry.own_k * ctas and geometry.own_k <= geometry.share
-
-
-def test_a_row_of_several_clusters_is_of_as_many_as_run_at_once_and_hold_it() -> None:
-    from mla_var3.kernel.cute_python.indexer.indexer_topk.indexer_topk_v2 import indexer_topk_v2
-
-    def made(b: int, t: int, clusters: int = 0) -> tuple[int, int]:
-        problem = IndexerTopkProblem(b=b, t=t)
-        geometry = indexer_topk_v2.IndexerTopkTiling(clusters).geometry(problem, problem.rows, problem.columns)
-        return geometry.clusters, geometry.held
-
-    assert [made(1, t) for t in (8192, 65536, 131072, 1 << 19)] == [(7, 1), (7, 2), (7, 4), (7, 16)]
-    assert [made(b, 65536) for b in (2, 3)] == [(3, 4), (3, 4)] and made(1, 32768, 4) == (4, 1)
-    with pytest.raises(UserError, match="has 1,048,576 tokens: so many do not fit in 7 clusters"):
-        made(1, 1 << 20)
-    for clusters in indexer_topk_v2.CLUSTERS:
-        for k in (1, 64, 512, 2048):
-            geometry = indexer_topk_v2.Geometry(64, 1, k, clusters, 8)
-            assert geometry.cluster_k * clusters >= 1.4 * k and geometry.own_k * 16 >= 1.5 * geometry.cluster_k
-            assert geometry.cluster_share * clusters <= indexer_topk_v2.GATHERED and geometry.own_k <= geometry.share
 
 
 def test_refusals_say_why() -> None:

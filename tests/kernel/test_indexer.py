@@ -48,6 +48,7 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=1, t=8192)),
         (SHORT, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
         (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
+        (SHORT, TopkProblem(b=64, t=32768)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
         (ONE, IndexerTopkProblem(b=1)),
         (ONE, IndexerTopkProblem(b=8, s=2, t=65536, heads=16, topk=512)),
@@ -159,6 +160,8 @@ def test_threads_of_a_short_row_hold_it() -> None:
     assert made(4096, 8192, threads=512) == (16, 512, False) and made(1, 8192, threads=256) == (32, 256, True)
     # A row that begins behind a multiple of 16 bytes has a vector more.
     assert made(1, 8192, False) == (16, 1024, True) and made(1, 8189, False) == (8, 1024, True)
+    assert made(1, 32768) == (32, 1024, True) and made(133, 32765, False) == (32, 1024, False)
+    assert made(1, 32768, False) == (40, 1024, True) and made(1, 9000, threads=256) == (16, 1024, True)
     assert made(4096, 16384, False) == (24, 1024, False) and made(1, 8186, False, "bf16") == (16, 1024, True)
 
 
@@ -223,7 +226,7 @@ def test_refusals_say_why() -> None:
     assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in chooses.tiling_type(3).validate(TopkProblem()).reason
     short = plan_type(SHORT)
-    assert "rows of up to 16,384 logits are taken" in short.requires.accepts(TopkProblem(t=16385)).reason
+    assert "rows of up to 32,768 logits are taken" in short.requires.accepts(TopkProblem(t=32769)).reason
     assert "as many hold rows of up to 8,192" in short.tiling_type(256).validate(TopkProblem(t=9000)).reason
     assert "threads = 128 must be 0 or one of 256" in chooses.tiling_type(threads=128).validate(TopkProblem()).reason
     one, two = plan_type(ONE), plan_type(TWO)

@@ -36,7 +36,7 @@ TOPK = [
 SHORT_ROWS = [
     TopkProblem(b=1, t=8192), TopkProblem(b=600, t=8192), TopkProblem(b=64, t=16384, topk=512),
     TopkProblem(b=300, t=16384, topk=1024), TopkProblem(b=6, s=2, t=9000, table=True), TopkProblem(b=140, t=4096),
-    TopkProblem(b=300, t=9000, dtype="bf16", table=True), TopkProblem(b=9, t=5000, topk=1),
+    TopkProblem(b=300, t=9000, dtype="bf16", table=True), TopkProblem(b=9, t=5000, topk=1), TopkProblem(b=64, t=32768),
 ]  # fmt: skip
 CHOICES = [
     IndexerTopkProblem(b=8, t=32768), IndexerTopkProblem(b=1), IndexerTopkProblem(b=9, s=2, t=3000, heads=32, topk=64),
@@ -293,7 +293,7 @@ def test_rows_that_begin_anywhere_are_held() -> None:
     """Rows of the most logits, which do not begin at multiples of 16 bytes."""
     import torch
 
-    for t, skew in ((16384, 1), (8192, 3), (8190, 2)):
+    for t, skew in ((32768, 1), (16384, 1), (8192, 3), (8190, 2)):
         problem = TopkProblem(b=5, t=t)
         rows = torch.randn((5, t + 1 + skew), device="cuda")[:, skew : skew + t]
         zeros = torch.zeros(5, dtype=torch.int32, device="cuda")

@@ -1,6 +1,6 @@
 r"""topk v4 in CuTe for sm_90: the k largest logits of short rows, exactly; one CTA a row, which reads it once.
 
-A thread holds 8 to 32 logits of the row in registers. One digit of 11 bits finds the bin that the k-th is in; what is
+A thread holds 8 to 40 logits of the row in registers. One digit of 11 bits finds the bin that the k-th is in; what is
 in the bin is compared one by one. A barrier stands where two of these lines meet:
 
     load     vectors of 16 bytes. Of few rows all that lie in memory, while the row's range is on its way
@@ -56,8 +56,9 @@ BINS = 2048
 DIGIT = 11  # bits
 LISTED = 128  # of a bin, at most
 MOST_K = 2048
-MOST_T = 16384
-HELD = (8, 16, 24, 32)  # logits of a thread
+MOST_T = 32768
+MOST_HELD = 32  # logits of a thread
+HELD = (8, 16, 24, 32, 40)  # the last for rows of nearly the most logits that do not begin at multiples of 16 bytes
 THREADS = (256, 512, 1024)  # of a CTA
 RESIDENT = {256: 4, 512: 2, 1024: 1}  # CTAs of an SM, at least: registers are limited for them
 
@@ -639,8 +640,9 @@ class TopkTiling(Tiling):
     def validate(self, pd: TopkProblem, device: Device | None = None) -> Verdict:
         if self.threads not in (0, *THREADS):
             return Verdict.no(f"threads = {self.threads} must be 0 or one of {', '.join(map(str, THREADS))}")
-        if self.threads and pd.t + self.skew(pd) > self.threads * max(HELD):
-            return Verdict.no(f"threads = {self.threads}: as many hold rows of up to {self.threads * max(HELD):,}")
+        most = self.threads * MOST_HELD
+        if self.threads and pd.t > most:
+            return Verdict.no(f"threads = {self.threads}: as many hold rows of up to {most:,}")
         return takes(pd)
 
     @staticmethod
@@ -651,10 +653,10 @@ class TopkTiling(Tiling):
     def geometry(self, pd: TopkProblem, rows: int, t: int, sms: int, aligned: bool = True) -> Geometry:
         """For rows of up to t logits. aligned: all begin at a multiple of 16 bytes."""
         most = t if aligned else t + self.skew(pd)
-        fit = [x for x in THREADS if most <= x * max(HELD)]
+        fit = [x for x in THREADS if most <= x * MOST_HELD] or THREADS[-1:]
         at_once = [x for x in fit if rows <= sms * RESIDENT[x]]
         busy = [x for x in at_once if x * min(HELD) < 2 * most]  # more than half of the threads have logits
-        threads = self.threads or (busy[-1] if busy else fit[0])
+        threads = self.threads if self.threads in fit else busy[-1] if busy else fit[0]
         held = next(x for x in HELD if most <= x * threads)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0
         return Geometry(pd.topk, bits, s, held, threads, self.early and threads in at_once)

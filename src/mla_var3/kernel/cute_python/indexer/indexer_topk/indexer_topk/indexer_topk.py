@@ -56,7 +56,7 @@ class IndexerTopkPlan(KernelPlan):
     workload = workload.WORKLOAD
     tiling_type = IndexerTopkTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
-    parts = ("cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3")
+    parts = ("cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4")
 
     def default_tiling(self) -> IndexerTopkTiling:
         return IndexerTopkTiling()

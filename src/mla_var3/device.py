@@ -176,6 +176,12 @@ class Device:
             raise UserError(f"There is no GPU {index}: torch sees {count}, numbered from 0.")
         return _from_properties(torch.cuda.get_device_properties(index))
 
+    @property
+    def mark(self) -> str:
+        """What stands beside kernels for this device: "" where a GPU of its architecture has run kernels here, by which
+        its ceilings were measured."""
+        return "" if any(d.measured for d in Device.all() if d.arch == self.arch) else "compiled, never run"
+
     def can_run(self, requirement: Requirement, problem: Problem | None = None) -> Verdict:
         """Whether this device (and, where given, this problem) meets the requirement; if not, one sentence says why."""
         for feature in requirement.features:

@@ -38,12 +38,13 @@ class Infeasible(UserError):
 
 
 def install(extra: str) -> str:
-    """The command that gets an extra of this package, of a checkout where this is one: the end of a sentence about what
-    is missing."""
+    """The command that gets an extra of this package ("": the package alone), of a checkout where this is one: the end
+    of a sentence about what is missing."""
+    extra = f"[{extra}]" if extra else ""
     root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").is_file() or not (root / "src" / "mla_var3").is_dir():
-        return f"pip install 'mla_var3[{extra}]'"
-    return f"pip install -e '{'.' if Path.cwd() == root else root}[{extra}]'"
+        return f"pip install 'mla_var3{extra}'"
+    return f"pip install -e '{'.' if Path.cwd() == root else root}{extra}'"
 
 
 def importable(package: str) -> bool:

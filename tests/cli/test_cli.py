@@ -71,6 +71,7 @@ def test_list_shows_kernels_experiments_models_and_devices(capsys: pytest.Captur
         assert kernel.label in out
     for word in ("quickstart", "decode", "deepseek-v3", "h200", "sm_90a"):
         assert word in out
+    assert "on sm_100a, sm_103a, sm_120a, sm_80, sm_86, sm_89: compiled, never run" in out
 
 
 def test_a_clone_is_new_until_a_devlog_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,8 @@ def test_choices_are_right(label: str, problem: Any) -> None:
         right(plan.with_tiling(tiling))
 
 
-def test_a_hundred_choices_of_pages_that_are_alike() -> None:
+@pytest.mark.parametrize("label", [ONE])
+def test_a_hundred_choices_of_pages_that_are_alike(label: str) -> None:
     """Scales decide: values in ascending order, all equal, or large in one place of the request; the same bits."""
     import torch
 

@@ -349,6 +349,8 @@ def test_a_servers_bundle_has_the_versions_of_its_calls(
         assert main([*words, "--model", name, "--tp", "1"]) == 0 and made
     assert main([*words, "--tp", "3"]) == 2
     assert "--tp 3 does not divide the 128 heads of deepseek-v3.2: give a divisor." in capsys.readouterr().err
+    assert main(["compile", "torch/flash_mla", "--tp", "8"]) == 2
+    assert "of a KERNEL give its share of the heads, --h N." in capsys.readouterr().err
     assert main(["compile", "--device", "h200"]) == 2 and "no KERNEL is named" in capsys.readouterr().err
 
 

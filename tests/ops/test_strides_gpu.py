@@ -40,6 +40,10 @@ PACKED = [
     SparseProblem(b=2, s=2, h=64, t=4096),
     SparseProblem(b=200, h=16, t=512, layout="v4", topk=128, extra=512, extra_page=64, sink=True),
     SparseProblem(b=3, h=16, t=9000, paged=True),
+    SparseProblem(b=5, s=3, h=12, t=2000, topk=700),  # heads that do not fill their query tiles
+    SparseProblem(b=5, s=2, h=64, t=2000, layout="v41", topk=300, extra=200, extra_layout="v41_fp4", extra_page=16),
+    SparseProblem(b=9, h=16, t=2000, topk=700, layout="flat"),
+    SparseProblem(b=9, h=64, t=2000, topk=700, layout="v32_no_rope"),
 ]
 PROBLEMS: list[Any] = [*DENSE, *PACKED]
 BOTH = {"strided": True, "strided_out": True}
@@ -60,8 +64,10 @@ def call(problem: Any, inputs: tuple[Any, ...], **options: Any) -> Any:
     if isinstance(problem, MlaProblem):
         options |= {"causal": problem.causal, "head_dim_v": problem.k, **decode.fifth_input(*inputs)}
         return mla_decode(*inputs[:4], **options)
-    names = {"cache": "kv_cache", "lengths": "topk_lens", "extra_lengths": "extra_topk_lens"}
+    names = {"cache": "kv_cache", "scale": "cache_scale", "lengths": "topk_lens", "extra_lengths": "extra_topk_lens"}
     given = {names.get(k, k): x for k, x in sparse_decode.named(problem, *inputs).items()}
+    if problem.extra_layout:
+        options["extra_layout"] = problem.extra_layout
     function = packed_mla_decode if problem.paged else sparse_mla_decode
     return function(**given, layout=problem.layout, **options)
 

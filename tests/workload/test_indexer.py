@@ -134,13 +134,6 @@ def test_every_case_has_its_name_and_passes_on_the_cpu(kernel: str) -> None:
         assert set(on_cpu) < set(plan.workload.case_names) and set(plan.workload.quick) <= set(on_cpu)
 
 
-def test_few_logits_are_judged_where_their_sums_are_exact() -> None:
-    """A single logit near 0 has a large cosine difference, whatever computes it."""
-    cases = indexer_logits.WORKLOAD.cases
-    assert next(cases(IndexerLogitsProblem(b=2, s=2, t=716, lengths="ragged"), True)).dist == "exact"
-    assert next(cases(IndexerLogitsProblem(b=3, s=1, t=716, lengths="ragged"), True)).dist == "normal"
-
-
 def test_a_check_stops_a_head_that_is_left_out_and_a_slot_that_is_read() -> None:
     inputs = indexer_logits.make_inputs(PREFILL, seed=6)
     references = indexer_logits.reference(PREFILL, *inputs)
@@ -193,7 +186,17 @@ def test_sums_of_tensor_cores_are_within_the_bound_and_not_far_below_it() -> Non
     for dtype in (torch.float32, torch.bfloat16):
         report = judged(found, references, dtype)
         assert report, report.reason
-        assert report.outputs["logits"].cos < 0.6 * indexer_logits.NORMAL.cos
+
+
+@pytest.mark.parametrize("off", [0.02, 0.3])
+def test_a_logit_near_0_may_be_off_by_as_much_as_others(off: float) -> None:
+    one = IndexerLogitsProblem(b=2, s=2, t=716, lengths="ragged")
+    drawn = (indexer_logits.reference(one, *indexer_logits.make_inputs(one, seed=seed)) for seed in range(200))
+    references = next(found for found in drawn if float(found[0][3, 0].abs()) < 1.0)
+    assert int((~references[0].isnan()).sum()) == 1
+    report = judged(references[0] + off, references, torch.float32)
+    assert report.outputs["logits"].cos > 1e-4
+    assert bool(report) == (off < indexer_logits.FP8_SUMS)
 
 
 def _first_head_dropped(inputs: list[Any]) -> None:

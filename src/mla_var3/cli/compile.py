@@ -77,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
         from mla_var3.lab.bundle import PAGE, served, served_main
 
         page = PAGE if args.page is None else page_of(args)
-        return served_main(args, served(model_of(args), args.tp, page), device)
+        return served_main(args, served(model_of(args), 1 if args.tp is None else args.tp, page), device)
+    if args.tp is not None:
+        raise UserError(
+            "--tp is of --bundle with --model and no KERNEL: of a KERNEL give its share of the heads, --h N."
+        )
     kernels, asked = usable(args.kernels), tiling_fields(args.tiling)
     if args.bundle:
         from mla_var3.lab.bundle import bundle_main

@@ -71,7 +71,8 @@ def _explained(problem: Problem, device: Device, judged: Sequence[Judged]) -> li
     picked = next((one for one in judged if one.verdict), None)
     lines = []
     if picked is not None:
-        lines.append(f"picked: {picked.choice.label}, by rule {picked.number}")
+        mark = f"; {device.mark} on {device.arch}" if device.mark else ""
+        lines.append(f"picked: {picked.choice.label}, by rule {picked.number}{mark}")
     else:
         lines.append("no version takes this problem here")
     for one in judged:

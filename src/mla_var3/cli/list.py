@@ -52,12 +52,25 @@ def _list_kernels(folded: bool) -> list[str]:
         for k in all_kernels()
     ]
     lines = _columns(rows)
+    if unrun := _never_run():
+        lines.append(unrun)
     if gone := retired():
         lines.append(f"(retired: {', '.join(_runs(gone))}; to any verb, their names say where their code is)")
     reasons = list(dict.fromkeys(reason for reason in why.values() if reason))
     if folded and len(reasons) > 1:
         return [*lines, f"({len(reasons)} are not installed: mla-var3 list kernels says how to get each)"]
     return [*lines, *(f"({reason})" for reason in reasons)]
+
+
+def _never_run() -> str:
+    """What holds of all versions on architectures that none has run on."""
+    from mla_var3.device import Device
+
+    marks: dict[str, list[str]] = {}
+    for device in Device.all():
+        if device.mark and device.arch not in marks.setdefault(device.mark, []):
+            marks[device.mark].append(device.arch)
+    return "; ".join(f"on {', '.join(sorted(archs))}: {mark}" for mark, archs in marks.items())
 
 
 def _runs(labels: Iterable[str]) -> list[str]:
@@ -114,7 +127,7 @@ def _said(text: str) -> str:
 def _list_devices() -> list[str]:
     from mla_var3.device import Device
 
-    return _columns([(d.key, d.arch, d.name) for d in Device.all()])
+    return _columns([(d.key, d.arch, d.name, d.mark) for d in Device.all()])
 
 
 _LISTS = {"experiments": _list_experiments, "models": _list_models, "devices": _list_devices}

@@ -380,8 +380,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--experiment", metavar="NAME", help="of the bundle: the cells of an experiment, not one problem"
     )
     parser.add_argument(
-        "--tp", type=int, default=1, metavar="N",
-        help="of the bundle, with --model and no KERNEL: what a server calls that divides the heads among N devices",
+        "--tp", type=int, metavar="N",
+        help="of the bundle, with --model and no KERNEL: what a server calls that divides the heads among N devices "
+        "(default 1)",
     )  # fmt: skip
 
 

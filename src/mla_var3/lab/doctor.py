@@ -276,7 +276,13 @@ def _engines() -> Iterator[Finding]:
         if version is None:
             yield Finding("engine", NOTE, f"{engine} is not installed")
         elif not metadata.entry_points(group=group, name="mla_var3"):
-            yield Finding("engine", MISSING, f"{engine} {version} does not find the plug-in", "pip install mla_var3")
+            yield Finding(
+                "engine",
+                MISSING,
+                f"{engine} {version} does not find the plug-in: mla_var3 is imported but not "
+                "installed in its environment",
+                install(""),
+            )
         elif version not in known:
             yield Finding("engine", NOTE, f"{engine} {version} is not known; these are: {', '.join(known)}", how)
         else:

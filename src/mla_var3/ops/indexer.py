@@ -161,8 +161,8 @@ def indexer_topk(
     bytes with page_table, may be more than a part.
 
     kernel names a version of workload indexer_topk, which computes everything in one call and takes no parts.
-    Without it, few short requests are served by one kernel for both steps, which writes no logits: up to 16 query
-    tokens over up to 8,192 cached tokens, up to 8 over 16,384, and 2 to 8 over 32,768, by the page table's width.
+    `cute-dsl/indexer_topk_v1` is one kernel for both steps and writes no logits; without a name it is used on Hopper
+    for up to 16 query tokens in all over up to 8,192 tokens.
     """
     import torch
 

@@ -190,13 +190,13 @@ class Output:
 class Bound:
     """What an output's error may be at most; an element passes with either its absolute or its relative error.
 
-    cos: cosine difference, 1 - cos, of the whole output. row_cos: of its worst row; infinite where rows are not judged.
+    cos: cosine difference, 1 - cos, of the whole output. row_cos: of its worst row. Infinite where it is not judged.
     ulps: what rounding to the output's dtype may add to either error, in epsilons of the dtype times the reference.
     """
 
     abs: float
     rel: float
-    cos: float
+    cos: float = math.inf
     row_cos: float = math.inf
     ulps: float = 0.0
 

@@ -345,9 +345,9 @@ def _cases(problem: IndexerLogitsProblem, on_gpu: bool) -> Iterator[Case]:
     few = own.replace(b=9 if on_gpu else 3, t=min(own.t, 1000 if on_gpu else 130), lengths="ragged")
     if not problem.table:
         few = few.replace(s=min(own.s, 37 if on_gpu else 5))
-    # Of few logits exact, for the cosine difference of one logit near 0 is large for a small error.
-    yield Case("own", own, "normal" if own.pairs() >= 256 else "exact", planned=True)
+    yield Case("own", own, "normal", planned=True)
     yield Case("ragged", few, "normal")
+    # Exact: one logit is held to more than what sums of FP8 products may be off by.
     yield Case("one", few.replace(b=1, t=1, lengths="uniform"), "exact")
     for dist in ("exact", "denormal", "odd"):
         yield Case(dist, few, dist)
@@ -366,14 +366,17 @@ def _cases(problem: IndexerLogitsProblem, on_gpu: bool) -> Iterator[Case]:
 #: of 64, and a head more or less is off by 8.
 FP8_SUMS = 0.15
 #: A logit above 150 may be off by 2^-10 of itself, as large logits are sums of large products. Rounding to the dtype
-#: comes on top: half a unit in the last place. Rows are not judged by themselves, because one of few tokens may have
-#: logits that are all near 0: what a row may be off by is what its elements may.
-NORMAL = Bound(abs=FP8_SUMS, rel=2.0**-10, cos=3e-6, ulps=0.5)
+#: comes on top: half a unit in the last place.
+#: Elements alone are judged, and no cosine difference of a row or of the whole. The error of a logit does not shrink
+#: with the logit, and a weighted sum over heads may be as near 0 as it likes: of problems with one logit, 3 in 100 have
+#: one whose error alone gives a cosine difference above 3e-6. Of many logits of 64 heads, these bounds hold the cosine
+#: difference to (0.15 / 64)² / 2 = 3e-6 by themselves.
+NORMAL = Bound(abs=FP8_SUMS, rel=2.0**-10, ulps=0.5)
 _BOUNDS = {
     # Sums are exact: what is left is the rounding to the dtype.
-    "exact": Bound(abs=1e-30, rel=0.0, cos=3e-6, row_cos=2e-5, ulps=0.5),
+    "exact": Bound(abs=1e-30, rel=0.0, ulps=0.5),
     # Scales are 1e-40 in place of some 1/160, and weights 1e30 times as large.
-    "denormal": Bound(abs=160 * 1e-10 * FP8_SUMS, rel=2.0**-10, cos=3e-6, ulps=0.5),
+    "denormal": Bound(abs=160 * 1e-10 * FP8_SUMS, rel=2.0**-10, ulps=0.5),
 }
 
 

@@ -41,8 +41,11 @@ def test_a_version_of_one_architecture_owes_a_reason(project: Path, monkeypatch:
     "line",
     [
         "skips: {others: wgmma needs sm_90a}",
-        "skips: {sm_80: no wgmma, sm_89: no wgmma, sm_100a: no wgmma, sm_103a: no wgmma, sm_120a: no wgmma}",
-        "skips: {a100: x, rtx4090: x, b200: x, b300: x, sm_120a: x}",
+        (
+            "skips: {sm_80: no wgmma, sm_86: no wgmma, sm_89: no wgmma, sm_100a: no wgmma, sm_103a: no wgmma, "
+            "sm_120a: no wgmma}"
+        ),
+        "skips: {a100: x, a40: x, sm_89: x, b200: x, b300: x, sm_120a: x}",
     ],
 )
 def test_a_reason_for_every_device_is_enough(
@@ -56,7 +59,7 @@ def test_a_reason_for_every_device_is_enough(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("skips: {sm_80: x, sm_89: x, sm_100a: x, sm_103a: x}", "cannot run on rtx5090 (sm_120a)"),
+        ("skips: {sm_80: x, sm_86: x, sm_89: x, sm_100a: x, sm_103a: x}", "cannot run on rtx5090 (sm_120a)"),
         ("skips: {others: x, h200: x}", "skips names h200, and the version runs on h200"),
         ("skips: {others: x, sm_90a: x}", "skips names sm_90a, and the version runs on h100, h800, h200, h20"),
         ("skips: {others: x, h210: x}", "skips names 'h210', which is no device or architecture"),

@@ -612,8 +612,9 @@ def test_hydra_can_show_the_configuration(toys: Path, capsys: pytest.CaptureFixt
 
 
 # ---------------------------------------------------------------- without a GPU
-def compiled_here(monkeypatch: pytest.MonkeyPatch, fail: str = "") -> list[Any]:
-    """Replaces the compilers: jobs run in this process, and one label can crash its process."""
+def compiled_here(monkeypatch: pytest.MonkeyPatch, fail: str = "", spilled: int = 0) -> list[Any]:
+    """Replaces the compilers: jobs run in this process, and one label can crash its process. spilled: bytes that code
+    spills, all in the loop of products."""
     from mla_var3.lab.sweep import compile as sweep_compile
     from mla_var3.toolchain.compiled import CompiledKernel, Resources
     from mla_var3.toolchain.pool import CompileResult
@@ -621,7 +622,10 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch, fail: str = "") -> list[Any]:
     jobs: list[Any] = []
 
     def run_job(job: Any) -> CompiledKernel:
-        return CompiledKernel("toy", "sm_90a", Resources(registers=168, threads=384, instructions={"HGMMA": 8}))
+        resources = Resources(
+            registers=168, threads=384, instructions={"HGMMA": 8}, spill_bytes=spilled, spill_loop_bytes=spilled
+        )
+        return CompiledKernel("toy", "sm_90a", resources)
 
     def compile_many(todo: Any, **options: Any) -> list[CompileResult]:
         jobs.extend(todo)
@@ -709,6 +713,19 @@ def test_compile_matrix_takes_every_claimed_architecture(toys: Path, monkeypatch
     assert sweep.main(["experiment=compile_matrix", "kernels=triton/toy"]) == 0
     assert {job.device for job in jobs} == {"a100", "h200"}
     assert {p.name for p in (toys / "out" / "results").iterdir()} == {"a100", "h200"}
+
+
+def test_compile_matrix_refuses_spills_in_the_loop_of_products_of_kernels_in_cute_dsl(
+    toys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_here(monkeypatch, spilled=24)
+    assert sweep.main(["experiment=compile_matrix", "kernels=triton/toy"]) == 0
+    assert sweep.main(["experiment=compile_matrix", "kernels=cute-dsl/toy"]) == 1
+    found = {r.kernel.label: r for r in files(toys / "out" / "results")}
+    assert found["triton/toy"].status == "compiled"
+    refused = found["cute-dsl/toy"]
+    assert refused.status == "failed" and refused.resources is not None
+    assert refused.reason == "spills 24 bytes in the loop of products, and may spill none there"
 
 
 def test_a_crash_on_the_cpu_is_that_kernels_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

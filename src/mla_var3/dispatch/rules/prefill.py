@@ -11,17 +11,6 @@ from mla_var3.workload.prefill import PrefillProblem
 SERVED_COLUMNS = (128, 192, 256)
 
 
-def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    masked = problem.replace(causal=value > 1)
-    yield masked
-    for columns in SERVED_COLUMNS:
-        yield masked.replace(d=128, p=columns - 128)
-
-
-#: Masks of a problem: the ends of requests, and the causal one.
-MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
-
-
 def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
     for columns in sorted(SERVED_COLUMNS, key=lambda x: abs(x - value)):
         yield problem.replace(d=128, p=columns - 128)
@@ -40,53 +29,26 @@ RULES = (
     Rule(
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and narrow keys have three consumers",
-        where=(Bound(MASKS, 1, above=True), Bound(KEY_COLUMNS, 128), Bound(TOKENS, 4095, above=True)),
+        where=(Bound(KEY_COLUMNS, 128), Bound(TOKENS, 4095, above=True)),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and wide results are rescaled where a maximum has grown",
-        where=(Bound(MASKS, 1, above=True), Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_v13",
-        "two CTAs share what they read from L2, and without a mask they read the same",
-        where=(
-            Bound(MASKS, 1),
-            Bound(KEY_COLUMNS, 128, above=True),
-            Bound(KEY_COLUMNS, 192),
-            Bound(TOKENS, 4095, above=True),
-        ),
+        where=(Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v17",
         "two CTAs share K and V, and a product ends inside the softmax",
-        where=(
-            Bound(MASKS, 1, above=True),
-            Bound(KEY_COLUMNS, 128, above=True),
-            Bound(KEY_COLUMNS, 192),
-            Bound(TOKENS, 511, above=True),
-        ),
+        where=(Bound(KEY_COLUMNS, 128, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v1",
-        "it computes only half of the KV tile on the diagonal where no more is seen",
-        where=(Bound(MASKS, 1, above=True),),
+        "it computes half a KV tile where no more is seen, and has a query tile's rows in L2 before it loads them",
         archs=HOPPER,
     ),
-    Rule(
-        "cute-dsl/flash_attention_v1",
-        "it has the next query tile's rows in L2 before it loads them",
-        where=(Bound(MASKS, 1), Bound(KEY_COLUMNS, 128, above=True), Bound(KEY_COLUMNS, 192)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention",
-        "it takes fp16, and no other version was checked at these widths without a mask",
-        archs=HOPPER,
-    ),
+    Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

@@ -277,8 +277,9 @@ def resources(records: Sequence[Record | Compiled], device: Device | None = None
     """
     notes: dict[str, int] = {}
     rows = _merged(records)
+    mark = f" ({device.mark})" if device is not None and device.mark else ""
     table = new_table(
-        title or "Compiled",
+        (title or "Compiled") + mark,
         ["kernel", "cell", *([] if device is not None else ["device"])],
         ["regs", "smem KiB", "spill B", "stack B", "CTAs/SM", *INSTRUCTIONS, "code KiB", "compile s"],
         ["notes"],

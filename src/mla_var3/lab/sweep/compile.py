@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from mla_var3.toolchain import mistakes
 from mla_var3.toolchain.pool import CompileResult, compile_many
 
 if TYPE_CHECKING:
+    from mla_var3.catalogue.registry import KernelId
     from mla_var3.record import Record
 
 #: Longest that one compilation may take.
@@ -33,9 +34,11 @@ _STATUS = {"Infeasible": "infeasible", "Unsupported": "skipped"}
 
 @dataclass(frozen=True)
 class StoredJob(CompileJob):
-    """A compilation, and the records that its outcome becomes: one for each point that shares it."""
+    """A compilation, and the records that its outcome becomes: one for each point that shares it. no_loop_spills: code
+    that spills in the loop of products is a failure."""
 
     store: str = ""
+    no_loop_spills: bool = False
     forms: tuple[dict[str, Any], ...] = field(default=(), hash=False)
 
 
@@ -45,13 +48,14 @@ def compile_points(
     form: Callable[[Point, str], dict[str, Any]],
     *,
     workers: int | None = None,
+    no_loop_spills: Collection[KernelId] = (),
     done: Callable[[str], bool] = lambda key: False,
     run: Callable[[Sequence[StoredJob], int | None], list[CompileResult]],
 ) -> list[Record]:
     """Compiles the runnable points and returns the new records, all of which are in `path`.
 
-    form(point, mode): a record without its outcome. done(key): whether a point's record exists already. run: a
-    launcher's `compile`.
+    form(point, mode): a record without its outcome. no_loop_spills: versions whose code must not spill in the loop of
+    products. done(key): whether a point's record exists already. run: a launcher's `compile`.
     """
     jobs: dict[Any, list[Point]] = {}
     forms: dict[Point, dict[str, Any]] = {}
@@ -63,7 +67,7 @@ def compile_points(
             jobs.setdefault(_sharing(point), []).append(point)
     if not jobs:
         return []
-    todo = [_job(group, path, [forms[p] for p in group]) for group in jobs.values()]
+    todo = [_job(group, path, [forms[p] for p in group], group[0].kernel in no_loop_spills) for group in jobs.values()]
     shared = sum(len(group) for group in jobs.values())
     sharing = f" (of {shared} points)" if shared > len(todo) else ""
     print(f"compiling {len(todo)} kernels{sharing}", file=sys.stderr, flush=True)
@@ -92,7 +96,7 @@ def _shape(point: Point) -> Any:
     return tuple(stage.name for stage in getattr(kernel, "stages", ()))
 
 
-def _job(group: Sequence[Point], path: Path, forms: Sequence[dict[str, Any]]) -> StoredJob:
+def _job(group: Sequence[Point], path: Path, forms: Sequence[dict[str, Any]], no_loop_spills: bool) -> StoredJob:
     first = group[0]
     return StoredJob(
         **first.kernel.to_record(),
@@ -100,6 +104,7 @@ def _job(group: Sequence[Point], path: Path, forms: Sequence[dict[str, Any]]) ->
         device=first.device.key,
         tiling=None if first.tiling is None else first.tiling.to_record(),
         store=str(path),
+        no_loop_spills=no_loop_spills,
         forms=tuple(forms),
     )
 
@@ -113,7 +118,7 @@ def run_and_store(job: StoredJob) -> list[Record] | str:
         return error.why
 
 
-def outcome_of(job: CompileJob) -> dict[str, Any]:
+def outcome_of(job: StoredJob) -> dict[str, Any]:
     """Compiles, and returns what a record says of it."""
     start = time.perf_counter()
     try:
@@ -124,6 +129,10 @@ def outcome_of(job: CompileJob) -> dict[str, Any]:
         return {"status": "failed", "reason": f"compiling failed: {mistakes.sentence(error)}"}
     outcome = compiled.outcome()
     seconds = {"compile": round(time.perf_counter() - start, 3)}
+    spilled = compiled.resources.spill_loop_bytes
+    if job.no_loop_spills and spilled:
+        reason = f"spills {spilled:,} bytes in the loop of products, and may spill none there"
+        return {"status": "failed", "reason": reason, **outcome, "seconds": seconds}
     return {"status": "compiled", "reason": "", **outcome, "seconds": seconds}
 
 

@@ -46,7 +46,8 @@ class ExperimentConfig:
     cells, where they do not name their own. draw: cells that the workload draws from the sweep's `seed`, or how many of
     several workloads, by their names. beside: two
     languages whose fastest versions are shown beside each other in every cell, with their ratio. boundaries: its cells
-    are those that the dispatcher's rules lack records of, each with the versions that meet there.
+    are those that the dispatcher's rules lack records of, each with the versions that meet there. no_loop_spills:
+    kernels, as `kernels.patterns` names them, that fail to compile where they spill registers in the loop of products.
     """
 
     name: str = "unnamed"
@@ -62,6 +63,7 @@ class ExperimentConfig:
     draw: Any = 0
     boundaries: bool = False
     beside: list[str] = field(default_factory=list)
+    no_loop_spills: list[str] = field(default_factory=list)
 
     def draws(self) -> dict[str, int]:
         """How many cells each workload draws."""

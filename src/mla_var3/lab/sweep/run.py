@@ -28,7 +28,15 @@ from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep.hand import Cell
 from mla_var3.lab.sweep.launch import Launcher, launcher_of
-from mla_var3.lab.sweep.plan import Point, Target, chosen_kernels, expand, expand_cells, find_targets
+from mla_var3.lab.sweep.plan import (
+    Point,
+    Target,
+    chosen_kernels,
+    expand,
+    expand_cells,
+    find_targets,
+    select_kernels,
+)
 from mla_var3.lab.sweep.telling import BAD, Telling, answer, folded, say, side_by_side, telling_refusals, then
 
 if TYPE_CHECKING:
@@ -279,6 +287,8 @@ class Sweep:
         if peers:
             say(f"{peers} peer libraries left out: they can only be measured, on a GPU")
         worst: Record | None = None
+        patterns = self.config.experiment.no_loop_spills
+        strict = select_kernels(patterns) if patterns else ()
         for target in self.targets:
             self.target = target
             compiling = expand(self.config, self.target, self.cells, kernels)
@@ -286,10 +296,10 @@ class Sweep:
             for key in dict.fromkeys(p.device.key for p in compiling):
                 journal = self.journal(key)
                 mine = [p for p in compiling if p.device.key == key and p.runnable]
-                workers, run = self.config.jobs or None, self.launcher.compile
                 for record in compile_points(
-                    mine, journal.path, self.form, workers=workers, done=journal.finished, run=run
-                ):
+                    mine, journal.path, self.form, workers=self.config.jobs or None, no_loop_spills=strict,
+                    done=journal.finished, run=self.launcher.compile,
+                ):  # fmt: skip
                     journal.add(record, stored=True)
             worst = self.report(compiling, "compile", measured=False) or worst
         return worst

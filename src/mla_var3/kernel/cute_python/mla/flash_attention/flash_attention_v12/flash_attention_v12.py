@@ -33,7 +33,9 @@ With `consumers` = 3 a query tile has 192 rows and a CTA a third consumer: each 
 place of 232. With `ordered` the consumers issue their products in turn: one that has issued the scores of a KV tile and
 the product with the values of the one before passes the turn on to the next, so that their softmaxes do not coincide.
 Where O has 256 columns (`lazy`), the running maximum lags behind by up to 8 in the exponent of two, and a warp
-multiplies O only where one of its maxima moves.
+multiplies O only where one of its maxima moves. It lags from the second KV tile on that needs no mask; until then it is
+exact. Of the first KV tile a row may see a single key, whose score says little of the others'. Were it the maximum, of
+keys that count alike half would have probabilities just above 1, where a unit of bf16 is twice what it is below 1.
 
 Each consumer frees its own half of Q as soon as its last scores are made, in front of the last softmax, and the
 producer has asked L2 for the next query tile's rows before that (TMA prefetch): nobody has read them yet.
@@ -704,15 +706,15 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
-    def soften(self, acc_s: cute.Tensor, first_key: Int32, masked: cutlass.Constexpr):
+    def soften(self, acc_s: cute.Tensor, first_key: Int32, slack: Float32, masked: cutlass.Constexpr):
         """S becomes exp2(scale_log2 · S - maximum), and the sums take it in. acc_s: of a KV tile, or of its first half.
-        first_key: of the KV tile, in the request."""
+        first_key: of the KV tile, in the request. slack: by how much a score may be above the maximum; lazy."""
         if cutlass.const_expr(masked):
             softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
             best = quad_max(softmax.thread_max(acc_s, r)) * self.scale_log2
             if cutlass.const_expr(self.geometry.lazy):
-                top = softmax.lazy_max(self.row_max[r], best)
+                top = cutlass.select_(best > self.row_max[r] + slack, best, self.row_max[r])
             else:
                 top = cute.arch.fmax(self.row_max[r], best)
             self.factor[r] = softmax.exp2(self.row_max[r] - top)
@@ -733,7 +735,7 @@ class Consumer:
                 self.p[i] = Int32(0)
 
     @cute.jit
-    def step(self, turn: Int32, first_key: Int32, masked: cutlass.Constexpr):
+    def step(self, turn: Int32, first_key: Int32, slack: Float32, masked: cutlass.Constexpr):
         """One KV tile behind the first: S = Q·Kᵀ of this one, O += P·V of the one before. Behind the scores of the
         request's first key nobody reads Q any more."""
         if cutlass.const_expr(self.geometry.ordered):
@@ -753,7 +755,7 @@ class Consumer:
         self.free(self.storage.k_empty.data_ptr(), turn)
         if first_key == 0:
             warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-        self.soften(self.acc_s, first_key, masked)
+        self.soften(self.acc_s, first_key, slack, masked)
         # Over at once. ptxas moves the wait for O up into the softmax unless there is a loop between, such as a wait's.
         cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 0)
         warpgroup.wait_group(0)  # O, which has read the last P too
@@ -789,12 +791,12 @@ class Consumer:
         if sees > n // 2:
             self.issue_scores(done)
             warpgroup.wait_group(0)
-            self.soften(self.acc_s, first_key, True)
+            self.soften(self.acc_s, first_key, Float32(0.0), True)
             self.round_p(self.acc_s)
         else:
             self.issue_half(done)
             warpgroup.wait_group(0)
-            self.soften(self.acc_half, first_key, True)
+            self.soften(self.acc_half, first_key, Float32(0.0), True)
             self.round_p(self.acc_half)
         self.free(self.storage.k_empty.data_ptr(), done)
         if count == 1:
@@ -808,9 +810,10 @@ class Consumer:
             whole = whole_tiles(tile, self.me * HALF, n)
             plain = cutlass.min(cutlass.max(count - whole, 1), count)
             for i in cutlass.range(1, plain, unroll=1):
-                self.step(done + i, (count - 1 - i) * n, True)
+                self.step(done + i, (count - 1 - i) * n, Float32(0.0), True)
         for i in cutlass.range(plain, count, unroll=1):
-            self.step(done + i, (count - 1 - i) * n, False)
+            slack = cutlass.select_(i == plain, Float32(0.0), Float32(softmax.SLACK))
+            self.step(done + i, (count - 1 - i) * n, slack, False)
 
         last = done + count - 1
         if cutlass.const_expr(not self.geometry.lazy):

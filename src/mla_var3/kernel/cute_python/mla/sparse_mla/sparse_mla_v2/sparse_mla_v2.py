@@ -2404,11 +2404,6 @@ class SparseMlaV2Tiling(Tiling):
                 "shortens = True is for rows whose lengths nobody gives: set it to False with lengths, extra_lengths "
                 "or a page table, which leave out tiles behind an end that is given"
             )
-        if pd.strided_out and (geometry.padded or pd.layout not in ("v32", "v4")):
-            return Verdict.no(
-                "out and lse with strides have been checked on a GPU where heads fill their query tiles, or there is "
-                "one query token, and in layouts v32 and v4 alone"
-            )
         if device is not None and geometry.tiles > device.num_sms:
             return Verdict.no(
                 f"{geometry.tiles} query tiles of a request are more than the {device.num_sms} multiprocessors of "

@@ -262,8 +262,14 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
-    sizes = (1, 8192), (1, 1 << 20), (8192, 8192), (4096, 65536), (1024, 131072)
+    sizes = (1, 32769), (1, 1 << 20), (8192, 40000), (4096, 65536), (1024, 131072)
     assert {choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes} == {TOPK}
+    for b, t in ((1, 8192), (8192, 8192), (4096, 32768), (1, 1)):
+        assert choose(TopkProblem(b=b, t=t), H200).kernel.label == SHORT
+    two = plan_type(TWO)
+    for t, chooses in ((32768, SHORT), (32769, TOPK)):
+        problem = IndexerTopkProblem(b=40, t=t)
+        assert two(problem, None, H200).tiling.parts(problem)["topk"][0] == chooses
     assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
     picked = [choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 8192), (8, 32768), (17, 512))]
     assert picked == [ONE, TWO, TWO]

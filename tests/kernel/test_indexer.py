@@ -24,7 +24,7 @@ from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
 LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
-TWO, ONE = "cute-dsl/indexer_topk", "cute-dsl/indexer_topk_v1"
+TWO = "cute-dsl/indexer_topk"
 
 
 def plan_type(label: str) -> Any:
@@ -50,8 +50,6 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
         (SHORT, TopkProblem(b=64, t=32768)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
-        (ONE, IndexerTopkProblem(b=1)),
-        (ONE, IndexerTopkProblem(b=8, s=2, t=65536, heads=16, topk=512)),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -193,25 +191,6 @@ def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> No
     assert geometry.own_k <= geometry.share and (ctas == 1 or geometry.own_k * ctas >= 1.5 * k)
 
 
-def test_a_row_in_one_kernel_is_of_as_many_ctas_as_run_at_once_and_hold_it() -> None:
-    from mla_var3.kernel.cute_python.indexer.indexer_topk.indexer_topk_v1 import indexer_topk_v1
-
-    def made(b: int, t: int, ctas: int = 0) -> tuple[int, int]:
-        problem = IndexerTopkProblem(b=b, t=t)
-        geometry = indexer_topk_v1.IndexerTopkTiling(ctas).geometry(problem, problem.rows, problem.columns)
-        return geometry.ctas, geometry.held
-
-    assert [made(1, t) for t in (1, 8192, 8193, 65536, 131072)] == [(16, 1), (16, 1), (16, 2), (16, 8), (16, 16)]
-    assert [made(b, 32768) for b in (7, 8, 14, 15)] == [(16, 4), (8, 8), (8, 8), (4, 16)]
-    assert made(15, 65536) == (8, 16) and made(15, 131072) == (16, 16) and made(1, 4096, 4) == (4, 2)
-    with pytest.raises(UserError, match="has 65,536 tokens: so many do not fit in 4 CTAs"):
-        made(1, 65536, 4)
-    for ctas in indexer_topk_v1.CLUSTERS:
-        for k in (1, 64, 512, 2048):
-            geometry = indexer_topk_v1.Geometry(64, 1, k, ctas, 8)
-            assert 1.5 * k <= geometry.own_k * ctas and geometry.own_k <= geometry.share
-
-
 def test_refusals_say_why() -> None:
     logits, chooses = plan_type(LOGITS), plan_type(TOPK)
     assert "an indexer of 16, 32, 64 heads is taken" in logits.requires.accepts(IndexerLogitsProblem(heads=48)).reason
@@ -229,11 +208,7 @@ def test_refusals_say_why() -> None:
     assert "rows of up to 32,768 logits are taken" in short.requires.accepts(TopkProblem(t=32769)).reason
     assert "as many hold rows of up to 8,192" in short.tiling_type(256).validate(TopkProblem(t=9000)).reason
     assert "threads = 128 must be 0 or one of 256" in chooses.tiling_type(threads=128).validate(TopkProblem()).reason
-    one, two = plan_type(ONE), plan_type(TWO)
-    assert "read pages: give a page table" in one.requires.accepts(IndexerTopkProblem(table=False)).reason
-    assert "up to 131,072 tokens of a request" in one.requires.accepts(IndexerTopkProblem(t=131073)).reason
-    assert "ctas = 2 must be 0 or one of 4, 8, 16" in one.tiling_type(2).validate(IndexerTopkProblem()).reason
-    assert "more than 256 MB of logits" in two.requires.accepts(IndexerTopkProblem(b=1025, t=65536)).reason
+    assert "more than 256 MB of logits" in plan_type(TWO).requires.accepts(IndexerTopkProblem(b=1025, t=65536)).reason
     append = plan_type("cute-dsl/index_append")
     assert "use a multiple of it" in append.requires.accepts(IndexAppendProblem(rest=4)).reason
     problem = IndexerLogitsProblem(b=2, t=100)
@@ -271,8 +246,8 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
         problem = IndexerTopkProblem(b=40, t=t)
         assert two(problem, None, H200).tiling.parts(problem)["topk"][0] == chooses
     assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
-    picked = [choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 8192), (8, 32768), (17, 512))]
-    assert picked == [ONE, TWO, TWO]
+    picked = {choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 8192), (8, 32768), (17, 512))}
+    assert picked == {TWO}
     assert choose(IndexAppendProblem(), H200).kernel.label == "cute-dsl/index_append"
     with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):
         choose(TopkProblem(topk=4096), H200)

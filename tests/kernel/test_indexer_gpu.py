@@ -19,7 +19,7 @@ from mla_var3.workload.topk import TopkProblem
 pytestmark = pytest.mark.gpu
 
 CHOOSES, SHORT = "cute-dsl/topk_v3", "cute-dsl/topk_v4"
-TWO, ONE = "cute-dsl/indexer_topk", "cute-dsl/indexer_topk_v1"
+TWO = "cute-dsl/indexer_topk"
 LOGITS = [
     IndexerLogitsProblem(b=1, s=513, t=3000, table=False),
     IndexerLogitsProblem(b=3, s=100, t=1000, heads=32, table=False, dtype="bf16"),
@@ -97,15 +97,13 @@ def test_every_tiling_is_right(label: str, problem: Any) -> None:
 
 
 @pytest.mark.parametrize("problem", CHOICES, ids=lambda p: p.label)
-@pytest.mark.parametrize("label", [ONE, TWO])
-def test_choices_are_right(label: str, problem: Any) -> None:
-    plan = planned(label, problem)
+def test_choices_are_right(problem: Any) -> None:
+    plan = planned(TWO, problem)
     for tiling in plan.autotune_configs():
         right(plan.with_tiling(tiling))
 
 
-@pytest.mark.parametrize("label", [ONE])
-def test_a_hundred_choices_of_pages_that_are_alike(label: str) -> None:
+def test_a_hundred_choices_of_pages_that_are_alike() -> None:
     """Scales decide: values in ascending order, all equal, or large in one place of the request; the same bits."""
     import torch
 
@@ -124,19 +122,18 @@ def test_a_hundred_choices_of_pages_that_are_alike(label: str) -> None:
                     scales[pages[place]] = [(token + 1) * 2.0**-10, token * 0.0 + 1, (token > problem.t // 3) * 0.5][
                         i % 4 - 1
                     ].float()
-            call = planned(ONE, problem).plan(*inputs)
+            call = planned(TWO, problem).plan(*inputs)
             (want,) = of_both.reference(problem, *inputs)
             found = [call()[0].clone() for _ in range(3)]
             assert torch.equal(found[0].long().sort(1).values, want.sort(1).values), (problem.label, i)
             assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("label", [ONE, TWO])
-def test_captured_choice_follows_its_lengths(label: str) -> None:
+def test_captured_choice_follows_its_lengths() -> None:
     import torch
 
     problem = CHOICES[2]
-    plan = planned(label, problem)
+    plan = planned(TWO, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
     bound()
@@ -301,48 +298,3 @@ def test_rows_that_begin_anywhere_are_held() -> None:
         (found,) = planned(SHORT, problem).plan(rows, zeros, zeros + t)()
         (want,) = topk.reference(problem, rows, zeros, zeros + t)
         assert torch.equal(found.long().sort(1).values, want.sort(1).values)
-
-
-def microseconds(call: Any, times: int = 20) -> float:
-    """Of a call in a graph of so many, the least of five replays."""
-    import torch
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            call()
-    found = []
-    for _ in range(5):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        found.append(first.elapsed_time(last) * 1e3 / times)
-    return min(found)
-
-
-@pytest.mark.parametrize("b", [1, 4])
-def test_one_kernel_for_both_takes_what_its_calculation_says(b: int) -> None:
-    """The calculation of the devlog of `cute-dsl/indexer_topk_v1` with rates of this run: a time that no length
-    changes, and the bytes of a multiprocessor at the rate of one, both from 8k and 32k tokens. So it takes more than
-    the two kernels for a request of 128k, and less for requests of 8k; of 32k for four of them, and not for one."""
-    planned(ONE, CHOICES[0])
-
-    def of(label: str, t: int) -> float:
-        problem = IndexerTopkProblem(b=b, t=t)
-        plan = planned(label, problem)
-        bound = plan.plan(*plan.prepare_inputs("cuda", seed=1))
-        return microseconds(bound)
-
-    short, some, long = 8192, 32768, 131072
-    one = {t: of(ONE, t) for t in (short, some, long)}
-    two = {t: of(TWO, t) for t in (short, some, long)}
-    said = one[some] + (one[some] - one[short]) * (long - some) / (some - short)
-    assert abs(said / one[long] - 1) < 0.25, (one, said)
-    # Measured in turn on an H200: 1.21 and 0.93 of one request, 1.47 and 1.25 of four.
-    assert two[short] / one[short] >= (1.1 if b == 1 else 1.3), (one, two)
-    assert two[some] < one[some] if b == 1 else two[some] / one[some] >= 1.1, (one, two)
-    assert b > 1 or two[long] < one[long], (one, two)

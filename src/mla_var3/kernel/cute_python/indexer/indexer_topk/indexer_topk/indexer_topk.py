@@ -5,8 +5,7 @@
     topk         the k largest of each, through the page table     programmatic dependent
 
 The second is launched while the first still runs, and waits for its end before it reads. `ops.indexer_topk` calls the
-same two, with as many query tokens at a time as have 256 MB of logits. The base version, which one kernel for both is
-compared with.
+same two, with as many query tokens at a time as have 256 MB of logits.
 """
 
 from __future__ import annotations

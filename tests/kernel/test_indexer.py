@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3"
-TWO, ONE = "cute-dsl/indexer_topk", "cute-dsl/indexer_topk_v1"
+LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
+TWO = "cute-dsl/indexer_topk"
 
 
 def plan_type(label: str) -> Any:
@@ -44,9 +45,11 @@ def plan_type(label: str) -> Any:
         (TOPK, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=4096, topk=512, table=True, dtype="bf16")),
         (TOPK, TopkProblem(b=1024, t=131072)),
+        (SHORT, TopkProblem(b=1, t=8192)),
+        (SHORT, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
+        (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
+        (SHORT, TopkProblem(b=64, t=32768)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
-        (ONE, IndexerTopkProblem(b=1)),
-        (ONE, IndexerTopkProblem(b=8, s=2, t=65536, heads=16, topk=512)),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -136,6 +139,48 @@ def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> No
     assert made(4096, 8192, ctas=8, held=False) == (8, 0, 512) and made(1, 8192, ctas=1, threads=256) == (1, 32, 256)
 
 
+def test_threads_of_a_short_row_hold_it() -> None:
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import TopkTiling
+
+    def made(rows: int, t: int, aligned: bool = True, dtype: str = "fp32", **knobs: Any) -> tuple[int, int, bool]:
+        """Logits of a thread, threads, whether they are loaded early."""
+        geometry = TopkTiling(**knobs).geometry(TopkProblem(b=rows, t=t, dtype=dtype), rows, t, 132, aligned)
+        return geometry.held, geometry.threads, geometry.early
+
+    assert [made(1, t) for t in (1, 4096, 4097, 8192, 8193, 16384)] == [
+        (8, 256, True), (8, 512, True), (8, 1024, True), (8, 1024, True), (16, 1024, True), (16, 1024, True),
+    ]  # fmt: skip
+    assert [made(rows, 8192) for rows in (132, 133, 264, 265, 528, 529)] == [
+        (8, 1024, True), (16, 512, True), (16, 512, True), (32, 256, True), (32, 256, True), (32, 256, False),
+    ]  # fmt: skip
+    assert [made(rows, 16384) for rows in (132, 133, 265)] == [(16, 1024, True), (32, 512, True), (32, 512, False)]
+    assert made(4096, 4096) == (16, 256, False) and made(1, 8192, early=False) == (8, 1024, False)
+    assert made(4096, 8192, threads=512) == (16, 512, False) and made(1, 8192, threads=256) == (32, 256, True)
+    # A row that begins behind a multiple of 16 bytes has a vector more.
+    assert made(1, 8192, False) == (16, 1024, True) and made(1, 8189, False) == (8, 1024, True)
+    assert made(1, 32768) == (32, 1024, True) and made(133, 32765, False) == (32, 1024, False)
+    assert made(1, 32768, False) == (40, 1024, True) and made(1, 9000, threads=256) == (16, 1024, True)
+    assert made(4096, 16384, False) == (24, 1024, False) and made(1, 8186, False, "bf16") == (16, 1024, True)
+
+
+@pytest.mark.parametrize("k", [1, 64, 512, 2048])
+@pytest.mark.parametrize(("held", "threads"), [(8, 512), (16, 512), (32, 256), (8, 1024), (16, 1024)])
+def test_a_floor_leaves_more_than_k(held: int, threads: int, k: int) -> None:
+    """Of logits in random order, by drawing some: the least maximum of groups, and how many are not below it."""
+    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import Geometry
+
+    geometry = Geometry(k, 32, 0, held, threads, True)
+    assert held % geometry.group == 0 or (geometry.group % held == 0 and geometry.group <= 32 * held)
+    assert k <= geometry.least_count <= threads * held
+    rng = random.Random(1)
+    for count in {geometry.least_count, threads * held}:
+        logits = [rng.random() for _ in range(count)] + [0.0] * (threads * held - count)
+        # Vectors go to the threads in turn, so each has about as many logits in range.
+        groups = [logits[i :: threads * held // geometry.group] for i in range(threads * held // geometry.group)]
+        floor = min(max(group) for group in groups)
+        assert sum(x >= floor for x in logits) >= k or count < threads * held // geometry.group
+
+
 @pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("k", [1, 64, 512, 2048])
 def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> None:
@@ -144,25 +189,6 @@ def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> No
     geometry = Geometry(k, 32, 0, ctas, 16, 512)
     assert geometry.own_k * ctas >= k and geometry.share * ctas == GATHERED
     assert geometry.own_k <= geometry.share and (ctas == 1 or geometry.own_k * ctas >= 1.5 * k)
-
-
-def test_a_row_in_one_kernel_is_of_as_many_ctas_as_run_at_once_and_hold_it() -> None:
-    from mla_var3.kernel.cute_python.indexer.indexer_topk.indexer_topk_v1 import indexer_topk_v1
-
-    def made(b: int, t: int, ctas: int = 0) -> tuple[int, int]:
-        problem = IndexerTopkProblem(b=b, t=t)
-        geometry = indexer_topk_v1.IndexerTopkTiling(ctas).geometry(problem, problem.rows, problem.columns)
-        return geometry.ctas, geometry.held
-
-    assert [made(1, t) for t in (1, 8192, 8193, 65536, 131072)] == [(16, 1), (16, 1), (16, 2), (16, 8), (16, 16)]
-    assert [made(b, 32768) for b in (7, 8, 14, 15)] == [(16, 4), (8, 8), (8, 8), (4, 16)]
-    assert made(15, 65536) == (8, 16) and made(15, 131072) == (16, 16) and made(1, 4096, 4) == (4, 2)
-    with pytest.raises(UserError, match="has 65,536 tokens: so many do not fit in 4 CTAs"):
-        made(1, 65536, 4)
-    for ctas in indexer_topk_v1.CLUSTERS:
-        for k in (1, 64, 512, 2048):
-            geometry = indexer_topk_v1.Geometry(64, 1, k, ctas, 8)
-            assert 1.5 * k <= geometry.own_k * ctas and geometry.own_k <= geometry.share
 
 
 def test_refusals_say_why() -> None:
@@ -178,12 +204,11 @@ def test_refusals_say_why() -> None:
     assert "ended in a launch failure" in tiling(consumers=3).validate(IndexerLogitsProblem()).reason
     assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
     assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in chooses.tiling_type(3).validate(TopkProblem()).reason
+    short = plan_type(SHORT)
+    assert "rows of up to 32,768 logits are taken" in short.requires.accepts(TopkProblem(t=32769)).reason
+    assert "as many hold rows of up to 8,192" in short.tiling_type(256).validate(TopkProblem(t=9000)).reason
     assert "threads = 128 must be 0 or one of 256" in chooses.tiling_type(threads=128).validate(TopkProblem()).reason
-    one, two = plan_type(ONE), plan_type(TWO)
-    assert "read pages: give a page table" in one.requires.accepts(IndexerTopkProblem(table=False)).reason
-    assert "up to 131,072 tokens of a request" in one.requires.accepts(IndexerTopkProblem(t=131073)).reason
-    assert "ctas = 2 must be 0 or one of 4, 8, 16" in one.tiling_type(2).validate(IndexerTopkProblem()).reason
-    assert "more than 256 MB of logits" in two.requires.accepts(IndexerTopkProblem(b=1025, t=65536)).reason
+    assert "more than 256 MB of logits" in plan_type(TWO).requires.accepts(IndexerTopkProblem(b=1025, t=65536)).reason
     append = plan_type("cute-dsl/index_append")
     assert "use a multiple of it" in append.requires.accepts(IndexAppendProblem(rest=4)).reason
     problem = IndexerLogitsProblem(b=2, t=100)
@@ -197,10 +222,10 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, SHORT, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
-    plan = plan_type(label)
-    for problem in (plan.workload.problem(), plan.workload.problem(table=False), plan.workload.problem(s=3)):
+    plan, t = plan_type(label), 9000 if label == SHORT else 65536
+    for problem in (plan.workload.problem(t=t, **fields) for fields in ({}, {"table": False}, {"s": 3})):
         assert len(plan(problem, None, H200).autotune_configs()) >= 3
         assert all(t.validate(problem, H200) for t in plan(problem, None, H200).autotune_configs())
 
@@ -212,11 +237,17 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
-    sizes = (1, 8192), (1, 1 << 20), (8192, 8192), (4096, 65536), (1024, 131072)
+    sizes = (1, 32769), (1, 1 << 20), (8192, 40000), (4096, 65536), (1024, 131072)
     assert {choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes} == {TOPK}
+    for b, t in ((1, 8192), (8192, 8192), (4096, 32768), (1, 1)):
+        assert choose(TopkProblem(b=b, t=t), H200).kernel.label == SHORT
+    two = plan_type(TWO)
+    for t, chooses in ((32768, SHORT), (32769, TOPK)):
+        problem = IndexerTopkProblem(b=40, t=t)
+        assert two(problem, None, H200).tiling.parts(problem)["topk"][0] == chooses
     assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
-    picked = [choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 8192), (8, 32768), (17, 512))]
-    assert picked == [ONE, TWO, TWO]
+    picked = {choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 8192), (8, 32768), (17, 512))}
+    assert picked == {TWO}
     assert choose(IndexAppendProblem(), H200).kernel.label == "cute-dsl/index_append"
     with pytest.raises(Unsupported, match=r"^no version takes .* at most 2,048 are chosen\.$"):
         choose(TopkProblem(topk=4096), H200)

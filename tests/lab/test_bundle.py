@@ -23,6 +23,7 @@ from mla_var3.toolchain import aot, loader
 from mla_var3.toolchain.bundle import Bundle, close_bundle, open_bundle
 from mla_var3.workload import get, problem_from_record
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.topk import TopkProblem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -267,6 +268,15 @@ def test_it_holds_what_the_check_of_a_problem_plans(tmp_path: Path, monkeypatch:
     assert plan.num_splits(problem.b, problem.max_pages) == 1
     bundle.make_bundle(tmp_path / "b", ["cute-dsl/flash_mla"], [problem], workers=1, progress=False)
     assert names == {"flash_mla", "combine"}
+
+
+def test_a_case_that_the_check_leaves_out_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of a top-k has rows of a million logits, which a version of short rows does not take."""
+    names: set[str] = set()
+    monkeypatch.setattr(aot, "compiled_host", lambda plan, name, *rest, **options: names.add(name))
+    monkeypatch.setattr(bundle, "_make", lambda folder, jobs, *rest: [bundle.run_bundle_job(job) for job in jobs])
+    bundle.make_bundle(tmp_path / "b", ["cute-dsl/topk_v4"], [TopkProblem(b=1, t=8192)], workers=1, progress=False)
+    assert "topk_v4_8_1024_early" in names and all(name.startswith("topk_v4") for name in names)
 
 
 def test_of_an_experiment_of_several_workloads_each_version_has_its_own_cells(

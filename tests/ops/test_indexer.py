@@ -73,37 +73,16 @@ def test_a_small_workspace_gives_the_same_choice(problem: Any, monkeypatch: pyte
 
     def choice(asked: Any, device: Any) -> Any:
         calls.append(asked.workload)
-        return pick({"indexer_logits": LOGITS, "topk": TOPK, "indexer_topk": indexer.TWO_KERNELS}[asked.workload])
+        return pick({"indexer_logits": LOGITS, "topk": TOPK}[asked.workload])
 
     monkeypatch.setattr(ways, "_pick", choice)
     for rows in (problem.rows, 4, 1):
         ways.way_for.cache_clear()
-        indexer._at_once.cache_clear()
         calls.clear()
         monkeypatch.setattr(indexer, "WORKSPACE", 4 * problem.columns * rows)
         assert torch.equal(indexer_topk(*args, k=problem.topk, **options).long(), best)
-        assert set(calls) - {"indexer_topk"} == {"indexer_logits", "topk"}
+        assert set(calls) == {"indexer_logits", "topk"}
     ways.way_for.cache_clear()
-    indexer._at_once.cache_clear()
-
-
-def test_few_short_requests_are_one_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_var3.ops import ways
-
-    args, options, inputs = call(PAGED)
-    calls: list[str] = []
-
-    def choice(asked: Any, device: Any) -> Any:
-        calls.append(asked.workload)
-        return ways._named(BOTH)
-
-    monkeypatch.setattr(ways, "_pick", choice)
-    ways.way_for.cache_clear()
-    indexer._at_once.cache_clear()
-    found = indexer_topk(*args, k=PAGED.topk, **options)
-    ways.way_for.cache_clear()
-    indexer._at_once.cache_clear()
-    assert set(calls) == {"indexer_topk"} and torch.equal(found.long(), of_both.reference(PAGED, *inputs)[0])
 
 
 def test_rows_that_lie_apart_and_lengths_of_int64() -> None:

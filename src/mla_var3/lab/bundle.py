@@ -129,6 +129,8 @@ def add(
     cases = workload.case_problems(problem)[1:]
     bound = [workload.as_bound(case) for case in cases]  # the check plans some cases and binds the others
     for other in dict.fromkeys((*cases, *bound)):
+        if not device.can_run(plan_of(kernel).requires, other):
+            continue  # the check leaves it out
         # As the check does where a case does not allow the tiling.
         taken = tiling if tiling.validate(other, device) else plan_of(kernel)(other, None, device).tiling
         job = groups.get(group(taken)) or BundleJob(kernel, (), device.key, str(folder))

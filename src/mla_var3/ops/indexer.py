@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import Unsupported, UserError
+from mla_var3.errors import UserError
 from mla_var3.ops.request import LEAST, MOST, dtype_name, integers, judge, named_as, plain_strides, rows_of
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import engine_of, serve, way_for
+from mla_var3.ops.ways import serve
 from mla_var3.workload.index_append import ROPE, IndexAppendProblem, views
 from mla_var3.workload.indexer_logits import PAGE, TOKEN_BYTES, D, IndexerLogitsProblem, new_logits
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
@@ -28,13 +28,10 @@ from mla_var3.workload.topk import TopkProblem
 if TYPE_CHECKING:
     import torch
 
-    from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
 
 #: Most bytes of logits of a part of `indexer_topk`, unless one request has more.
 WORKSPACE = 256 << 20
-#: The version of workload indexer_topk that is what `indexer_topk` does by itself.
-TWO_KERNELS = "cute-dsl/indexer_topk"
 
 
 @traceable
@@ -161,14 +158,12 @@ def indexer_topk(
     bytes with page_table, may be more than a part.
 
     kernel names a version of workload indexer_topk, which computes everything in one call and takes no parts.
-    `cute-dsl/indexer_topk_v1` is one kernel for both steps and writes no logits; without a name it is used on Hopper
-    for up to 16 query tokens in all over up to 8,192 tokens.
     """
     import torch
 
     problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, None)
-    of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "heads", "table")), k)
-    if kernel is not None or _at_once(of, engine_of(on, q, "q", "indexer_topk").hardware(q.device)):
+    if kernel is not None:
+        of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "heads", "table")), k)
         out = torch.empty((problem.rows if len(q) else 0, k), dtype=torch.int32, device=q.device)
         serve("indexer_topk", of, inputs, (out,), kernel, on)
         return out
@@ -246,19 +241,6 @@ def index_append(
 
 
 # ---------------------------------------------------------------- in common
-@functools.lru_cache(maxsize=4096)
-def _at_once(problem: IndexerTopkProblem, device: Device | None) -> bool:
-    """Whether the dispatcher picks one kernel that makes the logits of a problem and chooses among them. What it has no
-    version for is refused by the other functions, in their words."""
-    if not problem.table or device is None:
-        return False
-    try:
-        kernel, _ = way_for(problem, device).key
-    except Unsupported:
-        return False
-    return kernel.label != TWO_KERNELS
-
-
 def _judged(
     q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor | None,
     scales: torch.Tensor | None, page_table: torch.Tensor | None, dtype: torch.dtype | None,

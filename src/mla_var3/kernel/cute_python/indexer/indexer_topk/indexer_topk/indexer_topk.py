@@ -5,8 +5,7 @@
     topk         the k largest of each, through the page table     programmatic dependent
 
 The second is launched while the first still runs, and waits for its end before it reads. `ops.indexer_topk` calls the
-same two, with as many query tokens at a time as have 256 MB of logits. The base version, which one kernel for both is
-compared with.
+same two, with as many query tokens at a time as have 256 MB of logits.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ if TYPE_CHECKING:
     from mla_var3.workload.indexer_topk import IndexerTopkProblem
 
 MOST_LOGITS = 256 << 20  # bytes
+SHORT = 32768  # logits of a row
 
 
 @dataclass(frozen=True)
 class IndexerTopkTiling(PartsTiling):
-    """logits, topk: the versions."""
+    """logits, topk: the versions. topk = "": as the dispatcher has it, version 4 for rows of up to 32,768 logits, else
+    version 3."""
 
     logits: str = "cute-dsl/mqa_logits_v3"
-    topk: str = "cute-dsl/topk_v3"
+    topk: str = ""
 
     def parts(self, pd: IndexerTopkProblem) -> dict[str, Part]:
         b, s = (pd.b, pd.s) if pd.table else (pd.rows, 1)
         scored = IndexerLogitsProblem(b=pd.b, s=pd.s, t=pd.t, heads=pd.heads, table=pd.table, lengths=pd.lengths)
         rows = TopkProblem(b=b, s=s, t=pd.columns, topk=pd.topk, table=pd.table, lengths=pd.lengths)
-        return {"logits": (self.logits, scored, {}), "topk": (self.topk, rows, {})}
+        chooses = self.topk or ("cute-dsl/topk_v4" if pd.columns <= SHORT else "cute-dsl/topk_v3")
+        return {"logits": (self.logits, scored, {}), "topk": (chooses, rows, {})}
 
 
 def takes(pd: IndexerTopkProblem) -> Verdict:
@@ -56,7 +58,7 @@ class IndexerTopkPlan(KernelPlan):
     workload = workload.WORKLOAD
     tiling_type = IndexerTopkTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
-    parts = ("cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3")
+    parts = ("cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4")
 
     def default_tiling(self) -> IndexerTopkTiling:
         return IndexerTopkTiling()

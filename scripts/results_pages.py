@@ -106,7 +106,11 @@ MORE = {
         "`speedup` count one 61st of that kernel's time, the columns `scheduled in every call` all of it. Of the 30 "
         "cells of the experiment 24 were measured; the run had no time left for the others."
     ),
-    "unseen_sparse": " Of the 24 problems of the seed 18 were measured; the run had no time left for the others.",
+    "unseen_sparse": (
+        " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
+        "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
+        "are drawn. Of the 24 problems of the seed 18 were measured; the run had no time left for the others."
+    ),
     "indexer_paged": " Of the 18 cells of the experiment 8 were measured; the run had no time left for the others.",
     "unseen_indexer": (
         " Of the 24 problems of the seed 12 were measured; the run had no time left for the others. The check of one "

@@ -23,7 +23,16 @@ from mla_var3 import workload
 from mla_var3.catalogue import registry, spoken
 from mla_var3.device import Device
 from mla_var3.lab.devlog.segments import without_comments
-from mla_var3.lab.devlog.tables import against_libraries, cell, comparison, label, over_gpus, problem_label, summary
+from mla_var3.lab.devlog.tables import (
+    against_libraries,
+    cell,
+    comparison,
+    grid,
+    label,
+    over_gpus,
+    problem_label,
+    summary,
+)
 from mla_var3.lab.devlog.values import STATES
 from mla_var3.record import Record, as_ratio, geometric_mean, load
 
@@ -327,8 +336,8 @@ def board() -> str:
     names = sorted(workload.names(), key=lambda name: (name != workload.DEFAULT, name))
     header = ["date", "card", "commit", "cells", "all", *names]
     rows = [board_row(load([file]).records, file.name[:10], names) for file in files]
-    table = "\n".join(f"| {' | '.join(some)} |" for some in (header, ["---"] * len(header), *rows))
-    shown = f"{table}\n\nThe records of a row are those of `results/CARD/DATE-nightly.jsonl`." if rows else NO_RUN
+    told = f"{grid(header, rows)}\n\nThe records of a row are those of `results/CARD/DATE-nightly.jsonl`."
+    shown = told if rows else NO_RUN
     return f"{HEAD}\n# Board of dates\n\n{BOARD}\n\n{shown}\n"
 
 
@@ -378,37 +387,37 @@ ATTENDING = {
 PROFILED = 33
 
 
-def table(*rows: Iterable[object]) -> str:
-    """A table of Markdown, the first row being its header."""
-    header, *others = ([str(value) for value in row] for row in rows)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *others))
-
-
 def served() -> str:
     """The text of the page about vLLM: tables of what examples/serve_vllm.py measured, and what they say."""
     records = json.loads((ROOT / "results" / SERVED).read_text(encoding="utf-8"))
-    compared = [("heads", "engine", "median", "largest", "equal choices (%)", "prompts, mean", "prompts, largest")]
-    speeds = [("heads", "engine", "round", "prompts", "decode", "four requests", "mixed", "cached prompts (ms)")]
-    kernels = [("heads", "engine", "all kernels (ms)", "kernel", "calls", "us a call")]
+    compared: list[tuple[str, ...]] = []
+    speeds: list[tuple[str, ...]] = []
+    kernels: list[tuple[str, ...]] = []
     for r in records:
-        of = (r["heads"], r["engine"])
+        of = (str(r["heads"]), r["engine"])
         if found := r.get("logits"):
             row = (f"{found[key]:.4f}" for key in ("median", "largest"))
             more = (f"{found[key]:.4f}" for key in ("prompt_mean", "prompt_largest"))
             compared.append((*of, *row, f"{100 * found['same_choice']:.1f}", *more))
         if "turn" in r:
             rates = (f"{r[f'{key}_tokens_a_second']:.0f}" for key in ("prefill", "decode", "few", "mixed"))
-            speeds.append((*of, r["turn"], *rates, f"{1e3 * r['prefix_cached_seconds']:.0f}"))
+            speeds.append((*of, str(r["turn"]), *rates, f"{1e3 * r['prefix_cached_seconds']:.0f}"))
         for us, calls, name in r.get("kernels", ()):
             attends = next((said for part, said in ATTENDING.items() if part in name), None)
             if attends:
                 whole = f"{PROFILED * r['us_a_step'] / 1e3:.1f}"
-                kernels.append((*of, whole, attends, round(PROFILED * calls), f"{us / calls:.1f}"))
-    speeds[1:] = sorted(speeds[1:], key=lambda row: (row[0], row[2]))
+                kernels.append((*of, whole, attends, str(round(PROFILED * calls)), f"{us / calls:.1f}"))
+    speeds.sort(key=lambda row: (int(row[0]), int(row[2])))
     words = (ROOT / "scripts" / "serve_vllm.md").read_text(encoding="utf-8")
     return words.format(
-        head=HEAD, device=Device.get("h200").name, file=SERVED, compared=table(*compared), speeds=table(*speeds),
-        kernels=table(*kernels),
+        head=HEAD, device=Device.get("h200").name, file=SERVED,
+        compared=grid(
+            ("heads", "engine", "median", "largest", "equal choices (%)", "prompts, mean", "prompts, largest"), compared
+        ),
+        speeds=grid(
+            ("heads", "engine", "round", "prompts", "decode", "four requests", "mixed", "cached prompts (ms)"), speeds
+        ),
+        kernels=grid(("heads", "engine", "all kernels (ms)", "kernel", "calls", "us a call"), kernels),
     )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
         rows.append([*row, label(library), *_cited([x or "-" for x in ratios], against)])
     whose = "picked" if picks else "fastest here"
     header = ["cell", whose, *(TIMES[i][0] for i in (0, 1, 4, 5)), "fastest library"]
-    return _grid([*header, *(c[0] for c in ratio_columns)], rows) if rows else ""
+    return grid([*header, *(c[0] for c in ratio_columns)], rows) if rows else ""
 
 
 def summary(records: Iterable[Record]) -> str:
@@ -185,7 +185,7 @@ def of_pairs(pairs: Sequence[tuple[Record, Record]]) -> str:
         shown = [column[2] for column, text in zip(SPEEDUPS, cells, strict=True) if text]
         citation = cite(f"{record['id']} vs {before['id']}", shown)
         rows.append([str(record["device"]), problem_label(record), *_cited([text or "-" for text in cells], citation)])
-    return _grid(["device", "cell", *(column[0] for column in SPEEDUPS)], rows)
+    return grid(["device", "cell", *(column[0] for column in SPEEDUPS)], rows)
 
 
 def over_gpus(records: Iterable[Record]) -> str:
@@ -212,7 +212,7 @@ def over_gpus(records: Iterable[Record]) -> str:
             ]
         )  # fmt: skip
     header = ["cell", "GPUs", "exchange", *(column[0] for column in columns), "over one GPU (x)", "model: pays"]
-    return _grid(header, rows) if rows else ""
+    return grid(header, rows) if rows else ""
 
 
 def _fastest(record: Record) -> float:
@@ -245,7 +245,7 @@ def _table(
         if expressions:
             citation = cite(record["id"], expressions)
             rows.append([*first(record), *_cited([cells[i] or "-" for i in used], citation)])
-    return _grid([*names, *(columns[i][0] for i in used)], rows) if rows else ""
+    return grid([*names, *(columns[i][0] for i in used)], rows) if rows else ""
 
 
 def _cited(cells: Sequence[str], citation: str) -> list[str]:
@@ -261,5 +261,6 @@ def _text(record: Record, other: Record | None, column: Column) -> str:
         return ""
 
 
-def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))

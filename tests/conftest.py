@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +42,21 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
 def repo_root() -> Path:
     """The checkout that is tested."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def module_at() -> Callable[[Path], Any]:
+    """Loads a file that lies in no package, such as a script or an example, as a module of its name."""
+
+    def loaded(path: Path) -> Any:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # where dataclasses look for their module
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
 
 
 @pytest.fixture(autouse=True, scope="session")

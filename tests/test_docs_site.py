@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,8 @@ def test_code_blocks_and_tables_are_made(site: Path) -> None:
     assert "<table>" in page
 
 
-def test_fields_of_a_docstring_become_a_list(repo_root: Path) -> None:
-    spec = importlib.util.spec_from_file_location("docs_site", repo_root / "scripts/docs_site.py")
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_fields_of_a_docstring_become_a_list(repo_root: Path, module_at: Callable[[Path], Any]) -> None:
+    module = module_at(repo_root / "scripts/docs_site.py")
     text = (
         "One line.\n\nx: of the tile, i\n- 1 and more.\na, b: both.\n\nA sentence: not a field of one word? It is: no."
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,10 @@ from mla_var3 import cli
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
-def example(repo_root: Path, name: str) -> Any:
-    """An example as a module."""
-    path = repo_root / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def example(repo_root: Path, module_at: Callable[[Path], Any]) -> Callable[[str], Any]:
+    """Loads an example by its name, as a module."""
+    return lambda name: module_at(repo_root / "examples" / f"{name}.py")
 
 
 def test_no_example_is_without_a_test(repo_root: Path) -> None:
@@ -57,9 +52,9 @@ SMALL = "--slots 3 --heads 4 --steps 6 --longest 150".split()
 
 
 def test_serving_over_a_paged_cache(
-    repo_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = example(repo_root, "serve_decode")
+    module = example("serve_decode")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert module.main(SMALL) == 0
     said = capsys.readouterr().out
@@ -77,8 +72,8 @@ def test_serving_over_a_paged_cache(
 
 
 @pytest.mark.gpu
-def test_serving_with_mla_decode_in_a_graph(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example(repo_root, "serve_decode").main([]) == 0
+def test_serving_with_mla_decode_in_a_graph(example: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("serve_decode").main([]) == 0
     assert "tokens a second" in capsys.readouterr().out
 
 
@@ -99,11 +94,11 @@ def test_a_kernel_is_checked_in_the_interpreter(repo_root: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_a_kernel_is_compiled(
-    repo_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(sys, "argv", ["write_a_kernel.py", "--compile", "h200"])
-    module = example(repo_root, "write_a_kernel")
+    module = example("write_a_kernel")
     assert module.main(["--compile", "h200"]) == 0
     assert re.fullmatch(r"NVIDIA H200.*: \d+ registers, 0 bytes spilled, 128 threads\n", capsys.readouterr().out)
     verdict = module.SmallNormPlan(module.NormProblem(residual=True)).supported()
@@ -112,11 +107,15 @@ def test_a_kernel_is_compiled(
 
 # ---------------------------------------------------------------- an experiment of one's own
 def test_an_experiment_and_its_records(
-    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    repo_root: Path,
+    example: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With one contender, on one cell of each number of heads."""
     pytest.importorskip("triton", reason="triton is not installed")
-    reader = example(repo_root, "experiment/read_records")
+    reader = example("experiment/read_records")
     folder = tmp_path / "experiment"
     shutil.copytree(repo_root / "examples/experiment", folder)
     monkeypatch.chdir(folder)
@@ -137,9 +136,11 @@ def cli_output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 # ---------------------------------------------------------------- a profile
-def test_a_profile_from_a_program(repo_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_from_a_program(
+    example: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    module = example(repo_root, "profile_one")
+    module = example("profile_one")
     assert module.main(["triton/rmsnorm", "--rows", "64", "--width", "512", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "triton/rmsnorm, r64_w512, tiling {'num_warps': 1}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import json
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,13 +20,8 @@ from mla_var3.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def script(repo_root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fetch_peers", repo_root / "scripts" / "fetch_peers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fetch_peers"] = module
-    spec.loader.exec_module(module)
-    return module
+def script(repo_root: Path, module_at: Callable[[Path], Any]) -> ModuleType:
+    return module_at(repo_root / "scripts" / "fetch_peers.py")
 
 
 def _entry(path: Path) -> dict[str, str]:

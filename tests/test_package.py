@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import Distribution
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -122,12 +123,11 @@ def test_of_the_records_a_wheel_has_the_dispatchers_and_quickstarts(unpacked: Pa
     assert not loaded.problems and len(loaded.records) == len(wanted)
 
 
-def test_a_record_that_the_dispatcher_names_goes_into_the_wheel(tmp_path: Path, repo_root: Path) -> None:
+def test_a_record_that_the_dispatcher_names_goes_into_the_wheel(
+    tmp_path: Path, repo_root: Path, module_at: Callable[[Path], Any]
+) -> None:
     pytest.importorskip("hatchling", reason="hatchling builds the wheel: make test installs it")
-    spec = spec_from_file_location("wheel_records", repo_root / "scripts" / "wheel_records.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(repo_root / "scripts" / "wheel_records.py")
     for name, text in {
         module.EXPERIMENT: "cells: [{b: 8, h: 16, t: 4096}]",
         f"{module.DISPATCH}/rules/decode.py": 'records=("0123456789ab",)',

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +40,11 @@ serve.main(sys.argv[1:])
 """
 
 
-def loaded(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_engines_are_compared_and_a_failure_does_not_end_the_others(
-    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    serve = loaded(repo_root / "examples" / "serve_vllm.py")
+    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    module_at: Callable[[Path], Any],
+) -> None:  # fmt: skip
+    serve = module_at(repo_root / "examples" / "serve_vllm.py")
     monkeypatch.setattr(serve, "HIDDEN", 32)
     monkeypatch.setattr(serve, "Q_LORA", 32)
     real = subprocess.Popen
@@ -79,8 +70,8 @@ def test_engines_are_compared_and_a_failure_does_not_end_the_others(
     assert (len(lengths), min(lengths), max(lengths)) == (64, 3, 3000)
 
 
-def test_other_machine_code_is_overwritten(repo_root: Path, tmp_path: Path) -> None:
-    pack = loaded(repo_root / "scripts" / "pack_vllm.py")
+def test_other_machine_code_is_overwritten(repo_root: Path, tmp_path: Path, module_at: Callable[[Path], Any]) -> None:
+    pack = module_at(repo_root / "scripts" / "pack_vllm.py")
 
     def entry(kind: int, architecture: int, code: bytes) -> bytes:
         return struct.pack("<HHIQ12xI32x", kind, 1, 64, len(code), architecture) + code

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +154,10 @@ def test_the_report_says_how_many_cells_rest_on_what_is_here(gathered: Gathered)
     assert f", {today} of them on the code that these have today" in said
 
 
-def test_pages_of_results_answer_so(right: dict[str, spoken.Answer], repo_root: Path) -> None:
-    spec = importlib.util.spec_from_file_location("results_pages", repo_root / "scripts" / "results_pages.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_pages_of_results_answer_so(
+    right: dict[str, spoken.Answer], repo_root: Path, module_at: Callable[[Path], Any]
+) -> None:
+    module = module_at(repo_root / "scripts" / "results_pages.py")
     for name in ("decode", "tensor_parallel", "ragged"):
         seen, names = 0, cells_of(name)
         for line in module.page(name).splitlines():

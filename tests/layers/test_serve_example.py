@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,8 @@ TINY = "--layers 2 --heads 2 --hidden 128 --prompt 80 --requests 3 --tokens 8".s
 
 
 @pytest.fixture
-def example(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("serve_deepseek", repo_root / "examples" / "serve_deepseek.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def example(repo_root: Path, module_at: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = module_at(repo_root / "examples" / "serve_deepseek.py")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return module
 

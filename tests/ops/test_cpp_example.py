@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from importlib import util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,9 @@ int main() {
 
 
 @pytest.fixture
-def export(repo_root: Path) -> Any:
+def export(repo_root: Path, module_at: Callable[[Path], Any]) -> Any:
     """examples/cpp/export.py as a module."""
-    spec = util.spec_from_file_location("export", repo_root / "examples" / "cpp" / "export.py")
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(repo_root / "examples" / "cpp" / "export.py")
 
 
 def compiled_with(*words: str) -> list[str]:

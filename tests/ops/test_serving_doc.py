@@ -7,7 +7,8 @@ import inspect
 import os
 import re
 import shlex
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,13 @@ def test_every_block_is_of_a_kind_that_is_tested(repo_root: Path) -> None:
     assert set(kinds) == {"python", "bash", "console", "text"} and kinds.count("python") == 14
 
 
-def test_the_shell_is_told_what_exists(repo_root: Path) -> None:
+def test_the_shell_is_told_what_exists(repo_root: Path, module_at: Callable[[Path], Any]) -> None:
     """Blocks that are not run here: extras, and the programs of examples/cpp, which test_cpp_example.py runs."""
     lines = [line.partition(" #")[0] for block in blocks(repo_root, "console") for line in block.splitlines()]
     installs = [shlex.split(line)[2] for line in lines if line.startswith("pip install ")]
     assert {re.sub(r"^\.\[?|\]$", "", what) for what in installs} <= {"", *EXTRAS}
     export, build, program = (shlex.split(line) for line in lines if not line.startswith("pip "))
-    spec = spec_from_file_location("export", repo_root / export[1])
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(repo_root / export[1])
     asked = module.parser().parse_args(export[2:])
     assert (str(asked.folder), asked.device) == (build[1], "h200") and program == [f"{build[1]}/decode"]
     assert os.access(repo_root / build[0], os.X_OK)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,8 @@ from mla_var3.record import ASIDE, load
 
 
 @pytest.fixture
-def pages_module(repo_root: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("results_pages", repo_root / "scripts" / "results_pages.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def pages_module(repo_root: Path, module_at: Callable[[Path], Any]) -> Any:
+    return module_at(repo_root / "scripts" / "results_pages.py")
 
 
 def test_the_pages_are_those_of_the_records(pages_module: Any, repo_root: Path) -> None:

@@ -71,8 +71,8 @@ RULES = (
     Rule("cutile-dsl/flash_mla", "it takes what no version in CuTe DSL does"),
     Rule(
         "cute-dsl/flash_mla_mma_v1",
-        "on an H200, limited to the 99 KB of shared memory of an RTX 4090, it took 0.66 to 1.02 of the time of Triton's "
-        "version",
+        "on an H200, limited to the 99 KB of shared memory of an RTX 4090, it took 0.66 to 1.02 of the time of "
+        "Triton's version",
         where=(Bound(ROWS, 32),),
     ),
     Rule("triton/flash_mla", "it takes every GPU from sm_80 on, and needs no other compiler"),

@@ -7,9 +7,9 @@ K and V are one KV tile in shared memory, which is loaded once: `ldmatrix` reads
 `ldmatrix.trans` as that of the output. A CTA of eight warps computes a query tile of 16, 32 or 64 rows and KV tiles of
 32 tokens, or of 16 where four of 32 do not fit into shared memory. Query rows lie in registers, as A operands.
 
-**Against version 0**, which is retired. There each KV tile has two barriers, and all of the softmax waits for all of the scores, all of
-the output for all of the softmax. Here a step works on three KV tiles, so that nothing in it waits for anything else in
-it, and one barrier divides the steps:
+**Against version 0**, which is retired. There each KV tile has two barriers, and all of the softmax waits for all of
+the scores, all of the output for all of the softmax. Here a step works on three KV tiles, so that nothing in it waits
+for anything else in it, and one barrier divides the steps:
 
     warps 0..3   barrier | load i + 2, softmax i | scores i + 1 | output i - 1             | barrier | load i + 3, ..
     warps 4..7   barrier | scores i + 1          | output i - 1 | softmax i                | barrier | scores i + 2, ..

@@ -19,8 +19,8 @@ from mla_var3.check.judge import compare  # noqa: E402
 from mla_var3.dispatch import boundaries, rules  # noqa: E402
 from mla_var3.dispatch.rule import Bound, Quantity  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.ops import mla_prefill  # noqa: E402
 from mla_var3.ops import engine as engine_module  # noqa: E402
+from mla_var3.ops import mla_prefill  # noqa: E402
 from mla_var3.ops import prefill as ops_prefill  # noqa: E402
 from mla_var3.toolchain import aot  # noqa: E402
 from mla_var3.workload import prefill  # noqa: E402

@@ -41,9 +41,12 @@ consumers of a CTA issue in turn: only the one that has the turn may issue, and 
 
 A consumer skips KV tiles of which its rows see no key. It takes the turn there and hands it on at once.
 
-The same step leads from one query tile to the next (`cross`): the first scores of the next query tile are issued before
-the last product of the present one. O of the present one is divided and stored before the second scores of the next one
-are issued.
+A step like this leads from one query tile to the next. The last product of the present query tile is issued ahead of
+the first scores of the next one, and O is divided and stored while these are computed (`cross_early`). Where the tiling
+says otherwise, the scores are issued first, and O is stored behind their softmax (`cross`):
+
+    cross_early    O += P·V | S of the next      O is stored        | S → P
+    cross          S of the next | O += P·V                 S → P   | O is stored
 
 In a softmax the wait for O += P·V stands between the exponentials of a thread's first row and those of its second. So P
 of the first row is rounded beside the exponentials of the second, and V is free half a softmax earlier than where the
@@ -187,8 +190,8 @@ def kv_tile_of(dk: int, dv: int) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the code is specialised on: heads, columns of keys and values, mask, tokens of a KV tile, and whether the
-    consumers issue their products in turn."""
+    """What the code is specialised on: heads, columns of keys and values, mask, tokens of a KV tile, whether the
+    consumers issue their products in turn, and whether O is stored early (`FlashAttentionV18Tiling`)."""
 
     h: int
     h_kv: int
@@ -197,8 +200,7 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
-    held: bool
-    fill: bool
+    early: bool
 
     @property
     def group(self) -> int:
@@ -745,7 +747,7 @@ class Consumer:
         v = self.frag_v[None, None, None, turn % STAGES]
         warpgroup.fence()
         atom = cute.make_mma_atom(self.mma_o.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True if self.geometry.fill else onto)
+        atom.set(warpgroup.Field.ACCUMULATE, onto)
         for i in cutlass.range_constexpr(len(blocks)):
             cute.gemm(atom, self.acc_o, p[None, None, blocks[i]], v[None, None, blocks[i]], self.acc_o)
             atom.set(warpgroup.Field.ACCUMULATE, True)
@@ -872,7 +874,35 @@ class Consumer:
         if count == 1:
             warp_arrive(self.storage.q_empty.data_ptr() + self.me)
         self.begin_rows()
-        self.soften(acc_s, first_key, True, now.done - 1, self.geometry.held)
+        self.soften(acc_s, first_key, True, now.done - 1, True)
+
+    @cute.jit
+    def cross_early(self, now: Count, due: Int32, half: cutlass.Constexpr, before: Tile, out: cute.Tensor,
+                    lse: cute.Tensor):  # fmt: skip
+        """The step from query tile `before`, of `due` KV tiles, to the next, whose last KV tile is `now.done`. The last
+        product of `before` is issued first, so that O is stored while the first scores of the next are computed."""
+        turn, count = now.done + now.stream - now.count, now.count
+        acc_s = self.acc_half if half else self.acc_s
+        wgmma.scale_rows(self.acc_o, self.factor)
+        self.take_turn()
+        self.wait_for_values(now.done - 1)
+        self.issue_output(now.done - 1, self.geometry.tokens, due > 1)
+        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
+        self.wait_for_keys(turn)
+        if cutlass.const_expr(half):
+            self.issue_half(turn)
+        else:
+            self.issue_scores(turn)
+        self.pass_turn()
+        warpgroup.wait_group(1)  # O
+        self.free(self.storage.v_empty.data_ptr(), now.done - 1)
+        self.epilogue(before, self.row_max, self.row_sum, out, lse)
+        warpgroup.wait_group(0)  # S
+        self.free(self.storage.k_empty.data_ptr(), turn)
+        if count == 1:
+            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
+        self.begin_rows()
+        self.soften(acc_s, (count - 1) * self.geometry.tokens, True)
 
     @cute.jit
     def begin_rows(self):
@@ -1130,19 +1160,26 @@ def consume(
         if now.count > 0:
             w.see(tile)
             if due > 0:
-                if now.sees > geometry.tokens // 2:
-                    w.cross(now, due, False)
+                if cutlass.const_expr(geometry.early):
+                    if now.sees > geometry.tokens // 2:
+                        w.cross_early(now, due, False, before, out, lse)
+                    else:
+                        w.cross_early(now, due, True, before, out, lse)
                 else:
-                    w.cross(now, due, True)
+                    if now.sees > geometry.tokens // 2:
+                        w.cross(now, due, False)
+                    else:
+                        w.cross(now, due, True)
             else:
                 w.first(tile, now)
         else:
             if due > 0:
                 w.last(now, due)
-        if due > 0:
-            w.epilogue(before, row_max, row_sum, out, lse)
-            if cutlass.const_expr(geometry.fill):
-                w.acc_o.fill(0.0)
+                if cutlass.const_expr(geometry.early):
+                    w.epilogue(before, row_max, row_sum, out, lse)
+        if cutlass.const_expr(not geometry.early):
+            if due > 0:
+                w.epilogue(before, row_max, row_sum, out, lse)
         if now.count > 0:
             w.ready_values(tile, now)
             w.rest(tile, now)
@@ -1287,21 +1324,22 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionV18Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
+    find their own order. early: between two query tiles the last product of the one is issued ahead of the first scores
+    of the other, and its O is stored beside these scores; else behind their softmax. section_mib: MiB of keys and
+    values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
-    held: bool = True
-    fill: bool = False
+    early: bool = True
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
         tokens = self.kv_tile or kv_tile_of(dk, dv)
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered, self.held, self.fill)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered, self.early)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:

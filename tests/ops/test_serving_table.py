@@ -141,7 +141,8 @@ PROMPTS: dict[str, list[Cell]] = {
     "prompts of different lengths, some of them empty": here({"lengths": "lognormal"}, {"lengths": [9, 0, 300, 1]}),
     "chunks behind a prefix": here({"s": 512, "t": 8192}, {"lengths": [(9, 50), (0, 7), (300, 300), (1, 2)]}),
     "192 / 128 columns": dims((192, 128)),
-    "128 / 128, 256 / 256": dims((128, 128), (256, 256)),
+    "128 / 128": dims((128, 128)),
+    "256 / 256": dims((256, 256)),
     "256 / 128, 96 / 64": dims((256, 128), (96, 64)),
     "other keys up to 256 columns, in multiples of 16, with values of 64, 128, 192 or 256": dims(
         (64, 64), (80, 64), (144, 128), (192, 64), (192, 192), (240, 192), (256, 64)

@@ -19,7 +19,7 @@ from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import UserError
-from mla_var3.packed_cache import V41
+from mla_var3.packed_cache import NO_ROPE, V41
 from mla_var3.workload.packed_append import PackedAppendProblem, make_inputs, new_outputs
 
 H200 = Device.get("h200")
@@ -29,12 +29,21 @@ PROBLEMS = [
     PackedAppendProblem(tokens=1, h=16, powers=False, interleaved=False),
     PackedAppendProblem(tokens=4096, h=64, layout="v4", columns=512, index="int32", page=256),
     PackedAppendProblem(tokens=4096, h=12, layout="flat", interleaved=False),
+    PackedAppendProblem(tokens=4096, layout="v32_no_rope"),
+    PackedAppendProblem(tokens=4096, layout="v32_no_rope", powers=False, index="int32", page=1),
+    PackedAppendProblem(tokens=4096, layout="flat_no_rope"),
 ]
 SMALL: list[dict[str, Any]] = [
     {"tokens": 2, "h": 2, "positions": 64, "page": 2, "layout": layout, "interleaved": layout != "v4"}
     for layout in ("v32", "v4", "flat", "v41", "v41_fp4", "v41_planar", "v41_fp4_planar")
 ]
 SMALL[4]["interleaved"] = SMALL[5]["interleaved"] = False
+SMALL += [
+    {"tokens": 2, "page": 2, "layout": "v32_no_rope"},
+    {"tokens": 2, "page": 2, "layout": "flat_no_rope", "rest": 3},
+]
+#: Of the check, on a CPU.
+COUNTS = {"v32": 17, "v32_no_rope": 14, "flat_no_rope": 13}
 
 
 def plan_type(label: str) -> Any:
@@ -79,7 +88,7 @@ def test_torch_is_right_on_a_cpu() -> None:
     for fields in SMALL:
         report = check(plan_type("torch/packed_append"), PackedAppendProblem(**fields), device="cpu", seeds=[5])
         assert report.ok, report.reason
-        assert len(report.cases) == (17 if fields["layout"] == "v32" else 16)
+        assert len(report.cases) == COUNTS.get(fields["layout"], 16)
 
 
 # The interpreter is chosen when a kernel is decorated, so a process has it or not.
@@ -90,7 +99,8 @@ from mla_var3.catalogue import registry
 from mla_var3.workload.packed_append import PackedAppendProblem
 plan = registry.get_plan(registry.KernelId.parse("triton/packed_append"))
 for problem in json.loads(sys.argv[1]):
-    cases = ["own", "skipped", "beyond", "tiny", "odd", "other"] + ["scales"] * (problem["layout"] == "v32")
+    cases = ["own", "skipped", "beyond", "tiny", "odd", "narrow" if "no_rope" in problem["layout"] else "other"]
+    cases += ["scales"] * problem["layout"].startswith("v32")
     report = check(plan, PackedAppendProblem(**problem), device="cpu", cases=cases, seeds=[5])
     print(json.dumps(report.to_record()))
 """
@@ -109,7 +119,7 @@ def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [len(report["cases"]) for report in reports] == [7, 6, 6, 6, 6, 6, 6]
+    assert [len(report["cases"]) for report in reports] == [7, 6, 6, 6, 6, 6, 6, 7, 6]
     for fields, report in zip(SMALL, reports, strict=True):
         assert report["ok"], (fields["layout"], report["reason"])
 
@@ -125,6 +135,19 @@ def test_refusals_say_why() -> None:
         PackedAppendPlan(problem, None, H200).plan_into(inputs, (out, codes[:, :, 1:], scales, plain))
 
 
+def test_latents_without_rope_columns_are_taken_where_vectors_fit() -> None:
+    from mla_var3.kernel.cute_python.rope.packed_append.packed_append.packed_append import PackedAppendPlan
+
+    problem = PackedAppendProblem(tokens=2, layout="v32_no_rope")
+    assert "multiple" in PackedAppendPlan.requires.accepts(problem.replace(rest=3)).reason
+    latent, slots = make_inputs(problem)
+    outputs = new_outputs(problem, latent)
+    for given, words in (((latent[:, 1:], slots), "latent starts at"), ((latent, slots), "the cache starts at")):
+        out, codes, *others = outputs
+        with pytest.raises(UserError, match=words):
+            PackedAppendPlan(problem, None, H200).plan_into(given, (out, codes[:, :, 1:], *others))
+
+
 @pytest.mark.parametrize("label", COMPILED)
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     for problem in PROBLEMS:
@@ -135,6 +158,7 @@ def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
 def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(PackedAppendProblem(), H200).kernel.label == "cute-dsl/packed_append"
     assert choose(PackedAppendProblem(rest=3), H200).kernel.label == "triton/packed_append"
-    for layout in V41:
+    for layout in (*V41, *NO_ROPE):
         assert choose(PackedAppendProblem(layout=layout), H200).kernel.label == "cute-dsl/packed_append"
+    assert choose(PackedAppendProblem(layout="flat_no_rope", rest=3), H200).kernel.label == "triton/packed_append"
     assert choose(PackedAppendProblem(), Device.get("a100")).kernel.label == "triton/packed_append"

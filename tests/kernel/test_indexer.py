@@ -154,7 +154,7 @@ def test_weights_of_a_quad_are_read_from_where_they_were_put_without_conflicts(h
     vector = 4 if g.lanes == 1 else 2
     run = g.lanes * vector
     for lane in range(4):
-        read = []
+        read: list[int] = []
         for group in range(g.groups):
             for j in range(heads // run):
                 first = lane % g.lanes * vector + lane // g.lanes * g.pitch + j * run + group * g.together * g.pitch

@@ -882,7 +882,8 @@ class MqaLogitsV4Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
     multiply, 2 or 4; 0: a choice. query_parts: in which a query tile is multiplied, 1 or 2. ahead: of the four products
     of a KV tile with each part those that still run when the next consumer may issue its own; all: no turns; -1: a
-    choice. evicts: pages of a cache leave L2 first. ctas: of the grid; 0: one for each multiprocessor."""
+    choice. evicts: pages of a cache leave L2 first, if a request has one query tile. ctas: of the grid; 0: one for each
+    multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
@@ -900,7 +901,9 @@ class MqaLogitsV4Tiling(Tiling):
         n = tokens * pd.heads
         ahead = self.ahead if self.ahead >= 0 else 1 if n > COLUMNS // 2 else PRODUCTS * self.query_parts
         consumers = self.consumers or (4 if n <= COLUMNS // 4 else 2)
-        return Geometry(pd.heads, s, tokens, consumers, self.query_parts, ahead, self.evicts and pd.table)
+        # What a request's other query tiles read too stays.
+        evicts = self.evicts and 0 < s <= tokens
+        return Geometry(pd.heads, s, tokens, consumers, self.query_parts, ahead, evicts)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):

@@ -24,6 +24,7 @@ from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
 LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
+TURNS = "cute-dsl/mqa_logits_v4"
 TWO = "cute-dsl/indexer_topk"
 
 
@@ -50,6 +51,9 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
         (SHORT, TopkProblem(b=64, t=32768)),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
+        (TURNS, IndexerLogitsProblem(table=False)),
+        (TURNS, IndexerLogitsProblem(s=6)),
+        (TURNS, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -117,6 +121,55 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
             own = lane // geometry.lanes
             stored += [2 * (i // 2 * geometry.together + own) + i % 2 for i in sums]
     assert sorted(stored) == list(range(2 * tokens))
+
+
+@pytest.mark.parametrize(
+    ("query_parts", "ahead", "issues", "turn"),
+    [
+        (1, 4, [(0, (0, 1, 2, 3))], None),
+        (1, 1, [(0, (0, 1, 2)), (0, (3,))], 0),
+        (1, 0, [(0, (0, 1, 2, 3))], 0),
+        (2, 8, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))], None),
+        (2, 4, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))], 0),
+        (2, 6, [(0, (0, 1)), (0, (2, 3)), (1, (0, 1, 2, 3))], 0),
+        (2, 1, [(0, (0, 1, 2, 3)), (1, (0, 1, 2)), (1, (3,))], 1),
+    ],
+)
+def test_a_turn_ends_when_as_many_products_are_left(
+    query_parts: int, ahead: int, issues: list[Any], turn: int | None
+) -> None:
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import Geometry, issues_of
+
+    geometry = Geometry(64, 0, 4, 2, query_parts, ahead, False)
+    found, end = issues_of(geometry)
+    assert (found, end if geometry.turns else None) == (issues, turn)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(64, 4), (64, 3), (64, 2), (64, 1), (32, 8), (32, 2), (16, 16), (16, 6)])
+def test_weights_of_a_quad_are_read_from_where_they_were_put_without_conflicts(heads: int, tokens: int) -> None:
+    """The words that a lane reads, against the columns that the box of the query tile deals to it."""
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import Geometry
+
+    g = Geometry(heads, 0, tokens, 2, 1, 4, False)
+    vector = 4 if g.lanes == 1 else 2
+    run = g.lanes * vector
+    for lane in range(4):
+        read: list[int] = []
+        for group in range(g.groups):
+            for j in range(heads // run):
+                first = lane % g.lanes * vector + lane // g.lanes * g.pitch + j * run + group * g.together * g.pitch
+                read += range(first, first + vector)
+        # The accumulator gives a lane columns 8 k + 2 lane + (0, 1); the box has (run, together, runs, groups).
+        columns = [8 * k + 2 * lane + e for k in range(g.n // 8) for e in range(2)]
+        wanted = []
+        for column in columns:
+            group, rest = divmod(column, g.together * heads)
+            runs, inner = divmod(rest, g.run * g.together)
+            token, head = group * g.together + inner // g.run, runs * g.run + inner % g.run
+            wanted.append(token * g.pitch + head)
+        assert read == wanted
+    banks = [(lane % g.lanes * vector + lane // g.lanes * g.pitch) % 32 // vector for lane in range(4)]
+    assert len(set(banks)) == 4
 
 
 def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> None:
@@ -222,7 +275,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, SHORT, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TURNS, TOPK, SHORT, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan, t = plan_type(label), 9000 if label == SHORT else 65536
     for problem in (plan.workload.problem(t=t, **fields) for fields in ({}, {"table": False}, {"s": 3})):

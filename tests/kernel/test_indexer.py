@@ -124,25 +124,25 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query_parts", "ahead", "issues", "turn"),
+    ("problem", "knobs", "issues"),
     [
-        (1, 4, [(0, (0, 1, 2, 3))], None),
-        (1, 1, [(0, (0, 1, 2)), (0, (3,))], 0),
-        (1, 0, [(0, (0, 1, 2, 3))], 0),
-        (2, 8, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))], None),
-        (2, 4, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))], 0),
-        (2, 6, [(0, (0, 1)), (0, (2, 3)), (1, (0, 1, 2, 3))], 0),
-        (2, 1, [(0, (0, 1, 2, 3)), (1, (0, 1, 2)), (1, (3,))], 1),
+        ({"table": False}, {}, [(0, (0, 1, 2)), (0, (3,))]),
+        ({"table": False}, {"turns": False}, [(0, (0, 1, 2, 3))]),
+        ({"table": False}, {"query_parts": 2}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
+        ({"table": False, "heads": 32}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
+        ({"table": False, "heads": 16}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
+        ({"s": 4}, {}, [(0, (0, 1, 2)), (0, (3,))]),
+        ({"s": 2}, {}, [(0, (0, 1, 2, 3))]),
     ],
 )
-def test_a_turn_ends_when_as_many_products_are_left(
-    query_parts: int, ahead: int, issues: list[Any], turn: int | None
+def test_what_is_issued_together_ends_a_turn_or_is_a_part_of_the_query_tile(
+    problem: dict[str, Any], knobs: dict[str, Any], issues: list[Any]
 ) -> None:
-    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import Geometry, issues_of
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import MqaLogitsV4Tiling, issues_of
 
-    geometry = Geometry(64, 0, 4, 2, query_parts, ahead, False)
-    found, end = issues_of(geometry)
-    assert (found, end if geometry.turns else None) == (issues, turn)
+    geometry = MqaLogitsV4Tiling(**knobs).geometry(IndexerLogitsProblem(**problem))
+    assert issues_of(geometry) == issues
+    assert geometry.turns == (len(issues) == 2 and issues[0][0] == issues[1][0])
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(64, 4), (64, 3), (64, 2), (64, 1), (32, 8), (32, 2), (16, 16), (16, 6)])
@@ -150,7 +150,7 @@ def test_weights_of_a_quad_are_read_from_where_they_were_put_without_conflicts(h
     """The words that a lane reads, against the columns that the box of the query tile deals to it."""
     from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import Geometry
 
-    g = Geometry(heads, 0, tokens, 2, 1, 4, False)
+    g = Geometry(heads, 0, tokens, 2, 1, False)
     vector = 4 if g.lanes == 1 else 2
     run = g.lanes * vector
     for lane in range(4):

@@ -19,7 +19,7 @@ piece from the ranges in memory (`find_piece`).
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
     consumers       each takes every `consumers`-th KV tile of the CTA's piece:
         mma         wait full;  wait for the turn;  S = K · Qᵀ, four products of 32 columns with each part of the query
-                    tile;  when all but `ahead` of them are done, hand the turn on;  wait;  free the stage
+                    tile;  when all but the last are done, hand the turn on;  wait;  free the stage
         epilogue    Σ weight · max(S, 0) per key and token, in registers, of a part while the next one is multiplied
                     → sum over the lanes of a token, if it has several, each of which keeps a share of the sums
                     → · scale → logits
@@ -27,14 +27,15 @@ piece from the ranges in memory (`find_piece`).
 A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds behind a request's end
 is never stored. A sum that is NaN is stored as -inf.
 
-With two consumers and wide tiles the products take turns, so that those of one consumer run beside the epilogue of the
-other:
+Where a thread has all heads of one token of a wide tile, the products take turns, so that those of one consumer run
+beside the epilogue of the other:
 
     consumer 0      | products |   epilogue   |        | products |   epilogue   |
     consumer 1                 | products |   epilogue   |        | products |
 
 Without turns both issue at about the same time, the tensor cores serve both evenly, and both are in their epilogue at
-once while the tensor cores have nothing to do.
+once while the tensor cores have nothing to do. Where a thread has several tokens of a wide tile, the tile is multiplied
+in two parts without turns, and the sums of the first part are made beside the products of the second.
 
 Against version 3: turns; pages leave L2 first, so that logits stay there; three tokens have two consumers with the
 registers for their addresses, which grow from tile to tile and are not made anew; a query tile's weights are read
@@ -45,7 +46,7 @@ DeepGEMM's (sm90_fp8_mqa_logits).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -100,17 +101,15 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply. query_parts: of a query tile, each with products of its own. ahead: products of
-    a KV tile that still run when the next consumer may issue its own; all of them: no turns. evicts: pages leave L2
-    first."""
+    consumers: warpgroups that multiply. query_parts: of a query tile, each with products of its own. turns: whether
+    consumers take turns with their products."""
 
     h: int
     s: int
     tokens: int
     consumers: int
     query_parts: int
-    ahead: int
-    evicts: bool
+    turns: bool
 
     @property
     def n(self) -> int:
@@ -127,13 +126,9 @@ class Geometry:
         return (self.consumers + 1) * WARPGROUP
 
     @property
-    def products(self) -> int:
-        """Of a KV tile."""
-        return PRODUCTS * self.query_parts
-
-    @property
-    def turns(self) -> bool:
-        return self.ahead < self.products
+    def evicts(self) -> bool:
+        """Whether pages leave L2 first. What a request's other query tiles read too stays."""
+        return 0 < self.s <= self.tokens
 
     @property
     def unit_points(self) -> int:
@@ -547,19 +542,13 @@ def make_mma(n: int) -> cute.TiledMma:
     return cute.make_tiled_mma(cute.make_mma_atom(op), (1, 1, 1))
 
 
-def issues_of(geometry: Geometry) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
-    """What is issued together, and waited for together: (part, blocks of 32 columns of the sum) each; and of which of
-    them the end is the end of a turn."""
-    every = [(part, block) for part in range(geometry.query_parts) for block in range(PRODUCTS)]
-    last = len(every) - geometry.ahead if geometry.turns else 0
-    found = [every[:last], every[last:]]
-    issues, turn = [], 0
-    for i, some in enumerate(found):
-        for part in range(geometry.query_parts):
-            if blocks := tuple(block for of, block in some if of == part):
-                issues.append((part, blocks))
-                turn = len(issues) - 1 if i == 0 else turn
-    return issues, turn
+def issues_of(geometry: Geometry) -> list[tuple[int, tuple[int, ...]]]:
+    """What is issued together, and waited for together: (part, blocks of 32 columns of the sum) each. A turn ends with
+    the first of them."""
+    every = tuple(range(PRODUCTS))
+    if geometry.turns:
+        return [(0, every[:-1]), (0, every[-1:])]
+    return [(part, every) for part in range(geometry.query_parts)]
 
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
@@ -728,7 +717,7 @@ def consume(
     query_stage, query_phase = Int32(0), Int32(0)
     skip = me  # tiles of the query tile that are others' before the first of mine
     tiles = Int32(1)
-    issues, turn = issues_of(geometry)
+    issues = issues_of(geometry)
     following = cutlass.select_(me == consumers - 1, Int32(0), me + 1)
     if cutlass.const_expr(geometry.turns):
         if me == consumers - 1:
@@ -760,8 +749,8 @@ def consume(
             chains = [[None, None] for _ in range(geometry.sums)]
             for i in cutlass.range_constexpr(len(issues)):
                 warpgroup.wait_group(len(issues) - 1 - i)
-                if cutlass.const_expr(geometry.turns and i == turn):
-                    # While the last products are under way, the next consumer issues its own.
+                if cutlass.const_expr(geometry.turns and i == 0):
+                    # While the last product is under way, the next consumer issues its own.
                     cute.arch.barrier_arrive(barrier_id=Barrier.TURN + following, number_of_threads=2 * WARPGROUP)
                 if cutlass.const_expr(i == len(issues) - 1):
                     warp_arrive(empty + stage)
@@ -880,18 +869,16 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsV4Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 or 4; 0: a choice. query_parts: in which a query tile is multiplied, 1 or 2. ahead: of the four products
-    of a KV tile with each part those that still run when the next consumer may issue its own; all: no turns; -1: a
-    choice. evicts: pages of a cache leave L2 first, if a request has one query tile. ctas: of the grid; 0: one for each
+    multiply, 2 or 4; 0: a choice. query_parts: in which a query tile is multiplied, 1 or 2; 0: a choice. turns: whether
+    consumers take turns where there is one part of more than 128 columns. ctas: of the grid; 0: one for each
     multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
     consumers: int = 0
-    query_parts: int = 1
-    ahead: int = -1
-    evicts: bool = True
+    query_parts: int = 0
+    turns: bool = True
     ctas: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
@@ -899,19 +886,17 @@ class MqaLogitsV4Tiling(Tiling):
         s, most = pd.s if pd.table else 0, max(1, COLUMNS // pd.heads)
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
         n = tokens * pd.heads
-        ahead = self.ahead if self.ahead >= 0 else 1 if n > COLUMNS // 2 else PRODUCTS * self.query_parts
         consumers = self.consumers or (4 if n <= COLUMNS // 4 else 2)
-        # What a request's other query tiles read too stays.
-        evicts = self.evicts and 0 < s <= tokens
-        return Geometry(pd.heads, s, tokens, consumers, self.query_parts, ahead, evicts)
+        one = Geometry(pd.heads, s, tokens, consumers, 1, False)
+        # A part's sums end with its products if a thread has several tokens.
+        parts = self.query_parts or (2 if not s and n > COLUMNS // 2 and one.groups > 1 else 1)
+        return replace(one, query_parts=parts, turns=self.turns and parts == 1 and n > COLUMNS // 2)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):
             return Verdict.no(f"consumers = {self.consumers} must be one of 0, {', '.join(map(str, REGISTERS))}")
-        if self.query_parts not in (1, 2):
-            return Verdict.no(f"query_parts = {self.query_parts} must be 1 or 2")
-        if not -1 <= self.ahead <= PRODUCTS * self.query_parts:
-            return Verdict.no(f"ahead = {self.ahead} must be -1 to {PRODUCTS * self.query_parts}")
+        if self.query_parts not in (0, 1, 2):
+            return Verdict.no(f"query_parts = {self.query_parts} must be 0, 1 or 2")
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd)
@@ -949,10 +934,10 @@ class MqaLogitsV4Plan(KernelPlan):
 
     def autotune_configs(self) -> list[Tiling]:
         tilings = [
-            MqaLogitsV4Tiling(tokens, consumers, ahead=ahead)
+            MqaLogitsV4Tiling(tokens, consumers, parts, turns)
             for tokens in (0, 1, 2)
             for consumers in REGISTERS
-            for ahead in (1, PRODUCTS)
+            for parts, turns in ((1, True), (1, False), (2, False))
         ]
         return [tiling for tiling in tilings if tiling.validate(self.problem, self.device)]
 

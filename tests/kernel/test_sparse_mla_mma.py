@@ -56,8 +56,7 @@ def prmt(word: int, selector: int) -> int:
     found = 0
     for i in range(4):
         nibble = selector >> 4 * i & 15
-        byte = word >> 8 * nibble & 255 if nibble & 7 < 4 and not nibble & 8 else word >> 8 * (nibble & 7) & 255
-        byte = 0 if nibble & 7 >= 4 else byte
+        byte = word >> 8 * (nibble & 7) & 255
         found |= (255 * (byte >> 7) if nibble & 8 else byte) << 8 * i
     return found
 
@@ -91,7 +90,8 @@ def test_lanes_have_the_columns_of_partial_results() -> None:
     """Columns of a lane's accumulators, and where `exchange` takes them, against the order of `split_kv.partials`."""
     from mla_var3.kernel.cute_python.mla.sparse_mla_mma.sparse_mla_mma import sparse_mla_mma as module
 
-    geometry = registry.get_plan(KERNEL)(SparseProblem(h=64), None, Device.get("h200")).geometry()
+    plan_type: Any = registry.get_plan(KERNEL)
+    geometry = plan_type(SparseProblem(h=64), None, Device.get("h200")).geometry()
     words: dict[tuple[int, int], tuple[int, int]] = {}  # (lane of a quad, word) -> columns of 32
     for lane, j in itertools.product(range(4), range(4)):
         pair = []

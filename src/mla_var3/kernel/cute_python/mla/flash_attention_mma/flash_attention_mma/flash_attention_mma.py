@@ -34,15 +34,16 @@ a thread's 255 with 32 rows and 128 columns) and S (64 with 64 keys). Masks are 
 warp does not see as a whole, and a warp computes nothing in KV tiles that none of its rows sees.
 
 Shared memory of a CTA is that of Q, K and V (`Geometry.smem_bytes`); `choices` has the tiles in the order in which they
-are preferred, and the first one that fits into the device is taken:
+are preferred, and the first one that fits into the device is taken. 64 keys beside 32 rows of a warp are Hopper's only:
+for other GPUs ptxas would move registers of the loop to local memory.
 
-    dk / dv      a device with     query rows    warps    keys    bytes a CTA    CTAs an SM
-    192 / 128    227 KB            128           4        64      90,112         2
-    192 / 128    163 KB (sm_80)    128           4        32      69,632         2
-    192 / 128    99 KB             128           8        64      90,112         1
-    128 / 128    163 or 227 KB     128           4        64      65,536         2
-    128 / 128    99 KB             64            4        64      49,152         2
-    256 / 256    227 KB            64            4        64      98,304         2
+    dk / dv      a device with              query rows    warps    keys    bytes a CTA    CTAs an SM
+    192 / 128    227 KB, Hopper             128           4        64      91,136         2
+    192 / 128    163 KB (sm_80), or 227     128           4        32      70,656         2
+    192 / 128    99 KB                      128           8        64      91,136         1
+    128 / 128    227 KB, Hopper             128           4        64      66,560         2
+    128 / 128    163 or 99 KB, or 227       128           4        32      50,176         2
+    256 / 256    227 KB                     64            4        64      99,328         2
 
 Tile scheduler: the grid has a CTA for each query tile that there might be. Requests lie on a line of query tiles, the
 one with the most keys first. Within a request heads come in sections whose keys and values fit in L2 together, and in a
@@ -812,11 +813,16 @@ def takes(pd: PrefillProblem) -> Verdict:
     )
 
 
-def choices(dv: int) -> tuple[tuple[int, int, int, int], ...]:
-    """(query rows, warps, keys, CTAs of an SM) in the order in which they are preferred. Wide results leave a warp
-    registers for 16 rows."""
-    wide = ((128, 4, 64, 2), (128, 4, 32, 2)) if dv <= 128 else ()
-    return (*wide, (64, 4, 64, 2), (128, 8, 64, 1), (64, 4, 64, 1), (64, 4, 32, 1))
+def choices(dv: int, arch: str) -> tuple[tuple[int, int, int, int], ...]:
+    """(query rows, warps, keys, CTAs of an SM) in the order in which they are preferred. Beside wide results a warp has
+    registers for 16 rows only, and beside 32 rows and 64 keys ptxas spills in the loop for other GPUs than Hopper."""
+    if dv > 128:
+        many: tuple[tuple[int, int, int, int], ...] = ()
+    elif arch == "sm_90a":
+        many = ((128, 4, 64, 2),)
+    else:
+        many = ((128, 4, 32, 2),)
+    return (*many, (64, 4, 64, 2), (128, 8, 64, 1), (64, 4, 64, 1), (64, 4, 32, 1))
 
 
 @dataclass(frozen=True)
@@ -839,7 +845,7 @@ class FlashAttentionMmaTiling(Tiling):
         last choice."""
         of, dk, dv = device or Device.assumed(), pd.d + pd.p, pd.d
         some = []
-        for rows, warps, tokens, wanted in choices(dv):
+        for rows, warps, tokens, wanted in choices(dv, of.arch):
             warps = self.warps or (8 if self.tile_m == QUERY_TILES[-1] else 4 if self.tile_m else warps)
             geometry = Geometry(
                 pd.h, pd.h_kv, dk, dv, pd.causal, self.tile_m or rows, warps, self.tile_n or tokens,

@@ -30,20 +30,24 @@ products of the ones before, and so do the multiplications that rescale O in the
 
 What a warp reads of K and V from shared memory serves all of its rows, so a warp with 32 rows reads half as much for
 each of them as one with 16. That decides on the tiles: Q is read again in each KV tile, since registers hold O (128 of
-a thread's 255 with 32 rows and 128 columns) and S (64 with 64 keys). Masks are applied in KV tiles that some row of the
-warp does not see as a whole, and a warp computes nothing in KV tiles that none of its rows sees.
+a thread's 255 with 32 rows and 128 columns) and S (64 with 64 keys). A query tile begins with the KV tiles
+that some of its rows do not see as a whole: masks are applied there only, and a warp leaves out those that none of its
+rows sees. The loop over all others has no branch around its products.
 
-Shared memory of a CTA is that of Q, K and V (`Geometry.smem_bytes`); `choices` has the tiles in the order in which they
-are preferred, and the first one that fits into the device is taken. 64 keys beside 32 rows of a warp are Hopper's only:
-for other GPUs ptxas would move registers of the loop to local memory.
+Where a thread has 32 rows and 64 keys, its row sums and the addresses that it copies from lie in shared memory between
+their uses, 32 bytes a thread, as all registers are taken while the scores are multiplied. A CTA has shared memory for
+Q, K and V besides (`Geometry.smem_bytes`). `choices` has the tiles in the order in which they are preferred, and the
+first one that fits into the device is taken. Elsewhere than on Hopper 64 keys beside 32 rows would not fit into the
+registers, and on sm_100a no 32 rows:
 
-    dk / dv      a device with              query rows    warps    keys    bytes a CTA    CTAs an SM
-    192 / 128    227 KB, Hopper             128           4        64      91,136         2
-    192 / 128    163 KB (sm_80), or 227     128           4        32      70,656         2
-    192 / 128    99 KB                      128           8        64      91,136         1
-    128 / 128    227 KB, Hopper             128           4        64      66,560         2
-    128 / 128    163 or 99 KB, or 227       128           4        32      50,176         2
-    256 / 256    227 KB                     64            4        64      99,328         2
+    dk / dv      a device with               query rows    warps    keys    bytes a CTA    CTAs an SM
+    192 / 128    227 KB, Hopper              128           4        64      95,232         2
+    192 / 128    227 KB, sm_100a             64            4        64      66,560         2
+    192 / 128    163 KB, sm_80               128           4        32      70,656         2
+    192 / 128    99 KB                       128           8        64      91,136         1
+    128 / 128    227 KB, Hopper              128           4        64      70,656         2
+    128 / 128    163 or 99 KB                128           4        32      50,176         2
+    256 / 256    227 KB                      64            4        64      99,328         2
 
 Tile scheduler: the grid has a CTA for each query tile that there might be. Requests lie on a line of query tiles, the
 one with the most keys first. Within a request heads come in sections whose keys and values fit in L2 together, and in a
@@ -155,8 +159,23 @@ class Geometry:
         return self.tokens * PANEL * self.v_panels
 
     @property
+    def parked(self) -> bool:
+        """Whether row sums, and the addresses that K and V are copied from, lie in shared memory between their uses:
+        where 32 rows and 64 keys leave a thread no registers for them during the scores."""
+        return self.along_m == 2 and self.tokens == KV_TILES[-1]
+
+    @property
+    def parked_words(self) -> int:
+        """Of each of these two: 16 bytes a thread."""
+        return 4 * self.threads if self.parked else 0
+
+    @property
     def smem_bytes(self) -> int:
-        return MISC_BYTES + 2 * (self.q_elements + self.stages * (self.k_elements + self.v_elements))
+        return (
+            MISC_BYTES
+            + 8 * self.parked_words
+            + 2 * (self.q_elements + self.stages * (self.k_elements + self.v_elements))
+        )
 
 
 def shared_storage(geometry: Geometry, dtype: type) -> type:
@@ -168,6 +187,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "counts": cute.struct.MemRange[Int32, SORTED],  # keys of each request
         "order": cute.struct.MemRange[Int32, SORTED],  # requests, that with the most keys first
+        "sums": cute.struct.Align[cute.struct.MemRange[Float32, geometry.parked_words], 1024],
+        "sources": cute.struct.Align[cute.struct.MemRange[Int64, geometry.parked_words // 2], 1024],
         "query": panels(geometry.q_elements),
         "keys": panels(geometry.stages * geometry.k_elements),
         "values": panels(geometry.stages * geometry.v_elements),
@@ -245,6 +266,11 @@ def kv_tiles(tile: Tile, geometry: Geometry) -> Any:
     """KV tiles that a query tile sees any key of."""
     last = keys_seen(tile, cutlass.min(tile.rows, geometry.rows) - 1, geometry.causal)
     return ceil_div(cutlass.max(last, 0), geometry.tokens)
+
+
+def whole_tiles(tile: Tile, geometry: Geometry) -> Any:
+    """KV tiles, from the first on, of which all rows see every key."""
+    return cutlass.max(keys_seen(tile, 0, geometry.causal), 0) // geometry.tokens
 
 
 class Window(NamedTuple):
@@ -346,8 +372,8 @@ def tile_at(
 
 # ------------------------------------------------------------------------------------------------ device: load
 class Source(NamedTuple):
-    """What a thread copies rows of: one head of a request in q, k or v. base: address of its 16 bytes in the request's
-    first row, first panel; step: bytes from one row to the next."""
+    """What a thread copies rows of: one head of a request in q, k or v. base: address of its 16 bytes of a row, in the
+    first row and first panel; step: bytes from one row to the next."""
 
     base: Int64
     step: Int64
@@ -378,11 +404,11 @@ def load_rows(
     )  # fmt: skip
     chunk = cute.make_layout(CHUNK)
     together = cutlass.const_expr(geometry.threads // CHUNKS)  # rows
-    row = first + thread // CHUNKS
-    address = source.base + Int64(row) * source.step
+    address = source.base + Int64(first) * source.step + Int64(thread // CHUNKS) * source.step
     for j in cutlass.range_constexpr(tokens // together):
         if cutlass.const_expr(last is not None):
-            address = source.base + Int64(cutlass.min(row + j * together, last)) * source.step
+            row = cutlass.min(first + thread // CHUNKS + j * together, last)
+            address = source.base + Int64(row) * source.step
         elif cutlass.const_expr(j > 0):
             address = address + together * source.step
         for panel in cutlass.range_constexpr(panels_of(columns)):
@@ -398,8 +424,8 @@ def load_rows(
 
 def first_place(base: Int32, thread: Int32) -> Int32:
     """Where a thread's first 16 bytes go. base: of the panels, shared memory. Chunk c of row r lies at c ^ (r % 8)."""
-    row = thread // CHUNKS
-    return base + row * ROW_BYTES + ((thread % CHUNKS) ^ (row % 8)) * 16
+    place = thread * 16
+    return base + (place ^ (place // CHUNKS & ROW_BYTES - 16))
 
 
 # ------------------------------------------------------------------------------------------------ device: one thread
@@ -415,9 +441,11 @@ class Worker:
     lane: Any
     first_row: Any  # of the warp, in the query tile
     scale_log2: Any
-    query: Any  # shared memory addresses: where this lane's row of a matrix lies, in the warp's rows of Q,
-    keys: Any  # in the first 16 keys of K,
-    values: Any  # and in those of V
+    below: Any  # where the rows that a lane names lie from the first one on, in bytes: of A operands and of V, whose
+    beside: Any  # matrices lie below each other first, and of K, whose lie beside each other first
+    query: Any  # shared memory addresses: of the warp's rows of Q,
+    keys: Any  # of K,
+    values: Any  # and of V
     of_k: Any  # `Source`
     of_v: Any
     k_place: Any  # of `first_place`
@@ -427,15 +455,14 @@ class Worker:
     p: Any  # A operands of 16 keys and the next 16: words, (4, rows, 2)
     row_max: Any  # (2, rows): running maximum times scale_log2,
     row_sum: Any  # this thread's share of the sums,
+    parked: Any  # where these lie between KV tiles, shared memory, None for here,
+    sources: Any  # and where the addresses of `of_k` and `of_v` do,
     factor: Any  # and what O is to be multiplied with
 
     @classmethod
     def make(cls, geometry, inputs, storage, tile, thread, warp, scale_log2) -> Worker:
         dtype, lane = inputs.q.element_type, thread % WARP
         first_row = warp * geometry.warp_rows
-        # Row of a matrix that a lane names, and the half of the 32 bytes of a slice: of an A operand and of V, whose
-        # matrices lie below each other first, and of K, whose lie beside each other first.
-        below, beside = lane % 16, lane % 8 + lane // 16 * 8
         swizzle = lane % 8
         query, keys, values = (x.data_ptr().toint() for x in (storage.query, storage.keys, storage.values))
         kv_head = tile.head // geometry.group
@@ -453,9 +480,11 @@ class Worker:
             lane=lane,
             first_row=first_row,
             scale_log2=scale_log2,
-            query=query + (first_row + below) * ROW_BYTES + ((lane // 16) ^ swizzle) * 16,
-            keys=keys + beside * ROW_BYTES + ((lane // 8 % 2) ^ swizzle) * 16,
-            values=values + below * ROW_BYTES + ((lane // 16) ^ swizzle) * 16,
+            below=lane % 16 * ROW_BYTES + ((lane // 16) ^ swizzle) * 16,
+            beside=(lane % 8 + lane // 16 * 8) * ROW_BYTES + ((lane // 8 % 2) ^ swizzle) * 16,
+            query=query + first_row * ROW_BYTES,
+            keys=keys,
+            values=values,
             of_k=source_of(inputs.k, tile.key, kv_head, thread),
             of_v=source_of(inputs.v, tile.key, kv_head, thread),
             k_place=first_place(keys, thread),
@@ -465,6 +494,8 @@ class Worker:
             p=registers(4, along_m, 2, kind=Int32),
             row_max=registers(2, along_m),
             row_sum=registers(2, along_m),
+            parked=storage.sums.data_ptr() + thread * 4 if geometry.parked else None,
+            sources=storage.sources.data_ptr() + thread * 2 if geometry.parked else None,
             factor=registers(2, along_m),
         )
 
@@ -491,6 +522,9 @@ class Worker:
         size = geometry.v_elements if cutlass.const_expr(of_values) else geometry.k_elements
         if cutlass.const_expr(geometry.stages > 1):
             place = place + stage * (2 * size)
+        if cutlass.const_expr(geometry.parked):
+            base = cute.make_tensor(self.sources, cute.make_layout(2))[int(of_values)]
+            source = Source(base, source.step)
         last = self.tile.keys - 1 if cutlass.const_expr(clamped) else None
         first = at * geometry.tokens
         load_rows(source, first, last, place, self.thread, geometry.tokens, columns, geometry, self.dtype)
@@ -512,10 +546,10 @@ class Worker:
             panel, part = divmod(n, PANEL // warp_mma.K)
             for i in cutlass.range_constexpr(along_m):
                 offset = cutlass.const_expr((panel * geometry.rows + i * warp_mma.M) * ROW_BYTES)
-                load_matrices((self.query ^ part * 32) + offset, a[None, i])
+                load_matrices((self.below ^ part * 32) + (self.query + offset), a[None, i])
             for j in cutlass.range_constexpr(geometry.tokens // 16):
                 offset = cutlass.const_expr((panel * geometry.tokens + j * 16) * ROW_BYTES)
-                load_matrices((keys ^ part * 32) + offset, both)
+                load_matrices((self.beside ^ part * 32) + (keys + offset), both)
                 for i in cutlass.range_constexpr(along_m):
                     for c in cutlass.range_constexpr(2):
                         acc = self.acc_s[None, i, 2 * j + c]
@@ -523,12 +557,26 @@ class Worker:
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
+    def move_sums(self, back: cutlass.Constexpr):
+        """Writes the row sums to where they lie between KV tiles, or reads them."""
+        if cutlass.const_expr(self.parked is not None):
+            sums = cute.make_tensor(self.row_sum.iterator, cute.make_layout(2 * self.geometry.along_m))
+            place = cute.make_tensor(self.parked.align(16), sums.layout)
+            if cutlass.const_expr(back):
+                cute.autovec_copy(place, sums)
+            else:
+                cute.autovec_copy(sums, place)
+
+    @cute.jit
     def mask(self, first_key: Int32):
         """Sets scores of keys that a row does not see to -inf."""
         geometry = self.geometry
         for i in cutlass.range_constexpr(geometry.along_m):
             for half in cutlass.range_constexpr(2):
-                left = keys_seen(self.tile, self.row(i, half), geometry.causal) - first_key - self.lane % 4 * 2
+                left = self.tile.keys - first_key
+                if cutlass.const_expr(geometry.causal):
+                    left = cutlass.min(left, self.tile.seen - first_key + self.row(i, half))
+                left = left - self.lane % 4 * 2
                 for j in cutlass.range_constexpr(geometry.tokens // warp_mma.N):
                     for e in cutlass.range_constexpr(2):
                         score = self.acc_s[2 * half + e, i, j]
@@ -537,6 +585,7 @@ class Worker:
     @cute.jit
     def maxima(self):
         """Takes a KV tile's scores into the running maxima, and says by how much less older results count."""
+        self.move_sums(True)
         count = cutlass.const_expr(self.geometry.tokens // warp_mma.N)
         for i in cutlass.range_constexpr(self.geometry.along_m):
             for half in cutlass.range_constexpr(2):
@@ -574,27 +623,38 @@ class Worker:
         if cutlass.const_expr(geometry.stages > 1):
             values = values + stage * (2 * geometry.v_elements)
         steps, columns = geometry.tokens // warp_mma.K, geometry.dv // 16
-        p = cute.make_tensor(
-            cute.recast_ptr(self.p.iterator, dtype=self.dtype), cute.make_layout((warp_mma.OPERANDS, along_m, 2))
-        )
-        b = cute.make_rmem_tensor(cute.make_layout((4, 2)), self.dtype)
-        both = cute.make_tensor(b.iterator, cute.make_layout(warp_mma.OPERANDS))
+        operands = cute.make_layout((warp_mma.OPERANDS, along_m, 2))
+        p = cute.make_tensor(cute.recast_ptr(self.p.iterator, dtype=self.dtype), operands)
+        # Fragments of V: those that are multiplied, and the next ones.
+        b = cute.make_rmem_tensor(cute.make_layout((4, 2, 2)), self.dtype)
+        both = cute.make_tensor(b.iterator, cute.make_layout((warp_mma.OPERANDS, 2)))
         for word in cutlass.range_constexpr(4):
             self.exponentials(0, word)
-        for n in cutlass.range_constexpr(steps):
-            for j in cutlass.range_constexpr(columns):
-                panel, part = divmod(j, PANEL // 16)
-                offset = cutlass.const_expr((panel * geometry.tokens + n * warp_mma.K) * ROW_BYTES)
-                load_matrices((values ^ part * 32) + offset, both, transposed=True)
-                for i in cutlass.range_constexpr(along_m):
-                    for c in cutlass.range_constexpr(2):
-                        if cutlass.const_expr(n == 0):
-                            self.scale_output(i, 2 * j + c, self.factor)
-                        acc = self.acc_o[None, i, 2 * j + c]
-                        cute.mma_atom_call(self.mma, acc, p[None, i, n % 2], b[None, c], acc)
-                if cutlass.const_expr(n + 1 < steps):
-                    for word in cutlass.range_constexpr(j * 4 // columns, (j + 1) * 4 // columns):
-                        self.exponentials(n + 1, word)
+        self.load_values(values, 0, both[None, 0])
+        for at in cutlass.range_constexpr(steps * columns):
+            n, j = divmod(at, columns)
+            if cutlass.const_expr(at + 1 < steps * columns):
+                self.load_values(values, at + 1, both[None, (at + 1) % 2])
+            for i in cutlass.range_constexpr(along_m):
+                for c in cutlass.range_constexpr(2):
+                    if cutlass.const_expr(n == 0):
+                        self.scale_output(i, 2 * j + c, self.factor)
+                    acc = self.acc_o[None, i, 2 * j + c]
+                    cute.mma_atom_call(self.mma, acc, p[None, i, n % 2], b[None, c, at % 2], acc)
+            if cutlass.const_expr(n + 1 < steps):
+                for word in cutlass.range_constexpr(j * 4 // columns, (j + 1) * 4 // columns):
+                    self.exponentials(n + 1, word)
+                if cutlass.const_expr(n + 2 == steps and j + 1 == columns):
+                    self.move_sums(False)
+
+    @cute.jit
+    def load_values(self, values: Int32, at: cutlass.Constexpr, target: cute.Tensor):
+        """Loads the fragment of V of 16 keys and 16 columns, of which there are dv / 16 beside each other."""
+        geometry = self.geometry
+        n, j = divmod(at, geometry.dv // 16)
+        panel, part = divmod(j, PANEL // 16)
+        offset = cutlass.const_expr((panel * geometry.tokens + n * warp_mma.K) * ROW_BYTES)
+        load_matrices((self.below ^ part * 32) + (values + offset), target, transposed=True)
 
     @cute.jit
     def scale_output(self, i: cutlass.Constexpr, j: cutlass.Constexpr, factor: cute.Tensor):
@@ -604,64 +664,83 @@ class Worker:
 
     # -------------------------------------------------------------------------------------------- a query tile
     @cute.jit
-    def weigh(self, first_key: Int32, unmasked: Int32, stage: Int32):
-        """Softmax and output of a KV tile, whose scores are there."""
-        if first_key + self.geometry.tokens > unmasked:
-            self.mask(first_key)
-        self.maxima()
-        self.output(stage)
+    def step(self, at: Int32, count: Int32, stage: Int32, seen: Int32, masked: cutlass.Constexpr):
+        """KV tile `at` of `count`. masked: some row of the CTA does not see all of it. seen: keys that any row of the
+        warp sees; a warp that sees none of a KV tile only loads. Only masked steps ask: with a branch around the
+        products ptxas loads each fragment right in front of its products, and waits for it."""
+        geometry = self.geometry
+        first_key = at * geometry.tokens
+        sees = first_key < seen
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(geometry.stages > 1):
+            if at > 0:
+                self.load(False, at - 1, 1 - stage, False)
+                self.load(True, at - 1, 1 - stage, False)
+            cute.arch.cp_async_commit_group()
+            if cutlass.const_expr(not masked):
+                self.scores(stage)
+                self.maxima()
+                self.output(stage)
+            elif sees:
+                self.scores(stage)
+                self.mask(first_key)
+                self.maxima()
+                self.output(stage)
+        else:
+            if cutlass.const_expr(not masked):
+                self.load(True, at, stage, False)
+            elif at < count - 1:
+                self.load(True, at, stage, False)
+            else:
+                self.load(True, at, stage, True)
+            cute.arch.cp_async_commit_group()
+            if cutlass.const_expr(not masked):
+                self.scores(stage)
+            elif sees:
+                self.scores(stage)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            if at > 0:
+                self.load(False, at - 1, stage, False)
+            cute.arch.cp_async_commit_group()
+            if cutlass.const_expr(not masked):
+                self.maxima()
+                self.output(stage)
+            elif sees:
+                self.mask(first_key)
+                self.maxima()
+                self.output(stage)
 
     @cute.jit
     def attend(self, q: cute.Tensor, q_place: Int32, count: Int32):
         """O and the row statistics of the warp's rows. count: KV tiles, at least one."""
-        geometry, tile, tokens = self.geometry, self.tile, self.geometry.tokens
+        geometry, tile = self.geometry, self.tile
         self.acc_o.fill(0.0)
         self.row_max.fill(softmax.NO_KEY)
         self.row_sum.fill(0.0)
-        # Keys that all rows of the warp see, and those that any of them does.
-        unmasked = keys_seen(tile, self.first_row, geometry.causal)
-        seen = keys_seen(tile, self.first_row + (geometry.warp_rows - 1), geometry.causal)
-        stage = Int32(0)
+        self.move_sums(False)
+        if cutlass.const_expr(geometry.parked):
+            bases = cute.make_tensor(self.sources, cute.make_layout(2))
+            bases[0], bases[1] = self.of_k.base, self.of_v.base
         self.load_query(q, q_place)
-        self.load(False, count - 1, stage, True)
+        self.load(False, count - 1, Int32(0), True)
         if cutlass.const_expr(geometry.stages > 1):
-            self.load(True, count - 1, stage, True)
+            self.load(True, count - 1, Int32(0), True)
         cute.arch.cp_async_commit_group()
-        for i in cutlass.range(count, unroll=1):
-            at = count - 1 - i
-            first_key = at * tokens
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            if cutlass.const_expr(geometry.stages > 1):
-                if at > 0:
-                    self.load(False, at - 1, 1 - stage, False)
-                    self.load(True, at - 1, 1 - stage, False)
-                cute.arch.cp_async_commit_group()
-                if first_key < seen:
-                    self.scores(stage)
-                    self.weigh(first_key, unmasked, stage)
-                stage = 1 - stage
-            else:
-                if i == 0:
-                    self.load(True, at, stage, True)
-                else:
-                    self.load(True, at, stage, False)
-                cute.arch.cp_async_commit_group()
-                if first_key < seen:
-                    self.scores(stage)
-                cute.arch.cp_async_wait_group(0)
-                cute.arch.sync_threads()
-                if at > 0:
-                    self.load(False, at - 1, stage, False)
-                cute.arch.cp_async_commit_group()
-                if first_key < seen:
-                    self.weigh(first_key, unmasked, stage)
+        seen = keys_seen(tile, self.first_row + (geometry.warp_rows - 1), geometry.causal)
+        whole = whole_tiles(tile, geometry)
+        for i in cutlass.range(count - whole, unroll=1):
+            self.step(count - 1 - i, count, i % 2, seen, True)
+        for i in cutlass.range(count - whole, count, unroll=1):
+            self.step(count - 1 - i, count, i % 2, seen, False)
 
     # -------------------------------------------------------------------------------------------- epilogue
     @cute.jit
     def epilogue(self, out: cute.Tensor, lse: cute.Tensor):
         """out = O / sum and lse = ln sum; rows past the end of the request are not written."""
         geometry, tile = self.geometry, self.tile
+        self.move_sums(True)
         for i in cutlass.range_constexpr(geometry.along_m):
             for half in cutlass.range_constexpr(2):
                 row = self.row(i, half)
@@ -813,12 +892,13 @@ def takes(pd: PrefillProblem) -> Verdict:
     )
 
 
-def choices(dv: int, arch: str) -> tuple[tuple[int, int, int, int], ...]:
+def choices(dk: int, dv: int, arch: str) -> tuple[tuple[int, int, int, int], ...]:
     """(query rows, warps, keys, CTAs of an SM) in the order in which they are preferred. Beside wide results a warp has
-    registers for 16 rows only, and beside 32 rows and 64 keys ptxas spills in the loop for other GPUs than Hopper."""
-    if dv > 128:
+    registers for 16 rows only. Beside 32 rows ptxas spills in the loop for sm_100a and sm_103a, and beside 32 rows and
+    64 keys for all other GPUs than Hopper, and there for wide keys."""
+    if dv > 128 or arch in ("sm_100a", "sm_103a"):
         many: tuple[tuple[int, int, int, int], ...] = ()
-    elif arch == "sm_90a":
+    elif dk <= 192 and arch == "sm_90a":
         many = ((128, 4, 64, 2),)
     else:
         many = ((128, 4, 32, 2),)
@@ -845,7 +925,7 @@ class FlashAttentionMmaTiling(Tiling):
         last choice."""
         of, dk, dv = device or Device.assumed(), pd.d + pd.p, pd.d
         some = []
-        for rows, warps, tokens, wanted in choices(dv, of.arch):
+        for rows, warps, tokens, wanted in choices(dk, dv, of.arch):
             warps = self.warps or (8 if self.tile_m == QUERY_TILES[-1] else 4 if self.tile_m else warps)
             geometry = Geometry(
                 pd.h, pd.h_kv, dk, dv, pd.causal, self.tile_m or rows, warps, self.tile_n or tokens,

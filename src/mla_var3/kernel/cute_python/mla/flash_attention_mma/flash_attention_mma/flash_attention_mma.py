@@ -34,18 +34,18 @@ a thread's 255 with 32 rows and 128 columns) and S (64 with 64 keys). A query ti
 that some of its rows do not see as a whole: masks are applied there only, and a warp leaves out those that none of its
 rows sees. The loop over all others has no branch around its products.
 
-Where a thread has 32 rows and 64 keys, its row sums and the addresses that it copies from lie in shared memory between
-their uses, 32 bytes a thread, as all registers are taken while the scores are multiplied. A CTA has shared memory for
-Q, K and V besides (`Geometry.smem_bytes`). `choices` has the tiles in the order in which they are preferred, and the
-first one that fits into the device is taken. Elsewhere than on Hopper 64 keys beside 32 rows would not fit into the
-registers, and on sm_100a no 32 rows:
+Where a thread has 32 rows and 64 keys, its row maxima and sums and the addresses that it copies from lie in shared
+memory between their uses, 48 bytes a thread: all registers are taken while the scores are multiplied. `choices` has the
+tiles in the order in which they are preferred, and the first one that fits into the device is taken
+(`Geometry.smem_bytes`). Elsewhere than on Hopper 64 keys beside 32 rows would not fit into the registers, and on
+sm_100a no 32 rows:
 
     dk / dv      a device with               query rows    warps    keys    bytes a CTA    CTAs an SM
-    192 / 128    227 KB, Hopper              128           4        64      95,232         2
+    192 / 128    227 KB, Hopper              128           4        64      97,280         2
     192 / 128    227 KB, sm_100a             64            4        64      66,560         2
     192 / 128    163 KB, sm_80               128           4        32      70,656         2
     192 / 128    99 KB                       128           8        64      91,136         1
-    128 / 128    227 KB, Hopper              128           4        64      70,656         2
+    128 / 128    227 KB, Hopper              128           4        64      72,704         2
     128 / 128    163 or 99 KB                128           4        32      50,176         2
     256 / 256    227 KB                      64            4        64      99,328         2
 
@@ -160,20 +160,20 @@ class Geometry:
 
     @property
     def parked(self) -> bool:
-        """Whether row sums, and the addresses that K and V are copied from, lie in shared memory between their uses:
-        where 32 rows and 64 keys leave a thread no registers for them during the scores."""
+        """Whether row maxima and sums, and the addresses that K and V are copied from, lie in shared memory between
+        their uses: where 32 rows and 64 keys leave a thread no registers for them during the scores."""
         return self.along_m == 2 and self.tokens == KV_TILES[-1]
 
     @property
     def parked_words(self) -> int:
-        """Of each of these two: 16 bytes a thread."""
+        """Of each of these three: 16 bytes a thread."""
         return 4 * self.threads if self.parked else 0
 
     @property
     def smem_bytes(self) -> int:
         return (
             MISC_BYTES
-            + 8 * self.parked_words
+            + 12 * self.parked_words
             + 2 * (self.q_elements + self.stages * (self.k_elements + self.v_elements))
         )
 
@@ -187,6 +187,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "counts": cute.struct.MemRange[Int32, SORTED],  # keys of each request
         "order": cute.struct.MemRange[Int32, SORTED],  # requests, that with the most keys first
+        "maxima": cute.struct.Align[cute.struct.MemRange[Float32, geometry.parked_words], 1024],
         "sums": cute.struct.Align[cute.struct.MemRange[Float32, geometry.parked_words], 1024],
         "sources": cute.struct.Align[cute.struct.MemRange[Int64, geometry.parked_words // 2], 1024],
         "query": panels(geometry.q_elements),
@@ -455,7 +456,8 @@ class Worker:
     p: Any  # A operands of 16 keys and the next 16: words, (4, rows, 2)
     row_max: Any  # (2, rows): running maximum times scale_log2,
     row_sum: Any  # this thread's share of the sums,
-    parked: Any  # where these lie between KV tiles, shared memory, None for here,
+    tops: Any  # where both lie between KV tiles, shared memory, None for in registers,
+    sums: Any
     sources: Any  # and where the addresses of `of_k` and `of_v` do,
     factor: Any  # and what O is to be multiplied with
 
@@ -494,7 +496,8 @@ class Worker:
             p=registers(4, along_m, 2, kind=Int32),
             row_max=registers(2, along_m),
             row_sum=registers(2, along_m),
-            parked=storage.sums.data_ptr() + thread * 4 if geometry.parked else None,
+            tops=storage.maxima.data_ptr() + thread * 4 if geometry.parked else None,
+            sums=storage.sums.data_ptr() + thread * 4 if geometry.parked else None,
             sources=storage.sources.data_ptr() + thread * 2 if geometry.parked else None,
             factor=registers(2, along_m),
         )
@@ -557,15 +560,18 @@ class Worker:
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
-    def move_sums(self, back: cutlass.Constexpr):
-        """Writes the row sums to where they lie between KV tiles, or reads them."""
-        if cutlass.const_expr(self.parked is not None):
-            sums = cute.make_tensor(self.row_sum.iterator, cute.make_layout(2 * self.geometry.along_m))
-            place = cute.make_tensor(self.parked.align(16), sums.layout)
-            if cutlass.const_expr(back):
-                cute.autovec_copy(place, sums)
-            else:
-                cute.autovec_copy(sums, place)
+    def park(self, values: cute.Tensor, place: cutlass.Constexpr):
+        """Writes row maxima or sums to where they lie between KV tiles."""
+        if cutlass.const_expr(place is not None):
+            flat = cute.make_tensor(values.iterator, cute.make_layout(4))
+            cute.autovec_copy(flat, cute.make_tensor(place.align(16), flat.layout))
+
+    @cute.jit
+    def fetch(self, values: cute.Tensor, place: cutlass.Constexpr):
+        """Reads them."""
+        if cutlass.const_expr(place is not None):
+            flat = cute.make_tensor(values.iterator, cute.make_layout(4))
+            cute.autovec_copy(cute.make_tensor(place.align(16), flat.layout), flat)
 
     @cute.jit
     def mask(self, first_key: Int32):
@@ -585,7 +591,8 @@ class Worker:
     @cute.jit
     def maxima(self):
         """Takes a KV tile's scores into the running maxima, and says by how much less older results count."""
-        self.move_sums(True)
+        self.fetch(self.row_max, self.tops)
+        self.fetch(self.row_sum, self.sums)
         count = cutlass.const_expr(self.geometry.tokens // warp_mma.N)
         for i in cutlass.range_constexpr(self.geometry.along_m):
             for half in cutlass.range_constexpr(2):
@@ -599,6 +606,7 @@ class Worker:
                 self.factor[half, i] = softmax.exp2(self.row_max[half, i] - top)
                 self.row_max[half, i] = top
                 self.row_sum[half, i] = self.row_sum[half, i] * self.factor[half, i]
+        self.park(self.row_max, self.tops)
 
     @cute.jit
     def exponentials(self, n: cutlass.Constexpr, word: cutlass.Constexpr):
@@ -645,7 +653,7 @@ class Worker:
                 for word in cutlass.range_constexpr(j * 4 // columns, (j + 1) * 4 // columns):
                     self.exponentials(n + 1, word)
                 if cutlass.const_expr(n + 2 == steps and j + 1 == columns):
-                    self.move_sums(False)
+                    self.park(self.row_sum, self.sums)
 
     @cute.jit
     def load_values(self, values: Int32, at: cutlass.Constexpr, target: cute.Tensor):
@@ -719,7 +727,8 @@ class Worker:
         self.acc_o.fill(0.0)
         self.row_max.fill(softmax.NO_KEY)
         self.row_sum.fill(0.0)
-        self.move_sums(False)
+        self.park(self.row_max, self.tops)
+        self.park(self.row_sum, self.sums)
         if cutlass.const_expr(geometry.parked):
             bases = cute.make_tensor(self.sources, cute.make_layout(2))
             bases[0], bases[1] = self.of_k.base, self.of_v.base
@@ -740,7 +749,8 @@ class Worker:
     def epilogue(self, out: cute.Tensor, lse: cute.Tensor):
         """out = O / sum and lse = ln sum; rows past the end of the request are not written."""
         geometry, tile = self.geometry, self.tile
-        self.move_sums(True)
+        self.fetch(self.row_max, self.tops)
+        self.fetch(self.row_sum, self.sums)
         for i in cutlass.range_constexpr(geometry.along_m):
             for half in cutlass.range_constexpr(2):
                 row = self.row(i, half)

@@ -24,6 +24,7 @@ from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode, get, names
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 H200, H100, A100 = (Device.get(key) for key in ("h200", "h100", "a100"))
 
@@ -382,6 +383,17 @@ def test_other_gpus_take_of_flash_mla_mma_what_was_checked_and_triton_does_not_t
     ):
         with pytest.raises(Unsupported, match=r"flash_mla_mma: the rule is for different query tokens, of up to 32"):
             picked(**fields)
+
+
+@pytest.mark.parametrize("device", ["a100", "a40", "rtx4090", "rtx5090", "h200"])
+def test_other_gpus_take_prompts_by_products_of_single_warps(device: str) -> None:
+    if reason := registry.missing("cute-dsl"):
+        pytest.skip(reason)
+    of = Device.get(device)
+    for fields in ({}, {"dtype": "fp16", "p": 0}, {"lengths": "lognormal"}, {"h_kv": 2}, {"d": 256, "p": 0}):
+        problem = PrefillProblem(**{"b": 4, "s": 1024, "h": 16, "causal": True, "lengths": [9, 0, 300, 1], **fields})
+        picked = choose(problem, of).kernel.design
+        assert picked == ("flash_attention" if of.arch == "sm_90a" else "flash_attention_mma")
 
 
 def test_problems_near_a_count_have_it() -> None:

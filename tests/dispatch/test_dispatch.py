@@ -24,6 +24,7 @@ from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode, get, names
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.prefill import PrefillProblem
 
 H200, H100, A100 = (Device.get(key) for key in ("h200", "h100", "a100"))
 
@@ -381,6 +382,17 @@ def test_other_gpus_take_flash_mla_mma_for_few_query_rows_and_for_what_triton_do
     ):
         assert picked(**fields) == "cute-dsl/flash_mla_mma_v1"
     assert picked(h=33) == picked(h=128) == picked(h=16, s=4) == picked(h=16, k=64) == "triton/flash_mla"
+
+
+@pytest.mark.parametrize("device", ["a100", "a40", "rtx4090", "rtx5090", "h200"])
+def test_other_gpus_take_prompts_by_products_of_single_warps(device: str) -> None:
+    if reason := registry.missing("cute-dsl"):
+        pytest.skip(reason)
+    of = Device.get(device)
+    for fields in ({}, {"dtype": "fp16", "p": 0}, {"lengths": "lognormal"}, {"h_kv": 2}, {"d": 256, "p": 0}):
+        problem = PrefillProblem(**{"b": 4, "s": 1024, "h": 16, "causal": True, "lengths": [9, 0, 300, 1], **fields})
+        picked = choose(problem, of).kernel.design
+        assert picked == ("flash_attention" if of.arch == "sm_90a" else "flash_attention_mma")
 
 
 @pytest.mark.parametrize("quantity", [ROWS, PAGE], ids=lambda q: q.name)

@@ -73,4 +73,5 @@ RULES = (
     ),
     Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
+    Rule("cute-dsl/flash_attention_mma", "it runs on every GPU from sm_80 on, with products of single warps"),
 )

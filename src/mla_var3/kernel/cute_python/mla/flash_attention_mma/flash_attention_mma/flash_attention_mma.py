@@ -42,6 +42,7 @@ sm_100a no 32 rows:
 
     dk / dv      a device with               query rows    warps    keys    bytes a CTA    CTAs an SM
     192 / 128    227 KB, Hopper              128           4        64      97,280         2
+    192 / 128    the same, keys from 8,192   256           8        64      193,536        1
     192 / 128    227 KB, sm_100a             64            4        64      66,560         2
     192 / 128    163 KB, sm_80               128           4        32      70,656         2
     192 / 128    99 KB                       128           8        64      91,136         1
@@ -95,6 +96,7 @@ REGISTERS = 255  # of a thread
 WARP_ROWS = (16, 32)
 QUERY_TILES = (64, 128, 256)
 KV_TILES = (32, 64)
+LONG, MANY = 8192, 256  # keys and query tiles from which on Hopper has the largest ones
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -987,7 +989,12 @@ class FlashAttentionMmaPlan(KernelPlan):
     )  # fmt: skip
 
     def default_tiling(self) -> FlashAttentionMmaTiling:
-        return FlashAttentionMmaTiling()
+        """On Hopper many query tiles of long requests have 256 rows, since their CTAs copy K and V half as often."""
+        pd, of = self.problem, self.device or Device.assumed()
+        big = FlashAttentionMmaTiling(tile_m=QUERY_TILES[-1], num_pipeline_stages=2)
+        many = pd.b * pd.h * ceil_div(pd.s, big.tile_m) >= MANY
+        long = pd.t >= LONG and 128 < pd.d + pd.p <= 192
+        return big if of.arch == "sm_90a" and many and long and big.validate(pd, of) else FlashAttentionMmaTiling()
 
     def autotune_configs(self) -> list[Tiling]:
         some = ((0, 0), (128, 64), (128, 32), (64, 64), (256, 64))

@@ -24,7 +24,7 @@ from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
 LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
-LINEAR = "cute-dsl/topk_v5"
+LINEAR, LONG = "cute-dsl/topk_v5", "cute-dsl/topk_v6"
 TWO = "cute-dsl/indexer_topk"
 
 
@@ -53,6 +53,8 @@ def plan_type(label: str) -> Any:
         (LINEAR, TopkProblem(b=1, t=8192)),
         (LINEAR, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
         (LINEAR, TopkProblem(b=4096, t=16384, topk=512)),
+        (LONG, TopkProblem(b=1, t=131072)),
+        (LONG, TopkProblem(b=6, s=2, t=400_000, table=True, dtype="bf16")),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
@@ -184,6 +186,25 @@ def test_a_floor_leaves_more_than_k(label: str, held: int, threads: int, k: int)
         groups = [logits[i :: threads * held // geometry.group] for i in range(threads * held // geometry.group)]
         floor = min(max(group) for group in groups)
         assert sum(x >= floor for x in logits) >= k or count < threads * held // geometry.group
+
+
+def test_a_cluster_holds_a_long_row() -> None:
+    tiling_type: Any = plan_type(LONG).tiling_type
+
+    def made(rows: int, t: int, aligned: bool = True, **knobs: Any) -> tuple[int, int]:
+        """CTAs of a row, logits of a thread."""
+        geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132, aligned)
+        assert geometry.own_k < geometry.share and t <= geometry.ctas * geometry.held * 1024
+        assert geometry.own_k <= geometry.least_count / geometry.ctas
+        return geometry.ctas, geometry.held
+
+    assert [made(1, t) for t in (1, 16384, 65536, 131071, 131072, 262144, 1 << 19)] == [
+        (2, 8), (2, 8), (8, 8), (8, 16), (16, 8), (16, 16), (16, 32),
+    ]  # fmt: skip
+    assert [made(rows, 131072) for rows in (7, 8, 15, 16, 30, 31)] == [
+        (16, 8), (8, 16), (8, 16), (4, 32), (4, 32), (4, 32),
+    ]  # fmt: skip
+    assert made(1, 1 << 19, False) == (16, 40) and made(1, 131072, ctas=4) == (4, 32)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])

@@ -24,6 +24,7 @@ from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
 LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
+LINEAR, LONG = "cute-dsl/topk_v5", "cute-dsl/topk_v6"
 TWO = "cute-dsl/indexer_topk"
 
 
@@ -49,6 +50,11 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
         (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
         (SHORT, TopkProblem(b=64, t=32768)),
+        (LINEAR, TopkProblem(b=1, t=8192)),
+        (LINEAR, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
+        (LINEAR, TopkProblem(b=4096, t=16384, topk=512)),
+        (LONG, TopkProblem(b=1, t=131072)),
+        (LONG, TopkProblem(b=6, s=2, t=400_000, table=True, dtype="bf16")),
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
@@ -139,12 +145,13 @@ def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> No
     assert made(4096, 8192, ctas=8, held=False) == (8, 0, 512) and made(1, 8192, ctas=1, threads=256) == (1, 32, 256)
 
 
-def test_threads_of_a_short_row_hold_it() -> None:
-    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import TopkTiling
+@pytest.mark.parametrize("label", [SHORT, LINEAR])
+def test_threads_of_a_short_row_hold_it(label: str) -> None:
+    tiling_type: Any = plan_type(label).tiling_type
 
     def made(rows: int, t: int, aligned: bool = True, dtype: str = "fp32", **knobs: Any) -> tuple[int, int, bool]:
         """Logits of a thread, threads, whether they are loaded early."""
-        geometry = TopkTiling(**knobs).geometry(TopkProblem(b=rows, t=t, dtype=dtype), rows, t, 132, aligned)
+        geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t, dtype=dtype), rows, t, 132, aligned)
         return geometry.held, geometry.threads, geometry.early
 
     assert [made(1, t) for t in (1, 4096, 4097, 8192, 8193, 16384)] == [
@@ -165,11 +172,11 @@ def test_threads_of_a_short_row_hold_it() -> None:
 
 @pytest.mark.parametrize("k", [1, 64, 512, 2048])
 @pytest.mark.parametrize(("held", "threads"), [(8, 512), (16, 512), (32, 256), (8, 1024), (16, 1024)])
-def test_a_floor_leaves_more_than_k(held: int, threads: int, k: int) -> None:
+@pytest.mark.parametrize("label", [SHORT, LINEAR])
+def test_a_floor_leaves_more_than_k(label: str, held: int, threads: int, k: int) -> None:
     """Of logits in random order, by drawing some: the least maximum of groups, and how many are not below it."""
-    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import Geometry
-
-    geometry = Geometry(k, 32, 0, held, threads, True)
+    made: Any = plan_type(label).tiling_type
+    geometry = type(made().geometry(TopkProblem(b=1, t=8192), 1, 8192, 132))(k, 32, 0, held, threads, True)
     assert held % geometry.group == 0 or (geometry.group % held == 0 and geometry.group <= 32 * held)
     assert k <= geometry.least_count <= threads * held
     rng = random.Random(1)
@@ -179,6 +186,25 @@ def test_a_floor_leaves_more_than_k(held: int, threads: int, k: int) -> None:
         groups = [logits[i :: threads * held // geometry.group] for i in range(threads * held // geometry.group)]
         floor = min(max(group) for group in groups)
         assert sum(x >= floor for x in logits) >= k or count < threads * held // geometry.group
+
+
+def test_a_cluster_holds_a_long_row() -> None:
+    tiling_type: Any = plan_type(LONG).tiling_type
+
+    def made(rows: int, t: int, aligned: bool = True, **knobs: Any) -> tuple[int, int]:
+        """CTAs of a row, logits of a thread."""
+        geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132, aligned)
+        assert geometry.own_k < geometry.share and t <= geometry.ctas * geometry.held * 1024
+        assert geometry.own_k <= geometry.least_count / geometry.ctas
+        return geometry.ctas, geometry.held
+
+    assert [made(1, t) for t in (1, 16384, 65536, 131071, 131072, 262144, 1 << 19)] == [
+        (2, 8), (2, 8), (8, 8), (8, 16), (16, 8), (16, 16), (16, 32),
+    ]  # fmt: skip
+    assert [made(rows, 131072) for rows in (7, 8, 15, 16, 30, 31)] == [
+        (16, 8), (8, 16), (8, 16), (4, 32), (4, 32), (4, 32),
+    ]  # fmt: skip
+    assert made(1, 1 << 19, False) == (16, 40) and made(1, 131072, ctas=4) == (4, 32)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])

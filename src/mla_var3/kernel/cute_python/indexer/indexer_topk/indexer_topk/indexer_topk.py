@@ -31,17 +31,21 @@ SHORT = 32768  # logits of a row
 @dataclass(frozen=True)
 class IndexerTopkTiling(PartsTiling):
     """logits, topk: the versions. topk = "": as the dispatcher has it, version 4 for rows of up to 32,768 logits, else
-    version 3."""
+    version 3. all_logits: False computes none for query tokens that choose all of their cached tokens."""
 
     logits: str = "cute-dsl/mqa_logits_v3"
     topk: str = ""
+    all_logits: bool = True
 
     def parts(self, pd: IndexerTopkProblem) -> dict[str, Part]:
         b, s = (pd.b, pd.s) if pd.table else (pd.rows, 1)
         scored = IndexerLogitsProblem(b=pd.b, s=pd.s, t=pd.t, heads=pd.heads, table=pd.table, lengths=pd.lengths)
         rows = TopkProblem(b=b, s=s, t=pd.columns, topk=pd.topk, table=pd.table, lengths=pd.lengths)
         chooses = self.topk or ("cute-dsl/topk_v4" if pd.columns <= SHORT else "cute-dsl/topk_v3")
-        return {"logits": (self.logits, scored, {}), "topk": (chooses, rows, {})}
+        return {
+            "logits": (self.logits, scored, {} if self.all_logits else {"beyond": pd.topk}),
+            "topk": (chooses, rows, {}),
+        }
 
 
 def takes(pd: IndexerTopkProblem) -> Verdict:
@@ -58,7 +62,9 @@ class IndexerTopkPlan(KernelPlan):
     workload = workload.WORKLOAD
     tiling_type = IndexerTopkTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
-    parts = ("cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4")
+    parts = (
+        "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4", "cute-dsl/topk_v5", "cute-dsl/topk_v6",
+    )  # fmt: skip
 
     def default_tiling(self) -> IndexerTopkTiling:
         return IndexerTopkTiling()

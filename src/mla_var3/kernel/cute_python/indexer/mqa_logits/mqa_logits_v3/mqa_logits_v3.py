@@ -78,12 +78,13 @@ UNIT = 2.0**25
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
-    consumers: warpgroups that multiply."""
+    consumers: warpgroups that multiply. beyond: a query token with as many keys in range, or fewer, gets no logits."""
 
     h: int
     s: int
     tokens: int
     consumers: int
+    beyond: int = 0
 
     @property
     def n(self) -> int:
@@ -235,6 +236,8 @@ def range_of(inputs: Any, unit: Int32, i: Any, geometry: Geometry) -> tuple[Int3
     row = cutlass.min(row, inputs.ends.shape[0] - 1)
     end = cutlass.select_(there, cutlass.min(inputs.ends[row], inputs.columns), Int32(0))
     start = Int32(0) if inputs.starts is None else cutlass.max(inputs.starts[row], 0)
+    if geometry.beyond:
+        end = cutlass.select_(end - start > geometry.beyond, end, start)
     return start, end
 
 
@@ -783,13 +786,15 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 @dataclass(frozen=True)
 class MqaLogitsV3Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
-    multiply, 2 to 4; 0: a choice. ctas: of the grid; 0: one for each multiprocessor."""
+    multiply, 2 to 4; 0: a choice. ctas: of the grid; 0: one for each multiprocessor. beyond: a query token with as many
+    keys in range, or fewer, gets no logits; a top-k of as many chooses all of them."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
     tokens: int = 0
     consumers: int = 0
     ctas: int = 0
+    beyond: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
@@ -797,7 +802,7 @@ class MqaLogitsV3Tiling(Tiling):
         tokens = self.tokens or (most if not s else -(-s // -(-s // most)))
         # As they were fastest in the cells that were timed.
         few, some = tokens * pd.heads <= 64, 128 < tokens * pd.heads <= 192
-        return Geometry(pd.heads, s, tokens, self.consumers or (4 if few else 3 if some else 2))
+        return Geometry(pd.heads, s, tokens, self.consumers or (4 if few else 3 if some else 2), self.beyond)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):
@@ -813,8 +818,8 @@ class MqaLogitsV3Tiling(Tiling):
             return Verdict.no(f"3 consumers of {geometry.n} columns ended in a launch failure on a GPU: use 2 or 4")
         if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
             return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
-        if self.ctas < 0:
-            return Verdict.no(f"ctas = {self.ctas} must be at least 0")
+        if self.ctas < 0 or self.beyond < 0:
+            return Verdict.no(f"ctas = {self.ctas} and beyond = {self.beyond} must be at least 0")
         return Verdict.yes()
 
 

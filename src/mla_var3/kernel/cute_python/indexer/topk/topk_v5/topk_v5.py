@@ -22,7 +22,7 @@ each other. Where the last digit leaves equal logits in a bin, places among them
 lowest column on. Sums are in a fixed order and places in the list go by the logit and its column, so the result has the
 same bits in each run.
 
-Against version 4, which bins by the bits of logits: there a bin near 0 has few values and one further away many, so
+Against version 4, which binned by the bits of logits: there a bin near 0 had few values and one further away many, so
 that a row whose floor is below 0 had 50 to 170 logits in the list, one comparison after the other. Bins here have some
 four wherever the floor is, and a warp compares up to 32 at once.
 """
@@ -703,9 +703,9 @@ def takes(pd: TopkProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class TopkTiling(Tiling):
-    """threads: of a CTA, 256, 512 or 1,024; 0: the most of which the device takes all rows at once, where there are
-    such, else the least that hold a row. early: whether logits are loaded before the row's range is known, where the
-    device takes all rows at once."""
+    """threads: of a CTA, 256, 512 or 1,024; 0: the most that have logits and of which the device takes all rows at
+    once, where there are such, else the least that hold a row. early: whether logits are loaded before the row's range
+    is known, where the device takes all rows at once."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("threads", "early")
@@ -731,7 +731,9 @@ class TopkTiling(Tiling):
         most = t if aligned else t + self.skew(pd)
         fit = [x for x in THREADS if most <= x * MOST_HELD] or THREADS[-1:]
         at_once = [x for x in fit if rows <= sms * RESIDENT[x]]
-        busy = [x for x in at_once if x * min(HELD) < 2 * most]  # more than half of the threads have logits
+        # Of few rows more than half of the slots have logits, of more than a quarter of the SMs three eighths.
+        eighths = 4 if 4 * rows <= sms else 3
+        busy = [x for x in at_once if x * min(HELD) * eighths < 8 * most]
         threads = self.threads if self.threads in fit else busy[-1] if busy else fit[0]
         held = next(x for x in HELD if most <= x * threads)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0

@@ -23,8 +23,8 @@ from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
-BF16 = "cute-dsl/mqa_logits_v3"
+LOGITS, BF16 = "cute-dsl/mqa_logits_v4", "cute-dsl/mqa_logits_v3"
+TOPK, SHORT, LONG = "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6"
 TWO = "cute-dsl/indexer_topk"
 
 
@@ -52,6 +52,8 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=64, t=32768)),
         (BF16, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
         (BF16, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
+        (LONG, TopkProblem(b=1, t=131072)),
+        (LONG, TopkProblem(b=6, s=2, t=400_000, table=True, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -191,16 +193,18 @@ def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> No
 
 
 def test_threads_of_a_short_row_hold_it() -> None:
-    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import TopkTiling
+    tiling_type: Any = plan_type(SHORT).tiling_type
 
     def made(rows: int, t: int, aligned: bool = True, dtype: str = "fp32", **knobs: Any) -> tuple[int, int, bool]:
         """Logits of a thread, threads, whether they are loaded early."""
-        geometry = TopkTiling(**knobs).geometry(TopkProblem(b=rows, t=t, dtype=dtype), rows, t, 132, aligned)
+        geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t, dtype=dtype), rows, t, 132, aligned)
         return geometry.held, geometry.threads, geometry.early
 
     assert [made(1, t) for t in (1, 4096, 4097, 8192, 8193, 16384)] == [
         (8, 256, True), (8, 512, True), (8, 1024, True), (8, 1024, True), (16, 1024, True), (16, 1024, True),
     ]  # fmt: skip
+    assert [made(rows, 4096)[:2] for rows in (33, 34, 132, 133)] == [(8, 512), (8, 1024), (8, 1024), (8, 512)]
+    assert [made(64, t)[1] for t in (1024, 2500, 3072, 3073)] == [256, 512, 512, 1024]
     assert [made(rows, 8192) for rows in (132, 133, 264, 265, 528, 529)] == [
         (8, 1024, True), (16, 512, True), (16, 512, True), (32, 256, True), (32, 256, True), (32, 256, False),
     ]  # fmt: skip
@@ -218,9 +222,8 @@ def test_threads_of_a_short_row_hold_it() -> None:
 @pytest.mark.parametrize(("held", "threads"), [(8, 512), (16, 512), (32, 256), (8, 1024), (16, 1024)])
 def test_a_floor_leaves_more_than_k(held: int, threads: int, k: int) -> None:
     """Of logits in random order, by drawing some: the least maximum of groups, and how many are not below it."""
-    from mla_var3.kernel.cute_python.indexer.topk.topk_v4.topk_v4 import Geometry
-
-    geometry = Geometry(k, 32, 0, held, threads, True)
+    made: Any = plan_type(SHORT).tiling_type
+    geometry = type(made().geometry(TopkProblem(b=1, t=8192), 1, 8192, 132))(k, 32, 0, held, threads, True)
     assert held % geometry.group == 0 or (geometry.group % held == 0 and geometry.group <= 32 * held)
     assert k <= geometry.least_count <= threads * held
     rng = random.Random(1)
@@ -230,6 +233,25 @@ def test_a_floor_leaves_more_than_k(held: int, threads: int, k: int) -> None:
         groups = [logits[i :: threads * held // geometry.group] for i in range(threads * held // geometry.group)]
         floor = min(max(group) for group in groups)
         assert sum(x >= floor for x in logits) >= k or count < threads * held // geometry.group
+
+
+def test_a_cluster_holds_a_long_row() -> None:
+    tiling_type: Any = plan_type(LONG).tiling_type
+
+    def made(rows: int, t: int, aligned: bool = True, **knobs: Any) -> tuple[int, int]:
+        """CTAs of a row, logits of a thread."""
+        geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132, aligned)
+        assert geometry.own_k < geometry.share and t <= geometry.ctas * geometry.held * 1024
+        assert geometry.own_k <= geometry.least_count / geometry.ctas
+        return geometry.ctas, geometry.held
+
+    assert [made(1, t) for t in (1, 16384, 65536, 131071, 131072, 262144, 1 << 19)] == [
+        (2, 8), (2, 8), (8, 8), (8, 16), (16, 8), (16, 16), (16, 32),
+    ]  # fmt: skip
+    assert [made(rows, 131072) for rows in (7, 8, 15, 16, 30, 31)] == [
+        (16, 8), (8, 16), (8, 16), (4, 32), (4, 32), (4, 32),
+    ]  # fmt: skip
+    assert made(1, 1 << 19, False) == (16, 40) and made(1, 131072, ctas=4) == (4, 32)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])
@@ -273,7 +295,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, BF16, TOPK, SHORT, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, BF16, TOPK, SHORT, LONG, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan, t = plan_type(label), 9000 if label == SHORT else 65536
     for problem in (plan.workload.problem(t=t, **fields) for fields in ({}, {"table": False}, {"s": 3})):
@@ -288,14 +310,19 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == BF16
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
-    sizes = (1, 32769), (1, 1 << 20), (8192, 40000), (4096, 65536), (1024, 131072)
-    assert {choose(TopkProblem(b=b, t=t), H200).kernel.label for b, t in sizes} == {TOPK}
-    for b, t in ((1, 8192), (8192, 8192), (4096, 32768), (1, 1)):
-        assert choose(TopkProblem(b=b, t=t), H200).kernel.label == SHORT
     two = plan_type(TWO)
-    for t, chooses in ((32768, SHORT), (32769, TOPK)):
-        problem = IndexerTopkProblem(b=40, t=t)
-        assert two(problem, None, H200).tiling.parts(problem)["topk"][0] == chooses
+    for version, sizes in {
+        SHORT: ((1, 8192), (8192, 8192), (4096, 32768), (1, 1)),
+        LONG: ((1, 32769), (32, 65536), (16, 131072), (8, 262144), (1, 1 << 19), (4, 1 << 19)),
+        TOPK: ((33, 32769), (17, 70000), (5, 300_000), (1, (1 << 19) + 1), (1, 1 << 20), (4096, 65536), (1024, 131072)),
+    }.items():
+        for b, t in sizes:
+            assert choose(TopkProblem(b=b, t=t), H200).kernel.label == version
+            # The two kernels part where the dispatcher does. Their rows are as long as whole pages.
+            one = IndexerTopkProblem(b=b, t=t)
+            assert two(one, None, H200).tiling.parts(one)["topk"][0] == version or one.columns != t
+            of_queries = IndexerTopkProblem(b=1, s=b, t=t, table=False)
+            assert two(of_queries, None, H200).tiling.parts(of_queries)["topk"][0] == version
     assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
     picked = {choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 8192), (8, 32768), (17, 512))}
     assert picked == {TWO}

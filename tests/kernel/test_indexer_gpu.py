@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -18,7 +19,7 @@ from mla_var3.workload.topk import TopkProblem
 
 pytestmark = pytest.mark.gpu
 
-CHOOSES, SHORT = "cute-dsl/topk_v3", "cute-dsl/topk_v4"
+CHOOSES, SHORT, LONG = "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6"
 TWO = "cute-dsl/indexer_topk"
 LOGITS = [
     IndexerLogitsProblem(b=1, s=513, t=3000, table=False),
@@ -37,6 +38,10 @@ SHORT_ROWS = [
     TopkProblem(b=1, t=8192), TopkProblem(b=600, t=8192), TopkProblem(b=64, t=16384, topk=512),
     TopkProblem(b=300, t=16384, topk=1024), TopkProblem(b=6, s=2, t=9000, table=True), TopkProblem(b=140, t=4096),
     TopkProblem(b=300, t=9000, dtype="bf16", table=True), TopkProblem(b=9, t=5000, topk=1), TopkProblem(b=64, t=32768),
+]  # fmt: skip
+LONG_ROWS = [
+    TopkProblem(b=1, t=131072), TopkProblem(b=7, t=131072, topk=512), TopkProblem(b=6, s=2, t=40000, table=True),
+    TopkProblem(b=3, t=300_000, dtype="bf16"), TopkProblem(b=40, t=65536), TopkProblem(b=2, t=500_000, topk=64),
 ]  # fmt: skip
 CHOICES = [
     IndexerTopkProblem(b=8, t=32768), IndexerTopkProblem(b=1), IndexerTopkProblem(b=9, s=2, t=3000, heads=32, topk=64),
@@ -74,6 +79,7 @@ def test_logits_are_right(label: str, problem: Any) -> None:
     [
         *((CHOOSES, problem) for problem in (*TOPK, TopkProblem(b=140, t=70000))),
         *((SHORT, problem) for problem in SHORT_ROWS),
+        *((LONG, problem) for problem in LONG_ROWS),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -85,7 +91,8 @@ def test_topk_is_right(label: str, problem: Any) -> None:
     ("label", "problem"),
     [
         ("cute-dsl/mqa_logits_v4", LOGITS[0]), ("cute-dsl/mqa_logits_v4", LOGITS[4]), (CHOOSES, TOPK[1]),
-        (CHOOSES, TOPK[3]), (SHORT, SHORT_ROWS[0]), (SHORT, SHORT_ROWS[4]),
+        (CHOOSES, TOPK[3]), (LONG, LONG_ROWS[2]),
+        (SHORT, SHORT_ROWS[0]), (SHORT, SHORT_ROWS[4]),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )  # fmt: skip
@@ -152,7 +159,12 @@ def test_captured_choice_follows_its_lengths() -> None:
 
 @pytest.mark.parametrize(
     ("label", "problem"),
-    [("cute-dsl/mqa_logits_v4", LOGITS[3]), (CHOOSES, TOPK[3]), (SHORT, SHORT_ROWS[4])],
+    [
+        ("cute-dsl/mqa_logits_v4", LOGITS[3]),
+        (CHOOSES, TOPK[3]),
+        (SHORT, SHORT_ROWS[4]),
+        (LONG, LONG_ROWS[2]),
+    ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_captured_call_follows_its_lengths(label: str, problem: Any) -> None:
@@ -185,7 +197,7 @@ def test_captured_call_follows_its_lengths(label: str, problem: Any) -> None:
             torch.testing.assert_close(found[there].double(), want[there], atol=indexer_logits.FP8_SUMS, rtol=2.0**-10)
 
 
-@pytest.mark.parametrize("label", [CHOOSES, SHORT])
+@pytest.mark.parametrize("label", [CHOOSES, SHORT, LONG])
 def test_a_thousand_problems_with_ties(label: str) -> None:
     import torch
 
@@ -200,7 +212,10 @@ def test_a_thousand_problems_with_ties(label: str) -> None:
             assert torch.equal(found.long().sort(1).values, want.sort(1).values), problem.label
 
 
-@pytest.mark.parametrize(("label", "t", "tilings"), [(CHOOSES, 300_000, (None, 1, 16)), (SHORT, 15_000, (None,))])
+@pytest.mark.parametrize(
+    ("label", "t", "tilings"),
+    [(CHOOSES, 300_000, (None, 1, 16)), (SHORT, 15_000, (None,)), (LONG, 300_000, (None,))],
+)
 def test_values_in_ascending_order_are_all_candidates(label: str, t: int, tilings: tuple[int | None, ...]) -> None:
     import torch
 
@@ -264,7 +279,10 @@ def test_keys_are_appended_to_the_byte(fields: dict[str, Any]) -> None:
         right(plan.with_tiling(tiling))
 
 
-@pytest.mark.parametrize(("label", "t"), [(CHOOSES, 200_000), (SHORT, 16_000), (SHORT, 7_001)])
+@pytest.mark.parametrize(
+    ("label", "t"),
+    [(CHOOSES, 200_000), (SHORT, 16_000), (SHORT, 7_001), (LONG, 200_000)],
+)
 def test_rows_in_the_order_of_their_values_are_read_again(label: str, t: int) -> None:
     """A sample of lines says nothing of rows whose lines differ from what is sampled: few candidates, or too many. Rows
     of a thread's groups that are alike have few above the floor, or all in a bin."""
@@ -276,6 +294,7 @@ def test_rows_in_the_order_of_their_values_are_read_again(label: str, t: int) ->
         torch.where(column % 7 == 0, 1e30, column * 1e-3), torch.where(column < 3000, 5.0, 0.0),
         torch.where(column >= t - 30_000, 5.0, -1.0), -column * 1.0, torch.sin(column * 1e-4),
         torch.where((column // 32) % 3 == 0, 100.0, 0.0) + sampled * 1e-3,
+        torch.where(column % 3 == 0, 3e38, -3e38) + torch.where(column % 100 == 1, math.inf, 0.0),
     ]).float()  # fmt: skip
     zeros = torch.zeros(len(rows), dtype=torch.int32, device="cuda")
     for k in (64, 2048):

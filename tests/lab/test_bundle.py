@@ -275,8 +275,8 @@ def test_a_case_that_the_check_leaves_out_is_not_compiled(tmp_path: Path, monkey
     names: set[str] = set()
     monkeypatch.setattr(aot, "compiled_host", lambda plan, name, *rest, **options: names.add(name))
     monkeypatch.setattr(bundle, "_make", lambda folder, jobs, *rest: [bundle.run_bundle_job(job) for job in jobs])
-    bundle.make_bundle(tmp_path / "b", ["cute-dsl/topk_v4"], [TopkProblem(b=1, t=8192)], workers=1, progress=False)
-    assert "topk_v4_8_1024_early" in names and all(name.startswith("topk_v4") for name in names)
+    bundle.make_bundle(tmp_path / "b", ["cute-dsl/topk_v5"], [TopkProblem(b=1, t=8192)], workers=1, progress=False)
+    assert "topk_v5_8_1024_early" in names and all(name.startswith("topk_v5") for name in names)
 
 
 def test_of_an_experiment_of_several_workloads_each_version_has_its_own_cells(

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from mla_var3.dispatch.rule import Bound, Quantity, Rule
+from mla_var3.workload.topk import TopkProblem
+
+HELD = 32768  # logits of a row, at most, in the registers of a CTA
+
+
+def _ctas(problem: TopkProblem) -> int:
+    """As many, a power of two for each row, hold all rows in registers."""
+    return problem.rows * (1 << (-(-problem.t // HELD) - 1).bit_length())
+
+
+def _near_ctas(problem: TopkProblem, value: float) -> list[TopkProblem]:
+    each = _ctas(problem) // problem.b
+    return [problem.replace(b=max(1, round(value / each)))]
+
 
 #: Logits of a row.
 LOGITS = Quantity("logits of a row", lambda pd: pd.t, lambda pd, value: [pd.replace(t=max(1, round(value)))])
+#: CTAs of clusters that hold all rows: more than a device takes at once are several waves.
+CTAS = Quantity("CTAs that hold all rows", _ctas, _near_ctas)
 
 RULES = (
     Rule(
-        "cute-dsl/topk_v4",
-        "registers hold a short row, and one digit finds the bin of the k-th",
-        where=(Bound(LOGITS, 32768),),
+        "cute-dsl/topk_v5",
+        "a CTA holds a short row in registers, and one digit of linear bins finds the bin of the k-th",
+        where=(Bound(LOGITS, HELD),),
     ),
     Rule(
-        "cute-dsl/topk_v3",
-        "one select a row, behind a bound from a sample; few rows by clusters, whose CTAs choose by themselves",
+        "cute-dsl/topk_v6",
+        "clusters hold few long rows, and each CTA finds its candidates by a digit of linear bins",
+        where=(Bound(CTAS, 64),),
     ),
+    Rule("cute-dsl/topk_v3", "rows of any length and number, each read once against a bound from a sample"),
 )

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from mla_var3.workload.indexer_topk import IndexerTopkProblem
 
 MOST_LOGITS = 256 << 20  # bytes
-SHORT = 32768  # logits of a row
+SHORT = 32768  # logits of a row that a CTA holds
+LONG = 1 << 19  # that a cluster holds
+CTAS = 64  # that hold all rows, at most, where clusters do
 
 
 @dataclass(frozen=True)
 class IndexerTopkTiling(PartsTiling):
-    """logits, topk: the versions. topk = "": as the dispatcher has it, version 4 for rows of up to 32,768 logits, else
-    version 3."""
+    """logits, topk: the versions. topk = "": as the dispatcher has it, version 5 for rows of up to 32,768 logits,
+    version 6 for few longer ones, else version 3."""
 
     logits: str = "cute-dsl/mqa_logits_v4"
     topk: str = ""
@@ -40,8 +42,19 @@ class IndexerTopkTiling(PartsTiling):
         b, s = (pd.b, pd.s) if pd.table else (pd.rows, 1)
         scored = IndexerLogitsProblem(b=pd.b, s=pd.s, t=pd.t, heads=pd.heads, table=pd.table, lengths=pd.lengths)
         rows = TopkProblem(b=b, s=s, t=pd.columns, topk=pd.topk, table=pd.table, lengths=pd.lengths)
-        chooses = self.topk or ("cute-dsl/topk_v4" if pd.columns <= SHORT else "cute-dsl/topk_v3")
-        return {"logits": (self.logits, scored, {}), "topk": (chooses, rows, {})}
+        chooses = self.topk or chooses_by(pd.rows, pd.columns)
+        return {
+            "logits": (self.logits, scored, {}),
+            "topk": (chooses, rows, {}),
+        }
+
+
+def chooses_by(rows: int, t: int) -> str:
+    """The version of the top-k."""
+    if t <= SHORT:
+        return "cute-dsl/topk_v5"
+    held = t <= LONG and rows * (1 << (-(-t // SHORT) - 1).bit_length()) <= CTAS
+    return "cute-dsl/topk_v6" if held else "cute-dsl/topk_v3"
 
 
 def takes(pd: IndexerTopkProblem) -> Verdict:
@@ -58,7 +71,7 @@ class IndexerTopkPlan(KernelPlan):
     workload = workload.WORKLOAD
     tiling_type = IndexerTopkTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
-    parts = ("cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v4")
+    parts = ("cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6")
 
     def default_tiling(self) -> IndexerTopkTiling:
         return IndexerTopkTiling()

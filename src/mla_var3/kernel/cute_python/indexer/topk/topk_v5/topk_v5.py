@@ -1,26 +1,30 @@
-r"""topk v4 in CuTe for sm_90: the k largest logits of short rows, exactly; one CTA a row, which reads it once.
+r"""topk v5 in CuTe for sm_90: the k largest logits of short rows, exactly; one CTA a row, which reads it once.
 
-A thread holds 8 to 40 logits of the row in registers. One digit of 11 bits finds the bin that the k-th is in; what is
-in the bin is compared one by one. A barrier stands where two of these lines meet:
+A thread holds 8 to 40 logits of the row in registers. One digit of 2,048 bins, linear in the logit, finds the bin that
+the k-th is in; what is in the bin is compared one with the other. A barrier stands where two of these lines meet:
 
     load     vectors of 16 bytes. Of few rows all that lie in memory, while the row's range is on its way
-    floor    the least of the maxima of groups of logits, of which more than k logits are not below, and the largest
-    count    (logit - floor) >> shift: which of 2,048 bins in shared memory
+    ends     floor, the least of the maxima of groups of logits, of which more than k logits are not below it; and top,
+             which few logits are above
+    count    part = (logit - a little below floor) / (top - that), cut to 0 ... 1: bin 2,048 · (1 - part)
     sum      a warp's part of the bins, added to the sums of the warps behind it
-    select   every warp for itself: the part that the k-th is in, and the bin. A thread has a bit for each of its logits
-             above the bin, and puts those in the bin into a list; the warps' counts are added up as sums were
-    place    a thread's columns behind those of the threads before it. Of the list each that few are larger than
+    select   every warp for itself: the part that the k-th is in, and the bin. A thread counts its logits above the bin,
+             and puts those in the bin into a list; the warps' counts are added up as sums were
+    place    a thread's columns behind those of the threads before it. Of the list a warp ranks one with a ballot
     write    all, through the page table
 
-Logits above 0 are counted as they were read, for their bits are in order. Where the floor is not above 0 they become
-keys first: whole numbers in the order of the logits (-0 as +0, NaN as -inf). Three things take more digits: a bin that
-is to be taken in part and has more than fit into the list; fewer than k above the floor, which happens to rows in no
-random order; a row that is too short for a floor. Where the last digit leaves equal logits in a bin, places among them
-go by sums over the CTA, from the lowest column on. Sums are in a fixed order and places in the list go by the logit and
-its column, so the result has the same bits in each run.
+A part is one multiplication and addition, rounded once, so it is in the order of the logits; NaN, which is what a
+logit out of range is made, gives 0. The edges of the bin are compared with the same sum, so nothing depends on how it
+was rounded. Three things take digits of keys, whole numbers in the order of the logits (-0 as +0, NaN as -inf), from
+the first on: a bin that is to be taken in part and has more than fit into the list; fewer than k above the floor, which
+happens to rows in no random order; logits that lie so close together, or so far apart, that bins do not tell them from
+each other. Where the last digit leaves equal logits in a bin, places among them go by sums over the CTA, from the
+lowest column on. Sums are in a fixed order and places in the list go by the logit and its column, so the result has the
+same bits in each run.
 
-Against version 3, which has longer rows: one CTA takes a row however few there are, so that nothing is gathered and
-chosen twice; a digit has two barriers, and one is enough in most rows; loads do not wait for the row's range.
+Against version 4, which binned by the bits of logits: there a bin near 0 had few values and one further away many, so
+that a row whose floor is below 0 had 50 to 170 logits in the list, one comparison after the other. Bins here have some
+four wherever the floor is, and a warp compares up to 32 at once.
 """
 
 from __future__ import annotations
@@ -48,13 +52,15 @@ if TYPE_CHECKING:
 
 WARP = 32
 LOWEST = 0x007FFFFF  # key of -inf
-ABOVE_ZERO = 0x80000000  # key of 0, by which keys of numbers above it are larger than their bits
-HUGE = 0xFF000000  # key of 2^127
-NONE = 0xFFFFFFFF  # what lies outside of the row's range
+HIGHEST = 0xFF800000  # key of +inf
+MOST = 0x7FFFFFFF  # the largest whole number; bits of NaN
+EXACT = 0x4B000000  # bits of 2^23; a whole number more is as much more
 ROOM = 1.2  # of a floor: how many times k logits are not below it
 BINS = 2048
 DIGIT = 11  # bits
 LISTED = 128  # of a bin, at most
+SLACK = 1 / 8  # of the distance from floor to top, that bins reach below: some floors are too high for k
+FEW = 256  # chosen, fewer than which the largest logit is the top
 MOST_K = 2048
 MOST_T = 32768
 MOST_HELD = 32  # logits of a thread
@@ -124,10 +130,10 @@ def shared_storage(geometry: Geometry) -> type:
     fields = {
         "bins": array(Int32, BINS + 1),  # and behind them what is in none; afterwards the columns that are chosen
         "sums": array(Int32, 2 * (WARP + 1)),  # of bins, and of what is chosen: those of the warps before each warp
-        "ends": array(Uint32, 2 * WARP),  # of warps: the least, the largest
+        "ends": array(Int32, 2),  # as whole numbers in the order of the values: the floor, and less 1 the top, negative
         "listed": array(Int32, 1),  # how many are listed
-        "above": array(Uint32, 1),  # of the choice
-        "depths": array(Uint32, LISTED),
+        "bounds": array(Float32, 4 * WARP),  # of the choice, for each warp: scale, offset, above, least
+        "values": array(Float32, LISTED),
         "columns": array(Int32, LISTED),
         "pages": array(Int32, geometry.threads * geometry.held // PAGE if geometry.s else 1),
     }
@@ -141,8 +147,8 @@ class Memory(NamedTuple):
     sums: cute.Tensor
     ends: cute.Tensor
     listed: cute.Tensor
-    above: cute.Tensor
-    depths: cute.Tensor
+    bounds: cute.Tensor
+    values: cute.Tensor
     columns: cute.Tensor
     pages: cute.Tensor
 
@@ -171,6 +177,19 @@ def key_of(value: Float32) -> Uint32:
 
 
 @cute.jit
+def value_of(key: Uint32) -> Float32:
+    """The number of a key; NaN of those above that of +inf."""
+    bits = key.bitcast(Int32)
+    return (bits ^ (~(bits >> 31) | Int32(-(1 << 31)))).bitcast(Float32)
+
+
+@cute.jit
+def in_order(bits: Int32) -> Int32:
+    """A whole number in the order of the values from a number's bits, and the bits from that. NaN is the largest."""
+    return bits ^ ((bits >> 31) & Int32(MOST))
+
+
+@cute.jit
 def column_of(j: cutlass.Constexpr, source: cutlass.Constexpr, geometry: cutlass.Constexpr) -> Int32:
     """The column of a thread's j-th logit."""
     return source.column + (j // geometry.per_vector * geometry.threads * geometry.per_vector + j % geometry.per_vector)
@@ -193,7 +212,7 @@ def load(words: cute.Tensor, source: cutlass.Constexpr, geometry: cutlass.Conste
 
 @cute.jit
 def hold(logits: cute.Tensor, words: cute.Tensor, source: cutlass.Constexpr, geometry: cutlass.Constexpr):
-    """Fills a thread's logits from its words: the bits of each as float32, NONE where it is out of range."""
+    """Fills a thread's logits from its words. Those out of range are NaN."""
     each = cutlass.const_expr(geometry.per_vector)
     for j in cutlass.range_constexpr(geometry.held):
         v, e = cutlass.const_expr(j // each), cutlass.const_expr(j % each)
@@ -201,21 +220,21 @@ def hold(logits: cute.Tensor, words: cute.Tensor, source: cutlass.Constexpr, geo
             word = words[e, v]
         else:
             word = words[e // 2, v] << 16 if cutlass.const_expr(e % 2 == 0) else words[e // 2, v] & Int32(-65536)
-        logits[j] = Int32(word).bitcast(Uint32)
-    for v in cutlass.range_constexpr(geometry.held // each):
-        column = column_of(v * each, source, geometry)
-        if (column < source.start) | (column + each > source.end):
-            for e in cutlass.range_constexpr(each):
-                inside = (column + e >= source.start) & (column + e < source.end)
-                logits[v * each + e] = pick(inside, logits[v * each + e], Uint32(NONE))
+        logits[j] = Int32(word).bitcast(Float32)
+    if (source.column < source.start) | (column_of(geometry.held - 1, source, geometry) >= source.end):
+        for j in cutlass.range_constexpr(geometry.held):
+            column = column_of(j, source, geometry)
+            inside = (column >= source.start) & (column < source.end)
+            logits[j] = cutlass.select_(inside, logits[j], Float32(math.nan))
 
 
 @cute.jit
-def out_of_range(keys: cute.Tensor, source: cutlass.Constexpr, geometry: cutlass.Constexpr):
-    """Makes 0, which is less than any, of keys that are out of range."""
+def to_keys(logits: cute.Tensor, source: cutlass.Constexpr, geometry: cutlass.Constexpr):
+    """Puts keys in the place of logits, 0 for those out of range."""
     for j in cutlass.range_constexpr(geometry.held):
         column = column_of(j, source, geometry)
-        keys[j] = pick((column >= source.start) & (column < source.end), keys[j], Uint32(0))
+        inside = (column >= source.start) & (column < source.end)
+        logits[j] = pick(inside, key_of(logits[j]), Uint32(0)).bitcast(Float32)
 
 
 # ------------------------------------------------------------------------------------------------ device: sums
@@ -235,57 +254,101 @@ def add_behind(memory: cutlass.Constexpr, of_warp: Int32, which: cutlass.Constex
 
 
 @cute.jit
-def upto_lane(value: Int32, lane: Int32) -> Int32:
+def upto_lane(value: Int32) -> Int32:
     """The sum of a value over the lanes of a warp up to this one."""
     upto = value
     for bit in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(upto, offset=1 << bit)
-        upto = upto + cutlass.select_(lane >= 1 << bit, other, Int32(0))
+        upto = cute.arch.inline_ptx(
+            f"{{ .reg .pred p; .reg .b32 a; shfl.sync.up.b32 a|p, {{$r0}}, {1 << bit}, 0, -1; "
+            "mov.b32 {$w0}, {$r0}; @p add.u32 {$w0}, {$w0}, a; }",
+            write_only_types=[Int32], read_only_args=[upto],
+        )  # fmt: skip
     return upto
 
 
 @cute.jit
-def ends_of(memory: cutlass.Constexpr, logits: cute.Tensor, thread: Int32, geometry: cutlass.Constexpr):
-    """(the least maximum of a group, the maximum) of all threads' logits, as keys; NONE and 0 where there are none.
-    One barrier."""
-    least, largest = Float32(math.nan), Float32(math.nan)
-    group = cutlass.const_expr(min(geometry.group, geometry.held))
-    for first in cutlass.range_constexpr(0, geometry.held, group):
-        its = logits[first].bitcast(Float32)
-        for j in cutlass.range_constexpr(first + 1, first + group):
-            its = cute.arch.fmax(its, logits[j].bitcast(Float32))
-        least, largest = cute.arch.fmin(least, its), cute.arch.fmax(largest, its)
-    for i in cutlass.range_constexpr((geometry.group // geometry.held).bit_length() - 1):
-        least = cute.arch.fmax(least, cute.arch.shuffle_sync_bfly(least, offset=1 << i))
-    low = cute.arch.warp_redux_sync(pick(least == least, key_of(least), Uint32(NONE)), "min")
-    high = cute.arch.warp_redux_sync(pick(largest == largest, key_of(largest), Uint32(0)), "max")
-    lane, warp = thread % WARP, thread // WARP
-    if lane == 0:
-        memory.ends[warp], memory.ends[WARP + warp] = low, high
+def ends_of(
+    memory: cutlass.Constexpr, logits: cute.Tensor, source: cutlass.Constexpr, thread: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """(floor, top): the least of the maxima of groups of all threads' logits, or the least logit where these are few;
+    and the largest logit, or, so that few large ones do not make bins wide, the largest of what is the lesser of the
+    maxima of a thread's halves. NaN or -inf where there are no logits. One barrier."""
+    half, group = cutlass.const_expr(geometry.held // 2), cutlass.const_expr(min(geometry.group, geometry.held))
+    unit = cutlass.const_expr(math.gcd(half, group))
+    units = [logits[first] for first in range(0, geometry.held, unit)]
+    for i in cutlass.range_constexpr(len(units)):
+        for j in cutlass.range_constexpr(i * unit + 1, (i + 1) * unit):
+            units[i] = cute.arch.fmax(units[i], logits[j])
+    halves = [units[0], units[half // unit]]
+    for i in cutlass.range_constexpr(len(halves)):
+        for j in cutlass.range_constexpr(1, half // unit):
+            halves[i] = cute.arch.fmax(halves[i], units[i * (half // unit) + j])
+    if cutlass.const_expr(geometry.k < FEW):
+        top = cute.arch.fmax(halves[0], halves[1])
+    else:
+        top = cute.arch.fmin(halves[0], halves[1])
+    floor = Float32(math.nan)
+    if source.end - source.start >= geometry.least_count:
+        for first in cutlass.range_constexpr(0, len(units), group // unit):
+            its = units[first]
+            for i in cutlass.range_constexpr(first + 1, first + group // unit):
+                its = cute.arch.fmax(its, units[i])
+            floor = cute.arch.fmin(floor, its)
+        for i in cutlass.range_constexpr((geometry.group // geometry.held).bit_length() - 1):
+            floor = cute.arch.fmax(floor, cute.arch.shuffle_sync_bfly(floor, offset=1 << i))
+    else:
+        for j in cutlass.range_constexpr(geometry.held):
+            floor = cute.arch.fmin(floor, logits[j])
+    low = cute.arch.warp_redux_sync(in_order(floor.bitcast(Int32)), "min")
+    high = cute.arch.warp_redux_sync(in_order(cute.arch.fmax(top, Float32(-math.inf)).bitcast(Int32)), "max")
+    # A lane for each: the compiler brings a warp's atomic operations on one address together, which takes longer.
+    lane = thread % WARP
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.lt.s32 p, {$r1}, 2; @p red.shared.min.s32 [{$r0}], {$r2}; }",
+        read_only_args=[address_of(memory.ends, lane), lane, Int32(cutlass.select_(lane == 0, low, ~high))],
+    )
     cute.arch.sync_threads()
-    there = lane < geometry.warps
-    low = cute.arch.warp_redux_sync(pick(there, memory.ends[lane], Uint32(NONE)), "min")
-    return low, cute.arch.warp_redux_sync(pick(there, memory.ends[WARP + lane], Uint32(0)), "max")
+    ends = cute.make_rmem_tensor(2, Int32)
+    cute.autovec_copy(memory.ends, ends)
+    return in_order(ends[0]).bitcast(Float32), in_order(~ends[1]).bitcast(Float32)
 
 
 # ------------------------------------------------------------------------------------------------ device: a digit
 @cute.jit
-def count(memory: cutlass.Constexpr, depths: cute.Tensor, shift: Int32, geometry: cutlass.Constexpr):
-    """Counts a thread's depths in the bins of their digit, and larger ones behind the last bin."""
+def count_parts(
+    memory: cutlass.Constexpr, logits: cute.Tensor, scale: Float32, offset: Float32, geometry: cutlass.Constexpr
+):
+    """Counts a thread's logits in their bins: the number of bin 0 is 2^23 as a float, and one more is one more of the
+    bits. What has no part, or 0, is counted behind the last bin."""
+    bins = address_of(memory.bins, Int32(0)) - Int32(EXACT * 4 % (1 << 32))
+    for j in cutlass.range_constexpr(geometry.held):
+        cute.arch.inline_ptx(
+            "{ .reg .f32 x; .reg .b32 a; fma.rn.sat.f32 x, {$r1}, {$r2}, {$r3}; fma.rz.f32 x, x, {$r4}, {$r5}; "
+            "mov.b32 a, x; shl.b32 a, a, 2; add.u32 a, a, {$r0}; red.shared.add.u32 [a], 1; }",
+            read_only_args=[bins, logits[j], scale, offset, Float32(-BINS), Float32((1 << 23) + BINS)],
+        )
+
+
+@cute.jit
+def edge_of(bin_: Int32) -> Float32:
+    """The least part that is in a bin in front of this one; NaN where there is none."""
+    part = ((EXACT + BINS - bin_).bitcast(Float32) - Float32(1 << 23)) * Float32(1 / BINS)
+    return Int32(cutlass.select_(bin_ > 0, part.bitcast(Int32) + 1, Int32(MOST))).bitcast(Float32)
+
+
+@cute.jit
+def count_keys(
+    memory: cutlass.Constexpr, keys: cute.Tensor, highest: Uint32, shift: Int32, geometry: cutlass.Constexpr
+):
+    """Counts how far a thread's keys lie below one, in the bins of this number's digit."""
     bins = address_of(memory.bins, Int32(0))
     for j in cutlass.range_constexpr(geometry.held):
         cute.arch.inline_ptx(
             "{ .reg .b32 a; shr.u32 a, {$r1}, {$r2}; min.u32 a, a, {$r3}; shl.b32 a, a, 2; add.u32 a, a, {$r0}; "
             "red.shared.add.u32 [a], 1; }",
-            read_only_args=[bins, depths[j], shift, Uint32(BINS)],
+            read_only_args=[bins, highest - keys[j].bitcast(Uint32), shift, Uint32(BINS)],
         )
-
-
-@cute.jit
-def width_of(span: Uint32) -> Int32:
-    """How many bits a number has, at least 1."""
-    zeros = cute.arch.inline_ptx("clz.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[span])
-    return cutlass.max(32 - zeros, 1)
 
 
 @cute.jit
@@ -314,7 +377,7 @@ def find_bin(memory: cutlass.Constexpr, need: Int32, thread: Int32, geometry: cu
     before = memory.sums[warp]
     cute.autovec_copy(by_thread[None, warp * WARP + lane], counts)
     own = sum_of(counts)
-    before = before + upto_lane(own, lane) - own
+    before = before + upto_lane(own) - own
     its_lane = cute.arch.popc(cute.arch.vote_ballot_sync(before + own < need))
     # The lane's bins but the last are passed while they are too few.
     bin_, inside = (warp * WARP + lane) * own_bins, counts[0]
@@ -336,11 +399,13 @@ def sum_of(counts: cute.Tensor) -> Int32:
 
 
 class Choice(NamedTuple):
-    """What is chosen of a thread's depths: all above `above`, and `need` of those below `under`, which `inside` of the
-    row's are. tied: these are equal."""
+    """What is chosen, by logit · scale + offset: all of at least `above`, and `need` of the others of at least `least`,
+    which are `inside`. tied: these are equal."""
 
-    above: Uint32
-    under: Uint32
+    scale: Float32
+    offset: Float32
+    above: Float32
+    least: Float32
     need: Int32
     inside: Int32
     tied: Boolean
@@ -350,149 +415,155 @@ class Choice(NamedTuple):
 def search(
     memory: cutlass.Constexpr, held: cute.Tensor, source: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr
 ):
-    """Finds the bin of the k-th, and gives the fields of a `Choice`. held: a thread's logits, and afterwards how far
-    each lies below where the bin begins; those of larger logits are negative, and so large as unsigned numbers."""
-    low, largest = ends_of(memory, held, thread, geometry)
-    floored = (source.end - source.start >= geometry.least_count) & (low > LOWEST + BINS * 1024) & (low <= largest)
-    largest = pick(largest > LOWEST, largest, Uint32(LOWEST))
-    reach = largest - low
-    # Bits of numbers from a floor above 0 on are in order. What is negative, or NaN, is too deep for any bin.
-    as_read = floored & (low > ABOVE_ZERO) & (reach <= low - Uint32(ABOVE_ZERO)) & (largest < HUGE)
-    top = pick(as_read, largest - Uint32(ABOVE_ZERO), largest)
-    shift = cutlass.max(width_of(reach) - DIGIT, 0)
-    need, passed, bin_, before, inside = Int32(geometry.k), Uint32(0), Int32(-1), Int32(0), Int32(0)
-    if floored:
-        if ~as_read:
-            for j in cutlass.range_constexpr(geometry.held):
-                held[j] = key_of(held[j].bitcast(Float32))
+    """Finds the bin of the k-th, and gives the fields of a `Choice`. held: a thread's logits, and afterwards the values
+    of their keys where digits of these were counted."""
+    floor, top = ends_of(memory, held, source, thread, geometry)
+    # Bins reach an eighth of the distance below the floor.
+    scale = cute.arch.rcp_approx((top - floor) * Float32(1 + SLACK))
+    offset = Float32(SLACK / (1 + SLACK)) - floor * scale
+    need = Int32(geometry.k)
+    count_parts(memory, held, scale, offset, geometry)
+    bin_, before, inside = find_bin(memory, need, thread, geometry)
+    need, tied = need - before, Boolean(False)
+    above, least = edge_of(bin_), edge_of(bin_ + 1)
+    # A scale of 0 makes NaN of +inf.
+    if (bin_ < 0) | ((inside != need) & (inside > LISTED)) | ~(scale > 0.0):
+        # The sum keeps the compiler from looking at columns in front of the branch.
+        column = source.column + cutlass.min(need - geometry.k - MOST_T, 0) + (before + MOST_T)
+        to_keys(held, Source(source.address, column, *source[2:]), geometry)
+        scale, offset = Float32(1.0), Float32(0.0)
+        need, shift, highest, searching = Int32(geometry.k), Int32(32), Uint32(HIGHEST), Int32(1)
+        while searching > 0:
+            shift = cutlass.max(shift - DIGIT, 0)
+            cute.arch.sync_threads()
+            clear(memory, thread, geometry)
+            cute.arch.sync_threads()
+            count_keys(memory, held, highest, shift, geometry)
+            bin_, before, inside = find_bin(memory, need, thread, geometry)
+            highest, need = highest - (bin_.bitcast(Uint32) << Uint32(shift)), need - before
+            if (inside == need) | (inside <= LISTED) | (shift == 0):
+                searching = Int32(0)
+        lowest, span = Uint32(LOWEST), (Uint32(1) << Uint32(shift)) - Uint32(1)
+        if highest - Uint32(LOWEST) > span:
+            lowest = highest - span
+        above, least = value_of(highest + Uint32(1)), value_of(lowest)
         for j in cutlass.range_constexpr(geometry.held):
-            held[j] = top - held[j]
-        count(memory, held, shift, geometry)
-        bin_, before, inside = find_bin(memory, need, thread, geometry)
-        # As many as are wanted are not below the floor, or what lies below it does not count.
-        if bin_.bitcast(Uint32) << Uint32(shift) > reach:
-            bin_ = Int32(-1)
-    while (bin_ < 0) | ((inside != need - before) & (inside > LISTED) & (shift > 0)):
-        step, width = Uint32(0), shift
-        if bin_ < 0:
-            # All that there is. The sum keeps the compiler from looking at columns in front of the loop.
-            if floored:
-                for j in cutlass.range_constexpr(geometry.held):
-                    held[j] = top - held[j]
-            if as_read | ~floored:
-                for j in cutlass.range_constexpr(geometry.held):
-                    held[j] = key_of(held[j].bitcast(Float32))
-            out_of_range(held, Source(source.address, source.column + (bin_ + 1), *source[2:]), geometry)
-            for j in cutlass.range_constexpr(geometry.held):
-                held[j] = largest - held[j]
-            width = Int32(32)
-        else:
-            step, need = bin_.bitcast(Uint32) << Uint32(shift), need - before
-        passed = passed + step
-        cute.arch.sync_threads()
-        clear(memory, thread, geometry)
-        cute.arch.sync_threads()
-        shift = cutlass.max(width - DIGIT, 0)
-        for j in cutlass.range_constexpr(geometry.held):
-            held[j] = held[j] - step
-        count(memory, held, shift, geometry)
-        bin_, before, inside = find_bin(memory, need, thread, geometry)
-    need = need - before
-    whole, under = inside == need, Uint32(1) << Uint32(shift)
-    # All of a bin that is taken as a whole is above.
-    step = (bin_ + Int32(whole)).bitcast(Uint32) << Uint32(shift)
-    for j in cutlass.range_constexpr(geometry.held):
-        held[j] = held[j] - step
-    under, need = pick(whole, Uint32(0), under), cutlass.select_(whole, Int32(0), need)
-    return ~(passed + step), under, need, inside, (need > 0) & (inside > LISTED)
+            held[j] = value_of(held[j].bitcast(Uint32))
+        tied = (inside > LISTED) & (inside != need)
+    if inside == need:
+        # A bin that is taken as a whole is above.
+        above, need, inside = least, Int32(0), Int32(0)
+    return scale, offset, above, least, need, inside, tied
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.jit
-def list_bin(
-    memory: cutlass.Constexpr, depths: cute.Tensor, source: cutlass.Constexpr, choice: cutlass.Constexpr,
-    geometry: cutlass.Constexpr,
-):  # fmt: skip
-    """Puts a thread's depths that are in the bin into the list, with their columns, unless they are equal."""
-    listed, least = pick(choice.tied, Uint32(0), choice.under), depths[0]
-    for j in cutlass.range_constexpr(1, geometry.held):
-        least = pick(depths[j] < least, depths[j], least)
-    # Few threads have one.
-    if least < listed:
-        for j in cutlass.range_constexpr(geometry.held):
-            if depths[j] < listed:
-                place = cute.arch.inline_ptx(
-                    "atom.shared.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
-                    read_only_args=[address_of(memory.listed, Int32(0))],
-                )  # fmt: skip
-                memory.depths[place] = depths[j]
-                memory.columns[place] = column_of(j, source, geometry)
+def count_chosen(logits: cute.Tensor, choice: cutlass.Constexpr, geometry: cutlass.Constexpr):
+    """How many of a thread's logits are above the bin, and how many are in it. Without a branch."""
+    own, all_ = Int32(0), Int32(0)
+    for j in cutlass.range_constexpr(geometry.held):
+        own, all_ = cute.arch.inline_ptx(
+            "{ .reg .pred p; .reg .f32 x; fma.rn.f32 x, {$r2}, {$r3}, {$r4}; "
+            "setp.ge.f32 p, x, {$r5}; mov.b32 {$w0}, {$r0}; @p add.s32 {$w0}, {$w0}, 1; "
+            "setp.ge.f32 p, x, {$r6}; mov.b32 {$w1}, {$r1}; @p add.s32 {$w1}, {$w1}, 1; }",
+            write_only_types=[Int32, Int32],
+            read_only_args=[own, all_, logits[j], choice.scale, choice.offset, choice.above, choice.least],
+        )  # fmt: skip
+    return own, all_ - own
 
 
 @cute.jit
-def count_above(depths: cute.Tensor, above: Uint32, geometry: cutlass.Constexpr) -> Int32:
-    """How many of a thread's depths are larger. Without a branch."""
-    own = Int32(0)
-    for j in cutlass.range_constexpr(geometry.held):
-        own = cute.arch.inline_ptx(
-            "{ .reg .pred p; setp.gt.u32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; @p add.s32 {$w0}, {$w0}, 1; }",
-            write_only_types=[Int32], read_only_args=[own, depths[j], above],
+def bound_in(memory: cutlass.Constexpr, thread: Int32):
+    """Scale, offset, above and least of the choice, from memory: what is computed with them is new to the compiler.
+    Else it keeps each sum and comparison of another pass, which costs more than a new one."""
+    bound = cute.make_rmem_tensor(4, Float32)
+    cute.autovec_copy(cute.make_tensor(memory.bounds.iterator + thread // WARP * 4, cute.make_layout(4)), bound)
+    return bound[0], bound[1], bound[2], bound[3]
+
+
+@cute.jit
+def list_bin(
+    memory: cutlass.Constexpr, logits: cute.Tensor, source: cutlass.Constexpr, thread: Int32, count: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Puts a thread's logits that are in the bin, so many, into the list, with their columns. Few threads have one."""
+    if count > 0:
+        scale, offset, above, least = bound_in(memory, thread)
+        place = cute.arch.inline_ptx(
+            "atom.shared.add.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
+            read_only_args=[address_of(memory.listed, Int32(0)), count],
         )  # fmt: skip
-    return own
+        to, behind = address_of(memory.values, place), memory.columns.iterator.toint() - memory.values.iterator.toint()
+        for j in cutlass.range_constexpr(geometry.held):
+            to = cute.arch.inline_ptx(
+                "{ .reg .pred p, q; .reg .f32 x; .reg .b32 a; fma.rn.f32 x, {$r1}, {$r2}, {$r3}; "
+                "setp.ge.f32 q, x, {$r4}; not.pred q, q; setp.ge.f32 p, x, {$r5}; and.pred p, p, q; "
+                "add.u32 a, {$r0}, {$r6}; @p st.shared.b32 [{$r0}], {$r1}; @p st.shared.b32 [a], {$r7}; "
+                "mov.b32 {$w0}, {$r0}; @p add.u32 {$w0}, {$w0}, 4; }",
+                write_only_types=[Int32],
+                read_only_args=[
+                    to, logits[j], scale, offset, above, least, behind, column_of(j, source, geometry),
+                ],
+            )  # fmt: skip
 
 
 @cute.jit
 def place_above(
-    memory: cutlass.Constexpr, depths: cute.Tensor, source: cutlass.Constexpr, place: Int32, geometry: cutlass.Constexpr
-):
-    """Puts the columns of a thread's depths that are above the bin from a place on. Without a branch. The bound is read
-    from memory, or the compiler keeps each comparison that counted them, which costs more than a new one."""
-    to, above = address_of(memory.bins, place), memory.above[0]
+    memory: cutlass.Constexpr, logits: cute.Tensor, source: cutlass.Constexpr, thread: Int32, place: Int32,
+    geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """Puts the columns of a thread's logits above the bin from a place on. Without a branch."""
+    to = address_of(memory.bins, place)
+    scale, offset, above, _ = bound_in(memory, thread)
     for j in cutlass.range_constexpr(geometry.held):
         to = cute.arch.inline_ptx(
-            "{ .reg .pred p; setp.gt.u32 p, {$r1}, {$r2}; @p st.shared.b32 [{$r0}], {$r3}; mov.b32 {$w0}, {$r0}; "
-            "@p add.u32 {$w0}, {$w0}, 4; }",
+            "{ .reg .pred p; .reg .f32 x; fma.rn.f32 x, {$r1}, {$r2}, {$r3}; setp.ge.f32 p, x, {$r4}; "
+            "@p st.shared.b32 [{$r0}], {$r5}; mov.b32 {$w0}, {$r0}; @p add.u32 {$w0}, {$w0}, 4; }",
             write_only_types=[Int32],
-            read_only_args=[to, depths[j], above, column_of(j, source, geometry)],
+            read_only_args=[to, logits[j], scale, offset, above, column_of(j, source, geometry)],
         )
 
 
 @cute.jit
 def place_listed(memory: cutlass.Constexpr, choice: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr):
-    """Puts those of the list that fewer than are needed are above, each where the number of these says."""
-    if (thread < choice.inside) & (choice.need > 0):
-        depth, column, larger = memory.depths[thread], memory.columns[thread], Int32(0)
-        for i in cutlass.range(choice.inside, unroll=1):
-            other, its = memory.depths[i], memory.columns[i]
-            larger = larger + Int32((other < depth) | ((other == depth) & (its < column)))
-        if larger < choice.need:
+    """Puts those of the list that fewer than are needed are above, each where the number of these says. A warp counts
+    them for one of the list at a time."""
+    lane = thread % WARP
+    for i in cutlass.range(thread // WARP, choice.inside, geometry.warps, unroll=1):
+        value, column, larger = memory.values[i], memory.columns[i], Int32(0)
+        for first in cutlass.range(0, choice.inside, WARP, unroll=1):
+            at = first + lane
+            other, its = memory.values[at], memory.columns[at]
+            above = (other > value) | ((other == value) & (its < column))
+            larger = larger + cute.arch.popc(cute.arch.vote_ballot_sync(above & (at < choice.inside)))
+        if (lane == 0) & (larger < choice.need):
             memory.bins[geometry.k - choice.need + larger] = column
 
 
 @cute.jit
 def place_tied(
-    memory: cutlass.Constexpr, depths: cute.Tensor, source: cutlass.Constexpr, choice: cutlass.Constexpr, thread: Int32,
+    memory: cutlass.Constexpr, logits: cute.Tensor, source: cutlass.Constexpr, choice: cutlass.Constexpr, thread: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """Puts as many of the equal ones as are needed, from the lowest column on."""
-    each, lane, found = cutlass.const_expr(geometry.per_vector), thread % WARP, Int32(0)
+    each, found = cutlass.const_expr(geometry.per_vector), Int32(0)
     for first in cutlass.range_constexpr(0, geometry.held, each):
         own = Int32(0)
         for e in cutlass.range_constexpr(each):
-            own = own + Int32(depths[first + e] < choice.under)
+            own = own + Int32(logits[first + e] == choice.least)
         cute.arch.sync_threads()
         if thread < 2 * (WARP + 1):
             memory.sums[thread] = Int32(0)
         cute.arch.sync_threads()
-        upto = upto_lane(own, lane)
+        upto = upto_lane(own)
         add_behind(memory, cute.arch.shuffle_sync(upto, WARP - 1), 0, thread)
         cute.arch.sync_threads()
         place = found + memory.sums[thread // WARP] + upto - own
         found = found + memory.sums[geometry.warps]
         for e in cutlass.range_constexpr(each):
-            if (depths[first + e] < choice.under) & (place < choice.need):
+            if (logits[first + e] == choice.least) & (place < choice.need):
                 memory.bins[geometry.k - choice.need + place] = column_of(first + e, source, geometry)
-            place = place + Int32(depths[first + e] < choice.under)
+            place = place + Int32(logits[first + e] == choice.least)
 
 
 @cute.kernel
@@ -511,16 +582,16 @@ def topk(
     memory = Memory(
         storage.bins.get_tensor(cute.make_layout(BINS + 1)),
         storage.sums.get_tensor(cute.make_layout(2 * (WARP + 1))),
-        storage.ends.get_tensor(cute.make_layout(2 * WARP)),
+        storage.ends.get_tensor(cute.make_layout(2)),
         storage.listed.get_tensor(cute.make_layout(1)),
-        storage.above.get_tensor(cute.make_layout(1)),
-        storage.depths.get_tensor(cute.make_layout(LISTED)),
+        storage.bounds.get_tensor(cute.make_layout(4 * WARP)),
+        storage.values.get_tensor(cute.make_layout(LISTED)),
         storage.columns.get_tensor(cute.make_layout(LISTED)),
         storage.pages.get_tensor(cute.make_layout(geometry.threads * geometry.held // PAGE if geometry.s else 1)),
     )
     clear(memory, thread, geometry)
     if thread == 0:
-        memory.listed[0] = Int32(0)
+        memory.ends[0], memory.ends[1], memory.listed[0] = Int32(MOST), Int32(MOST), Int32(0)
     width, k = logits.shape[1], cutlass.const_expr(geometry.k)
     size, each = cutlass.const_expr(geometry.bits // 8), cutlass.const_expr(geometry.per_vector)
     address = logits.iterator.toint() + Int64(row) * logits.stride[0] * size
@@ -555,18 +626,23 @@ def topk(
     else:
         if cutlass.const_expr(not geometry.early):
             load(words, source, geometry)
-        held = cute.make_rmem_tensor(geometry.held, Uint32)
+        held = cute.make_rmem_tensor(geometry.held, Float32)
         hold(held, words, source, geometry)
         choice = Choice(*search(memory, held, source, thread, geometry))
-        list_bin(memory, held, source, choice, geometry)
-        own = count_above(held, choice.above, geometry)
-        upto = upto_lane(own, thread % WARP)
+        bound = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            bound[i] = choice[i]
+        if thread % WARP == 0:
+            to = cute.make_tensor(memory.bounds.iterator + thread // WARP * 4, cute.make_layout(4))
+            cute.autovec_copy(bound, to)
+        own, in_bin = count_chosen(held, choice, geometry)
+        cute.arch.sync_warp()
+        list_bin(memory, held, source, thread, Int32(cutlass.select_(choice.tied, Int32(0), in_bin)), geometry)
+        upto = upto_lane(own)
         add_behind(memory, cute.arch.shuffle_sync(upto, WARP - 1), 1, thread)
-        if thread == 0:
-            memory.above[0] = choice.above
         cute.arch.sync_threads()
         place = memory.sums[WARP + 1 + thread // WARP] + upto - own
-        place_above(memory, held, source, place, geometry)
+        place_above(memory, held, source, thread, place, geometry)
         if choice.tied:
             place_tied(memory, held, source, choice, thread, geometry)
         else:
@@ -589,7 +665,7 @@ def index_of(column: Int32, memory: cutlass.Constexpr, geometry: cutlass.Constex
     return index
 
 
-topk.set_name_prefix("topk_v4", remove_cutlass_symbol=True, keep_mangled_name=False)
+topk.set_name_prefix("topk_v5", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ host
@@ -627,9 +703,9 @@ def takes(pd: TopkProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class TopkTiling(Tiling):
-    """threads: of a CTA, 256, 512 or 1,024; 0: the most of which the device takes all rows at once, where there are
-    such, else the least that hold a row. early: whether logits are loaded before the row's range is known, where the
-    device takes all rows at once."""
+    """threads: of a CTA, 256, 512 or 1,024; 0: the most that have logits and of which the device takes all rows at
+    once, where there are such, else the least that hold a row. early: whether logits are loaded before the row's range
+    is known, where the device takes all rows at once."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("threads", "early")
@@ -655,7 +731,9 @@ class TopkTiling(Tiling):
         most = t if aligned else t + self.skew(pd)
         fit = [x for x in THREADS if most <= x * MOST_HELD] or THREADS[-1:]
         at_once = [x for x in fit if rows <= sms * RESIDENT[x]]
-        busy = [x for x in at_once if x * min(HELD) < 2 * most]  # more than half of the threads have logits
+        # Of few rows more than half of the slots have logits, of more than a quarter of the SMs three eighths.
+        eighths = 4 if 4 * rows <= sms else 3
+        busy = [x for x in at_once if x * min(HELD) * eighths < 8 * most]
         threads = self.threads if self.threads in fit else busy[-1] if busy else fit[0]
         held = next(x for x in HELD if most <= x * threads)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0
@@ -715,5 +793,5 @@ class TopkPlan(KernelPlan):
             table = make_fake_tensor(Int32, (b, width), (cute.sym_int64(), 1), assumed_align=4) if pd.table else None
             return rows_apart, starts, ends, table, host.fake(Int32, n, pd.topk, align=4), geometry
 
-        name = f"topk_v4_{geometry.held}_{geometry.threads}{'_early' if geometry.early else ''}"
+        name = f"topk_v5_{geometry.held}_{geometry.threads}{'_early' if geometry.early else ''}"
         return host.stage(self, topk, launch_topk, name, arguments, given, inputs, outputs)

@@ -91,8 +91,8 @@ O goes from registers to global memory, without shared memory between.
 Tile scheduler: the query tiles of all requests and heads lie on a line. Up to 128 requests are sorted, the one with the
 most keys first; more of them are in the caller's order. Requests beside each other with equal lengths are dealt as if
 they were one request with the heads of all. The heads of a request come in sections whose keys and values fit in L2
-together. In a section the query tiles with the most keys come first, and with a causal mask the last section has about
-three query tiles for each cluster, so that the small ones fill the tail. A cluster's first query tile is its own
+together. In a section the query tiles with the most keys come first, and with a causal mask the last section has a few
+query tiles for each cluster (`tail`), so that the small ones fill the end. A cluster's first query tile is its own
 number; the others it takes from a counter in global memory. It asks the counter just before its last K of a query tile
 is loaded. If it asked earlier, it would hold a query tile that another cluster could begin sooner. The lengths are read
 on the device only, and the last cluster sets the counter back.
@@ -191,7 +191,8 @@ def kv_tile_of(dk: int, dv: int) -> int:
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, columns of keys and values, mask, tokens of a KV tile, whether the
-    consumers issue their products in turn, and whether O is stored early (`FlashAttentionV18Tiling`)."""
+    consumers issue their products in turn, whether O is stored early, whether half a KV tile is computed where no more
+    is seen, and query tiles of the last section for each cluster (`FlashAttentionV18Tiling`)."""
 
     h: int
     h_kv: int
@@ -201,6 +202,8 @@ class Geometry:
     tokens: int
     ordered: bool
     early: bool
+    halves: bool
+    tail: int
 
     @property
     def group(self) -> int:
@@ -299,13 +302,13 @@ def query_tiles(s: Any) -> Any:
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
     """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
     section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each cluster
-    a query tile. With a causal mask the last one gives each cluster about three query tiles at least: of fewer, the
+    a query tile. With a causal mask the last one gives each cluster about `tail` query tiles at least: of fewer, the
     longest would outlast the others together. room: keys of a kv head that fit in L2."""
     group = geometry.group
     most = ceil_div(pairs, group)  # kv heads
     fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)
     if geometry.causal:
-        last = ceil_div((3 * blocks + tiles // 2) // tiles, group)
+        last = ceil_div((geometry.tail * blocks + tiles // 2) // tiles, group)
         last = cutlass.min(cutlass.max(last, fit), most)
     else:
         fit = cutlass.min(fit, ceil_div(ceil_div(blocks, tiles), group))
@@ -929,7 +932,11 @@ class Consumer:
         cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
         self.wait_for_keys(turn)
         first_key = (count - 1) * n
-        if now.sees > n // 2:
+        if cutlass.const_expr(not self.geometry.halves):
+            self.issue_scores(turn)
+            warpgroup.wait_group(0)
+            self.soften(self.acc_s, first_key, True)
+        elif now.sees > n // 2:
             self.issue_scores(turn)
             warpgroup.wait_group(0)
             self.soften(self.acc_s, first_key, True)
@@ -987,9 +994,10 @@ class Consumer:
         if cutlass.const_expr(self.geometry.causal):
             whole = whole_tiles(tile, self.first_row, n)
             plain = cutlass.min(cutlass.max(stream - whole, begin), stream)
-        if (sees <= n // 2) & (plain == begin) & (count > 1):
-            self.step(done + begin, (count - 2) * n, False, n // 2, cutlass.Boolean(False))
-            begin, plain = begin + 1, plain + 1
+        if cutlass.const_expr(self.geometry.halves):
+            if (sees <= n // 2) & (plain == begin) & (count > 1):
+                self.step(done + begin, (count - 2) * n, False, n // 2, cutlass.Boolean(False))
+                begin, plain = begin + 1, plain + 1
         if cutlass.const_expr(self.geometry.causal):
             for i in cutlass.range(begin, plain, unroll=1):
                 self.step(done + i, (stream - 1 - i) * n, True, n, i > stream - count + 1)
@@ -1160,11 +1168,15 @@ def consume(
         if now.count > 0:
             w.see(tile)
             if due > 0:
-                if cutlass.const_expr(geometry.early):
+                if cutlass.const_expr(geometry.early and not geometry.halves):
+                    w.cross_early(now, due, False, before, out, lse)
+                elif cutlass.const_expr(geometry.early):
                     if now.sees > geometry.tokens // 2:
                         w.cross_early(now, due, False, before, out, lse)
                     else:
                         w.cross_early(now, due, True, before, out, lse)
+                elif cutlass.const_expr(not geometry.halves):
+                    w.cross(now, due, False)
                 else:
                     if now.sees > geometry.tokens // 2:
                         w.cross(now, due, False)
@@ -1325,25 +1337,31 @@ class FlashAttentionV18Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
     find their own order. early: between two query tiles the last product of the one is issued ahead of the first scores
-    of the other, and its O is stored beside these scores; else behind their softmax. section_mib: MiB of keys and
-    values that CTAs read from L2 at a time (`section_widths`)."""
+    of the other, and its O is stored beside these scores; else behind their softmax. halves: half a
+    KV tile is computed where no more is seen. tail: query tiles for each cluster in the last section of heads, with a
+    causal mask. section_mib: MiB of keys and values that CTAs read from L2 at a
+    time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
     early: bool = True
+    halves: bool = True
+    tail: int = 3
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
         tokens = self.kv_tile or kv_tile_of(dk, dv)
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered, self.early)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered, self.early, self.halves, self.tail)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:
             return Verdict.no(f"kv_tile = {self.kv_tile} is not a multiple of {wgmma.MMA_K} up to 256")
+        if not 1 <= self.tail <= 64:
+            return Verdict.no(f"tail = {self.tail} is not between 1 and 64")
         if not 1 <= self.section_mib <= 1024:
             return Verdict.no(f"section_mib = {self.section_mib} is not between 1 and 1,024")
         if not (taken := takes(pd)):

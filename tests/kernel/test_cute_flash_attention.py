@@ -51,7 +51,6 @@ def geometry_of(module: Any, h: int = 4, h_kv: int = 4) -> Any:
         "tokens": 128,
         "ordered": False,
         "consumers": 2,
-        "tail": 3,
     }
     fields = inspect.signature(module.Geometry).parameters
     return module.Geometry(**{name: wanted.get(name, False) for name in fields})

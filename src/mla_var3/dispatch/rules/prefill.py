@@ -27,6 +27,12 @@ TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
 
 RULES = (
     Rule(
+        "cute-dsl/flash_attention_v18",
+        "two CTAs share K and V, and a query tile is stored beside the next one's scores",
+        where=(Bound(KEY_COLUMNS, 96, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and narrow keys have three consumers",
         where=(Bound(KEY_COLUMNS, 128), Bound(TOKENS, 4095, above=True)),
@@ -36,12 +42,6 @@ RULES = (
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and wide results are rescaled where a maximum has grown",
         where=(Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_v18",
-        "two CTAs share K and V, and a query tile is stored beside the next one's scores",
-        where=(Bound(KEY_COLUMNS, 128, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
         archs=HOPPER,
     ),
     Rule(

@@ -780,7 +780,7 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
-    def soften(self, acc_s: cute.Tensor, first_key: Int32, masked: cutlass.Constexpr, due: Int32 | None = None):  # fmt: skip
+    def soften(self, acc_s: cute.Tensor, first_key: Int32, masked: cutlass.Constexpr, due: Int32 | None = None):
         """S becomes P, exp2(scale_log2 · S - maximum), and the sums take it in. acc_s: of a KV tile, or of its first
         half, behind which P is 0. first_key: of the KV tile, in the request. due: the KV tile whose product with the
         values is in flight and reads the last P, if any."""
@@ -1107,7 +1107,7 @@ def consume(
         if now.count > 0:
             for i in cutlass.range(now.stream - now.count, unroll=1):
                 w.skip_keys(now.done + i)
-        # Of the query tile before. Without these copies the compiler joins the branches in front of them and behind them.
+        # Of the query tile before. Without these copies the compiler joins the branches around them.
         for r in cutlass.range_constexpr(2):
             row_max[r], row_sum[r] = w.row_max[r], w.row_sum[r]
         if now.count > 0:

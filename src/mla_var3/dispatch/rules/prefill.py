@@ -7,24 +7,13 @@ from collections.abc import Iterator
 from mla_var3.dispatch.rule import HOPPER, Bound, Quantity, Rule
 from mla_var3.workload.prefill import PrefillProblem
 
-#: Columns of keys of published models, with values of 128.
-SERVED_COLUMNS = (128, 192, 256)
-
-
-def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    masked = problem.replace(causal=value > 1)
-    yield masked
-    for columns in SERVED_COLUMNS:
-        yield masked.replace(d=128, p=columns - 128)
-
-
-#: Masks of a problem: the ends of requests, and the causal one.
-MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
+#: d and p of published models with values of 128 columns, and those of 96/64.
+SERVED_COLUMNS = ((64, 32), (128, 0), (128, 64), (128, 128))
 
 
 def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    for columns in sorted(SERVED_COLUMNS, key=lambda x: abs(x - value)):
-        yield problem.replace(d=128, p=columns - 128)
+    for d, p in sorted(SERVED_COLUMNS, key=lambda x: abs(sum(x) - value)):
+        yield problem.replace(d=d, p=p)
 
 
 def _near_values(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
@@ -34,7 +23,9 @@ def _near_values(problem: PrefillProblem, value: float) -> Iterator[PrefillProbl
 
 def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
     tokens = max(1, int(value))
-    yield problem.replace(s=tokens, t=tokens + max(0, problem.t - problem.s))  # behind the same prefix
+    here = problem.replace(s=tokens, t=tokens + max(0, problem.t - problem.s))  # behind the same prefix
+    yield here
+    yield from (here.replace(d=d, p=p) for d, p in SERVED_COLUMNS)
 
 
 #: Columns of a head of keys and of values, and query tokens of a request, in the mean.
@@ -46,7 +37,7 @@ RULES = (
     Rule(
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and narrow keys have three consumers",
-        where=(Bound(KEY_COLUMNS, 128), Bound(TOKENS, 4095, above=True)),
+        where=(Bound(KEY_COLUMNS, 96), Bound(TOKENS, 4095, above=True)),
         archs=HOPPER,
     ),
     Rule(
@@ -58,18 +49,7 @@ RULES = (
     Rule(
         "cute-dsl/flash_attention_v18",
         "two CTAs share K and V, and a query tile is stored beside the next one's scores",
-        where=(
-            Bound(MASKS, 1, above=True),
-            Bound(KEY_COLUMNS, 128, above=True),
-            Bound(KEY_COLUMNS, 192),
-            Bound(TOKENS, 255, above=True),
-        ),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_v17",
-        "two CTAs share K and V, and a product ends inside the softmax",
-        where=(Bound(KEY_COLUMNS, 128, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
+        where=(Bound(KEY_COLUMNS, 96, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
         archs=HOPPER,
     ),
     Rule(

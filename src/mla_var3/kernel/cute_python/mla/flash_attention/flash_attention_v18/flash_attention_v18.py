@@ -41,12 +41,11 @@ consumers of a CTA issue in turn: only the one that has the turn may issue, and 
 
 A consumer skips KV tiles of which its rows see no key. It takes the turn there and hands it on at once.
 
-A step like this leads from one query tile to the next. The last product of the present query tile is issued ahead of
-the first scores of the next one, and O is divided and stored while these are computed (`cross_early`). Where the tiling
-says otherwise, the scores are issued first, and O is stored behind their softmax (`cross`):
+A step like this leads from one query tile to the next (`cross`). The last product of the present query tile is issued
+ahead of the first scores of the next one, and O is divided and stored while these are computed:
 
-    cross_early    O += P·V | S of the next      O is stored        | S → P
-    cross          S of the next | O += P·V                 S → P   | O is stored
+    tensor cores   O += P·V | S of the next |
+    consumer         wait     O is stored     S → P
 
 In a softmax the wait for O += P·V stands between the exponentials of a thread's first row and those of its second. So P
 of the first row is rounded beside the exponentials of the second, and V is free half a softmax earlier than where the
@@ -55,11 +54,10 @@ wait stands behind all exponentials:
     behind all    maxima  e0 ... e63                    sums, wait for O, rounding
     here          maxima  e0+ ... e31+   wait for O     e32+ P0 e33+ P1 ...
 
-ptxas moves exponentials and waits across each other, and three things keep it from that. A loop stands in front of the
+ptxas moves exponentials and waits across each other, and two things keep it from that. A loop stands in front of the
 wait for O, so that the wait does not move up: the loop waits for the mbarrier `open`, and ends at once (see below). The
 factor of the second row's scores is read from shared memory behind that loop, so that the second row's exponentials do
-not move up. And in `cross`, where ptxas would move the first row's exponentials down behind the loop, the address of
-the mbarrier depends on their sum (`huge`).
+not move up.
 
 On the diagonal the rows of a consumer may see keys of the first half of their highest KV tile only (in the picture ░ is
 not seen). Then the consumer computes scores and softmax of this half only. If the next KV tile needs no mask, the
@@ -191,7 +189,7 @@ def kv_tile_of(dk: int, dv: int) -> int:
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, columns of keys and values, mask, tokens of a KV tile, whether the
-    consumers issue their products in turn, and whether O is stored early (`FlashAttentionV18Tiling`)."""
+    consumers issue their products in turn (`FlashAttentionV18Tiling`)."""
 
     h: int
     h_kv: int
@@ -200,7 +198,6 @@ class Geometry:
     causal: bool
     tokens: int
     ordered: bool
-    early: bool
 
     @property
     def group(self) -> int:
@@ -247,7 +244,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "heard": array(Int64, SLOTS),
         "asked": array(Int64, 1),
         "scale": array(Float32, 1),  # scale_log2
-        "open": array(Int64, 2),  # mbarriers whose phase before the first has always ended
+        "open": array(Int64, 2),  # mbarriers whose phase before the first has always ended; one is waited for
         "slots": cute.struct.Align[array(Int32, 8 * SLOTS), 32],  # a `Tile` each
         "order": array(Int32, SORTED),  # requests, that with the most keys first
         "query": cute.struct.Align[array(dtype, 2 * geometry.half_elements), 1024],
@@ -783,12 +780,10 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- softmax
     @cute.jit
-    def soften(self, acc_s: cute.Tensor, first_key: Int32, masked: cutlass.Constexpr, due: Int32 | None = None,
-               held: cutlass.Constexpr = False):  # fmt: skip
+    def soften(self, acc_s: cute.Tensor, first_key: Int32, masked: cutlass.Constexpr, due: Int32 | None = None):
         """S becomes P, exp2(scale_log2 · S - maximum), and the sums take it in. acc_s: of a KV tile, or of its first
         half, behind which P is 0. first_key: of the KV tile, in the request. due: the KV tile whose product with the
-        values is in flight and reads the last P, if any. held: whether ptxas would otherwise move exponentials of the
-        first row behind the wait for that product."""
+        values is in flight and reads the last P, if any."""
         if cutlass.const_expr(masked):
             softmax.mask_columns(acc_s, self.thread, first_key, self.limits)
         for r in cutlass.range_constexpr(2):
@@ -799,7 +794,7 @@ class Consumer:
         scale_log2, total = self.scale_log2, Float32(0.0)
         for r in cutlass.range_constexpr(2):
             if cutlass.const_expr(due is not None and r == 1):
-                self.end_product(due, total, held)
+                self.end_product(due)
                 scale_log2 = self.storage.scale.get_tensor(cute.make_layout(1))[0]
             total = softmax.row_exp2(acc_s, r, scale_log2, self.row_max[r])
             self.row_sum[r] = self.row_sum[r] * self.factor[r] + total
@@ -811,11 +806,10 @@ class Consumer:
                 self.p[i] = Int32(0)
 
     @cute.jit
-    def end_product(self, turn: Int32, total: Float32, held: cutlass.Constexpr):
+    def end_product(self, turn: Int32):
         """Waits for O += P·V of KV tile `turn`. ptxas moves this wait up to the wait for S unless a loop stands
-        between: that of a wait which is over at once. held: the loop stands behind `total`, too."""
-        first = huge(total) if cutlass.const_expr(held) else Int32(0)
-        cute.arch.mbarrier_wait(self.storage.open.data_ptr() + first, 1)
+        between: that of a wait which is over at once."""
+        cute.arch.mbarrier_wait(self.storage.open.data_ptr(), 1)
         warpgroup.wait_group(0)  # O, which has read the last P too
         self.free(self.storage.v_empty.data_ptr(), turn)
 
@@ -853,32 +847,8 @@ class Consumer:
         self.soften(self.acc_s, first_key, masked, turn - 1)
 
     @cute.jit
-    def cross(self, now: Count, due: Int32, half: cutlass.Constexpr):
-        """The step from one query tile, of `due` KV tiles, to the next, whose last KV tile is `now.done`."""
-        turn, count = now.done + now.stream - now.count, now.count
-        acc_s = self.acc_half if half else self.acc_s
-        first_key = (count - 1) * self.geometry.tokens
-        wgmma.scale_rows(self.acc_o, self.factor)  # here, for behind the first half of a KV tile's scores ptxas waits
-        self.take_turn()
-        cute.arch.mbarrier_wait(self.storage.q_full.data_ptr() + self.me, now.loads & 1)
-        self.wait_for_keys(turn)
-        if cutlass.const_expr(half):
-            self.issue_half(turn)
-        else:
-            self.issue_scores(turn)
-        self.wait_for_values(now.done - 1)
-        self.issue_output(now.done - 1, self.geometry.tokens, due > 1)
-        self.pass_turn()
-        warpgroup.wait_group(1)  # S
-        self.free(self.storage.k_empty.data_ptr(), turn)
-        if count == 1:
-            warp_arrive(self.storage.q_empty.data_ptr() + self.me)
-        self.begin_rows()
-        self.soften(acc_s, first_key, True, now.done - 1, True)
-
-    @cute.jit
-    def cross_early(self, now: Count, due: Int32, half: cutlass.Constexpr, before: Tile, out: cute.Tensor,
-                    lse: cute.Tensor):  # fmt: skip
+    def cross(self, now: Count, due: Int32, half: cutlass.Constexpr, before: Tile, out: cute.Tensor,
+              lse: cute.Tensor):  # fmt: skip
         """The step from query tile `before`, of `due` KV tiles, to the next, whose last KV tile is `now.done`. The last
         product of `before` is issued first, so that O is stored while the first scores of the next are computed."""
         turn, count = now.done + now.stream - now.count, now.count
@@ -1052,24 +1022,6 @@ def quad_max(value: Float32) -> Float32:
 
 
 @dsl_user_op
-def huge(total: Float32, *, loc=None, ip=None) -> Int32:
-    """1 where a sum of a warp's threads is above 2^127, which none is, else 0: what needs the result stands behind the
-    sum."""
-    result = llvm.inline_asm(
-        T.i32(),
-        [Float32(total).ir_value(loc=loc, ip=ip)],
-        "{ .reg .pred p; setp.gt.f32 p, $1, 0f7F000000; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
-        "=r,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-    return Int32(result)
-
-
-@dsl_user_op
 def rounded_here(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int32:
     """Two numbers in 16 bits, as a word. Left to the compiler, this would move down to where the word is read, behind
     the next scores, and P would take twice the registers meanwhile: ptxas then waits for every product."""
@@ -1155,30 +1107,21 @@ def consume(
         if now.count > 0:
             for i in cutlass.range(now.stream - now.count, unroll=1):
                 w.skip_keys(now.done + i)
+        # Of the query tile before. Without these copies the compiler joins the branches around them.
         for r in cutlass.range_constexpr(2):
             row_max[r], row_sum[r] = w.row_max[r], w.row_sum[r]
         if now.count > 0:
             w.see(tile)
             if due > 0:
-                if cutlass.const_expr(geometry.early):
-                    if now.sees > geometry.tokens // 2:
-                        w.cross_early(now, due, False, before, out, lse)
-                    else:
-                        w.cross_early(now, due, True, before, out, lse)
+                if now.sees > geometry.tokens // 2:
+                    w.cross(now, due, False, before, out, lse)
                 else:
-                    if now.sees > geometry.tokens // 2:
-                        w.cross(now, due, False)
-                    else:
-                        w.cross(now, due, True)
+                    w.cross(now, due, True, before, out, lse)
             else:
                 w.first(tile, now)
         else:
             if due > 0:
                 w.last(now, due)
-                if cutlass.const_expr(geometry.early):
-                    w.epilogue(before, row_max, row_sum, out, lse)
-        if cutlass.const_expr(not geometry.early):
-            if due > 0:
                 w.epilogue(before, row_max, row_sum, out, lse)
         if now.count > 0:
             w.ready_values(tile, now)
@@ -1324,22 +1267,19 @@ def takes(pd: PrefillProblem) -> Verdict:
 class FlashAttentionV18Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
-    find their own order. early: between two query tiles the last product of the one is issued ahead of the first scores
-    of the other, and its O is stored beside these scores; else behind their softmax. section_mib: MiB of keys and
-    values that CTAs read from L2 at a time (`section_widths`)."""
+    find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`)."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 
     kv_tile: int = 0
     ordered: bool = True
-    early: bool = True
     section_mib: int = 24
 
     def geometry(self, pd: PrefillProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
         dk, dv = pd.d + pd.p, pd.d
         tokens = self.kv_tile or kv_tile_of(dk, dv)
-        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered, self.early)
+        return Geometry(pd.h, pd.h_kv, dk, dv, pd.causal, tokens, self.ordered)
 
     def validate(self, pd: PrefillProblem, device: Device | None = None) -> Verdict:
         if self.kv_tile % wgmma.MMA_K or not 0 <= self.kv_tile <= 256:

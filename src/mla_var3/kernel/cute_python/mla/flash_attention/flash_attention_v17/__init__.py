@@ -1,1 +1,0 @@
-"""Version 17: the wait for O stands inside the softmax."""

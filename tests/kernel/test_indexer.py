@@ -23,7 +23,7 @@ from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, BF16 = "cute-dsl/mqa_logits_v4", "cute-dsl/mqa_logits_v3"
+LOGITS = "cute-dsl/mqa_logits_v4"
 TOPK, SHORT, LONG = "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6"
 TWO = "cute-dsl/indexer_topk"
 
@@ -50,8 +50,8 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
         (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
         (SHORT, TopkProblem(b=64, t=32768)),
-        (BF16, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
-        (BF16, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
+        (LOGITS, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
+        (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
         (LONG, TopkProblem(b=1, t=131072)),
         (LONG, TopkProblem(b=6, s=2, t=400_000, table=True, dtype="bf16")),
     ],
@@ -132,6 +132,9 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
         ({"table": False, "heads": 32}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
         ({"table": False, "heads": 16}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
         ({"s": 4}, {}, [(0, (0, 1, 2)), (0, (3,))]),
+        ({"s": 4, "dtype": "bf16"}, {}, [(0, (0, 1, 2, 3))]),
+        ({"s": 6}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
+        ({"s": 5, "heads": 32}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
         ({"s": 2}, {}, [(0, (0, 1, 2, 3))]),
     ],
 )
@@ -295,7 +298,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, BF16, TOPK, SHORT, LONG, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, TOPK, SHORT, LONG, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan, t = plan_type(label), 9000 if label == SHORT else 65536
     for problem in (plan.workload.problem(t=t, **fields) for fields in ({}, {"table": False}, {"s": 3})):
@@ -306,8 +309,8 @@ def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
 def test_the_dispatcher_picks_by_what_runs_here() -> None:
     plan_type(LOGITS)
     assert choose(IndexerLogitsProblem(), H200).kernel.label == LOGITS
-    assert choose(IndexerLogitsProblem(dtype="bf16", table=False), H200).kernel.label == BF16
-    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == BF16
+    assert choose(IndexerLogitsProblem(dtype="bf16", table=False), H200).kernel.label == LOGITS
+    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
     two = plan_type(TWO)

@@ -69,7 +69,7 @@ def right(plan: Any, cases: list[str] | None = None) -> None:
 
 
 @pytest.mark.parametrize("problem", LOGITS, ids=lambda p: p.label)
-@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v3", "cute-dsl/mqa_logits_v4", "triton/mqa_logits"])
+@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v4", "triton/mqa_logits"])
 def test_logits_are_right(label: str, problem: Any) -> None:
     right(planned(label, problem))
 

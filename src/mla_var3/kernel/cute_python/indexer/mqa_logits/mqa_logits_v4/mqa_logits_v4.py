@@ -27,8 +27,8 @@ piece from the ranges in memory (`find_piece`).
 A token's range cuts single stores, so a tile needs no mask before the sum, and what a page holds behind a request's end
 is never stored. A sum that is NaN is stored as -inf.
 
-Where a thread has all heads of one token of a wide tile, the products take turns, so that those of one consumer run
-beside the epilogue of the other:
+Where a thread has all heads of one token of a wide tile and logits are float32, the products take turns, so that those
+of one consumer run beside the epilogue of the other:
 
     consumer 0      | products |   epilogue   |        | products |   epilogue   |
     consumer 1                 | products |   epilogue   |        | products |
@@ -870,8 +870,8 @@ def takes(pd: IndexerLogitsProblem) -> Verdict:
 class MqaLogitsV4Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
     multiply, 2 or 4; 0: a choice. query_parts: in which a query tile is multiplied, 1 or 2; 0: a choice. turns: whether
-    consumers take turns where there is one part of more than 128 columns. ctas: of the grid; 0: one for each
-    multiprocessor."""
+    consumers take turns where there is one part of more than 128 columns and logits are float32. ctas: of the grid; 0:
+    one for each multiprocessor."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
@@ -889,8 +889,9 @@ class MqaLogitsV4Tiling(Tiling):
         consumers = self.consumers or (4 if n <= COLUMNS // 4 else 2)
         one = Geometry(pd.heads, s, tokens, consumers, 1, False)
         # A part's sums end with its products if a thread has several tokens.
-        parts = self.query_parts or (2 if not s and n > COLUMNS // 2 and one.groups > 1 else 1)
-        return replace(one, query_parts=parts, turns=self.turns and parts == 1 and n > COLUMNS // 2)
+        parts = self.query_parts or (2 if n > COLUMNS // 2 and one.groups > 1 else 1)
+        turns = self.turns and parts == 1 and n > COLUMNS // 2 and pd.dtype == "fp32"
+        return replace(one, query_parts=parts, turns=turns)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):

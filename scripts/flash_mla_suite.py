@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Runs the cases of FlashMLA's own test of sparse decode over the functions of this package, on a GPU.
+"""Runs the cases of FlashMLA's own tests of decode over the functions of this package, on a GPU.
 
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --seconds 180
+    scripts/flash_mla_suite.py /path/to/FlashMLA/tests --dense --kernel cute-dsl/flash_mla_mma_v1
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --part 2/4
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --count h200      # needs no GPU
 
 The folder is that of a checkout: of revision 9241ae3, whose test has 4,748 cases, or of a later one with the layouts of
 DeepSeek V4.1. Its modules make the inputs, with strides as they are there and the seed that a case has in a run of all,
 and the results that are expected; `flash_mla` is `mla_var3.ops.flash_mla` to them. Nothing of FlashMLA's is compiled.
+--dense runs its test of dense decode in place of that of sparse decode, without its benchmark. --kernel names the
+version that computes all cases; without it the one that is picked does.
 
 Cases of one class of code are run one after another in one process, since compiling it takes longer than running them,
 classes with many cases first. Results go to the file of --done, a line a case; cases that it has are left out, so that
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -39,10 +43,14 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.ops import flash_mla
 from mla_var3.toolchain.aot import code_knobs
+from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.sparse_decode import SparseProblem
 
+DENSE = "test_flash_mla_dense_decoding.py"
 FILES = ("test_flash_mla_sparse_decoding.py", "test-sparse-decode.py")
-KERNEL = "cute-dsl/sparse_mla_v2"  # what is picked on Hopper
+KERNEL, DENSE_KERNEL = "cute-dsl/sparse_mla_v2", "cute-dsl/flash_mla_v23"  # what is picked on Hopper
+#: Functions of `flash_mla`'s module that compute.
+COMPUTE = ("mla_decode", "packed_mla_decode", "sparse_mla_decode")
 LAYOUTS = {"V41_FP8Sparse": "v41", "V41_FP4Sparse": "v41_fp4"}
 RIGHT, WRONG, REFUSED, NO_ROOM = "right", "wrong", "refused", "no room"
 LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first
@@ -52,29 +60,50 @@ SHARE = 0.8  # of the GPU's memory, for tensors of cases that run at a time
 # ------------------------------------------------------------------------------------------------ the suite
 @dataclass(frozen=True)
 class Suite:
-    """The modules of FlashMLA's tests, and their cases in order."""
+    """The modules of FlashMLA's tests, and their cases in order. dense: of dense decode; the test is lib and ref."""
 
     lib: Any
     ref: Any
     kit: Any
     cases: list[Any]
+    dense: bool = False
 
     @classmethod
-    def of(cls, folder: Path) -> Suite:
+    def of(cls, folder: Path, dense: bool = False) -> Suite:
         sys.path.insert(0, str(folder.resolve()))
         sys.modules["flash_mla"] = flash_mla
         if importlib.util.find_spec("rich") is None:  # for a table, which is not printed here
             sys.modules.update((name, types.ModuleType(name)) for name in ("rich", "rich.console", "rich.table"))
-        file = next(folder / name for name in FILES if (folder / name).exists())
+        file = folder / DENSE if dense else next(folder / name for name in FILES if (folder / name).exists())
         spec = importlib.util.spec_from_file_location("flash_mla_s_test", file)
         assert spec is not None and spec.loader is not None
         test = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(test)
+        if dense:
+            return cls(test, test, test.kk, dense_cases(test), True)
         return cls(test.lib, test.ref, test.kk, test.gen_testcase())
 
 
-def problem_of(case: Any) -> SparseProblem:
+def dense_cases(test: Any) -> list[Any]:
+    """Those that the test's `main` would run, which has them in no list that it gives away."""
+    cases: list[Any] = []
+    ignored: Any = lambda *_: None  # noqa: E731
+    cuda = types.SimpleNamespace(set_device=ignored, get_device_capability=lambda: (9, 0))
+    torch, run = test.torch, test.test_flash_mla
+    test.test_flash_mla = cases.append
+    test.torch = types.SimpleNamespace(
+        device=str, cuda=cuda, set_default_dtype=ignored, set_default_device=ignored, bfloat16=None
+    )
+    test.main(None)
+    test.torch, test.test_flash_mla = torch, run
+    return cases
+
+
+def problem_of(case: Any) -> SparseProblem | MlaProblem:
     """The problem of a case, but for the tokens of its cache, which are drawn."""
+    if hasattr(case, "is_causal"):
+        causal = case.is_causal and case.s_q > 1
+        return MlaProblem(b=case.b, s=case.s_q, h=case.h_q, h_kv=case.h_kv, t=case.s_k, causal=causal)
     layout = "v32" if case.d_qk == 576 else "v4"
     of_extra = ""
     if getattr(case, "kvcache_layout", None) is not None:
@@ -89,14 +118,19 @@ def problem_of(case: Any) -> SparseProblem:
     )  # fmt: skip
 
 
-def class_of(problem: SparseProblem, device: Device | None) -> str:
+def class_of(problem: SparseProblem | MlaProblem, device: Device | None, kernel: str = "") -> str:
     """Equal for cases that have one compiled kernel."""
-    plan = registry.get_plan(registry.KernelId.parse(KERNEL))(problem, None, device)
+    label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
+    plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
     return f"{problem.problem_class().key()} {json.dumps(code_knobs(plan.tiling), sort_keys=True)}"
 
 
-def room_of(problem: SparseProblem) -> int:
+def room_of(problem: SparseProblem | MlaProblem) -> int:
     """About how many bytes a case takes at most, with what its inputs and expected results are made from."""
+    if isinstance(problem, MlaProblem):
+        longest = 2.5 * problem.t
+        rows = problem.s * problem.h
+        return round(1e9 + longest * (problem.b * problem.h_kv * 576 * 2 * 4 + 4 * problem.h * 576 * 2 + 4 * rows * 4))
     columns, queries = 576 if problem.layout == "v32" else 512, problem.b * problem.s
     longest = 2.5 if problem.b > 1 else 1.5  # contexts are normal, with half of their mean as the deviation
     cached = problem.t + problem.extra_t
@@ -105,21 +139,41 @@ def room_of(problem: SparseProblem) -> int:
     return round(1e9 + caches + queries * gathered * (columns + problem.h) * 4 * 3)
 
 
-def run_case(suite: Suite, number: int) -> tuple[str, str]:
-    """(verdict, what is wrong), with FlashMLA's bounds."""
+def results(suite: Suite, number: int) -> tuple[Any, Any]:
+    """(out, lse) as computed, and as expected."""
     import torch
 
     case = suite.cases[number].to_test_param()
     case.seed = number
+    made = suite.lib.generate_testcase_for_decode(case)
+    found = suite.lib.run_flash_mla_decode(case, made, flash_mla.get_mla_metadata()[0], None)
+    torch.cuda.synchronize()
+    return found, suite.ref.ref_sparse_attn_decode(case, made)
+
+
+def dense_results(suite: Suite, number: int) -> tuple[Any, Any]:
+    """(out, lse) as computed, and as expected, of a case of dense decode."""
+    import torch
+
+    case = suite.cases[number]
+    lengths, q, table, cache = suite.lib.generate_test_data(case)
+    meta = flash_mla.get_mla_metadata()[0]
+    found = flash_mla.flash_mla_with_kvcache(q, cache, table, lengths, case.dv, meta, None, causal=case.is_causal)
+    torch.cuda.synchronize()
+    return found, suite.ref.reference_torch(lengths, table, q, cache, case.dv, case.is_causal)
+
+
+def run_case(suite: Suite, number: int) -> tuple[str, str]:
+    """(verdict, what is wrong), with FlashMLA's bounds."""
+    import torch
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), torch.inference_mode():
-            made = suite.lib.generate_testcase_for_decode(case)
-            out, lse = suite.lib.run_flash_mla_decode(case, made, flash_mla.get_mla_metadata()[0], None)
-            torch.cuda.synchronize()
-            wanted, wanted_lse = suite.ref.ref_sparse_attn_decode(case, made)
+            (out, lse), (wanted, wanted_lse) = (dense_results if suite.dense else results)(suite, number)
             same = suite.kit.check_is_allclose
-            ok = same("out", out, wanted, abs_tol=1e-3, rel_tol=2.01 / 128, cos_diff_tol=5e-6)
+            abs_tol = 8e-4 if suite.dense else 1e-3
+            ok = same("out", out, wanted, abs_tol=abs_tol, rel_tol=2.01 / 128, cos_diff_tol=5e-6)
             ok &= same("lse", lse, wanted_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
     except UserError as error:
         return REFUSED, str(error)
@@ -129,16 +183,19 @@ def run_case(suite: Suite, number: int) -> tuple[str, str]:
 
 
 # ------------------------------------------------------------------------------------------------ processes
-def work(pipe: Connection, folder: Path) -> None:
+def work(pipe: Connection, folder: Path, dense: bool = False, kernel: str = "") -> None:
     """A process: asks for classes, and for room for each of their cases, until there are none."""
     import torch
 
     warnings.simplefilter("ignore")  # FlashMLA's way to take slices is deprecated
-    suite = Suite.of(folder)
+    suite = Suite.of(folder, dense)
+    for name in COMPUTE if kernel else ():
+        setattr(flash_mla, name, functools.partial(getattr(flash_mla, name), kernel=kernel))
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
     torch.set_default_device("cuda:0")
-    torch.set_float32_matmul_precision("high")
+    if not dense:  # as each test has it
+        torch.set_float32_matmul_precision("high")
     while True:
         pipe.send(("class",))
         numbers = pipe.recv()
@@ -176,6 +233,8 @@ class Run:
     classes: list[list[int]]
     end: float
     memory: int
+    dense: bool = False
+    kernel: str = ""
     found: list[tuple[int, str, str]] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
     waiting: list[tuple[Worker, int]] = field(default_factory=list)
@@ -183,7 +242,7 @@ class Run:
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, self.folder), daemon=True)
+        process = context.Process(target=work, args=(theirs, self.folder, self.dense, self.kernel), daemon=True)
         process.start()
         theirs.close()
         self.workers.append(Worker(process, ours))
@@ -238,11 +297,13 @@ class Run:
 
 
 # ------------------------------------------------------------------------------------------------ command
-def classes_of(cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int]) -> list[list[int]]:
+def classes_of(
+    cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int], kernel: str = ""
+) -> list[list[int]]:
     """Numbers of cases, a list a class, those with most cases first."""
     found: dict[str, list[int]] = {}
     for number, case in enumerate(cases):
-        found.setdefault(class_of(problem_of(case), device), []).append(number)
+        found.setdefault(class_of(problem_of(case), device, kernel), []).append(number)
     ordered = sorted(found.values(), key=len, reverse=True)[part[0] - 1 :: part[1]]
     left = ([number for number in numbers if number not in done] for numbers in ordered)
     return [numbers for numbers in left if numbers]
@@ -266,6 +327,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", type=Path, help="the folder `tests` of a checkout of FlashMLA")
     parser.add_argument("--done", type=Path, default=Path("flash_mla_suite.jsonl"), help="file of results")
+    parser.add_argument("--dense", action="store_true", help="the test of dense decode")
+    parser.add_argument("--kernel", default="", metavar="LABEL", help="the version that computes all cases")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="N/M: every M-th class, from the N-th on (1/1)")
     parser.add_argument("--seconds", type=float, default=600.0, help="time that the run takes at most (600)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
@@ -273,13 +336,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--count", metavar="DEVICE", help="count cases and classes for a device, and run none")
     asked = parser.parse_args(argv)
     end = time.monotonic() + asked.seconds
-    if not any((asked.tests / name).exists() for name in FILES):
-        parser.error(f"{asked.tests} has neither {' nor '.join(FILES)}: give the folder tests of FlashMLA's checkout.")
+    files = (DENSE,) if asked.dense else FILES
+    if not any((asked.tests / name).exists() for name in files):
+        parser.error(f"{asked.tests} has no {' and no '.join(files)}: give the folder tests of FlashMLA's checkout.")
     device = Device.get(asked.count) if asked.count else Device.detect()
     if device is None:
         parser.error("there is no GPU here: give --count DEVICE to count cases.")
-    suite, before = Suite.of(asked.tests), already(asked.done)
-    classes = classes_of(suite.cases, device, asked.part, set(before))
+    suite, before = Suite.of(asked.tests, asked.dense), already(asked.done)
+    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel)
     asked_for = sum(map(len, classes))
     print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} classes now", flush=True)
     if asked.count:
@@ -287,7 +351,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     memory = round(1e9 * asked.memory if asked.memory else SHARE * torch.cuda.mem_get_info()[0])
-    run = Run(asked.tests, asked.done, classes[::-1], end, memory)
+    run = Run(asked.tests, asked.done, classes[::-1], end, memory, asked.dense, asked.kernel)
     run.all(asked.processes)
     verdicts = {**before, **{number: (verdict, why) for number, verdict, why in run.found}}
     counts = Counter(verdict for verdict, _ in verdicts.values())

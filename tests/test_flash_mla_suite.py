@@ -45,6 +45,42 @@ ref = types.SimpleNamespace(ref_sparse_attn_decode=lambda case, made: (0 if case
 kk = types.SimpleNamespace(check_is_allclose=same)
 """
 
+#: Cases by their numbers of heads: of dense decode, as its `main` has them. 3 is wrong; without --kernel all are.
+DENSE = """
+import types, torch, flash_mla
+
+torch.set_default_device = lambda device: None
+torch.cuda.synchronize = lambda: None
+flash_mla.mla_decode = lambda *given, kernel="", **more: kernel
+
+def flash_mla_with_kvcache(q, cache, table, lengths, columns, meta, splits, causal):
+    return q if flash_mla.mla_decode() == "cute-dsl/named" else -1, 0
+
+flash_mla.flash_mla_with_kvcache = flash_mla_with_kvcache
+
+def test_flash_mla(case):
+    raise AssertionError("the test's own run of a case")
+
+def main(dtype):
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(torch.device("cuda:0"))
+    torch.cuda.set_device(0)
+    assert torch.cuda.get_device_capability()[0] == 9
+    for h in (1, 3):
+        for s in (1, 2):
+            for causal in (False, True):
+                fields = {"h_q": h, "s_q": s, "s_k": 64, "h_kv": 1, "is_causal": causal, "dv": 512, "seed": 0}
+                test_flash_mla(types.SimpleNamespace(b=2, **fields))
+
+def generate_test_data(case):
+    return 0, case.h_q, 0, 0
+
+def reference_torch(lengths, table, q, cache, dv, causal):
+    return (-3 if q == 3 else q), 0
+
+kk = types.SimpleNamespace(check_is_allclose=lambda name, found, wanted, **bounds: found == wanted)
+"""
+
 
 @pytest.fixture
 def suite(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -79,6 +115,25 @@ def test_a_run_goes_on_where_the_one_before_ended(suite: Any, tmp_path: Path) ->
     lines = [json.loads(line) for line in done.read_text().splitlines()]
     assert {line["case"]: (line["verdict"], line["why"]) for line in lines} == verdicts
     assert not any(each.process.is_alive() for each in run.workers)
+
+
+def test_dense_cases_run_with_the_version_that_is_named(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / suite.DENSE).write_text(DENSE, encoding="utf-8")
+    monkeypatch.setattr(suite.flash_mla, "mla_decode", None)
+    monkeypatch.setattr(suite.flash_mla, "flash_mla_with_kvcache", None)
+    made, device = suite.Suite.of(tmp_path, dense=True), suite.Device.get("h200")
+    classes = suite.classes_of(made.cases, device, (1, 1), set(), "cute-dsl/flash_mla_v23")
+    # One query token has no mask.
+    assert sorted(classes) == [[0, 1], [2], [3], [4, 5], [6], [7]]
+    for kernel, right in (("cute-dsl/named", [0, 1, 2, 3]), ("", [])):
+        run = suite.Run(
+            tmp_path, tmp_path / f"{kernel[:4]}.jsonl", [[*range(8)]], time.monotonic() + 90, 1, True, kernel
+        )
+        run.all(1)
+        assert sorted(number for number, verdict, _ in run.found if verdict == "right") == right
+        assert len(run.found) == 8
 
 
 def test_a_run_ends_in_time(suite: Any, tmp_path: Path) -> None:

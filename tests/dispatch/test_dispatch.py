@@ -24,6 +24,7 @@ from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode, get, names
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.prefill import PrefillProblem
 from mla_var3.workload.sparse_decode import SparseProblem
 
 H200, H100, A100 = (Device.get(key) for key in ("h200", "h100", "a100"))
@@ -257,7 +258,7 @@ def test_a_record_counts_until_other_code_of_its_version_was_timed(claims: tuple
 
 def test_every_rule_of_prompts_was_timed_or_names_a_cell_that_would_tell() -> None:
     claims = evidence.claims("prefill", H200)
-    judged = {i for i, rule in enumerate(rules.of("prefill"), 1) if rule.where}
+    judged = {i for i, rule in enumerate(rules.of("prefill"), 1) if rule.where and rule.fits(H200)}
     judged.add(max(judged) + 1)  # the one that takes the rest of what the language has
     assert {claim.number for claim in claims if claim.sides[0].ratios or claim.sides[0].probe} == judged
     probes = [side.probe for claim in claims for side in claim.sides if side.probe]
@@ -393,6 +394,23 @@ def test_other_gpus_take_sparse_mla_mma_for_one_cache_and_triton_for_two(device:
         assert choose(SparseProblem(b=4, **fields), of).kernel.label == "cute-dsl/sparse_mla_mma"
     if of.sm_version >= (8, 9):
         assert choose(SparseProblem(b=4, extra=64), of).kernel.label == "triton/sparse_mla"
+
+
+@pytest.mark.parametrize("device", ["a100", "a40", "rtx4090", "rtx5090", "b200", "h200"])
+def test_other_gpus_take_prompts_by_products_of_single_warps(device: str) -> None:
+    """Where their tilings were checked: of no B200, and of no wider values."""
+    if reason := registry.missing("cute-dsl"):
+        pytest.skip(reason)
+    of = Device.get(device)
+    for fields in ({}, {"dtype": "fp16", "p": 0}, {"lengths": [9, 0, 300, 1]}, {"h_kv": 2}, {"d": 256, "p": 0}):
+        problem = PrefillProblem(**{"b": 4, "s": 1024, "h": 16, "causal": True, "lengths": [9, 0, 3, 1], **fields})
+        if of.arch == "sm_90a":
+            assert choose(problem, of).kernel.design == "flash_attention"
+        elif of.arch == "sm_100a" or problem.d > 128:
+            with pytest.raises(Unsupported):
+                choose(problem, of)
+        else:
+            assert choose(problem, of).kernel.label == "cute-dsl/flash_attention_mma"
 
 
 @pytest.mark.parametrize("quantity", [ROWS, PAGE], ids=lambda q: q.name)

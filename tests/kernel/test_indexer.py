@@ -23,7 +23,8 @@ from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
 
 H200 = Device.get("h200")
-LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
+LOGITS, TOPK, SHORT = "cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v4"
+BF16 = "cute-dsl/mqa_logits_v3"
 TWO = "cute-dsl/indexer_topk"
 
 
@@ -38,8 +39,8 @@ def plan_type(label: str) -> Any:
     ("label", "problem"),
     [
         (LOGITS, IndexerLogitsProblem(table=False)),
-        (LOGITS, IndexerLogitsProblem(s=3)),
-        (LOGITS, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
+        (LOGITS, IndexerLogitsProblem(s=6)),
+        (LOGITS, IndexerLogitsProblem(heads=16, table=False)),
         (TOPK, TopkProblem(b=1)),
         (TOPK, TopkProblem(b=4096)),
         (TOPK, TopkProblem(b=4096, t=8000, topk=512, table=True, dtype="bf16")),
@@ -49,7 +50,8 @@ def plan_type(label: str) -> Any:
         (SHORT, TopkProblem(b=4096, t=8192, table=True, dtype="bf16")),
         (SHORT, TopkProblem(b=4096, t=16384, topk=512)),
         (SHORT, TopkProblem(b=64, t=32768)),
-        (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
+        (BF16, IndexerLogitsProblem(heads=16, table=False, dtype="bf16")),
+        (BF16, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -91,10 +93,10 @@ def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
 
 
 def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
-    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v3.mqa_logits_v3 import MqaLogitsV3Tiling
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import MqaLogitsV4Tiling
 
     def tile(**fields: Any) -> tuple[int, int, int]:
-        geometry = MqaLogitsV3Tiling().geometry(IndexerLogitsProblem(**fields))
+        geometry = MqaLogitsV4Tiling().geometry(IndexerLogitsProblem(**fields))
         return geometry.tokens, geometry.n, geometry.chunks
 
     assert tile(table=False) == (4, 256, 0)
@@ -106,9 +108,9 @@ def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
 @pytest.mark.parametrize("tokens", range(1, 17))
 def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
     """`kept_by` with whole numbers in place of a lane's registers."""
-    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v3.mqa_logits_v3 import Geometry, kept_by
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import Geometry, kept_by
 
-    geometry = Geometry(16, 0, tokens, 2)
+    geometry = Geometry(16, 0, tokens, 2, 1, False)
     stored = []
     for lane in range(4):
         kept: Any = kept_by(lane, geometry)  # type: ignore[arg-type]
@@ -117,6 +119,55 @@ def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
             own = lane // geometry.lanes
             stored += [2 * (i // 2 * geometry.together + own) + i % 2 for i in sums]
     assert sorted(stored) == list(range(2 * tokens))
+
+
+@pytest.mark.parametrize(
+    ("problem", "knobs", "issues"),
+    [
+        ({"table": False}, {}, [(0, (0, 1, 2)), (0, (3,))]),
+        ({"table": False}, {"turns": False}, [(0, (0, 1, 2, 3))]),
+        ({"table": False}, {"query_parts": 2}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
+        ({"table": False, "heads": 32}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
+        ({"table": False, "heads": 16}, {}, [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]),
+        ({"s": 4}, {}, [(0, (0, 1, 2)), (0, (3,))]),
+        ({"s": 2}, {}, [(0, (0, 1, 2, 3))]),
+    ],
+)
+def test_what_is_issued_together_ends_a_turn_or_is_a_part_of_the_query_tile(
+    problem: dict[str, Any], knobs: dict[str, Any], issues: list[Any]
+) -> None:
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import MqaLogitsV4Tiling, issues_of
+
+    geometry = MqaLogitsV4Tiling(**knobs).geometry(IndexerLogitsProblem(**problem))
+    assert issues_of(geometry) == issues
+    assert geometry.turns == (len(issues) == 2 and issues[0][0] == issues[1][0])
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(64, 4), (64, 3), (64, 2), (64, 1), (32, 8), (32, 2), (16, 16), (16, 6)])
+def test_weights_of_a_quad_are_read_from_where_they_were_put_without_conflicts(heads: int, tokens: int) -> None:
+    """The words that a lane reads, against the columns that the box of the query tile deals to it."""
+    from mla_var3.kernel.cute_python.indexer.mqa_logits.mqa_logits_v4.mqa_logits_v4 import Geometry
+
+    g = Geometry(heads, 0, tokens, 2, 1, False)
+    vector = 4 if g.lanes == 1 else 2
+    run = g.lanes * vector
+    for lane in range(4):
+        read: list[int] = []
+        for group in range(g.groups):
+            for j in range(heads // run):
+                first = lane % g.lanes * vector + lane // g.lanes * g.pitch + j * run + group * g.together * g.pitch
+                read += range(first, first + vector)
+        # The accumulator gives a lane columns 8 k + 2 lane + (0, 1); the box has (run, together, runs, groups).
+        columns = [8 * k + 2 * lane + e for k in range(g.n // 8) for e in range(2)]
+        wanted = []
+        for column in columns:
+            group, rest = divmod(column, g.together * heads)
+            runs, inner = divmod(rest, g.run * g.together)
+            token, head = group * g.together + inner // g.run, runs * g.run + inner % g.run
+            wanted.append(token * g.pitch + head)
+        assert read == wanted
+    banks = [(lane % g.lanes * vector + lane // g.lanes * g.pitch) % 32 // vector for lane in range(4)]
+    assert len(set(banks)) == 4
 
 
 def test_few_long_rows_are_a_clusters_and_many_are_a_ctas_of_few_threads() -> None:
@@ -201,8 +252,8 @@ def test_refusals_say_why() -> None:
     wide = IndexerLogitsProblem(table=False)
     assert "a tile takes 1 to 4" in tiling(tokens=5).validate(wide).reason
     assert "do not fit in the registers of 4 consumers" in tiling(consumers=4).validate(wide).reason
-    assert "ended in a launch failure" in tiling(consumers=3).validate(IndexerLogitsProblem()).reason
-    assert "consumers = 5 must be one of 0, 2, 3, 4" in tiling(consumers=5).validate(wide).reason
+    assert "consumers = 3 must be one of 0, 2, 4" in tiling(consumers=3).validate(wide).reason
+    assert "query_parts = 3 must be 0, 1 or 2" in tiling(query_parts=3).validate(wide).reason
     assert "ctas = 3 must be 0 or one of 1, 2, 4, 8, 16" in chooses.tiling_type(3).validate(TopkProblem()).reason
     short = plan_type(SHORT)
     assert "rows of up to 32,768 logits are taken" in short.requires.accepts(TopkProblem(t=32769)).reason
@@ -222,7 +273,7 @@ def test_refusals_say_why() -> None:
         topk.rebound(TopkProblem(b=2, t=100, topk=5, table=True), values, high, pages[:, :1].contiguous())
 
 
-@pytest.mark.parametrize("label", [LOGITS, TOPK, SHORT, "triton/mqa_logits"])
+@pytest.mark.parametrize("label", [LOGITS, BF16, TOPK, SHORT, "triton/mqa_logits"])
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     plan, t = plan_type(label), 9000 if label == SHORT else 65536
     for problem in (plan.workload.problem(t=t, **fields) for fields in ({}, {"table": False}, {"s": 3})):
@@ -233,8 +284,8 @@ def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
 def test_the_dispatcher_picks_by_what_runs_here() -> None:
     plan_type(LOGITS)
     assert choose(IndexerLogitsProblem(), H200).kernel.label == LOGITS
-    assert choose(IndexerLogitsProblem(dtype="bf16", table=False), H200).kernel.label == LOGITS
-    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == LOGITS
+    assert choose(IndexerLogitsProblem(dtype="bf16", table=False), H200).kernel.label == BF16
+    assert choose(IndexerLogitsProblem(dtype="bf16"), H200).kernel.label == BF16
     with pytest.raises(Unsupported, match="16, 32 or 64 heads is taken"):
         choose(IndexerLogitsProblem(heads=128), H200)
     sizes = (1, 32769), (1, 1 << 20), (8192, 40000), (4096, 65536), (1024, 131072)

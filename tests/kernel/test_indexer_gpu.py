@@ -64,7 +64,7 @@ def right(plan: Any, cases: list[str] | None = None) -> None:
 
 
 @pytest.mark.parametrize("problem", LOGITS, ids=lambda p: p.label)
-@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v3", "triton/mqa_logits"])
+@pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v3", "cute-dsl/mqa_logits_v4", "triton/mqa_logits"])
 def test_logits_are_right(label: str, problem: Any) -> None:
     right(planned(label, problem))
 
@@ -84,7 +84,7 @@ def test_topk_is_right(label: str, problem: Any) -> None:
 @pytest.mark.parametrize(
     ("label", "problem"),
     [
-        ("cute-dsl/mqa_logits_v3", LOGITS[0]), ("cute-dsl/mqa_logits_v3", LOGITS[4]), (CHOOSES, TOPK[1]),
+        ("cute-dsl/mqa_logits_v4", LOGITS[0]), ("cute-dsl/mqa_logits_v4", LOGITS[4]), (CHOOSES, TOPK[1]),
         (CHOOSES, TOPK[3]), (SHORT, SHORT_ROWS[0]), (SHORT, SHORT_ROWS[4]),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
@@ -152,7 +152,7 @@ def test_captured_choice_follows_its_lengths() -> None:
 
 @pytest.mark.parametrize(
     ("label", "problem"),
-    [("cute-dsl/mqa_logits_v3", LOGITS[3]), (CHOOSES, TOPK[3]), (SHORT, SHORT_ROWS[4])],
+    [("cute-dsl/mqa_logits_v4", LOGITS[3]), (CHOOSES, TOPK[3]), (SHORT, SHORT_ROWS[4])],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_captured_call_follows_its_lengths(label: str, problem: Any) -> None:
@@ -224,7 +224,7 @@ def test_what_is_chosen_is_what_sparse_decode_takes() -> None:
     from mla_var3.ops import deep_gemm, indexer_logits, indexer_topk, topk_indices
     from mla_var3.workload import indexer_topk as workload
 
-    planned("cute-dsl/mqa_logits_v3", LOGITS[3])
+    planned("cute-dsl/mqa_logits_v4", LOGITS[3])
     problem = workload.IndexerTopkProblem(b=9, s=2, t=3000, heads=64, topk=512, lengths="ragged")
     inputs = workload.make_inputs(problem, "cuda", seed=3)
     q, cache, weights, ends, table = inputs
@@ -246,7 +246,7 @@ def test_prefill_in_parts_is_prefill_at_once(monkeypatch: pytest.MonkeyPatch) ->
     from mla_var3.ops import indexer, indexer_topk
     from mla_var3.workload import indexer_topk as workload
 
-    planned("cute-dsl/mqa_logits_v3", LOGITS[3])
+    planned("cute-dsl/mqa_logits_v4", LOGITS[3])
     problem = workload.IndexerTopkProblem(b=2, s=300, t=2000, heads=64, topk=512, table=False)
     q, keys, scales, weights, starts, ends = inputs = workload.make_inputs(problem, "cuda", seed=3)
     (want,) = workload.reference(problem, *inputs)

@@ -20,7 +20,7 @@ PROMPT = IndexerLogitsProblem(b=1, s=130, t=1000, table=False)
 
 @pytest.fixture(autouse=True)
 def here() -> None:
-    if (reason := registry.missing(registry.KernelId.parse("cute-dsl/mqa_logits_v3"))) is not None:
+    if (reason := registry.missing(registry.KernelId.parse("cute-dsl/mqa_logits_v4"))) is not None:
         pytest.skip(reason)
 
 

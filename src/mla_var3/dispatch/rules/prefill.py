@@ -27,13 +27,19 @@ def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProb
         yield problem.replace(d=128, p=columns - 128)
 
 
+def _near_values(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    for columns in sorted((64, 128, 256), key=lambda x: abs(x - value)):
+        yield problem.replace(d=columns)
+
+
 def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
     tokens = max(1, int(value))
     yield problem.replace(s=tokens, t=tokens + max(0, problem.t - problem.s))  # behind the same prefix
 
 
-#: Columns of a head of keys, and query tokens of a request, in the mean.
+#: Columns of a head of keys and of values, and query tokens of a request, in the mean.
 KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns, of_class=True)
+VALUE_COLUMNS = Quantity("value columns", lambda pd: pd.d, _near_values, of_class=True)
 TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
 
 RULES = (
@@ -72,5 +78,12 @@ RULES = (
         archs=HOPPER,
     ),
     Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
+    Rule(
+        "cute-dsl/flash_attention_mma",
+        "it takes different lengths on every GPU from sm_80 on; the tiles that these GPUs have for such columns were "
+        "checked on an H200",
+        where=(Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128)),
+        archs=("sm_80", "sm_86", "sm_89", "sm_120a"),
+    ),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

@@ -33,7 +33,7 @@ class IndexerTopkTiling(PartsTiling):
     """logits, topk: the versions. topk = "": as the dispatcher has it, version 4 for rows of up to 32,768 logits, else
     version 3."""
 
-    logits: str = "cute-dsl/mqa_logits_v3"
+    logits: str = "cute-dsl/mqa_logits_v4"
     topk: str = ""
 
     def parts(self, pd: IndexerTopkProblem) -> dict[str, Part]:
@@ -58,7 +58,7 @@ class IndexerTopkPlan(KernelPlan):
     workload = workload.WORKLOAD
     tiling_type = IndexerTopkTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
-    parts = ("cute-dsl/mqa_logits_v3", "cute-dsl/topk_v3", "cute-dsl/topk_v4")
+    parts = ("cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v4")
 
     def default_tiling(self) -> IndexerTopkTiling:
         return IndexerTopkTiling()

@@ -1,0 +1,1 @@
+"""Prompts over decompressed heads with warp-level products, for every GPU since Ampere."""

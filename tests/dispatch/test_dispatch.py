@@ -25,6 +25,7 @@ from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode, get, names
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import PrefillProblem
+from mla_var3.workload.sparse_decode import SparseProblem
 
 H200, H100, A100 = (Device.get(key) for key in ("h200", "h100", "a100"))
 
@@ -382,6 +383,17 @@ def test_other_gpus_take_flash_mla_mma_for_few_query_rows_and_for_what_triton_do
     ):
         assert picked(**fields) == "cute-dsl/flash_mla_mma_v1"
     assert picked(h=33) == picked(h=128) == picked(h=16, s=4) == picked(h=16, k=64) == "triton/flash_mla"
+
+
+@pytest.mark.parametrize("device", ["a100", "a40", "rtx4090", "rtx5090", "b200"])
+def test_other_gpus_take_sparse_mla_mma_for_one_cache_and_triton_for_two(device: str) -> None:
+    if reason := registry.missing("cute-dsl"):
+        pytest.skip(reason)
+    of = Device.get(device)
+    for fields in ({"h": 128}, {"h": 16, "layout": "flat"}, {"h": 16, "t": 4096, "paged": True}, {"layout": "bf16"}):
+        assert choose(SparseProblem(b=4, **fields), of).kernel.label == "cute-dsl/sparse_mla_mma"
+    if of.sm_version >= (8, 9):
+        assert choose(SparseProblem(b=4, extra=64), of).kernel.label == "triton/sparse_mla"
 
 
 @pytest.mark.parametrize("device", ["a100", "a40", "rtx4090", "rtx5090", "b200", "h200"])

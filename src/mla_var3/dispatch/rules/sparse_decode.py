@@ -12,7 +12,7 @@ RULES = (
         archs=HOPPER,
     ),
     Rule("cute-dsl/sparse_mla", "it takes bf16 caches, which have no codes", archs=HOPPER),
-    Rule("cute-dsl/sparse_mla_mma", "it was not timed, and takes nothing on Hopper that others do not", archs=HOPPER),
-    Rule("triton/sparse_mla", "it takes GPUs that no version in CuTe DSL is written for"),
+    Rule("cute-dsl/sparse_mla_mma", "it takes every GPU from sm_80 on, and keeps codes as they are in shared memory"),
+    Rule("triton/sparse_mla", "it takes layouts of V4, extra caches, and GPUs without CuTe DSL"),
     Rule("cutile-dsl/sparse_mla", "the last resort"),
 )

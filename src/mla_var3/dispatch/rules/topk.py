@@ -32,7 +32,7 @@ RULES = (
     Rule(
         "cute-dsl/topk_v6",
         "clusters hold few long rows, and each CTA finds its candidates by a digit of linear bins",
-        where=(Bound(CTAS, 64),),
+        where=(Bound(CTAS, 128),),
     ),
     Rule("cute-dsl/topk_v3", "rows of any length and number, each read once against a bound from a sample"),
 )

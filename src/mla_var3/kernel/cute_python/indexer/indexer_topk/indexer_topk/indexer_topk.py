@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_LOGITS = 256 << 20  # bytes
 SHORT = 32768  # logits of a row that a CTA holds
 LONG = 1 << 19  # that a cluster holds
-CTAS = 64  # that hold all rows, at most, where clusters do
+CTAS = 128  # that hold all rows, at most, where clusters do
 
 
 @dataclass(frozen=True)

@@ -358,10 +358,9 @@ def test_roofline_prefers_measured_ceilings_and_says_so(capsys: pytest.CaptureFi
     assert "803 TFLOP/s (measured 2026-11-21)" in out
     tables.show(tables.roofline([problem], Device.get("a100")))
     assert "312 TFLOP/s (data sheet)" in capsys.readouterr().out
-    bound = tables.bound_us(MlaProblem(b=128, h=16), Device.get("h200"), "burst")
-    assert bound is not None
-    assert bound[0] == pytest.approx(131.1, abs=0.1)
-    assert bound[1] == "memory"
+    tables.show(tables.roofline([MlaProblem(b=128, h=16)], Device.get("h200")))
+    out = capsys.readouterr().out
+    assert "131.1" in out and "memory" in out
 
 
 def test_resources_stand_against_the_limits(capsys: pytest.CaptureFixture[str]) -> None:

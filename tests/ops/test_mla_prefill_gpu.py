@@ -22,6 +22,7 @@ from mla_var3.ops import flash_attn_varlen_func, mla_prefill  # noqa: E402
 from mla_var3.ops.engine import Engine  # noqa: E402
 from mla_var3.workload import prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem, make_inputs  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -97,9 +98,9 @@ def test_a_graph_follows_lengths_that_change() -> None:
     inputs = make_inputs(problem, "cuda", seed=2)
     if not served(problem):
         with pytest.raises(UserError, match="call outside of the capture"):
-            _captured(inputs)
+            captured(lambda: mla_prefill(*inputs, return_lse=True))
         return
-    graph, made = _captured(inputs)
+    graph, made = captured(lambda: mla_prefill(*inputs, return_lse=True))
     for seed, lengths in ((3, problem.pairs[::-1]), (4, ((394, 625), *((0, 0),) * 5))):
         changed = problem.replace(lengths=lengths)
         for old, new in zip(inputs, make_inputs(changed, "cuda", seed=seed), strict=True):
@@ -107,15 +108,6 @@ def test_a_graph_follows_lengths_that_change() -> None:
         graph.replay()
         right(changed, inputs, made)
         assert all(map(same_bits, made, mla_prefill(*inputs, return_lse=True)))
-
-
-def _captured(inputs: Any) -> Any:
-    mla_prefill(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = mla_prefill(*inputs, return_lse=True)
-    return graph, made
 
 
 def test_one_kernel_serves_all_lengths() -> None:

@@ -25,6 +25,7 @@ from mla_var3.workload.merge import MergeProblem  # noqa: E402
 from mla_var3.workload.mixed import MixedProblem  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -123,12 +124,7 @@ def test_a_capture_replays_with_a_scale_below_zero() -> None:
 
     problem = DECODE[1]
     given = decode.make_inputs(problem, "cuda", seed=3, dist="normal")
-    for _ in range(2):
-        found = ops_gpu.decode(problem, given, scale=-0.1)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = ops_gpu.decode(problem, given, scale=-0.1)
+    graph, found = captured(lambda: ops_gpu.decode(problem, given, scale=-0.1))
     given[0].copy_(torch.randn_like(given[0]))
     graph.replay()
     torch.cuda.synchronize()

@@ -25,6 +25,7 @@ from mla_var3.workload.sparse_decode import (  # noqa: E402
     make_inputs,
     reference,
 )
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -175,10 +176,7 @@ def test_right_on_the_cases_that_break_kernels(problem: SparseProblem) -> None:
 def test_a_graph_replays_with_other_inputs() -> None:
     problem = PROBLEMS[2]
     given, other = inputs_of(problem, "normal"), inputs_of(problem, "empty")
-    call(problem, given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call(problem, given)
+    graph, found = captured(lambda: call(problem, given))
     for name, x in given.items():
         x.copy_(other[name])
     graph.replay()

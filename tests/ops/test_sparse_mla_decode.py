@@ -4,10 +4,6 @@ torch version computes."""
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +18,7 @@ from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla as api  # noqa: E402
 from mla_var3.ops import packed_mla_decode, sparse_mla_decode, ways  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem, input_names, make_inputs, reference  # noqa: E402
+from running import in_tritons_interpreter  # noqa: E402
 
 SPARSE = "torch/sparse_mla"
 OP = torch.ops.mla_var3.sparse_mla_decode
@@ -346,13 +343,9 @@ print("followed")
 
 
 @pytest.mark.slow
-def test_a_kept_triton_kernel_follows_the_tensors_of_each_call(repo_root: Path) -> None:
+def test_a_kept_triton_kernel_follows_the_tensors_of_each_call() -> None:
     pytest.importorskip("triton")
-    source = os.pathsep.join([str(repo_root / "src"), str(repo_root / "tests/ops"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    words = [sys.executable, "-c", FOLLOWING]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert "followed" in done.stdout, done.stderr[-3000:]
+    assert "followed" in in_tritons_interpreter("-c", FOLLOWING)
 
 
 # ---------------------------------------------------------------- operators

@@ -29,6 +29,7 @@ from mla_var3.workload.sparse_decode import (  # noqa: E402
     make_inputs,
     reference,
 )
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -158,17 +159,14 @@ def test_a_captured_call_follows_indices_lengths_and_cache() -> None:
     problem = CAPTURED
     inputs = make_inputs(problem, "cuda", seed=1)
     meta, _ = flash_mla.get_mla_metadata()
-    attend(problem, inputs, meta)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(problem, inputs, meta)
+    graph, made = captured(lambda: attend(problem, inputs, meta))
     for seed in (2, 3):
         for old, new in zip(inputs, make_inputs(problem, "cuda", seed=seed, dist="holes"), strict=True):
             old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        right(problem, captured, inputs, "holes")
-        assert all(same_bits(a, b) for a, b in zip(captured, attend(problem, inputs, meta), strict=True))
+        right(problem, made, inputs, "holes")
+        assert all(same_bits(a, b) for a, b in zip(made, attend(problem, inputs, meta), strict=True))
 
 
 @pytest.mark.parametrize("page", DENSE_PAGES)
@@ -192,18 +190,15 @@ def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
     inputs = make_inputs(problem, "cuda", seed=1)
     q, cache, table, lens, scale, sink = inputs
     options: dict[str, Any] = {"layout": "flat", "cache_scale": scale, "sink": sink, "scale": 0.04, "return_lse": True}
-    packed_mla_decode(q, cache, table, lens, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = packed_mla_decode(q, cache, table, lens, **options)
+    graph, made = captured(lambda: packed_mla_decode(q, cache, table, lens, **options))
     for seed, of in ((2, problem.replace(lengths=False)), (3, problem)):
         for old, new in zip(inputs, make_inputs(of, "cuda", seed=seed, dist="unseen"), strict=True):
             old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        right(problem, captured, inputs, "unseen")
+        right(problem, made, inputs, "unseen")
         eager = packed_mla_decode(q, cache, table, lens, **options)
-        assert all(same_bits(a, b) for a, b in zip(captured, eager, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(made, eager, strict=True))
 
 
 def test_pages_that_lie_apart_and_a_traced_call() -> None:
@@ -297,10 +292,7 @@ def test_a_captured_call_follows_rows_that_become_short_and_full_again(name: str
     inputs = make_inputs(problem, "cuda", seed=4)
     indices = inputs[input_names(problem).index(name)]
     full = indices.clone()
-    results = attend(problem, inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = attend(problem, inputs)
+    graph, results = captured(lambda: attend(problem, inputs))
     rng = torch.Generator().manual_seed(5)
     for share in (0.0, 0.5, 0.0, 0.9, 1.0, 0.3, 0.0):
         indices.copy_(full)

@@ -15,6 +15,7 @@ from mla_var3.ops import flash_mla, mla_decode, packed_mla_decode, sparse_mla_de
 from mla_var3.workload import decode, sparse_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, apart  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -178,9 +179,7 @@ def test_a_compiled_function_and_a_graph_read_and_write_strides(problem: Any) ->
     assert [touched(x, 7.0) for x in found] == [0, 0]
     for x in found:
         x.zero_()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(problem, strided, out=found[0], lse=found[1])
+    graph, _ = captured(lambda: call(problem, strided, out=found[0], lse=found[1]))
     for seed in (1, 2):
         plain, again = made(problem, seed)
         for old, new in zip(strided, again, strict=True):

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_fakes import CpuEngine  # noqa: E402
+from public_calls import same  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
@@ -40,10 +41,6 @@ def expected(given: tuple[Any, ...], scale: float, causal: bool = True) -> tuple
 def call(engine: CpuEngine, given: tuple[Any, ...], **options: Any) -> Any:
     options = {"causal": True, "return_lse": True, "kernel": "torch/flash_mla", **options}
     return mla_decode(*given, on=engine, **options)
-
-
-def same(found: Any, wanted: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 # ---------------------------------------------------------------- a schedule

@@ -12,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import same_bits  # noqa: E402
+from public_calls import right  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
-from mla_var3.check.judge import check, compare  # noqa: E402
+from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
@@ -39,11 +40,6 @@ CHECKED = [PrefillProblem(b=2, s=300, h=8, d=d, p=p, causal=True) for d, p in WI
 def picked(d: int, p: int, causal: bool) -> tuple[PrefillProblem, ...]:
     apart = {"dtype": "fp16", "strided_kv": True, "h": 4, "h_kv": 2}
     return tuple(PROBLEM.replace(d=d, p=p, causal=causal, **more) for more in ({}, apart))
-
-
-def right(problem: PrefillProblem, inputs: Any, outputs: Any) -> None:
-    report = compare(WORKLOAD, outputs, prefill.reference(problem, *inputs), WORKLOAD.bounds("normal"))
-    assert report.ok, report.reason
 
 
 def served(problem: PrefillProblem) -> bool:

@@ -14,20 +14,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import same_bits  # noqa: E402
+from public_calls import right  # noqa: E402
 
-from mla_var3.check.judge import compare  # noqa: E402
-from mla_var3.lab.naming import cell_name  # noqa: E402
 from mla_var3.ops import flash_mla, packed_mla_decode, rope_append, sparse_mla_decode  # noqa: E402
 from mla_var3.packed_cache import LAYOUTS, new_cache  # noqa: E402
 from mla_var3.workload.packed_append import PackedAppendProblem  # noqa: E402
 from mla_var3.workload.rope import rope_table  # noqa: E402
 from mla_var3.workload.sparse_decode import (  # noqa: E402
-    WORKLOAD,
     SparseProblem,
-    bounds,
     input_names,
     make_inputs,
-    reference,
 )
 from running import captured  # noqa: E402
 
@@ -127,11 +123,6 @@ def attend(problem: SparseProblem, inputs: tuple[Any, ...], meta: Any = None) ->
     )
 
 
-def right(problem: SparseProblem, found: tuple[Any, Any], inputs: tuple[Any, ...], dist: str) -> None:
-    verdict = compare(WORKLOAD, found, reference(problem, *inputs), bounds(dist))
-    assert verdict.ok, f"{cell_name(problem)} {dist}: {verdict.reason}"
-
-
 @pytest.mark.parametrize("page", sorted({page for _, _, page in SIZES}))
 @pytest.mark.parametrize("layout", LAYOUTS_ASKED)
 def test_as_flash_mla_asks(layout: str, page: int) -> None:
@@ -139,7 +130,7 @@ def test_as_flash_mla_asks(layout: str, page: int) -> None:
     assert asked
     for seed, problem in enumerate(asked):
         inputs = make_inputs(problem, "cuda", seed=seed)
-        right(problem, attend(problem, inputs), inputs, "flashmla")
+        right(problem, inputs, attend(problem, inputs), "flashmla")
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -150,7 +141,7 @@ def test_as_flash_mla_asks_in_its_corners(layout: str, dist: str, sink: bool) ->
     for seed, problem in enumerate(corners(layout, sink)):
         inputs = make_inputs(problem, "cuda", seed=seed, dist=dist)
         out, lse = attend(problem, inputs)
-        right(problem, (out, lse), inputs, dist)
+        right(problem, inputs, (out, lse), dist)
         if dist == "none":
             assert not out.any() and bool(torch.isposinf(lse).all())
 
@@ -165,7 +156,7 @@ def test_a_captured_call_follows_indices_lengths_and_cache() -> None:
             old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        right(problem, made, inputs, "holes")
+        right(problem, inputs, made, "holes")
         assert all(same_bits(a, b) for a, b in zip(made, attend(problem, inputs, meta), strict=True))
 
 
@@ -182,7 +173,7 @@ def test_dense_decode_over_packed_caches_under_flash_mla_s_name(layout: str, pag
             found = flash_mla.flash_mla_with_kvcache(
                 q, cache, table, lens, 512, meta, causal=True, is_fp8_kvcache=True
             )  # fmt: skip
-            right(problem, found, inputs, dist)
+            right(problem, inputs, found, dist)
 
 
 def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
@@ -196,7 +187,7 @@ def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
             old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        right(problem, made, inputs, "unseen")
+        right(problem, inputs, made, "unseen")
         eager = packed_mla_decode(q, cache, table, lens, **options)
         assert all(same_bits(a, b) for a, b in zip(made, eager, strict=True))
 
@@ -209,7 +200,7 @@ def test_pages_that_lie_apart_and_a_traced_call() -> None:
     wide[:, :61] = inputs[1]
     inputs[1] = wide[:, :61]
     both = sparse_mla_decode(*inputs, return_lse=True)
-    right(problem, both, tuple(inputs), "flashmla")
+    right(problem, tuple(inputs), both, "flashmla")
     step = torch.compile(lambda *x: sparse_mla_decode(*x, return_lse=True), backend="eager", fullgraph=True)
     assert all(same_bits(a, b) for a, b in zip(step(*inputs), both, strict=True))
 
@@ -234,7 +225,7 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     problem, dense_problem = read_back(appended)
     inputs = (queries[:, None], cache, indices[:, None], *([] if scale is None else [scale]))
     found = sparse_mla_decode(*inputs[:3], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
-    right(problem, found, inputs, "flashmla")
+    right(problem, inputs, found, "flashmla")
     # Half of the tokens again, as one request's, in order; nothing is written behind them in its last page.
     count = n // 2 - 3
     cache.as_strided((8 * cache.stride(0),), (1,)).fill_(255)
@@ -245,7 +236,7 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     lens = torch.tensor([count], dtype=torch.int32, device="cuda")
     inputs = (queries[:1, None], cache, pages[None], lens, *([] if scale is None else [scale]))
     found = packed_mla_decode(*inputs[:4], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
-    right(dense_problem, found, inputs, "flashmla")
+    right(dense_problem, inputs, found, "flashmla")
 
 
 @pytest.mark.parametrize("fields", [{}, {**V41, "layout": "v4", "extra_layout": ""}, V41], ids=["v32", "v4", "v41"])
@@ -254,7 +245,7 @@ def test_strides_are_read_and_not_copied(fields: dict[str, Any]) -> None:
     problem = SparseProblem(b=8, s=2, h=64, t=4096, strided=True, **fields)
     inputs = make_inputs(problem, "cuda", seed=3)
     assert not inputs[0].is_contiguous()
-    right(problem, attend(problem, inputs), inputs, "flashmla")
+    right(problem, inputs, attend(problem, inputs), "flashmla")
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         attend(problem, inputs)
@@ -278,7 +269,7 @@ def test_a_traced_call_with_caches_of_v41_gives_the_same_bits(planar: bool) -> N
         return sparse_mla_decode(**options, **layouts, return_lse=True)
 
     both = step(*given.values())
-    right(problem, both, inputs, "flashmla")
+    right(problem, inputs, both, "flashmla")
     traced = torch.compile(step, backend="eager", fullgraph=True)(*given.values())
     assert all(same_bits(a, b) for a, b in zip(traced, both, strict=True))
 
@@ -302,4 +293,4 @@ def test_a_captured_call_follows_rows_that_become_short_and_full_again(name: str
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        right(problem, results, inputs, "flashmla")
+        right(problem, inputs, results, "flashmla")

@@ -11,11 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_fakes import CpuEngine  # noqa: E402
+from public_calls import attend, same  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
-from mla_var3.ops import flash_mla, mla_decode, packed_mla_decode, sparse_mla_decode, ways  # noqa: E402
+from mla_var3.ops import flash_mla, ways  # noqa: E402
 from mla_var3.workload import decode, sparse_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, apart  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem  # noqa: E402
@@ -37,14 +38,7 @@ PROBLEMS: dict[str, Any] = {**DENSE, **OVER}
 
 
 def call(problem: Any, inputs: tuple[Any, ...], on: Any, kernel: str | None, **options: Any) -> Any:
-    options = {"return_lse": True, "kernel": kernel, "on": on, "scale": 0.05, **options}
-    if isinstance(problem, MlaProblem):
-        fifth = {k: x.bool() if k == "mask" else x for k, x in decode.fifth_input(*inputs).items()}
-        return mla_decode(*inputs[:4], causal=problem.causal, **fifth, **options)
-    names = {"cache": "kv_cache", "lengths": "topk_lens", "scale": "cache_scale", "extra_lengths": "extra_topk_lens"}
-    given = {names.get(k, k): x for k, x in sparse_decode.named(problem, *inputs).items()}
-    function = packed_mla_decode if problem.paged else sparse_mla_decode
-    return function(**given, layout=problem.layout, **options)
+    return attend(problem, inputs, kernel=kernel, on=on, **{"scale": 0.05, **options})
 
 
 def made(problem: Any, seed: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -62,10 +56,6 @@ def results_of(problem: Any, q: Any) -> tuple[Any, Any]:
 
 def oracle(problem: Any) -> str:
     return "torch/flash_mla" if isinstance(problem, MlaProblem) else "torch/sparse_mla"
-
-
-def same(found: Any, wanted: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def untouched(view: Any, mark: float) -> bool:

@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import compile_ahead  # noqa: E402
+from public_calls import attend  # noqa: E402
 
-from mla_var3.ops import flash_mla, mla_decode, packed_mla_decode, sparse_mla_decode  # noqa: E402
+from mla_var3.ops import flash_mla  # noqa: E402
 from mla_var3.workload import decode, sparse_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, apart  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem  # noqa: E402
@@ -61,16 +62,7 @@ def compiled() -> None:
 
 
 def call(problem: Any, inputs: tuple[Any, ...], **options: Any) -> Any:
-    options = {"return_lse": True, "scale": 0.05, **options}
-    if isinstance(problem, MlaProblem):
-        options |= {"causal": problem.causal, "head_dim_v": problem.k, **decode.fifth_input(*inputs)}
-        return mla_decode(*inputs[:4], **options)
-    names = {"cache": "kv_cache", "scale": "cache_scale", "lengths": "topk_lens", "extra_lengths": "extra_topk_lens"}
-    given = {names.get(k, k): x for k, x in sparse_decode.named(problem, *inputs).items()}
-    if problem.extra_layout:
-        options["extra_layout"] = problem.extra_layout
-    function = packed_mla_decode if problem.paged else sparse_mla_decode
-    return function(**given, layout=problem.layout, **options)
+    return attend(problem, inputs, **{"scale": 0.05, **options})
 
 
 def made(problem: Any, seed: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

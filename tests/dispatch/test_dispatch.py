@@ -18,7 +18,7 @@ from mla_var3.cli.arguments import experiment_cells
 from mla_var3.device import Device, Requirement
 from mla_var3.dispatch import choose, evidence, expected, rules, selection, survey
 from mla_var3.dispatch.rule import Bound, Quantity, Rule
-from mla_var3.dispatch.rules.decode import COUNTS, PAGE, ROWS
+from mla_var3.dispatch.rules.decode import PAGE, ROWS
 from mla_var3.errors import Unsupported, UserError, Verdict
 from mla_var3.record import Record
 from mla_var3.runtime.plan import KernelPlan
@@ -350,7 +350,7 @@ def test_measured_chips_are_served_by_cute(experiment: str, device: Device) -> N
         ({"b": 64, "h": 16, "causal": True, "queries": {"chunks": 1, "tokens": 512}}, "cute-dsl/flash_mla_v23"),
         ({"h": 16, "k": 384}, "cute-dsl/flash_mla"),
         ({"h": 16, "k": 16, "p": 16}, "triton/flash_mla"),
-        ({"h": 16, "k": 128, "p": 32}, "triton/flash_mla"),
+        ({"h": 16, "k": 128, "p": 32}, "cute-dsl/flash_mla_mma_v1"),
     ],
     ids=str,
 )
@@ -361,31 +361,24 @@ def test_what_decode_picks(fields: dict[str, Any], label: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["a100", "rtx4090", "rtx5090", "b200"])
-def test_other_gpus_take_of_flash_mla_mma_what_was_checked_and_triton_does_not_take(device: str) -> None:
+def test_other_gpus_take_flash_mla_mma_for_few_query_rows_and_for_what_triton_does_not_take(device: str) -> None:
     if reason := registry.missing("cute-dsl"):
         pytest.skip(reason)
 
     def picked(**fields: Any) -> str:
         return choose(MlaProblem(b=4, **fields), Device.get(device)).kernel.label
 
-    counts = [3, 0, 70, 1]
-    assert picked(h=16, queries=counts, causal=True) == picked(h=32, queries=counts) == "cute-dsl/flash_mla_mma"
-    assert picked(h=16) == picked(h=128) == picked(h=16, k=256) == "triton/flash_mla"
     for fields in (
-        {"h": 64, "queries": counts},
-        {"h": 16, "k": 256, "queries": counts},
-        {"h": 16, "queries": counts, "strided_pages": True},
-        {"h": 8, "s": 4, "tree": True},
-        {"h": 16, "p": 0},
+        {"h": 16},
+        {"h": 16, "s": 2},
+        {"h": 16, "k": 256},
+        {"h": 128, "queries": [3, 0, 70, 1], "causal": True},
+        {"h": 64, "p": 0},
+        {"h": 128, "strided_pages": True},
+        {"h": 64, "s": 4, "tree": True},
     ):
-        with pytest.raises(Unsupported, match=r"flash_mla_mma: the rule is for different query tokens, of up to 32"):
-            picked(**fields)
-
-
-def test_problems_near_a_count_have_it() -> None:
-    for value in (1, 2):
-        for problem in (MlaProblem(b=8, h=2), MlaProblem(b=8, h=64, k=128, queries={"total": 9})):
-            assert {COUNTS.of(near) for near in COUNTS.near(problem, value)} == {value}
+        assert picked(**fields) == "cute-dsl/flash_mla_mma_v1"
+    assert picked(h=33) == picked(h=128) == picked(h=16, s=4) == picked(h=16, k=64) == "triton/flash_mla"
 
 
 @pytest.mark.parametrize("quantity", [ROWS, PAGE], ids=lambda q: q.name)

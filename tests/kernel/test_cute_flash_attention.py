@@ -151,11 +151,18 @@ def line_of(
     return told
 
 
-def wanted(pairs: Any, heads: int, rows: int) -> set[tuple[int, int, int]]:
-    """(first query token, head, query tokens from there on) of all query tiles."""
+def cut(module: Any, s: int) -> list[tuple[int, int]]:
+    """(first query token, rows as a query tile says) of a request's query tiles, with a causal mask."""
+    if hasattr(module, "rows_at"):
+        return [on_cpu(module).rows_at(at, s, True) for at in range(-(-s // module.ROWS))]
+    return [(first, s - first) for first in range(0, s, rows_of(module))]
+
+
+def wanted(pairs: Any, heads: int, module: Any) -> set[tuple[int, int, int]]:
+    """(first query token, head, rows as a query tile says) of all query tiles."""
     tiles, begin = set(), 0
     for s, _ in pairs:
-        tiles |= {(begin + at, head, s - at) for at in range(0, s, rows) for head in range(heads)}
+        tiles |= {(begin + first, head, rows) for first, rows in cut(module, s) for head in range(heads)}
         begin += s
     return tiles
 
@@ -177,13 +184,13 @@ def test_every_query_tile_is_dealt_once(kernel: registry.KernelId, requests: int
     dealt = line_of(module, pairs, geometry_of(module, 6, 3), blocks, room=rng.choice([1, 200, 1000, 1 << 20]))
     tiles = [tile for of_cta in dealt for tile in of_cta]
     named = [(tile.row, tile.head, tile.rows) for tile in tiles]
-    assert len(named) == len(set(named)) and set(named) == wanted(pairs, 6, rows_of(module))
+    assert len(named) == len(set(named)) and set(named) == wanted(pairs, 6, module)
     begins = dict(zip(itertools.accumulate([0, *(s for s, _ in pairs)]), range(len(pairs)), strict=False))
     keys = [0, *itertools.accumulate(t for _, t in pairs)]
     for tile in tiles:
-        request = max(i for begin, i in begins.items() if begin <= tile.row)
+        begin, request = max((begin, i) for begin, i in begins.items() if begin <= tile.row)
         s, t = pairs[request]
-        at = s - tile.rows
+        at = tile.row - begin
         assert (tile.key, tile.keys, tile.seen) == (keys[request], t, t - s + at + 1)
 
 
@@ -197,8 +204,7 @@ def test_the_most_keys_come_first_and_heads_that_fit_in_l2_together(kernel: regi
     assert [keys for keys, _ in itertools.groupby(tile.keys for tile in line)] == [900, 700, 300, 0]
     of_700 = [(tile.head, tile.rows) for tile in line if tile.keys == 700]
     of_300 = [(tile.key > 300, tile.head, tile.rows) for tile in line if tile.keys == 300]
-    rows = rows_of(module)
-    ends = [700 - at for at in reversed(range(0, 700, rows))]
+    ends = [rows for _, rows in reversed(cut(module, 700))]
     # Two kv heads of 700 keys have room, four query heads: in these, the last query tile of each first.
     sections = [[0, 1, 2, 3], [4, 5]]
     if in_wide_last_sections(module):
@@ -207,11 +213,37 @@ def test_the_most_keys_come_first_and_heads_that_fit_in_l2_together(kernel: regi
     if in_wide_last_sections(module):
         # Two requests alike are dealt as one of twelve heads, of which eight have room together.
         alike = [(request, head) for request in (False, True) for head in range(6)]
-        ends = [300 - at for at in reversed(range(0, 300, rows))]
+        ends = [rows for _, rows in reversed(cut(module, 300))]
         assert of_300 == [(*who, x) for some in (alike[:4], alike[4:]) for x in ends for who in some]
     else:
         requests = [request for request, _, _ in of_300]
         assert requests == sorted(requests), "equal requests stay as they come"
+
+
+def test_query_tiles_end_where_they_need_the_fewest_kv_tiles() -> None:
+    """A request is cut without gaps into as few query tiles as there can be, and with a causal mask no other way to cut
+    it into so many needs fewer KV tiles of 128 keys."""
+    for kernel in KERNELS:
+        module = module_of(kernel)
+        if not hasattr(module, "rows_at"):
+            continue
+        made, most = on_cpu(module), module.ROWS
+        for s in (1, 64, 128, 129, 255, 256, 257, 384, 385, 512, 600, 1000, 1100):
+            count = -(-s // most)
+            for causal in (True, False):
+                tiles = [made.rows_at(at, s, causal) for at in range(count)]
+                assert all(0 < rows <= most for _, rows in tiles)
+                assert [first for first, _ in tiles] == [0, *(first + rows for first, rows in tiles[:-1])]
+                assert sum(rows for _, rows in tiles) == s
+            fewest = {0: 0}  # KV tiles, by query tokens that are cut so far
+            for _ in range(count):
+                fewest = {
+                    end: min(n for begin, n in fewest.items() if begin < end <= begin + most) + -(-end // 128)
+                    for end in range(1, s + 1)
+                    if any(begin < end <= begin + most for begin in fewest)
+                }
+            tiles = [made.rows_at(at, s, True) for at in range(count)]
+            assert sum(-(-(first + rows) // 128) for first, rows in tiles) == fewest[s]
 
 
 @each_version
@@ -238,7 +270,7 @@ def test_a_launch_leaves_the_counter_as_it_found_it(kernel: registry.KernelId) -
         pytest.skip("this version has no counter")
     for pairs in ([(300, 300), (1, 5)], [(0, 7)], drawn(random.Random(5), 40)):
         dealt = line_of(module, pairs, geometry_of(module), blocks=5, counter=counter)
-        assert {(x.row, x.head, x.rows) for of_cta in dealt for x in of_cta} == wanted(pairs, 4, rows_of(module))
+        assert {(x.row, x.head, x.rows) for of_cta in dealt for x in of_cta} == wanted(pairs, 4, module)
         assert counter.values() == [0, 0]
 
 
@@ -254,7 +286,7 @@ def test_a_planted_fault_is_found(kernel: registry.KernelId, name: str, other: A
     module = module_of(kernel)
     pairs = [(300, 300), (5, 900)]
     dealt = line_of(module, pairs, geometry_of(module), 3, **{name: other})
-    assert {(x.row, x.head, x.rows) for of_cta in dealt for x in of_cta} != wanted(pairs, 4, rows_of(module))
+    assert {(x.row, x.head, x.rows) for of_cta in dealt for x in of_cta} != wanted(pairs, 4, module)
 
 
 @each_version
@@ -279,7 +311,7 @@ def test_kv_tiles_are_those_that_rows_see(kernel: registry.KernelId, tokens: int
         at = rng.randrange(0, s, rows_of(module)) // rows_of(module)
         for causal in (True, False):
             tile = made.tile_of((at, 0), 0, s, 0, t, causal, *of_rows(module))
-            rows = range(at * rows_of(module), min(s, (at + 1) * rows_of(module)))
+            rows = range(tile.row, min(s, tile.row + min(tile.rows, rows_of(module))))
             sees = [min(max(t - s + row + 1, 0), t) if causal else t for row in rows]
             count = made.kv_tiles(tile, tokens, causal, *of_rows(module))
             assert count == -(-max(sees) // tokens)
@@ -328,14 +360,14 @@ def test_narrow_keys_have_three_consumers_and_wide_results_a_lazy_maximum() -> N
 @each_version
 def test_refusals_say_why(kernel: registry.KernelId) -> None:
     plan = registry.get_plan(kernel)
-    one_width = len(widths_of(kernel)) == 1
+    some_widths = len(widths_of(kernel)) < len(WIDTHS)
     of_widths = [
         ({"d": 96, "p": 0}, "values of d = 96 columns must be 64, 128, 192 or 256"),
         ({"d": 128, "p": 8}, "keys of d + p = 136 columns must be a multiple of 16, 256 at most"),
         ({"d": 256, "p": 64}, "keys of d + p = 320 columns"),
     ]
-    if one_width:
-        of_widths = [({"d": 128, "p": 0}, "128 columns of keys and 128 of values are not this version's 192 and 128")]
+    if some_widths:
+        of_widths = [({"d": 256, "p": 0}, "256 columns of keys and 256 of values are not this version's")]
     for fields, words in (
         *of_widths,
         ({"b": 600, "s": 1 << 22}, "tokens of q or k"),
@@ -344,7 +376,7 @@ def test_refusals_say_why(kernel: registry.KernelId) -> None:
     ):
         verdict = plan(PrefillProblem(**fields), device=H200).supported()
         assert not verdict and words in verdict.reason
-    problem = PrefillProblem() if one_width else PrefillProblem(d=256, p=0)
+    problem = PrefillProblem() if some_widths else PrefillProblem(d=256, p=0)
     refused = [({"kv_tile": 100}, "not a multiple of 16"), ({"kv_tile": 144}, "shared memory for q")]
     if "consumers" in inspect.signature(plan.tiling_type).parameters:
         refused.append(({"consumers": 4}, "consumers = 4 is not 2 or 3"))

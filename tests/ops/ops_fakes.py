@@ -28,7 +28,7 @@ class CpuEngine(Engine):
     def capture(self, stream: int) -> int | None:
         return self.current_capture
 
-    def plain_stream(self, device: Any) -> int | None:
+    def plain_stream(self, index: int) -> int | None:
         return self.current_stream if self.current_capture is None else None
 
     def on(self, device: Any) -> Any:

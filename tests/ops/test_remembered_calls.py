@@ -19,6 +19,7 @@ from public_calls import right  # noqa: E402
 from mla_var3.dispatch import boundaries, rules  # noqa: E402
 from mla_var3.dispatch.rule import Bound, Quantity  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
+from mla_var3.ops import engine as engine_module  # noqa: E402
 from mla_var3.ops import mla_prefill  # noqa: E402
 from mla_var3.ops import prefill as ops_prefill  # noqa: E402
 from mla_var3.toolchain import aot  # noqa: E402
@@ -221,7 +222,9 @@ def test_kernels_that_remembered_calls_use_outlive_those_that_nothing_uses(compi
     assert engine.planned == planned + 1
     call(0.7)
     assert engine.planned == planned + 2
-    assert len(engine._kept) == 2 and len(engine._remembered) == 2
+    assert len(engine._kept) == 2 and {found.bound.kernel for found in engine._remembered.values()} == {
+        bound.kernel for bound in engine._kept.values()
+    }
 
 
 def test_lengths_on_the_other_side_of_a_rule_are_chosen_for_anew(
@@ -270,3 +273,21 @@ def test_rules_say_which_of_their_boundaries_are_in_lengths() -> None:
                 assert bound.quantity.of(few) == bound.quantity.of(many)
             else:
                 assert bound in boundaries("prefill")
+
+
+def test_lengths_that_were_seen_are_looked_up_at_once(
+    compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call with the same lengths works nothing out; signatures do not pile up."""
+    engine = CpuEngine()
+    inputs = make_inputs(PROBLEM, seed=1)
+    for _ in range(2):
+        mla_prefill(*inputs, on=engine)
+    monkeypatch.setattr(ops_prefill, "_alike", lambda *_: pytest.fail("asked again"))
+    right(PROBLEM, inputs, mla_prefill(*inputs, return_lse=True, on=engine))
+    monkeypatch.undo()
+    monkeypatch.setattr(engine_module, "MOST_SIGNATURES", 3)
+    for tokens in range(1, 9):
+        other = make_inputs(PROBLEM.replace(b=1, lengths=((tokens, tokens),)), seed=1)
+        right(PROBLEM.replace(b=1, lengths=((tokens, tokens),)), other, mla_prefill(*other, return_lse=True, on=engine))
+        assert len(engine._remembered) <= 3

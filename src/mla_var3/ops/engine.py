@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mla_var3.workload import Problem
 
 MOST_KERNELS = 64
+MOST_SIGNATURES = 4096  # of remembered calls
 MOST_BYTES = 2 << 30  # of workspaces, over all kernels
 #: Bytes of workspaces of a kernel that serves any sizes: counters, and nothing that grows with a problem.
 MOST_OF_ANY_SIZE = 4096
@@ -198,14 +199,14 @@ class Engine:
             return None
         return capture_id(stream)
 
-    def plain_stream(self, device: torch.device) -> int | None:
-        """The number of the current stream, where a launch needs no more: the device is the current one, and nothing is
-        being captured. Else None."""
+    def plain_stream(self, index: int) -> int | None:
+        """The number of a device's current stream, where a launch needs no more: the device is the current one, and
+        nothing is being captured. Else None."""
         import torch
 
-        if torch._C._cuda_getDevice() != device.index or torch._C._cuda_isCurrentStreamCapturing():
+        if torch._C._cuda_getDevice() != index or torch._C._cuda_isCurrentStreamCapturing():
             return None
-        return int(torch._C._cuda_getCurrentRawStream(device.index))
+        return int(torch._C._cuda_getCurrentRawStream(index))
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Makes a device the current one."""
@@ -278,18 +279,27 @@ class Engine:
                     # What was dropped meanwhile must not stay.
                     if self._kept.get((key, stream)) is bound:
                         made = Remembered(bound.direct, facts, bound)
-                        self._remembered[signature, device.index, stream] = made
+                        self._remembered[signature, inputs[0].get_device(), stream] = made
 
-    def remembered(self, signature: Any, device: torch.device) -> Remembered | None:
+    def remembered(self, signature: Any, index: int) -> Remembered | None:
         """What an earlier call of this signature kept for the current stream of a device; None where there is none, the
         device is not the current one, or a graph is being captured, which has workspaces of its own."""
         if notes() is not None:
             return None  # every call is written down
-        stream = self.plain_stream(device)
-        found = None if stream is None else self._remembered.get((signature, device.index, stream))
+        stream = self.plain_stream(index)
+        found = None if stream is None else self._remembered.get((signature, index, stream))
         if found is not None:
             found.bound.recent = True
         return found
+
+    def remember(self, signature: Any, index: int, found: Remembered) -> None:
+        """Lets `remembered` find what it gave for the current stream under another signature, too."""
+        stream = self.plain_stream(index)
+        with self._lock:
+            if len(self._remembered) >= MOST_SIGNATURES:
+                self._remembered.clear()
+            if any(bound is found.bound for bound in self._kept.values()):  # else it was dropped meanwhile
+                self._remembered[signature, index, stream] = found
 
     def _find(self, key: Any, stream: int, capture: int | None) -> Bound | None:
         with self._lock:
@@ -404,7 +414,10 @@ def direct_launch(kernel: Any, own: Sequence[Any]) -> Callable[..., Any] | None:
         return None
     if any(isinstance(x, torch.Tensor) and id(x) not in known for x in rest):
         return None
+    import tvm_ffi
+
     handle = compiled.handle
+    rest = tuple(tvm_ffi.from_dlpack(x) if isinstance(x, torch.Tensor) else x for x in rest)
     return lambda *tensors: handle(*tensors, *rest)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.dispatch import boundaries
 from mla_var3.errors import Infeasible, Unsupported, UserError
+from mla_var3.ops.engine import engine
 from mla_var3.ops.request import (
     VECTOR,
     compact,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from mla_var3.device import Device
-    from mla_var3.ops.engine import Engine, Way
+    from mla_var3.ops.engine import Engine, Remembered, Way
     from mla_var3.workload.prefill import PrefillClass
 
 #: The version that computes where no other takes a problem, and on a CPU: right everywhere, and slow.
@@ -85,11 +86,11 @@ def mla_prefill(
     `torch.compile` it is the operator `torch.ops.mla_var3.mla_prefill`, or `mla_prefill_into` where out or lse is
     given.
     """
-    import torch
-
     again = _again(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, out, lse, return_lse, kernel, on)
     if again is not None:
         return again if return_lse else again[0]
+    import torch
+
     judge("q", q, (None, None, None), None, q)
     judge("k", k, (None, None, q.shape[2]), q.dtype, q)
     judge("v", v, (len(k), k.shape[1], None), q.dtype, q)
@@ -146,36 +147,55 @@ def _again(
     causal: bool, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, kernel: str | None,
     on: Engine | None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """(out, lse) of a call whose signature was judged before; None for another one, and for one that is wrong."""
-    import torch
-
+    """(out, lse) of a call like one that was judged before; None for another one, and for one that is wrong. What the
+    compiled function compares before it launches is not looked at: of k the shape, of all but q the dtype, lse and
+    of_k."""
     try:
-        if on is None and not q.is_cuda:
+        if (on is None and not q.is_cuda) or not q.is_contiguous() or type(scale) is bool:
             return None
-        n, h, dk = q.shape
-        m, h_kv, dv = v.shape
-        b = of_q.numel() - 1
-        signature = _signature(q, k, v, h, dk, h_kv, dv, scale, causal, kernel)
-        if signature is None or type(scale) is bool or of_q.dtype != torch.int32 or of_k.dtype != torch.int32:
+        if q.requires_grad or k.requires_grad or v.requires_grad or not (out is None or out.is_contiguous()):
             return None
-        served = engine_of(None, q, "q", "mla_prefill") if on is None else on
-        found = served.remembered((signature, _regime(b, n, m, h, h_kv, dk, dv, causal, q.dtype)), q.device)
-        if found is None or not (0 < n <= found.facts and 0 < m <= found.facts and 0 < b <= MOST_LISTED):
-            return None
-        if (out is not None and not out.is_contiguous()) or (lse is not None and not lse.is_contiguous()):
-            return None
-        target = q.new_empty((n, h, dv)) if out is None else out
+        strides = None if k.is_contiguous() and v.is_contiguous() else (k.stride(), v.stride())
+        served, index = engine() if on is None else on, q.get_device()
+        call = q.shape, v.shape, of_q.numel(), q.dtype, strides, scale, causal, kernel
+        found = served.remembered(call, index)
+        if found is None:
+            found = _alike(served, index, q, k, v, of_q, of_k, scale, causal, kernel)
+            if found is None:
+                return None
+            served.remember(call, index, found)
+        target = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
         sums = lse
-        if sums is None and not return_lse and found.spare is not None and found.spare.shape[1] == n:
-            sums = found.spare
         if sums is None:
-            sums = q.new_empty((h, n), dtype=torch.float32)
+            n, h, _ = q.shape
+            sums = found.spare
+            if return_lse or sums is None or sums.shape[1] != n:
+                import torch
+
+                sums = q.new_empty((h, n), dtype=torch.float32)
             if not return_lse and sums.nbytes <= MOST_SPARE:
                 found.spare = sums
         found.launch(q, k, v, of_q, of_k, target, sums)
     except (AttributeError, TypeError, ValueError):  # of what does not fit, which the judge says in one sentence
         return None
     return target, sums
+
+
+def _alike(
+    served: Engine, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: torch.Tensor,
+    of_k: torch.Tensor, scale: float | None, causal: bool, kernel: str | None,
+) -> Remembered | None:  # fmt: skip
+    """What a call of the same signature with other lengths has left, if it serves these lengths too."""
+    import torch
+
+    (n, h, dk), (m, h_kv, dv), b = q.shape, v.shape, of_q.numel() - 1
+    signature = _signature(q, k, v, h, dk, h_kv, dv, scale, causal, kernel)
+    if signature is None or of_q.dtype != torch.int32 or of_k.dtype != torch.int32:
+        return None
+    found = served.remembered((signature, _regime(b, n, m, h, h_kv, dk, dv, causal, q.dtype)), index)
+    if found is None or not (0 < n <= found.facts and 0 < m <= found.facts and 0 < b <= MOST_LISTED):
+        return None
+    return found
 
 
 # Kept, since a call asks for it that is remembered.

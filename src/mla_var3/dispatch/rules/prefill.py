@@ -11,6 +11,17 @@ from mla_var3.workload.prefill import PrefillProblem
 SERVED_COLUMNS = (128, 192, 256)
 
 
+def _near_masks(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    masked = problem.replace(causal=value > 1)
+    yield masked
+    for columns in SERVED_COLUMNS:
+        yield masked.replace(d=128, p=columns - 128)
+
+
+#: Masks of a problem: the ends of requests, and the causal one.
+MASKS = Quantity("masks", lambda pd: 1 + pd.causal, _near_masks, of_class=True)
+
+
 def _near_columns(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
     for columns in sorted(SERVED_COLUMNS, key=lambda x: abs(x - value)):
         yield problem.replace(d=128, p=columns - 128)
@@ -36,6 +47,17 @@ RULES = (
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and wide results are rescaled where a maximum has grown",
         where=(Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v18",
+        "two CTAs share K and V, and a query tile is stored beside the next one's scores",
+        where=(
+            Bound(MASKS, 1, above=True),
+            Bound(KEY_COLUMNS, 128, above=True),
+            Bound(KEY_COLUMNS, 192),
+            Bound(TOKENS, 255, above=True),
+        ),
         archs=HOPPER,
     ),
     Rule(

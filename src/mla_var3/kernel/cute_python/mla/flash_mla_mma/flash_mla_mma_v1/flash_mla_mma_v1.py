@@ -1,59 +1,59 @@
 r"""Absorbed MLA decode for every GPU since Ampere (sm_80 and up): warp-level products, cp.async, a tile scheduler on
-the device.
+the device, one barrier for each KV tile.
 
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, k + p)    V = latent (t, k)
 
 K and V are one KV tile in shared memory, which is loaded once: `ldmatrix` reads it as the B operand of the scores, and
-`ldmatrix.trans` as that of the output. A CTA of eight warps computes a query tile of 16, 32 or 64 rows: 64 on Hopper
-only, where ptxas keeps their Q and O in registers. A KV tile has 32 tokens, or 16 where two of 32 do not fit into
-shared memory; 64 may be asked for. All warps do the same, one KV tile at a time:
+`ldmatrix.trans` as that of the output. A CTA of eight warps computes a query tile of 16, 32 or 64 rows and KV tiles of
+32 tokens, or of 16 where four of 32 do not fit into shared memory. Query rows lie in registers, as A operands.
 
-    load      cp.async of the KV tile `stages - 1` further on, in panels of 64 columns
-    scores    S = Q·Kᵀ: each warp multiplies up to 32 rows by up to 32 tokens over its share of the columns
-              | partial sums of S -> shared memory
-    softmax   each thread adds up its part of a row of S and keeps the row's running maximum and sum
+**Against version 0**, which is retired. There each KV tile has two barriers, and all of the softmax waits for all of
+the scores, all of the output for all of the softmax. Here a step works on three KV tiles, so that nothing in it waits
+for anything else in it, and one barrier divides the steps:
+
+    warps 0..3   barrier | load i + 2, softmax i | scores i + 1 | output i - 1             | barrier | load i + 3, ..
+    warps 4..7   barrier | scores i + 1          | output i - 1 | softmax i                | barrier | scores i + 2, ..
+
+    load      cp.async of the KV tile `stages - 2` further on, in panels of 64 columns: by warps 0 to 3
+    softmax   each thread adds up partial sums of scores and keeps a row's running maximum and sum
               | P, and factors of rows whose maximum has moved -> shared memory
+    scores    S = Q·Kᵀ: each warp multiplies up to 32 rows by up to 32 tokens over a quarter of the columns
+              | partial sums of S -> shared memory
     output    O += P·V: each warp has its own output columns in registers, of all rows
 
-Where shared memory has room for three KV tiles or more, the softmax of one runs beside the scores of the next one, and
-the warps fall into two halves, which do these two in opposite order:
-
-    warps 0..3   barrier | softmax i    | scores i + 1 | barrier | output i | barrier | softmax i + 1 | ..
-    warps 4..7   barrier | scores i + 1 | softmax i    | barrier | output i | barrier | scores i + 2  | ..
-
 Warps i and i + 4 share a quarter of the SM, so its tensor core multiplies for one while the other one is in its
-softmax. Where only two KV tiles fit (GPUs with 99 KB), all warps do scores, softmax and output of a KV tile in turn.
+softmax. Scores, P and factors have two buffers each, and shared memory holds four KV tiles or more: those that a step
+computes with, and one that is loaded.
 
-How the scores are divided: a product of one warp is 16 rows by 8 columns, and what a warp reads of Q or K from shared
-memory serves one row of such products, or one column. So a warp with 32 x 32 scores reads half as much for each of them
-as one with 16 x 16. A tile of 64 x 32 scores is only two warps' work at that size. Therefore four warps share each 32 x
-32 scores: each multiplies over a quarter of the columns of Q and K, and has a partial sum of all of these scores. With
-32 query rows and 32 tokens two groups of four warps have 16 tokens each. The softmax adds up the partial sums where it
-reads them, in fp32 and in a fixed order. So the sums cost their way through shared memory. In return the softmax has
-rows in the order that suits it, each row within one warp, and exchanges no maximum between warps.
+Partial sums of a 16 x 8 product lie as its accumulators do, 16 bytes a lane, so that a warp stores them without moves.
+`softmax_place` deals rows to lanes so that half a warp, which reads 8 bytes a lane of these, meets all banks. All
+addresses in a loop are one base and constants.
 
-Query rows lie in registers, in the order of the A operand: a warp needs its share of the columns only. So they take
-neither shared memory nor reads of it.
+**Registers** decide what ptxas does: with 64 query rows a thread holds 128 of outputs and 72 of Q. Where it has to
+spill, it loads the keys of a product right in front of it, and the warp waits. Addresses of the query and of results
+were computed ahead of all splits and spilled; `opaque` keeps them where they are used, and ptxas then loads keys two
+slices ahead.
 
 The running maximum may stay behind the true one by up to 8 in the log2 domain, a factor of 2^8 (lazy rescale), so that
-most KV tiles move it for no row. The barrier behind the softmax also tells all warps whether the maximum of any row has
-moved (PTX `barrier.red.or`), and O is rescaled only if so.
+most KV tiles move it for no row. The barrier tells all warps whether the maximum of any row has moved (PTX
+`barrier.red.or`), and O is rescaled only if so.
 
 `split_kv.scheduler` deals requests to workers from their lengths; `split_kv/README.md` says how requests become splits
 and how splits become outputs. Behind a split's last tile the first tiles of the worker's next split are loaded while
-the results are written. Rows are gathered by page (`paged.copy_rows`), so pages may have any size.
+the results are written. Rows are gathered, each by the page of its token, so pages may have any size.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from mla_var3.device import Device, Requirement
@@ -78,31 +78,33 @@ WARPS = 8  # the merge in shares of rows is written for as many threads
 WARP = 32
 THREADS = WARPS * WARP
 ROW_TILES = (16, 32, 64)
-TOKEN_TILES = (16, 32, 64)
-SCORE_ROWS = 32  # most query rows of a warp in the scores
+TOKEN_TILES = (16, 32)
+SPLIT_TOKENS = 64  # which fixed splits are multiples of
+WHOLE = ("sm_80", "sm_90a")  # architectures for which ptxas keeps 64 query rows and their outputs in registers
 WIDTHS = (128, 256, 512)  # latent columns
 SLICE = warp_mma.K  # columns of a query or key that a product is over
+SHARES = 4  # warps that share the columns of the same scores, and partial sums of each
+BLOCK = 512  # bytes of the partial sums of 16 rows and 8 tokens, a product's accumulators: 16 a lane
 WARP_COLUMNS = 32  # fewest output columns of a warp: a vector of partials has 32
 ROW_BYTES = 2 * PANEL  # of a token in a panel
+LOAD_ROWS = THREADS // 2 // paged.ROW_LANES  # rows of a KV tile that the warps that load copy at once
 PAD = 8  # elements behind a row of P: ldmatrix reads eight rows from all banks
 ROOM = 4096  # bytes of shared memory for what a thread keeps of rows, and for alignment
-MOST_STAGES = 6
-OVERLAPPED_STAGES = 3  # at least: one KV tile's V, the next one's K, and one that is loaded
+FEWEST_STAGES, MOST_STAGES = 4, 8  # three KV tiles are computed with, and at least one is loaded
 
 
 class Barrier(IntEnum):
     """Named barriers, of all threads."""
 
     CTA = 0
-    MOVED = 1  # P is in shared memory, and whether a row's maximum has moved
+    TILE = 1  # between two steps; also tells whether a row's maximum has moved
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask. m: rows
-    of the query tile; tokens: of a KV tile; stages: KV tiles in shared memory. overlapped: whether a KV tile's softmax
-    runs beside the scores of the next one. packed: requests differ in their query
+    of the query tile; tokens: of a KV tile; stages: KV tiles in shared memory. packed: requests differ in their query
     tokens, and s is those of a block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query
     token sees."""
 
@@ -116,7 +118,6 @@ class Geometry:
     m: int
     tokens: int
     stages: int
-    overlapped: bool
     packed: bool = False
     tree: bool = False
 
@@ -173,22 +174,34 @@ class Geometry:
 
     # -------------------------------------------------------------------------------------------- shares of warps
     @property
-    def score_warps(self) -> tuple[int, int, int]:
-        """(warps along the rows, along the tokens, along the columns) of the scores."""
-        of_rows = -(-self.m // SCORE_ROWS)
-        of_tokens = min(2 // of_rows, self.tokens // 16) if self.tokens < 64 else 2
-        return of_rows, of_tokens, WARPS // (of_rows * of_tokens)
+    def score_warps(self) -> tuple[int, int]:
+        """(warps along the rows, along the tokens) of the scores; of each, `SHARES` along the columns."""
+        return (2, 1) if self.m == ROW_TILES[-1] or self.tokens == TOKEN_TILES[0] else (1, 2)
 
     @property
     def score_shape(self) -> tuple[int, int]:
-        """(rows, tokens) of a warp's scores, in 16 x 8 products."""
-        of_rows, of_tokens, _ = self.score_warps
-        return self.m // of_rows // warp_mma.M, self.tokens // of_tokens // warp_mma.N
+        """(16-row blocks, 16-token blocks) of a warp's scores."""
+        of_rows, of_tokens = self.score_warps
+        return self.m // of_rows // warp_mma.M, self.tokens // of_tokens // warp_mma.K
+
+    @property
+    def token_blocks(self) -> int:
+        """8-token blocks of a KV tile."""
+        return self.tokens // warp_mma.N
+
+    @property
+    def load_rows(self) -> int:
+        """Rows of a KV tile that a thread loads."""
+        return self.tokens // LOAD_ROWS
 
     @property
     def score_elements(self) -> int:
         """Of a KV tile: a partial sum of each share of the columns."""
-        return self.score_warps[2] * self.m * self.tokens
+        return SHARES * self.m * self.tokens
+
+    @property
+    def p_elements(self) -> int:
+        return self.m * (self.tokens + PAD)
 
     @property
     def slices(self) -> int:
@@ -198,7 +211,7 @@ class Geometry:
     @property
     def warp_slices(self) -> int:
         """Slices of a warp: every so many-th one. The last one may be past the end."""
-        return -(-self.slices // self.score_warps[2])
+        return -(-self.slices // SHARES)
 
     @property
     def output_warps(self) -> tuple[int, int]:
@@ -218,14 +231,19 @@ class Geometry:
         return THREADS // self.m
 
     @property
-    def vector(self) -> int:
-        """Tokens that a thread reads together in the softmax."""
-        return min(4, self.tokens // self.row_threads)
+    def between(self) -> int:
+        """8-token blocks of a row that different lanes of the softmax have."""
+        return self.row_threads // 4
 
     @property
-    def vectors(self) -> int:
-        """Such vectors of a thread."""
-        return self.tokens // (self.row_threads * self.vector)
+    def pairs(self) -> int:
+        """Pairs of tokens that a thread has of its row in the softmax: one of every `between`-th block."""
+        return self.tokens // (warp_mma.N * self.between)
+
+    @property
+    def row_steps(self) -> tuple[int, ...]:
+        """Distances of lanes over which the threads of a row add or compare."""
+        return (1, 2, 4, 16) if self.between == 4 else (1, 2, 16) if self.between == 2 else (1, 2)
 
     # -------------------------------------------------------------------------------------------- split-KV
     @property
@@ -253,12 +271,12 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     fields = {
         "first": array(Int32, scheduler.FIRST_WORDS),
         "row_range": array(Int32, 4),  # of a merge that workers share: the first and the end
-        "factor": array(Float32, m),  # of rows, in a tile that has moved a maximum
+        "factor": array(Float32, 2 * m),  # of rows, in a tile that has moved a maximum
         "row_max": array(Float32, m),  # at the end of a split
         "row_sum": array(Float32, m),
         "magnitudes": array(Float32, m * columns),
-        "scores": array(Float32, (1 + geometry.overlapped) * geometry.score_elements),  # partial sums
-        "p": array(dtype, m * (geometry.tokens + PAD)),
+        "scores": array(Float32, 2 * geometry.score_elements),  # partial sums
+        "p": array(dtype, 2 * geometry.p_elements),
         "ring": array(dtype, geometry.stages * geometry.stage_elements, 1024),
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
@@ -266,18 +284,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
 
 
 def fixed_bytes(geometry: Geometry) -> int:
-    """Shared memory besides KV tiles: partial sums of scores, P and `ROOM`."""
-    of_scores, of_p = (1 + geometry.overlapped) * geometry.score_elements, geometry.m * (geometry.tokens + PAD)
-    return ROOM + 4 * of_scores + 2 * of_p
-
-
-def score_place(row: Int32, column: Int32, tokens: int) -> Int32:
-    """Where a score lies in its partial sum. Columns are permuted, so that neither the products' pairs of columns of
-    neighbouring rows nor the softmax's vectors meet in a bank."""
-    permuted = column ^ ((row & 2) << 2)
-    if tokens > 16:
-        permuted = permuted ^ ((row & 1) << 4)
-    return row * tokens + permuted
+    """Shared memory besides KV tiles: two buffers of partial sums of scores, two of P, and `ROOM`."""
+    return ROOM + 4 * 2 * geometry.score_elements + 2 * 2 * geometry.p_elements
 
 
 # ------------------------------------------------------------------------------------------------ device: load
@@ -291,53 +299,69 @@ class Reader(NamedTuple):
     end: Int32
 
 
-def first_row_of(warp: Int32, geometry: Geometry) -> Int32:
-    """The first row of a KV tile that a warp loads."""
-    return warp * (geometry.tokens // WARPS) if geometry.tokens >= 4 * WARPS else warp % (geometry.tokens // 4) * 4
+def divided(token: Int32, page: int) -> tuple[Int32, Int32]:
+    """(page, token in it) of a token, which is not negative."""
+    if page & (page - 1):
+        return token // page, token % page
+    return token >> (page.bit_length() - 1), token & (page - 1)
 
 
 @cute.jit
-def pages_at(inputs: Inputs, of: Reader, tile: Int32, warp: Int32, geometry: cutlass.Constexpr) -> Int32:
-    """The page of the row that this lane looks up for its warp (`paged.row_source_of`); of a tile past the split, that
-    of its last one."""
-    token = cutlass.min(tile, of.end - 1) * geometry.tokens + first_row_of(warp, geometry) + cute.arch.lane_idx()
-    return inputs.page_table[of.request, paged.row_entry_of(token, of.length, geometry.page)]
+def find_pages(inputs: Inputs, of: Reader, tile: Int32, pages: cute.Tensor, geometry: cutlass.Constexpr):
+    """Reads the pages of the rows that this thread loads of a tile; of a tile past the split, of its last one. pages:
+    registers."""
+    first = cutlass.min(tile, of.end - 1) * geometry.tokens + (cute.arch.thread_idx()[0] >> 3)
+    for i in cutlass.range_constexpr(geometry.load_rows):
+        token = cutlass.min(first + i * LOAD_ROWS, of.length - 1)
+        pages[i] = inputs.page_table[of.request, divided(token, geometry.page)[0]]
 
 
 @cute.jit
 def load_tile(
     inputs: Inputs,
     of: Reader,
-    stage: cute.Pointer,  # shared memory
+    stage: Int32,  # shared memory
     tile: Int32,
-    pages: Int32,  # of `pages_at`
-    warp: Int32,
+    pages: cute.Tensor,  # of `find_pages`
     geometry: cutlass.Constexpr,
 ):
-    """Starts copying this warp's rows of a KV tile; of a tile past the split nothing. One group of cp.async."""
-    width = geometry.k + geometry.p
-    first_row = first_row_of(warp, geometry)
-    count = cutlass.const_expr(max(4, geometry.tokens // WARPS))
-    # With 16 tokens only half of the warps have rows, and share the panels with the other half.
-    shares = cutlass.const_expr(WARPS * count // geometry.tokens)
+    """Starts copying this thread's rows of a KV tile; of a tile past the split nothing. One group of cp.async. Eight
+    threads copy a row, 16 bytes each of every panel. Tokens past the end of the request are the last one again. A
+    thread's addresses in the panels differ by constants."""
+    cache, width = inputs.cache, cutlass.const_expr(geometry.k + geometry.p)
+    thread = cute.arch.thread_idx()[0]
+    row, chunk = thread >> 3, thread & (paged.ROW_LANES - 1)
+    atom = cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), cache.element_type, num_bits_per_copy=128
+    )  # fmt: skip
+    vector = cute.make_layout(paged.CHUNK)
     if tile < of.end:
-        for j in cutlass.range_constexpr(0, count, paged.ROWS):
-            token = tile * geometry.tokens + first_row
-            source = paged.row_source_of(inputs.cache, pages, token, j, of.length, of.kv_head)
-            for i in cutlass.range_constexpr(-(-geometry.panels // shares)):
-                panel = Int32(i)
-                if cutlass.const_expr(shares > 1):
-                    panel = i * shares + warp // (WARPS // shares)
-                place = stage + cute.assume(panel * (geometry.tokens * PANEL), divby=geometry.tokens * PANEL)
-                if cutlass.const_expr((i + 1) * shares > geometry.panels):
-                    if panel < geometry.panels:
-                        paged.copy_rows(source, panel * PANEL, width, place, first_row + j)
-                else:
-                    paged.copy_rows(source, panel * PANEL, width, place, first_row + j)
+        target = stage + row * ROW_BYTES + (chunk ^ (row & 7)) * (2 * paged.CHUNK)
+        for j in cutlass.range_constexpr(geometry.load_rows):
+            token = cutlass.min(tile * geometry.tokens + row + j * LOAD_ROWS, of.length - 1)
+            _, in_page = divided(token, geometry.page)
+            offset = (in_page * cache.shape[2] + of.kv_head) * width + chunk * paged.CHUNK
+            source = cache.iterator.toint() + 2 * (Int64(pages[j]) * paged.page_stride(cache) + offset)
+            for i in cutlass.range_constexpr(geometry.panels):
+                at = source + 2 * PANEL * i
+                if cutlass.const_expr((i + 1) * PANEL > width):
+                    # Where the cache ends inside the panel, its last columns are read again: behind it there may be no
+                    # memory.
+                    at = at - 2 * cutlass.max((chunk + 1) * paged.CHUNK + PANEL * i - width, 0)
+                place = target + i * geometry.panel_bytes + j * LOAD_ROWS * ROW_BYTES
+                place = cute.make_ptr(cache.element_type, place, cute.AddressSpace.smem, assumed_align=16)
+                origin = cute.make_ptr(cache.element_type, at, cute.AddressSpace.gmem, assumed_align=16)
+                cute.copy(atom, cute.make_tensor(origin, vector), cute.make_tensor(place, vector))
     cute.arch.cp_async_commit_group()
 
 
 # ------------------------------------------------------------------------------------------------ device: one thread
+def opaque(value: Int32) -> Int32:
+    """The same value, of which the compiler does not know where it is from. What is computed from it is computed here:
+    not ahead of a loop, where it would take a register."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
 @dataclass(frozen=True, eq=False)
 class Worker:
     """What a thread of the CTA computes with. thread: 0..255; warp: the same value in all lanes."""
@@ -355,6 +379,7 @@ class Worker:
     first_row: Any  # of the query tile
     query: Any  # registers: A operands of this warp's slices, (8, rows, slices)
     acc_o: Any  # registers: (4, rows, columns) fp32, in 16 x 8 products
+    pages: Any  # registers: of the rows that this thread loads next
     of_row: Any  # registers: running maximum and this thread's share of the sum of its row in the softmax
 
     @classmethod
@@ -375,21 +400,22 @@ class Worker:
             first_row=first_row,
             query=cute.make_rmem_tensor(cute.make_layout(of_query), dtype),
             acc_o=cute.make_rmem_tensor(cute.make_layout((4, *geometry.output_shape)), Float32),
+            pages=cute.make_rmem_tensor(geometry.load_rows, Int32),
             of_row=cute.make_rmem_tensor(2, Float32),
         )
 
-    @property
-    def ring(self) -> Any:
-        return self.storage.ring.data_ptr()
+    def stage(self, number: Int32) -> Int32:
+        """Where a KV tile lies in shared memory."""
+        return self.storage.ring.data_ptr().toint() + number * (2 * self.geometry.stage_elements)
 
-    def stage(self, number: Int32) -> cute.Pointer:
-        size = self.geometry.stage_elements
-        return self.ring + cute.assume(number * size, divby=size)
+    def scores_in(self, buffer: Int32) -> Int32:
+        """Where partial sums of a KV tile's scores lie in shared memory: (16-row blocks, 8-token blocks, shares,
+        lanes of a product, its 4 elements in a lane)."""
+        return self.storage.scores.data_ptr().toint() + buffer * (4 * self.geometry.score_elements)
 
-    def scores_in(self, buffer: Int32) -> cute.Pointer:
-        """Partial sums of a KV tile's scores, (shares, rows, tokens)."""
-        scores, size = self.storage.scores.data_ptr(), self.geometry.score_elements
-        return scores + cute.assume(buffer * size, divby=size) if self.geometry.overlapped else scores
+    def p_in(self, buffer: Int32) -> Int32:
+        """Where P of a KV tile lies in shared memory: (rows, tokens and `PAD`)."""
+        return self.storage.p.data_ptr().toint() + buffer * (2 * self.geometry.p_elements)
 
     # -------------------------------------------------------------------------------------------- load
     @cute.jit
@@ -397,148 +423,173 @@ class Worker:
         """The warp's part of the query rows as A operands, from global memory. Rows past the end are the last one
         again: their results are not stored. Slices past the end are zeros."""
         geometry, q = self.geometry, self.inputs.q
-        _, of_tokens, of_columns = geometry.score_warps
-        share = self.warp % of_columns
-        row = self.first_row + self.warp // (of_columns * of_tokens) * (geometry.score_shape[0] * warp_mma.M)
+        share, lane = self.warp % SHARES, opaque(self.lane)
+        row = self.first_row + self.warp // (SHARES * geometry.score_warps[1]) * (geometry.score_shape[0] * warp_mma.M)
         last = block.count * geometry.group - 1
         words = cute.recast_tensor(self.query, Int32)  # (4, rows, slices)
         for i in cutlass.range_constexpr(geometry.score_shape[0]):
             for half in cutlass.range_constexpr(2):
-                at = cutlass.min(row + (i * warp_mma.M + 8 * half) + self.lane // 4, last)
+                at = cutlass.min(row + (i * warp_mma.M + 8 * half) + lane // 4, last)
                 base = q.iterator + rows.row_offset(q, block.first, self.kv_head, at, geometry.group)
                 for n in cutlass.range_constexpr(geometry.warp_slices):
-                    slice_ = n * of_columns + share
+                    slice_ = n * SHARES + share
                     inside = slice_ < geometry.slices
-                    column = cutlass.min(slice_, geometry.slices - 1) * SLICE + self.lane % 4 * 2
+                    column = cutlass.min(slice_, geometry.slices - 1) * SLICE + lane % 4 * 2
                     for part in cutlass.range_constexpr(2):
                         source = base + cute.assume(column + 8 * part, divby=2)
                         word = cute.make_tensor(cute.recast_ptr(source, dtype=Int32), cute.make_layout(1))[0]
-                        if cutlass.const_expr(geometry.slices % of_columns):
+                        if cutlass.const_expr(geometry.slices % SHARES):
                             word = cutlass.select_(inside, word, Int32(0))
                         words[half + 2 * part, i, n] = word
 
     @cute.jit
-    def start(self, walk: cutlass.Constexpr, split: Split) -> Int32:
-        """Starts loading the first `stages - 1` KV tiles of a split. Returns the pages of the next one."""
+    def start(self, walk: cutlass.Constexpr, split: Split):
+        """Starts loading the first `stages - 2` KV tiles of a split, and looks up the pages of the next one."""
         geometry, tiles = self.geometry, walk.tiles_of(split)
-        pages = Int32(0)
-        if tiles.first < tiles.end:
+        if (tiles.first < tiles.end) & self.loads:
             of = Reader(walk.queries.block(split.request).request, split.length, self.kv_head, tiles.end)
-            found = [pages_at(self.inputs, of, tiles.first + i, self.warp, geometry) for i in range(geometry.stages)]
-            for i in cutlass.range_constexpr(geometry.stages - 1):
-                load_tile(self.inputs, of, self.stage(i), tiles.first + i, found[i], self.warp, geometry)
-            pages = found[geometry.stages - 1]
-        return pages
+            for i in cutlass.range_constexpr(geometry.stages - 2):
+                find_pages(self.inputs, of, tiles.first + i, self.pages, geometry)
+                load_tile(self.inputs, of, self.stage(Int32(i)), tiles.first + i, self.pages, geometry)
+            find_pages(self.inputs, of, tiles.first + (geometry.stages - 2), self.pages, geometry)
+
+    @property
+    def loads(self) -> Boolean:
+        """Whether this warp is of the half that loads KV tiles."""
+        return self.warp < WARPS // 2
 
     # -------------------------------------------------------------------------------------------- scores
     @cute.jit
     def scores(self, stage: Int32, buffer: Int32):
-        """S = Q·Kᵀ over this warp's slices, to shared memory. buffer: of two where they are overlapped.
+        """S = Q·Kᵀ over this warp's slices, to shared memory. buffer: of two.
 
         A slice is 32 bytes of a token's row in a panel; a lane's row of a matrix is 16 of them. They lie at chunk ^
-        (token % 8) of the row, eight chunks long.
+        (token % 8) of the row, eight chunks long. A panel has `SHARES` slices, one of each warp.
         """
         geometry, lane = self.geometry, self.lane
-        _, of_tokens, of_columns = geometry.score_warps
-        along_m, along_n = geometry.score_shape
-        share, token_warp = self.warp % of_columns, self.warp // of_columns % of_tokens
-        row_warp = self.warp // (of_columns * of_tokens)
+        of_tokens, (along_m, along_n) = geometry.score_warps[1], geometry.score_shape
+        share, token_warp = self.warp % SHARES, self.warp // SHARES % of_tokens
+        row_warp = self.warp // (SHARES * of_tokens)
         matrix, swizzle = lane // 8, lane % 8
-        chunk = share % 4 * 2
-        token = token_warp * (along_n * warp_mma.N) + lane % 8 + matrix // 2 * 8
-        keys = self.stage(stage).toint() + token * ROW_BYTES + ((chunk + matrix % 2) ^ swizzle) * 16
-        target = self.scores_in(buffer) + share * (geometry.m * geometry.tokens)
+        token = token_warp * (along_n * warp_mma.K) + swizzle + matrix // 2 * 8
+        keys = self.stage(stage) + token * ROW_BYTES + ((share * 2 + matrix % 2) ^ swizzle) * 16
+        blocks = geometry.token_blocks
+        first = (row_warp * along_m * blocks + token_warp * (2 * along_n)) * SHARES + share
+        target = self.scores_in(buffer) + first * BLOCK + opaque(lane) * 16
         acc = cute.make_rmem_tensor(cute.make_layout((4, along_m, 2)), Float32)
-        b = cute.make_rmem_tensor(cute.make_layout((4, 2)), self.dtype)
-        both = cute.make_tensor(b.iterator, cute.make_layout(warp_mma.OPERANDS))
-        pair = cute.make_rmem_tensor(2, Float32)
-        for j in cutlass.range_constexpr(along_n // 2):
-            acc.fill(0.0)
-            for n in cutlass.range_constexpr(geometry.warp_slices):
-                panel, flipped = divmod(n * of_columns, 4)
-                panel = Int32(panel)
-                if cutlass.const_expr(of_columns == 8):
-                    # The last slices of some warps are past the end: zeros of the query, and keys that are there.
-                    panel = panel + cutlass.min(share // 4, geometry.panels - 1 - n * of_columns // 4)
-                load_matrices((keys ^ flipped * 32) + panel * geometry.panel_bytes + j * 16 * ROW_BYTES, both)
+        b = cute.make_rmem_tensor(cute.make_layout((4, 2, 2)), self.dtype)
+        steps = cutlass.const_expr(along_n * geometry.warp_slices)
+        self.load_keys(keys, b, 0)
+        for step in cutlass.range_constexpr(steps):
+            j, n = divmod(step, geometry.warp_slices)
+            if cutlass.const_expr(step + 1 < steps):
+                self.load_keys(keys, b, step + 1)
+            if cutlass.const_expr(n == 0):
+                acc.fill(0.0)
+            for c in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(along_m):
+                    of_pair = acc[None, i, c]
+                    cute.mma_atom_call(self.mma, of_pair, self.query[None, i, n], b[None, c, step % 2], of_pair)
+            if cutlass.const_expr(n == geometry.warp_slices - 1):
                 for i in cutlass.range_constexpr(along_m):
                     for c in cutlass.range_constexpr(2):
-                        of_pair = acc[None, i, c]
-                        cute.mma_atom_call(self.mma, of_pair, self.query[None, i, n], b[None, c], of_pair)
-            for i in cutlass.range_constexpr(along_m):
-                for half in cutlass.range_constexpr(2):
-                    row = row_warp * (along_m * warp_mma.M) + i * warp_mma.M + half * 8 + lane // 4
-                    for c in cutlass.range_constexpr(2):
-                        column = token_warp * (along_n * warp_mma.N) + (2 * j + c) * warp_mma.N + lane % 4 * 2
-                        pair[0], pair[1] = acc[2 * half, i, c], acc[2 * half + 1, i, c]
-                        place = target + cute.assume(score_place(row, column, geometry.tokens), divby=2)
-                        cute.autovec_copy(pair, cute.make_tensor(place, cute.make_layout(2)))
+                        place = target + (i * blocks + 2 * j + c) * (SHARES * BLOCK)
+                        place = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=16)
+                        cute.autovec_copy(acc[None, i, c], cute.make_tensor(place, cute.make_layout(4)))
+
+    def load_keys(self, keys: Int32, b: cute.Tensor, step: int) -> None:
+        """The keys of a slice and 16 tokens as B operands, to one of two sets of registers."""
+        j, n = divmod(step, self.geometry.warp_slices)
+        both = cute.make_tensor(b[None, None, step % 2].iterator, cute.make_layout(warp_mma.OPERANDS))
+        load_matrices(keys + (n * self.geometry.panel_bytes + j * warp_mma.K * ROW_BYTES), both)
 
     # -------------------------------------------------------------------------------------------- softmax
+    def softmax_place(self) -> tuple[Int32, Int32, Int32, Int32]:
+        """(16-row block, row in it, 8-token block, pair in it) of this thread. Lanes are dealt so that those of half a
+        warp, which read 8 bytes each of the partial sums, have all banks."""
+        geometry, lane = self.geometry, self.lane
+        warps = cutlass.const_expr(WARPS * warp_mma.M // geometry.m)  # on a block of rows
+        block, part, half, top = self.warp // warps, self.warp % warps, lane // 8 % 2, lane // 16
+        if cutlass.const_expr(geometry.between == 1):
+            row, token_block = (part ^ half) * 4 + top * 2 + lane // 4 % 2, Int32(0)
+        elif cutlass.const_expr(geometry.between == 2):
+            row, token_block = (part ^ (half * 2)) * 2 + lane // 4 % 2, top
+        else:
+            row, token_block = part ^ (half * 4), top * 2 + lane // 4 % 2
+        return block, half * 8 + row, token_block, lane % 4
+
     @cute.jit
     def softmax(self, first_token: Int32, length: Int32, unmasked: Int32, block: rows.Block, buffer: Int32) -> Boolean:
         """P of a KV tile and the factors of its rows, to shared memory. Returns whether this thread's factor is not
         1."""
-        geometry, threads = self.geometry, self.geometry.row_threads
-        size, count = geometry.vector, geometry.vectors
-        row, place = self.thread // threads, self.thread % threads
-        values = cute.make_rmem_tensor(cute.make_layout((size, count)), Float32)
-        part = cute.make_rmem_tensor(size, Float32)
-        for c in cutlass.range_constexpr(count):
-            column = (c * threads + place) * size
-            for share in cutlass.range_constexpr(geometry.score_warps[2]):
-                source = self.scores_in(buffer) + share * (geometry.m * geometry.tokens)
-                source = source + cute.assume(score_place(row, column, geometry.tokens), divby=size)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(size)), part)
-                for i in cutlass.range_constexpr(size):
-                    values[i, c] = part[i] if cutlass.const_expr(share == 0) else values[i, c] + part[i]
+        geometry = self.geometry
+        count = geometry.pairs
+        of_block, in_block, token_block, place = self.softmax_place()
+        row = of_block * warp_mma.M + in_block
+        values = cute.make_rmem_tensor(cute.make_layout((2, count)), Float32)
+        part = cute.make_rmem_tensor(2, Float32)
+        source = self.scores_in(buffer) + (of_block * geometry.token_blocks + token_block) * (SHARES * BLOCK)
+        source = source + (in_block % 8 * 4 + place) * 16 + in_block // 8 * 8
+        for v in cutlass.range_constexpr(count):
+            for share in cutlass.range_constexpr(SHARES):
+                at = source + (v * geometry.between * SHARES + share) * BLOCK
+                at = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(2)), part)
+                for i in cutlass.range_constexpr(2):
+                    values[i, v] = part[i] if cutlass.const_expr(share == 0) else values[i, v] + part[i]
+        column = token_block * warp_mma.N + place * 2
         if first_token + geometry.tokens > unmasked:
-            self.mask(values, row, place, first_token, length, block)
+            self.mask(values, row, column, first_token, length, block)
 
-        best = values[0]
-        for i in cutlass.range_constexpr(1, size * count):
-            best = cute.arch.fmax(best, values[i])
-        for i in cutlass.range_constexpr(threads.bit_length() - 1):
-            best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1 << i))
+        best = functools.reduce(cute.arch.fmax, [cute.arch.fmax(values[0, v], values[1, v]) for v in range(count)])
+        for step in geometry.row_steps:
+            best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=step))
         older = self.of_row[0]
         newer = softmax.lazy_max(older, best * self.scale_log2)
         factor = softmax.exp2(older - newer)
         total = self.of_row[1] * factor
-        rounded = cute.make_rmem_tensor(size, self.dtype)
-        target = self.storage.p.data_ptr() + row * (geometry.tokens + PAD)
-        for c in cutlass.range_constexpr(count):
-            for i in cutlass.range_constexpr(size):
-                value = softmax.exp2(values[i, c] * self.scale_log2 - newer)
+        rounded = cute.make_rmem_tensor(2, self.dtype)
+        target = self.p_in(buffer) + row * (2 * (geometry.tokens + PAD)) + 2 * column
+        for v in cutlass.range_constexpr(count):
+            for i in cutlass.range_constexpr(2):
+                value = softmax.exp2(values[i, v] * self.scale_log2 - newer)
                 total = total + value
                 rounded[i] = value.to(self.dtype)
-            at = target + cute.assume((c * threads + place) * size, divby=size)
-            cute.autovec_copy(rounded, cute.make_tensor(at, cute.make_layout(size)))
+            at = target + 2 * v * geometry.between * warp_mma.N
+            at = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=4)
+            cute.autovec_copy(rounded, cute.make_tensor(at, cute.make_layout(2)))
         self.of_row[0], self.of_row[1] = newer, total
-        factors = self.rows_in(self.storage.factor)
-        if place == 0:
+        factors = self.factors_in(buffer)
+        if (place == 0) & (token_block == 0):
             factors[row] = factor
         return newer != older
 
+    def factors_in(self, buffer: Int32) -> cute.Tensor:
+        """(rows,) shared memory."""
+        m = self.geometry.m
+        return cute.make_tensor(self.storage.factor.data_ptr() + buffer * m, cute.make_layout(m))
+
     @cute.jit
-    def mask(self, values: cute.Tensor, row: Int32, place: Int32, first_token: Int32, length: Int32, block: rows.Block):
-        """Sets scores of tokens that the row may not see to -inf."""
-        geometry, threads = self.geometry, self.geometry.row_threads
-        size, count = geometry.vector, geometry.vectors
+    def mask(
+        self, values: cute.Tensor, row: Int32, column: Int32, first_token: Int32, length: Int32, block: rows.Block
+    ):
+        """Sets scores of tokens that the row may not see to -inf. column: of the thread's first one."""
+        geometry = self.geometry
         limit, of_token = length - first_token, (self.first_row + row) // geometry.group
         if cutlass.const_expr(geometry.causal):
             limit = limit - block.count + 1 + of_token
-        for c in cutlass.range_constexpr(count):
-            for i in cutlass.range_constexpr(size):
-                column = (c * threads + place) * size + i
-                seen = column < limit
+        for v in cutlass.range_constexpr(geometry.pairs):
+            for i in cutlass.range_constexpr(2):
+                at = column + (v * geometry.between * warp_mma.N + i)
+                seen = at < limit
                 if cutlass.const_expr(self.inputs.mask is not None):
                     s = geometry.s
-                    key = first_token + column - (length - s)
-                    at = (block.request * s + cutlass.min(of_token, s - 1)) * s
-                    at = at + cutlass.min(cutlass.max(key, 0), s - 1)
-                    told = cute.make_tensor(self.inputs.mask.iterator + at, cute.make_layout(1))
+                    key = first_token + at - (length - s)
+                    entry = (block.request * s + cutlass.min(of_token, s - 1)) * s
+                    entry = entry + cutlass.min(cutlass.max(key, 0), s - 1)
+                    told = cute.make_tensor(self.inputs.mask.iterator + entry, cute.make_layout(1))
                     seen = seen & ((key < 0) | (told[0] != 0))
-                values[i, c] = values[i, c] if seen else -Float32.inf
+                values[i, v] = values[i, v] if seen else -Float32.inf
 
     def rows_in(self, array: Any) -> cute.Tensor:
         """(rows,) shared memory."""
@@ -557,84 +608,89 @@ class Worker:
                 self.acc_o[2 * half + c, i, j] = self.acc_o[2 * half + c, i, j] * factor
 
     @cute.jit
-    def rescale(self):
+    def rescale(self, buffer: Int32):
         """Multiplies the output of each row with the row's factor."""
-        factors = self.rows_in(self.storage.factor)
+        factors = self.factors_in(buffer)
         for i in cutlass.range_constexpr(self.geometry.output_shape[0]):
             for half in cutlass.range_constexpr(2):
                 self.scale_output(i, half, factors[self.output_row(i, half)])
 
     @cute.jit
-    def output(self, stage: Int32):
+    def output(self, stage: Int32, buffer: Int32):
         """O += P·V of this warp's columns. V is K's panels, read transposed: two matrices of tokens, two of columns."""
         geometry, lane = self.geometry, self.lane
         of_columns = geometry.output_warps[1]
         along_m, along_n = geometry.output_shape
         matrix, swizzle = lane // 8, lane % 8
         column = self.warp % of_columns * (along_n * warp_mma.N)
-        token = lane % 8 + matrix % 2 * 8
+        token = swizzle + matrix % 2 * 8
         chunk = column % PANEL // 8 + matrix // 2
-        values = self.stage(stage).toint() + column // PANEL * geometry.panel_bytes
+        values = self.stage(stage) + column // PANEL * geometry.panel_bytes
         values = values + token * ROW_BYTES + (chunk ^ swizzle) * 16
-        stride = 2 * (geometry.tokens + PAD)
-        row = self.warp // of_columns * (along_m * warp_mma.M) + lane % 8 + matrix % 2 * 8
-        weights = self.storage.p.data_ptr().toint() + row * stride + matrix // 2 * 16
+        stride = cutlass.const_expr(2 * (geometry.tokens + PAD))
+        row = self.warp // of_columns * (along_m * warp_mma.M) + swizzle + matrix % 2 * 8
+        weights = self.p_in(buffer) + row * stride + matrix // 2 * 16
 
         a = cute.make_rmem_tensor(cute.make_layout((warp_mma.OPERANDS, along_m)), self.dtype)
-        b = cute.make_rmem_tensor(cute.make_layout((4, 2)), self.dtype)
-        both = cute.make_tensor(b.iterator, cute.make_layout(warp_mma.OPERANDS))
-        for n in cutlass.range_constexpr(geometry.tokens // warp_mma.K):
+        b = cute.make_rmem_tensor(cute.make_layout((4, 2, 2)), self.dtype)
+        columns = cutlass.const_expr(along_n // 2)
+        steps = cutlass.const_expr(geometry.token_blocks // 2 * columns)
+        self.load_values(values, b, 0)
+        for i in cutlass.range_constexpr(along_m):
+            load_matrices(weights + i * warp_mma.M * stride, a[None, i])
+        for step in cutlass.range_constexpr(steps):
+            n, j = divmod(step, columns)
+            if cutlass.const_expr(step + 1 < steps):
+                self.load_values(values, b, step + 1)
             for i in cutlass.range_constexpr(along_m):
-                load_matrices(weights + n * 2 * warp_mma.K + i * warp_mma.M * stride, a[None, i])
-            for j in cutlass.range_constexpr(along_n // 2):
-                load_matrices((values ^ j * 32) + n * warp_mma.K * ROW_BYTES, both, transposed=True)
-                for i in cutlass.range_constexpr(along_m):
-                    for c in cutlass.range_constexpr(2):
-                        acc = self.acc_o[None, i, 2 * j + c]
-                        cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c], acc)
+                for c in cutlass.range_constexpr(2):
+                    acc = self.acc_o[None, i, 2 * j + c]
+                    cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c, step % 2], acc)
+                if cutlass.const_expr(j == columns - 1 and step + 1 < steps):
+                    load_matrices(weights + ((n + 1) * 2 * warp_mma.K + i * warp_mma.M * stride), a[None, i])
+
+    def load_values(self, values: Int32, b: cute.Tensor, step: int) -> None:
+        """16 tokens of 16 output columns as B operands, to one of two sets of registers."""
+        n, j = divmod(step, self.geometry.output_shape[1] // 2)
+        both = cute.make_tensor(b[None, None, step % 2].iterator, cute.make_layout(warp_mma.OPERANDS))
+        load_matrices((values ^ j * 32) + n * warp_mma.K * ROW_BYTES, both, transposed=True)
 
     # -------------------------------------------------------------------------------------------- a split
     @cute.jit
-    def run(self, of: Reader, first: Int32, unmasked: Int32, pages: Int32, block: rows.Block):
+    def run(self, of: Reader, first: Int32, unmasked: Int32, block: rows.Block):
         """Tiles first..of.end-1 of a split that `start` has begun. unmasked: keys that every row may see."""
         geometry = self.geometry
         stages = geometry.stages
         self.acc_o.fill(0.0)
         self.of_row[0], self.of_row[1] = Float32(softmax.NO_KEY), Float32(0.0)
         self.load_query(block)
-        stage, buffer = Int32(0), Int32(0)
-        if cutlass.const_expr(geometry.overlapped):
-            cute.arch.cp_async_wait_group(stages - 2)
-            cute.arch.sync_threads()
-            self.scores(stage, buffer)
-        for tile in cutlass.range(first, of.end, unroll=1):
-            # Past it the KV tile that is multiplied next is there, and all warps are done with the tile before this
-            # one, whose stage is filled next.
-            cute.arch.cp_async_wait_group(stages - 2 - geometry.overlapped)
-            cute.arch.sync_threads()
-            free = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
-            load_tile(self.inputs, of, self.stage(free), tile + (stages - 1), pages, self.warp, geometry)
-            pages = pages_at(self.inputs, of, tile + stages, self.warp, geometry)
+        cute.arch.cp_async_wait_group(stages - 3)
+        cute.arch.sync_threads()
+        older, stage, buffer, moved = Int32(stages - 1), Int32(0), Int32(0), Boolean(False)
+        self.scores(stage, buffer)
+        for tile in cutlass.range(first, of.end + 1, unroll=1):
+            # Past it the KV tile that scores are computed of is there, what the softmax and the output read has been
+            # written, and all warps are done with the KV tile whose stage is filled next.
+            cute.arch.cp_async_wait_group(stages - 4)
+            rescaled = named_any(Barrier.TILE, THREADS, moved)
             following = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
+            free = cutlass.select_(older == 0, Int32(stages - 1), older - 1)
             token, moved = tile * geometry.tokens, Boolean(False)
-            if cutlass.const_expr(not geometry.overlapped):
-                self.scores(stage, buffer)
-                cute.arch.sync_threads()
+            # Warps i and i + 4 share a quarter of the SM: one multiplies while the other one is in its softmax.
+            if self.loads:
+                load_tile(self.inputs, of, self.stage(free), tile + (stages - 2), self.pages, geometry)
+                find_pages(self.inputs, of, tile + (stages - 1), self.pages, geometry)
+                if tile < of.end:
+                    moved = self.softmax(token, of.length, unmasked, block, buffer)
+            if tile + 1 < of.end:
+                self.scores(following, 1 - buffer)
+            if tile > first:
+                if rescaled:
+                    self.rescale(1 - buffer)
+                self.output(older, 1 - buffer)
+            if (self.warp >= WARPS // 2) & (tile < of.end):
                 moved = self.softmax(token, of.length, unmasked, block, buffer)
-            else:
-                # Warps i and i + 4 share a quarter of the SM: one is in its softmax while the other one multiplies.
-                if self.warp < WARPS // 2:
-                    moved = self.softmax(token, of.length, unmasked, block, buffer)
-                    if tile + 1 < of.end:
-                        self.scores(following, 1 - buffer)
-                else:
-                    if tile + 1 < of.end:
-                        self.scores(following, 1 - buffer)
-                    moved = self.softmax(token, of.length, unmasked, block, buffer)
-            if named_any(Barrier.MOVED, THREADS, moved):
-                self.rescale()
-            self.output(stage)
-            stage, buffer = following, 1 - buffer
+            older, stage, buffer = stage, following, 1 - buffer
 
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
@@ -651,11 +707,12 @@ def share_rows(w: cutlass.Constexpr) -> OfRows:
     """The rows' maxima and sums, from the threads of the softmax to those of the output."""
     geometry = w.geometry
     total = w.of_row[1]
-    for i in cutlass.range_constexpr(geometry.row_threads.bit_length() - 1):
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+    for step in geometry.row_steps:
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=step)
     maxima, sums = w.rows_in(w.storage.row_max), w.rows_in(w.storage.row_sum)
-    if w.thread % geometry.row_threads == 0:
-        row = w.thread // geometry.row_threads
+    of_block, in_block, token_block, place = w.softmax_place()
+    if (place == 0) & (token_block == 0):
+        row = of_block * warp_mma.M + in_block
         maxima[row], sums[row] = w.of_row[0], total
     cute.arch.sync_threads()
     shape = (2, geometry.output_shape[0])
@@ -799,9 +856,9 @@ def consume(
     if cutlass.const_expr(geometry.packed):
         keyless = walk.table[rows.keyless_place(walk.table)]
     walk.store_empty(results, keyless, of_tile, thread, THREADS)
-    split_index, pages = SplitIndex(Int32(0), Int32(1)), Int32(0)
+    split_index = SplitIndex(Int32(0), Int32(1))
     if walk.has_work(split):
-        pages = w.start(walk, split)
+        w.start(walk, split)
     while walk.has_work(split):
         tiles = walk.tiles_of(split)
         block = walk.queries.block(split.request)
@@ -814,21 +871,23 @@ def consume(
             elif cutlass.const_expr(geometry.tree):
                 unmasked = cutlass.max(unmasked - geometry.s, 0)
             of = Reader(block.request, split.length, w.kv_head, tiles.end)
-            w.run(of, tiles.first, unmasked, pages, block)
+            w.run(of, tiles.first, unmasked, block)
         following = walk.next_split(split)
         cute.arch.sync_threads()  # nobody reads a KV tile or Q any more
         if walk.has_work(following):
-            pages = w.start(walk, following)
+            w.start(walk, following)
         else:
             # Let go at a CTA's start, the next call of a short request is there before this one has begun.
             launch_dependents()
         if tiles.first < tiles.end:
             place = walk.place_of(split, tiles)
-            of_rows = share_rows(w)
-            add = functools.partial(add_partial, w, of_rows, results, tile)
+            # Else addresses of results are computed ahead of all splits, and take registers in the loop of products.
+            of_end = replace(w, lane=opaque(w.lane))
+            of_rows = share_rows(of_end)
+            add = functools.partial(add_partial, of_end, of_rows, results, tile)
             place = walk.merge_few(place, split, tiles, is_cut, add, group, thread)
             split_index, signal = place.split_index, walk.signal_of(place)
-            epilogue(w, of_rows, results, block, place, tile)
+            epilogue(of_end, of_rows, results, block, place, tile)
             cute.arch.sync_threads()
             walk.publish(signal, thread)
         else:
@@ -838,7 +897,7 @@ def consume(
 
 
 @cute.kernel
-def flash_mla_mma(
+def flash_mla_mma_v1(
     inputs: Inputs,
     results: Results,  # packed, lse is (first token, h, token behind it)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
@@ -865,7 +924,7 @@ def flash_mla_mma(
     consume(w, results, walk, split, tile)
 
 
-flash_mla_mma.set_name_prefix("flash_mla_mma", remove_cutlass_symbol=True, keep_mangled_name=False)
+flash_mla_mma_v1.set_name_prefix("flash_mla_mma_v1", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -878,11 +937,16 @@ def takes(pd: MlaProblem) -> Verdict:
     return Verdict.yes()
 
 
+def written(m: int, tokens: int, k: int) -> bool:
+    """Whether eight warps have work in a query tile of m rows and a KV tile: two tokens or more of a row for a thread
+    of the softmax, and no two warps with the same output columns and rows."""
+    return m * tokens >= 2 * THREADS and m // warp_mma.M >= WARPS // min(WARPS, k // WARP_COLUMNS)
+
+
 @dataclass(frozen=True)
-class FlashMlaMmaTiling(Tiling):
-    """tile_m: rows of the query tile, 16, 32 or 64. tile_n: tokens of a KV tile, 16, 32 or 64. num_pipeline_stages: KV
-    tiles in shared memory, at least 2. Of these three 0 is what suits the problem and the shared memory of the device.
-    overlap: whether a KV tile's softmax runs beside the scores of the next one, where shared memory has room for that.
+class FlashMlaMmaV1Tiling(Tiling):
+    """tile_m: rows of the query tile, 16, 32 or 64. tile_n: tokens of a KV tile, 16 or 32. num_pipeline_stages: KV
+    tiles in shared memory, at least 4. Of these three 0 is what suits the problem and the shared memory of the device.
     workers: CTAs for each query tile; 0: as many as fill the device. split_tokens: tokens of a split, a multiple of 64,
     so that a request's splits depend on nothing but its length; 0: the scheduler chooses. query_tokens: of packed
     queries, tokens of a block; 0: as many as a tile has rows for."""
@@ -892,7 +956,6 @@ class FlashMlaMmaTiling(Tiling):
     tile_m: int = 0
     tile_n: int = 0
     num_pipeline_stages: int = 0
-    overlap: bool = True
     workers: int = 0
     split_tokens: int = 0
     query_tokens: int = 0
@@ -901,53 +964,50 @@ class FlashMlaMmaTiling(Tiling):
         """What the code is made for, with everything chosen; device: None for the assumed one."""
         of = device or Device.assumed()
 
-        def made(m: int, tokens: int, stages: int, overlapped: bool) -> Geometry:
+        def made(m: int, tokens: int, stages: int) -> Geometry:
             s = (self.query_tokens or max(1, m // pd.group)) if pd.packed else pd.s
             causal = pd.causal and (pd.packed or s > 1)
             return Geometry(
-                pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, m, tokens, stages, overlapped, pd.packed, pd.tree
+                pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, m, tokens, stages, pd.packed, pd.tree
             )  # fmt: skip
 
-        def stages_of(m: int, tokens: int, overlapped: bool) -> int:
-            bare = made(m, tokens, 0, overlapped)
+        def stages_of(m: int, tokens: int) -> int:
+            bare = made(m, tokens, 0)
             return min(MOST_STAGES, (of.smem_per_block - fixed_bytes(bare)) // (2 * bare.stage_elements))
 
-        fewest = 32 if pd.k < WARPS * WARP_COLUMNS else ROW_TILES[0]  # rows of two warps
         query_rows = (self.query_tokens or 1) * pd.group if pd.packed else pd.rows
-        # ptxas keeps Q and O of 64 rows in registers for Hopper, and spills some of Q in the loop elsewhere.
-        most = ROW_TILES[-1] if of.arch == "sm_90a" else SCORE_ROWS
-        m = self.tile_m or next((m for m in ROW_TILES if m >= max(fewest, query_rows)), most)
-        m = m if self.tile_m else min(m, most)
-        tokens = self.tile_n or next((n for n in (32, 16) if stages_of(m, n, False) >= 2), 32)
-        stages = self.num_pipeline_stages or stages_of(m, tokens, True)
-        if not self.overlap or stages < OVERLAPPED_STAGES or stages_of(m, tokens, True) < stages:
-            return made(m, tokens, self.num_pipeline_stages or max(0, stages_of(m, tokens, False)), False)
-        return made(m, tokens, stages, True)
+        most = ROW_TILES[-1] if self.tile_m or of.arch in WHOLE else ROW_TILES[-2]
+        pairs = [(m, n) for m in ROW_TILES for n in (32, 16) if self.tile_m in (0, m) and self.tile_n in (0, n)]
+        pairs = [(m, n) for m, n in pairs if (m <= most and written(m, n, pd.k)) or (self.tile_m and self.tile_n)]
+        fitting = [(m, n) for m, n in pairs if stages_of(m, n) >= (self.num_pipeline_stages or FEWEST_STAGES)]
+        enough = [(m, n) for m, n in fitting if m >= query_rows]
+        m, tokens = enough[0] if enough else max(fitting or pairs or [(ROW_TILES[-1], TOKEN_TILES[-1])])
+        return made(m, tokens, self.num_pipeline_stages or max(0, stages_of(m, tokens)))
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         if self.tile_m not in (0, *ROW_TILES):
             return Verdict.no(f"tile_m = {self.tile_m}, and this version is written for 16, 32 and 64")
         if self.tile_n not in (0, *TOKEN_TILES):
-            return Verdict.no(f"tile_n = {self.tile_n}, and this version is written for 16, 32 and 64")
+            return Verdict.no(f"tile_n = {self.tile_n}, and this version is written for 16 and 32")
         if self.query_tokens < 0 or (self.query_tokens and not pd.packed):
             return Verdict.no(f"query_tokens = {self.query_tokens} is for packed queries only, and at least 0")
         if not 0 <= self.workers <= scheduler.MOST_WORKERS:
             return Verdict.no(f"workers = {self.workers} must be between 0 and {scheduler.MOST_WORKERS:,}")
-        if self.split_tokens < 0 or self.split_tokens % TOKEN_TILES[-1]:
-            return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {TOKEN_TILES[-1]}")
+        if self.split_tokens < 0 or self.split_tokens % 64:
+            return Verdict.no(f"split_tokens = {self.split_tokens} is not a multiple of {SPLIT_TOKENS}")
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd, device)
-        if geometry.m < 2 * warp_mma.M and geometry.output_warps[0] > 1:
-            return Verdict.no(f"tile_m = {geometry.m} is too few rows for k = {pd.k}: two warps have the same columns")
-        if geometry.tokens < 2 * geometry.row_threads:
+        if not written(geometry.m, geometry.tokens, pd.k):
             return Verdict.no(
-                f"tile_n = {geometry.tokens} is too few tokens for tile_m = {geometry.m}: {geometry.row_threads} "
-                "threads share a row, two tokens each at least"
+                f"tile_m = {geometry.m} and tile_n = {geometry.tokens} are too few for eight warps with k = {pd.k}"
             )
-        if self.num_pipeline_stages == 1:
-            return Verdict.no("num_pipeline_stages = 1 leaves no KV tile to load while one is computed: at least 2")
-        of, stages = device or Device.assumed(), max(2, geometry.stages)
+        if 0 < self.num_pipeline_stages < FEWEST_STAGES:
+            return Verdict.no(
+                f"num_pipeline_stages = {self.num_pipeline_stages} leaves no KV tile to load while three are computed "
+                f"with: at least {FEWEST_STAGES}"
+            )
+        of, stages = device or Device.assumed(), max(FEWEST_STAGES, geometry.stages)
         smem = fixed_bytes(geometry) + 2 * stages * geometry.stage_elements
         if smem > of.smem_per_block:
             return Verdict.no(
@@ -962,13 +1022,13 @@ class FlashMlaMmaTiling(Tiling):
         return decode_host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, geometry.costs)
 
 
-class FlashMlaMmaPlan(KernelPlan):
+class FlashMlaMmaV1Plan(KernelPlan):
     """One compiled kernel a problem class and tile; b, lengths, page table width, workers and split_tokens are
     arguments."""
 
     workload = decode.WORKLOAD
-    tiling_type = FlashMlaMmaTiling
-    tiling: FlashMlaMmaTiling
+    tiling_type = FlashMlaMmaV1Tiling
+    tiling: FlashMlaMmaV1Tiling
     uses = ("adaptive-tiles", "device-tile-scheduler", "fast-exp2-softmax", "split-kv")
     requires = Requirement(
         archs=("sm_80+",),
@@ -981,10 +1041,10 @@ class FlashMlaMmaPlan(KernelPlan):
     def default_tiling(self) -> Tiling:
         pd = self.problem
         if not pd.packed or pd.query_tokens <= pd.b:
-            return FlashMlaMmaTiling()
+            return FlashMlaMmaV1Tiling()
         # All of a tile where some have several: of a request in two blocks the cache is read twice, which costs more
         # than rows without a token.
-        return FlashMlaMmaTiling(query_tokens=max(1, SCORE_ROWS // pd.group))
+        return FlashMlaMmaV1Tiling(query_tokens=max(1, 32 // pd.group))
 
     def autotune_configs(self) -> list[Tiling]:
         return [self.default_tiling()]
@@ -999,11 +1059,11 @@ class FlashMlaMmaPlan(KernelPlan):
     @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
-        version = Version(flash_mla_mma, self.geometry())
+        version = Version(flash_mla_mma_v1, self.geometry())
         fixed = self.tiling.split_tokens // version.geometry.tokens
-        return decode_host.decode_kernel(self, "flash_mla_mma", version, inputs, self.workers(), fixed)
+        return decode_host.decode_kernel(self, "flash_mla_mma_v1", version, inputs, self.workers(), fixed)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
-        version = Version(flash_mla_mma, self.geometry())
-        return decode_host.decode_kernel(self, "flash_mla_mma", version, (), 0, 0)
+        version = Version(flash_mla_mma_v1, self.geometry())
+        return decode_host.decode_kernel(self, "flash_mla_mma_v1", version, (), 0, 0)

@@ -50,3 +50,18 @@ def right(problem: Any, inputs: Sequence[Any], found: Sequence[Any], dist: str =
 def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
     """Whether tensors are equal, each to its own."""
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+# ---------------------------------------------------------------- tensors that lie apart
+def pages_apart(cache: Any, room: int = 1, before: int = 0) -> Any:
+    """The same pages with NaN between them, as long as `room` pages, `before` of it in front of each."""
+    between = cache.new_full((len(cache), 1 + room, *cache.shape[1:]), float("nan"))
+    between[:, before] = cache
+    return between[:, before]
+
+
+def touched(view: Any, mark: float) -> int:
+    """How many elements of the memory around a view no longer hold a mark."""
+    room = view.new_empty(0).set_(view.untyped_storage()).clone()
+    room.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(mark)
+    return int((room != mark).sum())

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from ops_fakes import CpuEngine  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.device import Device  # noqa: E402
@@ -48,12 +48,6 @@ def packed_call(problem: PackedAppendProblem) -> tuple[Any, ...]:
     cache = memory.as_strided(shape, (apart, layout.token_bytes, 1))
     options = {"layout": problem.layout, "powers": problem.powers, "interleaved": problem.interleaved}
     return *inputs[:6], out, cache, inputs[6] if problem.layout == "flat" else None, options
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    """Functions and operators compute on the CPU."""
-    return serve_on_cpu(monkeypatch)
 
 
 def same(found: Any, wanted: Any) -> bool:

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import compile_ahead, decode, judge, request, same_bits  # noqa: E402
+from public_calls import pages_apart  # noqa: E402
 
 from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
@@ -125,13 +126,6 @@ def test_a_capture_of_unknown_shapes_says_what_to_do() -> None:
 
 
 # ---------------------------------------------------------------- what engines hand over
-def pages_apart(cache: Any, room: int = 1, before: int = 0) -> Any:
-    """The same pages with NaN between them, as long as `room` pages, `before` of it in front of each."""
-    between = cache.new_full((len(cache), 1 + room, *cache.shape[1:]), float("nan"))
-    between[:, before] = cache
-    return between[:, before]
-
-
 def pages_and_a_bit_apart(cache: Any) -> Any:
     """The same pages with 16 bytes of NaN behind each."""
     step = cache[0].numel() + 8

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from ops_fakes import CpuEngine  # noqa: E402
 from public_calls import right  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
@@ -21,12 +21,6 @@ TORCH = "torch/flash_attention"
 CHUNKS = ((5, 9), (0, 3), (4, 0), (6, 2), (7, 7))
 PROBLEM = PrefillProblem(b=5, h=4, h_kv=2, d=32, p=16, causal=True, lengths=CHUNKS)
 OPS = torch.ops.mla_var3
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    """Calls that name a version compute behind an engine, as on a GPU."""
-    return serve_on_cpu(monkeypatch)
 
 
 # ---------------------------------------------------------------- results

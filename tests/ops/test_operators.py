@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from ops_fakes import CpuEngine  # noqa: E402
 from public_calls import arguments, same  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -32,12 +32,6 @@ PROBLEMS = {
 }
 ATTEND = functools.partial(mla_decode, kernel="torch/flash_mla")
 OPS = torch.ops.mla_var3
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    """The operators compute on the CPU."""
-    return serve_on_cpu(monkeypatch)
 
 
 def call_of(problem: MlaProblem) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import compile_ahead  # noqa: E402
-from public_calls import attend  # noqa: E402
+from public_calls import attend, touched  # noqa: E402
 
 from mla_var3.ops import flash_mla  # noqa: E402
 from mla_var3.workload import decode, sparse_decode  # noqa: E402
@@ -95,13 +95,6 @@ def differs(found: Any, wanted: Any, what: str) -> str:
                 f"{at[-1].tolist()}, by up to {error}, NaN {int(a.isnan().sum())} where {int(b.isnan().sum())}"
             )
     return "; ".join(lines)
-
-
-def touched(view: Any, mark: float) -> int:
-    """How many elements of the memory around a view no longer hold a mark."""
-    room = view.new_empty(0).set_(view.untyped_storage()).clone()
-    room.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(mark)
-    return int((room != mark).sum())
 
 
 def names_of(problem: Any) -> tuple[str, ...]:
